@@ -1,0 +1,72 @@
+"""Every error that roundpipe raises on its own behalf.
+
+    RoundPipeError
+    |- ConfigError (ValueError)          an option or argument that can't be used as given
+    |- TraceError (RuntimeError)         a model's Python code that can't be captured as a graph
+    |- PartitionError (ValueError)       a graph or chain that can't be cut as asked
+    |- ScheduleError (ValueError)        a plan or schedule that breaks the rules of rotation
+    |- DeviceMemoryError (RuntimeError)  a device budget that can't hold what must be on it
+    |- DeadlockError (RuntimeError)      a hand-off that did not happen before its deadline
+    |- SynchronizationError (RuntimeError)  a tensor used before its hand-off was waited for
+    |- MicrobatchError (ValueError)      inputs or outputs that can't be split or merged
+    `- ClosedError (RuntimeError)        a call into a model that was closed
+
+A message says what was given, what is allowed and what to do. Exceptions raised by a user's own
+code (a layer's forward, ``loss_fn``, ``step_fn``) are never wrapped: they keep their type and gain
+a note that says where in the pipeline they were raised.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ClosedError",
+    "ConfigError",
+    "DeadlockError",
+    "DeviceMemoryError",
+    "MicrobatchError",
+    "PartitionError",
+    "RoundPipeError",
+    "ScheduleError",
+    "SynchronizationError",
+    "TraceError",
+]
+
+
+class RoundPipeError(Exception):
+    """Base of all errors raised by roundpipe."""
+
+
+class ConfigError(RoundPipeError, ValueError):
+    """An option or argument can't be used as given."""
+
+
+class TraceError(RoundPipeError, RuntimeError):
+    """A model's Python code can't be captured as a graph."""
+
+
+class PartitionError(RoundPipeError, ValueError):
+    """A graph or chain can't be cut as asked."""
+
+
+class ScheduleError(RoundPipeError, ValueError):
+    """A plan or schedule breaks the rules of rotation."""
+
+
+class DeviceMemoryError(RoundPipeError, RuntimeError):
+    """A device's memory budget can't hold what must be on it at once."""
+
+
+class DeadlockError(RoundPipeError, RuntimeError):
+    """A hand-off between threads did not happen before its deadline."""
+
+
+class SynchronizationError(RoundPipeError, RuntimeError):
+    """A tensor was used on a stream that had not waited for the transfer that fills it."""
+
+
+class MicrobatchError(RoundPipeError, ValueError):
+    """Inputs, labels or outputs can't be split into, or merged from, microbatches."""
+
+
+class ClosedError(RoundPipeError, RuntimeError):
+    """A call into a model whose workers were released by ``close()``."""

@@ -1,0 +1,1 @@
+"""The runtime: schedules, workers, devices, weights and the optimizer."""

@@ -1,0 +1,209 @@
+"""Run options: as given by the user, as resolved for one call, and what a running call can ask for.
+
+An option may be given for one call, for a model, or not at all; the first of call, model and
+built-in default that gives a field wins, field by field (`resolve`). Nothing below this floor reads a
+default: the number of devices is handed in, not looked up.
+
+Invariant: a `RoundPipeRunConfig` that exists is valid on its own; a `ResolvedConfig` has no open
+question left, so that None in it is an answer (automatic splitting, no fixed plan).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+
+from roundpipe.errors import ConfigError, MicrobatchError
+from roundpipe.runtime.schedule import ExecutePlan
+
+RecomputeGrain = Literal["stage", "layer"]
+RECOMPUTE_GRAINS: tuple[RecomputeGrain, ...] = ("stage", "layer")
+
+SplitInputFunction = Callable[[tuple[Any, ...], dict[str, Any], int], tuple[list[Any], list[Any]]]
+"""``f(args, kwargs, num_microbatch) -> (args_list, kwargs_list)``."""
+SplitLabelFunction = Callable[[Any, int], list[Any]]
+"""``f(label, num_microbatch) -> list of labels``."""
+MergeFunction = Callable[[list[Any]], Any]
+"""``f(outputs of all microbatches) -> merged output``."""
+
+SplitInput = tuple[Any, Any] | SplitInputFunction
+
+
+@dataclass(frozen=True, slots=True)
+class RoundPipeRunConfig:
+    """Options of a run; a field left at None is not given.
+
+    Raises:
+        ConfigError: a field holds something it can't be; also a `ValueError`.
+    """
+
+    num_microbatch: int | None = None
+    """Number of pieces a batch is split into; built-in: number of devices + 1. More pieces need less
+    device memory; fewer than the number of devices + 1 leave devices idle."""
+
+    recompute_grain: RecomputeGrain | None = None
+    """What a backward stage recomputes at once: ``"stage"`` (built-in; all its layers, fewest transfers) or
+    ``"layer"`` (one layer at a time, lowest peak of device memory). The numbers are the same."""
+
+    output_device: torch.device | str | None = None
+    """Device that outputs are brought to; built-in: the CPU."""
+
+    split_input: SplitInput | None = None
+    """How inputs are split: ``(args_spec, kwargs_spec)``, either of them None for the automatic rule, made of
+    ``TensorChunkSpec`` and ``_Replicate`` from ``torch.distributed.pipelining.microbatch``; or
+    ``f(args, kwargs, num_microbatch) -> (args_list, kwargs_list)``. Built-in: automatic, on dim 0."""
+
+    split_label: Any = None
+    """How labels are split: a spec of the label's own structure, or ``f(label, num_microbatch) -> list``.
+    Built-in: automatic, with the batch size of the inputs."""
+
+    merge_output: Any = None
+    """How outputs are merged: True (built-in; tensors concatenated on dim 0, scalar tensors averaged,
+    everything else equal), False (kept apart, as `RoundPipePackedData`), a spec of ``TensorChunkSpec`` and
+    ``_CustomReducer``, or ``f(list of outputs) -> output``."""
+
+    requires_grad: bool | None = None
+    """Whether what backward needs is kept; built-in: the caller's grad mode."""
+
+    preserve_rng_state: bool | None = None
+    """Whether recomputation repeats the random draws of the forward; built-in: True. False is for models
+    that draw nothing."""
+
+    execute_plan: ExecutePlan | None = None
+    """Which layers form a stage, in forward and in backward; built-in: chosen by the planner."""
+
+    def __post_init__(self) -> None:
+        _check_count(self.num_microbatch)
+        if self.recompute_grain not in (None, *RECOMPUTE_GRAINS):
+            raise ConfigError(_invalid("recompute_grain", self.recompute_grain, '"stage" or "layer"'))
+        _check_device(self.output_device)
+        _check_split_input(self.split_input)
+        for name in ("requires_grad", "preserve_rng_state"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise ConfigError(_invalid(name, getattr(self, name), "True, False or None (not given)"))
+        if not isinstance(self.execute_plan, ExecutePlan | None):
+            allowed = "an ExecutePlan, or None to let the planner choose"
+            raise ConfigError(_invalid("execute_plan", self.execute_plan, allowed))
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedConfig:
+    """The options of one call; see `RoundPipeRunConfig` for what each means."""
+
+    num_microbatch: int
+    """Number of microbatches asked for; a call with fewer samples has fewer."""
+    recompute_grain: RecomputeGrain
+    output_device: torch.device
+    split_input: SplitInput | None
+    """None is the automatic rule."""
+    split_label: Any
+    """None is the automatic rule."""
+    merge_output: Any
+    """True is the automatic rule."""
+    requires_grad: bool
+    preserve_rng_state: bool
+    execute_plan: ExecutePlan | None
+    """None leaves the choice to the planner."""
+
+
+def resolve(
+    call: RoundPipeRunConfig | None, model: RoundPipeRunConfig | None, *, num_devices: int
+) -> ResolvedConfig:
+    """The options of one call: given for the call, else for the model, else built in.
+
+    Args:
+        call: options of this call; None is the same as an empty config.
+        model: options of the model; None is the same as an empty config.
+        num_devices: number of workers in the rotation.
+
+    Raises:
+        ConfigError: ``call`` or ``model`` is not a `RoundPipeRunConfig`.
+    """
+    resolved: dict[str, Any] = {
+        "num_microbatch": num_devices + 1,
+        "recompute_grain": "stage",
+        "output_device": "cpu",
+        "merge_output": True,
+        "requires_grad": torch.is_grad_enabled(),
+        "preserve_rng_state": True,
+    }
+    given = [config for config in (model, call) if config is not None]
+    for config in given:
+        if not isinstance(config, RoundPipeRunConfig):
+            raise ConfigError(f"run config: got {_described(config)}; pass a RoundPipeRunConfig")
+    for field in fields(RoundPipeRunConfig):
+        for config in given:
+            value = getattr(config, field.name)
+            resolved[field.name] = resolved.get(field.name) if value is None else value
+        resolved.setdefault(field.name, None)
+    resolved["output_device"] = torch.device(resolved["output_device"])
+    return ResolvedConfig(**resolved)
+
+
+_RUNNING_MICROBATCHES: ContextVar[int] = ContextVar("roundpipe_num_microbatches")
+
+
+@contextlib.contextmanager
+def microbatch_count(num_microbatches: int) -> Iterator[None]:
+    """While open, `num_microbatches()` gives this number in the thread that opened it."""
+    token = _RUNNING_MICROBATCHES.set(num_microbatches)
+    try:
+        yield
+    finally:
+        _RUNNING_MICROBATCHES.reset(token)
+
+
+def num_microbatches() -> int:
+    """The actual number of microbatches of the running call, for use inside ``loss_fn``.
+
+    Raises:
+        MicrobatchError: called outside ``loss_fn``.
+    """
+    try:
+        return _RUNNING_MICROBATCHES.get()
+    except LookupError:
+        raise MicrobatchError(
+            "num_microbatches() was called where no microbatch is running; it is known only inside loss_fn"
+        ) from None
+
+
+def _described(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"
+
+
+def _invalid(name: str, given: Any, allowed: str) -> str:
+    return f"RoundPipeRunConfig.{name}: got {_described(given)}; allowed: {allowed}"
+
+
+def _check_count(count: Any) -> None:
+    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+        allowed = "an int of at least 1, or None for the number of devices + 1"
+        raise ConfigError(_invalid("num_microbatch", count, allowed))
+
+
+def _check_device(device: Any) -> None:
+    if device is None or isinstance(device, torch.device):
+        return
+    try:
+        torch.device(device if isinstance(device, str) else "")
+    except RuntimeError:
+        allowed = 'a torch.device, or its name such as "cuda:0"; None for the CPU'
+        raise ConfigError(_invalid("output_device", device, allowed)) from None
+
+
+def _check_split_input(spec: Any) -> None:
+    if spec is None or callable(spec):
+        return
+    is_pair = isinstance(spec, tuple | list) and len(spec) == 2
+    if not (is_pair and isinstance(spec[0], tuple | list | None) and isinstance(spec[1], Mapping | None)):
+        allowed = (
+            "a pair (args_spec, kwargs_spec) of a tuple and a dict, either of them None for the automatic "
+            "rule, or a function f(args, kwargs, num_microbatch)"
+        )
+        raise ConfigError(_invalid("split_input", spec, allowed))

@@ -1,0 +1,262 @@
+"""CPU workers: the device protocol on the host's own memory, with copies, budgets and links that are real.
+
+A worker copies weights and activations as an accelerator's would, so a missing transfer or a missing
+wait shows in CI. Three things are modelled, because the host has no counterpart of them:
+
+*Streams.* Copies are done at once, but each stream keeps a clock of how many copies it was given, and
+each copy is stamped with it. Waiting for an event moves the waiter's view of that clock forward; using
+a tensor whose stamp is ahead of the view raises `SynchronizationError`.
+
+*Links.* With a link speed set, a copy takes ``bytes / speed`` on the link's own timeline, which runs
+beside the computation: only a wait for its event sleeps until that time.
+
+*Memory.* A ledger counts weights, gradients, carried values and what autograd keeps, and raises
+`DeviceMemoryError` past the budget. Temporaries inside a layer are not counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from roundpipe.errors import DeviceMemoryError, SynchronizationError
+from roundpipe.runtime.backend import Device, Event, Lane
+
+_STAMP = "_roundpipe_stamp"
+_random_lock = threading.RLock()
+_stream_ids = itertools.count()
+
+
+class _Clock:
+    """Order of work on one stream: how much was given to it, and what it has seen of others."""
+
+    __slots__ = ("ready_at", "seen", "stream_id", "ticks")
+
+    def __init__(self) -> None:
+        self.stream_id = next(_stream_ids)
+        self.ticks = 0
+        self.ready_at = 0.0
+        self.seen: dict[int, int] = {}
+
+
+class CpuEvent:
+    """A stream's clock at the time of `record`."""
+
+    __slots__ = ("ready_at", "seen")
+
+    def __init__(self, clock: _Clock) -> None:
+        self.seen = {**clock.seen, clock.stream_id: clock.ticks}
+        self.ready_at = clock.ready_at
+
+    def synchronize(self) -> None:
+        _sleep_until(self.ready_at)
+
+    def is_done(self) -> bool:
+        return self.ready_at <= time.perf_counter()
+
+
+def _sleep_until(moment: float) -> None:
+    if moment:
+        delay = moment - time.perf_counter()
+        if delay > 0:
+            time.sleep(delay)
+
+
+class Ledger:
+    """Bytes in use on a device by purpose, with a peak and a limit."""
+
+    def __init__(self, name: str, budget_bytes: int | None) -> None:
+        self.name = name
+        self.budget_bytes = budget_bytes
+        self.by_purpose: Counter[str] = Counter()
+        self.total_bytes = 0
+        self.peak_bytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, num_bytes: int, purpose: str) -> None:
+        """Count bytes.
+
+        Raises:
+            DeviceMemoryError: they would go past the budget; nothing is counted then.
+        """
+        with self._lock:
+            total = self.total_bytes + num_bytes
+            if self.budget_bytes is not None and total > self.budget_bytes:
+                held = ", ".join(f"{use} {size:,}" for use, size in self.by_purpose.items() if size)
+                raise DeviceMemoryError(
+                    f"{self.name} is out of memory: {num_bytes:,} more bytes for {purpose} with {self.total_bytes:,} of "
+                    f"{self.budget_bytes:,} in use ({held or 'nothing'}). Use more microbatches, "
+                    "recompute_grain='layer', shorter stages or a larger budget."
+                )
+            self.total_bytes = total
+            self.by_purpose[purpose] += num_bytes
+            self.peak_bytes = max(self.peak_bytes, total)
+
+    def remove(self, num_bytes: int, purpose: str) -> None:
+        with self._lock:
+            self.total_bytes -= num_bytes
+            self.by_purpose[purpose] -= num_bytes
+
+
+class _Saved:
+    """A tensor kept by autograd; gives its bytes back to the ledger when autograd lets go of it."""
+
+    __slots__ = ("forget", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, forget: Callable[[], None] | None) -> None:
+        self.tensor = tensor
+        self.forget = forget
+
+    def __del__(self) -> None:
+        if self.forget is not None:
+            self.forget()
+
+
+def _unpack(saved: _Saved) -> torch.Tensor:
+    return saved.tensor
+
+
+class CpuBackend:
+    """One CPU worker."""
+
+    def __init__(self, given: Device, name: str) -> None:
+        self.device = torch.device("cpu")
+        self.name = name
+        self.memory_budget_bytes = given.memory_bytes
+        self.ledger = Ledger(name, given.memory_bytes)
+        self._speed = {Lane.UPLOAD: given.upload_bytes_per_s, Lane.DOWNLOAD: given.download_bytes_per_s}
+        self._clocks = {lane: _Clock() for lane in Lane}
+
+    def activate(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    # Memory
+
+    def allocate(self, num_bytes: int, purpose: str) -> torch.Tensor:
+        self.ledger.add(num_bytes, purpose)
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def free(self, buffer: torch.Tensor, purpose: str) -> None:
+        self.ledger.remove(buffer.numel(), purpose)
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    @contextlib.contextmanager
+    def hold(self, num_bytes: int, purpose: str) -> Iterator[None]:
+        self.ledger.add(num_bytes, purpose)
+        try:
+            yield
+        finally:
+            self.ledger.remove(num_bytes, purpose)
+
+    def activations(self, known: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
+        counts: Counter[int] = Counter()
+        skip = {tensor.untyped_storage().data_ptr() for tensor in known}
+        ledger = self.ledger
+
+        def pack(tensor: torch.Tensor) -> Any:
+            if tensor.layout is not torch.strided:
+                return _Saved(tensor.detach(), None)
+            storage = tensor.untyped_storage()
+            address, num_bytes = storage.data_ptr(), storage.nbytes()
+            if not num_bytes or address in skip:
+                return _Saved(tensor.detach(), None)
+            if not counts[address]:
+                ledger.add(num_bytes, "activations")
+            counts[address] += 1
+
+            def forget() -> None:
+                counts[address] -= 1
+                if not counts[address]:
+                    ledger.remove(num_bytes, "activations")
+
+            return _Saved(tensor.detach(), forget)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
+
+    def peak_bytes(self, reset: bool = False) -> int:
+        peak = self.ledger.peak_bytes
+        if reset:
+            self.ledger.peak_bytes = self.ledger.total_bytes
+        return peak
+
+    # Copies
+
+    def upload(self, source: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
+        return self._copy(Lane.UPLOAD, source, target)
+
+    def download(self, source: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
+        return self._copy(Lane.DOWNLOAD, source, target)
+
+    def _copy(self, lane: Lane, source: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
+        clock = self._clocks[lane]
+        _check_stamp(source, clock, lane)
+        if target is None:
+            target = source.detach().to("cpu", copy=True)
+        else:
+            target.copy_(source)
+        clock.ticks += 1
+        speed = self._speed[lane]
+        if speed is not None:
+            start = max(clock.ready_at, time.perf_counter())
+            clock.ready_at = start + target.numel() * target.element_size() / speed
+        setattr(target, _STAMP, (clock.stream_id, clock.ticks, f"{lane.value} on {self.name}"))
+        return target
+
+    def record(self, lane: Lane) -> Event:
+        clock = self._clocks[lane]
+        if lane is Lane.COMPUTE:  # the thread itself: what it has done is done
+            clock.ticks += 1
+        return CpuEvent(clock)
+
+    def wait(self, lane: Lane, event: Event) -> None:
+        clock = self._clocks[lane]
+        assert isinstance(event, CpuEvent)
+        for stream_id, ticks in event.seen.items():
+            if clock.seen.get(stream_id, 0) < ticks:
+                clock.seen[stream_id] = ticks
+        if lane is Lane.COMPUTE:
+            event.synchronize()
+        else:
+            clock.ready_at = max(clock.ready_at, event.ready_at)
+
+    def check_ready(self, tensors: Sequence[torch.Tensor]) -> None:
+        clock = self._clocks[Lane.COMPUTE]
+        for tensor in tensors:
+            _check_stamp(tensor, clock, Lane.COMPUTE)
+
+    def synchronize(self) -> None:
+        for clock in self._clocks.values():
+            _sleep_until(clock.ready_at)
+
+    # Random numbers: all CPU workers share torch's default generator
+
+    @contextlib.contextmanager
+    def random(self, seed: int) -> Iterator[None]:
+        with _random_lock:
+            state = torch.default_generator.get_state()
+            torch.default_generator.manual_seed(seed)
+            try:
+                yield
+            finally:
+                torch.default_generator.set_state(state)
+
+
+def _check_stamp(tensor: torch.Tensor, clock: _Clock, lane: Lane) -> None:
+    stamp = getattr(tensor, _STAMP, None)
+    if stamp is None:
+        return
+    stream_id, ticks, maker = stamp
+    if stream_id != clock.stream_id and clock.seen.get(stream_id, 0) < ticks:
+        raise SynchronizationError(
+            f"a tensor of shape {tuple(tensor.shape)} made by {maker} is used by {lane.value} work that did not "
+            "wait for that copy's event"
+        )

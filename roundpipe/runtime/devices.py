@@ -1,0 +1,77 @@
+"""From ``devices=`` to backends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from roundpipe.errors import ConfigError
+from roundpipe.runtime.backend import Backend, Device
+from roundpipe.runtime.cpu import CpuBackend
+
+DeviceLike = str | int | torch.device | Device
+
+
+def resolve_devices(given: Sequence[DeviceLike] | DeviceLike | None) -> tuple[Device, ...]:
+    """The entries of the rotation.
+
+    Args:
+        given: None for every accelerator that torch sees, otherwise the CPU; or one entry; or a list, in which
+            an entry may be repeated.
+
+    Raises:
+        ConfigError: the list is empty, or an entry is not a device that is there.
+    """
+    if given is None:
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is None or not torch.accelerator.is_available():
+            return (Device("cpu"),)
+        return tuple(Device(f"{accelerator.type}:{i}") for i in range(torch.accelerator.device_count()))
+    if isinstance(given, (str, int, torch.device, Device)):
+        given = [given]
+    entries = tuple(_resolve_one(one) for one in given)
+    if not entries:
+        raise ConfigError("devices=[] names no device; give at least one, or None for all accelerators")
+    return entries
+
+
+def _resolve_one(given: DeviceLike) -> Device:
+    if isinstance(given, Device):
+        entry = given
+    elif isinstance(given, int) and not isinstance(given, bool):
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is None:
+            raise ConfigError(f"devices: {given} is an accelerator's index, but torch sees no accelerator; use 'cpu'")
+        entry = Device(f"{accelerator.type}:{given}")
+    elif isinstance(given, (str, torch.device)):
+        entry = Device(given)
+    else:
+        raise ConfigError(
+            f"devices: {given!r} is {type(given).__name__}; give strings such as 'cuda:0' or 'cpu', torch.device, "
+            "an index, or roundpipe.Device"
+        )
+    device = torch.device(entry.device)
+    if device.type == "cpu":
+        return entry
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device.type:
+        seen = "no accelerator" if accelerator is None else f"{torch.accelerator.device_count()} x {accelerator.type}"
+        raise ConfigError(f"devices: {given!r} is not there; torch sees {seen}. 'cpu' always works")
+    if device.index is not None and device.index >= torch.accelerator.device_count():
+        raise ConfigError(f"devices: {given!r} is not there; torch sees {torch.accelerator.device_count()} devices")
+    return entry
+
+
+def open_backends(entries: Sequence[Device]) -> list[Backend]:
+    """One backend per entry."""
+    backends: list[Backend] = []
+    for index, entry in enumerate(entries):
+        name = f"{entry.device} (worker {index})"
+        if torch.device(entry.device).type == "cpu":
+            backends.append(CpuBackend(entry, name))
+        else:
+            from roundpipe.runtime.accelerator import AcceleratorBackend
+
+            backends.append(AcceleratorBackend(entry, name))
+    return backends

@@ -1,0 +1,408 @@
+"""The search behind the planner: packings, climbs and kicks, bounded from below.
+
+    pack     for each start of the fused tail: ranges filled left, right and evenly against target times
+    climb    one step at a time, each faster: an edge moves, a range is split or merged, the tail grows
+    kick     a few random steps from one of the best, then another climb, while there is work left to spend
+
+A lower bound from work and latency spares most evaluations of the recurrence.
+
+Invariant: the result depends on nothing but the arguments (the random steps have a fixed seed, the effort is
+counted in operations instead of time), and every plan found is within the budget of device memory.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
+from math import ceil, gcd, inf
+from random import Random
+
+from roundpipe.runtime.stage_cost import StageCost, StageCosts, peak_job, round_seconds
+
+_SEARCH_OPS = 4_500_000
+"""Effort of one search, in ops of the recurrence."""
+
+_PACKING_SHARE = 0.4
+"""Share of the effort that packing may take."""
+
+_OPS_FACTOR = 4
+"""Rounds that the recurrence usually needs to reach its steady state."""
+
+_NUM_TARGETS = 24
+"""Target times tried for each start of the fused tail."""
+
+_NUM_LEADERS = 6
+"""Plans of different shape that climbs start from and kicks choose among."""
+
+_MAX_KICK = 4
+"""Most random steps before a climb."""
+
+_PACKING_WITHIN = 1.1
+"""Packings whose bound is this much above the best so far are still evaluated: a climb may start there."""
+
+_KICK_WITHIN = 1.3
+"""How much slower a kicked plan may be."""
+
+_AS_FAST = 1 + 1e-9
+"""Factor within which two times count as one."""
+
+_MAX_REPLICAS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """Ranges that cover the layers before the fused tail, all forward or all backward, ascending."""
+
+    edges: tuple[int, ...]
+    """From 0 to the start of the fused tail."""
+    replicas: tuple[int, ...]
+    """Per range."""
+
+    @classmethod
+    def single(cls, edges: Sequence[int]) -> Cuts:
+        """Cuts without replicas."""
+        return cls(tuple(edges), (1,) * (len(edges) - 1))
+
+    def neighbours(self, replicate: bool) -> Iterator[Cuts]:
+        """The cuts one step away: a moved edge, a merged or split range, a replica more or less."""
+        edges, replicas = self.edges, self.replicas
+        for index in range(1, len(edges) - 1):
+            before, edge, behind = edges[index - 1 : index + 2]
+            for moved in sorted({edge - 1, edge + 1, (before + edge) // 2, (edge + behind + 1) // 2}):
+                if before < moved < behind and moved != edge:
+                    yield Cuts((*edges[:index], moved, *edges[index + 1 :]), replicas)
+            merged = (*replicas[: index - 1], 1, *replicas[index + 1 :])
+            yield Cuts((*edges[:index], *edges[index + 1 :]), merged)
+        for index, (start, stop) in enumerate(pairwise(edges)):
+            for middle in sorted({start + 1, (start + stop) // 2, stop - 1}):
+                if start < middle < stop:
+                    split = (*replicas[:index], 1, 1, *replicas[index + 1 :])
+                    yield Cuts((*edges[: index + 1], middle, *edges[index + 1 :]), split)
+            for count in (replicas[index] - 1, replicas[index] + 1):
+                if replicate and 1 <= count <= _MAX_REPLICAS:
+                    yield Cuts(edges, (*replicas[:index], count, *replicas[index + 1 :]))
+
+    def ended_at(self, stop: int) -> Cuts:
+        """The same cuts with another start of the fused tail: the deepest range grows or shrinks."""
+        if stop == 0:
+            return Cuts((0,), ())
+        edges = tuple(edge for edge in self.edges[:-1] if edge < stop) or (0,)
+        return Cuts((*edges, stop), (*self.replicas, 1)[: len(edges)])
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan as cuts; both end at the start of the fused tail."""
+
+    forward: Cuts
+    backward: Cuts
+    fused_replicas: int = 1
+
+    @property
+    def fused_start(self) -> int:
+        """First layer of the fused tail."""
+        return self.forward.edges[-1]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """What sets plans apart that are more than a few moved edges from each other."""
+        return self.fused_start, len(self.forward.edges), len(self.backward.edges)
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Per job, in the order of the round."""
+        return (*self.forward.replicas, self.fused_replicas, *reversed(self.backward.replicas))
+
+    def steps(self, num_layers: int, replicate: bool) -> Iterator[Candidate]:
+        """The candidates one step away."""
+        start = self.fused_start
+        for moved in (start - 1, start + 1, start - 2, start + 2):
+            if 0 <= moved < num_layers:
+                yield replace(self, forward=self.forward.ended_at(moved), backward=self.backward.ended_at(moved))
+        for forward in self.forward.neighbours(replicate):
+            yield replace(self, forward=forward)
+        for backward in self.backward.neighbours(replicate):
+            yield replace(self, backward=backward)
+        for count in (self.fused_replicas - 1, self.fused_replicas + 1):
+            if replicate and 1 <= count <= _MAX_REPLICAS:
+                yield replace(self, fused_replicas=count)
+
+
+class Search:
+    """One search.
+
+    Args:
+        costs: of the chain.
+        num_workers: workers in the rotation.
+        num_microbatches: microbatches of every job.
+        budget_bytes: memory of each device, or None for no limit.
+        replicate: whether stages may take several slots.
+    """
+
+    def __init__(
+        self,
+        costs: StageCosts,
+        num_workers: int,
+        num_microbatches: int,
+        budget_bytes: int | None = None,
+        replicate: bool = False,
+    ) -> None:
+        self.costs = costs
+        self.num_layers = len(costs.layers)
+        self.num_workers = num_workers
+        self.num_microbatches = num_microbatches
+        self.budget_bytes = budget_bytes
+        self.replicate = replicate
+        self.values: dict[Candidate, float] = {}
+        self._refuted: dict[Candidate, float] = {}
+        self.best_s = inf
+        self.num_ops_left = _SEARCH_OPS
+        both = zip(costs.forward_s, costs.backward_s, strict=True)
+        self._times = {"F": costs.forward_s, "B": [forward_s + backward_s for forward_s, backward_s in both]}
+
+    def run(self) -> list[Candidate]:
+        """The plans found, the best first; none if none fits."""
+        self._pack_all()
+        if not self.values:
+            self._evaluate_smallest()
+        leaders = sorted({self._climb(leader) for leader in self._leaders()}, key=self.rank)
+        self._kick(leaders)
+        return sorted(self.values, key=self.rank)
+
+    def rank(self, candidate: Candidate) -> tuple[float, int, tuple[int, ...], tuple[int, ...]]:
+        """What the search minimises: time, then slots; the edges make the order total."""
+        value, slots = float(f"{self.values[candidate]:.9g}"), sum(candidate.replicas)
+        return value, slots, candidate.forward.edges, candidate.backward.edges
+
+    # ------------------------------------------------------------------------------- evaluation
+
+    def stages(self, candidate: Candidate) -> list[StageCost]:
+        """The costs of a candidate's jobs, in the order of the round."""
+        stages = [self.costs.forward(start, stop) for start, stop in pairwise(candidate.forward.edges)]
+        stages.append(self.costs.fused(candidate.fused_start, self.num_layers))
+        backward = [self.costs.backward(start, stop) for start, stop in pairwise(candidate.backward.edges)]
+        return stages + backward[::-1]
+
+    def lower_bound_s(self, candidate: Candidate, stages: list[StageCost]) -> float:
+        """A round takes no less: the work of the busiest workers, and the way to the losses."""
+        num_microbatches = self.num_microbatches
+        replicas = candidate.replicas
+        num_to_loss = len(candidate.forward.edges)
+        if max(replicas) == 1:
+            work = [num_microbatches * stage.seconds for stage in stages]
+            repeated_s = (num_microbatches - 1) * max(stage.seconds for stage in stages[:num_to_loss])
+        else:
+            work, repeated_s = [], 0.0
+            for position, (stage, count) in enumerate(zip(stages, replicas, strict=True)):
+                shares = [(num_microbatches - replica + count - 1) // count for replica in range(count)]
+                work += [share * stage.seconds for share in shares]
+                if position < num_to_loss:
+                    repeated_s = max(repeated_s, (shares[0] - 1) * stage.seconds)
+        num_classes = gcd(len(work), self.num_workers)
+        busiest_s = max(sum(work[first::num_classes]) for first in range(num_classes))
+        to_loss_s = sum(stage.seconds for stage in stages[:num_to_loss])
+        return max(busiest_s * num_classes / self.num_workers, to_loss_s + repeated_s)
+
+    def fits(self, candidate: Candidate, stages: list[StageCost]) -> bool:
+        """Whether the peak is within the budget."""
+        if self.budget_bytes is None:
+            return True
+        slots = [stage for stage, count in zip(stages, candidate.replicas, strict=True) for _ in range(count)]
+        return peak_job(slots, self.num_workers)[0] <= self.budget_bytes
+
+    def evaluate(self, candidate: Candidate, limit_s: float = inf) -> float:
+        """Seconds per round; infinite if the plan does not fit or its bound is above the limit."""
+        known = self.values.get(candidate)
+        if known is not None:
+            return known
+        if self._refuted.get(candidate, 0.0) > limit_s:
+            return inf
+        stages = self.stages(candidate)
+        self.num_ops_left -= 2 * len(stages)
+        if self.lower_bound_s(candidate, stages) > limit_s or not self.fits(candidate, stages):
+            return inf
+        replicas = candidate.replicas
+        self.num_ops_left -= _OPS_FACTOR * len(stages) * self.num_microbatches
+        value = round_seconds(
+            stages,
+            len(candidate.forward.replicas),
+            self.num_workers,
+            self.num_microbatches,
+            replicas if max(replicas) > 1 else None,
+            limit_s,
+        )
+        if value > limit_s:
+            self._refuted[candidate] = value
+            return inf
+        self.values[candidate] = value
+        self.best_s = min(self.best_s, value)
+        return value
+
+    # ---------------------------------------------------------------------------------- packing
+
+    def _pack_all(self) -> None:
+        """Evaluates packings for each start of the fused tail, the most promising start first."""
+        ops_after = self.num_ops_left * (1 - _PACKING_SHARE)
+        fused_counts = range(1, _MAX_REPLICAS + 1) if self.replicate else (1,)
+        caps_bytes = self._caps_bytes()
+        for start, bound_s in self._fused_starts():
+            if bound_s > self.best_s or self.num_ops_left < ops_after:
+                break
+            pairs: dict[tuple[tuple[int, ...], tuple[int, ...]], None] = {}
+            even: dict[str, dict[int, tuple[int, ...]]] = {"F": {}, "B": {}}
+            for target_s, cap_bytes in product(self._targets_s(start), caps_bytes):
+                forward = self._pack("F", start, target_s, cap_bytes)
+                backward = self._pack("B", start, target_s, cap_bytes)
+                pairs.update(dict.fromkeys(product(forward, backward)))
+                for phase, packed in (("F", forward), ("B", backward)):
+                    even[phase].update((len(edges), edges) for edges in packed[-1:])
+            pairs.update(dict.fromkeys(product(even["F"].values(), even["B"].values())))
+            candidates = [
+                Candidate(Cuts.single(forward), Cuts.single(backward), count)
+                for forward, backward in pairs
+                for count in fused_counts
+            ]
+            for candidate in candidates:
+                if self.num_ops_left < ops_after:
+                    break
+                self.evaluate(candidate, self.best_s * _PACKING_WITHIN)
+
+    def _fused_starts(self) -> list[tuple[int, float]]:
+        """Starts of the fused tail that may fit, and a lower bound for each, the lowest first."""
+        bounds = []
+        copies = min(_MAX_REPLICAS, self.num_microbatches) if self.replicate else 1
+        for start in range(self.num_layers):
+            stage = self.costs.fused(start, self.num_layers)
+            if self.budget_bytes is not None and stage.own_bytes > self.budget_bytes:
+                continue
+            work_s = self._times["F"][start] + self._times["B"][start] + stage.seconds
+            latency_s = self._times["F"][start] + stage.seconds * ceil(self.num_microbatches / copies)
+            bounds.append((max(work_s * self.num_microbatches / self.num_workers, latency_s), start))
+        return [(start, bound_s) for bound_s, start in sorted(bounds)]
+
+    def _targets_s(self, start: int) -> list[float]:
+        """Times to pack against: that of the fused tail, and those of evenly cut backward stages."""
+        counts = range(1, start + 1)
+        if start > _NUM_TARGETS:
+            steps = (round(start ** (step / _NUM_TARGETS)) for step in range(_NUM_TARGETS + 1))
+            counts = sorted({*steps, *range(1, _NUM_TARGETS)})  # type: ignore[assignment]
+        fused_s = self.costs.fused(start, self.num_layers).seconds
+        return [fused_s, *(self._times["B"][start] / count * 1.0001 for count in counts)]
+
+    def _caps_bytes(self) -> list[int | None]:
+        """Limits for a stage's weights under which any two stages may meet on a worker."""
+        if self.budget_bytes is None:
+            return [None]
+        cap_bytes = max(layer.weight_bytes for layer in self.costs.layers)
+        total_bytes = self.costs.weight_bytes(0, self.num_layers)
+        caps_bytes: list[int | None] = []
+        while cap_bytes < self.budget_bytes:
+            caps_bytes.append(cap_bytes)
+            if cap_bytes >= total_bytes:
+                break
+            cap_bytes *= 2
+        return caps_bytes
+
+    def _allowed(self, phase: str, start: int, stop: int, target_s: float, cap_bytes: int | None) -> bool:
+        """Whether a range is within a target time, which one layer may exceed, and within memory."""
+        stage = self.costs.forward(start, stop) if phase == "F" else self.costs.backward(start, stop)
+        if stage.seconds > target_s and stop - start > 1:
+            return False
+        if cap_bytes is None or self.budget_bytes is None:
+            return True
+        return stage.weight_bytes <= cap_bytes and stage.own_bytes + cap_bytes <= self.budget_bytes
+
+    def _pack(
+        self, phase: str, layers: int, target_s: float, cap_bytes: int | None
+    ) -> list[tuple[int, ...]]:
+        """Edges of ranges over the first layers: filled from the left, from the right, and evenly."""
+        if layers == 0:
+            return [(0,)]
+        left, right = [0], [layers]
+        while left[-1] < layers:
+            start = left[-1]
+            length = _largest(layers - start, lambda n: self._allowed(phase, start, start + n, target_s, cap_bytes))
+            if length == 0:
+                return []
+            left.append(start + length)
+        while right[-1] > 0:
+            stop = right[-1]
+            length = _largest(stop, lambda n: self._allowed(phase, stop - n, stop, target_s, cap_bytes))
+            if length == 0:
+                return []
+            right.append(stop - length)
+        packed = {tuple(left): None, tuple(reversed(right)): None}
+        for count in (len(left), len(left) - 1):
+            even = self._even(phase, layers, count)
+            if all(self._allowed(phase, start, stop, inf, cap_bytes) for start, stop in pairwise(even)):
+                packed[even] = None
+        return list(packed)
+
+    def _even(self, phase: str, layers: int, count: int) -> tuple[int, ...]:
+        """Edges of at most ``count`` ranges, each cut nearest to where equal times would end."""
+        times, edges = self._times[phase], [0]
+        for part in range(1, min(count, layers)):
+            wanted_s = times[layers] * part / count
+            edge = bisect_left(times, wanted_s, 0, layers)
+            if edge > 0 and wanted_s - times[edge - 1] < times[edge] - wanted_s:
+                edge -= 1
+            if edges[-1] < edge < layers:
+                edges.append(edge)
+        return (*edges, layers)
+
+    def _evaluate_smallest(self) -> None:
+        """Evaluates the plans with the least memory: one layer per stage, and those one step from it."""
+        singles = Cuts.single(range(self.num_layers))
+        candidate = Candidate(singles, singles)
+        for step in (candidate, *candidate.steps(self.num_layers, self.replicate)):
+            self.evaluate(step)
+
+    # --------------------------------------------------------------------------------- climbing
+
+    def _leaders(self) -> list[Candidate]:
+        """The best plan of each of the best shapes."""
+        leaders: dict[tuple[int, int, int], Candidate] = {}
+        for candidate in sorted(self.values, key=self.rank):
+            leaders.setdefault(candidate.shape, candidate)
+            if len(leaders) == _NUM_LEADERS:
+                break
+        return list(leaders.values())
+
+    def _climb(self, candidate: Candidate) -> Candidate:
+        """Where a climb ends: no single step leads to a better plan."""
+        improved = True
+        while improved and self.num_ops_left > 0:
+            improved = False
+            for step in candidate.steps(self.num_layers, self.replicate):
+                if self.evaluate(step, self.values[candidate] * _AS_FAST) < inf and self.rank(step) < self.rank(candidate):
+                    candidate, improved = step, True
+                    break
+        return candidate
+
+    def _kick(self, leaders: list[Candidate]) -> None:
+        """Leaves the ends of the climbs by random steps and climbs again."""
+        random = Random(0)
+        while leaders and self.num_ops_left > 0:
+            chosen = min(random.sample(leaders, min(2, len(leaders))), key=self.rank)
+            kicked = chosen
+            for _ in range(random.randint(1, _MAX_KICK)):
+                steps = list(kicked.steps(self.num_layers, self.replicate))
+                self.num_ops_left -= 10 * len(steps)
+                if not steps:
+                    return
+                kicked = random.choice(steps)
+            if self.evaluate(kicked, self.values[chosen] * _KICK_WITHIN) < inf:
+                end = self._climb(kicked)
+                if end not in leaders:
+                    leaders = sorted([*leaders, end], key=self.rank)[:_NUM_LEADERS]
+
+
+def _largest(high: int, allowed: Callable[[int], bool]) -> int:
+    """The largest number up to ``high`` that is allowed, where all below an allowed one are; 0: none."""
+    low = 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if allowed(middle) else (low, middle - 1)
+    return low

@@ -1,0 +1,118 @@
+"""What recomputation needs to repeat a forward: seeds, buffers, and what a layer saved by itself.
+
+Random numbers: each (layer, microbatch) derives its seed from one base seed per call, so a recomputation
+draws the same numbers without any generator state being saved.
+
+Buffers: a layer that writes buffers in forward (BatchNorm) sees, in microbatch m, what the microbatches
+before it left. A copy of its buffers is kept per microbatch; recomputation runs on that copy, and what it
+writes goes nowhere.
+
+Data-dependent decisions (routing) that must not be taken again: `save_for_recompute` in the forward,
+`get_recompute_data` in the recomputation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import torch
+
+from roundpipe.runtime.backend import Backend, Event, Lane
+from roundpipe.runtime.residency import BoundLayer
+
+_state = threading.local()
+
+
+def layer_seed(base_seed: int, layer_index: int, microbatch: int) -> int:
+    """Seed of one layer and microbatch: splitmix64 of the three, in [0, 2^63)."""
+    mask = (1 << 64) - 1
+    mixed = (base_seed + 0x9E3779B97F4A7C15 * (1 + layer_index * 1_000_003 + microbatch)) & mask
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & mask
+    return (mixed ^ (mixed >> 31)) >> 1
+
+
+def draw_base_seed() -> int:
+    """A base seed from torch's default generator, so that ``torch.manual_seed`` fixes it."""
+    return int(torch.empty((), dtype=torch.int64).random_().item())
+
+
+@contextlib.contextmanager
+def recomputing() -> Iterator[None]:
+    """Marks the calling thread as recomputing."""
+    before = getattr(_state, "recomputing", False)
+    _state.recomputing = True
+    try:
+        yield
+    finally:
+        _state.recomputing = before
+
+
+def doing_recompute() -> bool:
+    """Whether the calling code runs in the recomputation of a layer, not in its first forward."""
+    return getattr(_state, "recomputing", False)
+
+
+class BufferHistory:
+    """Buffers of the layers that write them, as each microbatch's forward saw them; on the host."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, int], tuple[list[torch.Tensor | None], Event | None]] = {}
+
+    @contextlib.contextmanager
+    def recording(self, bound: BoundLayer, layer_index: int, microbatch: int, backend: Backend) -> Iterator[None]:
+        """Keep the buffers that the forward inside sees, if the layer writes any in the current mode."""
+        known = bound.writes_buffers
+        if known is False:
+            versions = bound.buffer_versions()
+            yield
+            if bound.buffer_versions() != versions:
+                bound.writes_buffers = True
+            return
+        if known:
+            self._keep(bound.buffer_values(), layer_index, microbatch, backend)
+            yield
+            return
+        before = [None if buffer is None else buffer.detach().clone() for buffer in bound.buffer_values()]
+        yield
+        bound.writes_buffers = any(map(_differ, before, bound.buffer_values()))
+        if bound.writes_buffers:
+            self._keep(before, layer_index, microbatch, backend)
+
+    def _keep(
+        self, buffers: list[torch.Tensor | None], layer_index: int, microbatch: int, backend: Backend
+    ) -> None:
+        backend.wait(Lane.DOWNLOAD, backend.record(Lane.COMPUTE))
+        values = [None if buffer is None else backend.download(buffer) for buffer in buffers]
+        copied = backend.record(Lane.DOWNLOAD)
+        backend.wait(Lane.COMPUTE, copied)  # what was copied is about to be written, or freed
+        self._seen[layer_index, microbatch] = values, copied
+
+    @contextlib.contextmanager
+    def as_forward_saw(
+        self, bound: BoundLayer, layer_index: int, microbatch: int, backend: Backend
+    ) -> Iterator[None]:
+        """Run the recomputation inside on the buffers of the forward."""
+        seen = self._seen.pop((layer_index, microbatch), None)
+        if seen is None:
+            yield
+            return
+        values, event = seen
+        if event is not None:
+            backend.wait(Lane.UPLOAD, event)
+        copies = [None if value is None else backend.upload(value) for value in values]
+        backend.wait(Lane.COMPUTE, backend.record(Lane.UPLOAD))
+        now = bound.buffer_values()
+        bound.set_buffers(copies)
+        try:
+            yield
+        finally:
+            bound.set_buffers(now)
+
+
+def _differ(before: torch.Tensor | None, now: torch.Tensor | None) -> bool:
+    if before is None or now is None:
+        return before is not now
+    return before.shape != now.shape or before.dtype != now.dtype or not torch.equal(before, now)

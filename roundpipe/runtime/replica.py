@@ -1,0 +1,121 @@
+"""Shallow copies of a user's module tree, so that a worker can bind device weights without touching it.
+
+A replica has its own ``_parameters``, ``_buffers`` and ``_modules``, and shares everything else with the
+original: hooks, configuration, caches. Attributes that point back into the tree (a bound method, a list
+of submodules, a partial) are made to point into the replica.
+
+Invariant: running a replica never changes the original's parameters, buffers or submodules. Attributes of
+simple types that a forward sets (counters, flags) are handed back by `changed_attributes`.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe.layers import EXECUTION_DEVICE
+
+_OWN = ("_parameters", "_buffers", "_modules")
+_PLAIN = (int, float, bool, str, type(None))
+
+
+class Replica:
+    """One worker's copy of one layer's module tree.
+
+    Args:
+        original: the layer.
+        device: set as the attribute `EXECUTION_DEVICE` wherever the original has one.
+    """
+
+    def __init__(self, original: nn.Module, device: torch.device) -> None:
+        self._device = device
+        self._twins: dict[int, nn.Module] = {}
+        self._originals: list[nn.Module] = []
+        self.module = self._copy(original)
+        self._plain: list[dict[str, Any]] = []
+
+    def _copy(self, original: nn.Module) -> nn.Module:
+        twin = self._twins.get(id(original))
+        if twin is not None:
+            return twin
+        if isinstance(original, torch.jit.ScriptModule):
+            twin = original.copy()  # a script module's state lives in C++
+            self._twins[id(original)] = twin
+            self._originals.append(original)
+            return twin
+        twin = object.__new__(type(original))
+        self._twins[id(original)] = twin
+        self._originals.append(original)
+        state = twin.__dict__
+        state.update(original.__dict__)
+        state["_parameters"] = dict(original._parameters)
+        state["_buffers"] = dict(original._buffers)
+        state["_modules"] = {
+            name: None if child is None else self._copy(child) for name, child in original._modules.items()
+        }
+        return twin
+
+    def twin(self, original: nn.Module) -> nn.Module:
+        """The copy of a module of the original tree."""
+        return self._twins[id(original)]
+
+    def refresh(self) -> None:
+        """Take over the original's attributes as they are now (mode, probabilities, new hooks)."""
+        self._plain = []
+        for original in self._originals:
+            twin = self._twins[id(original)]
+            if isinstance(original, torch.jit.ScriptModule):
+                twin.train(original.training)
+                self._plain.append({})
+                continue
+            state = twin.__dict__
+            plain = {}
+            for name, value in original.__dict__.items():
+                if name in _OWN:
+                    continue
+                if type(value) in _PLAIN:
+                    plain[name] = value
+                    state[name] = value
+                else:
+                    state[name] = self._redirect(value)
+            if len(state) != len(original.__dict__):  # set on the twin in an earlier forward, since deleted
+                for name in [name for name in state if name not in original.__dict__]:
+                    del state[name]
+            if EXECUTION_DEVICE in state:
+                state[EXECUTION_DEVICE] = self._device
+            self._plain.append(plain)
+
+    def changed_attributes(self) -> list[tuple[nn.Module, str, Any]]:
+        """Plain attributes that forward changed since `refresh`: original module, name, new value."""
+        changed = []
+        for original, plain in zip(self._originals, self._plain, strict=True):
+            state = self._twins[id(original)].__dict__
+            for name, value in state.items():
+                if type(value) in _PLAIN and name not in _OWN and plain.get(name, state) != value:
+                    changed.append((original, name, value))
+        return changed
+
+    def _redirect(self, value: Any) -> Any:
+        """The value, with modules of the original tree inside it replaced by their copies."""
+        twins = self._twins
+        if isinstance(value, nn.Module):
+            return twins.get(id(value), value)
+        if isinstance(value, types.MethodType):
+            twin = twins.get(id(value.__self__))
+            return value if twin is None else types.MethodType(value.__func__, twin)
+        if isinstance(value, functools.partial):
+            function, args = self._redirect(value.func), tuple(map(self._redirect, value.args))
+            if function is value.func and all(a is b for a, b in zip(args, value.args, strict=True)):
+                return value
+            return functools.partial(function, *args, **value.keywords)
+        if type(value) in (list, tuple):
+            items = [self._redirect(item) for item in value]
+            return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
+        if type(value) is dict and value:
+            mapped = {key: self._redirect(item) for key, item in value.items()}
+            return value if all(mapped[key] is value[key] for key in value) else mapped
+        return value

@@ -1,0 +1,474 @@
+"""Where a layer's weights are: host memory, on the way, on a device; and where its gradients go.
+
+*Host.* A layer's parameters and buffers lie in one byte buffer, each aligned to 64 bytes, pinned once;
+the user's parameter objects become views of it, so an upload is one copy. What can't be moved (tied to
+another layer's buffer, a tensor subclass, ``pin_model="off"``) stays where it is and is copied by itself.
+
+*Device.* Each worker has one arena, as large as the two largest consecutive visits together: odd visits
+lie at its low end, even ones at its high end, so the weights of the next visit come up while this one
+runs, and no allocator call stands in the way.
+
+A visit's states, each set here and nowhere else:
+
+    state      set by                 awaited by
+    UPLOADING  `Arena.begin` (issued) `Visit.ready`, through the UPLOAD event
+    RESIDENT   `Visit.ready`          the stage, before its first microbatch
+    RELEASED   `Visit.release`        the next upload into the same memory, through the last reader's event
+
+Gradients: autograd accumulates them in the device parameters of one visit; `Visit.release` brings them
+down once and `Pending.settle` adds them to the host parameters' ``.grad``.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from roundpipe.errors import ConfigError
+from roundpipe.runtime.backend import Backend, Event, Lane
+from roundpipe.runtime.replica import Replica
+
+logger = logging.getLogger(__name__)
+
+ALIGNMENT = 64
+PinMode = Literal["alloc", "register", "off"]
+
+
+class State(enum.Enum):
+    """Where a visit's weights are."""
+
+    UPLOADING = "uploading"
+    RESIDENT = "resident"
+    RELEASED = "released"
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The tensor's strides if its memory is dense, else those of a contiguous copy."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return torch.empty(tensor.shape, device="meta").stride()
+            expected *= size
+    return tensor.stride()
+
+
+@dataclass(slots=True)
+class Entry:
+    """One parameter or buffer of a layer and its place in the layer's layout."""
+
+    places: list[tuple[nn.Module, str]]
+    """Modules of the original tree that hold it, with the attribute's name."""
+    is_parameter: bool
+    offset: int
+    num_bytes: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    loose: bool
+    """A tensor subclass: not laid out, moved as a whole."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor as the original module has it now."""
+        module, name = self.places[0]
+        found = (module._parameters if self.is_parameter else module._buffers)[name]
+        assert found is not None
+        return found
+
+    def view(self, region: torch.Tensor) -> torch.Tensor:
+        """The entry's part of a byte region, with a version counter of its own."""
+        flat = region[self.offset : self.offset + self.num_bytes].view(self.dtype)
+        return torch.as_strided(flat, self.shape, self.strides, flat.storage_offset()).data
+
+
+def _collect(layer: nn.Module) -> list[tuple[torch.Tensor, bool, list[tuple[nn.Module, str]]]]:
+    found: dict[int, tuple[torch.Tensor, bool, list[tuple[nn.Module, str]]]] = {}
+    for module in layer.modules():
+        for is_parameter, held in ((True, module._parameters), (False, module._buffers)):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    found.setdefault(id(tensor), (tensor, is_parameter, []))[2].append((module, name))
+    return list(found.values())
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
+
+
+class LayerWeights:
+    """One layer's weights on the host.
+
+    Args:
+        name: the layer's name, for messages.
+        layer: its module.
+        num_packed_bytes: filled by `HostWeights`.
+    """
+
+    def __init__(self, name: str, layer: nn.Module) -> None:
+        self.name = name
+        self.layer = layer
+        self.entries: list[Entry] = []
+        self.packed: torch.Tensor | None = None
+        self.num_packed = 0
+        self.num_bytes = 0
+        self.writes_buffers: dict[bool, bool] = {}
+        """Whether a forward writes buffers, by whether any module of the layer is in training mode; learned
+        by comparing values, since some operators (batch_norm) write without a change of version."""
+
+    def lay_out(self, may_pack: Callable[[torch.Tensor], bool]) -> None:
+        """Place every tensor; those that may be packed come first."""
+        found = _collect(self.layer)
+        ordered = [one for one in found if may_pack(one[0])] + [one for one in found if not may_pack(one[0])]
+        self.num_packed = sum(1 for one in found if may_pack(one[0]))
+        offset = 0
+        for tensor, is_parameter, places in ordered:
+            if tensor.is_meta:
+                raise ConfigError(
+                    f"{self.name}.{places[0][1]} is on the meta device, so it has no values to train or run with; "
+                    "load the model's weights (model.to_empty, from_pretrained) before the first call"
+                )
+            loose = not _is_plain(tensor)
+            num_bytes = 0 if loose else tensor.numel() * tensor.element_size()
+            strides = tensor.stride() if loose else _dense_strides(tensor)
+            entry = Entry(places, is_parameter, offset, num_bytes, tensor.shape, strides, tensor.dtype, loose)
+            self.entries.append(entry)
+            offset += _aligned(num_bytes)
+        self.num_bytes = offset
+
+    def pack(self, buffer: torch.Tensor) -> None:
+        """Move the packed tensors into ``buffer`` and make the user's objects views of it."""
+        with torch.no_grad():
+            for entry in self.entries[: self.num_packed]:
+                tensor = entry.tensor
+                view = entry.view(buffer)
+                view.copy_(tensor)
+                tensor.data = view
+        self.packed = buffer
+
+    def is_packed(self) -> bool:
+        """Whether the user's tensors still are the views that `pack` made."""
+        if self.packed is None:
+            return False
+        base = self.packed.data_ptr()
+        return all(
+            entry.tensor.data_ptr() == base + entry.offset or not entry.num_bytes
+            for entry in self.entries[: self.num_packed]
+        )
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the packed prefix of the layout."""
+        if self.num_packed == 0:
+            return 0
+        last = self.entries[self.num_packed - 1]
+        return last.offset + last.num_bytes
+
+    def upload(self, backend: Backend, region: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Copy all weights into a device region; returns loose tensors by entry index."""
+        start = 0
+        if self.is_packed():
+            assert self.packed is not None
+            backend.upload(self.packed[: self.packed_bytes], region[: self.packed_bytes])
+            start = self.num_packed
+        loose = {}
+        for index in range(start, len(self.entries)):
+            entry = self.entries[index]
+            if entry.loose:
+                loose[index] = backend.upload(entry.tensor)
+            elif entry.num_bytes:
+                backend.upload(entry.tensor.detach(), entry.view(region))
+        return loose
+
+
+class HostWeights:
+    """All weights on the host: packs layers once, also when a later trace cuts them again.
+
+    Args:
+        pin: how to pin; see `roundpipe.RoundPipe`.
+        allocate: makes a (pinned) host byte buffer.
+    """
+
+    def __init__(self, pin: PinMode, allocate: Callable[[int], torch.Tensor]) -> None:
+        self._pin = pin
+        self._allocate = allocate
+        self._packed: dict[tuple[int, ...], torch.Tensor] = {}
+        self._owner: dict[int, tuple[int, ...]] = {}
+        self._layers: dict[int, LayerWeights] = {}
+
+    def layer(self, name: str, layer: nn.Module) -> LayerWeights:
+        """The host side of a layer, packed at first sight."""
+        known = self._layers.get(id(layer))
+        if known is not None and known.layer is layer:
+            return known
+        weights = LayerWeights(name, layer)
+        tensors = [tensor for tensor, *_ in _collect(layer)]
+        key = tuple(id(tensor) for tensor in tensors)
+        ids = set(key)
+
+        def may_pack(tensor: torch.Tensor) -> bool:
+            if self._pin == "off" or not _is_plain(tensor):
+                return False
+            owner = self._owner.get(id(tensor))
+            return owner is None or owner == key
+
+        if not ids:
+            weights.lay_out(may_pack)
+        elif key in self._packed:
+            weights.lay_out(may_pack)
+            weights.packed = self._packed[key]
+        else:
+            for tensor in tensors:
+                if not tensor.is_meta and tensor.device.type != "cpu":
+                    logger.warning("%s: moving weights from %s to host memory", name, tensor.device)
+                    tensor.data = tensor.data.cpu()
+            weights.lay_out(may_pack)
+            if weights.num_packed:
+                buffer = self._allocate(weights.packed_bytes)
+                weights.pack(buffer)
+                self._packed[key] = buffer
+                for entry in weights.entries[: weights.num_packed]:
+                    self._owner[id(entry.tensor)] = key
+        self._layers[id(layer)] = weights
+        return weights
+
+
+@dataclass(slots=True)
+class Pending:
+    """Gradients and buffers on their way to the host."""
+
+    event: Event | None = None
+    gradients: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """Host parameter, downloaded gradient."""
+    buffers: list[tuple[list[tuple[nn.Module, str]], torch.Tensor]] = field(default_factory=list)
+    """Places in the original tree, downloaded value."""
+
+    def settle(self) -> None:
+        """Wait for the copies, add gradients to ``.grad`` and write buffers back."""
+        if self.event is not None:
+            self.event.synchronize()
+        with torch.no_grad():
+            for parameter, gradient in self.gradients:
+                if parameter.grad is None:
+                    parameter.grad = gradient
+                elif gradient.layout is torch.strided and parameter.grad.layout is torch.strided:
+                    parameter.grad.add_(gradient)
+                else:
+                    parameter.grad = parameter.grad + gradient
+            for places, value in self.buffers:
+                _write_buffer(places, value)
+        self.gradients.clear()
+        self.buffers.clear()
+
+
+def _write_buffer(places: list[tuple[nn.Module, str]], value: torch.Tensor) -> None:
+    for module, name in places:
+        old = module._buffers.get(name)
+        if old is not None and old.shape == value.shape and old.dtype == value.dtype:
+            old.copy_(value)
+        else:
+            module._buffers[name] = value
+
+
+class BoundLayer:
+    """A replica whose parameters and buffers are views of device memory, for one visit."""
+
+    def __init__(self, weights: LayerWeights, replica: Replica) -> None:
+        self.weights = weights
+        self.replica = replica
+        self.parameters: list[tuple[Entry, nn.Parameter]] = []
+        self._buffers: list[tuple[Entry, torch.Tensor, int]] = []
+        self._places: list[list[tuple[nn.Module, str]]] = []
+        self._is_training = False
+
+    @property
+    def module(self) -> nn.Module:
+        """The layer to call."""
+        return self.replica.module
+
+    def bind(self, region: torch.Tensor, loose: dict[int, torch.Tensor], with_gradients: bool) -> None:
+        """Point the replica at the weights in ``region``."""
+        self.replica.refresh()
+        self._is_training = any(module.training for module in self.replica.module.modules())
+        twin = self.replica.twin
+        for index, entry in enumerate(self.weights.entries):
+            device_tensor = loose[index] if entry.loose else entry.view(region)
+            if entry.is_parameter:
+                host = entry.tensor
+                trainable = host.requires_grad and with_gradients
+                parameter = device_tensor
+                if not isinstance(parameter, nn.Parameter) or parameter.requires_grad != trainable:
+                    parameter = nn.Parameter(device_tensor.detach(), requires_grad=trainable)
+                if trainable:
+                    self.parameters.append((entry, parameter))
+                for module, name in entry.places:
+                    twin(module)._parameters[name] = parameter
+            else:
+                places = [(twin(module), name) for module, name in entry.places]
+                for module, name in places:
+                    module._buffers[name] = device_tensor
+                self._buffers.append((entry, device_tensor, device_tensor._version))
+                self._places.append(places)
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether there is any buffer to look after."""
+        return bool(self._buffers)
+
+    @property
+    def writes_buffers(self) -> bool | None:
+        """Whether a forward in the current mode writes buffers; None: not known yet."""
+        return self.weights.writes_buffers.get(self._is_training)
+
+    @writes_buffers.setter
+    def writes_buffers(self, value: bool) -> None:
+        self.weights.writes_buffers[self._is_training] = value
+
+    def buffer_versions(self) -> list[tuple[int, int]]:
+        """Identity and version of every buffer, to tell whether a forward wrote one."""
+        current = (places[0][0]._buffers[places[0][1]] for places in self._places)
+        return [(id(buffer), -1 if buffer is None else buffer._version) for buffer in current]
+
+    def buffer_values(self) -> list[torch.Tensor | None]:
+        """The buffers as they are now, on the device."""
+        return [places[0][0]._buffers[places[0][1]] for places in self._places]
+
+    def set_buffers(self, values: Sequence[torch.Tensor | None]) -> None:
+        """Rebind the replica's buffers to other device tensors."""
+        for places, value in zip(self._places, values, strict=True):
+            for module, name in places:
+                module._buffers[name] = value
+
+    def changed_buffers(self) -> Iterable[tuple[Entry, torch.Tensor]]:
+        """Buffers that were written or replaced during the visit."""
+        all_of_them = self.writes_buffers is not False
+        for (entry, bound, version), places in zip(self._buffers, self._places, strict=True):
+            module, name = places[0]
+            now = module._buffers[name]
+            if now is not None and (all_of_them or now is not bound or now._version != version):
+                yield entry, now
+
+    def unbind(self) -> None:
+        """Drop every reference to device memory."""
+        for entry in self.weights.entries:
+            for module, name in entry.places:
+                twin = self.replica.twin(module)
+                (twin._parameters if entry.is_parameter else twin._buffers)[name] = None
+        self.parameters.clear()
+        self._buffers.clear()
+        self._places.clear()
+
+
+class Visit:
+    """The weights of one stage on one device, from upload to release."""
+
+    def __init__(self, backend: Backend, region: torch.Tensor, layers: list[BoundLayer]) -> None:
+        self._backend = backend
+        self._region = region
+        self.layers = layers
+        self.state = State.UPLOADING
+        self._parts: list[tuple[torch.Tensor, dict[int, torch.Tensor]]] = []
+        offset = 0
+        for layer in layers:
+            part = region[offset : offset + layer.weights.num_bytes]
+            self._parts.append((part, layer.weights.upload(backend, part)))
+            offset += _aligned(layer.weights.num_bytes)
+        self._uploaded = backend.record(Lane.UPLOAD)
+
+    @property
+    def weights_memory(self) -> torch.Tensor:
+        """The device memory that the weights are in."""
+        return self._region
+
+    def ready(self, with_gradients: bool) -> None:
+        """Let the COMPUTE stream wait for the weights and bind them."""
+        self._backend.wait(Lane.COMPUTE, self._uploaded)
+        for layer, (part, loose) in zip(self.layers, self._parts, strict=True):
+            layer.bind(part, loose, with_gradients)
+        self.state = State.RESIDENT
+
+    def release(self, keep_buffers: bool) -> tuple[Pending, list[Event], list[Any]]:
+        """Bring gradients (and, after a forward, changed buffers and attributes) down; unbind.
+
+        Returns:
+            what is on its way, the events after which the memory may be written again, and the device tensors
+            that must live until then.
+        """
+        backend = self._backend
+        pending = Pending()
+        computed = backend.record(Lane.COMPUTE)
+        events = [computed]
+        alive: list[Any] = []
+        down: list[torch.Tensor] = []
+        backend.wait(Lane.DOWNLOAD, computed)
+        for layer in self.layers:
+            for entry, parameter in layer.parameters:
+                gradient = parameter.grad
+                if gradient is not None:
+                    down.append(gradient)
+                    pending.gradients.append((entry.tensor, backend.download(gradient)))
+            if keep_buffers:
+                for entry, value in layer.changed_buffers():
+                    down.append(value)
+                    pending.buffers.append((entry.places, backend.download(value)))
+                for module, name, plain in layer.replica.changed_attributes():
+                    module.__dict__[name] = plain
+        if down:
+            pending.event = backend.record(Lane.DOWNLOAD)
+            events.append(pending.event)
+            alive = down
+        for layer in self.layers:
+            layer.unbind()
+        self._parts.clear()
+        self.state = State.RELEASED
+        return pending, events, alive
+
+
+class Arena:
+    """One worker's memory for weights: two regions that grow toward each other."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._buffer: torch.Tensor | None = None
+        self._readers: list[list[Event]] = [[], []]
+        self._parity = 0
+
+    def reserve(self, visit_bytes: Sequence[int]) -> None:
+        """Make room for visits of these sizes one after the other; between rounds only."""
+        sizes = [_aligned(size) for size in visit_bytes] or [0]
+        needed = max(a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True))
+        if self._buffer is None or self._buffer.numel() < needed:
+            self.free()
+            self._buffer = self._backend.allocate(needed, "weights")
+            self._readers = [[], []]
+        self._parity = 0
+
+    def free(self) -> None:
+        """Give the memory back."""
+        if self._buffer is not None:
+            self._backend.free(self._buffer, "weights")
+            self._buffer = None
+
+    def begin(self, layers: list[BoundLayer]) -> tuple[Visit, int]:
+        """Start uploading a visit's weights; returns it and the side of the arena it lies at."""
+        assert self._buffer is not None
+        num_bytes = sum(_aligned(layer.weights.num_bytes) for layer in layers)
+        side, self._parity = self._parity, 1 - self._parity
+        start = 0 if side == 0 else (self._buffer.numel() - num_bytes) // ALIGNMENT * ALIGNMENT
+        for event in self._readers[side]:
+            self._backend.wait(Lane.UPLOAD, event)
+        return Visit(self._backend, self._buffer.data[start : start + num_bytes], layers), side
+
+    def released(self, side: int, events: list[Event]) -> None:
+        """Note after which events a side may be written again."""
+        self._readers[side] = events

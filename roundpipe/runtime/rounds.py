@@ -1,0 +1,260 @@
+"""From one call's microbatches to a round that the engine can run, and from a finished round to results.
+
+Everything that a call decides is decided here, in the caller's thread: which plan (given, or the planner's, kept
+per chain and size), which values flow where, which gradients are wanted, the seed, the surroundings.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from roundpipe import structure
+from roundpipe.layers import LayerChain, is_differentiable
+from roundpipe.runtime.ambient import caller_ambient
+from roundpipe.runtime.config import ResolvedConfig, microbatch_count
+from roundpipe.runtime.engine import Engine, HostValue, Round
+from roundpipe.runtime.flow import flow, names_with_gradient, reads_of_backward
+from roundpipe.runtime.planner import plan as choose_plan
+from roundpipe.runtime.recompute import BufferHistory, draw_base_seed
+from roundpipe.runtime.schedule import ExecutePlan, Phase, Schedule, ScheduleKind, make_schedule
+from roundpipe.runtime.stage import LossFunction, Surroundings
+
+MicrobatchValues = list[dict[str, HostValue]]
+
+
+@dataclass(slots=True)
+class Call:
+    """The microbatches of one call that share a chain."""
+
+    chain: LayerChain
+    config: ResolvedConfig
+    args: list[tuple[Any, ...]]
+    kwargs: list[dict[str, Any]]
+    events: list[tuple[Any, ...]]
+    labels: list[Any]
+    total_microbatches: int
+    """Of the whole call, for `num_microbatches`."""
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of this round."""
+        return len(self.args)
+
+    def elements(self) -> int:
+        """Tensor elements of the largest microbatch's arguments."""
+        return max(
+            sum(tensor.numel() for tensor in structure.tensors(one)) for one in zip(self.args, self.kwargs, strict=True)
+        )
+
+
+@dataclass(slots=True)
+class _ChainFacts:
+    """What is worked out once per chain."""
+
+    shared_with: list[frozenset[int]]
+    """Per layer: other layers that have one of its parameters."""
+    plans: dict[tuple[Any, ...], ExecutePlan] = field(default_factory=dict)
+
+
+class RoundMaker:
+    """Makes rounds for one engine.
+
+    Args:
+        engine: its workers' number and budgets decide the plan.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._facts: weakref.WeakKeyDictionary[LayerChain, _ChainFacts] = weakref.WeakKeyDictionary()
+        self.last_plan: ExecutePlan | None = None
+        """The plan of the latest round, for the partition table."""
+
+    def _facts_of(self, chain: LayerChain) -> _ChainFacts:
+        facts = self._facts.get(chain)
+        if facts is None:
+            holders: dict[int, set[int]] = {}
+            for index, layer in enumerate(chain):
+                for parameter in layer.parameters():
+                    holders.setdefault(id(parameter), set()).add(index)
+            shared: list[set[int]] = [set() for _ in chain]
+            for indices in holders.values():
+                for index in indices:
+                    shared[index] |= indices - {index}
+            facts = self._facts[chain] = _ChainFacts([frozenset(one) for one in shared])
+        return facts
+
+    def plan(self, chain: LayerChain, config: ResolvedConfig, num_microbatches: int, elements: int) -> ExecutePlan:
+        """The plan of a call: the user's, or the planner's for microbatches of this size.
+
+        Raises:
+            ScheduleError: the user's plan does not fit the chain.
+            DeviceMemoryError: a layer does not fit on a device.
+        """
+        if config.execute_plan is not None:
+            config.execute_plan.validate(len(chain))
+            return config.execute_plan
+        budgets = [one.memory_budget_bytes for one in self._engine.backends if one.memory_budget_bytes is not None]
+        budget = min(budgets) if budgets else None
+        factor = elements / chain.example_elements if chain.example_elements else 1.0
+        key = (num_microbatches, config.recompute_grain, budget, factor if budget else round(factor, 1))
+        plans = self._facts_of(chain).plans
+        if key not in plans:
+            plans[key] = choose_plan(
+                [cost.scaled(factor) for cost in chain.costs],
+                num_workers=self._engine.num_workers,
+                num_microbatches=num_microbatches,
+                memory_budget_bytes=budget,
+                recompute_grain=config.recompute_grain,
+                names=[spec.name for spec in chain.specs],
+            )
+        return plans[key]
+
+    def enter_values(self, call: Call) -> MicrobatchValues:
+        """The first carry of each microbatch."""
+        return [
+            {name: HostValue(value, events) for name, value in call.chain.entry(args, kwargs).items()}
+            for args, kwargs, events in zip(call.args, call.kwargs, call.events, strict=True)
+        ]
+
+    def train_round(self, call: Call, loss_fn: LossFunction, return_outputs: bool) -> Round:
+        """The round of a ``forward_backward``."""
+        plan = self.plan(call.chain, call.config, call.num_microbatches, call.elements())
+        values = self.enter_values(call)
+        made = self._round(call, plan, "train", values, self._around(call, values, keep_history=True))
+        made.loss_fn = loss_fn
+        made.labels = call.labels
+        made.return_outputs = return_outputs
+        made.output_device = call.config.output_device
+        made.losses = [None] * call.num_microbatches
+        made.outputs = [None] * call.num_microbatches
+        made.microbatch_context = functools.partial(microbatch_count, call.total_microbatches)
+        return made
+
+    def forward_round(self, call: Call, *, with_backward: bool) -> Round:
+        """The round of a ``forward``; with what a later `backward_round` needs kept on the host."""
+        plan = self.plan(call.chain, call.config, call.num_microbatches, call.elements())
+        values = self.enter_values(call)
+        around = self._around(call, values, keep_history=with_backward)
+        kept: Iterable[str] = ()
+        if with_backward:
+            later = make_schedule(plan, self._engine.num_workers, call.num_microbatches, kind="backward")
+            kept = reads_of_backward(later, call.chain.specs, call.config.recompute_grain)
+        return self._round(call, plan, "forward", values, around, kept)
+
+    def backward_round(self, forward: Round, call: Call, plan: ExecutePlan) -> Round:
+        """The round of the backward of a ``forward``; takes over the forward's values."""
+        return self._round(call, plan, "backward", forward.values, forward.around)
+
+    def _round(
+        self,
+        call: Call,
+        plan: ExecutePlan,
+        kind: ScheduleKind,
+        values: MicrobatchValues,
+        around: Surroundings,
+        kept: Iterable[str] = (),
+    ) -> Round:
+        chain = call.chain
+        self.last_plan = plan
+        schedule = make_schedule(
+            plan,
+            self._engine.num_workers,
+            call.num_microbatches,
+            first_job=self._engine.next_job,
+            kind=kind,
+        )
+        flows = flow(
+            schedule, chain.specs, grain=call.config.recompute_grain, exit_reads=chain.exit.reads, kept=kept
+        )
+        return Round(
+            chain=chain,
+            schedule=schedule,
+            flows=flows,
+            around=around,
+            values=values,
+            gradients=[{} for _ in values],
+            tied_after=self._tied(chain, schedule),
+        )
+
+    def _around(self, call: Call, values: MicrobatchValues, keep_history: bool) -> Surroundings:
+        chain, config = call.chain, call.config
+        draws = config.preserve_rng_state and any(spec.draws_random for spec in chain.specs)
+        trainable = [any(p.requires_grad for p in layer.parameters()) for layer in chain]
+        inputs = {name for one in values for name, held in one.items() if _requires_grad(held.value)}
+        return Surroundings(
+            base_seed=draw_base_seed() if draws else 0,
+            preserve_rng_state=draws,
+            with_gradient=names_with_gradient(chain.specs, trainable, inputs),
+            buffers=BufferHistory(),
+            keep_history=keep_history,
+            ambient=caller_ambient(),
+        )
+
+    def _tied(self, chain: LayerChain, schedule: Schedule) -> dict[int, list[int]]:
+        """Per job, the earlier jobs that bring gradients of the same parameters."""
+        shared = self._facts_of(chain).shared_with
+        if not any(shared):
+            return {}
+        backward = [job for job in schedule.jobs if job.phase is not Phase.FORWARD]
+        return {
+            job.index: [
+                earlier.index
+                for earlier in backward
+                if earlier.index < job.index and any(shared[i] & set(earlier.layers) for i in job.layers)
+            ]
+            for job in backward
+        }
+
+
+def _requires_grad(value: Any) -> bool:
+    return any(tensor.requires_grad for tensor in structure.tensors(value))
+
+
+def input_tensors(values: MicrobatchValues) -> list[tuple[int, str, int, torch.Tensor]]:
+    """Argument tensors that require grad: microbatch, name, position within the value, tensor."""
+    return [
+        (microbatch, name, position, tensor)
+        for microbatch, one in enumerate(values)
+        for name, held in one.items()
+        for position, tensor in enumerate(structure.tensors(held.value))
+        if tensor.requires_grad and is_differentiable(tensor)
+    ]
+
+
+def input_gradients(
+    made: Round, inputs: Sequence[tuple[int, str, int, torch.Tensor]]
+) -> list[torch.Tensor | None]:
+    """Gradients that a finished round left for argument tensors, on the tensors' own devices."""
+    found: list[torch.Tensor | None] = []
+    for microbatch, name, position, tensor in inputs:
+        total: torch.Tensor | None = None
+        for gradients, event in made.gradients[microbatch].get(name, ()):
+            part = gradients[position]
+            if part is None:
+                continue
+            if event is not None:
+                event.synchronize()
+            total = part if total is None else total + part
+        found.append(None if total is None else total.to(tensor.device))
+    return found
+
+
+def sum_losses(losses: Sequence[Any]) -> Any:
+    """The sum over microbatches, in their order; of a list of losses, the sums by position."""
+    if isinstance(losses[0], torch.Tensor):
+        total = losses[0]
+        for one in losses[1:]:
+            total = total + one
+        return total
+    return [sum_losses(position) for position in zip(*losses, strict=True)]
+
+
+def finished(values: Iterable[HostValue | None]) -> list[Any]:
+    """Values whose copies are done."""
+    return [None if held is None else held.synchronize() for held in values]

@@ -1,0 +1,250 @@
+"""One stage times one microbatch on the device: forward, fused, recompute and backward.
+
+Nothing here knows of threads, schedules or transfers: it is given a carry of device tensors, calls the bound
+layers one after the other and returns device tensors.
+
+Rules it keeps: layers are called (hooks fire); a layer that draws random numbers draws from a seed of
+its own, so recomputation repeats the draws; recomputation sees the buffers as the forward saw them;
+an exception of the user's code keeps its type and gains a note that says where it was raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from roundpipe import structure
+from roundpipe.layers import Carry, Exit, LayerSpec, is_differentiable
+from roundpipe.runtime.backend import Backend
+from roundpipe.runtime.flow import Segment
+from roundpipe.runtime.recompute import BufferHistory, layer_seed, recomputing
+from roundpipe.runtime.residency import BoundLayer
+
+Gradients = list[torch.Tensor | None]
+"""One entry per tensor of a carried value."""
+LossFunction = Callable[[Any, Any], Any]
+
+
+@dataclass(slots=True)
+class StageLayer:
+    """One layer of a stage in one visit."""
+
+    index: int
+    spec: LayerSpec
+    bound: BoundLayer
+
+
+@dataclass(slots=True)
+class Surroundings:
+    """What holds for a whole round, wherever its stages run."""
+
+    base_seed: int
+    """Random numbers of layer L and microbatch m derive from it, L and m."""
+    preserve_rng_state: bool
+    with_gradient: frozenset[str]
+    """Names whose tensors take part in autograd."""
+    buffers: BufferHistory
+    keep_history: bool
+    """Whether a backward will recompute this forward, so that the buffers it saw must be kept."""
+    ambient: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    """Re-enters the caller's autocast state."""
+
+
+@dataclass(slots=True)
+class Recorded:
+    """A segment that ran with autograd on, before its backward."""
+
+    leaves: dict[str, Any]
+    """Taken values as autograd leaves."""
+    made: Carry = field(default_factory=dict)
+
+
+class Stage:
+    """The layers of one visit, ready to run microbatches.
+
+    Args:
+        name: for messages, such as ``B1[3:5]``.
+        backend: where it runs.
+        layers: in order.
+        around: what holds for the round.
+    """
+
+    def __init__(self, name: str, backend: Backend, layers: Sequence[StageLayer], around: Surroundings) -> None:
+        self.name = name
+        self.backend = backend
+        self.layers = {layer.index: layer for layer in layers}
+        self.around = around
+
+    # Phases
+
+    def forward(
+        self, segment: Segment, carry: Carry, microbatch: int, keep: Iterable[str], give: Callable[[Carry], None]
+    ) -> None:
+        """Run without autograd; hands each layer's kept values to ``give`` as soon as they are made."""
+        keep = frozenset(keep)
+        last = {name: i for i in segment.layers for name in self.layers[i].spec.reads}
+        with torch.no_grad(), self.around.ambient():
+            for index in segment.layers:
+                made = self._first_call(self.layers[index], carry, microbatch, "forward")
+                kept = {name: value for name, value in made.items() if name in keep}
+                if kept:
+                    give(kept)
+                carry.update((name, value) for name, value in made.items() if last.get(name, -1) > index)
+                for name in self.layers[index].spec.reads:
+                    if last[name] == index:
+                        carry.pop(name, None)
+
+    def fused(
+        self, segment: Segment, carry: Carry, microbatch: int, exit: Exit, loss_fn: LossFunction, label: Any
+    ) -> tuple[Any, Any, dict[str, Gradients]]:
+        """Run forward, loss and backward.
+
+        Returns:
+            detached loss (a tensor or a list of them), detached outputs, gradients of the taken values.
+        """
+        around = self.around
+        recorded = Recorded(self._leaves(segment, carry))
+        with around.ambient(), torch.enable_grad():
+            values = dict(recorded.leaves)
+            last = {name: i for i in segment.layers for name in self.layers[i].spec.reads}
+            last.update((name, len(self.layers) + segment.layers[-1]) for name in exit.reads)
+            for index in segment.layers:
+                made = self._call(self.layers[index], values, microbatch, "forward")
+                values.update((name, value) for name, value in made.items() if last.get(name, -1) > index)
+                for name in self.layers[index].spec.reads:
+                    if last[name] == index:
+                        values.pop(name, None)
+                del made
+            with self._noted(None, microbatch, "outputs"):
+                outputs = exit(values)
+            del values
+            with self._noted(None, microbatch, "loss_fn"):
+                loss = loss_fn(outputs, label)
+                losses = _as_losses(loss)
+        detached = structure.map_tensors(outputs, torch.Tensor.detach)
+        del outputs
+        with self._noted(None, microbatch, "backward"):
+            torch.autograd.backward(losses)
+        plain = [one.detach() for one in losses]
+        return (plain[0] if isinstance(loss, torch.Tensor) else plain), detached, _leaf_gradients(recorded)
+
+    def recompute(self, segment: Segment, carry: Carry, microbatch: int) -> Recorded:
+        """Run a segment's forward again, with autograd."""
+        around = self.around
+        recorded = Recorded(self._leaves(segment, carry))
+        values = dict(recorded.leaves)
+        with around.ambient(), torch.enable_grad(), recomputing():
+            for index in segment.layers:
+                layer = self.layers[index]
+                with around.buffers.as_forward_saw(layer.bound, index, microbatch, self.backend):
+                    made = self._call(layer, values, microbatch, "recomputation")
+                values.update(made)
+                recorded.made.update(made)
+        return recorded
+
+    def backward(
+        self, recorded: Recorded, gradients: dict[str, Gradients], microbatch: int
+    ) -> dict[str, Gradients]:
+        """Backward of a recomputed segment; returns the gradients of the values it took."""
+        roots: list[torch.Tensor] = []
+        root_gradients: list[torch.Tensor] = []
+        for name, incoming in gradients.items():
+            for tensor, gradient in zip(structure.tensors(recorded.made[name]), incoming, strict=True):
+                if gradient is not None and tensor.requires_grad:
+                    roots.append(tensor)
+                    root_gradients.append(gradient)
+        recorded.made.clear()
+        if roots:
+            with self._noted(None, microbatch, "backward"):
+                torch.autograd.backward(roots, root_gradients)
+        return _leaf_gradients(recorded)
+
+    # Calls
+
+    def _leaves(self, segment: Segment, carry: Carry) -> dict[str, Any]:
+        """The taken values with autograd leaves where a gradient flows."""
+        flowing = self.around.with_gradient
+        return {
+            name: structure.map_tensors(
+                carry[name], lambda t: t.detach().requires_grad_() if is_differentiable(t) else t
+            )
+            if name in flowing
+            else carry[name]
+            for name in segment.takes
+        }
+
+    def _first_call(self, layer: StageLayer, values: Carry, microbatch: int, phase: str) -> Carry:
+        """A layer's call in forward, with a record of the buffers it saw if it writes any."""
+        if not (layer.bound.has_buffers and self.around.keep_history):
+            return self._call(layer, values, microbatch, phase)
+        with self.around.buffers.recording(layer.bound, layer.index, microbatch, self.backend):
+            return self._call(layer, values, microbatch, phase)
+
+    def _call(self, layer: StageLayer, values: Carry, microbatch: int, phase: str) -> Carry:
+        spec = layer.spec
+        around = self.around
+        carry = {name: values[name] for name in spec.reads}
+        with self._noted(layer, microbatch, phase):
+            if spec.draws_random and around.preserve_rng_state:
+                with self.backend.random(layer_seed(around.base_seed, layer.index, microbatch)):
+                    made = layer.bound.module(carry)
+            else:
+                made = layer.bound.module(carry)
+        return {name: made[name] for name in spec.makes}
+
+    @contextlib.contextmanager
+    def _noted(self, layer: StageLayer | None, microbatch: int, phase: str) -> Iterator[None]:
+        """Adds to an exception where in the pipeline it was raised."""
+        try:
+            yield
+        except Exception as error:
+            where = f"stage {self.name}, microbatch {microbatch}, phase {phase}"
+            if layer is not None:
+                module = _failing_module(error, layer.bound) or ", ".join(layer.spec.module_names)
+                where = f"layer {layer.index} ({layer.spec.name}), module {module or layer.spec.name}, {where}"
+            error.add_note(f"roundpipe: raised in {where}")
+            raise
+
+
+def _as_losses(loss: Any) -> list[torch.Tensor]:
+    losses = [loss] if isinstance(loss, torch.Tensor) else loss
+    if not isinstance(losses, Sequence) or not losses or not all(isinstance(one, torch.Tensor) for one in losses):
+        raise TypeError(
+            f"loss_fn returned {type(loss).__name__}; it must return a tensor or a non-empty sequence of tensors. "
+            "A model that computes its own loss needs loss_fn=lambda outputs, label: outputs.loss"
+        )
+    return list(losses)
+
+
+def _leaf_gradients(recorded: Recorded) -> dict[str, Gradients]:
+    """Gradients of the leaves, those without any left out."""
+    found = {}
+    for name, value in recorded.leaves.items():
+        gradients = [tensor.grad if tensor.is_leaf else None for tensor in structure.tensors(value)]
+        if any(gradient is not None for gradient in gradients):
+            found[name] = gradients
+    recorded.leaves.clear()
+    return found
+
+
+def _failing_module(error: BaseException, bound: BoundLayer) -> str | None:
+    """Qualified name of the innermost module whose code raised, from the traceback."""
+    names = {id(module): name for name, module in bound.module.named_modules() if name}
+    found = None
+    trace = error.__traceback__
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        found = names.get(id(owner), found)
+        trace = trace.tb_next
+    return found
+
+
+def device_bytes(values: Iterable[Any]) -> int:
+    """Bytes of the tensors in some values."""
+    return sum(tensor.nbytes for value in values for tensor in structure.tensors(value))
+
+

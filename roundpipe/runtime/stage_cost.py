@@ -1,0 +1,182 @@
+"""What a stage costs, and how long a round of stages takes: the arithmetic behind plans and predictions.
+
+Times follow the rotation's recurrence: op (K, m) waits for (K, m - 1), for (K - 1, m) and for the end of job
+K - N; the recomputation in a backward op does not wait for the incoming gradient; a round starts
+when the losses of the one before are known. Transfers are left out here; the simulator has them.
+
+Invariant: `round_seconds` is the exact steady state of that recurrence, its maximum cycle mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import inf
+from typing import Literal, NamedTuple
+
+from roundpipe.layers import LayerCost
+
+RecomputeGrain = Literal["stage", "layer"]
+
+BOUNDARY_BUFFERS = 4
+"""Copies of the values at a stage's cuts on a device: in and out, one in use and one on its way."""
+
+_EQUAL = 1e-9
+"""Relative difference below which two states of the recurrence count as one."""
+
+
+class StageCost(NamedTuple):
+    """Cost of one visit: one stage, one microbatch."""
+
+    seconds: float
+    """Compute of one microbatch."""
+    early_s: float
+    """The part of it that needs nothing from the stage before: recomputation."""
+    weight_bytes: int
+    gradient_bytes: int
+    """0 in a forward stage."""
+    working_bytes: int
+    """Activations kept or in use, and the values at the stage's cuts."""
+
+    @property
+    def own_bytes(self) -> int:
+        """What the stage needs on a device while it runs."""
+        return self.weight_bytes + self.gradient_bytes + self.working_bytes
+
+
+class StageCosts:
+    """Costs of all ranges of a chain of layers, each computed once.
+
+    Args:
+        costs: of the layers, for one microbatch.
+        grain: ``"stage"`` keeps the activations of a whole recomputed stage, ``"layer"`` of one layer.
+    """
+
+    def __init__(self, costs: Sequence[LayerCost], grain: RecomputeGrain = "stage") -> None:
+        self.layers = tuple(costs)
+        self.grain = grain
+        self.forward_s = list(accumulate((cost.forward_s for cost in costs), initial=0.0))
+        self.backward_s = list(accumulate((cost.backward_s for cost in costs), initial=0.0))
+        self._weight_bytes = list(accumulate((cost.weight_bytes for cost in costs), initial=0))
+        self._gradient_bytes = list(accumulate((cost.gradient_bytes for cost in costs), initial=0))
+        self._activation_bytes = list(accumulate((cost.activation_bytes for cost in costs), initial=0))
+        self._known: dict[tuple[str, int, int], StageCost] = {}
+
+    def weight_bytes(self, start: int, stop: int) -> int:
+        """Bytes of the weights of a range."""
+        return self._weight_bytes[stop] - self._weight_bytes[start]
+
+    def forward(self, start: int, stop: int) -> StageCost:
+        """A range as a forward stage."""
+        return self._known.get(("F", start, stop)) or self._compute("F", start, stop)
+
+    def fused(self, start: int, stop: int) -> StageCost:
+        """A range as the fused tail."""
+        return self._known.get(("U", start, stop)) or self._compute("U", start, stop)
+
+    def backward(self, start: int, stop: int) -> StageCost:
+        """A range as a backward stage."""
+        return self._known.get(("B", start, stop)) or self._compute("B", start, stop)
+
+    def _compute(self, phase: str, start: int, stop: int) -> StageCost:
+        layers = self.layers[start:stop]
+        forward_s = self.forward_s[stop] - self.forward_s[start]
+        backward_s = self.backward_s[stop] - self.backward_s[start]
+        gradient_bytes = self._gradient_bytes[stop] - self._gradient_bytes[start]
+        carried_bytes = max(self.layers[edge].carry_bytes for edge in (max(start - 1, 0), stop - 1))
+        early_s = 0.0
+        if phase == "F":
+            backward_s, gradient_bytes = 0.0, 0
+            active_bytes = max(layer.workspace_bytes for layer in layers)
+        elif phase == "B" and self.grain == "layer":
+            active_bytes = max(layer.activation_bytes for layer in layers)
+        else:
+            active_bytes = self._activation_bytes[stop] - self._activation_bytes[start]
+        if phase == "B":
+            early_s = forward_s
+        cost = StageCost(
+            seconds=forward_s + backward_s,
+            early_s=early_s,
+            weight_bytes=self.weight_bytes(start, stop),
+            gradient_bytes=gradient_bytes,
+            working_bytes=active_bytes + BOUNDARY_BUFFERS * carried_bytes,
+        )
+        self._known[phase, start, stop] = cost
+        return cost
+
+
+def peak_job(stages: Sequence[StageCost], num_workers: int) -> tuple[int, int]:
+    """The largest need of device memory in steady state, and the position of the job that has it.
+
+    While job K runs, the weights of job K + N come up; behind the last job the next round follows.
+    """
+    needs = [
+        stage.own_bytes + stages[(position + num_workers) % len(stages)].weight_bytes
+        for position, stage in enumerate(stages)
+    ]
+    peak_bytes = max(needs)
+    return peak_bytes, needs.index(peak_bytes)
+
+
+def round_seconds(
+    stages: Sequence[StageCost],
+    num_forward: int,
+    num_workers: int,
+    num_microbatches: int,
+    replicas: Sequence[int] | None = None,
+    limit_s: float = inf,
+) -> float:
+    """Seconds per round in steady state, transfers left out.
+
+    The workers are alike, so with their free times listed from the next job's worker on, every round is the
+    same map of those times, and a monotone one: when all of them gained the same over some rounds, that is
+    the steady state, and the least gain is a lower bound before.
+
+    Args:
+        stages: of the jobs of a round, in order.
+        num_forward: how many of them are forward stages; the fused one is next.
+        num_workers: workers in the rotation.
+        num_microbatches: microbatches of every job.
+        replicas: per stage, how many consecutive slots share its microbatches (microbatch m on
+            replica m mod r); None = one each.
+        limit_s: what is of interest; above it the result may be any lower bound that is also above it.
+    """
+    times = [(stage.seconds, stage.early_s) for stage in stages]
+    copies = replicas or [1] * len(stages)
+    free = [0.0] * num_workers
+    states: list[list[float]] = []
+    slot, start = 0, 0.0
+    for _ in range(max(24, 3 * num_workers)):
+        previous, next_start = [start] * num_microbatches, start
+        for position, (seconds, early_s) in enumerate(times):
+            late_s = seconds - early_s
+            if copies[position] == 1:
+                done, end = [], free[slot]
+                for ready in previous:
+                    end = end + seconds if end + early_s > ready else ready + late_s
+                    done.append(end)
+                free[slot] = end
+                slot = (slot + 1) % num_workers
+            else:
+                done = [0.0] * num_microbatches
+                for replica in range(copies[position]):
+                    end = free[slot]
+                    for microbatch in range(replica, num_microbatches, copies[position]):
+                        end = max(end + early_s, previous[microbatch]) + late_s
+                        done[microbatch] = end
+                    free[slot] = end
+                    slot = (slot + 1) % num_workers
+            if position == num_forward:
+                next_start = max(done)
+            previous = done
+        start = next_start
+        state = [start, *free[slot:], *free[:slot]]
+        for age, old in enumerate(reversed(states), 1):
+            gains = [now - then for now, then in zip(state, old, strict=True)]
+            slowest, fastest = min(gains), max(gains)
+            if fastest - slowest <= _EQUAL * fastest:
+                return fastest / age
+            if slowest > limit_s * age:
+                return slowest / age
+        states.append(state)
+    return (max(states[-1]) - max(states[-1 - num_workers])) / num_workers

@@ -1,0 +1,55 @@
+"""Threads that run what they are handed: one thread, one inbox.
+
+Invariant: a worker's thread holds no reference to what it works for between two jobs, so that the
+owner can be garbage collected; its finalizer then closes the inbox and the thread ends.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+
+from roundpipe.errors import ClosedError
+
+
+class Worker:
+    """One thread that runs callables in the order given.
+
+    Callables must not raise; whoever hands one in catches inside it. The thread starts at the first one.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._finalizer = weakref.finalize(self, self._inbox.put, None)
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Run ``work`` in the thread after all that was submitted before.
+
+        Raises:
+            ClosedError: the worker was closed.
+        """
+        if self._closed:
+            raise ClosedError(f"worker {self.name} is closed")
+        if self._thread is None:
+            self._thread = threading.Thread(target=_serve, args=(self._inbox,), name=self.name, daemon=True)
+            self._thread.start()
+        self._inbox.put(work)
+
+    def close(self) -> None:
+        """End the thread once it has run all that was submitted; safe to call twice."""
+        self._closed = True
+        self._finalizer()
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+
+def _serve(inbox: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (work := inbox.get()) is not None:
+        work()
+        del work

@@ -1,0 +1,163 @@
+"""Nested values: find the tensors in any Python structure, and rebuild it with other ones.
+
+Model inputs and outputs come as tuples, dicts, dataclasses, `ModelOutput`s, caches and whatever
+else a user returns. Everything that walks such values does it here, so that one rule decides what
+counts as a container: lists, tuples (named ones too), dicts, dataclass instances, classes
+registered with torch's pytree, and plain objects that hold tensors in their attributes.
+
+Invariant: ``rebuild(value, leaves(value))`` equals ``value``; walking never mutates.
+This file is the only user of torch's private pytree module.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as torch_pytree
+from torch import nn
+
+ATOMS = (
+    type(None), bool, int, float, complex, str, bytes, type, range,
+    torch.dtype, torch.device, torch.Size, torch.Generator, nn.Module,
+    torch.SymInt, torch.SymFloat, torch.SymBool,
+)  # fmt: skip
+MAX_DEPTH = 12
+
+
+class Step(NamedTuple):
+    """One step of a path into a structure."""
+
+    kind: str
+    """``"item"`` for ``value[key]``, ``"attribute"`` for ``value.key``, ``"node"`` for a pytree child."""
+    key: Any
+
+
+Path = tuple[Step, ...]
+
+
+def path_string(path: Path) -> str:
+    """A path as a user would write it, such as ``[0]['mask'].values``."""
+    return "".join(f".{step.key}" if step.kind == "attribute" else f"[{step.key!r}]" for step in path)
+
+
+def _registered(kind: type) -> bool:
+    return kind in torch_pytree.SUPPORTED_NODES and kind not in torch_pytree.BUILTIN_TYPES
+
+
+def children(value: Any) -> list[tuple[Step, Any]] | None:
+    """The direct children of a container, or None for a leaf."""
+    if isinstance(value, (torch.Tensor, *ATOMS)):
+        return None
+    if isinstance(value, Mapping):
+        return [(Step("item", key), value[key]) for key in value]
+    if isinstance(value, (list, tuple)):
+        return [(Step("item", index), item) for index, item in enumerate(value)]
+    if isinstance(value, slice):
+        return [(Step("attribute", name), getattr(value, name)) for name in ("start", "stop", "step")]
+    if _registered(type(value)):
+        parts, _ = torch_pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)
+        return [(Step("node", index), part) for index, part in enumerate(parts)]
+    if dataclasses.is_dataclass(value):
+        return [
+            (Step("attribute", field.name), getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if hasattr(value, field.name)
+        ]
+    if callable(value) or not hasattr(value, "__dict__"):
+        return None
+    return [(Step("attribute", name), item) for name, item in vars(value).items()]
+
+
+def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Every leaf of a structure with its path, in a fixed order; tensors and non-containers are leaves."""
+    below = children(value) if len(path) < MAX_DEPTH else None
+    if below is None:
+        yield path, value
+        return
+    for step, child in below:
+        yield from walk(child, (*path, step))
+
+
+def leaves(value: Any) -> list[Any]:
+    """Every leaf of a structure, in the order of `walk`."""
+    return [leaf for _, leaf in walk(value)]
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors of a structure, in the order of `walk`."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [leaf for _, leaf in walk(value) if isinstance(leaf, torch.Tensor)]
+
+
+def get(value: Any, path: Path) -> Any:
+    """The item of ``value`` at ``path``."""
+    for kind, key in path:
+        if kind == "attribute":
+            value = getattr(value, key)
+        elif kind == "item":
+            value = value[key]
+        else:
+            value = torch_pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0][key]
+    return value
+
+
+def map_leaves(value: Any, function: Callable[[Any], Any], depth: int = 0) -> Any:
+    """A structure of the same form with every leaf replaced by ``function(leaf)``."""
+    below = children(value) if depth < MAX_DEPTH else None
+    if below is None:
+        return function(value)
+    return _with_children(value, [map_leaves(child, function, depth + 1) for _, child in below])
+
+
+def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """A structure of the same form with every tensor replaced; the value itself if it holds none."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if not any(isinstance(leaf, torch.Tensor) for leaf in leaves(value)):
+        return value
+    return map_leaves(value, lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf)
+
+
+def rebuild(value: Any, new_leaves: list[Any]) -> Any:
+    """A structure of the form of ``value`` over other leaves, given in the order of `walk`."""
+    remaining = iter(new_leaves)
+    return map_leaves(value, lambda _: next(remaining))
+
+
+def _with_children(value: Any, new: list[Any]) -> Any:
+    kind = type(value)
+    if isinstance(value, tuple):
+        if hasattr(value, "_fields"):
+            return kind(*new)
+        return tuple(new) if kind is tuple else kind(new)
+    if isinstance(value, slice):
+        return slice(*new)
+    if kind is list:
+        return new
+    if kind is dict:
+        return dict(zip(value, new, strict=True))
+    if _registered(kind):
+        definition = torch_pytree.SUPPORTED_NODES[kind]
+        _, context = definition.flatten_fn(value)
+        return definition.unflatten_fn(new, context)
+    if isinstance(value, Mapping):
+        items = dict(zip(value, new, strict=True))
+        if dataclasses.is_dataclass(value):  # such as transformers' ModelOutput
+            return kind(**items)
+        mapping: Any = copy.copy(value)
+        for key, item in items.items():
+            mapping[key] = item
+        return mapping
+    clone = copy.copy(value)
+    if isinstance(value, list):
+        clone[:] = new
+        return clone
+    names = [step.key for step, _ in children(value) or []]
+    for name, item in zip(names, new, strict=True):
+        object.__setattr__(clone, name, item)
+    return clone
