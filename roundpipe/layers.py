@@ -205,6 +205,18 @@ def weight_bytes_of(module: nn.Module) -> int:
     return sum(t.numel() * t.element_size() for t in unique.values())
 
 
+_RANDOM_MODULES = ("Dropout", "RReLU", "FractionalMaxPool", "Transformer", "MultiheadAttention", "RNN", "LSTM", "GRU")
+
+
+def may_draw_random(module: nn.Module) -> bool:
+    """Whether a module's forward may draw random numbers: not, if it is made of torch.nn modules that don't."""
+    return any(
+        not type(part).__module__.startswith("torch.nn.")
+        or any(word in type(part).__name__ for word in _RANDOM_MODULES)
+        for part in module.modules()
+    )
+
+
 def chain_of_modules(modules: Sequence[tuple[str, nn.Module]]) -> LayerChain:
     """The chain of modules called one after the other, each taking the one before's output.
 
@@ -215,7 +227,11 @@ def chain_of_modules(modules: Sequence[tuple[str, nn.Module]]) -> LayerChain:
     for index, (name, module) in enumerate(modules):
         reads, makes = f"value_{index}", f"value_{index + 1}"
         layers.append(_ModuleLayer(module, reads, makes, unpack=index == 0))
-        specs.append(LayerSpec(name=name, module_names=(name,), reads=(reads,), makes=(makes,)))
+        specs.append(
+            LayerSpec(
+                name=name, module_names=(name,), reads=(reads,), makes=(makes,), draws_random=may_draw_random(module)
+            )
+        )
         gradient_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
         weight_bytes = weight_bytes_of(module)
         costs.append(

@@ -89,9 +89,23 @@ def leaves(value: Any) -> list[Any]:
 
 def tensors(value: Any) -> list[torch.Tensor]:
     """The tensors of a structure, in the order of `walk`."""
+    found: list[torch.Tensor] = []
+    _gather(value, found, 0)
+    return found
+
+
+def _gather(value: Any, found: list[torch.Tensor], depth: int) -> None:
     if isinstance(value, torch.Tensor):
-        return [value]
-    return [leaf for _, leaf in walk(value) if isinstance(leaf, torch.Tensor)]
+        found.append(value)
+    elif depth < MAX_DEPTH:
+        if type(value) in (list, tuple):
+            below = value
+        elif type(value) is dict:
+            below = value.values()
+        else:
+            below = [child for _, child in children(value) or ()]
+        for child in below:
+            _gather(child, found, depth + 1)
 
 
 def get(value: Any, path: Path) -> Any:

@@ -24,12 +24,15 @@ import torch
 from roundpipe.errors import ConfigError
 
 
-class Lane(enum.Enum):
-    """The three streams of a backend."""
+class Lane(enum.IntEnum):
+    """The three streams of a backend, as indices."""
 
-    COMPUTE = "compute"
-    UPLOAD = "upload"
-    DOWNLOAD = "download"
+    COMPUTE = 0
+    UPLOAD = 1
+    DOWNLOAD = 2
+
+    def __str__(self) -> str:
+        return self.name.lower()
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,14 +28,14 @@ import torch
 
 from roundpipe.errors import DeviceMemoryError, SynchronizationError
 from roundpipe.runtime.backend import Device, Event, Lane
+from roundpipe.runtime.randomness import drawing_from
 
 _STAMP = "_roundpipe_stamp"
-_random_lock = threading.RLock()
 _stream_ids = itertools.count()
 
 
 class _Clock:
-    """Order of work on one stream: how much was given to it, and what it has seen of others."""
+    """Order of work on one stream: how much was given to it, and how far it has waited for others."""
 
     __slots__ = ("ready_at", "seen", "stream_id", "ticks")
 
@@ -49,10 +49,11 @@ class _Clock:
 class CpuEvent:
     """A stream's clock at the time of `record`."""
 
-    __slots__ = ("ready_at", "seen")
+    __slots__ = ("ready_at", "stream_id", "ticks")
 
     def __init__(self, clock: _Clock) -> None:
-        self.seen = {**clock.seen, clock.stream_id: clock.ticks}
+        self.stream_id = clock.stream_id
+        self.ticks = clock.ticks
         self.ready_at = clock.ready_at
 
     def synchronize(self) -> None:
@@ -131,8 +132,8 @@ class CpuBackend:
         self.name = name
         self.memory_budget_bytes = given.memory_bytes
         self.ledger = Ledger(name, given.memory_bytes)
-        self._speed = {Lane.UPLOAD: given.upload_bytes_per_s, Lane.DOWNLOAD: given.download_bytes_per_s}
-        self._clocks = {lane: _Clock() for lane in Lane}
+        self._speed = (None, given.upload_bytes_per_s, given.download_bytes_per_s)
+        self._clocks = tuple(_Clock() for _ in Lane)
 
     def activate(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
@@ -159,7 +160,7 @@ class CpuBackend:
 
     def activations(self, known: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
         counts: Counter[int] = Counter()
-        skip = {tensor.untyped_storage().data_ptr() for tensor in known}
+        skip = frozenset(tensor.untyped_storage().data_ptr() for tensor in known)
         ledger = self.ledger
 
         def pack(tensor: torch.Tensor) -> Any:
@@ -200,7 +201,8 @@ class CpuBackend:
         clock = self._clocks[lane]
         _check_stamp(source, clock, lane)
         if target is None:
-            target = source.detach().to("cpu", copy=True)
+            source = source.detach()
+            target = source.clone() if source.device.type == "cpu" else source.cpu()
         else:
             target.copy_(source)
         clock.ticks += 1
@@ -208,7 +210,7 @@ class CpuBackend:
         if speed is not None:
             start = max(clock.ready_at, time.perf_counter())
             clock.ready_at = start + target.numel() * target.element_size() / speed
-        setattr(target, _STAMP, (clock.stream_id, clock.ticks, f"{lane.value} on {self.name}"))
+        setattr(target, _STAMP, (clock.stream_id, clock.ticks, lane, self.name))
         return target
 
     def record(self, lane: Lane) -> Event:
@@ -218,11 +220,12 @@ class CpuBackend:
         return CpuEvent(clock)
 
     def wait(self, lane: Lane, event: Event) -> None:
+        if not isinstance(event, CpuEvent):  # an accelerator's, in a rotation over both
+            event.synchronize()
+            return
         clock = self._clocks[lane]
-        assert isinstance(event, CpuEvent)
-        for stream_id, ticks in event.seen.items():
-            if clock.seen.get(stream_id, 0) < ticks:
-                clock.seen[stream_id] = ticks
+        if clock.seen.get(event.stream_id, 0) < event.ticks:
+            clock.seen[event.stream_id] = event.ticks
         if lane is Lane.COMPUTE:
             event.synchronize()
         else:
@@ -234,29 +237,20 @@ class CpuBackend:
             _check_stamp(tensor, clock, Lane.COMPUTE)
 
     def synchronize(self) -> None:
-        for clock in self._clocks.values():
+        for clock in self._clocks:
             _sleep_until(clock.ready_at)
 
-    # Random numbers: all CPU workers share torch's default generator
-
-    @contextlib.contextmanager
-    def random(self, seed: int) -> Iterator[None]:
-        with _random_lock:
-            state = torch.default_generator.get_state()
-            torch.default_generator.manual_seed(seed)
-            try:
-                yield
-            finally:
-                torch.default_generator.set_state(state)
+    def random(self, seed: int) -> contextlib.AbstractContextManager[Any]:
+        return drawing_from(seed, self.device)
 
 
 def _check_stamp(tensor: torch.Tensor, clock: _Clock, lane: Lane) -> None:
     stamp = getattr(tensor, _STAMP, None)
     if stamp is None:
         return
-    stream_id, ticks, maker = stamp
+    stream_id, ticks, maker, where = stamp
     if stream_id != clock.stream_id and clock.seen.get(stream_id, 0) < ticks:
         raise SynchronizationError(
-            f"a tensor of shape {tuple(tensor.shape)} made by {maker} is used by {lane.value} work that did not "
-            "wait for that copy's event"
+            f"a tensor of shape {tuple(tensor.shape)} made by an {maker} on {where} is used by {lane} "
+            "work that did not wait for that copy's event"
         )

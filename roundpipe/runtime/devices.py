@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 
 from roundpipe.errors import ConfigError
+from roundpipe.runtime.accelerator import AcceleratorBackend
 from roundpipe.runtime.backend import Backend, Device
 from roundpipe.runtime.cpu import CpuBackend
 
@@ -66,12 +68,11 @@ def _resolve_one(given: DeviceLike) -> Device:
 def open_backends(entries: Sequence[Device]) -> list[Backend]:
     """One backend per entry."""
     backends: list[Backend] = []
+    sharing = Counter(torch.device(entry.device) for entry in entries)
     for index, entry in enumerate(entries):
         name = f"{entry.device} (worker {index})"
         if torch.device(entry.device).type == "cpu":
             backends.append(CpuBackend(entry, name))
         else:
-            from roundpipe.runtime.accelerator import AcceleratorBackend
-
-            backends.append(AcceleratorBackend(entry, name))
+            backends.append(AcceleratorBackend(entry, name, sharing[torch.device(entry.device)]))
     return backends

@@ -94,8 +94,8 @@ class GradScaler:
         if growth_factor <= 1.0 or not 0.0 < backoff_factor < 1.0 or growth_interval < 1 or init_scale <= 0.0:
             raise ConfigError(
                 f"GradScaler: got init_scale={init_scale}, growth_factor={growth_factor}, "
-                f"backoff_factor={backoff_factor}, growth_interval={growth_interval}; allowed: init_scale > 0, "
-                "growth_factor > 1, backoff_factor between 0 and 1, growth_interval >= 1"
+                f"backoff_factor={backoff_factor}, growth_interval={growth_interval}; allowed: "
+                "init_scale > 0, growth_factor > 1, backoff_factor between 0 and 1, growth_interval >= 1"
             )
         self._growth_factor = float(growth_factor)
         self._backoff_factor = float(backoff_factor)

@@ -19,10 +19,11 @@ Whether ``step_fn`` is running: `inside_optimizer`, also set by the context mana
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -104,7 +105,7 @@ class _Pair:
         source = self.parameter.detach()
         if source.is_meta:
             raise ConfigError(
-                f"parameter {self.names[0]} is on the meta device, so the optimizer has nothing to start from; "
+                f"parameter {self.names[0]} is on the meta device, so the optimizer can't start from it; "
                 "load the model's weights (model.to_empty, from_pretrained) before"
             )
         dtype = source.dtype if optim_dtype is None or not source.is_floating_point() else optim_dtype
@@ -123,9 +124,9 @@ class _Pair:
         if self.copy.grad is None:
             self.copy.grad = self._converted(gradient)
         elif self.copy.grad.layout is torch.strided:
-            self.copy.grad.add_(gradient)
+            self.copy.grad.add_(gradient.to(self.copy.device))
         else:
-            self.copy.grad = self.copy.grad + gradient.to(self.copy.dtype)
+            self.copy.grad = self.copy.grad + gradient.to(self.copy.device, self.copy.dtype)
 
     def _converted(self, gradient: torch.Tensor) -> torch.Tensor:
         """A gradient of the model as one of the copy: itself if it can be, else in the spare memory."""
@@ -220,6 +221,7 @@ class OptimizerSide:
         self._update: _Update | None = None
         self._error: BaseException | None = None
         self._weights_changed = False
+        self._gradients_due = False
         self._closed = False
 
     # ---------------------------------------------------------------------------------- parameters
@@ -241,7 +243,7 @@ class OptimizerSide:
         chosen = self._trainable()
         names = {pair.names[0]: pair for pair in chosen}
         if not remove_duplicate:
-            names = {name: pair for name, pair in self._by_name.items() if pair in set(chosen)}
+            names = {name: pair for name, pair in self._by_name.items() if pair.parameter.requires_grad}
         for name, pair in names.items():
             assert pair.copy is not None
             yield (f"{prefix}.{name}" if prefix else name), pair.copy
@@ -286,6 +288,7 @@ class OptimizerSide:
             if pair.copy is not None and not pair.parameter.requires_grad:
                 pair.copy.grad = None
         self._scalers.begin_step()
+        self._gradients_due = False
         self._num_steps += 1
         if self._gate is not None:
             self._gate.close()
@@ -339,12 +342,13 @@ class OptimizerSide:
     def _exchange(self, pairs: list[_Pair]) -> None:
         """Latest weights into the model, gradients out of it; layer by layer where there is a gate."""
         changed, self._weights_changed = self._weights_changed, False
-        for pair in self._settled(pairs):
-            if changed:
-                pair.copy_in()
-            pair.take_gradient()
+        with contextlib.closing(self._settled(pairs)) as settled:
+            for pair in settled:
+                if changed:
+                    pair.copy_in()
+                pair.take_gradient()
 
-    def _settled(self, pairs: list[_Pair]) -> Iterator[_Pair]:
+    def _settled(self, pairs: list[_Pair]) -> Generator[_Pair, None, None]:
         """Each pair once all its layers are free; a layer is opened when the last of its pairs is done."""
         gate = self._gate
         if gate is None:
@@ -420,9 +424,10 @@ class OptimizerSide:
                 f"{waiter} was called inside an asynchronous step_fn; use step(..., is_async=False)"
             )
         if not update.done.wait(self._deadline_s):
+            running_s = time.monotonic() - update.started_s
             raise DeadlockError(
-                f"{waiter} of {self._name} waits for update {update.step_index} in thread {self._worker.name}, "
-                f"which has been running for {time.monotonic() - update.started_s:.0f} s "
+                f"{waiter} of {self._name} waits for update {update.step_index} in thread "
+                f"{self._worker.name}, which has been running for {running_s:.0f} s "
                 f"(deadline {self._deadline_s:.0f} s)"
             )
         self._update = None
@@ -442,11 +447,11 @@ class OptimizerSide:
         if _RUNNING.get() is self:
             self._weights_changed = True
         pairs = [pair for pair in self._pairs if pair.copy is not None and pair.parameter.requires_grad]
-        unseen = any(pair.parameter.grad is not None for pair in pairs)
+        self._gradients_due |= any(pair.parameter.grad is not None for pair in pairs)
         if self._gate is not None:
             self._gate.close()
         self._exchange(pairs)
-        if not unseen:
+        if not self._gradients_due:
             self._scalers.publish()
         for pair in pairs:
             pair.show_gradient()
@@ -459,6 +464,7 @@ class OptimizerSide:
             for holder in (pair.parameter, pair.copy):
                 if holder is not None and holder.grad is not None:
                     holder.grad = None if set_to_none else holder.grad.detach().zero_()
+        self._gradients_due = False
 
     @torch.no_grad()
     def refresh(self) -> None:

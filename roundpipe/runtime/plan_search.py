@@ -12,23 +12,26 @@ counted in operations instead of time), and every plan found is within the budge
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
-from math import ceil, gcd, inf
+from math import ceil, gcd, inf, log
 from random import Random
 
 from roundpipe.runtime.stage_cost import StageCost, StageCosts, peak_job, round_seconds
 
 _SEARCH_OPS = 4_500_000
-"""Effort of one search, in ops of the recurrence."""
+"""Effort of one search; an op takes 0.1 to 0.2 microseconds."""
 
 _PACKING_SHARE = 0.4
 """Share of the effort that packing may take."""
 
-_OPS_FACTOR = 4
-"""Rounds that the recurrence usually needs to reach its steady state."""
+_BOUND_OPS, _ROUND_OPS, _STEP_OPS, _FIT_OPS = 3, 16, 15, 3
+"""Effort of a lower bound and of an evaluation per job, of making a step, and of asking if a range fits."""
+
+_NUM_STARTS = 12
+"""Starts of the fused tail that are packed for."""
 
 _NUM_TARGETS = 24
 """Target times tried for each start of the fused tail."""
@@ -220,11 +223,11 @@ class Search:
         if self._refuted.get(candidate, 0.0) > limit_s:
             return inf
         stages = self.stages(candidate)
-        self.num_ops_left -= 2 * len(stages)
+        self.num_ops_left -= _BOUND_OPS * len(stages)
         if self.lower_bound_s(candidate, stages) > limit_s or not self.fits(candidate, stages):
             return inf
         replicas = candidate.replicas
-        self.num_ops_left -= _OPS_FACTOR * len(stages) * self.num_microbatches
+        self.num_ops_left -= _ROUND_OPS * len(stages) * (1 if max(replicas) == 1 else self.num_microbatches)
         value = round_seconds(
             stages,
             len(candidate.forward.replicas),
@@ -244,30 +247,31 @@ class Search:
 
     def _pack_all(self) -> None:
         """Evaluates packings for each start of the fused tail, the most promising start first."""
-        ops_after = self.num_ops_left * (1 - _PACKING_SHARE)
         fused_counts = range(1, _MAX_REPLICAS + 1) if self.replicate else (1,)
-        caps_bytes = self._caps_bytes()
-        for start, bound_s in self._fused_starts():
-            if bound_s > self.best_s or self.num_ops_left < ops_after:
+        share = int(self.num_ops_left * _PACKING_SHARE / _NUM_STARTS)
+        for start, bound_s in self._fused_starts()[:_NUM_STARTS]:
+            if bound_s > self.best_s:
                 break
-            pairs: dict[tuple[tuple[int, ...], tuple[int, ...]], None] = {}
-            even: dict[str, dict[int, tuple[int, ...]]] = {"F": {}, "B": {}}
-            for target_s, cap_bytes in product(self._targets_s(start), caps_bytes):
-                forward = self._pack("F", start, target_s, cap_bytes)
-                backward = self._pack("B", start, target_s, cap_bytes)
-                pairs.update(dict.fromkeys(product(forward, backward)))
-                for phase, packed in (("F", forward), ("B", backward)):
-                    even[phase].update((len(edges), edges) for edges in packed[-1:])
-            pairs.update(dict.fromkeys(product(even["F"].values(), even["B"].values())))
-            candidates = [
-                Candidate(Cuts.single(forward), Cuts.single(backward), count)
-                for forward, backward in pairs
-                for count in fused_counts
-            ]
-            for candidate in candidates:
+            ops_after = self.num_ops_left - share
+            for forward, backward in self._packings(start):
+                for count in fused_counts:
+                    candidate = Candidate(Cuts.single(forward), Cuts.single(backward), count)
+                    self.evaluate(candidate, self.best_s * _PACKING_WITHIN)
                 if self.num_ops_left < ops_after:
                     break
-                self.evaluate(candidate, self.best_s * _PACKING_WITHIN)
+
+    def _packings(self, start: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Forward and backward edges for a start of the fused tail, against one target time at a time."""
+        even: dict[str, dict[int, tuple[int, ...]]] = {"F": {}, "B": {}}
+        seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+        for target_s, cap_bytes in product(self._targets_s(start), self._caps_bytes()):
+            forward = self._pack("F", start, target_s, cap_bytes)
+            backward = forward and self._pack("B", start, target_s, cap_bytes)
+            yield from (pair for pair in product(forward, backward) if pair not in seen)
+            seen.update(product(forward, backward))
+            for phase, packed in (("F", forward), ("B", backward)):
+                even[phase].update((len(edges), edges) for edges in packed[-1:])
+        yield from product(even["F"].values(), even["B"].values())
 
     def _fused_starts(self) -> list[tuple[int, float]]:
         """Starts of the fused tail that may fit, and a lower bound for each, the lowest first."""
@@ -283,60 +287,63 @@ class Search:
         return [(start, bound_s) for bound_s, start in sorted(bounds)]
 
     def _targets_s(self, start: int) -> list[float]:
-        """Times to pack against: that of the fused tail, and those of evenly cut backward stages."""
-        counts = range(1, start + 1)
+        """Times to pack against: that of the fused tail, and those of evenly cut stages, the alike first."""
+        counts: Sequence[int] = range(1, start + 1)
         if start > _NUM_TARGETS:
-            steps = (round(start ** (step / _NUM_TARGETS)) for step in range(_NUM_TARGETS + 1))
-            counts = sorted({*steps, *range(1, _NUM_TARGETS)})  # type: ignore[assignment]
+            counts = sorted({round(start ** (step / _NUM_TARGETS)) for step in range(_NUM_TARGETS + 1)})
         fused_s = self.costs.fused(start, self.num_layers).seconds
-        return [fused_s, *(self._times["B"][start] / count * 1.0001 for count in counts)]
+        even_s = [self._times["B"][start] / count * 1.0001 for count in counts]
+        return sorted([fused_s, *even_s], key=lambda target_s: abs(log(target_s / fused_s)))
 
     def _caps_bytes(self) -> list[int | None]:
-        """Limits for a stage's weights under which any two stages may meet on a worker."""
+        """Limits for a stage's weights under which any two stages may meet on a worker, the widest first."""
         if self.budget_bytes is None:
             return [None]
         cap_bytes = max(layer.weight_bytes for layer in self.costs.layers)
         total_bytes = self.costs.weight_bytes(0, self.num_layers)
-        caps_bytes: list[int | None] = []
-        while cap_bytes < self.budget_bytes:
-            caps_bytes.append(cap_bytes)
-            if cap_bytes >= total_bytes:
-                break
+        caps_bytes: list[int | None] = [cap_bytes]
+        while 0 < cap_bytes < min(total_bytes, self.budget_bytes):
             cap_bytes *= 2
-        return caps_bytes
+            caps_bytes.append(cap_bytes)
+        return caps_bytes[::-1]
 
-    def _allowed(self, phase: str, start: int, stop: int, target_s: float, cap_bytes: int | None) -> bool:
-        """Whether a range is within a target time, which one layer may exceed, and within memory."""
-        stage = self.costs.forward(start, stop) if phase == "F" else self.costs.backward(start, stop)
-        if stage.seconds > target_s and stop - start > 1:
-            return False
+    def _allowed(self, phase: str, start: int, stop: int, cap_bytes: int | None) -> bool:
+        """Whether a range is within memory."""
         if cap_bytes is None or self.budget_bytes is None:
             return True
+        self.num_ops_left -= _FIT_OPS
+        stage = self.costs.forward(start, stop) if phase == "F" else self.costs.backward(start, stop)
         return stage.weight_bytes <= cap_bytes and stage.own_bytes + cap_bytes <= self.budget_bytes
 
     def _pack(
         self, phase: str, layers: int, target_s: float, cap_bytes: int | None
     ) -> list[tuple[int, ...]]:
-        """Edges of ranges over the first layers: filled from the left, from the right, and evenly."""
+        """Edges of ranges over the first layers: filled from the left, from the right, and evenly.
+
+        A range ends before it takes longer than the target or outgrows memory; one layer may take longer.
+        """
         if layers == 0:
             return [(0,)]
-        left, right = [0], [layers]
+        times, left, right = self._times[phase], [0], [layers]
         while left[-1] < layers:
             start = left[-1]
-            length = _largest(layers - start, lambda n: self._allowed(phase, start, start + n, target_s, cap_bytes))
+            in_time = max(bisect_right(times, times[start] + target_s, 0, layers + 1) - 1 - start, 1)
+            length = _largest(in_time, lambda n: self._allowed(phase, start, start + n, cap_bytes))
             if length == 0:
                 return []
             left.append(start + length)
         while right[-1] > 0:
             stop = right[-1]
-            length = _largest(stop, lambda n: self._allowed(phase, stop - n, stop, target_s, cap_bytes))
+            in_time = max(stop - bisect_left(times, times[stop] - target_s, 0, stop), 1)
+            length = _largest(in_time, lambda n: self._allowed(phase, stop - n, stop, cap_bytes))
             if length == 0:
                 return []
             right.append(stop - length)
+        self.num_ops_left -= _STEP_OPS * len(left)
         packed = {tuple(left): None, tuple(reversed(right)): None}
         for count in (len(left), len(left) - 1):
             even = self._even(phase, layers, count)
-            if all(self._allowed(phase, start, stop, inf, cap_bytes) for start, stop in pairwise(even)):
+            if all(self._allowed(phase, start, stop, cap_bytes) for start, stop in pairwise(even)):
                 packed[even] = None
         return list(packed)
 
@@ -372,13 +379,16 @@ class Search:
 
     def _climb(self, candidate: Candidate) -> Candidate:
         """Where a climb ends: no single step leads to a better plan."""
-        improved = True
-        while improved and self.num_ops_left > 0:
-            improved = False
-            for step in candidate.steps(self.num_layers, self.replicate):
-                if self.evaluate(step, self.values[candidate] * _AS_FAST) < inf and self.rank(step) < self.rank(candidate):
-                    candidate, improved = step, True
-                    break
+        steps = list(candidate.steps(self.num_layers, self.replicate))
+        position, num_refuted = 0, 0
+        while num_refuted < len(steps) and self.num_ops_left > 0:
+            step = steps[position % len(steps)]
+            position, num_refuted = position + 1, num_refuted + 1
+            limit_s = self.values[candidate] * _AS_FAST
+            if self.evaluate(step, limit_s) < inf and self.rank(step) < self.rank(candidate):
+                candidate, num_refuted = step, 0
+                steps = list(candidate.steps(self.num_layers, self.replicate))
+                self.num_ops_left -= _STEP_OPS * len(steps)
         return candidate
 
     def _kick(self, leaders: list[Candidate]) -> None:
@@ -389,7 +399,7 @@ class Search:
             kicked = chosen
             for _ in range(random.randint(1, _MAX_KICK)):
                 steps = list(kicked.steps(self.num_layers, self.replicate))
-                self.num_ops_left -= 10 * len(steps)
+                self.num_ops_left -= _STEP_OPS * len(steps)
                 if not steps:
                     return
                 kicked = random.choice(steps)
@@ -401,8 +411,10 @@ class Search:
 
 def _largest(high: int, allowed: Callable[[int], bool]) -> int:
     """The largest number up to ``high`` that is allowed, where all below an allowed one are; 0: none."""
+    if allowed(high):
+        return high
     low = 0
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if allowed(middle) else (low, middle - 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if allowed(middle) else (low, middle)
     return low

@@ -117,6 +117,9 @@ class RoundMaker:
 
     def enter_values(self, call: Call) -> MicrobatchValues:
         """The first carry of each microbatch."""
+        for tensor in structure.tensors([call.args, call.kwargs, call.labels]):
+            if tensor.device.type not in ("cpu", "meta"):  # made on the caller's stream
+                torch.accelerator.current_stream(tensor.device).synchronize()
         return [
             {name: HostValue(value, events) for name, value in call.chain.entry(args, kwargs).items()}
             for args, kwargs, events in zip(call.args, call.kwargs, call.events, strict=True)

@@ -119,15 +119,15 @@ class Stage:
                     if last[name] == index:
                         values.pop(name, None)
                 del made
-            with self._noted(None, microbatch, "outputs"):
+            with self._noted(microbatch, "outputs"):
                 outputs = exit(values)
             del values
-            with self._noted(None, microbatch, "loss_fn"):
+            with self._noted(microbatch, "loss_fn"):
                 loss = loss_fn(outputs, label)
                 losses = _as_losses(loss)
         detached = structure.map_tensors(outputs, torch.Tensor.detach)
         del outputs
-        with self._noted(None, microbatch, "backward"):
+        with self._noted(microbatch, "backward"):
             torch.autograd.backward(losses)
         plain = [one.detach() for one in losses]
         return (plain[0] if isinstance(loss, torch.Tensor) else plain), detached, _leaf_gradients(recorded)
@@ -159,7 +159,7 @@ class Stage:
                     root_gradients.append(gradient)
         recorded.made.clear()
         if roots:
-            with self._noted(None, microbatch, "backward"):
+            with self._noted(microbatch, "backward"):
                 torch.autograd.backward(roots, root_gradients)
         return _leaf_gradients(recorded)
 
@@ -188,25 +188,30 @@ class Stage:
         spec = layer.spec
         around = self.around
         carry = {name: values[name] for name in spec.reads}
-        with self._noted(layer, microbatch, phase):
+        try:
             if spec.draws_random and around.preserve_rng_state:
                 with self.backend.random(layer_seed(around.base_seed, layer.index, microbatch)):
                     made = layer.bound.module(carry)
             else:
                 made = layer.bound.module(carry)
+        except Exception as error:
+            module = _failing_module(error, layer.bound) or ", ".join(layer.spec.module_names) or layer.spec.name
+            self._note(error, microbatch, phase, f"layer {layer.index} ({layer.spec.name}), module {module}, ")
+            raise
         return {name: made[name] for name in spec.makes}
 
-    @contextlib.contextmanager
-    def _noted(self, layer: StageLayer | None, microbatch: int, phase: str) -> Iterator[None]:
+    def _note(self, error: Exception, microbatch: int, phase: str, layer: str = "") -> None:
         """Adds to an exception where in the pipeline it was raised."""
+        error.add_note(
+            f"roundpipe: raised in {layer}stage {self.name}, microbatch {microbatch}, phase {phase}"
+        )
+
+    @contextlib.contextmanager
+    def _noted(self, microbatch: int, phase: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            where = f"stage {self.name}, microbatch {microbatch}, phase {phase}"
-            if layer is not None:
-                module = _failing_module(error, layer.bound) or ", ".join(layer.spec.module_names)
-                where = f"layer {layer.index} ({layer.spec.name}), module {module or layer.spec.name}, {where}"
-            error.add_note(f"roundpipe: raised in {where}")
+            self._note(error, microbatch, phase)
             raise
 
 

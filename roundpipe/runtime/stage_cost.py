@@ -141,35 +141,16 @@ def round_seconds(
             replica m mod r); None = one each.
         limit_s: what is of interest; above it the result may be any lower bound that is also above it.
     """
-    times = [(stage.seconds, stage.early_s) for stage in stages]
-    copies = replicas or [1] * len(stages)
     free = [0.0] * num_workers
     states: list[list[float]] = []
     slot, start = 0, 0.0
     for _ in range(max(24, 3 * num_workers)):
-        previous, next_start = [start] * num_microbatches, start
-        for position, (seconds, early_s) in enumerate(times):
-            late_s = seconds - early_s
-            if copies[position] == 1:
-                done, end = [], free[slot]
-                for ready in previous:
-                    end = end + seconds if end + early_s > ready else ready + late_s
-                    done.append(end)
-                free[slot] = end
-                slot = (slot + 1) % num_workers
-            else:
-                done = [0.0] * num_microbatches
-                for replica in range(copies[position]):
-                    end = free[slot]
-                    for microbatch in range(replica, num_microbatches, copies[position]):
-                        end = max(end + early_s, previous[microbatch]) + late_s
-                        done[microbatch] = end
-                    free[slot] = end
-                    slot = (slot + 1) % num_workers
-            if position == num_forward:
-                next_start = max(done)
-            previous = done
-        start = next_start
+        if replicas is None:
+            start = _run_round(stages, num_forward, num_microbatches, free, slot, start)
+            slot = (slot + len(stages)) % num_workers
+        else:
+            start = _run_replicated_round(stages, replicas, num_forward, num_microbatches, free, slot, start)
+            slot = (slot + sum(replicas)) % num_workers
         state = [start, *free[slot:], *free[:slot]]
         for age, old in enumerate(reversed(states), 1):
             gains = [now - then for now, then in zip(state, old, strict=True)]
@@ -180,3 +161,68 @@ def round_seconds(
                 return slowest / age
         states.append(state)
     return (max(states[-1]) - max(states[-1 - num_workers])) / num_workers
+
+
+def _run_round(
+    stages: Sequence[StageCost],
+    num_forward: int,
+    num_microbatches: int,
+    free: list[float],
+    slot: int,
+    start: float,
+) -> float:
+    """Runs one round: updates when each worker is free and returns when the losses are known.
+
+    Op (K, m) ends at the largest of a few lines in m: a stage takes over the lines that are at least as steep as its
+    own time and makes one line of the others. So a job costs no more with more microbatches. The
+    lines are a stack, the least steep on top: where each begins, how steep it is, and the end of the
+    last microbatch on it and all below; all less ``shift``.
+    """
+    repeats, num_workers = num_microbatches - 1, len(free)
+    heads, slopes, ends = [start], [0.0], [start]
+    shift, losses_known = 0.0, start
+    for position, (seconds, early_s, *_) in enumerate(stages):
+        head = free[slot] + early_s - shift
+        while slopes and slopes[-1] <= seconds:
+            slopes.pop()
+            ends.pop()
+            head = max(head, heads.pop())
+        end = head + repeats * seconds
+        if ends and ends[-1] > end:
+            end = ends[-1]
+        heads.append(head)
+        slopes.append(seconds)
+        ends.append(end)
+        shift += seconds - early_s
+        free[slot] = end + shift
+        slot = (slot + 1) % num_workers
+        if position == num_forward:
+            losses_known = end + shift
+    return losses_known
+
+
+def _run_replicated_round(
+    stages: Sequence[StageCost],
+    replicas: Sequence[int],
+    num_forward: int,
+    num_microbatches: int,
+    free: list[float],
+    slot: int,
+    start: float,
+) -> float:
+    """The same, op by op, where stages have replicas."""
+    previous, losses_known = [start] * num_microbatches, start
+    for position, (stage, count) in enumerate(zip(stages, replicas, strict=True)):
+        late_s = stage.seconds - stage.early_s
+        done = [0.0] * num_microbatches
+        for replica in range(count):
+            end = free[slot]
+            for microbatch in range(replica, num_microbatches, count):
+                end = max(end + stage.early_s, previous[microbatch]) + late_s
+                done[microbatch] = end
+            free[slot] = end
+            slot = (slot + 1) % len(free)
+        if position == num_forward:
+            losses_known = max(done)
+        previous = done
+    return losses_known

@@ -1,0 +1,189 @@
+"""Train a small residual network on scikit-learn's handwritten digits.
+
+Skip connections that reach over several stages, BatchNorm and a model written as plain Python: nothing in
+`DigitsNet` knows about roundpipe.
+
+    python examples/train_vision.py
+    python examples/train_vision.py --devices cpu,cpu,cpu --microbatches 6 --epochs 10
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import NoReturn
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+from tqdm import tqdm
+
+import roundpipe
+from roundpipe.errors import RoundPipeError
+from roundpipe.report import format_bytes, summary_table
+
+
+def fail(message: object) -> NoReturn:
+    """Ends the program with one line that says what to change."""
+    first_line = str(message).strip().splitlines()[0]
+    print(f"train_vision.py: error: {first_line}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a wrong argument in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        fail(f"{message} (--help shows the options)")
+
+
+class Block(nn.Module):
+    """Two convolutions with BatchNorm around a skip."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(channels)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        hidden = F.relu(self.norm1(self.conv1(images)))
+        return F.relu(images + self.norm2(self.conv2(hidden)))
+
+
+class DigitsNet(nn.Module):
+    """A U-shaped classifier: the full-size features skip over the half-size ones to the head.
+
+    Images `[B, 1, 8, 8]` in, logits `[B, 10]` out.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, channels, 3, padding=1)
+        self.fine = nn.ModuleList(Block(channels) for _ in range(2))
+        self.down = nn.Conv2d(channels, 2 * channels, 3, stride=2, padding=1)
+        self.coarse = nn.ModuleList(Block(2 * channels) for _ in range(2))
+        self.head = nn.Linear(3 * channels, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        fine = self.stem(images)
+        for block in self.fine:
+            fine = block(fine)
+        coarse = self.down(fine)
+        for block in self.coarse:
+            coarse = block(coarse)
+        return self.head(torch.cat([fine.mean((2, 3)), coarse.mean((2, 3))], dim=1))
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The options, checked."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", help='such as "cuda:0" or "cpu,cpu"; default: all accelerators')
+    parser.add_argument("--microbatches", type=int, metavar="N", help="default: number of devices + 1")
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--batch", type=int, default=96, help="images per step")
+    parser.add_argument("--channels", type=int, default=16)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(argv)
+    for name in ("epochs", "batch", "microbatches", "channels"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name} must be at least 1, not {value}")
+    if not options.lr > 0:
+        parser.error(f"--lr must be positive, not {options.lr}")
+    return options
+
+
+def parse_devices(text: str | None) -> list[str] | None:
+    """The devices to rotate through; None leaves the choice to roundpipe."""
+    if text is None:
+        return None if torch.accelerator.is_available() else ["cpu", "cpu"]
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        try:
+            torch.empty(1, device=name)
+        except (RuntimeError, AssertionError) as error:
+            fail(f"--devices {text}: {name!r} can't be used here: {str(error).splitlines()[0]}")
+    return names
+
+
+def load_images() -> tuple[torch.Tensor, torch.Tensor]:
+    """All images `[N, 1, 8, 8]` in 0 .. 1 and their classes `[N]`, in a fixed random order."""
+    digits = load_digits()
+    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
+    images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
+    return images[order], torch.tensor(digits.target)[order]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Trains and evaluates; the exit code."""
+    torch.manual_seed(options.seed)
+    devices = parse_devices(options.devices)
+    images, classes = load_images()
+    num_test = len(images) // 5
+    test_images, test_classes = images[:num_test], classes[:num_test]
+    images, classes = images[num_test:], classes[num_test:]
+    if options.batch > len(images):
+        fail(f"--batch {options.batch} is more than the {len(images)} training images")
+
+    model = roundpipe.compile(
+        DigitsNet(options.channels),
+        example_args=(images[: options.batch],),
+        devices=devices,
+        model_run_config=roundpipe.RoundPipeRunConfig(num_microbatch=options.microbatches),
+    )
+    with model:
+        print(model.partition_table(), end="\n\n")
+        optimizer = torch.optim.AdamW(model.optim_parameters(), lr=options.lr)
+
+        def update() -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        started = time.perf_counter()
+        num_steps = len(images) // options.batch
+        for epoch in range(options.epochs):
+            bar = tqdm(
+                torch.randperm(len(images)).split(options.batch)[:num_steps], desc=f"epoch {epoch + 1}"
+            )
+            for rows in bar:
+                loss = model.forward_backward(
+                    input_args=(images[rows],),
+                    label=classes[rows],
+                    loss_fn=lambda logits, labels: (
+                        F.cross_entropy(logits, labels, reduction="sum") / options.batch
+                    ),
+                )
+                model.step(update)
+                bar.set_postfix(loss=f"{float(loss):.3f}")
+        model.synchronize()
+        seconds = time.perf_counter() - started
+
+        model.eval()
+        with torch.no_grad():
+            predicted = model(test_images).argmax(1)
+        accuracy = float((predicted == test_classes).float().mean())
+        summary = {
+            "test accuracy": f"{accuracy:.1%} of {num_test} images",
+            "images per second": f"{options.epochs * num_steps * options.batch / seconds:.0f}",
+            "peak device memory": format_bytes(model.peak_device_bytes()),
+        }
+    print(summary_table(summary))
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parses the arguments and runs; what roundpipe refuses becomes one line too."""
+    options = parse_arguments(argv)
+    try:
+        return run(options)
+    except RoundPipeError as error:
+        fail(error)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,58 @@
+"""Train models that do not fit on the accelerator: compile any PyTorch module, stream it, step.
+
+    import roundpipe
+
+    model = roundpipe.compile(model)
+    optimizer = torch.optim.AdamW(model.optim_parameters(), lr=1e-4)
+    loss = model.forward_backward(input_kwargs=batch, loss_fn=lambda outputs, label: outputs.loss)
+    model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+"""
+
+from roundpipe.api import compile
+from roundpipe.errors import (
+    ClosedError,
+    ConfigError,
+    DeadlockError,
+    DeviceMemoryError,
+    MicrobatchError,
+    PartitionError,
+    RoundPipeError,
+    ScheduleError,
+    SynchronizationError,
+    TraceError,
+)
+from roundpipe.runtime.backend import Device
+from roundpipe.runtime.config import RoundPipeRunConfig, num_microbatches
+from roundpipe.runtime.microbatch import RoundPipePackedData
+from roundpipe.runtime.optimizer import GradScaler, OptimizerCtx
+from roundpipe.runtime.pipe import RoundPipe
+from roundpipe.runtime.recompute import doing_recompute
+from roundpipe.runtime.schedule import ExecutePlan, ModelExecutePlan
+from roundpipe.wrap import AutoRoundPipe
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AutoRoundPipe",
+    "ClosedError",
+    "ConfigError",
+    "DeadlockError",
+    "Device",
+    "DeviceMemoryError",
+    "ExecutePlan",
+    "GradScaler",
+    "MicrobatchError",
+    "ModelExecutePlan",
+    "OptimizerCtx",
+    "PartitionError",
+    "RoundPipe",
+    "RoundPipeError",
+    "RoundPipePackedData",
+    "RoundPipeRunConfig",
+    "ScheduleError",
+    "SynchronizationError",
+    "TraceError",
+    "compile",
+    "doing_recompute",
+    "num_microbatches",
+]

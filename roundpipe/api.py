@@ -1,0 +1,118 @@
+"""`compile`: any module in, a model that trains in rotation out.
+
+    trace -> measure -> partition -> generate      roundpipe.fx, through its `TracedSource`
+          -> RoundPipe                             roundpipe.runtime
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe.errors import ConfigError, TraceError
+from roundpipe.fx.partition import Balance
+from roundpipe.fx.source import TracedSource
+from roundpipe.runtime.config import RoundPipeRunConfig
+from roundpipe.runtime.devices import DeviceLike
+from roundpipe.runtime.pipe import RoundPipe, caller_name
+from roundpipe.runtime.residency import PinMode
+from roundpipe.wrap import AutoRoundPipe
+
+logger = logging.getLogger(__name__)
+
+
+def compile(
+    model: nn.Module,
+    *,
+    example_args: tuple[Any, ...] = (),
+    example_kwargs: dict[str, Any] | None = None,
+    optim_dtype: torch.dtype | None = None,
+    name: str | None = None,
+    model_run_config: RoundPipeRunConfig = RoundPipeRunConfig(),  # noqa: B008 - frozen
+    pin_model: PinMode = "alloc",
+    devices: Sequence[DeviceLike] | DeviceLike | None = None,
+    balance: Balance = "time",
+    fallback: bool = True,
+    **wrap_kwargs: Any,
+) -> RoundPipe | AutoRoundPipe:
+    """Cut a model into layers and make it train in rotation.
+
+    The model is traced from the example's inputs, else from its own ``dummy_inputs``, else at the first call.
+    One trace serves every batch size, and every length where the model's code allows it.
+
+    Args:
+        model: any module that eager PyTorch trains; on the CPU, or on ``meta`` to plan without weights.
+        example_args: arguments like those of a call; only shapes and dtypes matter, for most models.
+        example_kwargs: keyword arguments like those of a call.
+        optim_dtype: dtype of the optimizer's copies of the parameters; None: the parameters' own.
+        name: for logs and traces; None: ``filename:line`` of the caller.
+        model_run_config: defaults for every call.
+        pin_model: how host weights are pinned; see `RoundPipe`.
+        devices: the rotation; see `RoundPipe`.
+        balance: what layers are balanced by: ``"time"`` (FLOPs and bytes), ``"size"`` (weight bytes), or a
+            function from a module to a weight.
+        fallback: what to do when the model's own forward can't be traced: True warns and returns an
+            `AutoRoundPipe`, False raises.
+        **wrap_kwargs: options of the fallback.
+
+    Returns:
+        A `RoundPipe`; an `AutoRoundPipe` if the model can't be traced.
+
+    Raises:
+        ConfigError: an argument can't be used as given.
+        TraceError: the model can't be traced, and ``fallback`` is False.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"compile takes an nn.Module, got {type(model).__name__}")
+    if isinstance(model, RoundPipe):
+        raise ConfigError("the model is compiled already; pass the original, which is model.model")
+    if not (balance in ("time", "size") if isinstance(balance, str) else callable(balance)):
+        raise ConfigError(f"balance={balance!r}; allowed are 'time', 'size' or a function from a module to a weight")
+    if not isinstance(example_args, tuple):
+        raise ConfigError(f"example_args is {type(example_args).__name__}; give a tuple, such as (x,)")
+    if wrap_kwargs:
+        raise ConfigError(f"compile has no option {', '.join(map(repr, wrap_kwargs))}; see help(roundpipe.compile)")
+    name = name or caller_name()
+    settings: dict[str, Any] = {
+        "optim_dtype": optim_dtype,
+        "name": name,
+        "model_run_config": model_run_config,
+        "pin_model": pin_model,
+        "devices": devices,
+    }
+
+    def on_failure(error: TraceError) -> None:
+        if not fallback:
+            raise error
+        warnings.warn(
+            f"{type(model).__name__} runs whole, as an AutoRoundPipe, because its forward can't be traced: {error}",
+            stacklevel=6,
+        )
+
+    source = TracedSource(model, balance, on_failure)
+    example = _example(model, example_args, example_kwargs)
+    if example is not None:
+        source.chain_for(*example)
+        if source.is_whole:
+            return AutoRoundPipe(model, **settings)
+    pipe = RoundPipe.from_source(model, source, **settings)
+    if example is not None:
+        logger.info("%s", pipe.partition_table())
+    return pipe
+
+
+def _example(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Inputs to trace from before the first call, if there are any."""
+    if args or kwargs is not None:
+        return args, kwargs or {}
+    dummy = getattr(model, "dummy_inputs", None)
+    if isinstance(dummy, dict) and not any(parameter.is_meta for parameter in model.parameters()):
+        return (), dict(dummy)
+    return None

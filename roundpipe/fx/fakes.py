@@ -1,0 +1,358 @@
+"""The world a model is traced in: fake tensors, symbolic sizes, and a twin of the model that holds them.
+
+The twin has the user's classes and attributes but its own module objects and attribute dicts, with a
+fake in place of each parameter and buffer. Whatever a forward does to it (assign buffers, install
+hooks, cache values), the user's model is never touched, not even for a moment.
+
+Sizes are symbols of a shape environment that takes nothing for granted: not that equal numbers are
+one size, nor that a size is neither 0 nor 1. Each assumption is a recorded guard, and the world tells
+those made by the model's own Python ("glue") from those that an operator makes to infer its shape.
+
+Invariant: fakes hold no memory; the real model and its tensors are only read.
+This file is the only user of torch's fake tensors and shape environment.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+from torch.utils._sympy.printers import PythonPrinter
+
+from roundpipe import structure
+from roundpipe.fx.operations import SizeExpression, compile_expression
+
+Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
+NO_FAKE_KERNEL = (DynamicOutputShapeException, UnsupportedOperatorException, NotImplementedError)
+DATA_DEPENDENT = (DataDependentOutputException, GuardOnDataDependentSymNode)
+
+_NOISY_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
+
+Dimension = tuple[structure.Path, int]
+"""A dimension of an input: the path to its tensor, and which one."""
+
+
+class ShapeWorld(ShapeEnv):
+    """A shape environment that knows which of its answers the model's own Python asked for."""
+
+    def __init__(self, in_glue: Callable[[], bool] = lambda: False) -> None:
+        super().__init__(duck_shape=False, specialize_zero_one=False)
+        self.in_glue = in_glue
+        self.glue_guards: dict[sympy.Basic, str] = {}
+        """What held when glue asked, in the order asked, and where it asked."""
+        self.recent: list[sympy.Basic] = []
+        """What held when the call in progress asked; for `promote_recent`."""
+
+    def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = super().evaluate_expr(orig_expr, *args, **kwargs)
+        if getattr(orig_expr, "free_symbols", None):
+            holds = _that(orig_expr, answer)
+            if self.in_glue():
+                if holds not in self.glue_guards:
+                    self.glue_guards[holds] = model_location()
+            else:
+                self.recent.append(holds)
+        return answer
+
+    def promote_recent(self) -> None:
+        """Counts what the call just made asked as asked by glue: its result was a Python value."""
+        for holds in self.recent:
+            self.glue_guards.setdefault(holds, model_location())
+
+    def size_guards(self) -> list[sympy.Basic]:
+        """Every assumption made about sizes so far, whoever made it."""
+        return list(dict.fromkeys(guard.expr for guard in self.guards))
+
+
+_OUR_FILES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+
+
+def is_model_file(filename: str) -> bool:
+    """Whether code in a file belongs to the model rather than to torch or to the tracer."""
+    return not filename.startswith((*_OUR_FILES, "<")) and f"{os.sep}sympy{os.sep}" not in filename
+
+
+def model_location() -> str:
+    """``file:line`` of the model's code that is running."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_model_file(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "unknown"
+
+
+def _that(expression: sympy.Basic, answer: Any) -> sympy.Basic:
+    """The proposition that ``expression`` evaluates to ``answer``."""
+    if answer in (True, sympy.true):
+        return expression if expression.is_Boolean or expression.is_Relational else sympy.Eq(expression, 1)
+    if answer in (False, sympy.false):
+        return sympy.Not(expression)
+    return sympy.Eq(expression, answer, evaluate=False)
+
+
+def expression_of(size: Any) -> Any:
+    """The expression a symbolic number stands for now; a plain number as it is."""
+    return size.node.expr if isinstance(size, Symbolic) else size
+
+
+def is_data_dependent(expression: Any) -> bool:
+    """Whether an expression contains a size that only the data determine."""
+    symbols = getattr(expression, "free_symbols", ())
+    return any(str(symbol).startswith(("u", "zuf")) for symbol in symbols)
+
+
+def expression_source(expression: sympy.Basic) -> str:
+    """Python source of an expression."""
+    return str(PythonPrinter().doprint(expression))
+
+
+def size_function(expression: sympy.Basic, symbols: Iterable[sympy.Symbol]) -> SizeExpression:
+    """A callable of the symbols' values that evaluates an expression."""
+    return SizeExpression(expression_source(expression), tuple(str(symbol) for symbol in symbols))
+
+
+def compiled(expression: sympy.Basic, symbols: Iterable[sympy.Symbol]) -> Callable[..., Any]:
+    """A plain function of the symbols' values that evaluates an expression."""
+    return compile_expression(expression_source(expression), tuple(str(symbol) for symbol in symbols))
+
+
+def size_hint(size: Any) -> int:
+    """The example's value of a size; 0 for one that only the data determine."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    return 0 if size.node.hint is None else int(size.node.hint)
+
+
+def is_fake(value: Any) -> bool:
+    """Whether a value is a fake tensor or one wrapped by a function transform."""
+    return isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and is_transformed(value))
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one that vmap or another function transform made."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def without_fakes() -> Any:
+    """A context in which tensors are real although a world is entered."""
+    return unset_fake_temporarily()
+
+
+@dataclass(frozen=True, slots=True)
+class InputSizes:
+    """One tensor input as the world has it."""
+
+    path: structure.Path
+    dtype: torch.dtype
+    requires_grad: bool
+    sizes: tuple[Any, ...]
+    """Per dimension: an int, or the symbol that is this dimension and nothing else."""
+
+
+class FakeWorld:
+    """Fakes of a model and of its inputs.
+
+    Args:
+        model: the user's model, on any device, ``meta`` included.
+        arguments: ``(args, kwargs)`` in normal form, real.
+        dynamic: dimensions that are symbols although the rule says they are not.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        arguments: Any,
+        dynamic: Collection[Dimension] = (),
+    ) -> None:
+        self.model = model
+        self.shapes = ShapeWorld()
+        self.mode = FakeTensorMode(shape_env=self.shapes, allow_non_fake_inputs=True)
+        self.real_arguments = arguments
+        self._dynamic = frozenset(dynamic)
+        self.real: dict[str, torch.Tensor] = {}
+        """Parameters and buffers by name."""
+        self.name_of: dict[torch.Tensor, str] = {}
+        """Name of a parameter or buffer, real or fake; the first if it has several."""
+        self._fake_of: dict[torch.Tensor, torch.Tensor] = {}
+        self._make_fakes()
+        self.twin, self.name_of_module = _make_twin(model, self._fake_of)
+        self.inputs: list[InputSizes] = []
+        self._num_inputs = 0
+        self.arguments = self._fake_arguments(arguments)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Runs torch in this world."""
+        with ExitStack() as stack:
+            for name in _NOISY_LOGGERS:
+                log = logging.getLogger(name)
+                stack.callback(log.setLevel, log.level)
+                log.setLevel(logging.CRITICAL)  # what fails on fakes is handled, and reported in words
+            stack.enter_context(self.mode)
+            stack.enter_context(enable_python_dispatcher())
+            yield
+
+    def symbols(self) -> dict[sympy.Symbol, tuple[int, int]]:
+        """Each size symbol with the index of its input and its dimension."""
+        return {
+            size: (index, dim)
+            for index, item in enumerate(self.inputs)
+            for dim, size in enumerate(item.sizes)
+            if isinstance(size, sympy.Symbol)
+        }
+
+    def fake(self, name: str) -> torch.Tensor:
+        """The fake of a parameter or buffer."""
+        return self._fake_of[self.real[name]]
+
+    def static_fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake of a real tensor, every size a plain number."""
+        return self.mode.from_tensor(tensor.detach(), static_shapes=True)
+
+    def _make_fakes(self) -> None:
+        named = [
+            *self.model.named_parameters(remove_duplicate=False),
+            *self.model.named_buffers(remove_duplicate=False),
+        ]
+        for name, tensor in named:
+            self.real[name] = tensor
+            if tensor not in self._fake_of:
+                self._fake_of[tensor] = self._fake_state(tensor)
+                self.name_of[tensor] = name
+                self.name_of[self._fake_of[tensor]] = name
+
+    def _fake_state(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake parameter or buffer on the CPU, wherever the real one is.
+
+        Made by hand: a large model has thousands, and making them through dispatch takes seconds.
+        """
+        with torch.no_grad():
+            meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        fake = FakeTensor(self.mode, meta, torch.device("cpu"))
+        if tensor.requires_grad:
+            fake.requires_grad_()
+        if isinstance(tensor, nn.Parameter):
+            fake._is_param = True  # what isinstance(fake, nn.Parameter) asks
+        return fake
+
+    def _fake_arguments(self, arguments: Any) -> Any:
+        fakes = iter(
+            [
+                self._fake_input(path, leaf)
+                for path, leaf in structure.walk(arguments)
+                if isinstance(leaf, torch.Tensor)
+            ]
+        )
+        args, kwargs = arguments
+        return (
+            tuple(structure.map_tensors(value, lambda _: next(fakes)) for value in args),
+            {name: structure.map_tensors(value, lambda _: next(fakes)) for name, value in kwargs.items()},
+        )
+
+    def _fake_input(self, path: structure.Path, leaf: torch.Tensor) -> torch.Tensor:
+        real = leaf.detach()
+        if real.device.type != "cpu":
+            real = torch.empty(real.shape, dtype=real.dtype)
+        is_float = real.is_floating_point() or real.is_complex()
+        kinds = []
+        for dim in range(real.dim()):
+            is_dynamic = dim == 0 or not is_float or (path, dim) in self._dynamic
+            kinds.append(DimDynamic.DYNAMIC if is_dynamic else DimDynamic.STATIC)
+        self._num_inputs += 1
+        fake = self.mode.from_tensor(
+            real.contiguous(),
+            source=ConstantSource(f"input_{self._num_inputs}"),
+            symbolic_context=StatelessSymbolicContext(
+                dynamic_sizes=kinds, constraint_sizes=[None] * real.dim()
+            ),
+        )
+        if leaf.requires_grad:
+            fake.requires_grad_()
+        sizes = tuple(expression_of(size) for size in fake.shape)
+        self.inputs.append(InputSizes(path, leaf.dtype, leaf.requires_grad, sizes))
+        return fake
+
+
+# ---------------------------------------------------------------------------------- the twin
+
+
+def _make_twin(
+    model: nn.Module, fake_of: Mapping[torch.Tensor, torch.Tensor]
+) -> tuple[nn.Module, dict[nn.Module, str]]:
+    """A copy of a module tree with fakes as its state, and the names of its modules.
+
+    Modules of the original that code still reaches (through closures) have their names too.
+    Scripted modules can't be copied and stay what they are.
+    """
+    twins: dict[nn.Module, nn.Module] = {}
+    names: dict[nn.Module, str] = {}
+    for name, module in model.named_modules():
+        names[module] = name
+        is_scripted = isinstance(module, torch.jit.ScriptModule)
+        twins[module] = module if is_scripted else object.__new__(type(module))
+        names[twins[module]] = name
+    adopt = _Adoption(twins, fake_of)
+    for module, twin in twins.items():
+        if twin is not module:
+            twin.__dict__.update({key: adopt(value) for key, value in module.__dict__.items()})
+    return twins[model], names
+
+
+class _Adoption:
+    """Maps an attribute's value to the twin's: its modules and tensors, containers copied."""
+
+    def __init__(
+        self, twins: Mapping[nn.Module, nn.Module], fake_of: Mapping[torch.Tensor, torch.Tensor]
+    ) -> None:
+        self._twins = twins
+        self._fake_of = fake_of
+
+    def __call__(self, value: Any, depth: int = 0) -> Any:
+        if isinstance(value, nn.Module):
+            return self._twins.get(value, value)
+        if isinstance(value, torch.Tensor):
+            return self._fake_of.get(value, value)
+        if depth > 3:
+            return value
+        kind = type(value)
+        if kind in (list, set, deque):
+            return kind(self(item, depth + 1) for item in value)
+        if kind is tuple:
+            return tuple(self(item, depth + 1) for item in value)
+        if kind in (dict, OrderedDict):
+            return kind((key, self(item, depth + 1)) for key, item in value.items())
+        if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
+            return types.MethodType(value.__func__, self(value.__self__))
+        if kind is functools.partial:
+            args = (self(item, depth + 1) for item in value.args)
+            kwargs = {key: self(item, depth + 1) for key, item in value.keywords.items()}
+            return functools.partial(self(value.func, depth + 1), *args, **kwargs)
+        return value

@@ -1,0 +1,359 @@
+"""When a trace serves a call: what was assumed while tracing, checked for other arguments.
+
+A check goes from cheap to dear: the model's flags, the structure and plain values of the arguments,
+the sizes of its tensors (cached by shapes), the data that traced code read (`ValueProgram`).
+
+Assumptions about sizes are of two kinds. What the model's own Python asked (``if x.shape[0] == 1``)
+must hold, and so must sizes be equal that were taken for one. What operators asked to infer a shape only matters through the shape: if such an
+assumption fails, the graph is run once on fakes of the new sizes, and if every node has the shape
+that the trace says, the assumptions made in that run are a second sufficient set (a *variant*).
+
+Invariant: `Guards.check` returns None only if running the model's Python again would record this graph.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import sympy
+import torch
+from torch import nn
+
+from roundpipe import structure
+from roundpipe.fx.ambient import Ambient
+from roundpipe.fx.binding import CallForm
+from roundpipe.fx.fakes import Dimension, FakeWorld, InputSizes, compiled, expression_source
+from roundpipe.fx.values import ValueProgram
+
+MAX_CACHED_SHAPES = 4096
+MAX_VARIANTS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a trace does not serve a call."""
+
+    message: str
+    """Which guard failed and which input varied, in words."""
+    dimensions: tuple[Dimension, ...] = ()
+    """Dimensions of float inputs that the trace has as plain numbers and that vary."""
+
+    def __str__(self) -> str:
+        return self.message
+
+
+@dataclass(frozen=True, slots=True)
+class SizeGuard:
+    """One assumption about sizes."""
+
+    source: str
+    """The assumption as Python."""
+    holds: Callable[..., Any]
+    location: str = ""
+    """Where the model's code asked; empty for what an operator asked."""
+
+
+class SizeSystem:
+    """Assumptions over the sizes of one world's inputs.
+
+    Args:
+        world: whose symbols the expressions are in.
+        expressions: what must hold, with where it was asked.
+    """
+
+    def __init__(self, world: FakeWorld, expressions: dict[sympy.Basic, str]) -> None:
+        symbols = world.symbols()
+        self.positions = list(symbols.values())
+        self.symbols = list(symbols)
+        self.guards: list[SizeGuard] = []
+        for expression, location in expressions.items():
+            if not expression.free_symbols or not expression.free_symbols <= set(symbols):
+                continue  # about numbers, or about a size that only data determine: no input decides it
+            self.guards.append(
+                SizeGuard(expression_source(expression), compiled(expression, self.symbols), location)
+            )
+
+    def first_failure(self, shapes: Sequence[torch.Size]) -> SizeGuard | None:
+        """The first assumption that tensors of these shapes break."""
+        sizes = [shapes[index][dim] for index, dim in self.positions]
+        for guard in self.guards:
+            try:
+                if not guard.holds(*sizes):
+                    return guard
+            except ZeroDivisionError:
+                return guard
+        return None
+
+
+def equalities(world: FakeWorld) -> dict[sympy.Basic, str]:
+    """The sizes that a world took for equal to another or to a number."""
+    return {
+        sympy.Eq(symbol, value, evaluate=False): "an operator"
+        for symbol, value in world.shapes.replacements.items()
+        if isinstance(symbol, sympy.Symbol)
+    }
+
+
+def size_assumptions(world: FakeWorld) -> dict[sympy.Basic, str]:
+    """All that a world assumed about sizes, whoever asked."""
+    return {**dict.fromkeys(world.shapes.size_guards(), ""), **equalities(world)}
+
+
+class Verifier(Protocol):
+    """Runs the traced graph on fakes of other sizes."""
+
+    def __call__(self, arguments: Any) -> SizeSystem | str:
+        """What the run assumed if every shape is the traced one, otherwise which one is not."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """Switches of a model that its code may look at."""
+
+    modules: tuple[nn.Module, ...]
+    training: list[bool]
+    parameters: tuple[nn.Parameter, ...]
+    requires_grad: list[bool]
+    ambient: Ambient
+
+    @staticmethod
+    def of(model: nn.Module) -> Flags:
+        """The switches as they are now."""
+        modules = tuple(model.modules())
+        parameters = tuple(model.parameters())
+        return Flags(
+            modules,
+            list(map(_TRAINING, modules)),
+            parameters,
+            list(map(_REQUIRES_GRAD, parameters)),
+            Ambient.current(),
+        )
+
+    def failure(self) -> Failure | None:
+        """Which switch is set otherwise now."""
+        if list(map(_TRAINING, self.modules)) != self.training:
+            changed = [m for m, was in zip(self.modules, self.training, strict=True) if m.training != was]
+            mode = "train" if changed[0].training else "eval"
+            return Failure(
+                f"{len(changed)} of {len(self.modules)} modules are now in {mode} mode, a "
+                f"{type(changed[0]).__name__} first"
+            )
+        if list(map(_REQUIRES_GRAD, self.parameters)) != self.requires_grad:
+            return Failure(f"parameter {self._changed_parameter()} has another requires_grad now")
+        change = Ambient.current().changes_from(self.ambient)
+        if change is not None:
+            return Failure(f"the model is now called with {change.describe()}")
+        return None
+
+    def _changed_parameter(self) -> str:
+        changed = [
+            parameter
+            for parameter, was in zip(self.parameters, self.requires_grad, strict=True)
+            if parameter.requires_grad is not was
+        ]
+        names = [name for name, parameter in self.modules[0].named_parameters() if parameter is changed[0]]
+        return names[0] if names else f"of shape {tuple(changed[0].shape)}"
+
+
+_TRAINING = operator.attrgetter("training")
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+
+
+class Guards:
+    """All that one trace assumed.
+
+    Args:
+        form: brings arguments into normal form.
+        world: the traced world.
+        flags: the model's switches as traced.
+        values: the data that traced code read.
+        verifier: for sizes that break what operators assumed.
+        input_grad_matters: whether traced code asked if an input requires grad.
+    """
+
+    def __init__(
+        self,
+        form: CallForm,
+        world: FakeWorld,
+        flags: Flags,
+        values: ValueProgram,
+        verifier: Verifier,
+        input_grad_matters: bool = False,
+    ) -> None:
+        self.values = values
+        self._form = form
+        self._flags = flags
+        self._verifier = verifier
+        self._input_grad_matters = input_grad_matters
+        self._inputs: list[InputSizes] = list(world.inputs)
+        self._plain: list[tuple[structure.Path, Any]] = []
+        self._paths: list[structure.Path] = []
+        for path, leaf in structure.walk(world.arguments):
+            self._paths.append(path)
+            if not isinstance(leaf, torch.Tensor):
+                self._plain.append((path, leaf))
+        self._glue = SizeSystem(world, {**equalities(world), **world.shapes.glue_guards})
+        self._operators = [SizeSystem(world, size_assumptions(world))]
+        self._by_shapes: dict[Any, Failure | None] = {}
+
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Failure | None:
+        """None if the trace serves a call with these arguments, otherwise why not."""
+        failure = self._flags.failure()
+        if failure is not None:
+            return failure
+        arguments = self._form.normalise(args, kwargs)
+        tensors: list[torch.Tensor] = []
+        failure = self._structure_failure(arguments, tensors)
+        if failure is not None:
+            return failure
+        key = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
+        if key not in self._by_shapes:
+            if len(self._by_shapes) >= MAX_CACHED_SHAPES:
+                self._by_shapes.clear()
+            self._by_shapes[key] = self._size_failure(arguments, tensors)
+        return self._by_shapes[key] or self._value_failure(arguments)
+
+    @property
+    def num_variants(self) -> int:
+        """Number of sets of operators' assumptions found so far."""
+        return len(self._operators)
+
+    def describe(self) -> list[str]:
+        """Every assumption that must hold, in words."""
+        sizes = [f"{guard.source} (asked at {guard.location})" for guard in self._glue.guards]
+        reads = [
+            f"{getattr(read.function, '__name__', read.function)} of data gives {read.expected!r} "
+            f"(asked at {read.location})"
+            for read in self.values.reads
+        ]
+        return sizes + reads
+
+    def _structure_failure(self, arguments: Any, tensors: list[torch.Tensor]) -> Failure | None:
+        position = 0
+        paths: list[structure.Path] = []
+        plain: list[tuple[structure.Path, Any]] = []
+        for path, leaf in structure.walk(arguments):
+            paths.append(path)
+            if isinstance(leaf, torch.Tensor):
+                tensors.append(leaf)
+                position += 1
+            else:
+                plain.append((path, leaf))
+        if paths != self._paths or len(plain) != len(self._plain):
+            return Failure(_structure_message(self._paths, paths))
+        for (path, was), (other, now) in zip(self._plain, plain, strict=True):
+            if path != other or not _same_plain(was, now):
+                return Failure(f"argument {_words(path)} is {now!r}, traced with {was!r}")
+        if self._input_grad_matters:
+            for item, tensor in zip(self._inputs, tensors, strict=True):
+                if tensor.requires_grad is not item.requires_grad:
+                    return Failure(f"input {_words(item.path)} now has requires_grad={tensor.requires_grad}")
+        return None
+
+    def _size_failure(self, arguments: Any, tensors: list[torch.Tensor]) -> Failure | None:
+        for item, tensor in zip(self._inputs, tensors, strict=True):
+            if tensor.dtype != item.dtype or tensor.dim() != len(item.sizes):
+                return Failure(
+                    f"input {_words(item.path)} is {tensor.dtype} with {tensor.dim()} dimensions, traced "
+                    f"with {item.dtype} and {len(item.sizes)}"
+                )
+        shapes = [tensor.shape for tensor in tensors]
+        failure = self._number_failure(shapes)
+        if failure is not None:
+            return failure
+        broken = self._glue.first_failure(shapes)
+        if broken is not None:
+            return Failure(
+                f"the model's code at {broken.location} took a decision that holds only if "
+                f"{self._in_words(broken.source)}; now {self._sizes_in_words(broken.source, shapes)}"
+            )
+        if any(system.first_failure(shapes) is None for system in self._operators):
+            return None
+        return self._verified(arguments, shapes)
+
+    def _number_failure(self, shapes: list[torch.Size]) -> Failure | None:
+        """Sizes that the trace has as plain numbers, and sizes of 0."""
+        varied: list[Dimension] = []
+        words: list[str] = []
+        for item, shape in zip(self._inputs, shapes, strict=True):
+            for dim, (was, now) in enumerate(zip(item.sizes, shape, strict=True)):
+                if isinstance(was, sympy.Symbol):
+                    if now == 0:
+                        return Failure(f"input {_words(item.path)} is empty: dimension {dim} has size 0")
+                elif int(was) != now:
+                    varied.append((item.path, dim))
+                    words.append(f"dimension {dim} of {_words(item.path)} is {now}, traced with {was}")
+        return Failure("; ".join(words), tuple(varied)) if varied else None
+
+    def _verified(self, arguments: Any, shapes: list[torch.Size]) -> Failure | None:
+        first = self._operators[0].first_failure(shapes)
+        asked = self._in_words(first.source) if first is not None else "other sizes"
+        if len(self._operators) >= MAX_VARIANTS:
+            return Failure(f"an operator assumed {asked}, and {MAX_VARIANTS} other sets were tried already")
+        found = self._verifier(arguments)
+        if isinstance(found, str):
+            return Failure(f"an operator assumed {asked}, and without that {found}")
+        self._operators.append(found)
+        return None
+
+    def _value_failure(self, arguments: Any) -> Failure | None:
+        found = self.values.first_failure(arguments)
+        if found is None:
+            return None
+        read, now = found
+        name = getattr(read.function, "__name__", str(read.function))
+        inputs = ", ".join(self.values.inputs_of(read)) or "a buffer"
+        given = tuple(now.shape) if isinstance(now, torch.Tensor) else now
+        return Failure(
+            f"the model's code at {read.location} read data of {inputs}: {name} gave {read.expected!r} "
+            f"when traced and gives {given!r} now"
+        )
+
+    def _in_words(self, source: str) -> str:
+        for symbol, (index, dim) in zip(self._glue.symbols, self._glue.positions, strict=True):
+            source = _replace_word(source, str(symbol), f"{_words(self._inputs[index].path)}.size({dim})")
+        return source
+
+    def _sizes_in_words(self, source: str, shapes: list[torch.Size]) -> str:
+        return ", ".join(
+            f"{_words(self._inputs[index].path)}.size({dim}) is {shapes[index][dim]}"
+            for symbol, (index, dim) in zip(self._glue.symbols, self._glue.positions, strict=True)
+            if _replace_word(source, str(symbol), "") != source
+        )
+
+
+def _replace_word(text: str, word: str, by: str) -> str:
+
+    return re.sub(rf"\b{re.escape(word)}\b", by, text)
+
+
+def _words(path: structure.Path) -> str:
+    """A path into normal-form arguments as the user would write it."""
+    (_, half), *steps = path
+    if half == 1 and steps:
+        return str(steps[0].key) + structure.path_string(tuple(steps[1:]))
+    return "args" + structure.path_string(tuple(steps))
+
+
+def _structure_message(was: list[structure.Path], now: list[structure.Path]) -> str:
+    gone = [_words(path) for path in was if path not in now]
+    new = [_words(path) for path in now if path not in was]
+    parts = [f"without {', '.join(gone)}"] if gone else []
+    parts += [f"with {', '.join(new)}"] if new else []
+    return f"the arguments are now {' and '.join(parts) or 'in another order'}"
+
+
+def _same_plain(was: Any, now: Any) -> bool:
+    if was is now:
+        return True
+    if type(was) is not type(now):
+        return False
+    try:
+        return bool(was == now)
+    except Exception:  # an object whose comparison fails is another object
+        return False

@@ -1,0 +1,159 @@
+"""Hooks into torch, Python's random numbers and transformers, for one thread while it traces.
+
+The places patched are global, so tracing holds a lock, and a patch acts only for the thread that
+traces; any other thread's calls go straight through.
+
+Invariant: outside `intercepting` nothing is patched.
+This file is the only one that patches anything.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch._functorch.apis
+import torch.utils.checkpoint
+from torch import nn
+
+
+class Session(Protocol):
+    """What decides about intercepted calls of the tracing thread."""
+
+    def in_glue(self) -> bool:
+        """Whether the model's own Python is running, rather than an operator or a leaf."""
+        ...
+
+    def call_module(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A module is called."""
+        ...
+
+    def apply_function(self, function: type[torch.autograd.Function], args: Any, kwargs: Any) -> Any:
+        """A custom autograd function is applied in glue."""
+        ...
+
+    def transform(self) -> AbstractContextManager[None]:
+        """Around a function transform in glue."""
+        ...
+
+    def draw_random(self, what: str) -> BaseException:
+        """Glue uses Python's or NumPy's random numbers: the exception to raise."""
+        ...
+
+    def has_readable_data(self, tensor: Any) -> bool:
+        """Whether the data of a fake tensor can be read while tracing."""
+        ...
+
+
+_LOCK = threading.RLock()
+_ACTIVE = threading.local()
+ORIGINAL_CALL = nn.Module.__call__
+
+PYTHON_RANDOM = "random randint uniform choice choices shuffle sample gauss randrange normalvariate".split()
+NUMPY_RANDOM = (
+    "rand randn random randint uniform choice permutation random_sample normal shuffle binomial".split()
+)
+
+
+def _session() -> Session | None:
+    return getattr(_ACTIVE, "session", None)
+
+
+@contextmanager
+def exclusive() -> Iterator[None]:
+    """One trace at a time in this process."""
+    with _LOCK:
+        yield
+
+
+@contextmanager
+def intercepting(session: Session) -> Iterator[None]:
+    """Sends the calls of this thread to ``session``."""
+    with _LOCK, ExitStack() as stack:
+        _patch(stack, nn.Module, "__call__", _call_module)
+        _patch_function_apply(stack)
+        _patch_transforms(stack)
+        for name in PYTHON_RANDOM:
+            _patch(stack, random, name, _refused("random", name, getattr(random, name)))
+        numpy = sys.modules.get("numpy")
+        for name in NUMPY_RANDOM if numpy is not None else ():
+            _patch(stack, numpy.random, name, _refused("numpy.random", name, getattr(numpy.random, name)))
+        for owner in (torch, torch.random):
+            _patch(stack, owner, "manual_seed", _refused("torch", "manual_seed", torch.manual_seed))
+        _patch_transformers(stack)
+        stack.callback(setattr, _ACTIVE, "session", _session())
+        _ACTIVE.session = session
+        yield
+
+
+def _patch(stack: ExitStack, owner: Any, name: str, new: Any) -> None:
+    stack.callback(setattr, owner, name, owner.__dict__.get(name, getattr(owner, name)))
+    setattr(owner, name, new)
+
+
+def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    session = _session()
+    if session is None:
+        return ORIGINAL_CALL(module, *args, **kwargs)
+    return session.call_module(module, args, kwargs)
+
+
+def _patch_function_apply(stack: ExitStack) -> None:
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = original.__get__(None, cls)
+        session = _session()
+        if session is None or not session.in_glue():
+            return bound(*args, **kwargs)
+        if cls is torch.utils.checkpoint.CheckpointFunction:
+            function, _preserve_rng_state, *inputs = args
+            return function(*inputs)  # recomputation is the runtime's affair
+        return session.apply_function(cls, args, kwargs)
+
+    _patch(stack, torch.autograd.Function, "apply", classmethod(apply))
+
+
+def _patch_transforms(stack: ExitStack) -> None:
+    apis = torch._functorch.apis
+    original = apis.vmap_impl
+
+    def vmap_impl(*args: Any, **kwargs: Any) -> Any:
+        session = _session()
+        if session is None or not session.in_glue():
+            return original(*args, **kwargs)
+        with session.transform():
+            return original(*args, **kwargs)
+
+    _patch(stack, apis, "vmap_impl", vmap_impl)
+
+
+def _refused(owner: str, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        session = _session()
+        if session is None or not session.in_glue():
+            return original(*args, **kwargs)
+        raise session.draw_random(f"{owner}.{name}")
+
+    return draw
+
+
+def _patch_transformers(stack: ExitStack) -> None:
+    """transformers takes other paths for fakes; where their data can be read it must not."""
+    module: Any = sys.modules.get("transformers.utils.import_utils")
+    original = getattr(module, "is_fake_tensor", None)
+    if original is None:
+        return
+
+    def is_fake_tensor(tensor: Any) -> bool:
+        session = _session()
+        if session is not None and session.has_readable_data(tensor):
+            return False
+        return bool(original(tensor))
+
+    _patch(stack, module, "is_fake_tensor", is_fake_tensor)

@@ -1,0 +1,124 @@
+"""What a graph node calls when Python has no plain function for it.
+
+A ``call_function`` node needs a callable with a name: assignments, size arithmetic, custom autograd
+functions and the building of argument objects get theirs here. Generated code calls them too.
+
+Invariant: each is deterministic given its operands and its own constant fields, and deep-copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from roundpipe import structure
+
+
+def set_item(target: Any, index: Any, value: Any) -> Any:
+    """``target[index] = value``, returning the target."""
+    target[index] = value
+    return target
+
+
+def set_property(target: Any, name: str, value: Any) -> Any:
+    """``target.name = value`` for a tensor's property, returning the target."""
+    setattr(target, name, value)
+    return target
+
+
+def take(value: Any, kind: str, key: Any) -> Any:
+    """The child of a structure at one step, for children that neither ``[]`` nor ``.`` reaches."""
+    return structure.get(value, (structure.Step(kind, key),))
+
+
+class _Named:
+    """A callable that prints as a function: code generation asks for these attributes."""
+
+    __module__ = __name__
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+        self.__qualname__ = name
+
+    def __repr__(self) -> str:
+        return self.__name__
+
+
+class SizeExpression(_Named):
+    """Evaluates an expression over sizes.
+
+    Args:
+        source: Python source over ``names``.
+        names: the names, in the order of the call's arguments.
+    """
+
+    def __init__(self, source: str, names: tuple[str, ...]) -> None:
+        super().__init__("size_expression")
+        self.source = source
+        self.names = names
+        self._function = compile_expression(source, names)
+
+    def __call__(self, *sizes: int) -> Any:
+        return self._function(*sizes)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SizeExpression, (self.source, self.names)
+
+    def __repr__(self) -> str:
+        return f"size_expression({self.source})"
+
+
+def compile_expression(source: str, names: tuple[str, ...]) -> Callable[..., Any]:
+    """A function of ``names`` that evaluates ``source``."""
+    import math
+
+    scope = {"math": math, "torch": torch, "min": min, "max": max, "abs": abs, "int": int, "float": float}
+    return eval(f"lambda {', '.join(names)}: {source}", scope)  # printed by torch from a size expression
+
+
+class Hole:
+    """A place in a template that a value fills."""
+
+    def __repr__(self) -> str:
+        return "Hole()"
+
+
+class Build(_Named):
+    """Builds an object around values, such as a dataclass or cache that a module takes as argument.
+
+    Args:
+        template: the object with `Hole` in place of each value, in the order of `structure.walk`.
+    """
+
+    def __init__(self, template: Any) -> None:
+        super().__init__(f"build_{type(template).__name__}")
+        self.template = template
+
+    def __call__(self, *values: Any) -> Any:
+        remaining = iter(values)
+        return structure.map_leaves(
+            self.template, lambda leaf: next(remaining) if isinstance(leaf, Hole) else leaf
+        )
+
+
+class ApplyFunction(_Named):
+    """Calls a `torch.autograd.Function`, so that its own backward is kept.
+
+    Args:
+        function: the subclass.
+    """
+
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        super().__init__(f"apply_{function.__name__}")
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function.apply(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ApplyFunction:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ApplyFunction, (self.function,)

@@ -1,0 +1,652 @@
+"""Where a traced model may be cut, and the finest chain of layers worth having.
+
+A layer is a contiguous run of nodes in order of execution. What crosses a cut is its *carry*: the
+values made before it and read after it. Three steps:
+
+    recomputed   glue that depends on nothing but inputs (masks, rotary tables) is no layer's own: each
+                 layer that needs it makes it again, unless carrying it is cheaper
+    legal        no cut parts what must stay in one layer: what writes memory and what else touches it,
+                 all calls of modules that write the same buffers, a hook and the value it hangs on
+    taken        of the legal cuts, as many as leave every layer worth a task, at narrow places (after
+                 a residual add one tensor crosses, in the middle of a block two or more)
+
+Invariant: every body node belongs to one chunk or is recomputed; a chunk reads only inputs and what
+earlier chunks make; a value is made once, under its node's name.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from statistics import quantiles
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+from roundpipe import balance as chain_balance
+from roundpipe.errors import PartitionError
+from roundpipe.fx.graph import (
+    NodeCost,
+    TracedGraph,
+    alias_groups,
+    ambient_of,
+    draws_random,
+    has_effect,
+    is_accessor,
+    module_of,
+    mutated_by,
+    producer_of,
+    storage_key,
+    value_bytes,
+    value_of,
+    writes_buffers,
+)
+from roundpipe.layers import BalanceFunction, is_differentiable
+
+Balance = str | BalanceFunction
+
+HOOK_METHODS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
+"""Methods that hang something on a tensor, which must happen where the tensor is made."""
+DETACHING = frozenset({"detach", "detach_", "data"})
+NARROW = 1.6
+"""A cut is narrow if it carries at most this many times what the narrowest cuts around it do."""
+SMALLEST_SHARE = 0.25
+"""A layer weighs at least this share of a small block of the model."""
+LARGEST_NUM_LAYERS = 1024
+"""Without repeated blocks, a layer weighs at least the model's share of one in so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputeLimits:
+    """When glue is made again rather than carried."""
+
+    link_bytes_per_s: float = 25e9
+    allowance_s: float = 3e-4
+    """Time that recomputing a value may take beyond what carrying it would: a carried value costs
+    copies, events and host memory in every stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The nodes of one layer."""
+
+    name: str
+    module_names: tuple[str, ...]
+    nodes: tuple[Node, ...]
+    """What it runs, in order; recomputed nodes, of which it has its own, among them."""
+    own: frozenset[Node]
+    """Those of ``nodes`` that no other chunk runs."""
+    reads: tuple[Node, ...]
+    """Inputs and values of earlier chunks that it uses."""
+    clones: tuple[Node, ...]
+    """Those of ``reads`` that it would write in place, and clones first."""
+    makes: tuple[Node, ...]
+    """Its values that later chunks or the outputs read."""
+    passes: tuple[Node, ...]
+    """Values in front of it that are read behind it."""
+    carry_bytes: int
+    """Bytes of everything that is live behind it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """A traced graph as a chain of chunks."""
+
+    chunks: tuple[Chunk, ...]
+    recomputed: frozenset[Node]
+    """Glue that each chunk makes for itself."""
+    differentiable: frozenset[Node]
+    """Nodes through which a gradient can flow."""
+    balance: Balance = "time"
+
+
+def partition(
+    traced: TracedGraph,
+    costs: Mapping[Node, NodeCost],
+    *,
+    balance: Balance = "time",
+    num_layers: int | None = None,
+    limits: RecomputeLimits = RecomputeLimits(),
+) -> Partition:
+    """Cuts a graph into the finest chain of sensible layers.
+
+    Args:
+        traced: a linted graph.
+        costs: of its nodes, from `roundpipe.fx.cost.measure`.
+        balance: what weighs: ``"time"``, ``"size"`` (bytes of weights) or a function of a leaf module.
+        num_layers: at most so many layers, evenly weighted, instead of the finest chain.
+        limits: when glue is carried instead of recomputed.
+
+    Raises:
+        PartitionError: ``balance`` or ``num_layers`` is not usable, or there is nothing to cut.
+    """
+    recomputed = _recomputed(traced, costs, limits)
+    order = _order(traced, recomputed)
+    if not order:
+        order, recomputed = _order(traced, frozenset()), frozenset()
+    if not order:
+        raise PartitionError("the model computes nothing from its inputs, so there are no layers to make")
+    weights = _weights(traced, order, costs, balance)
+    live = _live(order, traced, recomputed)
+    legal = _legal_cuts(traced, order, live)
+    if num_layers is None:
+        cuts = _finest(traced, order, weights, live, legal)
+    else:
+        parts = chain_balance.cut_into(weights, num_layers, _narrow(weights, live, legal, max(weights)))
+        cuts = [stop for _, stop in parts[:-1]]
+    chunks = _chunks(traced, order, cuts, live, recomputed)
+    return Partition(chunks, recomputed, _differentiable(traced), balance)
+
+
+# ---------------------------------------------------------------------------------- recomputed glue
+
+
+def _recomputed(
+    traced: TracedGraph, costs: Mapping[Node, NodeCost], limits: RecomputeLimits
+) -> frozenset[Node]:
+    """Glue on inputs and constants that is cheaper to make again than to carry."""
+    touched = _mutated_memory(traced)
+    closures: dict[Node, frozenset[Node]] = {}
+    for node in traced.graph.nodes:
+        if node in touched:
+            continue
+        if node.op == "placeholder" or _is_constant(traced, node):
+            closures[node] = frozenset((node,))
+        elif _is_pure_glue(traced, node) and all(source in closures for source in node.all_input_nodes):
+            closure = frozenset((node,)).union(*(closures[source] for source in node.all_input_nodes))
+            if _is_cheap(node, closure, costs, limits):
+                closures[node] = closure
+    return frozenset(node for node in closures if node.op.startswith("call_"))
+
+
+def _is_cheap(
+    node: Node, closure: frozenset[Node], costs: Mapping[Node, NodeCost], limits: RecomputeLimits
+) -> bool:
+    """Whether making a value again takes less time than moving it, give or take the allowance."""
+    if value_of(node) is None:
+        return True  # decided at its parts
+    seconds = sum(costs[item].forward_s for item in closure)
+    moved = sum(value_bytes(item) for item in closure if item.op == "placeholder")
+    carried = value_bytes(node)
+    return seconds + moved / limits.link_bytes_per_s <= carried / limits.link_bytes_per_s + limits.allowance_s
+
+
+def _is_constant(traced: TracedGraph, node: Node) -> bool:
+    return node.op == "get_attr" and not isinstance(traced.attribute(str(node.target)), nn.Parameter)
+
+
+def _is_pure_glue(traced: TracedGraph, node: Node) -> bool:
+    if draws_random(node) or has_effect(node) or writes_buffers(node) or not node.op.startswith("call_"):
+        return False
+    if node.op != "call_module":
+        return True
+    module = traced.attribute(str(node.target))
+    return str(node.target) not in traced.opaque and next(module.parameters(), None) is None
+
+
+def _mutated_memory(traced: TracedGraph) -> set[Node]:
+    """All values whose memory is written in place at some point, buffers that leaves write included."""
+    aliases = alias_groups(traced)
+    result: set[Node] = set()
+    for node in traced.body:
+        for value in mutated_by(node):
+            result.update(aliases.get(value, (value,)))
+    written = _written_buffers(traced)
+    for node in traced.graph.nodes:
+        if node.op == "get_attr" and id(traced.attribute(str(node.target))) in written:
+            result.update(aliases.get(node, (node,)))
+    return result
+
+
+def _written_buffers(traced: TracedGraph) -> set[int]:
+    """Identities of the buffers that a leaf or glue writes."""
+    result: set[int] = set()
+    for node in traced.body:
+        if writes_buffers(node):
+            result.update(map(id, traced.attribute(str(node.target)).buffers()))
+        result.update(id(traced.attribute(str(v.target))) for v in mutated_by(node) if v.op == "get_attr")
+    return result
+
+
+# ---------------------------------------------------------------------------------- order and liveness
+
+
+def _order(traced: TracedGraph, recomputed: frozenset[Node]) -> list[Node]:
+    """Body nodes that chunks own, in order of execution, accessors right behind their producers."""
+    riders: dict[Node, list[Node]] = {}
+    main = []
+    for node in traced.body:
+        if node in recomputed:
+            continue
+        if is_accessor(node) and producer_of(node) not in recomputed:
+            riders.setdefault(producer_of(node), []).append(node)
+        else:
+            main.append(node)
+    return [item for node in main for item in (node, *riders.get(node, ()))]
+
+
+def _sources(node: Node, recomputed: frozenset[Node]) -> set[Node]:
+    """What a node reads that some layer or the caller must have made, glue looked through."""
+    found: set[Node] = set()
+    pending, seen = list(node.all_input_nodes), set()
+    while pending:
+        source = pending.pop()
+        if source in recomputed:
+            if source not in seen:
+                seen.add(source)
+                pending.extend(source.all_input_nodes)
+        elif source.op != "get_attr":
+            found.add(source)
+    return found
+
+
+def _live(order: Sequence[Node], traced: TracedGraph, recomputed: frozenset[Node]) -> list[set[Node]]:
+    """Item ``i``: what is carried in front of ``order[i]``, inputs included; the last item the outputs."""
+    live: set[Node] = set()
+    for node in traced.outputs:
+        if node.op.startswith("call_") and node not in recomputed or node.op == "placeholder":
+            live.add(node)
+    result = [set(live)]
+    late = [node for node in traced.outputs if node in recomputed]
+    for position, node in enumerate(reversed(order)):
+        live.discard(node)
+        live |= _sources(node, recomputed)
+        if position == 0:
+            for output in late:
+                live |= _sources(output, recomputed)
+        result.append(set(live))
+    result.reverse()
+    return result
+
+
+# ---------------------------------------------------------------------------------- legal cuts
+
+
+def _legal_cuts(traced: TracedGraph, order: Sequence[Node], live: Sequence[set[Node]]) -> list[int]:
+    """Positions in ``order`` in front of which a cut may be."""
+    position = {node: index for index, node in enumerate(order)}
+    forbidden = [0] * (len(order) + 1)
+
+    def together(nodes: Iterable[Node]) -> None:
+        """No cut between the first and the last of these."""
+        places = [position[node] for node in nodes if node in position]
+        if places and min(places) < max(places):
+            forbidden[min(places) + 1] += 1
+            forbidden[max(places) + 1] -= 1
+
+    for node in order:
+        if is_accessor(node):
+            together((producer_of(node), node))
+        if node.op == "call_method" and node.target in HOOK_METHODS:
+            together((producer_of(node.args[0]), node))  # type: ignore[arg-type]
+    for users in _buffer_users(traced).values():
+        together(users)
+    _keep_writes(traced, order, position, together)
+    parted = list(accumulate(forbidden))
+    mutations = _mutations(traced, order, position)
+    return [
+        cut
+        for cut in range(1, len(order))
+        if not parted[cut] and not _parts_aliases(live[cut], cut, mutations)
+    ]
+
+
+def _buffer_users(traced: TracedGraph) -> dict[int, list[Node]]:
+    """For each buffer that is written, every node that touches it."""
+    users: dict[int, list[Node]] = {buffer: [] for buffer in _written_buffers(traced)}
+    if not users:
+        return users
+    for node in traced.body:
+        if node.op == "call_module":
+            for buffer in traced.attribute(str(node.target)).buffers():
+                if id(buffer) in users:
+                    users[id(buffer)].append(node)
+        for source in (*node.all_input_nodes, *mutated_by(node)):
+            if source.op == "get_attr" and id(traced.attribute(str(source.target))) in users:
+                users[id(traced.attribute(str(source.target)))].append(node)
+    return users
+
+
+def _keep_writes(
+    traced: TracedGraph,
+    order: Sequence[Node],
+    position: Mapping[Node, int],
+    together: Callable[[Iterable[Node]], None],
+) -> None:
+    """A write stays with later readers of older names for the memory: to them no new name is known."""
+    aliases = alias_groups(traced)
+    outputs = set(traced.outputs)
+    for node in order:
+        for value in mutated_by(node):
+            for older in aliases.get(value, (value,)):
+                made = position.get(older, -1)
+                if older.op != "placeholder" and (older.op == "get_attr" or made >= position[node]):
+                    continue
+                readers = [user for user in older.users if position.get(user, -1) > position[node]]
+                together((node, *readers))
+                if older in outputs:
+                    together((node, order[-1]))
+
+
+def _mutations(traced: TracedGraph, order: Sequence[Node], position: Mapping[Node, int]) -> dict[int, int]:
+    """Storage -> position of the last node that writes it in place."""
+    last: dict[int, int] = {}
+    for node in order:
+        for value in mutated_by(node):
+            key = storage_key(value)
+            if key is not None:
+                last[key] = position[node]
+    return last
+
+
+def _parts_aliases(live: set[Node], cut: int, mutations: Mapping[int, int]) -> bool:
+    """Whether a cut carries two values that share memory which is written behind it."""
+    if not mutations:
+        return False
+    seen: set[int] = set()
+    for node in live:
+        key = storage_key(node)
+        if key is None or mutations.get(key, -1) < cut:
+            continue
+        if key in seen:
+            return True
+        seen.add(key)
+    return False
+
+
+# ---------------------------------------------------------------------------------- taken cuts
+
+
+def _weights(
+    traced: TracedGraph, order: Sequence[Node], costs: Mapping[Node, NodeCost], balance: Balance
+) -> list[float]:
+    """How much each node counts, as a share of the whole model."""
+
+    def shares(amounts: Sequence[float]) -> list[float]:
+        total = sum(amounts)
+        return [amount / total if total else 0.0 for amount in amounts]
+
+    sizes = shares([float(_weight_bytes(traced, node, costs)) for node in order])
+    if balance == "size":
+        return sizes
+    if callable(balance):
+        modules = [traced.attribute(str(n.target)) if n.op == "call_module" else None for n in order]
+        return shares([0.0 if module is None else float(balance(module)) for module in modules])
+    if balance != "time":
+        raise PartitionError(f"balance is {balance!r}; it can be 'time', 'size' or a function of a module")
+    times = shares([costs[node].forward_s + costs[node].backward_s for node in order])
+    return [(time + size) / 2 for time, size in zip(times, sizes, strict=True)]
+
+
+def _weight_bytes(traced: TracedGraph, node: Node, costs: Mapping[Node, NodeCost]) -> int:
+    """Bytes of the weights that a node uses, directly or through get_attr."""
+    return costs[node].parameter_bytes + sum(
+        costs[source].parameter_bytes for source in node.all_input_nodes if source.op == "get_attr"
+    )
+
+
+def _finest(
+    traced: TracedGraph,
+    order: Sequence[Node],
+    weights: Sequence[float],
+    live: Sequence[set[Node]],
+    legal: Sequence[int],
+) -> list[int]:
+    """As many narrow cuts as leave every layer heavy enough; among equals, the narrower, at blocks' edges.
+
+    best[j] = score(j) + max of best[i] over cuts i at least the least weight before j.
+    """
+    blocks = _blocks(traced, order)
+    block_weights: dict[str, float] = {}
+    for block, weight in zip(blocks, weights, strict=True):
+        if block:
+            block_weights[block] = block_weights.get(block, 0.0) + weight
+    heavy = sorted(weight for weight in block_weights.values() if weight > 0)
+    small_block = quantiles(heavy, n=4)[0] if len(heavy) > 1 else 1.0
+    least = max(min(SMALLEST_SHARE * max(small_block, 0.0), 1 / 16), 1 / LARGEST_NUM_LAYERS / 8)
+    window = heavy[len(heavy) // 2] if heavy else 1 / 16
+    widths = _widths(weights, live, legal, window)
+    candidates = [cut for cut in _between_weights(traced, order, weights, legal) if widths[cut] <= NARROW]
+    prefix = [0.0, *accumulate(weights)]
+    best: list[tuple[float, int]] = []  # for each candidate: score of the chain up to it, previous candidate
+    leading: list[tuple[float, int]] = []  # running maximum of best
+    for index, cut in enumerate(candidates):
+        allowed = bisect_right(prefix, prefix[cut] - least) - 1  # items before which a layer may start
+        if allowed < 0 or prefix[cut] < least:
+            score, previous = float("-inf"), -1
+        else:
+            before = bisect_right(candidates, allowed) - 1
+            score, previous = leading[before] if before >= 0 else (0.0, -1)
+            if score < 0:
+                score, previous = 0.0, -1
+        edge = 0.2 if blocks[cut - 1] != blocks[cut] else 0.05 / (1 + _depth_in_common(order, cut))
+        score += 1 + edge - 0.5 * (widths[cut] - 1)
+        best.append((score, previous))
+        leading.append(max(leading[-1], (score, index)) if leading else (score, index))
+    last = bisect_right(candidates, bisect_right(prefix, prefix[-1] - least) - 1) - 1
+    cuts: list[int] = []
+    index = leading[last][1] if last >= 0 and leading[last][0] > 0 else -1
+    while index >= 0:
+        cuts.append(candidates[index])
+        index = best[index][1]
+    return cuts[::-1]
+
+
+def _narrow(
+    weights: Sequence[float], live: Sequence[set[Node]], legal: Sequence[int], window: float
+) -> list[int]:
+    widths = _widths(weights, live, legal, window)
+    return [cut for cut in legal if widths[cut] <= NARROW]
+
+
+def _widths(
+    weights: Sequence[float], live: Sequence[set[Node]], legal: Sequence[int], window: float
+) -> dict[int, float]:
+    """For each legal cut: bytes carried, over those of the narrowest cut nearby on its wider side.
+
+    The wider side, so that where the carry grows or shrinks for good (a skip connection opens, a
+    decoder starts) the step itself is no reason against a cut.
+    """
+    prefix = [0.0, *accumulate(weights)]
+    edges = [*legal, len(weights)]
+    carried = [_carried_bytes(live[cut]) for cut in edges]
+    result = {}
+    for index, cut in enumerate(legal):
+        low = min(bisect_left(edges, bisect_left(prefix, prefix[cut] - window * 1.01)), max(index - 1, 0))
+        high = max(bisect_right(edges, bisect_right(prefix, prefix[cut] + window * 1.01) - 1), index + 2)
+        before = min(carried[low : index + 1], default=carried[index])
+        after = min(carried[index:high], default=carried[index])
+        result[cut] = max(carried[index], 1) / max(before, after, 1)
+    return result
+
+
+def _carried_bytes(live: Iterable[Node]) -> int:
+    """Bytes of carried values that some layer made; inputs are at hand wherever they are needed."""
+    return sum(value_bytes(node) for node in live if node.op != "placeholder")
+
+
+def _between_weights(
+    traced: TracedGraph, order: Sequence[Node], weights: Sequence[float], legal: Sequence[int]
+) -> list[int]:
+    """Legal cuts with weights on both sides: glue at the ends makes no layer."""
+    heavy = [
+        index
+        for index, node in enumerate(order)
+        if traced.parameters_of(node)
+        or any(source.op == "get_attr" and traced.parameters_of(source) for source in node.all_input_nodes)
+    ]
+    if not heavy:
+        return list(legal)
+    return [cut for cut in legal if heavy[0] < cut <= heavy[-1]]
+
+
+def _covered(node: Node) -> str:
+    """Qualified name of the module that a node is part of."""
+    return str(node.target) if node.op == "call_module" else module_of(node)
+
+
+def _blocks(traced: TracedGraph, order: Sequence[Node]) -> list[str]:
+    """For each node the innermost repeated block it belongs to, such as ``model.layers.3``, or ``""``.
+
+    Blocks are children of one class of a list of modules. Where there are none with children of their
+    own, plain layers with weights count (a `Sequential` of `Linear`s).
+    """
+    repeated: dict[str, dict[str, bool]] = {}  # container -> repeated child -> has children of its own
+    for name, container in traced.model.named_modules():
+        if isinstance(container, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+            kinds = Counter(type(child) for child in container.children())
+            repeated[name] = {
+                key: next(child.children(), None) is not None
+                for key, child in container.named_children()
+                if kinds[type(child)] > 1 and next(child.parameters(), None) is not None
+            }
+
+    def innermost(node: Node, composite: bool) -> str:
+        parts = _covered(node).split(".")
+        for end in range(len(parts), 0, -1):
+            children = repeated.get(".".join(parts[: end - 1]), {})
+            if children.get(parts[end - 1]) in ((True,) if composite else (True, False)):
+                return ".".join(parts[:end])
+        return ""
+
+    blocks = [innermost(node, composite=True) for node in order]
+    return blocks if any(blocks) else [innermost(node, composite=False) for node in order]
+
+
+def _depth_in_common(order: Sequence[Node], cut: int) -> int:
+    """How deep the innermost module is that holds both nodes at a cut."""
+    depth = 0
+    for left, right in zip(
+        _covered(order[cut - 1]).split("."), _covered(order[cut]).split("."), strict=False
+    ):
+        if left != right or not left:
+            break
+        depth += 1
+    return depth
+
+
+# ---------------------------------------------------------------------------------- chunks
+
+
+def _chunks(
+    traced: TracedGraph,
+    order: Sequence[Node],
+    cuts: Sequence[int],
+    live: Sequence[set[Node]],
+    recomputed: frozenset[Node],
+) -> tuple[Chunk, ...]:
+    rank = {node: index for index, node in enumerate(traced.graph.nodes)}
+    bounds = [0, *cuts, len(order)]
+    late = [node for node in traced.outputs if node in recomputed or node.op == "get_attr"]
+    writes = _mutations_of(traced)
+    chunks = []
+    for index, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        own = order[start:stop]
+        is_last = index + 2 == len(bounds)
+        needed = [*own, *(late if is_last else ())]
+        nodes = sorted({*needed, *_glue_of(needed, recomputed)}, key=rank.__getitem__)
+        nodes = [node for node in nodes if node.op.startswith("call_")]
+        inside = set(nodes)
+        reads = {s for node in nodes for s in node.all_input_nodes if s not in inside and s.op != "get_attr"}
+        behind = live[stop]
+        makes = [node for node in own if node in behind] + (late if is_last else [])
+        passes = [node for node in behind if node not in set(makes) and node in live[start]]
+        written = {key for node in own for key in writes.get(node, ())}
+        chunks.append(
+            Chunk(
+                name=_name_of(own),
+                module_names=_module_names(own),
+                nodes=tuple(nodes),
+                own=frozenset(own),
+                reads=tuple(sorted(reads, key=rank.__getitem__)),
+                clones=tuple(n for n in sorted(reads, key=rank.__getitem__) if storage_key(n) in written),
+                makes=tuple(makes),
+                passes=tuple(sorted(passes, key=rank.__getitem__)),
+                carry_bytes=sum(map(value_bytes, behind)),
+            )
+        )
+    return tuple(chunks)
+
+
+def _mutations_of(traced: TracedGraph) -> dict[Node, list[int]]:
+    """For each node that writes in place, the storages it writes."""
+    return {
+        node: [key for value in mutated_by(node) if (key := storage_key(value)) is not None]
+        for node in traced.body
+        if mutated_by(node)
+    }
+
+
+def _glue_of(nodes: Iterable[Node], recomputed: frozenset[Node]) -> set[Node]:
+    """The recomputed nodes that these depend on."""
+    found: set[Node] = set()
+    pending = list(nodes)
+    while pending:
+        for source in pending.pop().all_input_nodes:
+            if source in recomputed and source not in found:
+                found.add(source)
+                pending.append(source)
+    return found
+
+
+def _module_names(nodes: Sequence[Node]) -> tuple[str, ...]:
+    """Qualified names of the leaves and of the modules whose own glue runs, as few as cover them."""
+    leaves = [str(node.target) for node in nodes if node.op == "call_module"]
+    names = leaves or [_covered(node) for node in nodes]
+    return tuple(name for name in dict.fromkeys(names) if name)
+
+
+def _name_of(nodes: Sequence[Node]) -> str:
+    """A short name: the module that holds all of a layer, or the first and last that it covers."""
+    names = _module_names(nodes)
+    if not names:
+        return nodes[0].name
+    if len(names) == 1:
+        return names[0]
+    paths = [name.split(".") for name in names]
+    common = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    if common and common[-1].isdigit():
+        return f"{'.'.join(common)} ({names[0].rsplit('.', 1)[-1]} .. {names[-1].rsplit('.', 1)[-1]})"
+    return f"{names[0]} .. {names[-1]}"
+
+
+# ---------------------------------------------------------------------------------- gradients
+
+
+def _differentiable(traced: TracedGraph) -> frozenset[Node]:
+    """Nodes through which a gradient can flow: floating point, from a parameter or a floating input."""
+    result: set[Node] = set()
+    for node in traced.graph.nodes:
+        value = value_of(node)
+        if node.op == "output" or isinstance(value, torch.Tensor) and not is_differentiable(value):
+            continue
+        if node.op == "placeholder" or node.op == "get_attr" and traced.parameters_of(node):
+            result.add(node)
+        elif node.op.startswith("call_") and not _stops_gradients(node):
+            if traced.parameters_of(node) or any(source in result for source in node.all_input_nodes):
+                result.add(node)
+    return frozenset(node for node in result if value_of(node) is None or _is_tensor(node))
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(value_of(node), torch.Tensor)
+
+
+def _stops_gradients(node: Node) -> bool:
+    ambient = ambient_of(node)
+    if ambient is not None and ambient.grad is False:
+        return True
+    if node.op == "call_method":
+        return str(node.target) in DETACHING
+    if node.op == "call_function":
+        name = getattr(node.target, "__name__", "")
+        return name in DETACHING or node.target is getattr and node.args[1] in DETACHING
+    return False

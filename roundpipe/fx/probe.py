@@ -1,0 +1,236 @@
+"""Output sizes of code that can't run on fakes, found by running it on random data.
+
+A copy of the module runs twice, at the example's sizes and at others; an output dimension that
+changes is matched with the input dimension, or the product of two, that changes in the same way.
+
+Invariant: neither the user's module nor any random state changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import sympy
+import torch
+from torch import nn
+
+from roundpipe import structure
+from roundpipe.errors import TraceError
+from roundpipe.fx.builder import flat_values
+from roundpipe.fx.fakes import FakeWorld, Symbolic, compiled, expression_of, size_hint, without_fakes
+
+if TYPE_CHECKING:
+    from roundpipe.fx.recorder import Recorder
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What running a module on random data showed."""
+
+    out: Any
+    """The output with fakes in place of its tensors."""
+    random: bool
+    """Whether it drew random numbers."""
+    buffers_written: bool
+
+
+@contextlib.contextmanager
+def _real_world() -> Iterator[None]:
+    """Real tensors; torch's random state as it was afterwards."""
+    with without_fakes(), torch._C.DisableTorchFunction(), torch.random.fork_rng(devices=[]):
+        yield
+
+
+def _symbols_of(values: list[Any]) -> list[sympy.Symbol]:
+    symbols: set[sympy.Symbol] = set()
+    for value in values:
+        for size in value.shape if isinstance(value, torch.Tensor) else [value]:
+            symbols |= getattr(expression_of(size), "free_symbols", set())
+    return sorted(symbols, key=str)
+
+
+class _Sizes:
+    """Numbers for the symbols of some fakes."""
+
+    def __init__(self, values: list[Any], enlarged: bool) -> None:
+        self._symbols = _symbols_of(values)
+        self._numbers: list[int] = []
+        hints = _hints_of(values)
+        for index, symbol in enumerate(self._symbols):
+            number = hints.get(symbol, 2)
+            self._numbers.append(number + 2 * index + 3 if enlarged else number)
+
+    def number(self, size: Any) -> Any:
+        expression = expression_of(size)
+        if not isinstance(expression, sympy.Basic):
+            return size
+        return int(compiled(expression, self._symbols)(*self._numbers))
+
+    def tensor(self, fake: torch.Tensor) -> torch.Tensor:
+        """Random data of a fake's shape; zeros where only numbers make sense as indices."""
+        shape = [self.number(size) for size in fake.shape]
+        if fake.is_floating_point() or fake.is_complex():
+            real = torch.randn(shape, dtype=fake.dtype) * 0.5
+            return real.requires_grad_(fake.requires_grad)
+        if fake.dtype is torch.bool:
+            return torch.ones(shape, dtype=torch.bool)
+        return torch.zeros(shape, dtype=fake.dtype)
+
+    def real(self, value: Any) -> Any:
+        return self.tensor(value) if isinstance(value, torch.Tensor) else self.number(value)
+
+
+def _hints_of(values: list[Any]) -> dict[Any, int]:
+    """The example's number for every symbol that is a size by itself."""
+    hints: dict[Any, int] = {}
+    for value in values:
+        for size in value.shape if isinstance(value, torch.Tensor) else [value]:
+            expression = expression_of(size)
+            if isinstance(size, torch.SymInt) and isinstance(size.node.shape_env, object):
+                known = getattr(size.node.shape_env, "backed_var_to_val", None)
+                if known is None:
+                    known = getattr(size.node.shape_env, "var_to_val", {})
+                for symbol in getattr(expression, "free_symbols", ()):
+                    if symbol in known:
+                        hints[symbol] = int(known[symbol])
+    return hints
+
+
+def _map_values(value: Any, function: Callable[[Any], Any]) -> Any:
+    """A structure with tensors and symbolic numbers replaced; parts without any stay the same objects."""
+    if isinstance(value, (torch.Tensor, *Symbolic)):
+        return function(value)
+    if not flat_values(value):
+        return value
+    return structure.map_leaves(
+        value, lambda leaf: function(leaf) if isinstance(leaf, (torch.Tensor, *Symbolic)) else leaf
+    )
+
+
+def probe_module(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwargs: Any) -> Probe:
+    """Runs a copy of a module on random data of the arguments' shapes, twice.
+
+    Args:
+        name: its qualified name in the model.
+        twin: the module in the world.
+        args, kwargs: the call's arguments, fakes.
+
+    Raises:
+        TraceError: an output dimension can't be told from the input's dimensions.
+        Exception: what the module raised.
+    """
+    results: list[Any] = []
+    sizes: list[_Sizes] = []
+    random = written = False
+    values = flat_values(args, kwargs)
+    with _real_world():
+        for enlarged in (False, True):
+            numbers = _Sizes(values, enlarged)
+            module = _real_copy(world.model.get_submodule(name))
+            module.train(twin.training)
+            before = {key: buffer.clone() for key, buffer in module.named_buffers()}
+            state = torch.random.get_rng_state()
+            results.append(
+                module(
+                    *(_map_values(arg, numbers.real) for arg in args),
+                    **{key: _map_values(value, numbers.real) for key, value in kwargs.items()},
+                )
+            )
+            random |= not torch.equal(state, torch.random.get_rng_state())
+            written |= any(
+                key not in before or not torch.equal(before[key], buffer)
+                for key, buffer in module.named_buffers()
+            )
+            sizes.append(numbers)
+    has_grad = any(isinstance(v, torch.Tensor) and v.requires_grad for v in values) or any(
+        parameter.requires_grad for parameter in twin.parameters()
+    )
+    return Probe(_fitted(results, sizes, values, has_grad), random, written)
+
+
+def probe_function(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
+    """The output, with fakes, of a function without a fake kernel; inputs' own data where known."""
+    values = flat_values(args, kwargs)
+    node_of, reader = recorder.builder.node_of, recorder.reader
+    results: list[Any] = []
+    sizes: list[_Sizes] = []
+    with _real_world():
+        for enlarged in (False, True):
+            numbers = _Sizes(values, enlarged)
+
+            def real(value: Any, numbers: _Sizes = numbers, enlarged: bool = enlarged) -> Any:
+                node = node_of.get(value) if isinstance(value, torch.Tensor) else None
+                if not enlarged and node is not None and reader.depends_on_inputs_only(node):
+                    return reader.value(node)
+                return numbers.real(value)
+
+            results.append(
+                func(
+                    *(_map_values(arg, real) for arg in args),
+                    **{key: _map_values(value, real) for key, value in kwargs.items()},
+                )
+            )
+            sizes.append(numbers)
+    has_grad = any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
+    return _fitted(results, sizes, values, has_grad)
+
+
+def _fitted(results: list[Any], sizes: list[_Sizes], values: list[Any], has_grad: bool) -> Any:
+    """The first result with fakes whose sizes are expressions that fit both results."""
+    candidates = []
+    for value in values:
+        for size in value.shape if isinstance(value, torch.Tensor) else [value]:
+            if isinstance(size, torch.SymInt):
+                candidates.append((sizes[0].number(size), sizes[1].number(size), size))
+    others = iter(structure.tensors(results[1]))
+
+    def fake(first: torch.Tensor) -> torch.Tensor:
+        second = next(others)
+        shape = [_fit(a, b, candidates) for a, b in zip(first.shape, second.shape, strict=True)]
+        result = torch.empty(shape, dtype=first.dtype)
+        return result.requires_grad_().clone() if has_grad and first.requires_grad else result
+
+    return structure.map_tensors(results[0], fake)
+
+
+def _fit(first: int, second: int, candidates: list[tuple[int, int, Any]]) -> Any:
+    if first == second:
+        return first
+    for a, b, size in candidates:
+        if (a, b) == (first, second):
+            return size
+    for a, b, size in candidates:
+        for c, d, other in candidates:
+            if (a * c, b * d) == (first, second):
+                return size * other
+    raise TraceError(
+        f"an output dimension is {first} at the example's sizes and {second} at others, which matches no "
+        f"dimension of the inputs"
+    )
+
+
+def _real_copy(module: nn.Module) -> nn.Module:
+    """A deep copy with real data, random where the original is on the meta device, and without hooks."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return module
+    memo: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        data = tensor.detach()
+        if data.is_meta:
+            data = torch.randn(data.shape) * 0.02 if data.is_floating_point() else torch.zeros(data.shape)
+            data = data.to(tensor.dtype)
+        data = data.cpu().clone()
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(data, requires_grad=tensor.requires_grad) if is_parameter else data
+    clone = copy.deepcopy(module, memo)
+    for inner in clone.modules():
+        inner._forward_hooks.clear()
+        inner._forward_pre_hooks.clear()
+    return clone
+
+
+__all__ = ["Probe", "probe_function", "probe_module", "size_hint"]

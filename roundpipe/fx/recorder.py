@@ -1,0 +1,385 @@
+"""Records what traced Python does to tensors, call by call.
+
+    Recorder (torch functions)     one node per call that returns or changes tensors
+      `- OperatorWatch (operators)   what the recorder can't see: random draws inside a call, and the
+                                     operators below a function transform such as vmap
+
+Both see calls before the fake tensors do. Control flow that ends an attempt (`Restart`) derives from
+BaseException, so that ``except Exception`` in a model's code does not take it.
+
+Invariant: a call that changes the graph's meaning is either recorded or ends the attempt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Node
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from roundpipe.errors import TraceError
+from roundpipe.fx.ambient import Ambient
+from roundpipe.fx.builder import GraphBuilder, UntracedValue, flat_tensors, flat_values
+from roundpipe.fx.fakes import (
+    DATA_DEPENDENT,
+    NO_FAKE_KERNEL,
+    FakeWorld,
+    expression_of,
+    is_data_dependent,
+    is_transformed,
+    model_location,
+)
+from roundpipe.fx.operations import ApplyFunction, set_item, set_property
+from roundpipe.fx.policy import Decision
+from roundpipe.fx.probe import probe_function
+from roundpipe.fx.values import UNKNOWN, ValueReader
+
+DATA_READS = frozenset(
+    "__bool__ __int__ __float__ __complex__ __index__ item tolist equal is_nonzero allclose numpy __array__"
+    " __contains__".split()
+)
+"""Names of functions that turn a tensor's data into a Python value."""
+HOOKS = frozenset("register_hook register_post_accumulate_grad_hook retain_grad backward".split())
+"""Names of methods that act later or elsewhere: they count as effects."""
+
+
+class Restart(BaseException):
+    """Ends an attempt to trace: something was learned that the next attempt must know.
+
+    Args:
+        decision: what was learned about the module; None for something else.
+        name: the module's qualified name.
+        cause: what went wrong.
+    """
+
+    def __init__(self, decision: Decision | None, name: str, cause: BaseException) -> None:
+        super().__init__(decision, name, cause)
+        self.decision = decision
+        self.name = name
+        self.cause = cause
+
+
+class BurnSizes(BaseException):
+    """Ends an attempt: sizes that the inputs' data determine must be taken from the example."""
+
+
+class OperatorWatch(TorchDispatchMode):
+    """Sees every operator that runs.
+
+    Args:
+        on_transformed: called with each operator that runs below a function transform in glue.
+    """
+
+    def __init__(self, on_transformed: Callable[..., None]) -> None:
+        super().__init__()
+        self.num_random_draws = 0
+        self.below_transform = 0
+        self._on_transformed = on_transformed
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        random = _draws(func, args, kwargs)
+        self.num_random_draws += random
+        out = func(*args, **kwargs)
+        if self.below_transform:
+            self._on_transformed(func, args, kwargs, out, random)
+        return out
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operator draws random numbers when called like this."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    schema = func._schema.arguments
+    for index, argument in enumerate(schema):
+        value = args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
+        if argument.name in ("dropout_p", "dropout", "p") and value == 0:
+            return False
+        if argument.name in ("train", "training") and value is False:
+            return False
+    return True
+
+
+class Recorder(TorchFunctionMode):
+    """Turns the calls of one attempt into a graph.
+
+    Args:
+        world: the model's twin and the fake inputs.
+        base: the state around the whole model.
+        burn_sizes: whether sizes that depend on the inputs' data are taken from the example.
+    """
+
+    def __init__(self, world: FakeWorld, base: Ambient, burn_sizes: bool = False) -> None:
+        super().__init__()
+        self.world = world
+        self.base = base
+        self.modules: list[str] = []
+        """Names of the modules whose forwards are being recorded, outermost first."""
+        self.paused = 0
+        self.builder = GraphBuilder(world, self._common_meta)
+        self.watch = OperatorWatch(self._record_operator)
+        self.born_in: dict[torch.Tensor, str] = {}
+        """Tensors made inside leaves, with the leaf's name."""
+        self.probed_nodes: dict[Node, str] = {}
+        """Nodes whose output sizes a probe found, with why."""
+        self.input_grad_matters = False
+        self._burn_sizes = burn_sizes
+        self._transformed = 0
+        world.shapes.in_glue = self.in_glue
+        self.builder.add_inputs()
+        self.reader = ValueReader(
+            world.model,
+            self.builder.constants,
+            world.real_arguments,
+            self.builder.input_paths,
+            self.builder.written_storages,
+        )
+
+    # ------------------------------------------------------------------ state
+
+    def in_glue(self) -> bool:
+        """Whether the model's own Python is running, rather than an operator or a leaf."""
+        return not self.paused
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Records nothing inside."""
+        self.paused += 1
+        try:
+            yield
+        finally:
+            self.paused -= 1
+
+    @contextmanager
+    def transform(self) -> Iterator[None]:
+        """Inside, operators are recorded below function transforms instead of torch functions."""
+        self._transformed += 1
+        self.watch.below_transform += not self.paused
+        counted = not self.paused
+        try:
+            yield
+        finally:
+            self._transformed -= 1
+            self.watch.below_transform -= counted
+
+    @property
+    def module(self) -> str:
+        """Name of the module whose forward is being recorded."""
+        return self.modules[-1] if self.modules else ""
+
+    def give_up(self, cause: BaseException) -> Restart:
+        """The module being recorded can't be: the next attempt keeps it whole."""
+        return Restart(Decision.LEAF, self.module, cause)
+
+    def _common_meta(self) -> dict[str, Any]:
+        return {
+            "ambient": Ambient.current().changes_from(self.base),
+            "module": self.module,
+        }
+
+    # ------------------------------------------------------------------ torch functions
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.paused or self._transformed:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name in DATA_READS:
+            answer = self._read_data(func, args, kwargs)
+            if answer is not UNKNOWN:
+                return answer
+        if func is torch.Tensor.__iter__:
+            return iter([args[0][index] for index in range(int(args[0].size(0)))])
+        tensors = flat_tensors(args, kwargs)
+        if any(is_transformed(tensor) for tensor in tensors):
+            with self.transform():
+                return func(*args, **kwargs)
+        versions = [(t, t._version) for t in tensors if not t.is_inference()]
+        draws = self.watch.num_random_draws
+        self.world.shapes.recent.clear()
+        with self.pause():
+            out, why_probed = self._call(func, args, kwargs)
+        written = [tensor for tensor, version in versions if tensor._version != version]
+        produced = flat_values(out)
+        if not any(isinstance(value, torch.Tensor) for value in produced):
+            self._note_python_result(func, name, args)
+        if not produced and not written and name not in HOOKS:
+            return out
+        if out is not None and not written and any(out is t and t in self.world.name_of for t in tensors):
+            return out  # a parameter or buffer in the form it already has
+        node = self.record(func, args, kwargs, out, written)
+        node.meta["random"] = self.watch.num_random_draws != draws
+        if why_probed is not None:
+            self.probed_nodes[node] = why_probed
+        return out
+
+    def _note_python_result(self, func: Any, name: str, args: Any) -> None:
+        """A call gave the model's code a Python value: what that took for granted must hold."""
+        if self.world.shapes.recent:
+            self.world.shapes.promote_recent()
+        if name == "__get__" and getattr(func.__self__, "__name__", "") == "requires_grad":
+            node = self.builder.node_of.get(args[0])
+            self.input_grad_matters |= node is not None and node.op == "placeholder"
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, str | None]:
+        """The result on fakes; if fakes can't tell, of the example's data or of a probe, and why."""
+        try:
+            out = func(*args, **kwargs)
+        except Exception as error:
+            if isinstance(error, (TraceError, UntracedValue)):
+                raise
+            return self._call_without_fakes(func, args, kwargs, error)
+        if self._burn_sizes and any(_has_data_size(tensor) for tensor in flat_tensors(out)):
+            real = self._read_data(func, args, kwargs, forced=True)
+            if isinstance(real, torch.Tensor):
+                return self.world.static_fake(real), None
+        return out, None
+
+    def _call_without_fakes(self, func: Any, args: Any, kwargs: Any, error: Exception) -> tuple[Any, Any]:
+        name = getattr(func, "__name__", str(func))
+        data_dependent = isinstance(error, DATA_DEPENDENT)
+        if not data_dependent or name not in DATA_READS:
+            real = self._read_data(func, args, kwargs, forced=True)
+            if isinstance(real, torch.Tensor):
+                return self.world.static_fake(real), None
+        if isinstance(error, NO_FAKE_KERNEL):
+            try:
+                return probe_function(self, func, args, kwargs), f"{name} has no fake kernel: {error}"
+            except Exception as second:
+                raise error from second
+        if data_dependent:
+            raise self.data_dependent(error, name) from error
+        raise error
+
+    def data_dependent(self, error: BaseException, name: str = "") -> BaseException:
+        """What ends the attempt when glue asks for data that only running the model gives."""
+        if not self._burn_sizes and any(
+            is_data_dependent(expression_of(size))
+            for tensor, node in self.builder.node_of.items()
+            for size in tensor.shape
+            if self.reader.depends_on_inputs_only(node)
+        ):
+            return BurnSizes()
+        what = f"{name} asks for" if name else "this needs"
+        return self.give_up(
+            TraceError(f"{what} the data of an activation, which is only known when the model runs: {error}")
+        )
+
+    def _read_data(self, func: Any, args: Any, kwargs: Any, forced: bool = False) -> Any:
+        """The answer for the example if only inputs and buffers determine it, else `UNKNOWN`."""
+        tensors = flat_tensors(args, kwargs)
+        nodes = [self.builder.node_of.get(t) or self._known_attribute(t) for t in tensors]
+        if not nodes or not all(node and self.reader.depends_on_inputs_only(node) for node in nodes):
+            return UNKNOWN
+        with self.pause(), without_recording():
+            node_args, node_kwargs = self.builder.arguments(tuple(args), kwargs)
+            return self.reader.read(func, node_args, node_kwargs, model_location())
+
+    def _known_attribute(self, tensor: torch.Tensor) -> Node | None:
+        name = self.world.name_of.get(tensor)
+        return None if name is None else self.builder.attribute(name, tensor)
+
+    # ------------------------------------------------------------------ nodes
+
+    def record(self, func: Any, args: Any, kwargs: Any, out: Any, written: list[torch.Tensor]) -> Node:
+        """The node of one torch function call."""
+        try:
+            node_args, node_kwargs = self.builder.arguments(tuple(args), kwargs)
+        except UntracedValue as error:
+            raise self.untraced(error) from error
+        op, target, node_args, node_kwargs = _form(func, node_args, node_kwargs)
+        mutates = tuple(dict.fromkeys(self.builder.tensor_argument(tensor) for tensor in written))
+        node = self.builder.add(op, target, node_args, node_kwargs)
+        self._note_effects(node, mutates, written, target, getattr(func, "__name__", ""))
+        if target in (set_item, set_property):
+            self.builder.bind(args[0], node)
+        else:
+            self.builder.bind_output(out, node)
+        return node
+
+    def _note_effects(
+        self, node: Node, mutates: tuple[Node, ...], written: list[torch.Tensor], target: Any, name: str
+    ) -> None:
+        if target is set_property and not mutates:
+            source = node.args[0]
+            mutates = (source,) if isinstance(source, Node) and node.args[1] == "data" else ()
+        node.meta["mutates"] = mutates
+        node.meta["effect"] = bool(mutates) or name in HOOKS or target is set_property
+        self.builder.written_storages.update(tensor.untyped_storage()._cdata for tensor in written)
+
+    def record_function(self, function: type[torch.autograd.Function], args: Any, kwargs: Any) -> Any:
+        """One node for the call of a custom autograd function."""
+        tensors = flat_tensors(args, kwargs)
+        if any(isinstance(arg, nn.Module) for arg in (*args, *kwargs.values())):
+            raise self.give_up(TraceError(f"{function.__name__}.apply takes a module as an argument"))
+        versions = [(tensor, tensor._version) for tensor in tensors]
+        draws = self.watch.num_random_draws
+        apply = ApplyFunction(function)
+        with self.pause():
+            out = apply(*args, **kwargs)
+        written = [tensor for tensor, version in versions if tensor._version != version]
+        node = self.record(apply, args, kwargs, out, written)
+        node.meta["random"] = self.watch.num_random_draws != draws
+        return out
+
+    def _record_operator(self, func: Any, args: Any, kwargs: Any, out: Any, random: bool) -> None:
+        """One node for an operator below a function transform."""
+        if self.paused or not flat_values(out):
+            return
+        with self.pause():
+            try:
+                node_args, node_kwargs = self.builder.arguments(tuple(args), kwargs)
+            except UntracedValue as error:
+                raise self.untraced(error) from error
+            written = [
+                value
+                for value, argument in zip(args, func._schema.arguments, strict=False)
+                if argument.alias_info is not None and argument.alias_info.is_write
+            ]
+            mutates = tuple(self.builder.tensor_argument(t) for t in written if isinstance(t, torch.Tensor))
+            node = self.builder.add("call_function", func, node_args, node_kwargs)
+            self._note_effects(node, mutates, flat_tensors(written), func, "")
+            node.meta["random"] = random
+            self.builder.bind_output(out, node)
+
+    def untraced(self, error: UntracedValue) -> Restart:
+        """What ends the attempt when a value is used that nothing recorded made."""
+        leaf = self.born_in.get(error.tensor) if error.tensor is not None else None
+        if leaf is None:
+            return self.give_up(TraceError(str(error)))
+        cause = TraceError(f"a tensor made inside {leaf} is used outside, but {leaf} did not return it")
+        return Restart(Decision.DESCEND, leaf, cause)
+
+
+@contextmanager
+def without_recording() -> Iterator[None]:
+    """Real tensors, no recording and no fakes inside."""
+    from roundpipe.fx.fakes import without_fakes
+
+    with without_fakes(), torch._C.DisableTorchFunction():
+        yield
+
+
+def _has_data_size(tensor: torch.Tensor) -> bool:
+    return any(is_data_dependent(expression_of(size)) for size in tensor.shape)
+
+
+def _form(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Any, Any, Any]:
+    """The kind of node and the target for a call as torch reports it."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__") and hasattr(func, "__self__"):
+        attribute = func.__self__.__name__
+        if name == "__get__":
+            return "call_function", getattr, (args[0], attribute), {}
+        return "call_function", set_property, (args[0], attribute, args[1]), {}
+    if func is torch.Tensor.__setitem__:
+        return "call_function", set_item, args, kwargs
+    is_method = getattr(func, "__objclass__", None) is torch._C.TensorBase
+    if (is_method or getattr(torch.Tensor, name, None) is func) and isinstance(args[0], Node):
+        return "call_method", name, args, kwargs
+    return "call_function", func, args, kwargs

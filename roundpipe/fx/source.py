@@ -1,0 +1,122 @@
+"""The chain that is valid for some arguments: traces kept with their guards, a new one when all fail.
+
+Invariant: a chain is handed out only for arguments that pass every guard of its trace. Traces are kept, so
+a model that alternates between two of them (train and eval, padded and full batches) traces twice in all.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe.errors import TraceError
+from roundpipe.fx.codegen import generate
+from roundpipe.fx.cost import measure
+from roundpipe.fx.graph import TracedGraph
+from roundpipe.fx.partition import Balance, partition
+from roundpipe.fx.tracer import trace
+from roundpipe.layers import LayerChain, chain_of_modules
+
+logger = logging.getLogger(__name__)
+
+MAX_KEPT = 32
+"""Traces kept at once; the one unused for longest goes first."""
+RETRACES_BEFORE_WARNING = 5
+
+
+@dataclass(slots=True)
+class _Kept:
+    traced: TracedGraph | None
+    chain: LayerChain
+
+
+class TracedSource:
+    """Chains of one model, traced from the arguments that calls bring.
+
+    Args:
+        model: the user's model.
+        balance: what the layers are balanced by; see `roundpipe.compile`.
+        on_failure: called with the error when the model's own forward can't be traced; returns to make the whole
+            model one layer, or raises.
+    """
+
+    def __init__(self, model: nn.Module, balance: Balance, on_failure: Callable[[TraceError], None]) -> None:
+        self._model = model
+        self._balance = balance
+        self._on_failure = on_failure
+        self._kept: list[_Kept] = []
+        self._retraces_in_a_row = 0
+        self.trace_count = 0
+
+    @property
+    def latest(self) -> LayerChain | None:
+        """The chain last handed out."""
+        return self._kept[0].chain if self._kept else None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the latest arguments could not be traced, so that the model is one layer."""
+        return bool(self._kept) and self._kept[0].traced is None
+
+    @property
+    def opaque(self) -> dict[str, str]:
+        """Modules of the latest trace whose inside was not traced, and why."""
+        traced = self._kept[0].traced if self._kept else None
+        return {} if traced is None else dict(traced.opaque)
+
+    def chain_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerChain:
+        """The chain for these arguments of one microbatch.
+
+        Raises:
+            TraceError: the model can't be traced and ``on_failure`` raised it.
+        """
+        failure = None
+        with torch.inference_mode(False), torch.enable_grad():  # stages set their own grad mode
+            for position, kept in enumerate(self._kept):
+                found = None if kept.traced is None else self._failure(kept.traced, args, kwargs)
+                if found is None:
+                    if position:
+                        self._kept.insert(0, self._kept.pop(position))
+                    else:
+                        self._retraces_in_a_row = 0
+                    return kept.chain
+                failure = failure or found
+            if failure is not None:
+                self._note_retrace(failure)
+            return self._trace(args, kwargs)
+
+    @staticmethod
+    def _failure(traced: TracedGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return None if traced.guards is None else traced.guards.check(args, kwargs)
+
+    def _note_retrace(self, failure: Any) -> None:
+        logger.info("tracing %s again: %s", type(self._model).__name__, failure)
+        self._retraces_in_a_row += 1
+        if self._retraces_in_a_row == RETRACES_BEFORE_WARNING:
+            warnings.warn(
+                f"{type(self._model).__name__} was traced {self.trace_count} times, the last "
+                f"{RETRACES_BEFORE_WARNING} one after the other. What varies: {failure}. "
+                "Keep it fixed (pad inputs, move it out of forward) to trace once",
+                stacklevel=4,
+            )
+
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerChain:
+        self.trace_count += 1
+        try:
+            traced = trace(self._model, args, kwargs)
+        except TraceError as error:
+            self._on_failure(error)
+            kept = _Kept(None, chain_of_modules([(type(self._model).__name__, self._model)]))
+        else:
+            costs = measure(traced)
+            parts = partition(traced, costs, balance=self._balance)
+            kept = _Kept(traced, generate(traced, parts, costs))
+        self._kept.insert(0, kept)
+        del self._kept[MAX_KEPT:]
+        return kept.chain

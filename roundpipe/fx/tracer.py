@@ -1,0 +1,583 @@
+"""Captures a model as a graph of modules and glue by running its Python once on fakes.
+
+    trace ---- attempts, until one ends without a Restart
+      `- Attempt (one run)
+           |- FakeWorld       a twin of the model, fake inputs, symbolic sizes
+           |- Recorder        a node per torch function call in glue
+           |- LeafPolicy      which modules are one node
+           `- intercept       sends module calls, autograd functions, ... here
+
+What goes wrong inside a module teaches the next attempt something: look inside it, keep it whole, or
+find its output sizes by running a copy. An attempt is never repaired midway, since Python state that
+a failed run left behind could not be taken back. Only the root can't be kept whole: what its own code
+does wrong is a `TraceError`.
+
+Invariant: the user's model, and all random state, are after `trace` what they were before it.
+"""
+
+from __future__ import annotations
+
+import linecache
+import logging
+import random
+import sys
+import traceback
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+from roundpipe import structure
+from roundpipe.errors import TraceError
+from roundpipe.fx.ambient import Ambient
+from roundpipe.fx.binding import Arguments, CallForm
+from roundpipe.fx.builder import UntracedValue, flat_tensors, flat_values
+from roundpipe.fx.fakes import DATA_DEPENDENT, Dimension, FakeWorld, is_fake, is_model_file, model_location
+from roundpipe.fx.graph import OutputValue, TracedGraph, assign_buffer
+from roundpipe.fx.guards import Flags, Guards
+from roundpipe.fx.intercept import ORIGINAL_CALL, exclusive, intercepting
+from roundpipe.fx.leaves import (
+    HiddenInput,
+    LeafRun,
+    LeafWatch,
+    SiblingCache,
+    TreeState,
+    containers_mutated,
+    refuse_mutated,
+)
+from roundpipe.fx.policy import Decision, LeafPolicy
+from roundpipe.fx.probe import probe_module
+from roundpipe.fx.recorder import BurnSizes, Recorder, Restart
+from roundpipe.fx.values import ValueProgram
+from roundpipe.fx.verify import ShapeVerifier
+
+logger = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 60
+MAX_SETTLING_RUNS = 3
+"""Runs until a model that sets plain attributes in its forward must give the same graph twice."""
+
+
+def trace(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    max_leaf_bytes: int | None = None,
+    dynamic: Collection[Dimension] = (),
+) -> TracedGraph:
+    """The graph that a model's forward records on example arguments.
+
+    Args:
+        model: any module; it may be on the ``meta`` device. Its train or eval mode, grad mode and
+            autocast are those of the graph.
+        args, kwargs: example arguments. Their data answer what the model's code asks of its inputs'
+            data; dim 0 of floats and every dimension of integers become symbols.
+        max_leaf_bytes: look into modules with more bytes of weights than this; None = no such limit.
+        dynamic: further input dimensions that become symbols, as in `Failure.dimensions`.
+
+    Returns:
+        The graph, with its guards.
+
+    Raises:
+        TraceError: the root's own code can't be captured; says file, line, cause and what to change.
+    """
+    form = CallForm(model)
+    arguments = form.normalise(args, kwargs or {})
+    learned = _Learned(max_leaf_bytes=max_leaf_bytes, dynamic=frozenset(dynamic))
+    with exclusive(), _random_state_kept():
+        doubled = _doubled(arguments)
+        if doubled is None:
+            return _trace(model, form, arguments, learned)
+        try:
+            traced = _trace(model, form, doubled, learned)
+        except TraceError as error:
+            try:
+                return _trace(model, form, arguments, learned)
+            except TraceError:
+                raise error from None
+        assert traced.guards is not None
+        if traced.guards.check(args, kwargs or {}) is not None:
+            return _trace(model, form, arguments, learned)
+        return traced
+
+
+@dataclass
+class _Learned:
+    """What earlier attempts found out."""
+
+    max_leaf_bytes: int | None = None
+    dynamic: frozenset[Dimension] = frozenset()
+    decisions: dict[str | type, Decision] = field(default_factory=dict)
+    reasons: dict[str | type, str] = field(default_factory=dict)
+    history: set[tuple[str, Decision]] = field(default_factory=set)
+    burn_sizes: bool = False
+
+
+def _trace(model: nn.Module, form: CallForm, arguments: Arguments, learned: _Learned) -> TracedGraph:
+    """Attempts until one succeeds."""
+    for _ in range(MAX_ATTEMPTS):
+        world = FakeWorld(model, arguments, learned.dynamic)
+        try:
+            return _settled(world, form, learned)
+        except BurnSizes:
+            learned.burn_sizes = True
+        except Restart as restart:
+            _learn(model, learned, restart)
+    raise TraceError(
+        f"can't trace {type(model).__name__}: no graph after {MAX_ATTEMPTS} attempts; looked into or kept "
+        f"whole: {', '.join(str(name) for name in learned.decisions)}"
+    )
+
+
+def _settled(world: FakeWorld, form: CallForm, learned: _Learned) -> TracedGraph:
+    """The graph that the model gives again and again, should its forward set attributes of its own."""
+    previous: str | None = None
+    state = TreeState(list(world.twin.modules()))
+    for _ in range(MAX_SETTLING_RUNS):
+        attempt = _Attempt(world, form, learned)
+        traced = attempt.run()
+        changed = attempt.changed_attributes()
+        printed = "\n".join(node.format_node() or "output" for node in traced.graph.nodes)
+        if not changed or printed == previous:
+            if changed:
+                logger.warning(
+                    "%s: its forward sets %s; the compiled model runs as if it had not",
+                    type(world.model).__name__,
+                    ", ".join(changed),
+                )
+            return traced
+        previous = printed
+        state.restore_tensors()
+    raise _root_error(
+        world.model,
+        TraceError(f"its forward sets {', '.join(changed)}, and what it computes depends on that"),
+        "unknown",
+    )
+
+
+def _learn(model: nn.Module, learned: _Learned, restart: Restart) -> None:
+    """Notes what a failed attempt found; raises if it was the root that failed."""
+    name, decision = restart.name, restart.decision
+    location = _location(restart.cause)
+    if not name or decision is None:
+        raise _root_error(model, restart.cause, location) from restart.cause
+    if (name, decision) in learned.history:
+        parent = name.rpartition(".")[0]
+        while parent and isinstance(model.get_submodule(parent), (nn.ModuleList, nn.ModuleDict)):
+            parent = parent.rpartition(".")[0]
+        if not parent or (parent, Decision.LEAF) in learned.history:
+            raise _root_error(model, restart.cause, location) from restart.cause
+        name, decision = parent, Decision.LEAF
+    learned.history.add((name, decision))
+    keys: list[str | type] = [name]
+    module = model.get_submodule(name)
+    if not type(module).__module__.startswith("torch."):
+        keys.append(type(module))
+    for key in keys:
+        learned.decisions[key] = decision
+        learned.reasons[key] = f"{location}: {_first_line(restart.cause)}"
+    logger.debug("tracing again: %s is to be %s: %s", name, decision.value, restart.cause)
+
+
+class _Attempt:
+    """One run of the model's Python.
+
+    Args:
+        world: where it runs.
+        form: the model's signature.
+        learned: what earlier attempts found out.
+    """
+
+    def __init__(self, world: FakeWorld, form: CallForm, learned: _Learned) -> None:
+        self._world = world
+        self._form = form
+        self._learned = learned
+        self._flags = Flags.of(world.model)
+        self._recorder = Recorder(world, Ambient.current(), learned.burn_sizes)
+        self._policy = LeafPolicy(
+            world.twin, world.name_of_module, learned.decisions, learned.max_leaf_bytes
+        )
+        self._siblings = SiblingCache()
+        self._glue_modules: dict[nn.Module, None] = {}
+        self._leaves: dict[str, nn.Module] = {}
+        self._before = TreeState(list(world.twin.modules()))
+        self._python_random = _python_random_state()
+
+    def run(self) -> TracedGraph:
+        """Records the forward and closes the graph."""
+        recorder, world = self._recorder, self._world
+        args, kwargs = world.arguments
+        with intercepting(self), world.entered(), recorder.watch, recorder:
+            out = world.twin(*_copied(args), **_copied(kwargs))
+            recorder.paused += 1
+            try:
+                template, nodes = self._output(out)
+            except UntracedValue as error:
+                raise recorder.untraced(error) from error
+        recorder.builder.graph.output(tuple(nodes))
+        return self._traced(template)
+
+    def changed_attributes(self) -> list[str]:
+        """Attributes of looked-into modules that the forward set, tensors apart."""
+        names = []
+        for module, name, value in self._before.changed_attributes():
+            if module in self._glue_modules and not flat_values(value):
+                owner = self._world.name_of_module[module]
+                names.append(f"{owner}.{name}" if owner else name)
+        return names
+
+    # ------------------------------------------------------------------ the session of `intercept`
+
+    def in_glue(self) -> bool:
+        return self._recorder.in_glue()
+
+    def transform(self) -> AbstractContextManager[None]:
+        return self._recorder.transform()
+
+    def apply_function(self, function: type[torch.autograd.Function], args: Any, kwargs: Any) -> Any:
+        return self._recorder.record_function(function, args, kwargs)
+
+    def draw_random(self, what: str) -> BaseException:
+        return self._recorder.give_up(
+            TraceError(f"{what} is called, and its result would be the same at every call of the graph")
+        )
+
+    def has_readable_data(self, tensor: Any) -> bool:
+        if not self.in_glue() or not isinstance(tensor, torch.Tensor):
+            return False
+        node = self._recorder.builder.node_of.get(tensor)
+        return node is not None and self._recorder.reader.depends_on_inputs_only(node)
+
+    def call_module(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        name = self._world.name_of_module.get(module)
+        if not self.in_glue() or name is None:
+            return ORIGINAL_CALL(module, *args, **kwargs)
+        if not isinstance(module, torch.jit.ScriptModule):
+            module = self._twin_of(module, name)
+        if self._recorder.watch.below_transform:
+            raise self._recorder.give_up(TraceError(f"{name} is called inside a function transform"))
+        if self._policy.is_leaf(module):
+            return self._call_leaf(module, name, args, kwargs)
+        return self._call_glue(module, name, args, kwargs)
+
+    def _twin_of(self, module: nn.Module, name: str) -> nn.Module:
+        return self._world.twin.get_submodule(name) if name else self._world.twin
+
+    # ------------------------------------------------------------------ modules that are looked into
+
+    def _call_glue(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
+        """Records the forward of a module."""
+        recorder = self._recorder
+        self._glue_modules[module] = None
+        buffers = dict(module._buffers)
+        attributes = dict(module.__dict__)
+        recorder.modules.append(name)
+        try:
+            out = ORIGINAL_CALL(module, *args, **kwargs)
+            self._record_assignments(module, name, buffers)
+            self._refuse_kept_activations(module, name, attributes)
+        except UntracedValue as error:
+            raise recorder.untraced(error) from error
+        except DATA_DEPENDENT as error:
+            raise recorder.data_dependent(error) from error
+        except Exception as error:
+            raise Restart(Decision.LEAF, name, error) from error
+        finally:
+            recorder.modules.pop()
+        return out
+
+    def _record_assignments(self, module: nn.Module, name: str, before: dict[str, Any]) -> None:
+        """One effect node per buffer that a forward replaced by another tensor."""
+        builder = self._recorder.builder
+        for key, buffer in module._buffers.items():
+            old = before.get(key)
+            if buffer is old or buffer is None:
+                continue
+            full_name = f"{name}.{key}" if name else key
+            if full_name not in self._world.real:
+                raise self._recorder.give_up(
+                    TraceError(f"buffer {full_name}, which did not exist or was None, is set in the forward")
+                )
+            target = builder.attribute(full_name, self._world.fake(full_name))
+            node = builder.add("call_function", assign_buffer, (target, builder.tensor_argument(buffer)))
+            node.meta.update(ambient=None, effect=True, mutates=(target,), value=target.meta["value"])
+            builder.written_storages.add(target.meta["value"].untyped_storage()._cdata)
+
+    def _refuse_kept_activations(self, module: nn.Module, name: str, before: dict[str, Any]) -> None:
+        """An activation left in an attribute would not be there at run time."""
+        if self._learned.decisions.get(name) is Decision.DESCEND:
+            return  # a leaf can't be either: another module takes it from there in the same forward
+        for key, value in module.__dict__.items():
+            if key in ("_buffers", "_parameters", "_modules") or before.get(key, before) is value:
+                continue
+            if any(isinstance(item, torch.Tensor) and is_fake(item) for item in flat_values(value)):
+                raise self._recorder.give_up(
+                    TraceError(
+                        f"{type(module).__name__}.{key} is set to an activation in the forward, and would "
+                        f"not be set when the graph runs; return it, or register a buffer of that name"
+                    )
+                )
+
+    # ------------------------------------------------------------------ leaves
+
+    def _call_leaf(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
+        """One node for the call of a module."""
+        recorder = self._recorder
+        try:
+            node_args, node_kwargs = recorder.builder.arguments(tuple(args), kwargs)
+        except UntracedValue as error:
+            raise recorder.untraced(error) from error
+        self._leaves[name] = module
+        python_random = _python_random_state()
+        with recorder.pause():
+            run = self._run_leaf(module, name, args, kwargs)
+        draws_python_random = _python_random_state() != python_random
+        _set_python_random_state(python_random)
+        node = recorder.builder.add("call_module", name, node_args, node_kwargs)
+        mutates = tuple(dict.fromkeys(recorder.builder.tensor_argument(tensor) for tensor in run.written))
+        node.meta.update(
+            random=run.random or draws_python_random,
+            buffers_written=run.buffers_written,
+            mutates=mutates,
+            effect=bool(mutates),
+        )
+        recorder.builder.written_storages.update(t.untyped_storage()._cdata for t in run.written)
+        if self._policy.decision(module) is Decision.PROBE or isinstance(module, torch.jit.ScriptModule):
+            recorder.probed_nodes[node] = self._reason(name)
+        recorder.builder.bind_output(run.out, node)
+        return run.out
+
+    def _run_leaf(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> LeafRun:
+        key = self._siblings.key(module, args, kwargs)
+        known = self._siblings.get(key)
+        if known is not None:
+            return known
+        if self._policy.decision(module) is Decision.PROBE or isinstance(module, torch.jit.ScriptModule):
+            run = self._probe(module, name, args, kwargs)
+            state = None
+        else:
+            state = TreeState(list(module.modules()))
+            run = self._watched(module, name, args, kwargs, state)
+        if state is None or not state.holds_new_values():
+            self._siblings.put(key, run, args, kwargs)
+        return run
+
+    def _watched(
+        self, module: nn.Module, name: str, args: Any, kwargs: Any, state: TreeState
+    ) -> LeafRun:
+        """Runs a leaf on fakes."""
+        recorder = self._recorder
+        before = list(structure.walk((args, kwargs)))
+        given = flat_tensors(args, kwargs)
+        versions = [(tensor, tensor._version) for tensor in given]
+        draws = recorder.watch.num_random_draws
+        allowed = set(given)
+        watch = LeafWatch(
+            name,
+            recorder.builder.node_of,
+            lambda tensor: tensor in allowed or tensor in self._world.name_of,
+            recorder.born_in,
+        )
+        try:
+            with watch:
+                out = ORIGINAL_CALL(module, *args, **kwargs)
+        except HiddenInput as error:
+            raise self._not_a_leaf(module, name, TraceError(str(error)), structural=True) from error
+        except Exception as error:
+            raise self._not_a_leaf(module, name, error, structural=False) from error
+        if containers_mutated(before, args, kwargs):
+            raise self._not_a_leaf(module, name, refuse_mutated(name), structural=True)
+        return LeafRun(
+            out,
+            recorder.watch.num_random_draws != draws,
+            state.buffers_written(),
+            tuple(tensor for tensor, version in versions if tensor._version != version),
+        )
+
+    def _not_a_leaf(self, module: nn.Module, name: str, cause: Exception, structural: bool) -> Restart:
+        """What to try for a leaf that can't be one."""
+        decision = self._policy.decision(module)
+        has_children = any(True for _ in module.children())
+        is_torch = type(module).__module__.startswith("torch.")
+        if has_children and not is_torch and decision is not Decision.LEAF:
+            return Restart(Decision.DESCEND, name, cause)
+        if structural:
+            return self._recorder.give_up(cause)
+        return Restart(Decision.PROBE, name, cause)
+
+    def _probe(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> LeafRun:
+        try:
+            probe = probe_module(self._world, name, module, args, kwargs)
+        except Exception as error:
+            raise self._recorder.give_up(error) from error
+        return LeafRun(probe.out, probe.random, probe.buffers_written, ())
+
+    # ------------------------------------------------------------------ the end
+
+    def _output(self, out: Any) -> tuple[Any, list[Node]]:
+        """The output template, and the nodes it names, in order."""
+        builder = self._recorder.builder
+        nodes: list[Node] = []
+
+        def place(leaf: Any) -> Any:
+            if not flat_values(leaf):
+                return leaf
+            argument = builder.argument(leaf)
+            if not isinstance(argument, Node):
+                return argument
+            nodes.append(argument)
+            return OutputValue(argument.name)
+
+        if not flat_values(out):
+            return out, nodes
+        return structure.map_leaves(out, place), nodes
+
+    def _traced(self, template: Any) -> TracedGraph:
+        builder, recorder, world = self._recorder.builder, self._recorder, self._world
+        if _python_random_state() != self._python_random:
+            raise Restart(None, "", TraceError("its forward draws from Python's or NumPy's random numbers"))
+        values = ValueProgram(recorder.reader.reads, world.model, builder.constants, builder.input_paths)
+        self._refuse_moving_reads(values)
+        self._remove_unused()
+        traced = TracedGraph(
+            graph=builder.graph,
+            model=world.model,
+            constants=builder.constants,
+            input_paths=builder.input_paths,
+            output=template,
+            example_elements=sum(t.numel() for t in structure.tensors(world.real_arguments)),
+            opaque={
+                name: self._reason(name)
+                for name, module in self._leaves.items()
+                if self._policy.decision(module) is not None or name in recorder.probed_nodes.values()
+            },
+        )
+        verifier = ShapeVerifier(traced, world, self._form, set(recorder.probed_nodes), self._learned.dynamic)
+        traced.guards = Guards(
+            self._form, world, self._flags, values, verifier, recorder.input_grad_matters
+        )
+        traced.lint()
+        return traced
+
+    def _reason(self, name: str) -> str:
+        """Why a leaf is opaque."""
+        module = self._leaves[name]
+        reasons = self._learned.reasons
+        return reasons.get(name) or reasons.get(type(module)) or "scripted code can't be looked into"
+
+    def _refuse_moving_reads(self, values: ValueProgram) -> None:
+        """Data of a buffer that the same forward changes is another in the next microbatch."""
+        for name in values.buffers:
+            fake = self._world.fake(name)
+            if fake.untyped_storage()._cdata in self._recorder.builder.written_storages:
+                cause = TraceError(f"the forward takes a decision on buffer {name}, which it also changes")
+                raise Restart(None, "", cause)
+
+    def _remove_unused(self) -> None:
+        """Drops glue that nothing reads."""
+        graph = self._recorder.builder.graph
+        for node in reversed(list(graph.nodes)):
+            kept = node.op in ("placeholder", "output", "call_module")
+            if not kept and not node.users and not node.meta.get("effect") and not node.meta.get("random"):
+                graph.erase_node(node)
+
+
+# ---------------------------------------------------------------------------------- example arguments
+
+
+def _doubled(arguments: Arguments) -> Arguments | None:
+    """The example with every sample twice if it has one; a size of 1 could mean too many things."""
+    batch = next((t.shape[0] for t in structure.tensors(arguments) if t.dim()), None)
+    if batch != 1:
+        return None
+    args, kwargs = arguments
+
+    def twice(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.dim() or tensor.shape[0] != 1:
+            return tensor
+        with torch.no_grad():
+            doubled = torch.cat([tensor, tensor])
+        return doubled.requires_grad_(tensor.requires_grad)
+
+    return (
+        tuple(structure.map_tensors(value, twice) for value in args),
+        {name: structure.map_tensors(value, twice) for name, value in kwargs.items()},
+    )
+
+
+def _copied(value: Any) -> Any:
+    """Arguments in containers of their own, so that a forward which changes one changes no input."""
+    if type(value) in (list, tuple):
+        return type(value)(_copied(item) for item in value)
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    return value
+
+
+# ---------------------------------------------------------------------------------- random state
+
+
+def _python_random_state() -> tuple[Any, ...]:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return random.getstate(), None
+    kind, keys, *rest = numpy.random.get_state()
+    return random.getstate(), (kind, keys.tobytes(), *rest)
+
+
+def _set_python_random_state(state: tuple[Any, ...]) -> None:
+    python, numpy_state = state
+    random.setstate(python)
+    if numpy_state is not None:
+        numpy: Any = sys.modules["numpy"]
+        kind, keys, *rest = numpy_state
+        numpy.random.set_state((kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """Puts back Python's, NumPy's and torch's random state."""
+    python, cpu = _python_random_state(), torch.random.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.random.set_rng_state(cpu)
+        _set_python_random_state(python)
+
+
+# ---------------------------------------------------------------------------------- errors
+
+
+def _location(error: BaseException) -> str:
+    """``file:line`` of the model's code that an error comes from, with the line itself."""
+    found = ""
+    cause: BaseException | None = error
+    while cause is not None and not found:
+        for frame, line in traceback.walk_tb(cause.__traceback__):
+            if is_model_file(frame.f_code.co_filename):
+                filename = frame.f_code.co_filename
+                source = linecache.getline(filename, line).strip()
+                found = f"{filename}:{line} ({source})" if source else f"{filename}:{line}"
+        cause = cause.__cause__
+    return found or getattr(error, "location", "") or "its forward"
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().split("\n")[0][:300]
+    return text if isinstance(error, TraceError) else f"{type(error).__name__}: {text}"
+
+
+def _root_error(model: nn.Module, cause: BaseException, location: str) -> TraceError:
+    return TraceError(
+        f"can't trace {type(model).__name__}: at {location}: {_first_line(cause)}. Move this code into a "
+        f"submodule (which then stays whole, as one layer), or write it with tensor operations that do not "
+        f"depend on data, Python's random numbers or changing attributes."
+    )
+
+
+__all__ = ["model_location", "trace"]

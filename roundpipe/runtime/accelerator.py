@@ -1,0 +1,160 @@
+"""Any accelerator, through torch's generic API: streams, events, memory; CUDA first.
+
+Copies run on streams of their own. Lifetime across streams is carried by events: whoever hands a tensor
+from one stream to another keeps it until the event of its last reader (the engine's in-flight list), so
+no `record_stream` is needed and the caching allocator can reuse memory in stream order.
+
+This file is the only one that names anything of CUDA: registering host memory, which has no generic API.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from roundpipe.runtime.backend import Device, Event, Lane
+from roundpipe.runtime.randomness import drawing_from
+
+logger = logging.getLogger(__name__)
+
+FREE_MEMORY_SHARE = 0.9
+LARGEST_PADDING = 1.1
+"""Pinned allocations are padded to a power of two; past this factor host memory is registered instead."""
+
+
+class AcceleratorEvent:
+    """A `torch.Event` recorded on a stream."""
+
+    __slots__ = ("event",)
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self.event = torch.Event(stream.device)
+        self.event.record(stream)
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+    def is_done(self) -> bool:
+        return bool(self.event.query())
+
+
+class AcceleratorBackend:
+    """One worker on an accelerator.
+
+    Args:
+        given: the entry of ``devices=``.
+        name: for messages.
+        num_sharing: workers on the same device, which share its memory.
+    """
+
+    def __init__(self, given: Device, name: str, num_sharing: int = 1) -> None:
+        device = torch.device(given.device)
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        self.device = torch.device(device.type, index)
+        self.name = name
+        self.memory_budget_bytes: int | None = given.memory_bytes
+        if self.memory_budget_bytes is None:
+            free_bytes, _ = torch.get_device_module(self.device).mem_get_info(index)
+            self.memory_budget_bytes = int(free_bytes * FREE_MEMORY_SHARE) // num_sharing
+        self._streams = tuple(torch.Stream(self.device) for _ in Lane)
+
+    @contextlib.contextmanager
+    def activate(self) -> Iterator[None]:
+        with torch.accelerator.device_index(self.device.index), self._on(Lane.COMPUTE):
+            yield
+
+    @contextlib.contextmanager
+    def _on(self, lane: Lane) -> Iterator[None]:
+        before = torch.accelerator.current_stream(self.device)
+        torch.accelerator.set_stream(self._streams[lane])
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+
+    # Memory
+
+    def allocate(self, num_bytes: int, purpose: str) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def free(self, buffer: torch.Tensor, purpose: str) -> None:
+        self.synchronize()
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        padded = 1 << max(num_bytes - 1, 0).bit_length()
+        if padded <= LARGEST_PADDING * num_bytes or self.device.type != "cuda":
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return _registered(torch.empty(num_bytes, dtype=torch.uint8))
+
+    def hold(self, num_bytes: int, purpose: str) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def activations(self, known: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def peak_bytes(self, reset: bool = False) -> int:
+        peak = torch.accelerator.max_memory_allocated(self.device)
+        if reset:
+            torch.accelerator.reset_peak_memory_stats(self.device)
+        return peak
+
+    # Copies
+
+    def upload(self, source: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
+        source = source.detach()
+        with self._on(Lane.UPLOAD):
+            if target is None:
+                return source.to(self.device, non_blocking=True, copy=True)
+            return target.copy_(source, non_blocking=True)
+
+    def download(self, source: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
+        source = source.detach()
+        with self._on(Lane.DOWNLOAD):
+            if target is None:
+                if source.layout is not torch.strided:
+                    return source.cpu()
+                target = torch.empty_like(source, device="cpu", pin_memory=True)
+            return target.copy_(source, non_blocking=True)
+
+    def record(self, lane: Lane) -> Event:
+        return AcceleratorEvent(self._streams[lane])
+
+    def wait(self, lane: Lane, event: Event) -> None:
+        if isinstance(event, AcceleratorEvent):
+            self._streams[lane].wait_event(event.event)
+        else:
+            event.synchronize()
+
+    def check_ready(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Left to the vendor's tools, such as ``TORCH_CUDA_SANITIZER=1``."""
+
+    def synchronize(self) -> None:
+        for stream in self._streams:
+            stream.synchronize()
+
+    @contextlib.contextmanager
+    def random(self, seed: int) -> Iterator[None]:
+        with drawing_from(seed, torch.device("cpu")), drawing_from(seed, self.device):
+            yield
+
+
+def _registered(buffer: torch.Tensor) -> torch.Tensor:
+    """Pin existing host memory; leaves it unpinned, with a warning, where the system refuses."""
+    runtime = torch.cuda.cudart()
+    address = buffer.data_ptr()
+    result = runtime.cudaHostRegister(address, buffer.numel(), 0)
+    if int(result) != 0:
+        logger.warning(
+            "could not pin %s bytes of host memory (%s); uploads of them will be slower. Raise the limit of locked "
+            "memory (ulimit -l), or pass pin_model='off'",
+            f"{buffer.numel():,}",
+            result,
+        )
+        return buffer
+    weakref.finalize(buffer, runtime.cudaHostUnregister, address)
+    return buffer

@@ -1,0 +1,468 @@
+"""Splitting and merging: the automatic rules, specs, functions, packed data, and what each error says."""
+
+import dataclasses
+import subprocess
+import sys
+import warnings
+from collections import namedtuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.pipelining.microbatch import TensorChunkSpec, _CustomReducer, _Replicate
+
+from roundpipe.errors import MicrobatchError
+from roundpipe.runtime.config import RoundPipeRunConfig, resolve
+from roundpipe.runtime.microbatch import RoundPipePackedData, merge, split
+
+Pair = namedtuple("Pair", "left right")
+CHUNK_0, CHUNK_1 = TensorChunkSpec(0), TensorChunkSpec(1)
+
+
+@dataclasses.dataclass
+class Record:
+    values: torch.Tensor
+    name: str = "record"
+
+
+class Plain:
+    def __init__(self, values):
+        self.values = values
+
+
+class Arrival:
+    """An event that counts how often it is waited for."""
+
+    def __init__(self):
+        self.waits = 0
+
+    def synchronize(self):
+        self.waits += 1
+
+
+def config(num_microbatch=4, **fields):
+    return resolve(RoundPipeRunConfig(num_microbatch=num_microbatch, **fields), None, num_devices=1)
+
+
+def rows(count, *shape):
+    return torch.arange(count * 3.0).view(count, 3) if not shape else torch.randn(count, *shape)
+
+
+def sizes(values):
+    return [len(value) for value in values]
+
+
+@pytest.fixture(autouse=True)
+def no_warnings():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+# --------------------------------------------------------------------------------- automatic split
+
+
+def test_every_structure_is_walked():
+    x = rows(10)
+    args = (x, [x, (x, None)], Pair(x, "right"), Record(x), Plain(x))
+    pieces = split(args, {"deep": {"x": x, 3: [x]}}, {"label": x}, config(3))
+    assert pieces.num_microbatches == 3
+    bounds = [(0, 4), (4, 7), (7, 10)]
+    for (start, stop), got, kwargs, label in zip(
+        bounds, pieces.args, pieces.kwargs, pieces.labels, strict=True
+    ):
+        part = x[start:stop]
+        found = [got[0], got[1][0], got[1][1][0], got[2].left, got[3].values, got[4].values]
+        found += [kwargs["deep"]["x"], kwargs["deep"][3][0], label["label"]]
+        assert all(one.equal(part) for one in found)
+        assert all(one.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for one in found)
+        assert type(got[2]) is Pair and got[2].right == "right" and got[1][1][1] is None
+        assert type(got[3]) is Record and got[3].name == "record" and type(got[4]) is Plain
+    assert args[3].values is x and args[4].values is x
+
+
+@settings(max_examples=60, deadline=None)
+@given(batch=st.integers(1, 40), number=st.integers(1, 12))
+def test_sizes_differ_by_at_most_one_and_lose_nothing(batch, number):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pieces = split((torch.arange(batch),), {}, torch.arange(batch), config(number))
+    got = sizes(piece[0] for piece in pieces.args)
+    assert len(got) == min(batch, number)
+    assert max(got) - min(got) <= 1 and min(got) >= 1
+    assert torch.cat([piece[0] for piece in pieces.args]).equal(torch.arange(batch))
+    assert sizes(pieces.labels) == got
+    assert merge([piece[0] for piece in pieces.args], config(number)).equal(torch.arange(batch))
+
+
+def test_scalars_and_others_are_replicated():
+    scalar, settings = torch.tensor(2.0), {"list": [1, 2]}
+    pieces = split((rows(8), scalar, 3, "text", None, settings), {"flag": True}, None, config(2))
+    for args, kwargs in zip(pieces.args, pieces.kwargs, strict=True):
+        assert args[1] is scalar and args[2:5] == (3, "text", None) and args[5] is settings
+        assert kwargs == {"flag": True}
+    assert pieces.labels == [None, None]
+
+
+def test_the_batch_size_is_that_of_the_first_tensor_with_a_dim():
+    with pytest.warns(UserWarning) as caught:
+        pieces = split((torch.tensor(1.0), rows(6)), {"mask": rows(5), "same": rows(6)}, rows(7), config(3))
+    assert len(caught) == 1
+    message = str(caught[0].message)
+    assert message.startswith("kwargs['mask'], label: dim 0 is not as long as the batch")
+    assert [len(one["mask"]) for one in pieces.kwargs] == [5, 5, 5]
+    assert [len(one["same"]) for one in pieces.kwargs] == [2, 2, 2]
+    assert sizes(pieces.labels) == [7, 7, 7]
+    kwargs_only = split((), {"a": rows(4)}, rows(4), config(2))
+    assert sizes(kwargs_only.labels) == [2, 2] and kwargs_only.args == [(), ()]
+
+
+def test_a_small_batch_has_fewer_microbatches_and_one_warning():
+    with pytest.warns(
+        UserWarning, match="has 2 samples, so it runs as 2 microbatches instead of 4"
+    ) as caught:
+        pieces = split((rows(2),), {}, rows(2), config(4))
+    assert len(caught) == 1
+    assert pieces.num_microbatches == 2 and sizes(pieces.labels) == [1, 1]
+
+
+def test_an_empty_batch_is_an_error():
+    with pytest.raises(ValueError, match=r"the batch is empty: .* \(shape \(0, 3\)\)") as caught:
+        split((rows(0),), {}, None, config())
+    assert isinstance(caught.value, MicrobatchError)
+
+
+def test_without_a_batch_there_is_one_microbatch():
+    pieces = split((3, torch.tensor(1.0)), {}, rows(5), config(4))
+    assert pieces.num_microbatches == 1 and sizes(pieces.labels) == [5]
+
+
+def test_gradients_flow_through_the_pieces():
+    x = rows(5).requires_grad_()
+    pieces = split((x,), {}, None, config(2))
+    sum((index + 1) * piece[0].sum() for index, piece in enumerate(pieces.args)).backward()
+    assert x.grad[:, 0].tolist() == [1, 1, 1, 2, 2]
+
+
+def test_pieces_of_data_may_be_changed_in_place():
+    x = rows(4)
+    weight = torch.ones(3, requires_grad=True)
+    piece = split((x,), {}, None, config(2)).args[1][0]
+    piece.mul_(weight)
+    assert piece.requires_grad and x[2:].equal(piece)
+
+
+def test_cycles_do_not_hang():
+    cyclic = Plain(rows(4))
+    cyclic.itself = cyclic
+    pieces = split((cyclic,), {}, None, config(2))
+    assert sizes(piece[0].values for piece in pieces.args) == [2, 2]
+
+
+# -------------------------------------------------------------------------------- specs, functions
+
+
+def test_specs_say_which_dim():
+    tokens, positions, scale = rows(6, 2), rows(2, 6), torch.tensor(3.0)
+    rule = ((CHUNK_0, {"positions": CHUNK_1, "scale": _Replicate}), None)
+    pieces = split(
+        (tokens, {"positions": positions, "scale": scale}), {"auto": rows(6)}, (tokens, positions),
+        config(3, split_input=rule, split_label=(CHUNK_0, _Replicate())),
+    )  # fmt: skip
+    for index, (args, kwargs, label) in enumerate(
+        zip(pieces.args, pieces.kwargs, pieces.labels, strict=True)
+    ):
+        part = slice(2 * index, 2 * index + 2)
+        assert args[0].equal(tokens[part]) and args[1]["positions"].equal(positions[:, part])
+        assert args[1]["scale"] is scale and kwargs["auto"].shape == (2, 3)
+        assert label[0].equal(tokens[part]) and label[1] is positions
+
+
+def test_the_batch_size_of_a_spec_is_that_of_its_dim():
+    rule = ((CHUNK_1,), {"y": CHUNK_0})
+    pieces = split((rows(2, 6),), {"y": rows(6)}, rows(6), config(3, split_input=rule))
+    assert [piece[0].shape for piece in pieces.args] == [(2, 2)] * 3
+    assert sizes(pieces.labels) == [2, 2, 2]
+    with pytest.warns(UserWarning, match="runs as 6 microbatches instead of 8"):
+        assert split((rows(2, 6),), {"y": rows(6)}, None, config(8, split_input=rule)).num_microbatches == 6
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"split_input": ((CHUNK_0,), None)}, "args has 2 items but its spec has 1"),
+        (
+            {"split_input": ((CHUNK_0, CHUNK_1), None)},
+            r"args\[1\] is a container with the items \['m'\] but its spec is",
+        ),
+        (
+            {"split_input": ((CHUNK_0, {"n": CHUNK_0}), None)},
+            r"args\[1\] has the keys \['m'\] but its spec has \['n'\]",
+        ),
+        (
+            {"split_input": (((CHUNK_0,), None), None)},
+            r"args\[0\] is a single value but its spec is the structure",
+        ),
+        (
+            {"split_input": ((TensorChunkSpec(2), None), None)},
+            r"args\[0\] has shape \(6, 3\) .* allowed: -2 to 1",
+        ),
+        (
+            {"split_input": ((0, None), None)},
+            r"args\[0\] has the spec 0; allowed: TensorChunkSpec, _Replicate",
+        ),
+        (
+            {"split_input": (None, {"k": CHUNK_0, "l": CHUNK_0})},
+            r"kwargs has the keys \['k'\] but its spec has",
+        ),
+        ({"split_input": (None, {"k": CHUNK_0})}, r"kwargs\['k'\] has shape \(\) .* allowed: _Replicate"),
+        ({"split_input": _Replicate}, r"give a pair \(args_spec, kwargs_spec\)"),
+        ({"split_label": (CHUNK_0, CHUNK_0)}, "label has 3 items but its spec has 2"),
+        (
+            {"split_label": [None, None, CHUNK_1]},
+            r"label\[2\] has only 3 samples along dim 1 for 4 microbatches",
+        ),
+        (
+            {"split_label": lambda label, n: [label]},
+            "split_label.* returned 1 items in labels for num_microbatch=4",
+        ),
+        (
+            {"split_label": lambda label, n: label[0]},
+            "a tensor of shape .6, 3. as labels; it must be a list of 4",
+        ),
+        ({"split_input": lambda a, k, n: k}, "it must return .args_list, kwargs_list."),
+        ({"split_input": lambda a, k, n: ([a] * n,)}, "it must return .args_list, kwargs_list."),
+        (
+            {"split_input": lambda a, k, n: ([a] * n, [k] * 2)},
+            "returned 2 items in kwargs_list for num_microbatch=4",
+        ),
+        (
+            {"split_input": lambda a, k, n: ([a] * 5, [k] * n)},
+            "returned 5 items in args_list for num_microbatch=4",
+        ),
+        (
+            {"split_input": lambda a, k, n: ([a[0]] * n, [k] * n)},
+            r"args_list\[0\] is a tensor .* must be a tuple",
+        ),
+        ({"split_input": lambda a, k, n: ([a] * n, [a] * n)}, r"kwargs_list\[0\] is .* must be a dict"),
+    ],
+)
+def test_rules_that_do_not_fit_say_where(fields, message):
+    with pytest.raises(MicrobatchError, match=message):
+        split((rows(6), {"m": rows(6)}), {"k": torch.tensor(1.0)}, [rows(6)] * 3, config(4, **fields))
+
+
+def test_functions_are_called_for_one_microbatch_too():
+    calls = []
+
+    def split_input(args, kwargs, number):
+        calls.append((type(args), type(kwargs), number))
+        return [list(args)] * number, [kwargs] * number
+
+    def split_label(label, number):
+        calls.append(number)
+        return (label,) * number
+
+    pieces = split((rows(3),), {"k": 1}, "label", config(1, split_input=split_input, split_label=split_label))
+    assert calls == [(tuple, dict, 1), 1]
+    assert type(pieces.args[0]) is tuple and pieces.kwargs == [{"k": 1}] and pieces.labels == ["label"]
+    assert split((rows(3),), {}, None, config(1, split_label=split_label)).labels == [None]
+    with pytest.raises(ZeroDivisionError):
+        split((), {}, None, config(1, split_input=lambda *_: 1 // 0))
+
+
+def test_labels_follow_the_pieces_of_a_function():
+    x = rows(10)
+    uneven = lambda a, k, n: ([(part,) for part in a[0].split([5, 3, 2])], [k] * n)  # noqa: E731
+    assert sizes(split((x,), {}, x, config(3, split_input=uneven)).labels) == [5, 3, 2]
+    along_1 = lambda a, k, n: ([(part,) for part in a[0].tensor_split(n, 1)], [k] * n)  # noqa: E731
+    assert sizes(split((rows(4, 9),), {}, x, config(3, split_input=along_1)).labels) == [4, 3, 3]
+
+
+# ------------------------------------------------------------------------------------------- merge
+
+
+def test_automatic_merge():
+    outputs = [
+        {
+            "logits": torch.full((size, 2), float(index)),
+            "loss": torch.tensor(float(index)),
+            "n": 3,
+            "r": Record(rows(size)),
+        }
+        for index, size in enumerate([2, 2, 1])
+    ]
+    merged = merge(outputs, config())
+    assert merged["logits"][:, 0].tolist() == [0, 0, 1, 1, 2]
+    assert merged["loss"].item() == 1.0 and merged["n"] == 3
+    assert type(merged["r"]) is Record and merged["r"].values.shape == (5, 3)
+
+
+def test_merge_of_integers_nans_and_equal_objects():
+    same = object()
+    values = (torch.tensor(3), float("nan"), same, [1, (2, None)])
+    merged = merge([values, (torch.tensor(3), float("nan"), same, [1, (2, None)])], config())
+    assert (
+        merged[0].dtype == torch.int64
+        and merged[0] == 3
+        and merged[2] is same
+        and merged[3] == [1, (2, None)]
+    )
+    assert merge([torch.tensor(1), torch.tensor(2)], config()) == 1.5
+
+
+def test_one_output_is_itself():
+    output = {"a": torch.tensor(1), "b": rows(2)}
+    assert merge([output], config()) is output
+
+
+def test_merged_outputs_carry_gradients():
+    parts = [rows(2).requires_grad_(), rows(3).requires_grad_()]
+    merged = merge([(part * 2, part.sum()) for part in parts], config())
+    (merged[0].sum() + merged[1]).backward()
+    assert all(part.grad.eq(2.5).all() for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        ([{"a": 1}, {"a": 2}], r"output\['a'\] is 1 \(int\) for microbatch 0 but 2 \(int\) for microbatch 1"),
+        ([(rows(2), [1, "x"]), (rows(2), [1, "y"])], r"output\[1\]\[1\] is 'x' .* but 'y'"),
+        (
+            [(1, 2), (1, 2, 3)],
+            r"output is a tuple with the items \[0, 1\] .* but a tuple with the items \[0, 1, 2\]",
+        ),
+        ([{"a": rows(1)}, {"b": rows(1)}], r"output is a dict with the items \['a'\] .* microbatch 1"),
+        (
+            [[rows(2, 3)], [rows(2, 4)]],
+            r"output\[0\] can't be concatenated on dim 0: .* \[\(2, 3\), \(2, 4\)\]",
+        ),
+        ([[rows(2)], [None]], r"output\[0\] is a tensor of shape \(2, 3\) for microbatch 0 but None"),
+        ([[None], [rows(2)]], r"output\[0\] is None .* but a tensor of shape \(2, 3\) for microbatch 1"),
+        ([rows(2), rows(2)[0]], "must be a tensor of as many dimensions for all"),
+        ([Record(rows(1), "a"), Record(rows(1), "b")], r"output\.name is 'a'"),
+    ],
+)
+def test_outputs_that_can_not_be_merged_are_named(outputs, message):
+    with pytest.raises(MicrobatchError, match=message):
+        merge(outputs, config())
+
+
+def test_merge_specs():
+    outputs = [
+        (rows(2, 2), {"loss": torch.tensor(float(index)), "same": torch.ones(3)}) for index in range(3)
+    ]
+    start = torch.tensor(10.0)
+    reducer = _CustomReducer(start, lambda total, value: total.add_(value))
+    merged = merge(outputs, config(merge_output=(CHUNK_1, {"loss": reducer, "same": _Replicate})))
+    assert merged[0].shape == (2, 6) and merged[1]["loss"].item() == 13.0 and merged[1]["same"].shape == (3,)
+    assert start.item() == 10.0
+    assert merge([torch.tensor(1.0)] * 3, config(merge_output=_CustomReducer(0, lambda a, b: a + b))) == 3
+    assert (
+        merge(outputs, config(merge_output=(None, _CustomReducer([], lambda a, b: [*a, b]))))[1][2]["loss"]
+        == 2.0
+    )
+    for rule, message in [
+        ((CHUNK_0,), "output has 2 items but its spec has 1"),
+        ((CHUNK_0, CHUNK_0), r"output\[1\] is a container"),
+        ((CHUNK_0, {"loss": CHUNK_0, "same": None}), r"output\[1\]\['loss'\] has shape \(\)"),
+        ((_Replicate, None), r"output\[0\] is replicated by its spec but differs"),
+        (("x", None), r"output\[0\] has the spec 'x'"),
+    ]:
+        with pytest.raises(MicrobatchError, match=message):
+            merge(outputs, config(merge_output=rule))
+
+
+def test_merge_function_gets_all_outputs():
+    arrivals = [Arrival(), None]
+    assert merge([1, 2], config(merge_output=sum), arrivals) == 3
+    assert arrivals[0].waits == 1
+
+
+# ------------------------------------------------------------------------------------- packed data
+
+
+def test_unmerged_outputs_are_packed_leaf_by_leaf():
+    arrivals = [Arrival(), None, Arrival()]
+    outputs = [Record(rows(size)) for size in (2, 2, 1)]
+    packed = merge(outputs, config(merge_output=False), arrivals)
+    assert type(packed) is Record and packed.name == "record"
+    assert isinstance(packed.values, RoundPipePackedData) and isinstance(packed.values, list)
+    assert all(value is output.values for value, output in zip(packed.values, outputs, strict=True))
+    assert [one.waits for one in (arrivals[0], arrivals[2])] == [0, 0]
+    packed.values.synchronize()
+    packed.values.synchronize()
+    assert [one.waits for one in (arrivals[0], arrivals[2])] == [1, 1]
+    assert merge([(1, None), (2, None)], config(merge_output=False)) == ([1, 2], None)
+    with pytest.raises(MicrobatchError, match="2 values was given 1 events"):
+        RoundPipePackedData([1, 2], [None])
+
+
+def test_packed_data_is_taken_as_it_is():
+    x = rows(7).requires_grad_()
+    values = [part * 2 for part in x.split([4, 2, 1])]
+    arrivals = [Arrival(), Arrival(), None]
+    packed = RoundPipePackedData(values, arrivals)
+    pieces = split((packed,), {"mask": rows(7)}, rows(7), config(5))
+    assert pieces.num_microbatches == 3
+    assert all(piece[0] is value for piece, value in zip(pieces.args, values, strict=True))
+    assert sizes(one["mask"] for one in pieces.kwargs) == sizes(pieces.labels) == [4, 2, 1]
+    assert pieces.events == [(arrivals[0],), (arrivals[1],), ()]
+    assert arrivals[0].waits == 0
+    sum(piece[0].sum() for piece in pieces.args).backward()
+    assert x.grad.eq(2).all()
+
+
+def test_packed_data_of_one_is_a_tensor():
+    arrival = Arrival()
+    pieces = split((RoundPipePackedData([rows(6)], [arrival]),), {}, rows(6), config(3))
+    assert sizes(piece[0] for piece in pieces.args) == [2, 2, 2]
+    assert arrival.waits == 1
+
+
+def test_packed_data_of_another_length_is_cut_anew():
+    x, arrival = rows(6), Arrival()
+    three, two = RoundPipePackedData(x.split(2)), RoundPipePackedData(x.split(3), [arrival, None])
+    pieces = split((three, two), {}, two, config(2))
+    assert pieces.num_microbatches == 3
+    assert all(
+        one[0].equal(one[1]) and one[1].equal(label)
+        for one, label in zip(pieces.args, pieces.labels, strict=True)
+    )
+    assert arrival.waits >= 1
+
+
+def test_packed_data_has_arrived_when_a_function_sees_it():
+    arrival = Arrival()
+    packed = RoundPipePackedData(rows(4).split(2), [arrival, None])
+    pieces = split(
+        (packed,), {}, None, config(2, split_input=lambda a, k, n: ([(one,) for one in a[0]], [k] * n))
+    )
+    assert arrival.waits == 1 and sizes(piece[0] for piece in pieces.args) == [2, 2]
+
+
+def test_packed_data_feeds_through():
+    """What one call leaves unmerged is what the next takes, object by object."""
+    first = split((rows(9),), {}, None, config(4))
+    packed = merge([(args[0] + 1, 7) for args in first.args], config(merge_output=False))
+    second = split(packed, {}, None, config(4))
+    assert [args[0] for args in second.args] == list(packed[0])
+    assert merge([args[0] for args in second.args], config()).equal(rows(9) + 1)
+
+
+def test_importing_does_not_import_torchs_pipelining():
+    code = (
+        "import sys, roundpipe.runtime.microbatch; assert not [m for m in sys.modules if 'pipelining' in m]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_torchs_specs_are_where_they_are_expected():
+    """Fails when torch moves or renames the private classes that specs are made of."""
+    from roundpipe.runtime import microbatch_spec
+
+    assert microbatch_spec.is_spec(CHUNK_0) and microbatch_spec.is_spec(_Replicate)
+    assert microbatch_spec.is_spec_of(_CustomReducer(0, min), "_CustomReducer")
+    assert CHUNK_0.split_dim == 0 and _CustomReducer(0, min).reduce_fn is min
+    assert not microbatch_spec.is_spec(0) and not microbatch_spec.is_spec(min)

@@ -1,0 +1,547 @@
+"""The optimizer's side against a plain module, whose gradients come from eager autograd."""
+
+import copy
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe.errors import ClosedError, ConfigError, DeadlockError
+from roundpipe.runtime.optimizer import OptimizerCtx, OptimizerSide, inside_optimizer
+
+LR = 0.1
+
+
+def make_model(dtype=torch.float64):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).to(dtype)
+
+
+def make_batches(count, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(4, 3, generator=generator, dtype=torch.float64).to(dtype) for _ in range(count)]
+
+
+def loss_of(model, batch):
+    return model(batch).square().mean()
+
+
+def gradient_at(weights, batch):
+    """Gradients of the loss at given weights, by name."""
+    model = make_model()
+    model.load_state_dict(weights)
+    loss_of(model, batch).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def weights_of(side):
+    return {name: parameter.detach().clone() for name, parameter in side.optim_named_parameters()}
+
+
+def assert_same(one, other, **tolerance):
+    assert one.keys() == other.keys()
+    for name in one:
+        torch.testing.assert_close(
+            one[name], other[name], msg=lambda text, name=name: f"{name}: {text}", **tolerance
+        )
+
+
+def make_step(side, **options):
+    optimizer = torch.optim.SGD(side.optim_parameters(), lr=LR, **options)
+
+    def step_fn():
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return optimizer, step_fn
+
+
+@pytest.fixture
+def model():
+    return make_model()
+
+
+@pytest.fixture
+def side(model):
+    side = OptimizerSide(model.named_parameters(), name="test", deadline_s=20)
+    yield side
+    side.close()
+
+
+def test_async_steps_are_one_step_behind(model, side):
+    _, step_fn = make_step(side)
+    batches = make_batches(7)
+    weights = [{name: p.detach().clone() for name, p in model.named_parameters()}]
+    for k, batch in enumerate(batches, start=1):
+        gradient = gradient_at(weights[max(k - 2, 0)], batch)
+        weights.append({name: w - LR * gradient[name] for name, w in weights[k - 1].items()})
+        loss_of(model, batch).backward()
+        side.step(step_fn)
+        side.wait()
+        assert_same(weights_of(side), weights[k], rtol=0, atol=1e-15)
+        assert_same({n: p.detach() for n, p in model.named_parameters()}, weights[k - 1], rtol=0, atol=1e-15)
+
+
+def test_sync_steps_are_eager(model, side):
+    reference = copy.deepcopy(model)
+    eager = torch.optim.SGD(reference.parameters(), lr=LR, momentum=0.9)
+    _, step_fn = make_step(side, momentum=0.9)
+    for batch in make_batches(5):
+        loss_of(reference, batch).backward()
+        eager.step()
+        eager.zero_grad()
+        loss_of(model, batch).backward()
+        side.step(step_fn, is_async=False)
+        assert_same(dict(model.state_dict()), dict(reference.state_dict()), rtol=0, atol=0)
+
+
+def test_mixed_steps(model, side):
+    """A round after a step that is not asynchronous trains on its result, others on the one before."""
+    _, step_fn = make_step(side)
+    modes = [True, False, True, True, False, False, True]
+    weights = [{name: p.detach().clone() for name, p in model.named_parameters()}]
+    trained_on = 0
+    for k, (batch, is_async) in enumerate(zip(make_batches(len(modes)), modes, strict=True), start=1):
+        gradient = gradient_at(weights[trained_on], batch)
+        weights.append({name: w - LR * gradient[name] for name, w in weights[k - 1].items()})
+        loss_of(model, batch).backward()
+        side.step(step_fn, is_async=is_async)
+        trained_on = k - 1 if is_async else k
+        side.wait()
+        assert_same(weights_of(side), weights[k], rtol=0, atol=1e-15)
+
+
+def test_async_step_returns_while_it_runs(model, side):
+    release, ran_in = threading.Event(), []
+
+    def step_fn(first, *, second):
+        ran_in.append((threading.current_thread(), first, second))
+        assert release.wait(10)
+
+    side.step(step_fn, True, (1,), {"second": 2})
+    assert threading.active_count() > 1
+    release.set()
+    side.wait()
+    assert ran_in[0][0] is not threading.current_thread()
+    assert ran_in[0][1:] == (1, 2)
+
+
+def test_gradients_accumulate_over_rounds(model, side):
+    """Two rounds before a step, and a step that zeroes nothing: as eager."""
+    reference = copy.deepcopy(model)
+    eager = torch.optim.SGD(reference.parameters(), lr=LR)
+    optimizer = torch.optim.SGD(side.optim_parameters(), lr=LR)
+    batches = iter(make_batches(6))
+    for _ in range(3):
+        for batch in (next(batches), next(batches)):
+            loss_of(reference, batch).backward()
+            loss_of(model, batch).backward()
+        eager.step()
+        side.step(optimizer.step, is_async=False)
+        assert all(p.grad is None for p in model.parameters())
+    assert_same(dict(model.state_dict()), dict(reference.state_dict()))
+    side.synchronize()
+    assert_same(
+        {n: p.grad for n, p in model.named_parameters()}, {n: p.grad for n, p in reference.named_parameters()}
+    )
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("is_async", [True, False])
+def test_synchronize_shows_what_the_step_left(model, side, set_to_none, is_async):
+    optimizer = torch.optim.SGD(side.optim_parameters(), lr=LR)
+
+    def step_fn():
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+
+    loss_of(model, make_batches(1)[0]).backward()
+    side.step(step_fn, is_async=is_async)
+    side.synchronize()
+    assert_same({n: p.detach() for n, p in model.named_parameters()}, weights_of(side))
+    for parameter in model.parameters():
+        assert parameter.grad is None if set_to_none else not parameter.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_synchronize_before_step_loses_nothing(dtype):
+    model = make_model(dtype)
+    side = OptimizerSide(model.named_parameters(), torch.float64)
+    optimizer = torch.optim.SGD(side.optim_parameters(), lr=LR)
+    first, second = make_batches(2, dtype)
+    loss_of(model, first).backward()
+    expected = {n: p.grad.clone() for n, p in model.named_parameters()}
+    for _ in range(2):
+        side.synchronize()
+        assert_same({n: p.grad for n, p in model.named_parameters()}, expected)
+    side.begin_call()
+    loss_of(model, second).backward()
+    total = {n: expected[n].double() + p.grad.double() for n, p in model.named_parameters()}
+    seen = {}
+    side.step(lambda: seen.update({n: p.grad.clone() for n, p in side.optim_named_parameters()}))
+    side.wait()
+    assert_same(seen, total)
+    optimizer.zero_grad()
+    side.close()
+
+
+def test_shown_gradients_belong_to_the_user(model, side):
+    """Clipping, replacing and clearing ``.grad`` after synchronize counts for the step."""
+    seen = []
+
+    def record():
+        seen.append({n: None if p.grad is None else p.grad.clone() for n, p in side.optim_named_parameters()})
+
+    list(side.optim_parameters())
+    loss_of(model, make_batches(1)[0]).backward()
+    side.synchronize()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    model[0].bias.grad = torch.ones_like(model[0].bias)
+    model[2].bias.grad = None
+    weight = model[0].weight.grad.clone()
+    side.step(record, is_async=False)
+    torch.testing.assert_close(seen[0]["0.weight"], weight)
+    assert seen[0]["0.bias"].eq(1).all()
+    assert seen[0]["2.bias"] is None
+
+
+def test_shown_gradients_modified_in_low_precision():
+    model = make_model(torch.bfloat16)
+    side = OptimizerSide(model.named_parameters(), torch.float32)
+    copies = dict(side.optim_named_parameters())
+    loss_of(model, make_batches(1, torch.bfloat16)[0]).backward()
+    side.synchronize()
+    model[0].weight.grad.mul_(2)
+    expected = model[0].weight.grad.float()
+    side.begin_call()
+    assert model[0].weight.grad is None
+    torch.testing.assert_close(copies["0.weight"].grad, expected)
+
+
+def test_optimizer_zero_grad_after_synchronize(model, side):
+    optimizer, _ = make_step(side)
+    first, second = make_batches(2)
+    loss_of(model, first).backward()
+    side.synchronize()
+    optimizer.zero_grad()
+    side.begin_call()
+    loss_of(model, second).backward()
+    expected = {n: p.grad.clone() for n, p in model.named_parameters()}
+    side.synchronize()
+    assert_same({n: p.grad for n, p in model.named_parameters()}, expected)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_clears_both_sides(model, side, set_to_none):
+    list(side.optim_parameters())
+    first, second = make_batches(2)
+    loss_of(model, first).backward()
+    side.synchronize()
+    side.begin_call()
+    loss_of(model, second).backward()
+    side.zero_grad(set_to_none)
+    side.synchronize()
+    assert all(p.grad is None if set_to_none else not p.grad.any() for p in model.parameters())
+
+
+def test_low_precision_weights_with_float32_copies():
+    model = make_model(torch.bfloat16)
+    before = {n: p.detach().float() for n, p in model.named_parameters()}
+    side = OptimizerSide(model.named_parameters(), torch.float32)
+    assert_same(weights_of(side), before)
+    storage = [p.data_ptr() for p in model.parameters()]
+    _, step_fn = make_step(side)
+    for batch in make_batches(3, torch.bfloat16):
+        loss_of(model, batch).backward()
+        gradient = {n: p.grad.float() for n, p in model.named_parameters()}
+        side.step(step_fn, is_async=False)
+        before = {n: w - LR * gradient[n] for n, w in before.items()}
+        assert_same(weights_of(side), before)
+        assert_same(
+            {n: p.detach() for n, p in model.named_parameters()}, {n: w.bfloat16() for n, w in before.items()}
+        )
+    assert [p.data_ptr() for p in model.parameters()] == storage
+    side.close()
+
+
+def test_equal_dtypes_hand_the_gradient_over(model, side):
+    loss_of(model, make_batches(1)[0]).backward()
+    addresses = [p.grad.data_ptr() for p in model.parameters()]
+    side.step(lambda: None, is_async=False)
+    assert [p.grad.data_ptr() for p in side.optim_parameters()] == addresses
+
+
+def test_names_ties_and_frozen_parameters(model):
+    model[2].weight.requires_grad_(False)
+    tied = nn.ModuleDict({"a": model, "b": model[0]})
+    side = OptimizerSide(tied.named_parameters(remove_duplicate=False))
+    assert [n for n, _ in side.optim_named_parameters()] == ["a.0.weight", "a.0.bias", "a.2.bias"]
+    assert [n for n, _ in side.optim_named_parameters("x", remove_duplicate=False)] == [
+        "x.a.0.weight", "x.a.0.bias", "x.a.2.bias", "x.b.weight", "x.b.bias",
+    ]  # fmt: skip
+    assert len(list(side.optim_parameters())) == 3
+    assert all(isinstance(p, nn.Parameter) and p.device.type == "cpu" for p in side.optim_parameters())
+
+
+def test_freezing_and_thawing(model, side):
+    model[2].weight.requires_grad_(False)
+    assert "2.weight" not in dict(side.optim_named_parameters())
+    model[2].weight.requires_grad_(True)
+    copies = dict(side.optim_named_parameters())
+    assert copies["2.weight"].equal(model[2].weight)
+    model[0].bias.requires_grad_(False)
+    frozen = model[0].bias.detach().clone()
+    optimizer = torch.optim.AdamW(copies.values(), lr=1.0, weight_decay=0.5)
+    loss_of(model, make_batches(1)[0]).backward()
+    side.step(optimizer.step, is_async=False)
+    assert copies["0.bias"].grad is None
+    assert model[0].bias.equal(frozen)
+    assert not copies["2.weight"].equal(dict(make_model().named_parameters())["2.weight"])
+
+
+def test_clipping_and_scheduler(model, side):
+    reference = copy.deepcopy(model)
+    optimizers = [torch.optim.AdamW(p, lr=0.05) for p in (side.optim_parameters(), reference.parameters())]
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) for optimizer in optimizers]
+
+    def update(index):
+        nn.utils.clip_grad_norm_(optimizers[index].param_groups[0]["params"], 1e-2)
+        optimizers[index].step()
+        schedulers[index].step()
+        optimizers[index].zero_grad()
+
+    for batch in make_batches(5):
+        loss_of(reference, batch).backward()
+        update(1)
+        loss_of(model, batch).backward()
+        side.step(update, False, (0,))
+    assert_same(dict(model.state_dict()), dict(reference.state_dict()))
+    assert schedulers[0].get_last_lr() == schedulers[1].get_last_lr() == [0.0125]
+
+
+def test_lbfgs_calls_the_model_in_its_closure(model, side):
+    reference = copy.deepcopy(model)
+    batch = make_batches(1)[0]
+    eager = torch.optim.LBFGS(reference.parameters(), max_iter=5)
+    ours = torch.optim.LBFGS(side.optim_parameters(), max_iter=5)
+
+    def eager_closure():
+        eager.zero_grad()
+        loss = loss_of(reference, batch)
+        loss.backward()
+        return loss
+
+    def closure():
+        ours.zero_grad()
+        side.synchronize()
+        side.begin_call()
+        loss = loss_of(model, batch)
+        loss.backward()
+        side.synchronize()
+        return loss
+
+    eager.step(eager_closure)
+    side.step(lambda: ours.step(closure), is_async=False)
+    assert_same(dict(model.state_dict()), dict(reference.state_dict()))
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_parameters_are_the_optimizers_inside_step_fn(side, is_async):
+    seen = []
+    side.step(lambda: seen.append(inside_optimizer()), is_async=is_async)
+    side.wait()
+    assert seen == [True]
+    assert not inside_optimizer()
+    with OptimizerCtx(), OptimizerCtx():
+        assert inside_optimizer()
+    assert not inside_optimizer()
+
+
+def test_async_error_is_raised_at_the_next_call_and_loses_no_gradient(model, side):
+    class UserError(Exception):
+        pass
+
+    def fail():
+        raise UserError("no")
+
+    _, step_fn = make_step(side)
+    side.step(fail)
+    side.wait()
+    loss_of(model, make_batches(1)[0]).backward()
+    with pytest.raises(UserError, match="no") as caught:
+        side.begin_call()
+    assert caught.value.__notes__ == ["raised in step_fn of step 1 of test"]
+    side.begin_call()
+    before = weights_of(side)
+    side.step(step_fn)
+    side.wait()
+    assert not before["0.weight"].equal(weights_of(side)["0.weight"])
+
+
+def test_async_error_is_raised_by_step_synchronize_and_close(model):
+    def fail():
+        raise ZeroDivisionError
+
+    for call in ("synchronize", "close", "zero_grad", "refresh"):
+        side = OptimizerSide(model.named_parameters())
+        side.step(fail)
+        with pytest.raises(ZeroDivisionError):
+            getattr(side, call)()
+        side.close()
+    side = OptimizerSide(model.named_parameters())
+    side.step(fail)
+    with pytest.raises(ZeroDivisionError):
+        side.step(fail)
+    with pytest.raises(ZeroDivisionError):
+        side.step(fail, is_async=False)
+    side.synchronize()
+    side.close()
+
+
+def test_refresh_starts_from_the_models_weights(model, side):
+    _, step_fn = make_step(side)
+    loss_of(model, make_batches(1)[0]).backward()
+    side.step(step_fn)
+    side.synchronize()
+    model.load_state_dict({n: torch.full_like(w, 2.0) for n, w in model.state_dict().items()})
+    side.refresh()
+    side.synchronize()
+    assert all(p.eq(2.0).all() for p in model.parameters())
+    assert all(p.eq(2.0).all() for p in side.optim_parameters())
+
+
+def test_misuse_is_refused(model, side):
+    with pytest.raises(ConfigError, match="step_fn is 3"):
+        side.step(3)
+    with pytest.raises(ConfigError, match="optim_dtype is torch.int8"):
+        OptimizerSide(model.named_parameters(), torch.int8)
+    with pytest.raises(ConfigError, match=r"step\(\) was called inside step_fn"):
+        side.step(lambda: side.step(lambda: None), is_async=False)
+    side.step(lambda: side.synchronize())
+    with pytest.raises(ConfigError, match="inside an asynchronous step_fn"):
+        side.synchronize()
+    with pytest.raises(ConfigError, match="weight is on the meta device"):
+        next(OptimizerSide(nn.Linear(1, 1, device="meta").named_parameters()).optim_parameters())
+
+
+def test_waiting_has_a_deadline(model):
+    side = OptimizerSide(model.named_parameters(), name="slow", deadline_s=0.05)
+    release = threading.Event()
+    side.step(lambda: release.wait(10))
+    with pytest.raises(
+        DeadlockError, match=r"synchronize\(\) of slow waits for update 1 in thread roundpipe-optim"
+    ):
+        side.synchronize()
+    release.set()
+    side._deadline_s = 10
+    side.close()
+
+
+def test_close_ends_the_thread(model):
+    threads = set(threading.enumerate())
+    side = OptimizerSide(model.named_parameters())
+    assert set(threading.enumerate()) == threads
+    side.step(lambda: None, is_async=False)
+    assert set(threading.enumerate()) == threads
+    side.step(lambda: None)
+    (thread,) = set(threading.enumerate()) - threads
+    assert thread.daemon
+    side.close()
+    side.close()
+    assert not thread.is_alive()
+    for call in (side.synchronize, side.begin_call, lambda: side.step(lambda: None)):
+        with pytest.raises(ClosedError, match="was closed"):
+            call()
+
+
+def test_garbage_collection_ends_the_thread(model):
+    threads = set(threading.enumerate())
+    side = OptimizerSide(model.named_parameters())
+    side.step(lambda: None)
+    side.wait()
+    (thread,) = set(threading.enumerate()) - threads
+    reference = weakref.ref(side)
+    del side
+    gc.collect()
+    thread.join(5)
+    assert reference() is None and not thread.is_alive()
+
+
+class RecordingGate:
+    """A gate that notes events; layer 1 shares a parameter with layer 0."""
+
+    def __init__(self, layers, fail_at=None):
+        self.layers, self.fail_at = layers, fail_at
+        self.events = []
+        self.free = threading.Event()
+
+    def close(self):
+        self.events.append(("close", threading.current_thread() is threading.main_thread()))
+
+    def settle(self, layer_index):
+        assert self.free.wait(10)
+        self.events.append(("settle", layer_index))
+        if layer_index == self.fail_at:
+            raise ZeroDivisionError
+
+    def open(self, layer_index):
+        self.events.append(("open", layer_index))
+
+
+def test_layers_are_handed_over_one_by_one(model):
+    gate = RecordingGate([["0.weight"], [], ["0.bias", "2.weight", "2.bias"]])
+    side = OptimizerSide(model.named_parameters(), gate=gate)
+    _, step_fn = make_step(side)
+    weights = [weights_of(side)]
+    for k, batch in enumerate(make_batches(3), start=1):
+        gate.free.clear()
+        gate.events.clear()
+        loss_of(model, batch).backward()
+        gradient = gradient_at(weights[max(k - 2, 0)], batch)
+        weights.append({n: w - LR * gradient[n] for n, w in weights[-1].items()})
+        side.step(step_fn)
+        assert gate.events == [("close", True)]
+        gate.free.set()
+        side.wait()
+        assert gate.events[1:] == [
+            ("settle", 2),
+            ("open", 2),
+            ("settle", 1),
+            ("open", 1),
+            ("settle", 0),
+            ("open", 0),
+        ]
+        assert_same(weights_of(side), weights[k], rtol=0, atol=1e-15)
+    side.synchronize()
+    side.close()
+
+
+def test_a_shared_parameter_waits_for_all_its_layers(model):
+    gate = RecordingGate([["0.weight"], ["0.bias", "2.weight"], ["0.weight", "2.bias"]])
+    gate.free.set()
+    side = OptimizerSide(model.named_parameters(), gate=gate)
+    side.step(lambda: None)
+    side.wait()
+    assert gate.events[1:] == [
+        ("settle", 2),
+        ("settle", 1),
+        ("open", 1),
+        ("settle", 0),
+        ("open", 0),
+        ("open", 2),
+    ]
+    side.close()
+
+
+def test_every_layer_is_opened_after_an_error(model):
+    gate = RecordingGate([["0.weight"], ["0.bias"], ["2.weight"]], fail_at=1)
+    gate.free.set()
+    side = OptimizerSide(model.named_parameters(), gate=gate)
+    side.step(lambda: pytest.fail("must not run"))
+    side.wait()
+    assert [event for event in gate.events if event[0] == "open"] == [("open", 2), ("open", 0), ("open", 1)]
+    with pytest.raises(ZeroDivisionError):
+        side.close()

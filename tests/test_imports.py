@@ -1,0 +1,271 @@
+"""Holds the architecture: floors, borders, single users of a library, and an import without side effects.
+
+The floors are read from the table in docs/architecture.md, so that the document can't fall behind.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "roundpipe"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+NAMES = [str(path.relative_to(PACKAGE)) for path in SOURCES]
+
+PUBLIC_NAMES = {
+    "AutoRoundPipe",
+    "ExecutePlan",
+    "GradScaler",
+    "ModelExecutePlan",
+    "OptimizerCtx",
+    "Pipe",
+    "RoundPipe",
+    "RoundPipePackedData",
+    "RoundPipeRunConfig",
+    "compile",
+    "distributed",
+    "doing_recompute",
+    "errors",
+    "explain",
+    "get_recompute_data",
+    "num_microbatches",
+    "save_for_recompute",
+    "wrap_model_to_roundpipe",
+}
+
+SOLE_USERS = {
+    "tabulate": {"report.py"},
+    "networkx": {"fx/graph.py"},
+    "torch.utils._pytree": {"structure.py"},
+    "torch.distributed.pipelining.microbatch": {"runtime/microbatch.py"},
+}
+"""Module (and what is below it) -> the only files that may import it."""
+
+WITHOUT_TORCH = {"errors.py", "balance.py", "runtime/schedule.py"}
+OPTIONAL = {"transformers", "peft", "safetensors", "tokenizers", "matplotlib", "sklearn", "accelerate"}
+
+
+def floors() -> dict[str, int]:
+    """File, relative to the package, to its floor."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    table: dict[str, int] = {}
+    for floor, files in re.findall(r"^\| *(\d+) *\| *([^|]+?) *\|", text, re.MULTILINE):
+        for name in re.findall(r"`([\w/]+\.py)`", files):
+            assert name not in table, f"docs/architecture.md gives {name} two floors"
+            table[name] = int(floor)
+    return table
+
+
+@cache
+def tree_of(name: str) -> ast.Module:
+    return ast.parse((PACKAGE / name).read_text(), filename=name)
+
+
+def imported_modules(name: str) -> Iterator[str]:
+    """Every module that a file imports, at its top or inside a function; names taken from it are resolved."""
+    package = ["roundpipe", *Path(name).parts[:-1]]
+    for node in ast.walk(tree_of(name)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                below = f"{module}.{alias.name}"
+                yield below if file_of(below) or module.startswith("torch") else module
+
+
+def file_of(module: str) -> str | None:
+    """The package's file that a module name stands for."""
+    if module.split(".")[0] != "roundpipe":
+        return None
+    parts = Path(*module.split(".")[1:])
+    for candidate in (parts.with_suffix(".py") if parts.name else None, parts / "__init__.py"):
+        if candidate is not None and (PACKAGE / candidate).is_file():
+            return str(candidate)
+    return None
+
+
+def own_imports(name: str) -> set[str]:
+    """The package's files that a file imports."""
+    found = {file_of(module) for module in imported_modules(name)}
+    return {target for target in found if target is not None}
+
+
+def is_below(module: str, parent: str) -> bool:
+    return module == parent or module.startswith(parent + ".")
+
+
+def test_every_file_has_a_floor_and_every_floor_a_file() -> None:
+    assert set(floors()) == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_imports_go_to_lower_floors(name: str) -> None:
+    table = floors()
+    wrong = {
+        f"{target} (floor {table[target]})" for target in own_imports(name) if table[target] >= table[name]
+    }
+    assert not wrong, f"{name} is on floor {table[name]} and imports {', '.join(sorted(wrong))}"
+
+
+@pytest.mark.parametrize(("one", "other"), [("fx", "runtime"), ("runtime", "fx")])
+def test_compiler_and_runtime_do_not_know_each_other(one: str, other: str) -> None:
+    for name in NAMES:
+        if name.startswith(one + "/"):
+            assert not {target for target in own_imports(name) if target.startswith(other + "/")}, name
+
+
+def test_subpackages_import_nothing() -> None:
+    assert own_imports("fx/__init__.py") == own_imports("runtime/__init__.py") == set()
+
+
+@pytest.mark.parametrize("module", SOLE_USERS)
+def test_sole_users(module: str) -> None:
+    users = {name for name in NAMES if any(is_below(found, module) for found in imported_modules(name))}
+    assert users <= SOLE_USERS[module], f"{module} is imported by {sorted(users)}"
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT_TORCH))
+def test_without_torch(name: str) -> None:
+    assert not [module for module in imported_modules(name) if is_below(module, "torch")]
+    assert not [target for target in own_imports(name) if target not in WITHOUT_TORCH]
+
+
+def private_torch_names(name: str) -> Iterator[str]:
+    """Torch names with a private part that a file uses, cut behind that part."""
+    dotted = [module for module in imported_modules(name) if is_below(module, "torch")]
+    for node in ast.walk(tree_of(name)):
+        if isinstance(node, ast.Attribute):
+            parts: list[str] = []
+            value: ast.expr = node
+            while isinstance(value, ast.Attribute):
+                parts.append(value.attr)
+                value = value.value
+            if isinstance(value, ast.Name) and value.id == "torch":
+                dotted.append(".".join(["torch", *reversed(parts)]))
+    for text in dotted:
+        found = re.match(r"torch(?:\.[A-Za-z]\w*)*\._(?!_)\w+(?:(?<=_C)\.\w+)?", text)
+        if found:
+            yield found[0]
+
+
+def test_a_private_torch_module_has_one_user() -> None:
+    users: dict[str, set[str]] = defaultdict(set)
+    for name in NAMES:
+        for private in private_torch_names(name):
+            users[private].add(name)
+    assert not {private: sorted(files) for private, files in users.items() if len(files) > 1}
+
+
+def test_optional_packages_are_imported_lazily_and_declared() -> None:
+    for name in NAMES:
+        at_top = [node for node in tree_of(name).body if isinstance(node, ast.Import | ast.ImportFrom)]
+        for node in at_top:
+            modules = (
+                [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            )
+            assert not {module.split(".")[0] for module in modules} & OPTIONAL, name
+
+
+def test_every_third_party_import_is_a_declared_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [requirement for extra in project["optional-dependencies"].values() for requirement in extra]
+    declared = {re.split(r"[<>=\[ ]", requirement)[0] for requirement in [*project["dependencies"], *extras]}
+    for name in NAMES:
+        roots = {module.split(".")[0] for module in imported_modules(name)}
+        assert roots <= declared | {"roundpipe", "__future__"} | sys.stdlib_module_names, name
+
+
+def test_the_package_never_prints() -> None:
+    for name in NAMES:
+        if name in {"cli.py", "__main__.py"}:
+            continue
+        calls = [node.func for node in ast.walk(tree_of(name)) if isinstance(node, ast.Call)]
+        assert not [call for call in calls if isinstance(call, ast.Name) and call.id == "print"], name
+
+
+IMPORT_QUIETLY = """
+import sys, threading
+import torch
+
+def refuse(name):
+    def asked(*args, **kwargs):
+        raise SystemExit(f"import roundpipe called {name}")
+    return asked
+
+for owner, names in (
+    (torch.cuda, ("is_available", "device_count", "init", "_lazy_init", "current_device")),
+    (torch.accelerator, ("is_available", "device_count", "current_accelerator", "current_device_index")),
+):
+    for name in names:
+        setattr(owner, name, refuse(f"{owner.__name__}.{name}"))
+threads = threading.active_count()
+import roundpipe
+assert threading.active_count() == threads, threading.enumerate()
+loaded = set(sys.modules) & {OPTIONAL!r}
+assert not loaded, loaded
+"""
+
+
+def test_importing_starts_nothing_asks_nothing_and_prints_nothing() -> None:
+    script = IMPORT_QUIETLY.replace("{OPTIONAL!r}", repr(OPTIONAL))
+    result = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning:roundpipe", "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_public_names() -> None:
+    import roundpipe
+
+    assert set(roundpipe.__all__) == PUBLIC_NAMES
+    assert roundpipe.ExecutePlan is roundpipe.ModelExecutePlan
+    for name in PUBLIC_NAMES:
+        assert hasattr(roundpipe, name)
+
+
+def test_public_signatures() -> None:
+    import roundpipe
+
+    def names(function: object) -> list[str]:
+        return [name for name in inspect.signature(function).parameters if name != "self"]  # type: ignore[arg-type]
+
+    assert names(roundpipe.compile) == [
+        *("model", "example_args", "example_kwargs", "optim_dtype", "name", "model_run_config", "pin_model"),
+        *("devices", "balance", "fallback", "wrap_kwargs"),
+    ]
+    pipe = roundpipe.RoundPipe
+    assert names(pipe)[:5] == ["model", "optim_dtype", "name", "model_run_config", "pin_model"]
+    assert "devices" in names(pipe)
+    assert names(pipe.forward) == ["args", "roundpipe_run_config", "kwargs"]
+    assert names(pipe.forward_backward) == [
+        *("input_args", "input_kwargs", "label", "loss_fn", "return_outputs", "run_config"),
+    ]
+    assert names(pipe.step) == ["step_fn", "is_async", "args", "kwargs"]
+    assert names(pipe.optim_named_parameters) == ["prefix", "remove_duplicate"]
+    assert names(roundpipe.wrap_model_to_roundpipe) == [
+        *("model", "use_sequential_preset", "lower_threshold", "upper_threshold", "skip_modules"),
+        *("override_config", "model_run_config", "name", "roundpipe_kwargs"),
+    ]
+
+
+def test_the_package_is_typed_and_ships_its_marker() -> None:
+    assert (PACKAGE / "py.typed").is_file()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "py.typed" in project["tool"]["setuptools"]["package-data"]["roundpipe"]
