@@ -16,20 +16,20 @@ import argparse
 import copy
 import math
 import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+import command_line
 import torch
 import torch.nn.functional as F
 import transformers
+from command_line import Parser, Refused, parse_devices
 from torch import nn
 from tqdm import tqdm
 
 import roundpipe
-from roundpipe.errors import RoundPipeError
 from roundpipe.report import format_bytes, format_count, summary_table
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -38,27 +38,11 @@ CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 STANDARD_LIBRARY_BYTES = 4_000_000
 
 
-def fail(message: object) -> NoReturn:
-    """Ends the program with one line that says what to change."""
-    first_line = str(message).strip().splitlines()[0]
-    print(f"finetune_llm.py: error: {first_line}", file=sys.stderr)
-    raise SystemExit(2)
-
-
-class Parser(argparse.ArgumentParser):
-    """Reports a wrong argument in one line, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        fail(f"{message} (--help shows the options)")
-
-
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """The options, checked as far as that is possible without loading anything."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint with its tokenizer")
     parser.add_argument("--data", type=Path, metavar="FILE", help="UTF-8 text to train on")
-    parser.add_argument("--devices", help='such as "cuda:0" or "cpu,cpu"; default: all accelerators')
-    parser.add_argument("--microbatches", type=int, metavar="N", help="default: number of devices + 1")
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--batch", type=int, default=8, help="sequences per step")
     parser.add_argument("--seq", type=int, default=128, help="tokens per sequence")
@@ -69,32 +53,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--save", type=Path, metavar="DIR", help="write the trained model here")
     parser.add_argument("--check", action="store_true", help="compare the first steps with plain PyTorch")
     parser.add_argument("--sample", type=int, default=120, metavar="N", help="tokens to generate at the end")
-    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
-    for name in ("steps", "batch", "seq", "microbatches", "lora"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name} must be at least 1, not {value}")
     if options.lr is None:
         options.lr = 2e-4 if options.lora else 2e-3 if options.model is None else 1e-5
-    if not options.lr > 0:
-        parser.error(f"--lr must be positive, not {options.lr}")
+    parser.require_positive(options, "steps", "batch", "seq", "microbatches", "lora")
     if options.save is not None and options.save.is_file():
         parser.error(f"--save {options.save} is a file; give a folder")
     return options
-
-
-def parse_devices(text: str | None) -> list[str] | None:
-    """The devices to rotate through; None leaves the choice to roundpipe."""
-    if text is None:
-        return None if torch.accelerator.is_available() else ["cpu", "cpu"]
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        try:
-            torch.empty(1, device=name)
-        except (RuntimeError, AssertionError) as error:
-            fail(f"--devices {text}: {name!r} can't be used here: {str(error).splitlines()[0]}")
-    return names
 
 
 # Data
@@ -119,13 +84,15 @@ def load_tokens(path: Path | None, tokenizer: Any, seq: int) -> torch.Tensor:
     """The text as one row of token numbers, `[T]`."""
     try:
         text = standard_library() if path is None else path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        fail(f"--data {path}: {error.strerror if isinstance(error, OSError) else 'not UTF-8 text'}")
+    except OSError as error:
+        raise Refused(f"--data {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise Refused(f"--data {path} is not UTF-8 text") from error
     pieces = [text[start : start + 10_000] for start in range(0, len(text), 10_000)]
     rows = tokenizer(pieces, add_special_tokens=False)["input_ids"] if pieces else []
     tokens = torch.tensor([token for row in rows for token in row], dtype=torch.long)
     if len(tokens) <= seq:
-        fail(f"--data {path} has {len(tokens)} tokens; --seq {seq} needs more than {seq}")
+        raise Refused(f"--data {path} has {len(tokens)} tokens; --seq {seq} needs more than {seq}")
     return tokens
 
 
@@ -144,7 +111,8 @@ def byte_tokenizer() -> Any:
     """A tokenizer with one token per byte, and one that ends a text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    vocabulary = {character: index for index, character in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # it comes in another order in every process
+    vocabulary = {character: index for index, character in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -171,19 +139,19 @@ def byte_llama() -> tuple[nn.Module, Any]:
 def load_checkpoint(folder: Path) -> tuple[nn.Module, Any]:
     """A causal language model and its tokenizer from disk."""
     if not folder.is_dir():
-        fail(f"--model {folder} is not a folder")
+        raise Refused(f"--model {folder} is not a folder")
     if not (folder / "config.json").is_file():
-        fail(f"--model {folder} has no config.json: not a Hugging Face checkpoint")
+        raise Refused(f"--model {folder} has no config.json: not a Hugging Face checkpoint")
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         architectures = config.architectures or []
         if not any("CausalLM" in name or "LMHead" in name for name in architectures):
             kind = " / ".join(architectures) or "base model"
-            fail(f"--model {folder} is a {kind}, not a causal language model")
+            raise Refused(f"--model {folder} is a {kind}, not a causal language model")
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
-        fail(f"--model {folder} can't be loaded: {error}")
+        raise Refused(f"--model {folder} can't be loaded: {error}") from error
     return model, tokenizer
 
 
@@ -191,8 +159,8 @@ def with_adapters(model: nn.Module, rank: int) -> nn.Module:
     """The model frozen, with trainable low-rank adapters on its linear layers."""
     try:
         import peft
-    except ImportError:
-        fail("--lora needs the package peft: pip install 'roundpipe[hf]'")
+    except ImportError as error:
+        raise Refused("--lora needs the package peft: pip install 'roundpipe[hf]'") from error
     config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     return peft.get_peft_model(model, config)
 
@@ -310,6 +278,7 @@ def train(model: Any, data: Iterator[torch.Tensor], options: argparse.Namespace)
         model.step(update)  # runs in the background, while the next step is computed
         losses.append(float(loss))
         if step == 0:
+            bar.write(model.partition_table() + "\n")
             started = time.perf_counter()
         tokens_per_s = step * num_tokens / max(time.perf_counter() - started, 1e-9)
         bar.set_postfix(loss=f"{losses[-1]:.3f}", tokens_per_s=f"{tokens_per_s:.0f}")
@@ -332,8 +301,9 @@ def sample(llm: Any, tokenizer: Any, tokens: torch.Tensor, num_new: int) -> str:
     return tokenizer.decode(text[0], skip_special_tokens=True)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Everything from loading to the sample; the exit code."""
+def run(argv: list[str] | None) -> int:
+    """Everything from the arguments to the sample; the exit code."""
+    options = parse_arguments(argv)
     torch.manual_seed(options.seed)
     devices = parse_devices(options.devices)
     llm, tokenizer = byte_llama() if options.model is None else load_checkpoint(options.model)
@@ -355,7 +325,6 @@ def run(options: argparse.Namespace) -> int:
         ),
     )
     with model:
-        print(model.partition_table(), end="\n\n")
         if options.check:
             loss_difference, gradient = check(model, llm, data, options)
             print(f"check: largest loss difference {loss_difference:.1e}, gradient difference {gradient:.1e}")
@@ -383,12 +352,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parses the arguments and runs; what roundpipe refuses becomes one line too."""
-    options = parse_arguments(argv)
-    try:
-        return run(options)
-    except RoundPipeError as error:
-        fail(error)
+    """The program; returns its exit code."""
+    return command_line.main("finetune_llm.py", run, argv)
 
 
 if __name__ == "__main__":

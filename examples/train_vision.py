@@ -10,33 +10,18 @@ Skip connections that reach over several stages, BatchNorm and a model written a
 from __future__ import annotations
 
 import argparse
-import sys
 import time
-from typing import NoReturn
 
+import command_line
 import torch
 import torch.nn.functional as F
+from command_line import Parser, Refused, parse_devices
 from sklearn.datasets import load_digits
 from torch import nn
 from tqdm import tqdm
 
 import roundpipe
-from roundpipe.errors import RoundPipeError
 from roundpipe.report import format_bytes, summary_table
-
-
-def fail(message: object) -> NoReturn:
-    """Ends the program with one line that says what to change."""
-    first_line = str(message).strip().splitlines()[0]
-    print(f"train_vision.py: error: {first_line}", file=sys.stderr)
-    raise SystemExit(2)
-
-
-class Parser(argparse.ArgumentParser):
-    """Reports a wrong argument in one line, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        fail(f"{message} (--help shows the options)")
 
 
 class Block(nn.Module):
@@ -80,35 +65,14 @@ class DigitsNet(nn.Module):
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """The options, checked."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", help='such as "cuda:0" or "cpu,cpu"; default: all accelerators')
-    parser.add_argument("--microbatches", type=int, metavar="N", help="default: number of devices + 1")
+    parser = Parser(__doc__)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch", type=int, default=96, help="images per step")
     parser.add_argument("--channels", type=int, default=16)
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
-    for name in ("epochs", "batch", "microbatches", "channels"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name} must be at least 1, not {value}")
-    if not options.lr > 0:
-        parser.error(f"--lr must be positive, not {options.lr}")
+    parser.require_positive(options, "epochs", "batch", "microbatches", "channels")
     return options
-
-
-def parse_devices(text: str | None) -> list[str] | None:
-    """The devices to rotate through; None leaves the choice to roundpipe."""
-    if text is None:
-        return None if torch.accelerator.is_available() else ["cpu", "cpu"]
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        try:
-            torch.empty(1, device=name)
-        except (RuntimeError, AssertionError) as error:
-            fail(f"--devices {text}: {name!r} can't be used here: {str(error).splitlines()[0]}")
-    return names
 
 
 def load_images() -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,8 +83,9 @@ def load_images() -> tuple[torch.Tensor, torch.Tensor]:
     return images[order], torch.tensor(digits.target)[order]
 
 
-def run(options: argparse.Namespace) -> int:
+def run(argv: list[str] | None) -> int:
     """Trains and evaluates; the exit code."""
+    options = parse_arguments(argv)
     torch.manual_seed(options.seed)
     devices = parse_devices(options.devices)
     images, classes = load_images()
@@ -128,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
     test_images, test_classes = images[:num_test], classes[:num_test]
     images, classes = images[num_test:], classes[num_test:]
     if options.batch > len(images):
-        fail(f"--batch {options.batch} is more than the {len(images)} training images")
+        raise Refused(f"--batch {options.batch} is more than the {len(images)} training images")
 
     model = roundpipe.compile(
         DigitsNet(options.channels),
@@ -137,7 +102,6 @@ def run(options: argparse.Namespace) -> int:
         model_run_config=roundpipe.RoundPipeRunConfig(num_microbatch=options.microbatches),
     )
     with model:
-        print(model.partition_table(), end="\n\n")
         optimizer = torch.optim.AdamW(model.optim_parameters(), lr=options.lr)
 
         def update() -> None:
@@ -163,6 +127,7 @@ def run(options: argparse.Namespace) -> int:
         model.synchronize()
         seconds = time.perf_counter() - started
 
+        print(model.partition_table(), end="\n\n")
         model.eval()
         with torch.no_grad():
             predicted = model(test_images).argmax(1)
@@ -177,12 +142,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parses the arguments and runs; what roundpipe refuses becomes one line too."""
-    options = parse_arguments(argv)
-    try:
-        return run(options)
-    except RoundPipeError as error:
-        fail(error)
+    """The program; returns its exit code."""
+    return command_line.main("train_vision.py", run, argv)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from roundpipe.runtime.config import RoundPipeRunConfig, num_microbatches
 from roundpipe.runtime.microbatch import RoundPipePackedData
 from roundpipe.runtime.optimizer import GradScaler, OptimizerCtx
 from roundpipe.runtime.pipe import RoundPipe
-from roundpipe.runtime.recompute import doing_recompute
+from roundpipe.runtime.recompute import doing_recompute, get_recompute_data, save_for_recompute
 from roundpipe.runtime.schedule import ExecutePlan, ModelExecutePlan
 from roundpipe.wrap import AutoRoundPipe
 
@@ -54,5 +54,7 @@ __all__ = [
     "TraceError",
     "compile",
     "doing_recompute",
+    "get_recompute_data",
     "num_microbatches",
+    "save_for_recompute",
 ]

@@ -37,6 +37,8 @@ MAX_PERIOD = 4
 """Longest sequence of unlike rows whose repetition is folded (such as attention, mlp, attention, mlp)."""
 
 _NOTHING = "-"
+_FLOP_UNITS = ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "KFLOP"))
+"""One for a whole column: the largest that its largest number reaches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,29 +243,31 @@ def _folded_row(alike: Sequence[_Row]) -> _Row:
 # Tables
 
 
-def _compute_columns(measured: bool) -> list[tuple[str, Callable[[LayerCost], str]]]:
+def _compute_columns(rows: Sequence[_Row], measured: bool) -> list[tuple[str, Callable[[LayerCost], str]]]:
     if measured:
         return [
             ("forward ms", lambda cost: f"{cost.forward_s * 1e3:.2f}"),
             ("backward ms", lambda cost: f"{cost.backward_s * 1e3:.2f}" if cost.backward_s else _NOTHING),
         ]
+    heaviest = max(max(row.cost.forward_flops, row.cost.backward_flops) for row in rows)
+    scale, unit = next(((scale, unit) for scale, unit in _FLOP_UNITS if heaviest >= scale), _FLOP_UNITS[-1])
+
+    def cell(flops: int) -> str:
+        value = flops / scale
+        return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if flops else _NOTHING
+
     return [
-        ("forward GFLOP", lambda cost: _gflop(cost.forward_flops)),
-        ("backward GFLOP", lambda cost: _gflop(cost.backward_flops)),
+        (f"forward {unit}", lambda cost: cell(cost.forward_flops)),
+        (f"backward {unit}", lambda cost: cell(cost.backward_flops)),
     ]
 
 
-def _gflop(flops: int) -> str:
-    if not flops:
-        return _NOTHING
-    return f"{flops / 1e9:,.0f}" if flops >= 100e9 else f"{flops / 1e9:.3g}"
-
-
 def _table(first: str, rows: Sequence[_Row], total: _Row, measured: bool) -> str:
-    compute = _compute_columns(measured)
+    shown = (*_fold(rows), total)
+    compute = _compute_columns(shown, measured)
     headers = [first, "covers", "parameters", "weights", *(title for title, _ in compute), "carries"]
     body = []
-    for row in (*_fold(rows), total):
+    for row in shown:
         cost = row.cost
         body.append(
             [

@@ -39,6 +39,7 @@ def difference(found: torch.Tensor | None, expected: torch.Tensor | None) -> flo
     if found is None:
         return float(expected.abs().max())
     assert found.shape == expected.shape
+    found, expected = found.detach(), expected.detach()
     if not found.numel():
         return 0.0
     scale = max(float(expected.abs().max()), 1e-3)

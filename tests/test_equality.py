@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+import functools
 
 import pytest
 import torch
 from torch import nn
 
 import roundpipe
-from roundpipe import RoundPipeRunConfig
+from roundpipe import RoundPipe, RoundPipeRunConfig, TraceError
+from roundpipe.fx.source import TracedSource
 from tests.equality import assert_same_gradients, assert_same_state, difference, eager_forward_backward
 from tests.models import CASES, Case, in_dtype
 
@@ -21,13 +22,35 @@ def tolerance_of(case: Case) -> float:
     return 1e-9 if case.dtype is torch.float64 else 1e-5
 
 
-def compiled(case: Case, model: nn.Module, num_workers: int, grain: str = "stage", **options: Any) -> Any:
-    torch.manual_seed(3)
-    example = in_dtype(case.inputs(4, 16), case.dtype)
-    config = RoundPipeRunConfig(num_microbatch=NUM_MICROBATCHES, recompute_grain=grain, **options)
-    return roundpipe.compile(
-        model, example_kwargs=example, devices=["cpu"] * num_workers, model_run_config=config, fallback=False
-    )
+class Traced:
+    """A case's model, traced once for all tests; every test starts from the same weights."""
+
+    def __init__(self, case: Case) -> None:
+        self.model = case.make()
+        self.state = copy.deepcopy(self.model.state_dict())
+        self.source = TracedSource(self.model, "time", on_failure=fail)
+        torch.manual_seed(3)
+        self.num_layers = len(self.source.chain_for((), in_dtype(case.inputs(4, 16), case.dtype)))
+
+    def fresh_model(self) -> nn.Module:
+        self.model.load_state_dict(self.state)
+        self.model.zero_grad()
+        return self.model
+
+    def pipe(self, num_workers: int, grain: str = "stage", num_microbatches: int = NUM_MICROBATCHES) -> RoundPipe:
+        config = RoundPipeRunConfig(num_microbatch=num_microbatches, recompute_grain=grain)
+        return RoundPipe.from_source(
+            self.fresh_model(), self.source, devices=["cpu"] * num_workers, model_run_config=config
+        )
+
+
+def fail(error: TraceError) -> None:
+    raise error
+
+
+@functools.cache
+def traced(case: Case) -> Traced:
+    return Traced(case)
 
 
 def one_layer_per_stage(num_layers: int) -> roundpipe.ExecutePlan:
@@ -40,13 +63,13 @@ def one_layer_per_stage(num_layers: int) -> roundpipe.ExecutePlan:
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_loss_gradients_and_buffers_equal_eager(case: Case, num_workers: int, grain: str) -> None:
-    model = case.make()
+    shared = traced(case)
+    model = shared.fresh_model()
     reference = copy.deepcopy(model)
     tolerance = tolerance_of(case)
-    with compiled(case, model, num_workers, grain) as pipe:
-        num_layers = len(pipe._state.source.latest)
-        assert num_layers >= case.min_layers
-        plans = [None, one_layer_per_stage(num_layers)]
+    with shared.pipe(num_workers, grain) as pipe:
+        assert shared.num_layers >= case.min_layers
+        plans = [None, one_layer_per_stage(shared.num_layers)]
         for call, (batch, length) in enumerate([(4, 16), (6, 24), (3, 16)]):
             inputs = in_dtype(case.inputs(batch, length), case.dtype)
             expected = eager_forward_backward(reference, inputs, case.loss, NUM_MICROBATCHES)
@@ -62,14 +85,14 @@ def test_loss_gradients_and_buffers_equal_eager(case: Case, num_workers: int, gr
 def test_result_does_not_depend_on_the_number_of_workers(case: Case) -> None:
     found = []
     for num_workers in (1, 2, 3):
-        model = case.make()
-        with compiled(case, model, num_workers) as pipe:
+        shared = traced(case)
+        with shared.pipe(num_workers, num_microbatches=3) as pipe:
             torch.manual_seed(5)
             inputs = in_dtype(case.inputs(5, 16), case.dtype)
-            plan = one_layer_per_stage(len(pipe._state.source.latest))
-            config = RoundPipeRunConfig(execute_plan=plan, num_microbatch=3)
+            config = RoundPipeRunConfig(execute_plan=one_layer_per_stage(shared.num_layers))
             losses = [pipe.forward_backward(input_kwargs=inputs, loss_fn=case.loss, run_config=config) for _ in range(2)]
-        found.append((losses, {name: p.grad for name, p in model.named_parameters()}, model.state_dict()))
+        gradients = {name: parameter.grad for name, parameter in shared.model.named_parameters()}
+        found.append((losses, gradients, copy.deepcopy(shared.model.state_dict())))
     for losses, gradients, state in found[1:]:
         assert all(map(torch.equal, losses, found[0][0]))
         for name, gradient in gradients.items():
@@ -91,11 +114,12 @@ OPTIMIZERS = {
 def test_five_steps_equal_eager(case: Case, optimizer_name: str, is_async: bool) -> None:
     """Sync against plain PyTorch; async against a loop that takes gradients at weights one step old."""
     make_optimizer = OPTIMIZERS[optimizer_name]
-    model, tolerance = case.make(), tolerance_of(case) * 10
+    shared, tolerance = traced(case), tolerance_of(case) * 10
+    model = shared.fresh_model()
     latest = copy.deepcopy(model)
     stale = copy.deepcopy(model)
     reference_optimizer = make_optimizer(latest.parameters())
-    with compiled(case, model, 2) as pipe:
+    with shared.pipe(2) as pipe:
         optimizer = make_optimizer(pipe.optim_parameters())
 
         def update() -> None:

@@ -86,7 +86,7 @@ def test_make_targets_exist(line: str) -> None:
 @pytest.mark.parametrize("line", [line for line in SHELL_LINES if line.startswith("python ")])
 def test_example_lines_use_options_that_exist(line: str) -> None:
     _, script, *arguments = shlex.split(line)
-    source = (ROOT / script).read_text()
+    source = (ROOT / script).read_text() + (ROOT / "examples" / "command_line.py").read_text()
     for argument in arguments:
         if argument.startswith("--"):
             assert f'"{argument}"' in source, f"{script} has no option {argument}"

@@ -92,7 +92,7 @@ def test_a_stack_of_blocks_is_one_row() -> None:
     rows = cells(report.layer_table(stack()))
     assert rows[2][:2] == ["1 .. 80", "model.layers.0 .. model.layers.79 (80x)"]
     assert len(rows) == 1 + 3 + 1
-    assert rows[2][2:] == ["200 M", "400 MiB", "40", "80", "1.00 MiB"]
+    assert rows[2][2:] == ["200 M", "400 MiB", "0.04", "0.08", "1.00 MiB"]
 
 
 def test_an_unlike_block_splits_the_fold() -> None:
@@ -125,7 +125,22 @@ def test_folding_leaves_the_totals() -> None:
     assert total[0] == "total"
     assert total[2] == report.format_count(80 * BLOCK.num_parameters + 2 * 10**7)
     assert total[3] == report.format_bytes(81 * BLOCK.weight_bytes + EMBED.weight_bytes)
-    assert total[4:6] == ["3,300", "6,480"]
+    assert total[4:6] == ["3.3", "6.48"]
+
+
+@pytest.mark.parametrize(
+    ("flops", "unit", "number"),
+    [
+        (1, "KFLOP", "0.001"),
+        (2_000_000, "MFLOP", "2"),
+        (3_210_000_000, "GFLOP", "3.21"),
+        (10**15, "TFLOP", "1,000"),
+    ],
+)
+def test_flops_are_in_one_unit_that_suits_the_largest(flops: int, unit: str, number: str) -> None:
+    rows = cells(report.layer_table(chain_of([LayerSpec("a")], [LayerCost(forward_flops=flops)])))
+    assert rows[0][4:6] == [f"forward {unit}", f"backward {unit}"]
+    assert rows[1][4:6] == [number, "-"]
 
 
 def test_measured_times_replace_flops_and_folded_rows_show_their_mean() -> None:

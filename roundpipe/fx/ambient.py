@@ -101,9 +101,7 @@ class Ambient:
             if self.grad is not None:
                 stack.enter_context(torch.set_grad_enabled(self.grad))
             for state in self._autocast_to_enter():
-                stack.enter_context(
-                    torch.autocast(state.device_type, dtype=state.dtype, enabled=state.enabled)
-                )
+                stack.enter_context(torch.autocast(state.device_type, dtype=state.dtype, enabled=state.enabled))
             if self.attention_kernels is not None and before is not None:
                 stack.callback(_allow_attention_kernels, before)
                 _allow_attention_kernels(self.attention_kernels)

@@ -29,9 +29,7 @@ class CallForm:
         self._signature = _signature_of(model.forward)
         self._defaults: dict[str, Any] = {}
         if self._signature is not None:
-            self._defaults = {
-                name: parameter.default for name, parameter in self._signature.parameters.items()
-            }
+            self._defaults = {name: parameter.default for name, parameter in self._signature.parameters.items()}
 
     def normalise(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments in normal form.

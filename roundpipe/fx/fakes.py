@@ -65,6 +65,8 @@ class ShapeWorld(ShapeEnv):
     def __init__(self, in_glue: Callable[[], bool] = lambda: False) -> None:
         super().__init__(duck_shape=False, specialize_zero_one=False)
         self.in_glue = in_glue
+        self.on_fixed_size: Callable[[], None] = lambda: None
+        """Called when glue turns a size into a plain number, such as for a loop over it."""
         self.glue_guards: dict[sympy.Basic, str] = {}
         """What held when glue asked, in the order asked, and where it asked."""
         self.recent: list[sympy.Basic] = []
@@ -77,6 +79,8 @@ class ShapeWorld(ShapeEnv):
             if self.in_glue():
                 if holds not in self.glue_guards:
                     self.glue_guards[holds] = model_location()
+                    if not orig_expr.is_Boolean and not orig_expr.is_Relational:
+                        self.on_fixed_size()
             else:
                 self.recent.append(holds)
         return answer
@@ -86,12 +90,19 @@ class ShapeWorld(ShapeEnv):
         for holds in self.recent:
             self.glue_guards.setdefault(holds, model_location())
 
+    def num_fixed_sizes(self) -> int:
+        """Number of size symbols that turned out to be one number."""
+        return sum(bool(value.is_number) for value in self.replacements.values())
+
     def size_guards(self) -> list[sympy.Basic]:
         """Every assumption made about sizes so far, whoever made it."""
         return list(dict.fromkeys(guard.expr for guard in self.guards))
 
 
 _OUR_FILES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+
+_ANSWERING_FILES = (_OUR_FILES[0] + "__init__.py", _OUR_FILES[0] + os.path.join("fx", "experimental"), __file__)
+"""Where a question about a size passes through."""
 
 
 def is_model_file(filename: str) -> bool:
@@ -107,6 +118,18 @@ def model_location() -> str:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "unknown"
+
+
+def asked_by_operator() -> bool:
+    """Whether the question about a size that is being answered comes from torch's code, not a model's."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in ("guard_bool", "guard_int", "guard_float") and frame.f_locals.get("file"):
+            return True  # compiled code names its own file
+        if not frame.f_code.co_filename.startswith(_ANSWERING_FILES):
+            return not is_model_file(frame.f_code.co_filename)
+        frame = frame.f_back
+    return False
 
 
 def _that(expression: sympy.Basic, answer: Any) -> sympy.Basic:
@@ -265,11 +288,7 @@ class FakeWorld:
 
     def _fake_arguments(self, arguments: Any) -> Any:
         fakes = iter(
-            [
-                self._fake_input(path, leaf)
-                for path, leaf in structure.walk(arguments)
-                if isinstance(leaf, torch.Tensor)
-            ]
+            [self._fake_input(path, leaf) for path, leaf in structure.walk(arguments) if isinstance(leaf, torch.Tensor)]
         )
         args, kwargs = arguments
         return (
@@ -290,9 +309,7 @@ class FakeWorld:
         fake = self.mode.from_tensor(
             real.contiguous(),
             source=ConstantSource(f"input_{self._num_inputs}"),
-            symbolic_context=StatelessSymbolicContext(
-                dynamic_sizes=kinds, constraint_sizes=[None] * real.dim()
-            ),
+            symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds, constraint_sizes=[None] * real.dim()),
         )
         if leaf.requires_grad:
             fake.requires_grad_()
@@ -329,9 +346,7 @@ def _make_twin(
 class _Adoption:
     """Maps an attribute's value to the twin's: its modules and tensors, containers copied."""
 
-    def __init__(
-        self, twins: Mapping[nn.Module, nn.Module], fake_of: Mapping[torch.Tensor, torch.Tensor]
-    ) -> None:
+    def __init__(self, twins: Mapping[nn.Module, nn.Module], fake_of: Mapping[torch.Tensor, torch.Tensor]) -> None:
         self._twins = twins
         self._fake_of = fake_of
 

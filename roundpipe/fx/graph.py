@@ -361,6 +361,34 @@ def reachable_from(graph: networkx.DiGraph, sources: Iterable[Node]) -> set[Node
     return found
 
 
+def merge_same_values(traced: TracedGraph) -> None:
+    """Makes readers of a value that a leaf only hands through read what it was handed.
+
+    A block that takes a mask or position bias and returns it would otherwise give it a new name in every
+    layer. Values are the same if tracing found the very same tensor; never those that are written in place.
+    """
+    written = {item for node in traced.body for value in mutated_by(node) for item in (value, node)}
+    written_memory = {storage_key(node) for node in written} - {None}
+    first: dict[torch.Tensor, Node] = {}
+    renamed: dict[str, str] = {}
+    for node in traced.graph.nodes:
+        value = None if node.op == "output" else value_of(node)
+        if not isinstance(value, torch.Tensor) or node in written or storage_key(node) in written_memory:
+            continue
+        if value not in first:
+            first[value] = node
+        elif not has_effect(node):
+            node.replace_all_uses_with(first[value])
+            renamed[node.name] = first[value].name
+    if renamed:
+        traced.output = structure.map_leaves(
+            traced.output,
+            lambda leaf: (
+                OutputValue(renamed.get(leaf.name, leaf.name)) if isinstance(leaf, OutputValue) else leaf
+            ),
+        )
+
+
 # ---------------------------------------------------------------------------------- grammar
 
 

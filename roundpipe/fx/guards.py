@@ -73,9 +73,7 @@ class SizeSystem:
         for expression, location in expressions.items():
             if not expression.free_symbols or not expression.free_symbols <= set(symbols):
                 continue  # about numbers, or about a size that only data determine: no input decides it
-            self.guards.append(
-                SizeGuard(expression_source(expression), compiled(expression, self.symbols), location)
-            )
+            self.guards.append(SizeGuard(expression_source(expression), compiled(expression, self.symbols), location))
 
     def first_failure(self, shapes: Sequence[torch.Size]) -> SizeGuard | None:
         """The first assumption that tensors of these shapes break."""

@@ -37,6 +37,10 @@ class Session(Protocol):
         """A custom autograd function is applied in glue."""
         ...
 
+    def in_transform(self) -> bool:
+        """Whether a function transform is running in glue."""
+        ...
+
     def transform(self) -> AbstractContextManager[None]:
         """Around a function transform in glue."""
         ...
@@ -55,9 +59,7 @@ _ACTIVE = threading.local()
 ORIGINAL_CALL = nn.Module.__call__
 
 PYTHON_RANDOM = "random randint uniform choice choices shuffle sample gauss randrange normalvariate".split()
-NUMPY_RANDOM = (
-    "rand randn random randint uniform choice permutation random_sample normal shuffle binomial".split()
-)
+NUMPY_RANDOM = "rand randn random randint uniform choice permutation random_sample normal shuffle binomial".split()
 
 
 def _session() -> Session | None:
@@ -109,7 +111,7 @@ def _patch_function_apply(stack: ExitStack) -> None:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         bound = original.__get__(None, cls)
         session = _session()
-        if session is None or not session.in_glue():
+        if session is None or not session.in_glue() or session.in_transform():
             return bound(*args, **kwargs)
         if cls is torch.utils.checkpoint.CheckpointFunction:
             function, _preserve_rng_state, *inputs = args
@@ -144,7 +146,7 @@ def _refused(owner: str, name: str, original: Callable[..., Any]) -> Callable[..
 
 
 def _patch_transformers(stack: ExitStack) -> None:
-    """transformers takes other paths for fakes; where their data can be read it must not."""
+    """Transformers takes other paths for fakes; where their data can be read it must not."""
     module: Any = sys.modules.get("transformers.utils.import_utils")
     original = getattr(module, "is_fake_tensor", None)
     if original is None:

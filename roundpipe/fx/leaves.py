@@ -179,11 +179,11 @@ def _value_key(value: Any, depth: int = 0) -> Any:
         return type(value), value
     if isinstance(value, torch.Tensor):
         return tuple(expression_of(size) for size in value.shape), value.dtype
+    if isinstance(value, torch.Size):
+        return torch.Size, tuple(expression_of(size) for size in value)
     if type(value) in _CONTAINERS and depth < 3:
         items = value.items() if isinstance(value, dict) else enumerate(value)
-        return type(value), tuple(
-            (_value_key(k, depth + 1), _value_key(item, depth + 1)) for k, item in items
-        )
+        return type(value), tuple((_value_key(k, depth + 1), _value_key(item, depth + 1)) for k, item in items)
     if isinstance(value, nn.Module):
         return type(value)
     return Same(value)

@@ -98,9 +98,7 @@ class Build(_Named):
 
     def __call__(self, *values: Any) -> Any:
         remaining = iter(values)
-        return structure.map_leaves(
-            self.template, lambda leaf: next(remaining) if isinstance(leaf, Hole) else leaf
-        )
+        return structure.map_leaves(self.template, lambda leaf: next(remaining) if isinstance(leaf, Hole) else leaf)
 
 
 class ApplyFunction(_Named):

@@ -37,6 +37,7 @@ from roundpipe.fx.graph import (
     draws_random,
     has_effect,
     is_accessor,
+    merge_same_values,
     module_of,
     mutated_by,
     producer_of,
@@ -56,8 +57,10 @@ NARROW = 1.6
 """A cut is narrow if it carries at most this many times what the narrowest cuts around it do."""
 SMALLEST_SHARE = 0.25
 """A layer weighs at least this share of a small block of the model."""
-LARGEST_NUM_LAYERS = 1024
-"""Without repeated blocks, a layer weighs at least the model's share of one in so many."""
+SMALLEST_BLOCK = 0.05
+"""Blocks lighter than this share of the heaviest one (a list of norms) don't say what a layer weighs."""
+LARGEST_NUM_LAYERS = 8192
+"""A layer weighs at least one in so many parts of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +118,7 @@ def partition(
     """Cuts a graph into the finest chain of sensible layers.
 
     Args:
-        traced: a linted graph.
+        traced: a linted graph; values handed through unchanged are merged in it.
         costs: of its nodes, from `roundpipe.fx.cost.measure`.
         balance: what weighs: ``"time"``, ``"size"`` (bytes of weights) or a function of a leaf module.
         num_layers: at most so many layers, evenly weighted, instead of the finest chain.
@@ -124,6 +127,7 @@ def partition(
     Raises:
         PartitionError: ``balance`` or ``num_layers`` is not usable, or there is nothing to cut.
     """
+    merge_same_values(traced)
     recomputed = _recomputed(traced, costs, limits)
     order = _order(traced, recomputed)
     if not order:
@@ -220,7 +224,7 @@ def _order(traced: TracedGraph, recomputed: frozenset[Node]) -> list[Node]:
     riders: dict[Node, list[Node]] = {}
     main = []
     for node in traced.body:
-        if node in recomputed:
+        if node in recomputed or is_accessor(node) and not node.users:
             continue
         if is_accessor(node) and producer_of(node) not in recomputed:
             riders.setdefault(producer_of(node), []).append(node)
@@ -405,17 +409,20 @@ def _finest(
     for block, weight in zip(blocks, weights, strict=True):
         if block:
             block_weights[block] = block_weights.get(block, 0.0) + weight
-    heavy = sorted(weight for weight in block_weights.values() if weight > 0)
-    small_block = quantiles(heavy, n=4)[0] if len(heavy) > 1 else 1.0
-    least = max(min(SMALLEST_SHARE * max(small_block, 0.0), 1 / 16), 1 / LARGEST_NUM_LAYERS / 8)
-    window = heavy[len(heavy) // 2] if heavy else 1 / 16
+    largest = max(block_weights.values(), default=0.0)
+    typical = sorted(weight for weight in block_weights.values() if weight > SMALLEST_BLOCK * largest)
+    small_block = quantiles(typical, n=4)[0] if len(typical) > 1 else max(largest, 1 / 4)
+    least = max(min(SMALLEST_SHARE * small_block, 1 / 16), 1 / LARGEST_NUM_LAYERS)
+    window = typical[len(typical) // 2] if typical else 1 / 16
     widths = _widths(weights, live, legal, window)
-    candidates = [cut for cut in _between_weights(traced, order, weights, legal) if widths[cut] <= NARROW]
+    heavy = _with_weights(traced, order)
+    candidates = [cut for cut in legal if widths[cut] <= NARROW and heavy and heavy[0] < cut <= heavy[-1]]
     prefix = [0.0, *accumulate(weights)]
     best: list[tuple[float, int]] = []  # for each candidate: score of the chain up to it, previous candidate
     leading: list[tuple[float, int]] = []  # running maximum of best
     for index, cut in enumerate(candidates):
         allowed = bisect_right(prefix, prefix[cut] - least) - 1  # items before which a layer may start
+        allowed = min(allowed, heavy[bisect_left(heavy, cut) - 1])  # so that it has weights
         if allowed < 0 or prefix[cut] < least:
             score, previous = float("-inf"), -1
         else:
@@ -469,19 +476,14 @@ def _carried_bytes(live: Iterable[Node]) -> int:
     return sum(value_bytes(node) for node in live if node.op != "placeholder")
 
 
-def _between_weights(
-    traced: TracedGraph, order: Sequence[Node], weights: Sequence[float], legal: Sequence[int]
-) -> list[int]:
-    """Legal cuts with weights on both sides: glue at the ends makes no layer."""
-    heavy = [
+def _with_weights(traced: TracedGraph, order: Sequence[Node]) -> list[int]:
+    """Positions of the nodes that use parameters; every layer has one of them."""
+    return [
         index
         for index, node in enumerate(order)
         if traced.parameters_of(node)
         or any(source.op == "get_attr" and traced.parameters_of(source) for source in node.all_input_nodes)
     ]
-    if not heavy:
-        return list(legal)
-    return [cut for cut in legal if heavy[0] < cut <= heavy[-1]]
 
 
 def _covered(node: Node) -> str:
@@ -502,7 +504,7 @@ def _blocks(traced: TracedGraph, order: Sequence[Node]) -> list[str]:
             repeated[name] = {
                 key: next(child.children(), None) is not None
                 for key, child in container.named_children()
-                if kinds[type(child)] > 1 and next(child.parameters(), None) is not None
+                if (kinds[type(child)] > 1 or len(kinds) == 1) and next(child.parameters(), None) is not None
             }
 
     def innermost(node: Node, composite: bool) -> str:

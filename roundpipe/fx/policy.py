@@ -86,6 +86,10 @@ class LeafPolicy:
             self._answers[module] = self._decide(module)
         return self._answers[module]
 
+    def may_be_leaf(self, module: nn.Module) -> bool:
+        """Whether a module could be kept whole although it is large: it holds no stack."""
+        return module in self._equal_blocks or not _holds_stack(module)
+
     def _decide(self, module: nn.Module) -> bool:
         if not self._names[module] or isinstance(module, _CONTAINERS):
             return False

@@ -21,10 +21,13 @@ from torch import nn
 from roundpipe import structure
 from roundpipe.errors import TraceError
 from roundpipe.fx.builder import flat_values
-from roundpipe.fx.fakes import FakeWorld, Symbolic, compiled, expression_of, size_hint, without_fakes
+from roundpipe.fx.fakes import FakeWorld, Symbolic, compiled, expression_of, without_fakes
 
 if TYPE_CHECKING:
     from roundpipe.fx.recorder import Recorder
+
+
+_PLAIN = (type(None), bool, int, float, str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +93,9 @@ def _hints_of(values: list[Any]) -> dict[Any, int]:
     for value in values:
         for size in value.shape if isinstance(value, torch.Tensor) else [value]:
             expression = expression_of(size)
-            if isinstance(size, torch.SymInt) and isinstance(size.node.shape_env, object):
-                known = getattr(size.node.shape_env, "backed_var_to_val", None)
-                if known is None:
-                    known = getattr(size.node.shape_env, "var_to_val", {})
+            if isinstance(size, torch.SymInt):
+                environment = size.node.shape_env
+                known = getattr(environment, "backed_var_to_val", None) or environment.var_to_val
                 for symbol in getattr(expression, "free_symbols", ()):
                     if symbol in known:
                         hints[symbol] = int(known[symbol])
@@ -106,9 +108,9 @@ def _map_values(value: Any, function: Callable[[Any], Any]) -> Any:
         return function(value)
     if not flat_values(value):
         return value
-    return structure.map_leaves(
-        value, lambda leaf: function(leaf) if isinstance(leaf, (torch.Tensor, *Symbolic)) else leaf
-    )
+    if isinstance(value, torch.Size):
+        return torch.Size([_map_values(size, function) for size in value])
+    return structure.map_leaves(value, lambda leaf: leaf if isinstance(leaf, _PLAIN) else _map_values(leaf, function))
 
 
 def probe_module(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwargs: Any) -> Probe:
@@ -142,8 +144,7 @@ def probe_module(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwargs
             )
             random |= not torch.equal(state, torch.random.get_rng_state())
             written |= any(
-                key not in before or not torch.equal(before[key], buffer)
-                for key, buffer in module.named_buffers()
+                key not in before or not torch.equal(before[key], buffer) for key, buffer in module.named_buffers()
             )
             sizes.append(numbers)
     has_grad = any(isinstance(v, torch.Tensor) and v.requires_grad for v in values) or any(
@@ -168,12 +169,16 @@ def probe_function(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any
                     return reader.value(node)
                 return numbers.real(value)
 
-            results.append(
-                func(
+            try:
+                result = func(
                     *(_map_values(arg, real) for arg in args),
                     **{key: _map_values(value, real) for key, value in kwargs.items()},
                 )
-            )
+            except Exception:
+                if not enlarged or any(tensor.dim() for tensor in structure.tensors(results[0])):
+                    raise
+                result = results[0]  # numbers have no sizes to be told
+            results.append(result)
             sizes.append(numbers)
     has_grad = any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
     return _fitted(results, sizes, values, has_grad)
@@ -231,6 +236,3 @@ def _real_copy(module: nn.Module) -> nn.Module:
         inner._forward_hooks.clear()
         inner._forward_pre_hooks.clear()
     return clone
-
-
-__all__ = ["Probe", "probe_function", "probe_module", "size_hint"]

@@ -12,6 +12,8 @@ Invariant: a call that changes the graph's meaning is either recorded or ends th
 
 from __future__ import annotations
 
+import linecache
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +24,7 @@ from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from roundpipe import structure
 from roundpipe.errors import TraceError
 from roundpipe.fx.ambient import Ambient
 from roundpipe.fx.builder import GraphBuilder, UntracedValue, flat_tensors, flat_values
@@ -29,10 +32,14 @@ from roundpipe.fx.fakes import (
     DATA_DEPENDENT,
     NO_FAKE_KERNEL,
     FakeWorld,
+    Symbolic,
+    asked_by_operator,
     expression_of,
     is_data_dependent,
+    is_model_file,
     is_transformed,
     model_location,
+    without_fakes,
 )
 from roundpipe.fx.operations import ApplyFunction, set_item, set_property
 from roundpipe.fx.policy import Decision
@@ -59,9 +66,26 @@ class Restart(BaseException):
 
     def __init__(self, decision: Decision | None, name: str, cause: BaseException) -> None:
         super().__init__(decision, name, cause)
+        self.location = model_location()
         self.decision = decision
         self.name = name
         self.cause = cause
+
+    def where(self) -> str:
+        """The line of the model's code that raised the cause; if it was ours, that ran when it was raised."""
+        raised = raised_at(self.cause)
+        filename, _, line = (raised or self.location).rpartition(":")
+        source = linecache.getline(filename, int(line)).strip() if line.isdigit() else ""
+        return f"{filename}:{line} ({source})" if source else f"{filename}:{line}"
+
+
+def raised_at(error: BaseException) -> str:
+    """``file:line`` of the innermost line of the model's code in an error's traceback, or nothing."""
+    found = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if is_model_file(frame.f_code.co_filename):
+            found = f"{frame.f_code.co_filename}:{line}"
+    return found
 
 
 class BurnSizes(BaseException):
@@ -130,7 +154,10 @@ class Recorder(TorchFunctionMode):
         self.input_grad_matters = False
         self._burn_sizes = burn_sizes
         self._transformed = 0
-        world.shapes.in_glue = self.in_glue
+        self.fixes_sizes: dict[str, TraceError] = {}
+        """Modules whose glue turns sizes into plain numbers, with where."""
+        world.shapes.in_glue = self._asked_in_glue
+        world.shapes.on_fixed_size = self._note_fixed_size
         self.builder.add_inputs()
         self.reader = ValueReader(
             world.model,
@@ -145,6 +172,10 @@ class Recorder(TorchFunctionMode):
     def in_glue(self) -> bool:
         """Whether the model's own Python is running, rather than an operator or a leaf."""
         return not self.paused
+
+    def _asked_in_glue(self) -> bool:
+        """Whether it is the model's own Python that asks about a size."""
+        return not self.paused and not (self.watch.below_transform and asked_by_operator())
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -176,6 +207,10 @@ class Recorder(TorchFunctionMode):
         """The module being recorded can't be: the next attempt keeps it whole."""
         return Restart(Decision.LEAF, self.module, cause)
 
+    def _note_fixed_size(self) -> None:
+        cause = TraceError(f"a size is turned into a plain number at {model_location()}")
+        self.fixes_sizes.setdefault(self.module, cause)
+
     def _common_meta(self) -> dict[str, Any]:
         return {
             "ambient": Ambient.current().changes_from(self.base),
@@ -206,7 +241,7 @@ class Recorder(TorchFunctionMode):
             out, why_probed = self._call(func, args, kwargs)
         written = [tensor for tensor, version in versions if tensor._version != version]
         produced = flat_values(out)
-        if not any(isinstance(value, torch.Tensor) for value in produced):
+        if out is not None and not any(isinstance(value, torch.Tensor) for value in produced):
             self._note_python_result(func, name, args)
         if not produced and not written and name not in HOOKS:
             return out
@@ -228,6 +263,12 @@ class Recorder(TorchFunctionMode):
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, str | None]:
         """The result on fakes; if fakes can't tell, of the example's data or of a probe, and why."""
+        if func is torch.tensor and flat_values(args):
+            if not flat_tensors(args):
+                return _tensor_of_sizes(*args, **kwargs), None
+            real = self._read_data(func, args, kwargs)
+            if isinstance(real, torch.Tensor):
+                return self.world.static_fake(real), None
         try:
             out = func(*args, **kwargs)
         except Exception as error:
@@ -235,7 +276,7 @@ class Recorder(TorchFunctionMode):
                 raise
             return self._call_without_fakes(func, args, kwargs, error)
         if self._burn_sizes and any(_has_data_size(tensor) for tensor in flat_tensors(out)):
-            real = self._read_data(func, args, kwargs, forced=True)
+            real = self._read_data(func, args, kwargs)
             if isinstance(real, torch.Tensor):
                 return self.world.static_fake(real), None
         return out, None
@@ -244,7 +285,7 @@ class Recorder(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         data_dependent = isinstance(error, DATA_DEPENDENT)
         if not data_dependent or name not in DATA_READS:
-            real = self._read_data(func, args, kwargs, forced=True)
+            real = self._read_data(func, args, kwargs)
             if isinstance(real, torch.Tensor):
                 return self.world.static_fake(real), None
         if isinstance(error, NO_FAKE_KERNEL):
@@ -265,12 +306,12 @@ class Recorder(TorchFunctionMode):
             if self.reader.depends_on_inputs_only(node)
         ):
             return BurnSizes()
-        what = f"{name} asks for" if name else "this needs"
-        return self.give_up(
-            TraceError(f"{what} the data of an activation, which is only known when the model runs: {error}")
-        )
+        what = f"{name} asks for" if name in DATA_READS else f"{name or 'an operator'} needs"
+        cause = TraceError(f"{what} the data of an activation, which is only known when the model runs")
+        cause.__cause__ = error
+        return self.give_up(cause)
 
-    def _read_data(self, func: Any, args: Any, kwargs: Any, forced: bool = False) -> Any:
+    def _read_data(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The answer for the example if only inputs and buffers determine it, else `UNKNOWN`."""
         tensors = flat_tensors(args, kwargs)
         nodes = [self.builder.node_of.get(t) or self._known_attribute(t) for t in tensors]
@@ -359,10 +400,15 @@ class Recorder(TorchFunctionMode):
 @contextmanager
 def without_recording() -> Iterator[None]:
     """Real tensors, no recording and no fakes inside."""
-    from roundpipe.fx.fakes import without_fakes
-
     with without_fakes(), torch._C.DisableTorchFunction():
         yield
+
+
+def _tensor_of_sizes(data: Any, **options: Any) -> torch.Tensor:
+    """The fake of ``torch.tensor(sizes)``; torch itself would fix the sizes, and remember them."""
+    numbers = structure.map_leaves(data, lambda leaf: 2 if isinstance(leaf, Symbolic) else leaf)
+    like = torch.tensor(numbers, **options)
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
 
 def _has_data_size(tensor: torch.Tensor) -> bool:

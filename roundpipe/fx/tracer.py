@@ -17,11 +17,9 @@ Invariant: the user's model, and all random state, are after `trace` what they w
 
 from __future__ import annotations
 
-import linecache
 import logging
 import random
 import sys
-import traceback
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -36,7 +34,7 @@ from roundpipe.errors import TraceError
 from roundpipe.fx.ambient import Ambient
 from roundpipe.fx.binding import Arguments, CallForm
 from roundpipe.fx.builder import UntracedValue, flat_tensors, flat_values
-from roundpipe.fx.fakes import DATA_DEPENDENT, Dimension, FakeWorld, is_fake, is_model_file, model_location
+from roundpipe.fx.fakes import DATA_DEPENDENT, Dimension, FakeWorld, is_fake
 from roundpipe.fx.graph import OutputValue, TracedGraph, assign_buffer
 from roundpipe.fx.guards import Flags, Guards
 from roundpipe.fx.intercept import ORIGINAL_CALL, exclusive, intercepting
@@ -54,10 +52,13 @@ from roundpipe.fx.probe import probe_module
 from roundpipe.fx.recorder import BurnSizes, Recorder, Restart
 from roundpipe.fx.values import ValueProgram
 from roundpipe.fx.verify import ShapeVerifier
+from roundpipe.layers import weight_bytes_of
 
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 60
+MAX_PROBE_BYTES = 1 << 28
+"""Largest leaf that is copied and run only to serve more sizes."""
 MAX_SETTLING_RUNS = 3
 """Runs until a model that sets plain attributes in its forward must give the same graph twice."""
 
@@ -153,17 +154,14 @@ def _settled(world: FakeWorld, form: CallForm, learned: _Learned) -> TracedGraph
             return traced
         previous = printed
         state.restore_tensors()
-    raise _root_error(
-        world.model,
-        TraceError(f"its forward sets {', '.join(changed)}, and what it computes depends on that"),
-        "unknown",
-    )
+    cause = TraceError(f"it sets {', '.join(changed)}, and what it computes depends on that")
+    raise _root_error(world.model, cause, f"{type(world.model).__name__}.forward")
 
 
 def _learn(model: nn.Module, learned: _Learned, restart: Restart) -> None:
     """Notes what a failed attempt found; raises if it was the root that failed."""
     name, decision = restart.name, restart.decision
-    location = _location(restart.cause)
+    location = restart.where()
     if not name or decision is None:
         raise _root_error(model, restart.cause, location) from restart.cause
     if (name, decision) in learned.history:
@@ -199,9 +197,7 @@ class _Attempt:
         self._learned = learned
         self._flags = Flags.of(world.model)
         self._recorder = Recorder(world, Ambient.current(), learned.burn_sizes)
-        self._policy = LeafPolicy(
-            world.twin, world.name_of_module, learned.decisions, learned.max_leaf_bytes
-        )
+        self._policy = LeafPolicy(world.twin, world.name_of_module, learned.decisions, learned.max_leaf_bytes)
         self._siblings = SiblingCache()
         self._glue_modules: dict[nn.Module, None] = {}
         self._leaves: dict[str, nn.Module] = {}
@@ -219,8 +215,16 @@ class _Attempt:
                 template, nodes = self._output(out)
             except UntracedValue as error:
                 raise recorder.untraced(error) from error
+        self._keep_whole_what_fixes_sizes()
         recorder.builder.graph.output(tuple(nodes))
         return self._traced(template)
+
+    def _keep_whole_what_fixes_sizes(self) -> None:
+        """A small module that loops over a size serves every size as a leaf, and one as glue."""
+        for name, cause in self._recorder.fixes_sizes.items():
+            untried = name not in self._learned.decisions and (name, Decision.LEAF) not in self._learned.history
+            if name and untried and self._policy.may_be_leaf(self._world.twin.get_submodule(name)):
+                raise Restart(Decision.LEAF, name, cause)
 
     def changed_attributes(self) -> list[str]:
         """Attributes of looked-into modules that the forward set, tensors apart."""
@@ -235,6 +239,9 @@ class _Attempt:
 
     def in_glue(self) -> bool:
         return self._recorder.in_glue()
+
+    def in_transform(self) -> bool:
+        return bool(self._recorder.watch.below_transform)
 
     def transform(self) -> AbstractContextManager[None]:
         return self._recorder.transform()
@@ -259,7 +266,7 @@ class _Attempt:
             return ORIGINAL_CALL(module, *args, **kwargs)
         if not isinstance(module, torch.jit.ScriptModule):
             module = self._twin_of(module, name)
-        if self._recorder.watch.below_transform:
+        if self.in_transform():
             raise self._recorder.give_up(TraceError(f"{name} is called inside a function transform"))
         if self._policy.is_leaf(module):
             return self._call_leaf(module, name, args, kwargs)
@@ -367,12 +374,11 @@ class _Attempt:
             self._siblings.put(key, run, args, kwargs)
         return run
 
-    def _watched(
-        self, module: nn.Module, name: str, args: Any, kwargs: Any, state: TreeState
-    ) -> LeafRun:
+    def _watched(self, module: nn.Module, name: str, args: Any, kwargs: Any, state: TreeState) -> LeafRun:
         """Runs a leaf on fakes."""
         recorder = self._recorder
         before = list(structure.walk((args, kwargs)))
+        fixed = self._world.shapes.num_fixed_sizes()
         given = flat_tensors(args, kwargs)
         versions = [(tensor, tensor._version) for tensor in given]
         draws = recorder.watch.num_random_draws
@@ -390,6 +396,9 @@ class _Attempt:
             raise self._not_a_leaf(module, name, TraceError(str(error)), structural=True) from error
         except Exception as error:
             raise self._not_a_leaf(module, name, error, structural=False) from error
+        if self._world.shapes.num_fixed_sizes() > fixed and self._may_probe(module, name):
+            cause = TraceError(f"{name} works at one size only on fakes, such as a loop over a size")
+            raise Restart(Decision.PROBE, name, cause)
         if containers_mutated(before, args, kwargs):
             raise self._not_a_leaf(module, name, refuse_mutated(name), structural=True)
         return LeafRun(
@@ -410,6 +419,11 @@ class _Attempt:
             return self._recorder.give_up(cause)
         return Restart(Decision.PROBE, name, cause)
 
+    def _may_probe(self, module: nn.Module, name: str) -> bool:
+        """Whether to try a probe of a leaf that works on fakes."""
+        tried = {(name, Decision.PROBE), (name, Decision.DESCEND)} & self._learned.history
+        return not tried and weight_bytes_of(module) <= MAX_PROBE_BYTES
+
     def _probe(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> LeafRun:
         try:
             probe = probe_module(self._world, name, module, args, kwargs)
@@ -427,6 +441,8 @@ class _Attempt:
         def place(leaf: Any) -> Any:
             if not flat_values(leaf):
                 return leaf
+            if isinstance(leaf, torch.Size):
+                return tuple(place(size) for size in leaf)
             argument = builder.argument(leaf)
             if not isinstance(argument, Node):
                 return argument
@@ -458,9 +474,7 @@ class _Attempt:
             },
         )
         verifier = ShapeVerifier(traced, world, self._form, set(recorder.probed_nodes), self._learned.dynamic)
-        traced.guards = Guards(
-            self._form, world, self._flags, values, verifier, recorder.input_grad_matters
-        )
+        traced.guards = Guards(self._form, world, self._flags, values, verifier, recorder.input_grad_matters)
         traced.lint()
         return traced
 
@@ -553,20 +567,6 @@ def _random_state_kept() -> Iterator[None]:
 # ---------------------------------------------------------------------------------- errors
 
 
-def _location(error: BaseException) -> str:
-    """``file:line`` of the model's code that an error comes from, with the line itself."""
-    found = ""
-    cause: BaseException | None = error
-    while cause is not None and not found:
-        for frame, line in traceback.walk_tb(cause.__traceback__):
-            if is_model_file(frame.f_code.co_filename):
-                filename = frame.f_code.co_filename
-                source = linecache.getline(filename, line).strip()
-                found = f"{filename}:{line} ({source})" if source else f"{filename}:{line}"
-        cause = cause.__cause__
-    return found or getattr(error, "location", "") or "its forward"
-
-
 def _first_line(error: BaseException) -> str:
     text = str(error).strip().split("\n")[0][:300]
     return text if isinstance(error, TraceError) else f"{type(error).__name__}: {text}"
@@ -578,6 +578,3 @@ def _root_error(model: nn.Module, cause: BaseException, location: str) -> TraceE
         f"submodule (which then stays whole, as one layer), or write it with tensor operations that do not "
         f"depend on data, Python's random numbers or changing attributes."
     )
-
-
-__all__ = ["model_location", "trace"]

@@ -48,9 +48,7 @@ class Replay:
         inputs: placeholder name -> its value, asked for when needed.
     """
 
-    def __init__(
-        self, model: nn.Module, constants: dict[str, Any], inputs: Callable[[str], torch.Tensor]
-    ) -> None:
+    def __init__(self, model: nn.Module, constants: dict[str, Any], inputs: Callable[[str], torch.Tensor]) -> None:
         self._model = model
         self._constants = constants
         self._inputs = inputs
@@ -208,17 +206,13 @@ class ValueProgram:
     @property
     def buffers(self) -> set[str]:
         """Names of the buffers that the reads depend on."""
-        return {str(copy.target) for copy in self._copies.values() if copy.op == "get_attr"} - set(
-            self._constants
-        )
+        return {str(copy.target) for copy in self._copies.values() if copy.op == "get_attr"} - set(self._constants)
 
     def first_failure(self, arguments: Any) -> tuple[ValueRead, Any] | None:
         """The first read whose answer differs for these arguments, with the answer."""
         if not self.reads:
             return None
-        replay = Replay(
-            self._model, self._constants, lambda name: structure.get(arguments, self._input_paths[name])
-        )
+        replay = Replay(self._model, self._constants, lambda name: structure.get(arguments, self._input_paths[name]))
         for read in self.reads:
             answer = replay.call(read.function, read.args, read.kwargs)
             if not _same_answer(read.expected, answer):

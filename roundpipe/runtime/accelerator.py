@@ -105,16 +105,20 @@ class AcceleratorBackend:
 
     # Copies
 
-    def upload(self, source: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
+    def upload(
+        self, source: torch.Tensor, target: torch.Tensor | None = None, lane: Lane = Lane.UPLOAD
+    ) -> torch.Tensor:
         source = source.detach()
-        with self._on(Lane.UPLOAD):
+        with self._on(lane):
             if target is None:
                 return source.to(self.device, non_blocking=True, copy=True)
             return target.copy_(source, non_blocking=True)
 
-    def download(self, source: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
+    def download(
+        self, source: torch.Tensor, target: torch.Tensor | None = None, lane: Lane = Lane.DOWNLOAD
+    ) -> torch.Tensor:
         source = source.detach()
-        with self._on(Lane.DOWNLOAD):
+        with self._on(lane):
             if target is None:
                 if source.layout is not torch.strided:
                     return source.cpu()

@@ -1,8 +1,10 @@
 """The device protocol: all that the runtime asks of a device, so that only backend files know what one is.
 
-A backend is one worker's view of one device. It owns three streams: COMPUTE, where layers run, and
-UPLOAD and DOWNLOAD, where copies from and to the host run beside it. Work on a stream is in order;
-work on two streams is ordered only by an event: `record` on the one, `wait` on the other.
+A backend is one worker's view of one device. It owns five streams: COMPUTE, where layers run, UPLOAD and
+DOWNLOAD, where carried values are copied from and to the host beside it, and WEIGHTS and GRADIENTS, where the
+bulk of a visit is: a value that the next computation waits for must not queue behind the weights of the
+visit after it. Work on a stream is in order; work on two streams is ordered only by an event: `record` on
+the one, `wait` on the other.
 
     upload(...) ; e = record(UPLOAD)          a copy to the device, and the event that it is done
     wait(COMPUTE, e) ; layer(...)             the layer runs after it
@@ -25,11 +27,13 @@ from roundpipe.errors import ConfigError
 
 
 class Lane(enum.IntEnum):
-    """The three streams of a backend, as indices."""
+    """The streams of a backend, as indices."""
 
     COMPUTE = 0
     UPLOAD = 1
     DOWNLOAD = 2
+    WEIGHTS = 3
+    GRADIENTS = 4
 
     def __str__(self) -> str:
         return self.name.lower()
@@ -97,11 +101,15 @@ class Backend(Protocol):
     def activations(self, known: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
         """Count what autograd keeps of work done inside, storages of ``known`` left out."""
 
-    def upload(self, source: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
-        """Copy to the device on the UPLOAD stream; always a copy, also where both are the CPU."""
+    def upload(
+        self, source: torch.Tensor, target: torch.Tensor | None = None, lane: Lane = Lane.UPLOAD
+    ) -> torch.Tensor:
+        """Copy to the device on the UPLOAD or WEIGHTS stream; always a copy, also where both are the CPU."""
 
-    def download(self, source: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
-        """Copy to (pinned) host memory on the DOWNLOAD stream; always a copy."""
+    def download(
+        self, source: torch.Tensor, target: torch.Tensor | None = None, lane: Lane = Lane.DOWNLOAD
+    ) -> torch.Tensor:
+        """Copy to (pinned) host memory on the DOWNLOAD or GRADIENTS stream; always a copy."""
 
     def record(self, lane: Lane) -> Event:
         """An event after all work given to the stream so far."""
@@ -119,4 +127,4 @@ class Backend(Protocol):
         """Largest number of bytes in use at once since the last reset."""
 
     def synchronize(self) -> None:
-        """Block until all three streams are done."""
+        """Block until all streams are done."""

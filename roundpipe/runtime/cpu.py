@@ -4,11 +4,13 @@ A worker copies weights and activations as an accelerator's would, so a missing 
 wait shows in CI. Three things are modelled, because the host has no counterpart of them:
 
 *Streams.* Copies are done at once, but each stream keeps a clock of how many copies it was given, and
-each copy is stamped with it. Waiting for an event moves the waiter's view of that clock forward; using
-a tensor whose stamp is ahead of the view raises `SynchronizationError`.
+each copy is stamped with it. Waiting for an event moves the waiter's view of that clock forward, and of
+all clocks that the event's stream had waited for; using a tensor whose stamp is ahead of the view raises
+`SynchronizationError`.
 
-*Links.* With a link speed set, a copy takes ``bytes / speed`` on the link's own timeline, which runs
-beside the computation: only a wait for its event sleeps until that time.
+*Links.* With a link speed set, a copy takes ``bytes / speed`` on its stream's own timeline, which runs
+beside the computation: only a wait for its event sleeps until that time. One link serves two streams;
+carried values go first, and weights and gradients that are given to it later start that much later.
 
 *Memory.* A ledger counts weights, gradients, carried values and what autograd keeps, and raises
 `DeviceMemoryError` past the budget. Temporaries inside a layer are not counted.
@@ -32,10 +34,15 @@ from roundpipe.runtime.randomness import drawing_from
 
 _STAMP = "_roundpipe_stamp"
 _stream_ids = itertools.count()
+_host_seen: dict[int, int] = {}
+"""How far every stream's work is known to be done because a thread waited for it to be."""
+
+_BULK_BEHIND = {Lane.WEIGHTS: Lane.UPLOAD, Lane.GRADIENTS: Lane.DOWNLOAD}
+"""Stream of a visit's bulk to the stream of values that has the same link, and goes first."""
 
 
 class _Clock:
-    """Order of work on one stream: how much was given to it, and how far it has waited for others."""
+    """Order of work on one stream: how much was given to it, and what it has seen of others, directly or not."""
 
     __slots__ = ("ready_at", "seen", "stream_id", "ticks")
 
@@ -49,18 +56,25 @@ class _Clock:
 class CpuEvent:
     """A stream's clock at the time of `record`."""
 
-    __slots__ = ("ready_at", "stream_id", "ticks")
+    __slots__ = ("ready_at", "seen")
 
     def __init__(self, clock: _Clock) -> None:
-        self.stream_id = clock.stream_id
-        self.ticks = clock.ticks
+        self.seen = {**clock.seen, clock.stream_id: clock.ticks}
         self.ready_at = clock.ready_at
 
     def synchronize(self) -> None:
         _sleep_until(self.ready_at)
+        _see(_host_seen, self.seen)
 
     def is_done(self) -> bool:
         return self.ready_at <= time.perf_counter()
+
+
+def _see(view: dict[int, int], other: dict[int, int]) -> None:
+    """Move a view of the streams forward to another one."""
+    for stream_id, ticks in other.items():
+        if view.get(stream_id, 0) < ticks:
+            view[stream_id] = ticks
 
 
 def _sleep_until(moment: float) -> None:
@@ -132,7 +146,8 @@ class CpuBackend:
         self.name = name
         self.memory_budget_bytes = given.memory_bytes
         self.ledger = Ledger(name, given.memory_bytes)
-        self._speed = (None, given.upload_bytes_per_s, given.download_bytes_per_s)
+        up, down = given.upload_bytes_per_s, given.download_bytes_per_s
+        self._speeds = {Lane.UPLOAD: up, Lane.WEIGHTS: up, Lane.DOWNLOAD: down, Lane.GRADIENTS: down}
         self._clocks = tuple(_Clock() for _ in Lane)
 
     def activate(self) -> contextlib.AbstractContextManager[Any]:
@@ -191,11 +206,15 @@ class CpuBackend:
 
     # Copies
 
-    def upload(self, source: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
-        return self._copy(Lane.UPLOAD, source, target)
+    def upload(
+        self, source: torch.Tensor, target: torch.Tensor | None = None, lane: Lane = Lane.UPLOAD
+    ) -> torch.Tensor:
+        return self._copy(lane, source, target)
 
-    def download(self, source: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
-        return self._copy(Lane.DOWNLOAD, source, target)
+    def download(
+        self, source: torch.Tensor, target: torch.Tensor | None = None, lane: Lane = Lane.DOWNLOAD
+    ) -> torch.Tensor:
+        return self._copy(lane, source, target)
 
     def _copy(self, lane: Lane, source: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
         clock = self._clocks[lane]
@@ -206,12 +225,23 @@ class CpuBackend:
         else:
             target.copy_(source)
         clock.ticks += 1
-        speed = self._speed[lane]
+        speed = self._speeds[lane]
         if speed is not None:
-            start = max(clock.ready_at, time.perf_counter())
-            clock.ready_at = start + target.numel() * target.element_size() / speed
+            self._take_link(lane, target.numel() * target.element_size() / speed)
         setattr(target, _STAMP, (clock.stream_id, clock.ticks, lane, self.name))
         return target
+
+    def _take_link(self, lane: Lane, seconds: float) -> None:
+        """Let a copy take its time on the stream, and on the link that the stream shares."""
+        now = time.perf_counter()
+        clock = self._clocks[lane]
+        if lane in _BULK_BEHIND:
+            clock.ready_at = max(clock.ready_at, self._clocks[_BULK_BEHIND[lane]].ready_at, now) + seconds
+            return
+        clock.ready_at = max(clock.ready_at, now) + seconds
+        for bulk, values in _BULK_BEHIND.items():
+            if values is lane and self._clocks[bulk].ready_at > now:
+                self._clocks[bulk].ready_at += seconds
 
     def record(self, lane: Lane) -> Event:
         clock = self._clocks[lane]
@@ -224,10 +254,9 @@ class CpuBackend:
             event.synchronize()
             return
         clock = self._clocks[lane]
-        if clock.seen.get(event.stream_id, 0) < event.ticks:
-            clock.seen[event.stream_id] = event.ticks
+        _see(clock.seen, event.seen)
         if lane is Lane.COMPUTE:
-            event.synchronize()
+            _sleep_until(event.ready_at)
         else:
             clock.ready_at = max(clock.ready_at, event.ready_at)
 
@@ -249,8 +278,8 @@ def _check_stamp(tensor: torch.Tensor, clock: _Clock, lane: Lane) -> None:
     if stamp is None:
         return
     stream_id, ticks, maker, where = stamp
-    if stream_id != clock.stream_id and clock.seen.get(stream_id, 0) < ticks:
+    if stream_id != clock.stream_id and max(clock.seen.get(stream_id, 0), _host_seen.get(stream_id, 0)) < ticks:
         raise SynchronizationError(
-            f"a tensor of shape {tuple(tensor.shape)} made by an {maker} on {where} is used by {lane} "
+            f"a tensor of shape {tuple(tensor.shape)} made by {maker} work on {where} is used by {lane} "
             "work that did not wait for that copy's event"
         )

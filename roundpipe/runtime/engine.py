@@ -30,10 +30,19 @@ from roundpipe.errors import ClosedError, DeadlockError
 from roundpipe.layers import Carry, LayerChain
 from roundpipe.runtime.backend import Backend, Event, Lane
 from roundpipe.runtime.flow import JobFlow, Segment
+from roundpipe.runtime.gate import WeightGate
 from roundpipe.runtime.replica import Replica
 from roundpipe.runtime.residency import Arena, BoundLayer, HostWeights, Pending, Visit
 from roundpipe.runtime.schedule import Job, Phase, Schedule, Task, TaskKind
-from roundpipe.runtime.stage import Gradients, LossFunction, Recorded, Stage, StageLayer, Surroundings, device_bytes
+from roundpipe.runtime.stage import (
+    Gradients,
+    LossFunction,
+    Recorded,
+    Stage,
+    StageLayer,
+    Surroundings,
+    device_bytes,
+)
 from roundpipe.runtime.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -185,8 +194,9 @@ class _OpenVisit:
 class _Rotor:
     """One worker: its device, its arena, its replicas; executes the tasks of one worker entry."""
 
-    def __init__(self, backend: Backend, name: str) -> None:
+    def __init__(self, backend: Backend, name: str, gate: WeightGate) -> None:
         self.backend = backend
+        self._gate = gate
         self.name = name
         self.arena = Arena(backend)
         self._replicas: dict[int, tuple[torch.nn.Module, list[Replica]]] = {}
@@ -220,8 +230,7 @@ class _Rotor:
         except Exception:
             logger.exception("%s could not be synchronised after an error", self.name)
         for opened in self._open.values():
-            for layer in opened.visit.layers:
-                layer.unbind()
+            opened.visit.drop()
         self._open.clear()
         self._pending.clear()
         self._in_flight.clear()
@@ -241,6 +250,8 @@ class _Rotor:
         job = round_.schedule.job(task.job_index)
         if task.kind is TaskKind.PREFETCH:
             layers = [self._bound(round_, host, index) for index in job.layers]
+            for layer in layers:
+                self._gate.wait((entry.tensor for entry in layer.weights.entries), self.name)
             visit, side = self.arena.begin(layers)
             self._open[job.index] = _OpenVisit(job, visit, side)
         elif task.kind is TaskKind.RUN:
@@ -273,7 +284,6 @@ class _Rotor:
     def _enter(self, round_: Round, opened: _OpenVisit) -> Stage:
         job, visit = opened.job, opened.visit
         visit.ready(with_gradients=job.phase is not Phase.FORWARD)
-        self.backend.check_ready([visit.weights_memory])
         layers = [
             StageLayer(index, round_.chain.specs[index], bound)
             for index, bound in zip(job.layers, visit.layers, strict=True)
@@ -364,6 +374,8 @@ class _Rotor:
             round_.progress.wait_for(round_.schedule.first_job + flow.made_by, microbatch, self.name)
         arrived = False
         for segment in flow.segments:
+            if not stage.has_backward(segment):
+                continue
             carry = self._take(round_, segment, microbatch)
             held = list(carry.values())
             with (
@@ -381,6 +393,8 @@ class _Rotor:
                 gradients = stage.backward(recorded, incoming, microbatch)
                 incoming.clear()
             self._give_gradients(round_, gradients, microbatch)
+        if not arrived:
+            round_.progress.wait_for(job.index - 1, microbatch, self.name)
 
     # Values and gradients, up and down
 
@@ -388,6 +402,7 @@ class _Rotor:
         """A structure's tensors on the device, ready for COMPUTE."""
         up = structure.map_tensors(value, self.backend.upload)
         self.backend.wait(Lane.COMPUTE, self.backend.record(Lane.UPLOAD))
+        self.backend.check_ready(structure.tensors(up))
         return up
 
     def _take(self, round_: Round, segment: Segment, microbatch: int) -> Carry:
@@ -437,6 +452,7 @@ class _Rotor:
                 up = [None if one is None else backend.upload(one) for one in gradients]
                 taken.setdefault(name, []).append(up)
         backend.wait(Lane.COMPUTE, backend.record(Lane.UPLOAD))
+        backend.check_ready(structure.tensors(taken))
         self._retain(taken)
         return {name: [_sum(parts) for parts in zip(*each, strict=True)] for name, each in taken.items()}
 
@@ -493,11 +509,12 @@ class Engine:
     Args:
         backends: one per entry of ``devices=``.
         name: the model's name, for threads.
+        gate: which host weights may be read.
     """
 
-    def __init__(self, backends: Sequence[Backend], name: str) -> None:
+    def __init__(self, backends: Sequence[Backend], name: str, gate: WeightGate) -> None:
         self.backends = tuple(backends)
-        self._rotors = [_Rotor(backend, f"{name} worker {i}") for i, backend in enumerate(backends)]
+        self._rotors = [_Rotor(backend, f"{name} worker {i}", gate) for i, backend in enumerate(backends)]
         self._workers = [Worker(f"roundpipe {name} worker {i}") for i in range(len(backends))]
         self._closed = False
         self.next_job = 0
@@ -522,7 +539,7 @@ class Engine:
         progress = round_.progress
         schedule = round_.schedule
         for index in range(schedule.num_layers):  # packing moves the user's tensors: not from several threads
-            host.layer(round_.chain.specs[index].name, round_.chain[index])
+            host.prepare(round_.chain.specs[index].name, round_.chain[index])
         busy = [worker for worker in range(self.num_workers) if schedule.tasks(worker)]
         progress.enter(len(busy))
         for worker in busy:

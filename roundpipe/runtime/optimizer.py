@@ -4,7 +4,7 @@ The model side (host weights that devices read, gradients that devices bring dow
 optimizer side (copies in ``optim_dtype`` with gradients of their own) meet in two places only:
 
     step k     wait for update k-1
-               per layer: weights W[k-1] into the model, gradients out of the model   `_exchange`
+               per parameter: weights W[k-1] into the model, gradients out of it       `_exchange`
                update k: step_fn, which makes W[k] from W[k-1]                        optimizer thread
     round k+1  trains on W[k-1] meanwhile; after a step that is not asynchronous, on W[k]
 
@@ -19,23 +19,23 @@ Whether ``step_fn`` is running: `inside_optimizer`, also set by the context mana
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from roundpipe.errors import ClosedError, ConfigError, DeadlockError
+from roundpipe.runtime.gate import WeightGate
 from roundpipe.runtime.grad_scaler import GradScaler, ScalerScope
 from roundpipe.runtime.worker import Worker
 
-__all__ = ["GradScaler", "LayerGate", "OptimizerCtx", "OptimizerSide", "inside_optimizer"]
+__all__ = ["GradScaler", "OptimizerCtx", "OptimizerSide", "inside_optimizer"]
 
 DEADLINE_S = 1800.0
 """How long a call waits for an update before it gives up."""
@@ -63,37 +63,12 @@ class OptimizerCtx:
         _INSIDE.reset(self._tokens.pop())
 
 
-class LayerGate(Protocol):
-    """The engine's side of the exchange, layer by layer, so that the next round need not wait for all.
-
-    ``close`` is called in the training thread, the others in the optimizer thread, deepest layer first,
-    which is the order in which layers get free. An upload of a layer that starts after ``close`` waits
-    for the layer's ``open``; every ``close`` is followed by one ``open`` per layer, also after an error.
-    """
-
-    layers: Sequence[Sequence[str]]
-    """Names of each layer's parameters; a shared parameter is in several."""
-
-    def close(self) -> None:
-        """An exchange is due."""
-        ...
-
-    def settle(self, layer_index: int) -> None:
-        """Wait until nothing on a device still reads the layer's weights or adds to its gradients."""
-        ...
-
-    def open(self, layer_index: int) -> None:
-        """The layer's new weights are in and its gradients are taken."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class _Pair:
     """A parameter of the model and the optimizer's copy of it."""
 
     names: list[str]
     parameter: nn.Parameter
-    layer_indices: list[int] = field(default_factory=list)
     copy: nn.Parameter | None = None
     spare: torch.Tensor | None = None
     """Memory for the copy's gradient, kept from step to step where dtypes differ."""
@@ -184,8 +159,8 @@ class OptimizerSide:
             each of its names and has one copy.
         optim_dtype: dtype of the copies of floating-point parameters; None keeps each parameter's.
         name: of the model, for messages.
-        gate: how layers are handed over one by one; None exchanges all before `step` returns, and the
-            caller sees to it that no device uses the model meanwhile.
+        gate: lets an asynchronous step hand over in the optimizer's thread, parameter by parameter; None hands
+            all over before `step` returns. Either way the caller starts no step while a round is running.
         deadline_s: how long to wait for an update.
 
     Raises:
@@ -198,7 +173,7 @@ class OptimizerSide:
         optim_dtype: torch.dtype | None = None,
         *,
         name: str = "model",
-        gate: LayerGate | None = None,
+        gate: WeightGate | None = None,
         deadline_s: float = DEADLINE_S,
     ) -> None:
         if not isinstance(optim_dtype, torch.dtype | None) or not (
@@ -209,10 +184,6 @@ class OptimizerSide:
         self._optim_dtype = optim_dtype
         self._name = name
         self._gate = gate
-        if gate is not None:
-            for layer_index, names in enumerate(gate.layers):
-                for pair in {self._by_name[one]: None for one in names}:
-                    pair.layer_indices.append(layer_index)
         self._deadline_s = deadline_s
         self._scalers = ScalerScope()
         self._worker = Worker(f"roundpipe-optimizer-{name}")
@@ -290,13 +261,14 @@ class OptimizerSide:
         self._scalers.begin_step()
         self._gradients_due = False
         self._num_steps += 1
-        if self._gate is not None:
-            self._gate.close()
         if is_async:
+            exchanged = None
             if self._gate is None:
                 self._exchange(pairs)
+            else:
+                self._gate.close(pair.parameter for pair in pairs)
+                exchanged = pairs
             update = self._update = _Update(self._num_steps, time.monotonic())
-            exchanged = pairs if self._gate is not None else None
             self._worker.submit(lambda: self._run_update(update, exchanged, step_fn, args, kwargs or {}))
             return
         self._exchange(pairs)
@@ -340,44 +312,18 @@ class OptimizerSide:
 
     @torch.no_grad()
     def _exchange(self, pairs: list[_Pair]) -> None:
-        """Latest weights into the model, gradients out of it; layer by layer where there is a gate."""
+        """Latest weights into the model, gradients out of it; opens each parameter as it is done."""
         changed, self._weights_changed = self._weights_changed, False
-        with contextlib.closing(self._settled(pairs)) as settled:
-            for pair in settled:
+        try:
+            for pair in pairs:
                 if changed:
                     pair.copy_in()
                 pair.take_gradient()
-
-    def _settled(self, pairs: list[_Pair]) -> Generator[_Pair, None, None]:
-        """Each pair once all its layers are free; a layer is opened when the last of its pairs is done."""
-        gate = self._gate
-        if gate is None:
-            yield from pairs
-            return
-        closed = dict.fromkeys(range(len(gate.layers)))
-        unsettled = {pair: len(pair.layer_indices) for pair in pairs}
-        to_do = [0] * len(gate.layers)
-        for pair in pairs:
-            for layer_index in pair.layer_indices:
-                to_do[layer_index] += 1
-        settled: set[int] = set()
-        try:
-            for layer_index in reversed(range(len(gate.layers))):
-                gate.settle(layer_index)
-                settled.add(layer_index)
-                for pair in [one for one in pairs if layer_index in one.layer_indices]:
-                    unsettled[pair] -= 1
-                    if unsettled[pair] == 0:
-                        yield pair
-                        for index in pair.layer_indices:
-                            to_do[index] -= 1
-                for index in [one for one in closed if one in settled and to_do[one] == 0]:
-                    del closed[index]
-                    gate.open(index)
-            yield from (pair for pair in pairs if not pair.layer_indices)
+                if self._gate is not None:
+                    self._gate.open([pair.parameter])
         finally:
-            for index in closed:
-                gate.open(index)
+            if self._gate is not None:
+                self._gate.open(pair.parameter for pair in pairs)
 
     @torch.no_grad()
     def _copy_in(self, pairs: list[_Pair]) -> None:
@@ -387,8 +333,11 @@ class OptimizerSide:
 
     # --------------------------------------------------------------------------------------- calls
 
-    def begin_call(self) -> None:
+    def begin_call(self, adds_gradients: bool = True) -> None:
         """A call into the model begins: raise what ``step_fn`` raised, take back gradients that were shown.
+
+        Args:
+            adds_gradients: False leaves gradients shown, for a call that brings no new ones.
 
         Raises:
             ClosedError: the model was closed.
@@ -397,7 +346,7 @@ class OptimizerSide:
         if self._closed:
             raise ClosedError(f"{self._name} was closed; make a new one to go on")
         self.raise_pending()
-        for pair in self._pairs:
+        for pair in self._pairs if adds_gradients else ():
             pair.take_back()
 
     def raise_pending(self) -> None:
@@ -448,8 +397,6 @@ class OptimizerSide:
             self._weights_changed = True
         pairs = [pair for pair in self._pairs if pair.copy is not None and pair.parameter.requires_grad]
         self._gradients_due |= any(pair.parameter.grad is not None for pair in pairs)
-        if self._gate is not None:
-            self._gate.close()
         self._exchange(pairs)
         if not self._gradients_due:
             self._scalers.publish()

@@ -27,6 +27,7 @@ from roundpipe.runtime import autograd, microbatch
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, resolve
 from roundpipe.runtime.devices import DeviceLike, open_backends, resolve_devices
 from roundpipe.runtime.engine import Engine, HostValue, Round
+from roundpipe.runtime.gate import WeightGate
 from roundpipe.runtime.optimizer import OptimizerSide, inside_optimizer
 from roundpipe.runtime.residency import HostWeights, PinMode
 from roundpipe.runtime.rounds import Call, RoundMaker, finished, input_gradients, input_tensors, sum_losses
@@ -133,9 +134,17 @@ class RoundPipe(nn.Module):
         if not isinstance(config, RoundPipeRunConfig):
             raise ConfigError(f"model_run_config is {type(config).__name__}; give a RoundPipeRunConfig")
         name = name or caller_name()
-        backends = open_backends(resolve_devices(devices))
-        engine = Engine(backends, name)
-        optimizer = OptimizerSide(model.named_parameters(remove_duplicate=False), optim_dtype, name=name)
+        entries = resolve_devices(devices)
+        if pin_model == "register" and any(torch.device(one.device).type != "cuda" for one in entries):
+            raise ConfigError(
+                "pin_model='register' pins existing memory through CUDA, and devices are "
+                f"{', '.join(str(one.device) for one in entries)}; use 'alloc' or 'off'"
+            )
+        backends = open_backends(entries)
+        gate = WeightGate()
+        engine = Engine(backends, name, gate)
+        parameters = model.named_parameters(remove_duplicate=False)
+        optimizer = OptimizerSide(parameters, optim_dtype, name=name, gate=gate)
         host = HostWeights(pin_model, backends[0].host_buffer)
         state = _State(model, None, name, source, config, engine, host, RoundMaker(engine), optimizer)
         self.__dict__["_state"] = state
@@ -163,12 +172,13 @@ class RoundPipe(nn.Module):
         Raises:
             Exception: whatever the model's own code raises, with a note that says where.
         """
-        state = self._ready()
-        config = resolve(roundpipe_run_config, state.config, num_devices=state.engine.num_workers)
+        config = resolve(roundpipe_run_config, self._state.config, num_devices=self._state.engine.num_workers)
+        state = self._ready(adds_gradients=config.requires_grad)
         calls = self._calls(args, kwargs, None, config)
         outputs: list[Any] = []
         for call in calls:
             outputs += self._forward_call(call)
+        state.optimizer.raise_pending()
         return microbatch.merge(outputs, config)
 
     def forward_backward(
@@ -219,6 +229,7 @@ class RoundPipe(nn.Module):
             losses += finished(made.losses)
             outputs += finished(made.outputs)
             _flow_back(inputs, input_gradients(made, inputs))
+        state.optimizer.raise_pending()
         total = sum_losses(losses)
         return (total, microbatch.merge(outputs, config)) if return_outputs else total
 
@@ -374,11 +385,11 @@ class RoundPipe(nn.Module):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _ready(self) -> _State:
+    def _ready(self, adds_gradients: bool = True) -> _State:
         state = self._state
         if state.closed:
             raise ClosedError(f"{state.name} was closed; compile the model again to go on")
-        state.optimizer.begin_call()
+        state.optimizer.begin_call(adds_gradients)
         return state
 
     # The original model shines through
@@ -506,13 +517,17 @@ def _chain_of(model: nn.Module) -> LayerChain:
     if isinstance(model, LayerChain):
         return model
     if type(model) is nn.Sequential and len(model):
-        return chain_of_modules(list(model.named_children()))
+        return chain_of_modules(  # a child that is there twice is two layers
+            [(name, child) for name, child in model._modules.items() if child is not None]
+        )
     return chain_of_modules([(type(model).__name__, model)])
 
 
 def _close(engine: Engine, optimizer: OptimizerSide) -> None:
-    optimizer.close()
-    engine.close()
+    try:
+        optimizer.close()
+    finally:  # it raises what an update raised that nobody has seen
+        engine.close()
 
 
 def _flow_back(

@@ -21,8 +21,14 @@ from random import Random
 
 from roundpipe.runtime.stage_cost import StageCost, StageCosts, peak_job, round_seconds
 
-_SEARCH_OPS = 4_500_000
-"""Effort of one search; an op takes 0.1 to 0.2 microseconds."""
+_SEARCH_OPS = 3_500_000
+"""Effort of one search at most; an op takes 0.1 to 0.2 microseconds."""
+
+_OPS_PER_LAYER_CUBED = 500
+"""Effort of one search of a short chain."""
+
+_REPLICAS_EFFORT = 2
+"""How much more a search with replicas may spend."""
 
 _PACKING_SHARE = 0.4
 """Share of the effort that packing may take."""
@@ -123,7 +129,9 @@ class Candidate:
         start = self.fused_start
         for moved in (start - 1, start + 1, start - 2, start + 2):
             if 0 <= moved < num_layers:
-                yield replace(self, forward=self.forward.ended_at(moved), backward=self.backward.ended_at(moved))
+                yield replace(
+                    self, forward=self.forward.ended_at(moved), backward=self.backward.ended_at(moved)
+                )
         for forward in self.forward.neighbours(replicate):
             yield replace(self, forward=forward)
         for backward in self.backward.neighbours(replicate):
@@ -159,9 +167,14 @@ class Search:
         self.budget_bytes = budget_bytes
         self.replicate = replicate
         self.values: dict[Candidate, float] = {}
+        self._fused_counts = range(
+            1, min(_MAX_REPLICAS, num_workers, num_microbatches) + 1 if replicate else 2
+        )
         self._refuted: dict[Candidate, float] = {}
         self.best_s = inf
-        self.num_ops_left = _SEARCH_OPS
+        self.floor_s = 0.0
+        self.num_ops_left = min(_SEARCH_OPS, _OPS_PER_LAYER_CUBED * self.num_layers**3)
+        self.num_ops_left *= _REPLICAS_EFFORT if replicate else 1
         both = zip(costs.forward_s, costs.backward_s, strict=True)
         self._times = {"F": costs.forward_s, "B": [forward_s + backward_s for forward_s, backward_s in both]}
 
@@ -227,7 +240,8 @@ class Search:
         if self.lower_bound_s(candidate, stages) > limit_s or not self.fits(candidate, stages):
             return inf
         replicas = candidate.replicas
-        self.num_ops_left -= _ROUND_OPS * len(stages) * (1 if max(replicas) == 1 else self.num_microbatches)
+        by_op = max(self.num_microbatches // 3, 1) if max(replicas) > 1 else 1
+        self.num_ops_left -= _ROUND_OPS * len(stages) * by_op
         value = round_seconds(
             stages,
             len(candidate.forward.replicas),
@@ -247,14 +261,15 @@ class Search:
 
     def _pack_all(self) -> None:
         """Evaluates packings for each start of the fused tail, the most promising start first."""
-        fused_counts = range(1, _MAX_REPLICAS + 1) if self.replicate else (1,)
         share = int(self.num_ops_left * _PACKING_SHARE / _NUM_STARTS)
-        for start, bound_s in self._fused_starts()[:_NUM_STARTS]:
+        starts = self._fused_starts()
+        self.floor_s = starts[0][1] if starts else 0.0
+        for start, bound_s in starts[:_NUM_STARTS]:
             if bound_s > self.best_s:
                 break
             ops_after = self.num_ops_left - share
             for forward, backward in self._packings(start):
-                for count in fused_counts:
+                for count in self._fused_counts:
                     candidate = Candidate(Cuts.single(forward), Cuts.single(backward), count)
                     self.evaluate(candidate, self.best_s * _PACKING_WITHIN)
                 if self.num_ops_left < ops_after:
@@ -276,7 +291,7 @@ class Search:
     def _fused_starts(self) -> list[tuple[int, float]]:
         """Starts of the fused tail that may fit, and a lower bound for each, the lowest first."""
         bounds = []
-        copies = min(_MAX_REPLICAS, self.num_microbatches) if self.replicate else 1
+        copies = max(self._fused_counts)
         for start in range(self.num_layers):
             stage = self.costs.fused(start, self.num_layers)
             if self.budget_bytes is not None and stage.own_bytes > self.budget_bytes:
@@ -293,7 +308,11 @@ class Search:
             counts = sorted({round(start ** (step / _NUM_TARGETS)) for step in range(_NUM_TARGETS + 1)})
         fused_s = self.costs.fused(start, self.num_layers).seconds
         even_s = [self._times["B"][start] / count * 1.0001 for count in counts]
-        return sorted([fused_s, *even_s], key=lambda target_s: abs(log(target_s / fused_s)))
+        alike_s = [fused_s / count for count in self._fused_counts]
+        return sorted(
+            [*alike_s, *even_s],
+            key=lambda target_s: min(abs(log(target_s / one_s)) for one_s in alike_s),
+        )
 
     def _caps_bytes(self) -> list[int | None]:
         """Limits for a stage's weights under which any two stages may meet on a worker, the widest first."""
@@ -315,9 +334,16 @@ class Search:
         stage = self.costs.forward(start, stop) if phase == "F" else self.costs.backward(start, stop)
         return stage.weight_bytes <= cap_bytes and stage.own_bytes + cap_bytes <= self.budget_bytes
 
-    def _pack(
-        self, phase: str, layers: int, target_s: float, cap_bytes: int | None
-    ) -> list[tuple[int, ...]]:
+    def _longest(self, phase: str, edge: int, direction: int, in_time: int, cap_bytes: int | None) -> int:
+        """Length of the longest range from an edge, ahead or back, that is within time and memory; 0: none."""
+
+        def allowed(length: int) -> bool:
+            other = edge + direction * length
+            return self._allowed(phase, min(edge, other), max(edge, other), cap_bytes)
+
+        return _largest(in_time, allowed)
+
+    def _pack(self, phase: str, layers: int, target_s: float, cap_bytes: int | None) -> list[tuple[int, ...]]:
         """Edges of ranges over the first layers: filled from the left, from the right, and evenly.
 
         A range ends before it takes longer than the target or outgrows memory; one layer may take longer.
@@ -328,14 +354,14 @@ class Search:
         while left[-1] < layers:
             start = left[-1]
             in_time = max(bisect_right(times, times[start] + target_s, 0, layers + 1) - 1 - start, 1)
-            length = _largest(in_time, lambda n: self._allowed(phase, start, start + n, cap_bytes))
+            length = self._longest(phase, start, 1, in_time, cap_bytes)
             if length == 0:
                 return []
             left.append(start + length)
         while right[-1] > 0:
             stop = right[-1]
             in_time = max(stop - bisect_left(times, times[stop] - target_s, 0, stop), 1)
-            length = _largest(in_time, lambda n: self._allowed(phase, stop - n, stop, cap_bytes))
+            length = self._longest(phase, stop, -1, in_time, cap_bytes)
             if length == 0:
                 return []
             right.append(stop - length)
@@ -394,7 +420,7 @@ class Search:
     def _kick(self, leaders: list[Candidate]) -> None:
         """Leaves the ends of the climbs by random steps and climbs again."""
         random = Random(0)
-        while leaders and self.num_ops_left > 0:
+        while leaders and self.num_ops_left > 0 and self.best_s > self.floor_s * _AS_FAST:
             chosen = min(random.sample(leaders, min(2, len(leaders))), key=self.rank)
             kicked = chosen
             for _ in range(random.randint(1, _MAX_KICK)):

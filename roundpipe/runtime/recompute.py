@@ -15,10 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
+from roundpipe import structure
+from roundpipe.errors import ConfigError
 from roundpipe.runtime.backend import Backend, Event, Lane
 from roundpipe.runtime.residency import BoundLayer
 
@@ -53,6 +57,72 @@ def recomputing() -> Iterator[None]:
 def doing_recompute() -> bool:
     """Whether the calling code runs in the recomputation of a layer, not in its first forward."""
     return getattr(_state, "recomputing", False)
+
+
+class SavedData:
+    """What layers asked to be given back in their recomputation; on the host, in the order it was saved."""
+
+    def __init__(self) -> None:
+        self._saved: dict[tuple[int, int], deque[tuple[Any, Event | None]]] = {}
+
+    @contextlib.contextmanager
+    def layer(self, layer_index: int, microbatch: int, backend: Backend) -> Iterator[None]:
+        """While open, `save_for_recompute` and `get_recompute_data` in this thread mean this layer."""
+        before = getattr(_state, "layer", None)
+        _state.layer = (self, (layer_index, microbatch), backend)
+        try:
+            yield
+        finally:
+            _state.layer = before
+
+    def save(self, key: tuple[int, int], data: tuple[Any, ...], backend: Backend) -> None:
+        """Copy data to the host."""
+        backend.wait(Lane.DOWNLOAD, backend.record(Lane.COMPUTE))
+        down = structure.map_tensors(data, backend.download)
+        copied = backend.record(Lane.DOWNLOAD)
+        backend.wait(Lane.COMPUTE, copied)  # the tensors may be written or freed right after
+        self._saved.setdefault(key, deque()).append((down, copied))
+
+    def get(self, key: tuple[int, int], backend: Backend) -> Any:
+        """The data saved first among those not given back yet."""
+        if not self._saved.get(key):
+            raise ConfigError(
+                "get_recompute_data() has nothing left to give: call it in the recomputation as often, and in the same "
+                "order, as save_for_recompute() was called in the layer's forward"
+            )
+        data, event = self._saved[key].popleft()
+        if event is not None:
+            backend.wait(Lane.UPLOAD, event)
+        up = structure.map_tensors(data, backend.upload)
+        backend.wait(Lane.COMPUTE, backend.record(Lane.UPLOAD))
+        return up
+
+
+def save_for_recompute(*data: Any) -> None:
+    """Keep values of a layer's forward for its recomputation, such as a routing decision.
+
+    Does nothing where no recomputation follows (inference, the fused stage, outside a pipeline).
+
+    Args:
+        *data: tensors, or structures of them; detached copies are kept on the host.
+    """
+    layer = getattr(_state, "layer", None)
+    if layer is not None and not doing_recompute():
+        saved, key, backend = layer
+        saved.save(key, data, backend)
+
+
+def get_recompute_data() -> Any:
+    """In a recomputation, the tuple given to the matching `save_for_recompute`, on the device.
+
+    Raises:
+        ConfigError: not called in a recomputation, or more often than data was saved.
+    """
+    layer = getattr(_state, "layer", None)
+    if layer is None or not doing_recompute():
+        raise ConfigError("get_recompute_data() works only in a recomputation; ask doing_recompute() before")
+    saved, key, backend = layer
+    return saved.get(key, backend)
 
 
 class BufferHistory:

@@ -2,7 +2,7 @@
 
 A replica has its own ``_parameters``, ``_buffers`` and ``_modules``, and shares everything else with the
 original: hooks, configuration, caches. Attributes that point back into the tree (a bound method, a list
-of submodules, a partial) are made to point into the replica.
+of submodules or parameters, a partial) are made to point into the replica.
 
 Invariant: running a replica never changes the original's parameters, buffers or submodules. Attributes of
 simple types that a forward sets (counters, flags) are handed back by `changed_attributes`.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ class Replica:
         self._originals: list[nn.Module] = []
         self.module = self._copy(original)
         self._plain: list[dict[str, Any]] = []
+        self._tensors: Mapping[int, torch.Tensor] = {}
+        self._redirected: list[tuple[dict[str, Any], str]] = []
 
     def _copy(self, original: nn.Module) -> nn.Module:
         twin = self._twins.get(id(original))
@@ -63,9 +66,15 @@ class Replica:
         """The copy of a module of the original tree."""
         return self._twins[id(original)]
 
-    def refresh(self) -> None:
-        """Take over the original's attributes as they are now (mode, probabilities, new hooks)."""
+    def refresh(self, tensors: Mapping[int, torch.Tensor]) -> None:
+        """Take over the original's attributes as they are now (mode, probabilities, new hooks).
+
+        Args:
+            tensors: by identity of the original's parameters and buffers, what attributes that name one get.
+        """
         self._plain = []
+        self._tensors = tensors
+        self._redirected = []
         for original in self._originals:
             twin = self._twins[id(original)]
             if isinstance(original, torch.jit.ScriptModule):
@@ -81,13 +90,22 @@ class Replica:
                     plain[name] = value
                     state[name] = value
                 else:
-                    state[name] = self._redirect(value)
+                    state[name] = redirected = self._redirect(value)
+                    if redirected is not value:
+                        self._redirected.append((state, name))
             if len(state) != len(original.__dict__):  # set on the twin in an earlier forward, since deleted
                 for name in [name for name in state if name not in original.__dict__]:
                     del state[name]
             if EXECUTION_DEVICE in state:
                 state[EXECUTION_DEVICE] = self._device
             self._plain.append(plain)
+
+    def let_go(self) -> None:
+        """Drop the device tensors that attributes were pointed to, until the next `refresh`."""
+        self._tensors = {}
+        for state, name in self._redirected:
+            state[name] = None
+        self._redirected.clear()
 
     def changed_attributes(self) -> list[tuple[nn.Module, str, Any]]:
         """Plain attributes that forward changed since `refresh`: original module, name, new value."""
@@ -100,8 +118,10 @@ class Replica:
         return changed
 
     def _redirect(self, value: Any) -> Any:
-        """The value, with modules of the original tree inside it replaced by their copies."""
+        """The value, with modules and weights of the original tree inside it replaced by their copies."""
         twins = self._twins
+        if isinstance(value, torch.Tensor):
+            return self._tensors.get(id(value), value)
         if isinstance(value, nn.Module):
             return twins.get(id(value), value)
         if isinstance(value, types.MethodType):

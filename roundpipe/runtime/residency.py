@@ -11,7 +11,7 @@ runs, and no allocator call stands in the way.
 A visit's states, each set here and nowhere else:
 
     state      set by                 awaited by
-    UPLOADING  `Arena.begin` (issued) `Visit.ready`, through the UPLOAD event
+    UPLOADING  `Arena.begin` (issued) `Visit.ready`, through the WEIGHTS event
     RESIDENT   `Visit.ready`          the stage, before its first microbatch
     RELEASED   `Visit.release`        the next upload into the same memory, through the last reader's event
 
@@ -21,6 +21,7 @@ down once and `Pending.settle` adds them to the host parameters' ``.grad``.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -79,6 +80,12 @@ class Entry:
     """A tensor subclass: not laid out, moved as a whole."""
 
     @property
+    def is_held(self) -> bool:
+        """Whether the original module still has a tensor there."""
+        module, name = self.places[0]
+        return (module._parameters if self.is_parameter else module._buffers).get(name) is not None
+
+    @property
     def tensor(self) -> torch.Tensor:
         """The tensor as the original module has it now."""
         module, name = self.places[0]
@@ -119,6 +126,8 @@ class LayerWeights:
         self.name = name
         self.layer = layer
         self.entries: list[Entry] = []
+        self.empty: list[tuple[nn.Module, str]] = []
+        """Buffers that are None."""
         self.packed: torch.Tensor | None = None
         self.num_packed = 0
         self.num_bytes = 0
@@ -129,6 +138,9 @@ class LayerWeights:
     def lay_out(self, may_pack: Callable[[torch.Tensor], bool]) -> None:
         """Place every tensor; those that may be packed come first."""
         found = _collect(self.layer)
+        self.empty = [
+            (module, name) for module in self.layer.modules() for name, held in module._buffers.items() if held is None
+        ]
         ordered = [one for one in found if may_pack(one[0])] + [one for one in found if not may_pack(one[0])]
         self.num_packed = sum(1 for one in found if may_pack(one[0]))
         offset = 0
@@ -145,6 +157,13 @@ class LayerWeights:
             self.entries.append(entry)
             offset += _aligned(num_bytes)
         self.num_bytes = offset
+
+    def is_current(self) -> bool:
+        """Whether the layer's tensors still are as they were laid out; their values and memory may differ."""
+        return all(module._buffers.get(name) is None for module, name in self.empty) and all(
+            entry.is_held and entry.tensor.shape == entry.shape and entry.tensor.dtype == entry.dtype
+            for entry in self.entries
+        )
 
     def pack(self, buffer: torch.Tensor) -> None:
         """Move the packed tensors into ``buffer`` and make the user's objects views of it."""
@@ -174,21 +193,26 @@ class LayerWeights:
         last = self.entries[self.num_packed - 1]
         return last.offset + last.num_bytes
 
-    def upload(self, backend: Backend, region: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Copy all weights into a device region; returns loose tensors by entry index."""
+    def upload(
+        self, backend: Backend, region: torch.Tensor
+    ) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
+        """Copy all weights into a device region; returns loose tensors by entry index, and all copies made."""
         start = 0
+        copies = []
         if self.is_packed():
             assert self.packed is not None
-            backend.upload(self.packed[: self.packed_bytes], region[: self.packed_bytes])
+            source, target = self.packed[: self.packed_bytes], region[: self.packed_bytes]
+            copies.append(backend.upload(source, target, Lane.WEIGHTS))
             start = self.num_packed
         loose = {}
         for index in range(start, len(self.entries)):
             entry = self.entries[index]
             if entry.loose:
-                loose[index] = backend.upload(entry.tensor)
+                loose[index] = backend.upload(entry.tensor, lane=Lane.WEIGHTS)
+                copies.append(loose[index])
             elif entry.num_bytes:
-                backend.upload(entry.tensor.detach(), entry.view(region))
-        return loose
+                copies.append(backend.upload(entry.tensor.detach(), entry.view(region), Lane.WEIGHTS))
+        return loose, copies
 
 
 class HostWeights:
@@ -205,6 +229,20 @@ class HostWeights:
         self._packed: dict[tuple[int, ...], torch.Tensor] = {}
         self._owner: dict[int, tuple[int, ...]] = {}
         self._layers: dict[int, LayerWeights] = {}
+
+    def prepare(self, name: str, layer: nn.Module) -> None:
+        """Pack a layer at first sight, and again if its tensors got other shapes or dtypes since."""
+        known = self._layers.get(id(layer))
+        if known is not None and known.layer is layer and not known.is_current():
+            self._forget(known)
+        self.layer(name, layer)
+
+    def _forget(self, weights: LayerWeights) -> None:
+        del self._layers[id(weights.layer)]
+        if weights.packed is not None:
+            for key in [key for key, buffer in self._packed.items() if buffer is weights.packed]:
+                del self._packed[key]
+                self._owner = {one: owner for one, owner in self._owner.items() if owner != key}
 
     def layer(self, name: str, layer: nn.Module) -> LayerWeights:
         """The host side of a layer, packed at first sight."""
@@ -250,7 +288,7 @@ class Pending:
     event: Event | None = None
     gradients: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """Host parameter, downloaded gradient."""
-    buffers: list[tuple[list[tuple[nn.Module, str]], torch.Tensor]] = field(default_factory=list)
+    buffers: list[tuple[list[tuple[nn.Module, str]], torch.Tensor | None]] = field(default_factory=list)
     """Places in the original tree, downloaded value."""
 
     def settle(self) -> None:
@@ -271,10 +309,10 @@ class Pending:
         self.buffers.clear()
 
 
-def _write_buffer(places: list[tuple[nn.Module, str]], value: torch.Tensor) -> None:
+def _write_buffer(places: list[tuple[nn.Module, str]], value: torch.Tensor | None) -> None:
     for module, name in places:
         old = module._buffers.get(name)
-        if old is not None and old.shape == value.shape and old.dtype == value.dtype:
+        if old is not None and value is not None and old.shape == value.shape and old.dtype == value.dtype:
             old.copy_(value)
         else:
             module._buffers[name] = value
@@ -287,8 +325,10 @@ class BoundLayer:
         self.weights = weights
         self.replica = replica
         self.parameters: list[tuple[Entry, nn.Parameter]] = []
-        self._buffers: list[tuple[Entry, torch.Tensor, int]] = []
+        self._buffers: list[tuple[list[tuple[nn.Module, str]], torch.Tensor | None, int]] = []
+        """Places in the original tree, what was bound, and its version."""
         self._places: list[list[tuple[nn.Module, str]]] = []
+        """Their places in the replica."""
         self._is_training = False
 
     @property
@@ -298,27 +338,40 @@ class BoundLayer:
 
     def bind(self, region: torch.Tensor, loose: dict[int, torch.Tensor], with_gradients: bool) -> None:
         """Point the replica at the weights in ``region``."""
-        self.replica.refresh()
+        bound = [
+            loose[index] if entry.loose else entry.view(region) for index, entry in enumerate(self.weights.entries)
+        ]
+        for index, entry in enumerate(self.weights.entries):
+            if entry.is_parameter:
+                bound[index] = self._as_parameter(bound[index], entry, with_gradients)
+        self.replica.refresh(
+            {id(entry.tensor): tensor for entry, tensor in zip(self.weights.entries, bound, strict=True)}
+        )
         self._is_training = any(module.training for module in self.replica.module.modules())
         twin = self.replica.twin
-        for index, entry in enumerate(self.weights.entries):
-            device_tensor = loose[index] if entry.loose else entry.view(region)
-            if entry.is_parameter:
-                host = entry.tensor
-                trainable = host.requires_grad and with_gradients
-                parameter = device_tensor
-                if not isinstance(parameter, nn.Parameter) or parameter.requires_grad != trainable:
-                    parameter = nn.Parameter(device_tensor.detach(), requires_grad=trainable)
-                if trainable:
-                    self.parameters.append((entry, parameter))
+        for entry, tensor in zip(self.weights.entries, bound, strict=True):
+            if isinstance(tensor, nn.Parameter) and entry.is_parameter:
                 for module, name in entry.places:
-                    twin(module)._parameters[name] = parameter
+                    twin(module)._parameters[name] = tensor
             else:
-                places = [(twin(module), name) for module, name in entry.places]
-                for module, name in places:
-                    module._buffers[name] = device_tensor
-                self._buffers.append((entry, device_tensor, device_tensor._version))
-                self._places.append(places)
+                self._bind_buffer(entry.places, tensor)
+        for place in self.weights.empty:
+            self._bind_buffer([place], None)
+
+    def _as_parameter(self, tensor: torch.Tensor, entry: Entry, with_gradients: bool) -> nn.Parameter:
+        trainable = entry.tensor.requires_grad and with_gradients
+        if not isinstance(tensor, nn.Parameter) or tensor.requires_grad != trainable:
+            tensor = nn.Parameter(tensor.detach(), requires_grad=trainable)
+        if trainable:
+            self.parameters.append((entry, tensor))
+        return tensor
+
+    def _bind_buffer(self, places: list[tuple[nn.Module, str]], tensor: torch.Tensor | None) -> None:
+        twins = [(self.replica.twin(module), name) for module, name in places]
+        for module, name in twins:
+            module._buffers[name] = tensor
+        self._buffers.append((places, tensor, -1 if tensor is None else tensor._version))
+        self._places.append(twins)
 
     @property
     def has_buffers(self) -> bool:
@@ -349,21 +402,29 @@ class BoundLayer:
             for module, name in places:
                 module._buffers[name] = value
 
-    def changed_buffers(self) -> Iterable[tuple[Entry, torch.Tensor]]:
-        """Buffers that were written or replaced during the visit."""
+    def changed_buffers(self) -> Iterable[tuple[list[tuple[nn.Module, str]], torch.Tensor | None]]:
+        """Buffers that were written or replaced during the visit, with their places in the original tree."""
         all_of_them = self.writes_buffers is not False
-        for (entry, bound, version), places in zip(self._buffers, self._places, strict=True):
+        for (originals, bound, version), places in zip(self._buffers, self._places, strict=True):
             module, name = places[0]
             now = module._buffers[name]
-            if now is not None and (all_of_them or now is not bound or now._version != version):
-                yield entry, now
+            if now is None:
+                if bound is not None:
+                    yield originals, None
+            elif all_of_them or now is not bound or now._version != version:
+                yield originals, now
 
     def unbind(self) -> None:
         """Drop every reference to device memory."""
+        for _, parameter in self.parameters:
+            parameter.grad = None  # whoever still holds the parameter does not hold its gradient
         for entry in self.weights.entries:
             for module, name in entry.places:
                 twin = self.replica.twin(module)
                 (twin._parameters if entry.is_parameter else twin._buffers)[name] = None
+        for module, name in self.weights.empty:
+            self.replica.twin(module)._buffers[name] = None
+        self.replica.let_go()
         self.parameters.clear()
         self._buffers.clear()
         self._places.clear()
@@ -378,12 +439,16 @@ class Visit:
         self.layers = layers
         self.state = State.UPLOADING
         self._parts: list[tuple[torch.Tensor, dict[int, torch.Tensor]]] = []
+        self._copies: list[torch.Tensor] = []
         offset = 0
         for layer in layers:
             part = region[offset : offset + layer.weights.num_bytes]
-            self._parts.append((part, layer.weights.upload(backend, part)))
+            loose, copies = layer.weights.upload(backend, part)
+            self._parts.append((part, loose))
+            self._copies += copies
             offset += _aligned(layer.weights.num_bytes)
-        self._uploaded = backend.record(Lane.UPLOAD)
+        self._uploaded = backend.record(Lane.WEIGHTS)
+        self._held = contextlib.ExitStack()
 
     @property
     def weights_memory(self) -> torch.Tensor:
@@ -393,8 +458,12 @@ class Visit:
     def ready(self, with_gradients: bool) -> None:
         """Let the COMPUTE stream wait for the weights and bind them."""
         self._backend.wait(Lane.COMPUTE, self._uploaded)
+        self._backend.check_ready(self._copies)
+        self._copies.clear()
         for layer, (part, loose) in zip(self.layers, self._parts, strict=True):
             layer.bind(part, loose, with_gradients)
+        gradient_bytes = sum(p.nbytes for layer in self.layers for _, p in layer.parameters)
+        self._held.enter_context(self._backend.hold(gradient_bytes, "gradients"))
         self.state = State.RESIDENT
 
     def release(self, keep_buffers: bool) -> tuple[Pending, list[Event], list[Any]]:
@@ -410,28 +479,37 @@ class Visit:
         events = [computed]
         alive: list[Any] = []
         down: list[torch.Tensor] = []
-        backend.wait(Lane.DOWNLOAD, computed)
+        backend.wait(Lane.GRADIENTS, computed)
         for layer in self.layers:
             for entry, parameter in layer.parameters:
                 gradient = parameter.grad
                 if gradient is not None:
                     down.append(gradient)
-                    pending.gradients.append((entry.tensor, backend.download(gradient)))
+                    pending.gradients.append((entry.tensor, backend.download(gradient, lane=Lane.GRADIENTS)))
             if keep_buffers:
-                for entry, value in layer.changed_buffers():
+                for places, value in layer.changed_buffers():
+                    if value is None:
+                        pending.buffers.append((places, None))
+                        continue
                     down.append(value)
-                    pending.buffers.append((entry.places, backend.download(value)))
+                    pending.buffers.append((places, backend.download(value, lane=Lane.GRADIENTS)))
                 for module, name, plain in layer.replica.changed_attributes():
                     module.__dict__[name] = plain
         if down:
-            pending.event = backend.record(Lane.DOWNLOAD)
+            pending.event = backend.record(Lane.GRADIENTS)
             events.append(pending.event)
             alive = down
+        self.drop()
+        return pending, events, alive
+
+    def drop(self) -> None:
+        """Let go of all device memory."""
         for layer in self.layers:
             layer.unbind()
         self._parts.clear()
+        self._copies.clear()
+        self._held.close()
         self.state = State.RELEASED
-        return pending, events, alive
 
 
 class Arena:
@@ -466,7 +544,7 @@ class Arena:
         side, self._parity = self._parity, 1 - self._parity
         start = 0 if side == 0 else (self._buffer.numel() - num_bytes) // ALIGNMENT * ALIGNMENT
         for event in self._readers[side]:
-            self._backend.wait(Lane.UPLOAD, event)
+            self._backend.wait(Lane.WEIGHTS, event)
         return Visit(self._backend, self._buffer.data[start : start + num_bytes], layers), side
 
     def released(self, side: int, events: list[Event]) -> None:

@@ -21,7 +21,7 @@ from roundpipe.runtime.config import ResolvedConfig, microbatch_count
 from roundpipe.runtime.engine import Engine, HostValue, Round
 from roundpipe.runtime.flow import flow, names_with_gradient, reads_of_backward
 from roundpipe.runtime.planner import plan as choose_plan
-from roundpipe.runtime.recompute import BufferHistory, draw_base_seed
+from roundpipe.runtime.recompute import BufferHistory, SavedData, draw_base_seed
 from roundpipe.runtime.schedule import ExecutePlan, Phase, Schedule, ScheduleKind, make_schedule
 from roundpipe.runtime.stage import LossFunction, Surroundings
 
@@ -195,6 +195,7 @@ class RoundMaker:
             preserve_rng_state=draws,
             with_gradient=names_with_gradient(chain.specs, trainable, inputs),
             buffers=BufferHistory(),
+            saved=SavedData(),
             keep_history=keep_history,
             ambient=caller_ambient(),
         )

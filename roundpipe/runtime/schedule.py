@@ -465,7 +465,7 @@ class _Walk:
         """Workers as rows, slots as columns, up to where the walk stands."""
         schedule = self.schedule
         num_jobs, num_microbatches = len(schedule.jobs), schedule.num_microbatches
-        title = f"{schedule.kind}: {num_jobs} jobs on {schedule.num_workers} workers, {num_microbatches} microbatches"
+        counts = f"{num_jobs} jobs on {schedule.num_workers} workers, {num_microbatches} microbatches"
         rows = [["", *(str(slot) for slot in range(len(self.slots)))]]
         for worker in range(schedule.num_workers):
             cells = (self._cell(slot.get(worker)) for slot in self.slots)
@@ -475,7 +475,7 @@ class _Walk:
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in rows
         ]
-        return "\n".join([title, " ".join(str(job) for job in schedule.jobs), *lines])
+        return "\n".join([f"{schedule.kind}: {counts}", " ".join(str(job) for job in schedule.jobs), *lines])
 
     def _cell(self, task: Task | None) -> str:
         if task is None:

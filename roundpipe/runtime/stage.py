@@ -21,7 +21,7 @@ from roundpipe import structure
 from roundpipe.layers import Carry, Exit, LayerSpec, is_differentiable
 from roundpipe.runtime.backend import Backend
 from roundpipe.runtime.flow import Segment
-from roundpipe.runtime.recompute import BufferHistory, layer_seed, recomputing
+from roundpipe.runtime.recompute import BufferHistory, SavedData, layer_seed, recomputing
 from roundpipe.runtime.residency import BoundLayer
 
 Gradients = list[torch.Tensor | None]
@@ -48,8 +48,9 @@ class Surroundings:
     with_gradient: frozenset[str]
     """Names whose tensors take part in autograd."""
     buffers: BufferHistory
+    saved: SavedData
     keep_history: bool
-    """Whether a backward will recompute this forward, so that the buffers it saw must be kept."""
+    """Whether a backward will recompute this forward, so that what it saw and saved must be kept."""
     ambient: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     """Re-enters the caller's autocast state."""
 
@@ -140,11 +141,20 @@ class Stage:
         with around.ambient(), torch.enable_grad(), recomputing():
             for index in segment.layers:
                 layer = self.layers[index]
-                with around.buffers.as_forward_saw(layer.bound, index, microbatch, self.backend):
+                with (
+                    around.buffers.as_forward_saw(layer.bound, index, microbatch, self.backend),
+                    around.saved.layer(index, microbatch, self.backend),
+                ):
                     made = self._call(layer, values, microbatch, "recomputation")
                 values.update(made)
                 recorded.made.update(made)
         return recorded
+
+    def has_backward(self, segment: Segment) -> bool:
+        """Whether a gradient flows to any weight or taken value of a segment; else it need not run again."""
+        return any(self.layers[index].bound.parameters for index in segment.layers) or any(
+            name in self.around.with_gradient for name in segment.takes
+        )
 
     def backward(
         self, recorded: Recorded, gradients: dict[str, Gradients], microbatch: int
@@ -178,11 +188,15 @@ class Stage:
         }
 
     def _first_call(self, layer: StageLayer, values: Carry, microbatch: int, phase: str) -> Carry:
-        """A layer's call in forward, with a record of the buffers it saw if it writes any."""
-        if not (layer.bound.has_buffers and self.around.keep_history):
+        """A layer's call in forward, with a record of what its recomputation needs."""
+        around, backend = self.around, self.backend
+        if not around.keep_history:
             return self._call(layer, values, microbatch, phase)
-        with self.around.buffers.recording(layer.bound, layer.index, microbatch, self.backend):
-            return self._call(layer, values, microbatch, phase)
+        with around.saved.layer(layer.index, microbatch, backend):
+            if not layer.bound.has_buffers:
+                return self._call(layer, values, microbatch, phase)
+            with around.buffers.recording(layer.bound, layer.index, microbatch, backend):
+                return self._call(layer, values, microbatch, phase)
 
     def _call(self, layer: StageLayer, values: Carry, microbatch: int, phase: str) -> Carry:
         spec = layer.spec

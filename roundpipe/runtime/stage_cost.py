@@ -173,10 +173,10 @@ def _run_round(
 ) -> float:
     """Runs one round: updates when each worker is free and returns when the losses are known.
 
-    Op (K, m) ends at the largest of a few lines in m: a stage takes over the lines that are at least as steep as its
-    own time and makes one line of the others. So a job costs no more with more microbatches. The
-    lines are a stack, the least steep on top: where each begins, how steep it is, and the end of the
-    last microbatch on it and all below; all less ``shift``.
+    The end of op (K, m) is the largest of a few lines in m: a stage takes over the lines steeper than its own
+    time and makes one line of the others. So a job costs the same however many microbatches there are. The
+    lines are a stack, the least steep on top: where each begins, how steep it is, and the end of the last
+    microbatch by it and those below; all less ``shift``.
     """
     repeats, num_workers = num_microbatches - 1, len(free)
     heads, slopes, ends = [start], [0.0], [start]

@@ -33,9 +33,7 @@ def replay(traced: TracedGraph, *args: Any, **kwargs: Any) -> Any:
         ambient = ambient_of(node)
         with ambient.enter() if ambient is not None else contextlib.nullcontext():
             values[node] = named[node.name] = _value(traced, node, arguments, *operands)
-    return structure.map_leaves(
-        traced.output, lambda leaf: named[leaf.name] if isinstance(leaf, OutputValue) else leaf
-    )
+    return structure.map_leaves(traced.output, lambda leaf: named[leaf.name] if isinstance(leaf, OutputValue) else leaf)
 
 
 def _value(traced: TracedGraph, node: torch.fx.Node, arguments: Any, args: Any, kwargs: Any) -> Any:

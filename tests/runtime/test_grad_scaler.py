@@ -35,9 +35,7 @@ class Loop:
     def run(self, count):
         for index in range(count):
             batch = torch.full((1, 1), float("inf") if index in self.overflow else 1.0)
-            loss = self.scaler.scale(
-                self.model(batch).sum() if index in self.overflow else self.model(batch).sum()
-            )
+            loss = self.scaler.scale(self.model(batch).sum())
             self.scales.append(self.scaler.scale(torch.ones(())).item())
             loss.backward()
             self.side.step(self.step_fn, self.is_async)
@@ -64,9 +62,8 @@ def run_torch(count, overflow):
 
 
 @pytest.mark.parametrize("overflow", [(), (1,), (0, 3, 4), (5,)])
-@pytest.mark.parametrize("update", ["inside"])
-def test_sync_steps_are_torchs(overflow, update):
-    loop = Loop(GradScaler(**OPTIONS), overflow, update=update).run(8)
+def test_sync_steps_are_torchs(overflow):
+    loop = Loop(GradScaler(**OPTIONS), overflow).run(8)
     scales, weight, state = run_torch(8, overflow)
     assert loop.scales == scales
     assert loop.model.weight.item() == weight == -(8 - len(overflow))
@@ -107,6 +104,35 @@ def test_update_in_the_training_loop_waits_for_the_running_step():
     assert loop.scaler.get_scale() == 8.0
     loop.side.synchronize()
     assert loop.scaler.get_scale() == 32.0
+
+
+def test_update_in_the_training_loop_does_not_cut_into_the_running_step():
+    loop = Loop(GradScaler(**OPTIONS | {"growth_interval": 1}), is_async=True)
+    unscaled, updated = threading.Event(), threading.Event()
+
+    def step_fn():
+        loop.scaler.unscale_(loop.optimizer)
+        unscaled.set()
+        assert updated.wait(10)
+        loop.scaler.step(loop.optimizer)
+
+    loop.scaler.scale(loop.model(torch.ones(1, 1)).sum()).backward()
+    loop.side.step(step_fn)
+    assert unscaled.wait(10)
+    loop.scaler.update()
+    updated.set()
+    loop.side.synchronize()
+    assert loop.model.weight.item() == -1.0
+    assert loop.scaler.get_scale() == 32.0
+
+
+def test_sparse_gradients_are_unscaled():
+    table = nn.Embedding(4, 1, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+    scaler = GradScaler(**OPTIONS)
+    scaler.scale(table(torch.tensor([1, 1, 2])).sum()).backward()
+    scaler.unscale_(optimizer)
+    assert table.weight.grad.to_dense().flatten().tolist() == [0, 2, 1, 0]
 
 
 def test_synchronize_keeps_the_scale_of_gradients_that_are_due():

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from roundpipe.errors import ClosedError, ConfigError, DeadlockError
+from roundpipe.runtime.gate import WeightGate
 from roundpipe.runtime.optimizer import OptimizerCtx, OptimizerSide, inside_optimizer
 
 LR = 0.1
@@ -177,13 +178,18 @@ def test_synchronize_before_step_loses_nothing(dtype):
     for _ in range(2):
         side.synchronize()
         assert_same({n: p.grad for n, p in model.named_parameters()}, expected)
+    side.begin_call(adds_gradients=False)
+    assert_same({n: p.grad for n, p in model.named_parameters()}, expected)
     side.begin_call()
+    assert all(p.grad is None for p in model.parameters())
     loss_of(model, second).backward()
     total = {n: expected[n].double() + p.grad.double() for n, p in model.named_parameters()}
+    side.synchronize()
+    assert_same({n: p.grad for n, p in model.named_parameters()}, {n: g.to(dtype) for n, g in total.items()})
     seen = {}
     side.step(lambda: seen.update({n: p.grad.clone() for n, p in side.optim_named_parameters()}))
     side.wait()
-    assert_same(seen, total)
+    assert_same(seen, total, rtol=0, atol=0)
     optimizer.zero_grad()
     side.close()
 
@@ -300,6 +306,42 @@ def test_freezing_and_thawing(model, side):
     assert copies["0.bias"].grad is None
     assert model[0].bias.equal(frozen)
     assert not copies["2.weight"].equal(dict(make_model().named_parameters())["2.weight"])
+
+
+def test_a_parameter_frozen_with_a_gradient_left_is_not_updated(model, side):
+    optimizer = torch.optim.SGD(side.optim_parameters(), lr=LR)
+    loss_of(model, make_batches(1)[0]).backward()
+    side.step(optimizer.step, is_async=False)
+    model[0].bias.requires_grad_(False)
+    frozen, before = model[0].bias.detach().clone(), model[2].bias.detach().clone()
+    side.step(optimizer.step, is_async=False)
+    assert model[0].bias.equal(frozen) and not model[2].bias.equal(before)
+    model[0].bias.requires_grad_(True)
+    assert dict(side.optim_named_parameters())["0.bias"].equal(frozen)
+
+
+def test_weights_are_copied_in_only_when_an_update_changed_them(model, side):
+    side.step(lambda: None)
+    side.synchronize()
+    with torch.no_grad():
+        model[0].bias.fill_(7.0)
+    side.synchronize()
+    assert model[0].bias.eq(7.0).all()
+
+
+def test_sparse_gradients():
+    torch.manual_seed(0)
+    model = nn.Embedding(6, 2, sparse=True)
+    side = OptimizerSide(model.named_parameters(), torch.float64)
+    optimizer = torch.optim.SGD(side.optim_parameters(), lr=1.0)
+    before = model.weight.detach().clone()
+    for rows in ([0, 1], [1, 3]):
+        model(torch.tensor(rows)).sum().backward()
+        side.synchronize()
+        side.begin_call()
+    side.step(optimizer.step, is_async=False)
+    assert (before - model.weight.detach()).round(decimals=5)[:, 0].tolist() == [1, 2, 0, 1, 0, 0]
+    side.close()
 
 
 def test_clipping_and_scheduler(model, side):
@@ -470,78 +512,60 @@ def test_garbage_collection_ends_the_thread(model):
     assert reference() is None and not thread.is_alive()
 
 
-class RecordingGate:
-    """A gate that notes events; layer 1 shares a parameter with layer 0."""
+class RecordingGate(WeightGate):
+    """Notes what it is told, and lets the optimizer's thread open nothing until the test says so."""
 
-    def __init__(self, layers, fail_at=None):
-        self.layers, self.fail_at = layers, fail_at
+    def __init__(self):
+        super().__init__()
         self.events = []
-        self.free = threading.Event()
+        self.may_open = threading.Event()
 
-    def close(self):
-        self.events.append(("close", threading.current_thread() is threading.main_thread()))
+    def close(self, parameters):
+        parameters = list(parameters)
+        self.events.append(("close", len(parameters), threading.current_thread() is threading.main_thread()))
+        super().close(parameters)
 
-    def settle(self, layer_index):
-        assert self.free.wait(10)
-        self.events.append(("settle", layer_index))
-        if layer_index == self.fail_at:
-            raise ZeroDivisionError
-
-    def open(self, layer_index):
-        self.events.append(("open", layer_index))
+    def open(self, parameters):
+        assert self.may_open.wait(10)
+        super().open(parameters)
 
 
-def test_layers_are_handed_over_one_by_one(model):
-    gate = RecordingGate([["0.weight"], [], ["0.bias", "2.weight", "2.bias"]])
+def test_weights_are_handed_over_in_the_optimizer_thread(model):
+    gate = RecordingGate()
+    gate.may_open.set()
     side = OptimizerSide(model.named_parameters(), gate=gate)
     _, step_fn = make_step(side)
     weights = [weights_of(side)]
     for k, batch in enumerate(make_batches(3), start=1):
-        gate.free.clear()
+        gate.wait(model.parameters(), "test")
+        gate.may_open.clear()
         gate.events.clear()
         loss_of(model, batch).backward()
         gradient = gradient_at(weights[max(k - 2, 0)], batch)
         weights.append({n: w - LR * gradient[n] for n, w in weights[-1].items()})
         side.step(step_fn)
-        assert gate.events == [("close", True)]
-        gate.free.set()
+        assert gate.events == [("close", 4, True)]
+        with pytest.raises(DeadlockError, match="4 parameters"):
+            gate._deadline_s = 0.05
+            gate.wait(model.parameters(), "a worker")
+        gate._deadline_s = 10
+        gate.may_open.set()
+        gate.wait(model.parameters(), "a worker")
         side.wait()
-        assert gate.events[1:] == [
-            ("settle", 2),
-            ("open", 2),
-            ("settle", 1),
-            ("open", 1),
-            ("settle", 0),
-            ("open", 0),
-        ]
         assert_same(weights_of(side), weights[k], rtol=0, atol=1e-15)
     side.synchronize()
     side.close()
 
 
-def test_a_shared_parameter_waits_for_all_its_layers(model):
-    gate = RecordingGate([["0.weight"], ["0.bias", "2.weight"], ["0.weight", "2.bias"]])
-    gate.free.set()
+def test_every_parameter_is_opened_after_an_error(model, monkeypatch):
+    gate = WeightGate(deadline_s=10)
     side = OptimizerSide(model.named_parameters(), gate=gate)
-    side.step(lambda: None)
-    side.wait()
-    assert gate.events[1:] == [
-        ("settle", 2),
-        ("settle", 1),
-        ("open", 1),
-        ("settle", 0),
-        ("open", 0),
-        ("open", 2),
-    ]
-    side.close()
 
+    def fail(pair):
+        raise ZeroDivisionError
 
-def test_every_layer_is_opened_after_an_error(model):
-    gate = RecordingGate([["0.weight"], ["0.bias"], ["2.weight"]], fail_at=1)
-    gate.free.set()
-    side = OptimizerSide(model.named_parameters(), gate=gate)
+    monkeypatch.setattr("roundpipe.runtime.optimizer._Pair.take_gradient", fail)
     side.step(lambda: pytest.fail("must not run"))
-    side.wait()
-    assert [event for event in gate.events if event[0] == "open"] == [("open", 2), ("open", 0), ("open", 1)]
+    gate.wait(model.parameters(), "a worker")
     with pytest.raises(ZeroDivisionError):
         side.close()

@@ -1,0 +1,306 @@
+"""A user's exception keeps its type, says where it was raised, and leaves a model that works."""
+
+import copy
+import threading
+import traceback
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import roundpipe
+from roundpipe.errors import DeadlockError
+from roundpipe.runtime import engine
+from tests.runtime.models import (
+    DTYPE,
+    assert_same,
+    batch,
+    chain,
+    config,
+    eager_round,
+    gradients,
+    mlp,
+    square_loss,
+)
+
+pytestmark = pytest.mark.timeout(60)
+
+workers = pytest.mark.parametrize("workers", [1, 2, 3])
+
+SINGLES = roundpipe.ExecutePlan(
+    [(i, i + 1) for i in range(4)], (4, 5), [(i, i + 1) for i in reversed(range(4))]
+)
+
+
+class Mine(Exception):
+    """Somebody's own exception."""
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value, owner):
+        ctx.owner = owner
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.owner.maybe_fail("backward")
+        return gradient, None
+
+
+class Fragile(nn.Module):
+    """Fails once in a phase, in the microbatch whose first value is asked for."""
+
+    broken = {}
+
+    def __init__(self, name):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.name = name
+
+    def maybe_fail(self, phase):
+        if self.broken.get(self.name) == phase:
+            del self.broken[self.name]
+            raise Mine(f"{self.name} in {phase}")
+
+    def forward(self, value):
+        self.maybe_fail("recomputation" if roundpipe.doing_recompute() else "forward")
+        return FailsInBackward.apply(torch.tanh(self.linear(value)), self)
+
+
+def fragile_model():
+    Fragile.broken.clear()
+    model = mlp(5)
+    model[1] = nn.Sequential(nn.Tanh(), Fragile("early"))
+    model[4] = nn.Sequential(Fragile("late"), nn.Tanh())
+    return model.to(DTYPE)
+
+
+def assert_still_works(piped, model, num=3):
+    model.zero_grad()
+    piped.zero_grad()
+    reference = copy.deepcopy(model)
+    expected, _ = eager_round(reference, (batch(),), num=num)
+    found = piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(num, plan=SINGLES))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    assert_same(gradients(model), gradients(reference))
+
+
+def note_of(error):
+    (note,) = error.__notes__
+    return note
+
+
+@pytest.mark.parametrize(
+    "name, phase, stage, module",
+    [
+        ("early", "forward", "F1[1:2]", "1.1"),
+        ("early", "recomputation", "B3[1:2]", "1.1"),
+        ("late", "forward", "U[4:5]", "4.0"),
+    ],
+)
+@workers
+def test_an_exception_in_a_layer_says_where(workers, name, phase, stage, module):
+    model = fragile_model()
+    with roundpipe.RoundPipe(model, devices=["cpu"] * workers) as piped:
+        Fragile.broken[name] = phase
+        with pytest.raises(Mine, match=f"{name} in {phase}") as caught:
+            piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(3, plan=SINGLES))
+        note = note_of(caught.value)
+        layer = module[0]
+        for part in (f"layer {layer} ({layer})", f"module {module},", f"stage {stage}", "microbatch 0", f"phase {phase}"):
+            assert part in note, note
+        del caught
+        assert_still_works(piped, model)
+
+
+@pytest.mark.parametrize("name, stage", [("early", "B3[1:2]"), ("late", "U[4:5]")])
+@workers
+def test_an_exception_in_backward_says_where(workers, name, stage):
+    model = fragile_model()
+    with roundpipe.RoundPipe(model, devices=["cpu"] * workers) as piped:
+        Fragile.broken[name] = "backward"
+        with pytest.raises(Mine, match="in backward") as caught:
+            piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(3, plan=SINGLES))
+        note = note_of(caught.value)
+        assert f"stage {stage}" in note and "microbatch 0" in note and "phase backward" in note
+        del caught
+        assert_still_works(piped, model)
+
+
+@workers
+def test_an_exception_in_the_loss_function_says_where(workers):
+    model = fragile_model()
+    calls = []
+
+    def loss_fn(output, label):
+        calls.append(1)
+        if len(calls) == 2:
+            raise Mine("in loss_fn")
+        return square_loss(output, label)
+
+    with roundpipe.RoundPipe(model, devices=["cpu"] * workers) as piped:
+        with pytest.raises(Mine, match="in loss_fn") as caught:
+            piped.forward_backward((batch(),), loss_fn=loss_fn, run_config=config(3, plan=SINGLES))
+        note = note_of(caught.value)
+        assert "stage U[4:5]" in note and "microbatch 1" in note and "phase loss_fn" in note
+        del caught
+        assert_still_works(piped, model)
+
+
+@workers
+def test_an_exception_in_forward_alone(workers):
+    model = fragile_model()
+    with roundpipe.RoundPipe(model, devices=["cpu"] * workers) as piped:
+        for grad in (False, True):
+            Fragile.broken["late"] = "forward"
+            with torch.set_grad_enabled(grad), pytest.raises(Mine):
+                piped(batch(), roundpipe_run_config=config(3, plan=SINGLES))
+        assert_still_works(piped, model)
+
+
+def test_the_traceback_shows_the_users_line():
+    with roundpipe.RoundPipe(fragile_model(), devices=["cpu"] * 2) as piped:
+        Fragile.broken["early"] = "forward"
+        with pytest.raises(Mine) as caught:
+            piped(batch())
+    text = "".join(traceback.format_exception(caught.value))
+    assert 'raise Mine(f"{self.name} in {phase}")' in text and "roundpipe: raised in" in text
+
+
+def test_a_loss_that_is_no_tensor_says_what_to_do():
+    model = fragile_model()
+    with roundpipe.RoundPipe(model, devices=["cpu"] * 2) as piped:
+        for wrong in (3.0, None, [], {"loss": 1}, [1.0]):
+            with pytest.raises(TypeError, match="must return a tensor or a non-empty sequence of tensors"):
+                piped.forward_backward((batch(),), loss_fn=lambda *_, wrong=wrong: wrong)
+        assert_still_works(piped, model)
+
+
+def test_a_loss_without_gradient_raises_what_torch_raises():
+    model = fragile_model()
+    with roundpipe.RoundPipe(model, devices=["cpu"] * 2) as piped:
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            piped.forward_backward((batch(),), loss_fn=lambda output, _: output.detach().sum())
+        assert_still_works(piped, model)
+
+
+@workers
+def test_an_interrupt_leaves_a_model_that_works(workers, monkeypatch):
+    """Ctrl-C reaches the caller where it waits; the workers stop at their next task."""
+    model = fragile_model()
+    real = engine.Progress.wait_done
+    calls = []
+
+    def interrupted(self):
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        real(self)
+
+    with roundpipe.RoundPipe(model, devices=["cpu"] * workers) as piped:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.Progress, "wait_done", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(3, plan=SINGLES))
+        assert len(calls) == 2, "the caller waits for the workers to stop"
+        assert_still_works(piped, model)
+
+
+@workers
+def test_an_interrupt_raised_in_a_layer(workers):
+    class Interrupts(nn.Module):
+        armed = True
+
+        def forward(self, value):
+            if type(self).armed:
+                type(self).armed = False
+                raise KeyboardInterrupt
+            return value
+
+    model = fragile_model()
+    model[2] = nn.Sequential(model[2], Interrupts())
+    with roundpipe.RoundPipe(model, devices=["cpu"] * workers) as piped:
+        with pytest.raises(KeyboardInterrupt):
+            piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(3, plan=SINGLES))
+        assert_still_works(piped, model)
+
+
+def test_nothing_of_a_failed_round_stays_alive():
+    """No reference cycle keeps the tensors of the exception's frames once it is handled."""
+    made = []
+
+    class Makes(nn.Module):
+        def forward(self, value):
+            big = value * 2
+            made.append(weakref.ref(big))
+            raise Mine
+
+    model = nn.Sequential(nn.Linear(6, 6), Makes()).to(DTYPE)
+    with roundpipe.RoundPipe(model, devices=["cpu"] * 2) as piped:
+        import gc
+
+        gc.collect()
+        gc.disable()
+        try:
+            try:
+                piped.forward_backward((batch(),), loss_fn=square_loss)
+            except Mine:
+                pass
+            assert made[0]() is None
+        finally:
+            gc.enable()
+
+
+def test_the_first_error_is_the_one_raised():
+    barrier = threading.Barrier(2, timeout=20)
+
+    class Meets(nn.Module):
+        def __init__(self, position):
+            super().__init__()
+            self.position = position
+
+        def forward(self, value):
+            if self.position == 0 and value[0, 0] == 1:
+                barrier.wait()
+                raise Mine("of the first layer")
+            if self.position == 1 and value[0, 0] == 0:
+                barrier.wait()
+                raise Mine("of the second layer")
+            return value
+
+    model = chain(["x"], [(Meets(0), ["x"], ["a"]), (Meets(1), ["a"], ["y"])], ["y"], draws_random=False)
+    given = torch.tensor([[0.0], [1.0]], dtype=DTYPE)
+    plan = roundpipe.ExecutePlan([(0, 1)], (1, 2), [(0, 1)])
+    with roundpipe.RoundPipe(model, devices=["cpu"] * 2) as piped:
+        with pytest.raises(Mine, match="of the (first|second) layer"):
+            piped(given, roundpipe_run_config=config(2, plan=plan))
+        assert torch.equal(piped(given * 5 + 5, roundpipe_run_config=config(1, plan=plan)), given * 5 + 5)
+
+
+def test_a_deadlock_names_who_waits_for_whom(monkeypatch):
+    monkeypatch.setattr(engine, "CHECK_INTERVAL_S", 0.1)
+    model = fragile_model()
+    with roundpipe.RoundPipe(model, devices=["cpu"] * 2, name="stuck") as piped:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.Progress, "advance", lambda self, job_index: None)
+            with pytest.raises(DeadlockError, match="stuck worker 1 waits for microbatch 0 of job 0"):
+                piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(3, plan=SINGLES))
+
+
+def test_a_slow_layer_is_no_deadlock(monkeypatch):
+    import time
+
+    monkeypatch.setattr(engine, "CHECK_INTERVAL_S", 0.02)
+
+    class Slow(nn.Module):
+        def forward(self, value):
+            time.sleep(0.15)
+            return value
+
+    model = nn.Sequential(nn.Linear(6, 6), Slow(), nn.Linear(6, 6)).to(DTYPE)
+    plan = roundpipe.ExecutePlan([(0, 1), (1, 2)], (2, 3), [(0, 2)])
+    with roundpipe.RoundPipe(model, devices=["cpu"] * 3) as piped:
+        loss = piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(2, plan=plan))
+    assert torch.isfinite(loss)

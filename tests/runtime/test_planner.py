@@ -1,0 +1,263 @@
+"""Holds the planner against published models, the greedy method, brute force, and its memory budget."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from random import Random
+
+import pytest
+
+from roundpipe.errors import ConfigError, DeviceMemoryError, ScheduleError
+from roundpipe.layers import LayerCost
+from roundpipe.runtime import stage_cost
+from roundpipe.runtime.planner import peak_bytes, plan, plan_replicated, round_seconds
+from roundpipe.runtime.schedule import ExecutePlan, check, make_schedule
+from tests.runtime.chains import (
+    PUBLISHED,
+    all_plans,
+    greedy_plan,
+    plain_round_seconds,
+    published_chain,
+    random_chain,
+)
+
+BUDGET_BYTES = PUBLISHED["device_memory_bytes"]
+MACHINE = {"num_workers": PUBLISHED["num_workers"], "num_microbatches": PUBLISHED["num_microbatches"]}
+
+
+def random_plan(random: Random, num_layers: int) -> ExecutePlan:
+    start = random.randrange(num_layers)
+    cuts = []
+    for _ in range(2):
+        edges = [0, *(edge for edge in range(1, start) if random.random() < 0.6), *([start] if start else [])]
+        cuts.append(list(zip(edges, edges[1:], strict=False)))
+    return ExecutePlan(cuts[0], (start, num_layers), cuts[1][::-1])
+
+
+@pytest.mark.parametrize("replicate", [False, True])
+def test_round_seconds_is_the_steady_state_of_the_recurrence(replicate):
+    random = Random(3)
+    for _ in range(25):
+        costs = random_chain(random, random.randint(1, 9))
+        num_workers, num_microbatches = random.randint(1, 6), random.randint(1, 9)
+        chosen = random_plan(random, len(costs))
+        most = min(3, num_workers, num_microbatches)
+        replicas = [random.randint(1, most) for _ in range(chosen.num_stages)] if replicate else None
+        machine = {"num_workers": num_workers, "num_microbatches": num_microbatches}
+        plain_s = plain_round_seconds(
+            chosen, costs, **machine, replicas=replicas, num_rounds=300, window=120
+        )
+        assert round_seconds(chosen, costs, **machine, replicas=replicas) == pytest.approx(plain_s, rel=1e-6)
+
+
+def test_a_limit_gives_the_value_or_a_bound_above_the_limit():
+    random = Random(5)
+    for _ in range(50):
+        costs = stage_cost.StageCosts(random_chain(random, 6))
+        stages = [costs.forward(0, 3), costs.forward(3, 5), costs.fused(5, 6), costs.backward(0, 5)]
+        exact_s = stage_cost.round_seconds(stages, 2, 3, 4)
+        limit_s = exact_s * random.uniform(0.8, 1.2)
+        limited_s = stage_cost.round_seconds(stages, 2, 3, 4, limit_s=limit_s)
+        if limit_s >= exact_s:
+            assert limited_s == pytest.approx(exact_s)
+        else:
+            assert limit_s < limited_s <= exact_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "most_s", "most_replicated_s", "largest_stage"),
+    [("qwen3-1.7b", 1.05, 1.02, 12), ("llama3.1-8b", 2.97, 2.89, 10), ("qwen3-32b", 12.77, 12.60, 4)],
+)
+def test_published_models(name, most_s, most_replicated_s, largest_stage):
+    costs = published_chain(name)
+    chosen = plan(costs, **MACHINE, memory_budget_bytes=BUDGET_BYTES)
+    chosen.validate(len(costs))
+    assert peak_bytes(chosen, costs, num_workers=8) <= BUDGET_BYTES
+    seconds = plain_round_seconds(chosen, costs, **MACHINE, num_rounds=64)
+    assert seconds <= most_s
+    greedy = greedy_plan(costs, 8, largest_stage)
+    assert peak_bytes(greedy, costs, num_workers=8) <= BUDGET_BYTES
+    assert seconds <= plain_round_seconds(greedy, costs, **MACHINE, num_rounds=64)
+    replicated = plan_replicated(costs, **MACHINE, memory_budget_bytes=BUDGET_BYTES)
+    assert len(replicated.replicas) == replicated.plan.num_stages
+    assert (
+        plain_round_seconds(replicated.plan, costs, **MACHINE, replicas=replicated.replicas, num_rounds=64)
+        <= most_replicated_s
+    )
+
+
+def test_close_to_brute_force_on_short_chains():
+    random, gaps = Random(7), []
+    for _ in range(200):
+        costs = random_chain(random, 7)
+        num_workers = random.randint(2, 5)
+        num_microbatches = num_workers + random.randint(0, 4)
+        machine = {"num_workers": num_workers, "num_microbatches": num_microbatches}
+        chosen_s = round_seconds(plan(costs, **machine), costs, **machine)
+        gaps.append(chosen_s / brute_force_s(costs, num_workers, num_microbatches) - 1)
+    assert min(gaps) > -1e-6
+    assert sum(gaps) / len(gaps) <= 0.005
+    assert max(gaps) <= 0.025
+
+
+def brute_force_s(costs: list[LayerCost], num_workers: int, num_microbatches: int) -> float:
+    """The best of all plans; those whose work alone takes longer are left out."""
+    table, entries = stage_cost.StageCosts(costs), []
+    for one in all_plans(len(costs)):
+        assert one.fused is not None
+        stages = [table.forward(*r) for r in one.forward] + [table.fused(*one.fused)]
+        to_losses_s = sum(stage.seconds for stage in stages)
+        to_losses_s += (num_microbatches - 1) * max(stage.seconds for stage in stages)
+        stages += [table.backward(*r) for r in one.backward]
+        work_s = sum(stage.seconds for stage in stages) * num_microbatches / num_workers
+        entries.append((max(work_s, to_losses_s), len(one.forward), stages))
+    best_s = float("inf")
+    for bound_s, num_forward, stages in sorted(entries, key=lambda entry: entry[0]):
+        if bound_s > best_s:
+            break
+        value = stage_cost.round_seconds(stages, num_forward, num_workers, num_microbatches, limit_s=best_s)
+        best_s = min(best_s, value)
+    return best_s
+
+
+def test_one_worker_without_a_budget_runs_everything_in_one_visit():
+    costs = random_chain(Random(1), 20)
+    assert plan(costs, num_workers=1, num_microbatches=4) == ExecutePlan((), (0, 20), ())
+
+
+def test_several_workers_without_a_budget_share_the_work():
+    costs = [LayerCost(forward_s=1.0, backward_s=2.0)] * 16
+    machine = {"num_workers": 4, "num_microbatches": 5}
+    chosen = plan(costs, **machine)
+    one_visit = ExecutePlan((), (0, 16), ())
+    assert round_seconds(chosen, costs, **machine) < 0.4 * round_seconds(one_visit, costs, **machine)
+
+
+def test_single_layer():
+    cost = LayerCost(forward_s=1.0, backward_s=2.0, weight_bytes=10, gradient_bytes=10)
+    assert plan([cost], num_workers=3, num_microbatches=4) == ExecutePlan((), (0, 1), ())
+
+
+@pytest.mark.parametrize("grain", ["stage", "layer"])
+def test_stays_within_every_budget_that_fits(grain):
+    random = Random(11)
+    for _ in range(20):
+        costs = random_chain(random, random.randint(1, 12))
+        machine = {"num_workers": random.randint(1, 4), "num_microbatches": random.randint(1, 6)}
+        budget_bytes = random.randint(30, 150)
+        try:
+            chosen = plan(costs, **machine, memory_budget_bytes=budget_bytes, recompute_grain=grain)
+        except DeviceMemoryError:
+            heaviest = max(2 * c.weight_bytes + c.gradient_bytes + c.activation_bytes + 4 for c in costs)
+            assert heaviest + 10 > budget_bytes
+            continue
+        peak = peak_bytes(chosen, costs, num_workers=machine["num_workers"], recompute_grain=grain)
+        assert peak <= budget_bytes
+        check(make_schedule(chosen, **machine))
+
+
+def test_peak_is_the_written_formula():
+    costs = [
+        LayerCost(weight_bytes=10, gradient_bytes=8, activation_bytes=100, workspace_bytes=30, carry_bytes=1),
+        LayerCost(weight_bytes=20, gradient_bytes=0, activation_bytes=50, workspace_bytes=60, carry_bytes=2),
+        LayerCost(weight_bytes=40, gradient_bytes=40, activation_bytes=70, workspace_bytes=9, carry_bytes=3),
+    ]
+    chosen = ExecutePlan([(0, 2)], (2, 3), [(0, 2)])
+    forward = 30 + 0 + 60 + 4 * 2
+    fused = 40 + 40 + 70 + 4 * 3
+    backward = 30 + 8 + 150 + 4 * 2
+    by_workers = {1: max(forward + 40, fused + 30, backward + 30), 2: max(forward + 30, backward + 40)}
+    for num_workers, expected in by_workers.items():
+        assert peak_bytes(chosen, costs, num_workers=num_workers) == expected
+    by_layer = 30 + 8 + 100 + 4 * 2 + 30
+    expected = max(by_layer, forward + 40, fused + 30)
+    assert peak_bytes(chosen, costs, num_workers=1, recompute_grain="layer") == expected
+
+
+def test_a_smaller_budget_is_never_faster():
+    costs = published_chain("qwen3-1.7b")
+    machine = {"num_workers": 4, "num_microbatches": 5}
+    seconds = []
+    for budget_bytes in (4 * 10**9, 8 * 10**9, 24 * 10**9):
+        chosen = plan(costs, **machine, memory_budget_bytes=budget_bytes)
+        seconds.append(round_seconds(chosen, costs, **machine))
+    assert seconds[0] >= seconds[1] * 0.995 and seconds[1] >= seconds[2] * 0.995
+
+
+def test_a_layer_that_fits_nowhere_is_named():
+    costs = [LayerCost(forward_s=1.0, backward_s=1.0, weight_bytes=10, gradient_bytes=10) for _ in range(4)]
+    costs[2] = LayerCost(1.0, 1.0, weight_bytes=5000, gradient_bytes=700, activation_bytes=60)
+    with pytest.raises(DeviceMemoryError) as caught:
+        plan(costs, num_workers=2, num_microbatches=3, memory_budget_bytes=1000, names=["a", "b", "big", "d"])
+    for expected in ("layer 2 (big)", "1,000 bytes", "weights 5,000", "gradients 700", "60", "num_microbatch"):
+        assert expected in str(caught.value)
+
+
+def test_misuse_is_told():
+    cost = LayerCost(forward_s=1.0, backward_s=1.0)
+    with pytest.raises(ConfigError, match="no layers"):
+        plan([], num_workers=1, num_microbatches=1)
+    with pytest.raises(ConfigError, match="num_workers=0"):
+        plan([cost], num_workers=0, num_microbatches=1)
+    with pytest.raises(ConfigError, match="'stage' and 'layer'"):
+        plan([cost], num_workers=1, num_microbatches=1, recompute_grain="block")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="2 names for 1 layers"):
+        plan([cost], num_workers=1, num_microbatches=1, names=["a", "b"])
+    with pytest.raises(ScheduleError, match="ends at layer 1"):
+        peak_bytes(ExecutePlan((), (0, 1), ()), [cost, cost], num_workers=1)
+    with pytest.raises(ConfigError, match="no fused range"):
+        peak_bytes(ExecutePlan([(0, 2)], None, [(1, 2), (0, 1)]), [cost, cost], num_workers=1)
+
+
+def test_a_finer_prediction_chooses_among_the_best():
+    costs = random_chain(Random(2), 12)
+    machine = {"num_workers": 3, "num_microbatches": 4}
+    asked: list[ExecutePlan] = []
+
+    def predict(one: ExecutePlan) -> float:
+        asked.append(one)
+        return -one.num_stages
+
+    chosen = plan(costs, **machine, predict=predict)
+    assert len(asked) > 1
+    assert chosen.num_stages == max(one.num_stages for one in asked)
+    best_s = round_seconds(plan(costs, **machine), costs, **machine)
+    assert all(round_seconds(one, costs, **machine) <= best_s * 1.03 for one in asked)
+
+
+def test_the_same_arguments_give_the_same_plan_in_another_process():
+    script = (
+        "from random import Random; from tests.runtime.chains import random_chain;"
+        "from roundpipe.runtime.planner import plan;"
+        "print(plan(random_chain(Random(4), 14), num_workers=3, num_microbatches=4, memory_budget_bytes=120))"
+    )
+    expected = plan(random_chain(Random(4), 14), num_workers=3, num_microbatches=4, memory_budget_bytes=120)
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == str(expected)
+
+
+def test_five_hundred_layers_take_about_a_second():
+    random = Random(0)
+    costs = []
+    for _ in range(500):
+        size = random.uniform(0.5, 2)
+        weight_bytes = round(4e8 * size)
+        costs.append(
+            LayerCost(
+                forward_s=0.01 * size,
+                backward_s=0.02 * size,
+                weight_bytes=weight_bytes,
+                gradient_bytes=weight_bytes,
+                activation_bytes=round(1e9 * size),
+                workspace_bytes=round(1e8 * size),
+                carry_bytes=5 * 10**7,
+            )
+        )
+    before_s = time.process_time()
+    chosen = plan(costs, **MACHINE, memory_budget_bytes=80 * 10**9)
+    took_s = time.process_time() - before_s
+    work_s = sum(2 * cost.forward_s + cost.backward_s for cost in costs) * 9 / 8
+    assert round_seconds(chosen, costs, **MACHINE) <= work_s * 1.05
+    assert took_s < 3, f"planning took {took_s:.1f} s of processor time; 1 s on an idle core is the aim"
