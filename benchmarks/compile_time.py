@@ -81,9 +81,7 @@ def compile_one(shape: str, batch: int, seq: int) -> dict[str, Any]:
 
 def main() -> int:
     """Measures every shape, prints and writes; exit code 1 if a target is missed under --strict."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=[*SHAPES], action="append", help="default: all")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--seq", type=int, default=4096)

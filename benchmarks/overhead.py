@@ -140,9 +140,7 @@ def verdict(value: float, target: float) -> str:
 
 def main() -> int:
     """Measures, prints and writes; exit code 1 if a target is missed under --strict."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=512, help="per microbatch")
@@ -192,13 +190,9 @@ def main() -> int:
     num_tasks = (2 * options.empty_blocks - 1) * options.microbatches
     task_s = empty.ours_s / num_tasks
 
-    print(
-        f"a block's forward takes {alone.ours_s * 1e3:.1f} ms (targets hold from {MIN_BLOCK_S * 1e3:.0f} ms)"
-    )
+    print(f"a block's forward takes {alone.ours_s * 1e3:.1f} ms (targets hold from {MIN_BLOCK_S * 1e3:.0f} ms)")
     for name, comparison in (("checkpointed", checkpointed), ("early stop", early_stop), ("fused", fused)):
-        target = (
-            "" if name == "early stop" else f", target {MAX_RATIO}: {verdict(comparison.ratio, MAX_RATIO)}"
-        )
+        target = "" if name == "early stop" else f", target {MAX_RATIO}: {verdict(comparison.ratio, MAX_RATIO)}"
         print(
             f"{name:13} {comparison.ours_s:.3f} s, plain {comparison.plain_s:.3f} s, "
             f"ratio {comparison.ratio:.3f}{target}"

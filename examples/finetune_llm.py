@@ -43,19 +43,19 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint with its tokenizer")
     parser.add_argument("--data", type=Path, metavar="FILE", help="UTF-8 text to train on")
-    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=8, help="sequences per step")
     parser.add_argument("--seq", type=int, default=128, help="tokens per sequence")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
     parser.add_argument("--lora", type=int, metavar="RANK", help="train low-rank adapters only")
     parser.add_argument("--recompute", choices=["stage", "layer"], help="layer: less memory, more transfers")
-    parser.add_argument("--lr", type=float, help="default: 2e-3 from scratch, 2e-4 for adapters, else 1e-5")
+    parser.add_argument("--lr", type=float, help="default: 1e-3 from scratch, 2e-4 for adapters, else 1e-5")
     parser.add_argument("--save", type=Path, metavar="DIR", help="write the trained model here")
     parser.add_argument("--check", action="store_true", help="compare the first steps with plain PyTorch")
     parser.add_argument("--sample", type=int, default=120, metavar="N", help="tokens to generate at the end")
     options = parser.parse_args(argv)
     if options.lr is None:
-        options.lr = 2e-4 if options.lora else 2e-3 if options.model is None else 1e-5
+        options.lr = 2e-4 if options.lora else 1e-3 if options.model is None else 1e-5
     parser.require_positive(options, "steps", "batch", "seq", "microbatches", "lora")
     if options.save is not None and options.save.is_file():
         parser.error(f"--save {options.save} is a file; give a folder")
@@ -216,9 +216,7 @@ def gradient_difference(model: nn.Module, plain: nn.Module) -> float:
     return largest(differences)
 
 
-def check(
-    model: Any, llm: nn.Module, data: Iterator[torch.Tensor], options: argparse.Namespace
-) -> tuple[float, float]:
+def check(model: Any, llm: nn.Module, data: Iterator[torch.Tensor], options: argparse.Namespace) -> tuple[float, float]:
     """Takes the first steps here and in plain PyTorch, both without dropout; the largest differences."""
     plain = copy.deepcopy(llm).eval()
     model.eval()

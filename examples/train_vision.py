@@ -111,16 +111,12 @@ def run(argv: list[str] | None) -> int:
         started = time.perf_counter()
         num_steps = len(images) // options.batch
         for epoch in range(options.epochs):
-            bar = tqdm(
-                torch.randperm(len(images)).split(options.batch)[:num_steps], desc=f"epoch {epoch + 1}"
-            )
+            bar = tqdm(torch.randperm(len(images)).split(options.batch)[:num_steps], desc=f"epoch {epoch + 1}")
             for rows in bar:
                 loss = model.forward_backward(
                     input_args=(images[rows],),
                     label=classes[rows],
-                    loss_fn=lambda logits, labels: (
-                        F.cross_entropy(logits, labels, reduction="sum") / options.batch
-                    ),
+                    loss_fn=lambda logits, labels: F.cross_entropy(logits, labels, reduction="sum") / options.batch,
                 )
                 model.step(update)
                 bar.set_postfix(loss=f"{float(loss):.3f}")

@@ -33,9 +33,7 @@ def cut_into(weights: Sequence[float], num_parts: int, cuts: Sequence[int] | Non
     if not stops:
         return []
     num_parts = min(num_parts, len(stops))
-    limits = sorted(
-        {prefix[stop] - prefix[start] for start, stop in _candidate_parts(stops, prefix, num_parts)}
-    )
+    limits = sorted({prefix[stop] - prefix[start] for start, stop in _candidate_parts(stops, prefix, num_parts)})
     low, high = 0, len(limits) - 1
     while low < high:  # lightest limit that num_parts parts can keep
         middle = (low + high) // 2

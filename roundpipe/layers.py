@@ -47,6 +47,8 @@ class LayerSpec:
     """Those of ``makes`` through which a gradient can flow; None = every floating-point tensor."""
     draws_random: bool = True
     """Whether its forward may draw random numbers."""
+    may_write_reads: bool = True
+    """Whether its forward may write into the values it reads; generated layers clone such values first."""
     writes_buffers: bool | None = None
     """Whether its forward changes buffers; None = not known, found out while running."""
     execution_device: bool = False
@@ -166,21 +168,26 @@ def _writable(tensor: torch.Tensor) -> Any:
 
 
 class _ModuleLayer(nn.Module):
-    """A user's module as a layer: carried value ``reads`` in, carried value ``makes`` out."""
+    """A user's module as a layer: carried value ``reads`` in, carried value ``makes`` out.
 
-    def __init__(self, module: nn.Module, reads: str, makes: str, unpack: bool) -> None:
+    The module stands under its qualified name (which may have dots), so what is below it has its own names too.
+    """
+
+    def __init__(self, name: str, module: nn.Module, reads: str, makes: str, unpack: bool) -> None:
         super().__init__()
-        self.module = module
+        self._modules[name] = module
         self.reads = reads
         self.makes = makes
         self.unpack = unpack
 
     def forward(self, carry: Carry) -> Carry:
         value = structure.map_tensors(carry[self.reads], _writable)
+        (module,) = self._modules.values()
+        assert module is not None
         if not self.unpack:
-            return {self.makes: self.module(value)}
+            return {self.makes: module(value)}
         args, kwargs = value
-        return {self.makes: self.module(*args, **kwargs)}
+        return {self.makes: module(*args, **kwargs)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,12 +228,14 @@ def chain_of_modules(modules: Sequence[tuple[str, nn.Module]]) -> LayerChain:
     """The chain of modules called one after the other, each taking the one before's output.
 
     Args:
-        modules: qualified name and module; the first gets all arguments, the others one value.
+        modules: qualified name (``""``: the model itself) and module; the first gets all arguments, the others
+            one value.
     """
     specs, costs, layers = [], [], []
     for index, (name, module) in enumerate(modules):
         reads, makes = f"value_{index}", f"value_{index + 1}"
-        layers.append(_ModuleLayer(module, reads, makes, unpack=index == 0))
+        layers.append(_ModuleLayer(name, module, reads, makes, unpack=index == 0))
+        name = name or type(module).__name__
         specs.append(
             LayerSpec(
                 name=name, module_names=(name,), reads=(reads,), makes=(makes,), draws_random=may_draw_random(module)

@@ -34,7 +34,7 @@ class AutoRoundPipe(RoundPipe):
         devices: Sequence[DeviceLike] | DeviceLike | None = None,
     ) -> None:
         nn.Module.__init__(self)
-        source = FixedChain(chain_of_modules([(type(model).__name__, model)]))
+        source = FixedChain(chain_of_modules([("", model)]))
         self._set_up(model, source, optim_dtype, name or caller_name(), model_run_config, pin_model, devices)
 
     def forward_backward(self, *args: Any, **kwargs: Any) -> Any:

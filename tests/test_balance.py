@@ -34,9 +34,7 @@ def brute_force(weights: list[float], num_parts: int, cuts: list[int] | None) ->
 
 @given(chains_with_cuts(), st.integers(1, 9))
 @settings(max_examples=300, deadline=None)
-def test_heaviest_part_is_as_light_as_can_be(
-    chain: tuple[list[float], list[int] | None], num_parts: int
-) -> None:
+def test_heaviest_part_is_as_light_as_can_be(chain: tuple[list[float], list[int] | None], num_parts: int) -> None:
     weights, cuts = chain
     parts = cut_into(weights, num_parts, cuts)
     num_cuts = len(weights) - 1 if cuts is None else len(cuts)

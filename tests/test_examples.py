@@ -102,9 +102,7 @@ def test_batches_are_windows_of_the_data_and_follow_the_seed(finetune: ModuleTyp
     assert torch.equal(first - first[:, :1], torch.arange(9).expand(3, 9))
 
 
-def test_eager_bytes_counts_weights_gradients_moments_and_activations(
-    finetune: ModuleType, checkpoint: Path
-) -> None:
+def test_eager_bytes_counts_weights_gradients_moments_and_activations(finetune: ModuleType, checkpoint: Path) -> None:
     model, _ = finetune.load_checkpoint(checkpoint)
     small, large = (finetune.parse_arguments(["--batch", size, "--seq", "16"]) for size in ("1", "3"))
     fixed = 4 * sum(parameter.nbytes for parameter in model.parameters())
@@ -116,9 +114,7 @@ def test_eager_bytes_counts_weights_gradients_moments_and_activations(
     assert finetune.eager_bytes(model, small) < fixed
 
 
-def test_trains_the_default_model(
-    finetune: ModuleType, text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trains_the_default_model(finetune: ModuleType, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert finetune.main([*TINY, "--data", str(text)]) == 0
     printed = capsys.readouterr().out
     assert "model.layers.0" in printed
@@ -128,9 +124,7 @@ def test_trains_the_default_model(
     assert first_and_last_loss(printed)[0] == pytest.approx(5.55, abs=0.4)
 
 
-def test_loss_falls(
-    finetune: ModuleType, checkpoint: Path, text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_loss_falls(finetune: ModuleType, checkpoint: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*TINY, "--model", str(checkpoint), "--data", str(text), "--steps", "60", "--lr", "1e-2"]
     assert finetune.main([*arguments, "--sample", "0"]) == 0
     printed = capsys.readouterr().out
@@ -145,9 +139,7 @@ def test_check_agrees_with_plain_pytorch(
 ) -> None:
     arguments = [*TINY, "--model", str(checkpoint), "--data", str(text), "--check", "--recompute", grain]
     assert finetune.main(arguments) == 0
-    found = re.search(
-        r"loss difference ([\de.+-]+), gradient difference ([\de.+-]+)", capsys.readouterr().out
-    )
+    found = re.search(r"loss difference ([\de.+-]+), gradient difference ([\de.+-]+)", capsys.readouterr().out)
     assert found is not None
     assert float(found[1]) < 1e-5
     assert float(found[2]) < 1e-4

@@ -22,9 +22,7 @@ BLOCK = LayerCost(
     weight_bytes=400 * 2**20,
     carry_bytes=2**20,
 )
-EMBED = LayerCost(
-    forward_s=1e-4, backward_s=1e-4, num_parameters=10**7, weight_bytes=2**24, carry_bytes=2**20
-)
+EMBED = LayerCost(forward_s=1e-4, backward_s=1e-4, num_parameters=10**7, weight_bytes=2**24, carry_bytes=2**20)
 HEAD = replace(BLOCK, carry_bytes=0, forward_flops=100 * 10**9, num_parameters=10**7)
 
 
@@ -145,9 +143,7 @@ def test_flops_are_in_one_unit_that_suits_the_largest(flops: int, unit: str, num
 
 def test_measured_times_replace_flops_and_folded_rows_show_their_mean() -> None:
     chain = stack(4)
-    costs = [
-        replace(cost, forward_s=0.001 * index, backward_s=0.003) for index, cost in enumerate(chain.costs)
-    ]
+    costs = [replace(cost, forward_s=0.001 * index, backward_s=0.003) for index, cost in enumerate(chain.costs)]
     rows = cells(report.layer_table(chain_of(list(chain.specs), costs), measured=True))
     assert rows[0][4:6] == ["forward ms", "backward ms"]
     assert rows[2][0] == "1 .. 4"

@@ -45,7 +45,8 @@ from roundpipe.fx.graph import (
     value_bytes,
     writes_buffers,
 )
-from roundpipe.fx.partition import HOOK_METHODS, Chunk, Partition
+from roundpipe.fx.legal_cuts import HOOK_METHODS
+from roundpipe.fx.partition import Chunk, Partition
 from roundpipe.layers import (
     EXECUTION_DEVICE,
     Carry,
@@ -187,7 +188,7 @@ class Layer(torch.fx.GraphModule):
         """Writes ``forward`` from the graph."""
         code = super().recompile()
         # torch.fx wraps calls to print errors and cut their tracebacks; a user's error must stay whole.
-        type(self).__call__ = nn.Module.__call__  # type: ignore[method-assign]
+        del type(self).__call__
         return code
 
     def __copy__(self) -> Layer:
@@ -340,7 +341,7 @@ class _Writer:
     def _install(self, target: str, value: Any) -> str:
         """Notes an attribute of the layer; its name, which gives way to those that torch.fx needs."""
         first, dot, rest = target.partition(".")
-        if hasattr(torch.fx.GraphModule, first) or first in ("training", "graph"):
+        if hasattr(torch.fx.GraphModule, first) or first in ("training", "meta"):
             target = f"{first}_{dot}{rest}"
         self.attributes[target] = value
         return target
@@ -383,11 +384,7 @@ def _named(function: Callable[..., Any]) -> Callable[..., Any]:
     if getattr(torch.Tensor, name, None) is function or getattr(torch, name, None) is function:
         return function
     if module is None or module.split(".")[0] == "torch":  # written as its path, so the path must lead to it
-        return (
-            function
-            if getattr(sys.modules.get(module or ""), name, None) is function
-            else _Callable(name, function)
-        )
+        return function if getattr(sys.modules.get(module or ""), name, None) is function else _Callable(name, function)
     return function
 
 
@@ -402,9 +399,9 @@ def _spec(traced: TracedGraph, partition: Partition, chunk: Chunk, uses_device: 
         makes=tuple(node.name for node in chunk.makes),
         differentiable=frozenset(node.name for node in chunk.makes if node in partition.differentiable),
         draws_random=any(map(draws_random, chunk.nodes)),
+        may_write_reads=False,
         writes_buffers=any(
-            writes_buffers(node) or any(value.op == "get_attr" for value in mutated_by(node))
-            for node in chunk.nodes
+            writes_buffers(node) or any(value.op == "get_attr" for value in mutated_by(node)) for node in chunk.nodes
         ),
         execution_device=uses_device,
     )

@@ -7,16 +7,12 @@ and argument shapes, such as the blocks of a transformer) are run once.
 
 Invariant: the model is not touched; leaves run as shallow copies whose parameters are fakes. A node that
 can't be run on fakes gets an estimate from its parameters and sizes and is marked as estimated.
-
-FLOPs are those that `torch.utils.flop_counter` counts, plus the attention and grouped-matmul kernels that
-it has no formula for.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -25,10 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import Node
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from roundpipe import structure
+from roundpipe.fx.counting import Tally, Work, flop_counter
 from roundpipe.fx.graph import (
     NodeCost,
     TracedGraph,
@@ -42,8 +37,6 @@ from roundpipe.fx.graph import (
 
 logger = logging.getLogger(__name__)
 
-GATHERING = frozenset({"embedding", "index_select", "gather", "index", "take_along_dim"})
-"""Operators that read only as much of their source as they return."""
 GUESSED_SAVED_PER_BYTE = 4
 """Bytes kept for backward per byte of operands and result, where a node can't be run."""
 
@@ -84,21 +77,12 @@ def measure(traced: TracedGraph, profile: DeviceProfile = DEFAULT_PROFILE) -> di
 # ---------------------------------------------------------------------------------- running nodes
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """What kernels did."""
-
-    flops: int = 0
-    num_bytes: int = 0
-    num_kernels: int = 0
-
-
 @dataclass(slots=True)
 class _Reading:
     """What running one node showed, apart from which node it was."""
 
-    forward: _Work
-    backward: _Work
+    forward: Work
+    backward: Work
     saved_bytes: int
     saved_operands: tuple[int, ...]
     """Positions, among the tensors of the arguments, of those that are kept."""
@@ -161,13 +145,14 @@ class _Meter:
         """The reading of the node or of one that looks alike; None if it can't be run."""
         if self.mode is None or not (_tensor_operands(node) or isinstance(value_of(node), torch.Tensor)):
             return _NOTHING if value_of(node) is not None else None
-        try:
-            key = self._key(node)
-            if key not in self.readings:
+        key = self._key(node)
+        if key not in self.readings:
+            try:
                 self.readings[key] = self._run(node)
-        except Exception as error:  # whatever the user's code raises on fakes: fall back to an estimate
-            logger.debug("cost of %s is estimated: %s: %s", node.format_node(), type(error).__name__, error)
-            self.readings[key] = None
+            except Exception as error:  # whatever the user's code raises on fakes: fall back to an estimate
+                kind = type(error).__name__
+                logger.debug("cost of %s is estimated: %s: %s", node.format_node(), kind, error)
+                self.readings[key] = None
         reading = self.readings[key]
         if reading is not None and value_of(node) is None:
             self.results[node] = reading.result
@@ -181,12 +166,12 @@ class _Meter:
         with self.mode, torch.random.fork_rng(devices=[]):
             operands = _tensor_operands(node)
             leaves = {operand: self._fake(operand) for operand in operands}
-            tally = _Tally(leaves.values())
+            tally = Tally(leaves.values())
             with (
                 torch.no_grad(),
                 ambient.enter() if ambient else nullcontext(),
                 tally,
-                _flop_counter() as flops,
+                flop_counter() as flops,
             ):
                 args, kwargs = self._arguments(node, leaves)
                 result = function(*args, **kwargs)
@@ -292,12 +277,10 @@ class _Meter:
         return node.op, target, arguments, _value_key(node), id(ambient_of(node)), bool(mutated_by(node))
 
 
-_NOTHING = _Reading(_Work(), _Work(), 0, (), False, 0, None)
+_NOTHING = _Reading(Work(), Work(), 0, (), False, 0, None)
 
 
-def _backward(
-    function: Any, node: Node, leaves: Mapping[Node, torch.Tensor], meter: _Meter, ambient: Any
-) -> _Work:
+def _backward(function: Any, node: Node, leaves: Mapping[Node, torch.Tensor], meter: _Meter, ambient: Any) -> Work:
     """What a node's backward does, through parameters and differentiable operands."""
     mutated = set(mutated_by(node))
     with torch.enable_grad(), ambient.enter() if ambient else nullcontext():
@@ -310,10 +293,10 @@ def _backward(
     if isinstance(function, nn.Module):
         inputs += [parameter for parameter in function.parameters() if parameter.requires_grad]
     if not results or not inputs:
-        return _Work()
+        return Work()
     gradients = [torch.empty_like(tensor) for tensor in results]
-    tally = _Tally(())
-    with tally, _flop_counter() as flops:
+    tally = Tally(())
+    with tally, flop_counter() as flops:
         torch.autograd.grad(results, inputs, gradients, allow_unused=True)
     return tally.work(flops)
 
@@ -341,113 +324,6 @@ def _saved(
             total += int(tensor.untyped_storage().nbytes())
     positions = [index for index in positions if operands[index].op != "get_attr"]
     return total, tuple(positions), saves_result
-
-
-# ---------------------------------------------------------------------------------- counting
-
-
-class _Tally(TorchDispatchMode):
-    """Counts the bytes that kernels move and the peak of the memory that they allocate."""
-
-    def __init__(self, given: Iterable[torch.Tensor]) -> None:
-        super().__init__()
-        self.moved_bytes = 0
-        self.num_kernels = 0
-        self.live_bytes = 0
-        self.peak_bytes = 0
-        self.known: dict[int, Any] = {tensor.untyped_storage()._cdata: None for tensor in given}
-
-    def work(self, flops: FlopCounterMode) -> _Work:
-        """What was counted so far, together with a counter of FLOPs that ran alongside."""
-        return _Work(flops.get_total_flops(), self.moved_bytes, self.num_kernels)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        read = _tensors_of((args, kwargs))
-        made = _tensors_of(result)
-        if not made and not func._schema.is_mutable:
-            return result  # a question, not a kernel
-        read_storages = {tensor.untyped_storage()._cdata for tensor in read}
-        if all(tensor.untyped_storage()._cdata in read_storages for tensor in made):
-            if func._schema.is_mutable:
-                self.moved_bytes += sum(map(_bytes, read))
-                self.num_kernels += 1
-            return result
-        source_bytes = sum(map(_bytes, made)) if func._opname in GATHERING else sum(map(_bytes, read))
-        self.num_kernels += 1
-        self.moved_bytes += source_bytes + sum(map(_bytes, made))
-        for tensor in made:
-            self._allocated(tensor)
-        return result
-
-    def _allocated(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self.known:
-            return
-        size = int(storage.nbytes())
-
-        def freed(_: Any) -> None:
-            self.live_bytes -= size
-            self.known.pop(key, None)
-
-        self.known[key] = weakref.ref(storage, freed)
-        self.live_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
-
-def _tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors of an operator's arguments or results, which nest in lists and tuples only."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in _tensors_of(item)]
-    if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in _tensors_of(item)]
-    return []
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    """Bytes that a kernel touches: dimensions that an expand made cost nothing."""
-    elements = math.prod(
-        int(s) for s, step in zip(tensor.shape, tensor.stride(), strict=True) if step or s == 0
-    )
-    return elements * tensor.element_size()
-
-
-def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    """Two matrix products per head; ``query`` is a shape ``[B, H, S, D]``."""
-    batch, heads, length, width = query
-    return 2 * batch * heads * length * key[-2] * (width + value[-1])
-
-
-def _attention_backward_flops(
-    gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any
-) -> int:
-    """Five matrix products, one of them the recomputed scores."""
-    return _attention_flops(query, key, value) * 5 // 2
-
-
-def _grouped_matmul_flops(left: Any, right: Any, *args: Any, **kwargs: Any) -> int:
-    """Every row meets one group's matrix: ``[T, K] x [G, K, N]``."""
-    return 2 * math.prod(left) * right[-1]
-
-
-def _extra_formulas() -> dict[Any, Callable[..., int]]:
-    """Kernels that torch's counter has no formula for, where this torch has the kernel."""
-    formulas: dict[str, Callable[..., int]] = {
-        "_scaled_dot_product_flash_attention_for_cpu": _attention_flops,
-        "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward_flops,
-        "_scaled_dot_product_fused_attention_overrideable": _attention_flops,
-        "_scaled_dot_product_fused_attention_overrideable_backward": _attention_backward_flops,
-        "_grouped_mm": _grouped_matmul_flops,
-    }
-    aten = torch.ops.aten
-    return {getattr(aten, name): formula for name, formula in formulas.items() if hasattr(aten, name)}
-
-
-def _flop_counter() -> FlopCounterMode:
-    return FlopCounterMode(display=False, custom_mapping=_extra_formulas())
 
 
 # ---------------------------------------------------------------------------------- looking alike
@@ -504,9 +380,7 @@ def _tensor_operands(node: Node) -> list[Node]:
     return [operand for operand in node.all_input_nodes if isinstance(value_of(operand), torch.Tensor)]
 
 
-def _with_fakes(
-    module: nn.Module, fake: Callable[[torch.Tensor], torch.Tensor], memo: dict[int, Any]
-) -> nn.Module:
+def _with_fakes(module: nn.Module, fake: Callable[[torch.Tensor], torch.Tensor], memo: dict[int, Any]) -> nn.Module:
     """A copy of a module tree that shares everything but its dicts of weights, which hold fakes."""
     if id(module) in memo:
         return memo[id(module)]
@@ -521,8 +395,7 @@ def _with_fakes(
             weights[name] = None if tensor is None else memo[id(tensor)]
         clone.__dict__[kind] = weights
     clone.__dict__["_modules"] = {
-        name: None if child is None else _with_fakes(child, fake, memo)
-        for name, child in module._modules.items()
+        name: None if child is None else _with_fakes(child, fake, memo) for name, child in module._modules.items()
     }
     return clone
 

@@ -184,9 +184,11 @@ def is_transformed(tensor: torch.Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
-def without_fakes() -> Any:
-    """A context in which tensors are real although a world is entered."""
-    return unset_fake_temporarily()
+@contextmanager
+def real_world() -> Iterator[None]:
+    """Inside, tensors are real although a world is entered, and no mode sees functions of them."""
+    with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+        yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +232,8 @@ class FakeWorld:
         self.inputs: list[InputSizes] = []
         self._num_inputs = 0
         self.arguments = self._fake_arguments(arguments)
+        self.has_data = not any(tensor.is_meta for tensor in structure.tensors(arguments))
+        """Whether the example's inputs have data that traced code may ask for."""
 
     @contextmanager
     def entered(self) -> Iterator[None]:

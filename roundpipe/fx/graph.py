@@ -22,7 +22,7 @@ This file is the only user of networkx.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -257,9 +257,16 @@ def output_names(template: Any) -> list[str]:
     return [leaf.name for leaf in structure.leaves(template) if isinstance(leaf, OutputValue)]
 
 
+UNKNOWN_SIZE = 16
+"""Stands for a size that depends on data, such as the number of true elements of a mask."""
+
+
 def hint(size: Any) -> int:
-    """The example's value of a size that may be symbolic."""
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+    """The example's value of a size that may be symbolic; `UNKNOWN_SIZE` if the example has none."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    known = size.node.hint
+    return UNKNOWN_SIZE if known is None else int(known)
 
 
 def value_bytes(node: Node) -> int:
@@ -297,20 +304,34 @@ def alias_groups(traced: TracedGraph) -> dict[Node, tuple[Node, ...]]:
     return {node: tuple(group) for group in groups.values() for node in group}
 
 
-def live_after(order: Sequence[Node], outputs: Iterable[Node]) -> list[frozenset[Node]]:
-    """The values live behind each node of ``order``: made at or before it, read after it.
+def operands(node: Node) -> Iterable[Node]:
+    """The nodes that a node reads."""
+    return node.all_input_nodes
+
+
+def live_before(
+    order: Sequence[Node],
+    outputs: Iterable[Node],
+    reads: Callable[[Node], Iterable[Node]] = operands,
+) -> list[frozenset[Node]]:
+    """The values live in front of each node of ``order``: made earlier, read by it or later.
 
     One reverse walk. Nodes outside ``order`` that are read (placeholders, attributes) count as made
     before the first.
 
+    Args:
+        order: nodes in order of execution.
+        outputs: what is read behind the last one.
+        reads: what a node reads.
+
     Returns:
-        ``len(order) + 1`` sets; item ``i`` is what is live before ``order[i]``, the last one the outputs.
+        ``len(order) + 1`` sets; the last one the outputs.
     """
     live = set(outputs)
     sets = [frozenset(live)]
     for node in reversed(order):
         live.discard(node)
-        live.update(node.all_input_nodes)
+        live.update(reads(node))
         sets.append(frozenset(live))
     sets.reverse()
     return sets
@@ -377,15 +398,15 @@ def merge_same_values(traced: TracedGraph) -> None:
             continue
         if value not in first:
             first[value] = node
+        elif not node.op.startswith("call_"):
+            written_memory.add(storage_key(node))  # one tensor given as two inputs: the next call may give two
         elif not has_effect(node):
             node.replace_all_uses_with(first[value])
             renamed[node.name] = first[value].name
     if renamed:
         traced.output = structure.map_leaves(
             traced.output,
-            lambda leaf: (
-                OutputValue(renamed.get(leaf.name, leaf.name)) if isinstance(leaf, OutputValue) else leaf
-            ),
+            lambda leaf: OutputValue(renamed.get(leaf.name, leaf.name)) if isinstance(leaf, OutputValue) else leaf,
         )
 
 

@@ -4,9 +4,10 @@ A check goes from cheap to dear: the model's flags, the structure and plain valu
 the sizes of its tensors (cached by shapes), the data that traced code read (`ValueProgram`).
 
 Assumptions about sizes are of two kinds. What the model's own Python asked (``if x.shape[0] == 1``)
-must hold, and so must sizes be equal that were taken for one. What operators asked to infer a shape only matters through the shape: if such an
-assumption fails, the graph is run once on fakes of the new sizes, and if every node has the shape
-that the trace says, the assumptions made in that run are a second sufficient set (a *variant*).
+must hold, and so must sizes be equal that were taken for one. What operators asked to infer a shape
+only matters through the shape: if such an assumption fails, the graph is run once on fakes of the new
+sizes, and if every node has the shape that the trace says, the assumptions made in that run are a
+second sufficient set (a *variant*).
 
 Invariant: `Guards.check` returns None only if running the model's Python again would record this graph.
 """
@@ -90,7 +91,7 @@ class SizeSystem:
 def equalities(world: FakeWorld) -> dict[sympy.Basic, str]:
     """The sizes that a world took for equal to another or to a number."""
     return {
-        sympy.Eq(symbol, value, evaluate=False): "an operator"
+        sympy.Eq(symbol, value, evaluate=False): ""
         for symbol, value in world.shapes.replacements.items()
         if isinstance(symbol, sympy.Symbol)
     }
@@ -223,7 +224,10 @@ class Guards:
 
     def describe(self) -> list[str]:
         """Every assumption that must hold, in words."""
-        sizes = [f"{guard.source} (asked at {guard.location})" for guard in self._glue.guards]
+        sizes = [
+            f"{self._in_words(guard.source)} (asked at {guard.location or 'an operator'})"
+            for guard in self._glue.guards
+        ]
         reads = [
             f"{getattr(read.function, '__name__', read.function)} of data gives {read.expected!r} "
             f"(asked at {read.location})"
@@ -266,8 +270,9 @@ class Guards:
             return failure
         broken = self._glue.first_failure(shapes)
         if broken is not None:
+            where = f"the model's code at {broken.location}" if broken.location else "an operator"
             return Failure(
-                f"the model's code at {broken.location} took a decision that holds only if "
+                f"{where} took a decision that holds only if "
                 f"{self._in_words(broken.source)}; now {self._sizes_in_words(broken.source, shapes)}"
             )
         if any(system.first_failure(shapes) is None for system in self._operators):

@@ -82,7 +82,7 @@ def intercepting(session: Session) -> Iterator[None]:
         _patch_transforms(stack)
         for name in PYTHON_RANDOM:
             _patch(stack, random, name, _refused("random", name, getattr(random, name)))
-        numpy = sys.modules.get("numpy")
+        numpy: Any = sys.modules.get("numpy")
         for name in NUMPY_RANDOM if numpy is not None else ():
             _patch(stack, numpy.random, name, _refused("numpy.random", name, getattr(numpy.random, name)))
         for owner in (torch, torch.random):

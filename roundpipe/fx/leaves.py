@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -237,14 +237,14 @@ class TreeState:
             if attributes.get(name, attributes) is not value and not _equal(attributes.get(name), value)
         ]
 
-    def restore_tensors(self) -> None:
-        """Takes back every change that put a tensor into an attribute."""
+    def restore_tensors(self, keep: Collection[tuple[nn.Module, str]] = ()) -> None:
+        """Takes back every change that put a tensor into an attribute, but for those to ``keep``."""
         for (module, attributes), (_, buffers) in zip(self._attributes, self._buffers, strict=True):
             for name in list(module.__dict__):
                 value = module.__dict__[name]
                 if name in ("_parameters", "_buffers", "_modules") or attributes.get(name, module) is value:
                     continue
-                if flat_values(value):
+                if flat_values(value) and (module, name) not in keep:
                     del module.__dict__[name]
                     if name in attributes:
                         module.__dict__[name] = attributes[name]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import quantiles
@@ -32,32 +32,33 @@ from roundpipe.errors import PartitionError
 from roundpipe.fx.graph import (
     NodeCost,
     TracedGraph,
-    alias_groups,
     ambient_of,
+    dependencies,
     draws_random,
     has_effect,
     is_accessor,
+    live_before,
     merge_same_values,
     module_of,
     mutated_by,
     producer_of,
+    reachable_from,
     storage_key,
     value_bytes,
     value_of,
     writes_buffers,
 )
+from roundpipe.fx.legal_cuts import legal_cuts, written_memory
 from roundpipe.layers import BalanceFunction, is_differentiable
 
 Balance = str | BalanceFunction
 
-HOOK_METHODS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
-"""Methods that hang something on a tensor, which must happen where the tensor is made."""
 DETACHING = frozenset({"detach", "detach_", "data"})
 NARROW = 1.6
 """A cut is narrow if it carries at most this many times what the narrowest cuts around it do."""
 SMALLEST_SHARE = 0.25
 """A layer weighs at least this share of a small block of the model."""
-SMALLEST_BLOCK = 0.05
+SMALLEST_BLOCK = 0.15
 """Blocks lighter than this share of the heaviest one (a list of norms) don't say what a layer weighs."""
 LARGEST_NUM_LAYERS = 8192
 """A layer weighs at least one in so many parts of the model."""
@@ -125,6 +126,7 @@ def partition(
         limits: when glue is carried instead of recomputed.
 
     Raises:
+        TraceError: an input is written in place and returned under its old name.
         PartitionError: ``balance`` or ``num_layers`` is not usable, or there is nothing to cut.
     """
     merge_same_values(traced)
@@ -136,7 +138,7 @@ def partition(
         raise PartitionError("the model computes nothing from its inputs, so there are no layers to make")
     weights = _weights(traced, order, costs, balance)
     live = _live(order, traced, recomputed)
-    legal = _legal_cuts(traced, order, live)
+    legal = legal_cuts(traced, order, live)
     if num_layers is None:
         cuts = _finest(traced, order, weights, live, legal)
     else:
@@ -149,27 +151,24 @@ def partition(
 # ---------------------------------------------------------------------------------- recomputed glue
 
 
-def _recomputed(
-    traced: TracedGraph, costs: Mapping[Node, NodeCost], limits: RecomputeLimits
-) -> frozenset[Node]:
+def _recomputed(traced: TracedGraph, costs: Mapping[Node, NodeCost], limits: RecomputeLimits) -> frozenset[Node]:
     """Glue on inputs and constants that is cheaper to make again than to carry."""
-    touched = _mutated_memory(traced)
+    order = dependencies(traced)
+    dear = written_memory(traced) | {node for node in order if not _is_plain(traced, node)}
+    excluded = reachable_from(order, dear)
     closures: dict[Node, frozenset[Node]] = {}
     for node in traced.graph.nodes:
-        if node in touched:
+        if node.op == "output" or node in excluded:
             continue
-        if node.op == "placeholder" or _is_constant(traced, node):
-            closures[node] = frozenset((node,))
-        elif _is_pure_glue(traced, node) and all(source in closures for source in node.all_input_nodes):
-            closure = frozenset((node,)).union(*(closures[source] for source in node.all_input_nodes))
-            if _is_cheap(node, closure, costs, limits):
+        sources = node.all_input_nodes
+        if all(source in closures for source in sources):
+            closure = frozenset((node,)).union(*(closures[source] for source in sources))
+            if not node.op.startswith("call_") or _is_cheap(node, closure, costs, limits):
                 closures[node] = closure
     return frozenset(node for node in closures if node.op.startswith("call_"))
 
 
-def _is_cheap(
-    node: Node, closure: frozenset[Node], costs: Mapping[Node, NodeCost], limits: RecomputeLimits
-) -> bool:
+def _is_cheap(node: Node, closure: frozenset[Node], costs: Mapping[Node, NodeCost], limits: RecomputeLimits) -> bool:
     """Whether making a value again takes less time than moving it, give or take the allowance."""
     if value_of(node) is None:
         return True  # decided at its parts
@@ -179,41 +178,11 @@ def _is_cheap(
     return seconds + moved / limits.link_bytes_per_s <= carried / limits.link_bytes_per_s + limits.allowance_s
 
 
-def _is_constant(traced: TracedGraph, node: Node) -> bool:
-    return node.op == "get_attr" and not isinstance(traced.attribute(str(node.target)), nn.Parameter)
-
-
-def _is_pure_glue(traced: TracedGraph, node: Node) -> bool:
-    if draws_random(node) or has_effect(node) or writes_buffers(node) or not node.op.startswith("call_"):
+def _is_plain(traced: TracedGraph, node: Node) -> bool:
+    """Whether a node is an input, a constant, or glue without parameters, random numbers or effects."""
+    if traced.parameters_of(node) or draws_random(node) or has_effect(node) or writes_buffers(node):
         return False
-    if node.op != "call_module":
-        return True
-    module = traced.attribute(str(node.target))
-    return str(node.target) not in traced.opaque and next(module.parameters(), None) is None
-
-
-def _mutated_memory(traced: TracedGraph) -> set[Node]:
-    """All values whose memory is written in place at some point, buffers that leaves write included."""
-    aliases = alias_groups(traced)
-    result: set[Node] = set()
-    for node in traced.body:
-        for value in mutated_by(node):
-            result.update(aliases.get(value, (value,)))
-    written = _written_buffers(traced)
-    for node in traced.graph.nodes:
-        if node.op == "get_attr" and id(traced.attribute(str(node.target))) in written:
-            result.update(aliases.get(node, (node,)))
-    return result
-
-
-def _written_buffers(traced: TracedGraph) -> set[int]:
-    """Identities of the buffers that a leaf or glue writes."""
-    result: set[int] = set()
-    for node in traced.body:
-        if writes_buffers(node):
-            result.update(map(id, traced.attribute(str(node.target)).buffers()))
-        result.update(id(traced.attribute(str(v.target))) for v in mutated_by(node) if v.op == "get_attr")
-    return result
+    return node.op != "call_module" or str(node.target) not in traced.opaque
 
 
 # ---------------------------------------------------------------------------------- order and liveness
@@ -223,14 +192,25 @@ def _order(traced: TracedGraph, recomputed: frozenset[Node]) -> list[Node]:
     """Body nodes that chunks own, in order of execution, accessors right behind their producers."""
     riders: dict[Node, list[Node]] = {}
     main = []
+    unused = _unused(traced)
     for node in traced.body:
-        if node in recomputed or is_accessor(node) and not node.users:
+        if node in recomputed or node in unused:
             continue
         if is_accessor(node) and producer_of(node) not in recomputed:
             riders.setdefault(producer_of(node), []).append(node)
         else:
             main.append(node)
     return [item for node in main for item in (node, *riders.get(node, ()))]
+
+
+def _unused(traced: TracedGraph) -> set[Node]:
+    """Glue without effects that nothing reads; modules stay, since hooks may hang on them."""
+    result: set[Node] = set()
+    for node in reversed(traced.body):
+        kept = node.op == "call_module" or has_effect(node) or draws_random(node)
+        if not kept and all(user in result for user in node.users):
+            result.add(node)
+    return result
 
 
 def _sources(node: Node, recomputed: frozenset[Node]) -> set[Node]:
@@ -248,118 +228,16 @@ def _sources(node: Node, recomputed: frozenset[Node]) -> set[Node]:
     return found
 
 
-def _live(order: Sequence[Node], traced: TracedGraph, recomputed: frozenset[Node]) -> list[set[Node]]:
+def _live(order: Sequence[Node], traced: TracedGraph, recomputed: frozenset[Node]) -> list[frozenset[Node]]:
     """Item ``i``: what is carried in front of ``order[i]``, inputs included; the last item the outputs."""
-    live: set[Node] = set()
+    outputs: set[Node] = set()
     for node in traced.outputs:
-        if node.op.startswith("call_") and node not in recomputed or node.op == "placeholder":
-            live.add(node)
-    result = [set(live)]
-    late = [node for node in traced.outputs if node in recomputed]
-    for position, node in enumerate(reversed(order)):
-        live.discard(node)
-        live |= _sources(node, recomputed)
-        if position == 0:
-            for output in late:
-                live |= _sources(output, recomputed)
-        result.append(set(live))
-    result.reverse()
-    return result
+        outputs |= _sources(node, recomputed) if node in recomputed else {node} - _attributes(node)
+    return live_before(order, outputs, lambda node: _sources(node, recomputed))
 
 
-# ---------------------------------------------------------------------------------- legal cuts
-
-
-def _legal_cuts(traced: TracedGraph, order: Sequence[Node], live: Sequence[set[Node]]) -> list[int]:
-    """Positions in ``order`` in front of which a cut may be."""
-    position = {node: index for index, node in enumerate(order)}
-    forbidden = [0] * (len(order) + 1)
-
-    def together(nodes: Iterable[Node]) -> None:
-        """No cut between the first and the last of these."""
-        places = [position[node] for node in nodes if node in position]
-        if places and min(places) < max(places):
-            forbidden[min(places) + 1] += 1
-            forbidden[max(places) + 1] -= 1
-
-    for node in order:
-        if is_accessor(node):
-            together((producer_of(node), node))
-        if node.op == "call_method" and node.target in HOOK_METHODS:
-            together((producer_of(node.args[0]), node))  # type: ignore[arg-type]
-    for users in _buffer_users(traced).values():
-        together(users)
-    _keep_writes(traced, order, position, together)
-    parted = list(accumulate(forbidden))
-    mutations = _mutations(traced, order, position)
-    return [
-        cut
-        for cut in range(1, len(order))
-        if not parted[cut] and not _parts_aliases(live[cut], cut, mutations)
-    ]
-
-
-def _buffer_users(traced: TracedGraph) -> dict[int, list[Node]]:
-    """For each buffer that is written, every node that touches it."""
-    users: dict[int, list[Node]] = {buffer: [] for buffer in _written_buffers(traced)}
-    if not users:
-        return users
-    for node in traced.body:
-        if node.op == "call_module":
-            for buffer in traced.attribute(str(node.target)).buffers():
-                if id(buffer) in users:
-                    users[id(buffer)].append(node)
-        for source in (*node.all_input_nodes, *mutated_by(node)):
-            if source.op == "get_attr" and id(traced.attribute(str(source.target))) in users:
-                users[id(traced.attribute(str(source.target)))].append(node)
-    return users
-
-
-def _keep_writes(
-    traced: TracedGraph,
-    order: Sequence[Node],
-    position: Mapping[Node, int],
-    together: Callable[[Iterable[Node]], None],
-) -> None:
-    """A write stays with later readers of older names for the memory: to them no new name is known."""
-    aliases = alias_groups(traced)
-    outputs = set(traced.outputs)
-    for node in order:
-        for value in mutated_by(node):
-            for older in aliases.get(value, (value,)):
-                made = position.get(older, -1)
-                if older.op != "placeholder" and (older.op == "get_attr" or made >= position[node]):
-                    continue
-                readers = [user for user in older.users if position.get(user, -1) > position[node]]
-                together((node, *readers))
-                if older in outputs:
-                    together((node, order[-1]))
-
-
-def _mutations(traced: TracedGraph, order: Sequence[Node], position: Mapping[Node, int]) -> dict[int, int]:
-    """Storage -> position of the last node that writes it in place."""
-    last: dict[int, int] = {}
-    for node in order:
-        for value in mutated_by(node):
-            key = storage_key(value)
-            if key is not None:
-                last[key] = position[node]
-    return last
-
-
-def _parts_aliases(live: set[Node], cut: int, mutations: Mapping[int, int]) -> bool:
-    """Whether a cut carries two values that share memory which is written behind it."""
-    if not mutations:
-        return False
-    seen: set[int] = set()
-    for node in live:
-        key = storage_key(node)
-        if key is None or mutations.get(key, -1) < cut:
-            continue
-        if key in seen:
-            return True
-        seen.add(key)
-    return False
+def _attributes(node: Node) -> set[Node]:
+    return {node} if node.op == "get_attr" else set()
 
 
 # ---------------------------------------------------------------------------------- taken cuts
@@ -397,7 +275,7 @@ def _finest(
     traced: TracedGraph,
     order: Sequence[Node],
     weights: Sequence[float],
-    live: Sequence[set[Node]],
+    live: Sequence[Set[Node]],
     legal: Sequence[int],
 ) -> list[int]:
     """As many narrow cuts as leave every layer heavy enough; among equals, the narrower, at blocks' edges.
@@ -443,15 +321,13 @@ def _finest(
     return cuts[::-1]
 
 
-def _narrow(
-    weights: Sequence[float], live: Sequence[set[Node]], legal: Sequence[int], window: float
-) -> list[int]:
+def _narrow(weights: Sequence[float], live: Sequence[Set[Node]], legal: Sequence[int], window: float) -> list[int]:
     widths = _widths(weights, live, legal, window)
     return [cut for cut in legal if widths[cut] <= NARROW]
 
 
 def _widths(
-    weights: Sequence[float], live: Sequence[set[Node]], legal: Sequence[int], window: float
+    weights: Sequence[float], live: Sequence[Set[Node]], legal: Sequence[int], window: float
 ) -> dict[int, float]:
     """For each legal cut: bytes carried, over those of the narrowest cut nearby on its wider side.
 
@@ -522,9 +398,7 @@ def _blocks(traced: TracedGraph, order: Sequence[Node]) -> list[str]:
 def _depth_in_common(order: Sequence[Node], cut: int) -> int:
     """How deep the innermost module is that holds both nodes at a cut."""
     depth = 0
-    for left, right in zip(
-        _covered(order[cut - 1]).split("."), _covered(order[cut]).split("."), strict=False
-    ):
+    for left, right in zip(_covered(order[cut - 1]).split("."), _covered(order[cut]).split("."), strict=False):
         if left != right or not left:
             break
         depth += 1
@@ -538,7 +412,7 @@ def _chunks(
     traced: TracedGraph,
     order: Sequence[Node],
     cuts: Sequence[int],
-    live: Sequence[set[Node]],
+    live: Sequence[Set[Node]],
     recomputed: frozenset[Node],
 ) -> tuple[Chunk, ...]:
     rank = {node: index for index, node in enumerate(traced.graph.nodes)}

@@ -12,7 +12,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sympy
 import torch
@@ -21,11 +21,7 @@ from torch import nn
 from roundpipe import structure
 from roundpipe.errors import TraceError
 from roundpipe.fx.builder import flat_values
-from roundpipe.fx.fakes import FakeWorld, Symbolic, compiled, expression_of, without_fakes
-
-if TYPE_CHECKING:
-    from roundpipe.fx.recorder import Recorder
-
+from roundpipe.fx.fakes import FakeWorld, Symbolic, compiled, expression_of, real_world
 
 _PLAIN = (type(None), bool, int, float, str)
 
@@ -44,7 +40,7 @@ class Probe:
 @contextlib.contextmanager
 def _real_world() -> Iterator[None]:
     """Real tensors; torch's random state as it was afterwards."""
-    with without_fakes(), torch._C.DisableTorchFunction(), torch.random.fork_rng(devices=[]):
+    with real_world(), torch.random.fork_rng(devices=[]):
         yield
 
 
@@ -153,10 +149,14 @@ def probe_module(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwargs
     return Probe(_fitted(results, sizes, values, has_grad), random, written)
 
 
-def probe_function(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
-    """The output, with fakes, of a function without a fake kernel; inputs' own data where known."""
+def probe_function(func: Any, args: Any, kwargs: Any, data_of: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
+    """The output, with fakes, of a function without a fake kernel.
+
+    Args:
+        func, args, kwargs: the call, on fakes.
+        data_of: the example's data of a fake, if they are known.
+    """
     values = flat_values(args, kwargs)
-    node_of, reader = recorder.builder.node_of, recorder.reader
     results: list[Any] = []
     sizes: list[_Sizes] = []
     with _real_world():
@@ -164,10 +164,8 @@ def probe_function(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any
             numbers = _Sizes(values, enlarged)
 
             def real(value: Any, numbers: _Sizes = numbers, enlarged: bool = enlarged) -> Any:
-                node = node_of.get(value) if isinstance(value, torch.Tensor) else None
-                if not enlarged and node is not None and reader.depends_on_inputs_only(node):
-                    return reader.value(node)
-                return numbers.real(value)
+                known = data_of(value) if isinstance(value, torch.Tensor) and not enlarged else None
+                return numbers.real(value) if known is None else known
 
             try:
                 result = func(
@@ -191,6 +189,11 @@ def _fitted(results: list[Any], sizes: list[_Sizes], values: list[Any], has_grad
         for size in value.shape if isinstance(value, torch.Tensor) else [value]:
             if isinstance(size, torch.SymInt):
                 candidates.append((sizes[0].number(size), sizes[1].number(size), size))
+    numbers_out = [leaf for leaf in structure.leaves(results[0]) if isinstance(leaf, (int, float, complex))]
+    if numbers_out:
+        raise TraceError(
+            f"it returns {numbers_out[0]!r}, a plain number that may be another for other data; return a tensor"
+        )
     others = iter(structure.tensors(results[1]))
 
     def fake(first: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,9 @@ Invariant: a call that changes the graph's meaning is either recorded or ends th
 from __future__ import annotations
 
 import linecache
+import operator
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,7 +40,7 @@ from roundpipe.fx.fakes import (
     is_model_file,
     is_transformed,
     model_location,
-    without_fakes,
+    real_world,
 )
 from roundpipe.fx.operations import ApplyFunction, set_item, set_property
 from roundpipe.fx.policy import Decision
@@ -79,12 +80,14 @@ class Restart(BaseException):
         return f"{filename}:{line} ({source})" if source else f"{filename}:{line}"
 
 
-def raised_at(error: BaseException) -> str:
+def raised_at(error: BaseException | None) -> str:
     """``file:line`` of the innermost line of the model's code in an error's traceback, or nothing."""
     found = ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        if is_model_file(frame.f_code.co_filename):
-            found = f"{frame.f_code.co_filename}:{line}"
+    while error is not None and not found:
+        for frame, line in traceback.walk_tb(error.__traceback__):
+            if is_model_file(frame.f_code.co_filename):
+                found = f"{frame.f_code.co_filename}:{line}"
+        error = error.__cause__
     return found
 
 
@@ -160,11 +163,11 @@ class Recorder(TorchFunctionMode):
         world.shapes.on_fixed_size = self._note_fixed_size
         self.builder.add_inputs()
         self.reader = ValueReader(
+            self.builder.graph,
             world.model,
             self.builder.constants,
             world.real_arguments,
             self.builder.input_paths,
-            self.builder.written_storages,
         )
 
     # ------------------------------------------------------------------ state
@@ -290,12 +293,22 @@ class Recorder(TorchFunctionMode):
                 return self.world.static_fake(real), None
         if isinstance(error, NO_FAKE_KERNEL):
             try:
-                return probe_function(self, func, args, kwargs), f"{name} has no fake kernel: {error}"
+                return self._probe(func, args, kwargs), f"{name} has no fake kernel: {error}"
             except Exception as second:
                 raise error from second
         if data_dependent:
             raise self.data_dependent(error, name) from error
         raise error
+
+    def _probe(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The output of a function by running it, on the inputs' own data where that is known."""
+
+        def data_of(tensor: torch.Tensor) -> torch.Tensor | None:
+            node = self.builder.node_of.get(tensor)
+            known = node is not None and self.reader.depends_on_inputs_only(node)
+            return self.reader.value(node) if node is not None and known else None
+
+        return probe_function(func, args, kwargs, data_of)
 
     def data_dependent(self, error: BaseException, name: str = "") -> BaseException:
         """What ends the attempt when glue asks for data that only running the model gives."""
@@ -317,7 +330,7 @@ class Recorder(TorchFunctionMode):
         nodes = [self.builder.node_of.get(t) or self._known_attribute(t) for t in tensors]
         if not nodes or not all(node and self.reader.depends_on_inputs_only(node) for node in nodes):
             return UNKNOWN
-        with self.pause(), without_recording():
+        with self.pause(), real_world():
             node_args, node_kwargs = self.builder.arguments(tuple(args), kwargs)
             return self.reader.read(func, node_args, node_kwargs, model_location())
 
@@ -351,7 +364,13 @@ class Recorder(TorchFunctionMode):
             mutates = (source,) if isinstance(source, Node) and node.args[1] == "data" else ()
         node.meta["mutates"] = mutates
         node.meta["effect"] = bool(mutates) or name in HOOKS or target is set_property
+        self.note_written(node, written)
+
+    def note_written(self, node: Node, written: Sequence[torch.Tensor]) -> None:
+        """A node writes these tensors in place."""
         self.builder.written_storages.update(tensor.untyped_storage()._cdata for tensor in written)
+        if not self.reader.depends_on_inputs_only(node):
+            self.reader.taint(written)
 
     def record_function(self, function: type[torch.autograd.Function], args: Any, kwargs: Any) -> Any:
         """One node for the call of a custom autograd function."""
@@ -397,13 +416,6 @@ class Recorder(TorchFunctionMode):
         return Restart(Decision.DESCEND, leaf, cause)
 
 
-@contextmanager
-def without_recording() -> Iterator[None]:
-    """Real tensors, no recording and no fakes inside."""
-    with without_fakes(), torch._C.DisableTorchFunction():
-        yield
-
-
 def _tensor_of_sizes(data: Any, **options: Any) -> torch.Tensor:
     """The fake of ``torch.tensor(sizes)``; torch itself would fix the sizes, and remember them."""
     numbers = structure.map_leaves(data, lambda leaf: 2 if isinstance(leaf, Symbolic) else leaf)
@@ -425,6 +437,8 @@ def _form(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str
         return "call_function", set_property, (args[0], attribute, args[1]), {}
     if func is torch.Tensor.__setitem__:
         return "call_function", set_item, args, kwargs
+    if name == "__getitem__":
+        return "call_function", operator.getitem, args, kwargs
     is_method = getattr(func, "__objclass__", None) is torch._C.TensorBase
     if (is_method or getattr(torch.Tensor, name, None) is func) and isinstance(args[0], Node):
         return "call_method", name, args, kwargs

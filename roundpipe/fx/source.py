@@ -112,7 +112,7 @@ class TracedSource:
             traced = trace(self._model, args, kwargs)
         except TraceError as error:
             self._on_failure(error)
-            kept = _Kept(None, chain_of_modules([(type(self._model).__name__, self._model)]))
+            kept = _Kept(None, chain_of_modules([("", self._model)]))
         else:
             costs = measure(traced)
             parts = partition(traced, costs, balance=self._balance)

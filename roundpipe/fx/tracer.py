@@ -33,32 +33,21 @@ from roundpipe import structure
 from roundpipe.errors import TraceError
 from roundpipe.fx.ambient import Ambient
 from roundpipe.fx.binding import Arguments, CallForm
-from roundpipe.fx.builder import UntracedValue, flat_tensors, flat_values
+from roundpipe.fx.builder import UntracedValue, flat_values
 from roundpipe.fx.fakes import DATA_DEPENDENT, Dimension, FakeWorld, is_fake
 from roundpipe.fx.graph import OutputValue, TracedGraph, assign_buffer
 from roundpipe.fx.guards import Flags, Guards
 from roundpipe.fx.intercept import ORIGINAL_CALL, exclusive, intercepting
-from roundpipe.fx.leaves import (
-    HiddenInput,
-    LeafRun,
-    LeafWatch,
-    SiblingCache,
-    TreeState,
-    containers_mutated,
-    refuse_mutated,
-)
+from roundpipe.fx.leaves import TreeState
 from roundpipe.fx.policy import Decision, LeafPolicy
-from roundpipe.fx.probe import probe_module
 from roundpipe.fx.recorder import BurnSizes, Recorder, Restart
+from roundpipe.fx.runner import LeafRunner
 from roundpipe.fx.values import ValueProgram
 from roundpipe.fx.verify import ShapeVerifier
-from roundpipe.layers import weight_bytes_of
 
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 60
-MAX_PROBE_BYTES = 1 << 28
-"""Largest leaf that is copied and run only to serve more sizes."""
 MAX_SETTLING_RUNS = 3
 """Runs until a model that sets plain attributes in its forward must give the same graph twice."""
 
@@ -149,12 +138,12 @@ def _settled(world: FakeWorld, form: CallForm, learned: _Learned) -> TracedGraph
                 logger.warning(
                     "%s: its forward sets %s; the compiled model runs as if it had not",
                     type(world.model).__name__,
-                    ", ".join(changed),
+                    ", ".join(changed.values()),
                 )
             return traced
         previous = printed
-        state.restore_tensors()
-    cause = TraceError(f"it sets {', '.join(changed)}, and what it computes depends on that")
+        state.restore_tensors(keep=set(changed))
+    cause = TraceError(f"it sets {', '.join(changed.values())}, and what it computes depends on that")
     raise _root_error(world.model, cause, f"{type(world.model).__name__}.forward")
 
 
@@ -198,7 +187,7 @@ class _Attempt:
         self._flags = Flags.of(world.model)
         self._recorder = Recorder(world, Ambient.current(), learned.burn_sizes)
         self._policy = LeafPolicy(world.twin, world.name_of_module, learned.decisions, learned.max_leaf_bytes)
-        self._siblings = SiblingCache()
+        self._runner = LeafRunner(world, self._recorder, self._policy, learned.history)
         self._glue_modules: dict[nn.Module, None] = {}
         self._leaves: dict[str, nn.Module] = {}
         self._before = TreeState(list(world.twin.modules()))
@@ -226,14 +215,17 @@ class _Attempt:
             if name and untried and self._policy.may_be_leaf(self._world.twin.get_submodule(name)):
                 raise Restart(Decision.LEAF, name, cause)
 
-    def changed_attributes(self) -> list[str]:
-        """Attributes of looked-into modules that the forward set, tensors apart."""
-        names = []
-        for module, name, value in self._before.changed_attributes():
-            if module in self._glue_modules and not flat_values(value):
+    def changed_attributes(self) -> dict[tuple[nn.Module, str], str]:
+        """Attributes of looked-into modules that the forward set, with their qualified names."""
+        changed = {}
+        for module, name, _ in self._before.changed_attributes():
+            if (
+                module in self._glue_modules
+                and self._learned.decisions.get(self._world.name_of_module[module]) is not Decision.DESCEND
+            ):
                 owner = self._world.name_of_module[module]
-                names.append(f"{owner}.{name}" if owner else name)
-        return names
+                changed[module, name] = f"{owner}.{name}" if owner else name
+        return changed
 
     # ------------------------------------------------------------------ the session of `intercept`
 
@@ -255,7 +247,7 @@ class _Attempt:
         )
 
     def has_readable_data(self, tensor: Any) -> bool:
-        if not self.in_glue() or not isinstance(tensor, torch.Tensor):
+        if not self.in_glue() or not isinstance(tensor, torch.Tensor) or not self._world.has_data:
             return False
         node = self._recorder.builder.node_of.get(tensor)
         return node is not None and self._recorder.reader.depends_on_inputs_only(node)
@@ -322,13 +314,20 @@ class _Attempt:
         for key, value in module.__dict__.items():
             if key in ("_buffers", "_parameters", "_modules") or before.get(key, before) is value:
                 continue
-            if any(isinstance(item, torch.Tensor) and is_fake(item) for item in flat_values(value)):
+            if any(self._is_activation(item) for item in flat_values(value)):
                 raise self._recorder.give_up(
                     TraceError(
                         f"{type(module).__name__}.{key} is set to an activation in the forward, and would "
                         f"not be set when the graph runs; return it, or register a buffer of that name"
                     )
                 )
+
+    def _is_activation(self, value: Any) -> bool:
+        """Whether a value is a fake that the parameters have a part in."""
+        if not isinstance(value, torch.Tensor) or not is_fake(value):
+            return False
+        node = self._recorder.builder.node_of.get(value)
+        return node is None or not self._recorder.reader.depends_on_inputs_only(node)
 
     # ------------------------------------------------------------------ leaves
 
@@ -342,7 +341,7 @@ class _Attempt:
         self._leaves[name] = module
         python_random = _python_random_state()
         with recorder.pause():
-            run = self._run_leaf(module, name, args, kwargs)
+            run = self._runner.run(module, name, args, kwargs)
         draws_python_random = _python_random_state() != python_random
         _set_python_random_state(python_random)
         node = recorder.builder.add("call_module", name, node_args, node_kwargs)
@@ -353,83 +352,11 @@ class _Attempt:
             mutates=mutates,
             effect=bool(mutates),
         )
-        recorder.builder.written_storages.update(t.untyped_storage()._cdata for t in run.written)
-        if self._policy.decision(module) is Decision.PROBE or isinstance(module, torch.jit.ScriptModule):
+        recorder.note_written(node, run.written)
+        if self._runner.is_probed(module):
             recorder.probed_nodes[node] = self._reason(name)
         recorder.builder.bind_output(run.out, node)
         return run.out
-
-    def _run_leaf(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> LeafRun:
-        key = self._siblings.key(module, args, kwargs)
-        known = self._siblings.get(key)
-        if known is not None:
-            return known
-        if self._policy.decision(module) is Decision.PROBE or isinstance(module, torch.jit.ScriptModule):
-            run = self._probe(module, name, args, kwargs)
-            state = None
-        else:
-            state = TreeState(list(module.modules()))
-            run = self._watched(module, name, args, kwargs, state)
-        if state is None or not state.holds_new_values():
-            self._siblings.put(key, run, args, kwargs)
-        return run
-
-    def _watched(self, module: nn.Module, name: str, args: Any, kwargs: Any, state: TreeState) -> LeafRun:
-        """Runs a leaf on fakes."""
-        recorder = self._recorder
-        before = list(structure.walk((args, kwargs)))
-        fixed = self._world.shapes.num_fixed_sizes()
-        given = flat_tensors(args, kwargs)
-        versions = [(tensor, tensor._version) for tensor in given]
-        draws = recorder.watch.num_random_draws
-        allowed = set(given)
-        watch = LeafWatch(
-            name,
-            recorder.builder.node_of,
-            lambda tensor: tensor in allowed or tensor in self._world.name_of,
-            recorder.born_in,
-        )
-        try:
-            with watch:
-                out = ORIGINAL_CALL(module, *args, **kwargs)
-        except HiddenInput as error:
-            raise self._not_a_leaf(module, name, TraceError(str(error)), structural=True) from error
-        except Exception as error:
-            raise self._not_a_leaf(module, name, error, structural=False) from error
-        if self._world.shapes.num_fixed_sizes() > fixed and self._may_probe(module, name):
-            cause = TraceError(f"{name} works at one size only on fakes, such as a loop over a size")
-            raise Restart(Decision.PROBE, name, cause)
-        if containers_mutated(before, args, kwargs):
-            raise self._not_a_leaf(module, name, refuse_mutated(name), structural=True)
-        return LeafRun(
-            out,
-            recorder.watch.num_random_draws != draws,
-            state.buffers_written(),
-            tuple(tensor for tensor, version in versions if tensor._version != version),
-        )
-
-    def _not_a_leaf(self, module: nn.Module, name: str, cause: Exception, structural: bool) -> Restart:
-        """What to try for a leaf that can't be one."""
-        decision = self._policy.decision(module)
-        has_children = any(True for _ in module.children())
-        is_torch = type(module).__module__.startswith("torch.")
-        if has_children and not is_torch and decision is not Decision.LEAF:
-            return Restart(Decision.DESCEND, name, cause)
-        if structural:
-            return self._recorder.give_up(cause)
-        return Restart(Decision.PROBE, name, cause)
-
-    def _may_probe(self, module: nn.Module, name: str) -> bool:
-        """Whether to try a probe of a leaf that works on fakes."""
-        tried = {(name, Decision.PROBE), (name, Decision.DESCEND)} & self._learned.history
-        return not tried and weight_bytes_of(module) <= MAX_PROBE_BYTES
-
-    def _probe(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> LeafRun:
-        try:
-            probe = probe_module(self._world, name, module, args, kwargs)
-        except Exception as error:
-            raise self._recorder.give_up(error) from error
-        return LeafRun(probe.out, probe.random, probe.buffers_written, ())
 
     # ------------------------------------------------------------------ the end
 
@@ -457,7 +384,7 @@ class _Attempt:
         builder, recorder, world = self._recorder.builder, self._recorder, self._world
         if _python_random_state() != self._python_random:
             raise Restart(None, "", TraceError("its forward draws from Python's or NumPy's random numbers"))
-        values = ValueProgram(recorder.reader.reads, world.model, builder.constants, builder.input_paths)
+        values = ValueProgram(builder.graph, recorder.reader.reads, world.model, builder.constants, builder.input_paths)
         self._refuse_moving_reads(values)
         self._remove_unused()
         traced = TracedGraph(

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import nn
 from torch.fx import Node
 
 from roundpipe import structure
-from roundpipe.fx.graph import ambient_of, draws_random, has_effect, storage_key
+from roundpipe.fx.graph import ambient_of, draws_random, has_effect, mutated_by, storage_key
 
 UNKNOWN = object()
 """What `ValueReader.read` returns when the data can't be known."""
@@ -34,10 +34,33 @@ class ValueRead:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    expected: Any
+    after: Node
+    """The last node recorded before the read: later writes in place are not seen by it."""
+    expected: Any = None
     """The answer that is burned in; the shape if it is a tensor."""
-    location: str
+    location: str = ""
     """Where the model's code asked."""
+
+    @property
+    def nodes(self) -> list[Node]:
+        """What is read."""
+        found: list[Node] = []
+        torch.fx.node.map_arg((self.args, self.kwargs), found.append)
+        return found
+
+
+def _needed(order: list[Node], targets: list[Node]) -> list[Node]:
+    """The nodes, in order, that determine some nodes' values: ancestors, and writes to their memory."""
+    wanted = set(targets)
+    storages = {storage_key(node) for node in targets} - {None}
+    kept = []
+    for node in reversed(order):
+        writes = any(storage_key(value) in storages for value in mutated_by(node))
+        if node in wanted or writes:
+            kept.append(node)
+            wanted.update(node.all_input_nodes)
+            storages.update(key for key in map(storage_key, node.all_input_nodes) if key is not None)
+    return kept[::-1]
 
 
 class Replay:
@@ -45,48 +68,67 @@ class Replay:
 
     Args:
         model, constants: where get_attr nodes are looked up.
-        inputs: placeholder name -> its value, asked for when needed.
     """
 
-    def __init__(self, model: nn.Module, constants: dict[str, Any], inputs: Callable[[str], torch.Tensor]) -> None:
+    def __init__(self, model: nn.Module, constants: dict[str, Any]) -> None:
         self._model = model
         self._constants = constants
-        self._inputs = inputs
-        self._values: dict[Node, Any] = {}
 
-    def value(self, node: Node) -> Any:
-        """The node's value; what it depends on is evaluated first."""
-        if node not in self._values:
-            for source in node.all_input_nodes:
-                self.value(source)
-            self._values[node] = self._evaluate(node)
-        return self._values[node]
+    def answers(self, nodes: list[Node], reads: list[ValueRead], inputs: Callable[[str], torch.Tensor]) -> list[Any]:
+        """What each read gives.
 
-    def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """``function`` on arguments whose nodes are replaced by their values."""
+        Args:
+            nodes: all that the reads depend on, in order.
+            reads: in order; each happens right after the last of ``nodes`` that is not behind it.
+            inputs: placeholder name -> its value.
+        """
+        values: dict[Node, Any] = {}
+        writes = any(mutated_by(node) for node in nodes)
+        pending = iter(reads)
+        read = next(pending, None)
+        answers: list[Any] = []
         with torch.no_grad():
-            return function(*self._real(args), **self._real(kwargs))
+            for node in nodes:
+                while read is not None and read.after < node:
+                    answers.append(_call(read.function, read.args, read.kwargs, values))
+                    read = next(pending, None)
+                values[node] = self._evaluate(node, values, inputs, writes)
+            while read is not None:
+                answers.append(_call(read.function, read.args, read.kwargs, values))
+                read = next(pending, None)
+        return answers
 
-    def _real(self, arguments: Any) -> Any:
-        return plain(torch.fx.node.map_arg(arguments, self.value))
-
-    def _evaluate(self, node: Node) -> Any:
-        if node.op == "placeholder":
-            return _on_cpu(self._inputs(node.name))
-        if node.op == "get_attr":
-            target = str(node.target)
-            if target in self._constants:
-                return _on_cpu(self._constants[target])
-            owner, _, name = target.rpartition(".")
-            return _on_cpu(getattr(self._model.get_submodule(owner), name))
+    def _evaluate(
+        self, node: Node, values: dict[Node, Any], inputs: Callable[[str], torch.Tensor], writes: bool
+    ) -> Any:
+        if node.op in ("placeholder", "get_attr"):
+            value = inputs(node.name) if node.op == "placeholder" else self._attribute(str(node.target))
+            value = _on_cpu(value)
+            return value.clone() if writes and isinstance(value, torch.Tensor) else value
         ambient = ambient_of(node)
         with ambient.enter() if ambient is not None else contextlib.nullcontext():
             if node.op == "call_method":
-                self_value, *args = self._real(node.args)
-                with torch.no_grad():
-                    return getattr(self_value, str(node.target))(*args, **self._real(node.kwargs))
+                return _call(_method(str(node.target)), node.args, node.kwargs, values)
             assert callable(node.target)
-            return self.call(node.target, node.args, node.kwargs)
+            return _call(node.target, node.args, node.kwargs, values)
+
+    def _attribute(self, target: str) -> Any:
+        if target in self._constants:
+            return self._constants[target]
+        owner, _, name = target.rpartition(".")
+        return getattr(self._model.get_submodule(owner), name)
+
+
+def _call(function: Callable[..., Any], args: Any, kwargs: Any, values: dict[Node, Any]) -> Any:
+    real_args, real_kwargs = plain(torch.fx.node.map_arg((args, kwargs), values.__getitem__))
+    return function(*real_args, **real_kwargs)
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def call(target: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(target, name)(*args, **kwargs)
+
+    return call
 
 
 def _on_cpu(value: Any) -> Any:
@@ -112,47 +154,51 @@ class ValueReader:
     """Reads data while a graph is being recorded.
 
     Args:
+        graph: what is recorded so far.
         model: the user's model, for its buffers.
         constants: tensors that traced code used and that are no part of the model.
         arguments: the example, real.
         input_paths: placeholder name -> path into ``arguments``.
-        written_storages: storages that recorded nodes wrote in place.
     """
 
     def __init__(
         self,
+        graph: torch.fx.Graph,
         model: nn.Module,
         constants: dict[str, Any],
         arguments: Any,
         input_paths: dict[str, structure.Path],
-        written_storages: set[int],
     ) -> None:
-        self._model = model
-        self._constants = constants
+        self._graph = graph
+        self._inputs = lambda name: structure.get(arguments, input_paths[name])
         self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        self._written_storages = written_storages
         self._known: dict[Node, bool] = {}
-        self._replay = Replay(model, constants, lambda name: structure.get(arguments, input_paths[name]))
+        self._replay = Replay(model, constants)
+        self._tainted: set[int] = set()
         self.reads: list[ValueRead] = []
+
+    def taint(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Something that can't be replayed wrote these tensors."""
+        self._tainted.update(tensor.untyped_storage()._cdata for tensor in tensors)
 
     def depends_on_inputs_only(self, node: Node) -> bool:
         """Whether inputs, buffers and constants determine a node's value."""
         if node not in self._known:
             self._known[node] = self._find_out(node)
-        return self._known[node] and storage_key(node) not in self._written_storages
+        return self._known[node] and storage_key(node) not in self._tainted
 
     def _find_out(self, node: Node) -> bool:
         if node.op == "placeholder":
             return True
         if node.op == "get_attr":
             return node.target not in self._parameters
-        if node.op == "call_module" or has_effect(node) or draws_random(node):
+        if node.op == "call_module" or draws_random(node) or (has_effect(node) and not mutated_by(node)):
             return False
         return all(self.depends_on_inputs_only(source) for source in node.all_input_nodes)
 
     def value(self, node: Node) -> Any:
         """The node's value for the example."""
-        return self._replay.value(node)
+        return self._answer(ValueRead(lambda value: value, (node,), {}, self._last()))
 
     def read(self, function: Callable[..., Any], args: Any, kwargs: Any, location: str) -> Any:
         """The answer for the example, remembered for `ValueProgram`; `UNKNOWN` if there is none.
@@ -160,23 +206,30 @@ class ValueReader:
         Args:
             args, kwargs: as arguments of a node.
         """
-        nodes: list[Node] = []
-        torch.fx.node.map_arg((args, kwargs), nodes.append)
-        if not nodes or not all(self.depends_on_inputs_only(node) for node in nodes):
+        read = ValueRead(function, args, kwargs, self._last(), location=location)
+        if not read.nodes or not all(self.depends_on_inputs_only(node) for node in read.nodes):
             return UNKNOWN
         try:
-            answer = self._replay.call(function, args, kwargs)
+            answer = self._answer(read)
         except Exception:  # the data are not there (meta) or eager would fail too: the caller's own way fails
             return UNKNOWN
         expected = tuple(answer.shape) if isinstance(answer, torch.Tensor) else answer
-        self.reads.append(ValueRead(function, args, kwargs, expected, location))
+        self.reads.append(replace(read, expected=expected))
         return answer
+
+    def _last(self) -> Node:
+        return next(iter(reversed(self._graph.nodes)))
+
+    def _answer(self, read: ValueRead) -> Any:
+        nodes = _needed(list(self._graph.nodes), read.nodes)
+        return self._replay.answers(nodes, [read], self._inputs)[0]
 
 
 class ValueProgram:
     """The reads of one trace with all they depend on, to be asked again for other inputs.
 
     Args:
+        graph: what was recorded, nothing removed yet.
         reads: what was read.
         model, constants: where get_attr nodes are looked up.
         input_paths: placeholder name -> path into the arguments.
@@ -184,61 +237,55 @@ class ValueProgram:
 
     def __init__(
         self,
+        graph: torch.fx.Graph,
         reads: list[ValueRead],
         model: nn.Module,
         constants: dict[str, Any],
         input_paths: dict[str, structure.Path],
     ) -> None:
-        self._model = model
-        self._constants = constants
         self._input_paths = input_paths
-        self._graph = torch.fx.Graph()
-        self._copies: dict[Node, Node] = {}
+        self._replay = Replay(model, constants)
+        own = torch.fx.Graph()
+        copies: dict[Node, Node] = {}
+        for node in graph.nodes:
+            copies[node] = own.node_copy(node, copies.__getitem__)
+            copies[node].meta["mutates"] = tuple(copies[value] for value in mutated_by(node))
         self.reads: list[ValueRead] = []
         seen: list[tuple[Any, ...]] = []
         for read in reads:
-            args, kwargs = torch.fx.node.map_arg((read.args, read.kwargs), self._copy)
+            args, kwargs = torch.fx.node.map_arg((read.args, read.kwargs), copies.__getitem__)
             key = (read.function, args, kwargs)
             if key not in seen:
                 seen.append(key)
-                self.reads.append(ValueRead(read.function, args, kwargs, read.expected, read.location))
-
-    @property
-    def buffers(self) -> set[str]:
+                self.reads.append(replace(read, args=args, kwargs=kwargs, after=copies[read.after]))
+        targets = [node for read in self.reads for node in read.nodes]
+        order = list(own.nodes)
+        self._nodes = _needed(order, targets)
+        self._inputs = {copy.name: node.name for node, copy in copies.items() if node.op == "placeholder"}
+        self.buffers = {str(n.target) for n in self._nodes if n.op == "get_attr"} - set(constants)
         """Names of the buffers that the reads depend on."""
-        return {str(copy.target) for copy in self._copies.values() if copy.op == "get_attr"} - set(self._constants)
 
     def first_failure(self, arguments: Any) -> tuple[ValueRead, Any] | None:
-        """The first read whose answer differs for these arguments, with the answer."""
+        """The first read whose answer differs for these arguments, with the answer or the error."""
         if not self.reads:
             return None
-        replay = Replay(self._model, self._constants, lambda name: structure.get(arguments, self._input_paths[name]))
-        for read in self.reads:
-            answer = replay.call(read.function, read.args, read.kwargs)
+        try:
+            answers = self._replay.answers(
+                self._nodes,
+                self.reads,
+                lambda name: structure.get(arguments, self._input_paths[self._inputs[name]]),
+            )
+        except Exception as error:
+            return self.reads[0], error
+        for read, answer in zip(self.reads, answers, strict=True):
             if not _same_answer(read.expected, answer):
                 return read, answer
         return None
 
     def inputs_of(self, read: ValueRead) -> list[str]:
         """Names of the inputs that a read depends on."""
-        pending: list[Node] = []
-        torch.fx.node.map_arg((read.args, read.kwargs), pending.append)
-        found: dict[Node, None] = {}
-        while pending:
-            node = pending.pop()
-            if node not in found:
-                found[node] = None
-                pending.extend(node.all_input_nodes)
-        return sorted(node.name for node in found if node.op == "placeholder")
-
-    def _copy(self, node: Node) -> Node:
-        if node not in self._copies:
-            for source in node.all_input_nodes:
-                self._copy(source)
-            copy = self._graph.node_copy(node, self._copies.__getitem__)
-            copy.name = node.name
-            self._copies[node] = copy
-        return self._copies[node]
+        needed = _needed(self._nodes, read.nodes)
+        return sorted(self._inputs[node.name] for node in needed if node.op == "placeholder")
 
 
 def _same_answer(expected: Any, answer: Any) -> bool:

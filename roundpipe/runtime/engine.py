@@ -556,8 +556,10 @@ class Engine:
             progress.wait_done()
             raise
         if progress.error is not None:
-            error, progress.error = progress.error, None
-            raise error
+            try:
+                raise progress.error
+            finally:
+                progress.error = None  # or the traceback, this frame and the error keep each other alive
 
     def peak_bytes(self, reset: bool = False) -> list[int]:
         """Per worker, the largest number of bytes in use on its device at once."""

@@ -14,15 +14,16 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from roundpipe import structure
+from roundpipe import checkpoint, structure
 from roundpipe.errors import ClosedError, ConfigError
 from roundpipe.layers import ChainSource, FixedChain, LayerChain, chain_of_modules
+from roundpipe.report import partition_table
 from roundpipe.runtime import autograd, microbatch
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, resolve
 from roundpipe.runtime.devices import DeviceLike, open_backends, resolve_devices
@@ -61,6 +62,7 @@ class _State:
     host: HostWeights
     maker: RoundMaker
     optimizer: OptimizerSide
+    writer: checkpoint.BackgroundWriter = field(default_factory=checkpoint.BackgroundWriter)
     last_chain: LayerChain | None = None
     closed: bool = False
 
@@ -345,6 +347,91 @@ class RoundPipe(nn.Module):
     def synchronize(self) -> None:
         """Wait for everything; parameters then hold the latest update and ``.grad`` what is accumulated."""
         self._state.optimizer.synchronize()
+        self._state.writer.wait()
+
+    # Checkpoints
+
+    def save_checkpoint(
+        self,
+        dir: str | os.PathLike[str],
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Any = None,
+        scaler: Any = None,
+        step: int | None = None,
+        extra: Any = None,
+        is_async: bool = False,
+    ) -> None:
+        """Save everything that training needs to go on, bit for bit, on any number of devices.
+
+        Begins with `synchronize`: after a save, as after a load, the next iteration trains on the latest
+        weights, also between asynchronous steps. Gradients that no step has taken are not saved: call it
+        after `step`. A crash or an error at any moment leaves the previous checkpoint in ``dir`` whole.
+
+        Args:
+            dir: replaced as a whole; what else lies in an earlier checkpoint's folder, such as a tokenizer, stays.
+            optimizer: made from `optim_parameters`.
+            scheduler: has ``state_dict``, as has ``scaler``.
+            scaler: `roundpipe.GradScaler` or torch's.
+            step: to be given back by the load.
+            extra: likewise; numbers, strings, plain tensors, and dicts, lists, tuples and sets of them.
+            is_async: copy all of it in host memory (as many bytes as the checkpoint has), return, and write in
+                a thread. What goes wrong there is raised at the next call into the model, or save. The next
+                save or load, `synchronize` and `close` wait for it, and so does the interpreter's exit.
+
+        Raises:
+            ConfigError: something can't be saved, or ``dir`` holds something else than a checkpoint.
+            OSError: no permission, or the disk is full; then nothing is left behind.
+        """
+        state = self._state
+        checkpoint.save(
+            self,
+            self._target,
+            state.optimizer._pairs,
+            state.writer,
+            dir,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            scaler=scaler,
+            step=step,
+            extra=extra,
+            is_async=is_async,
+        )
+
+    def load_checkpoint(
+        self,
+        dir: str | os.PathLike[str],
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Any = None,
+        scaler: Any = None,
+        *,
+        weights_only: bool = False,
+    ) -> checkpoint.Checkpoint:
+        """Take over what `save_checkpoint` saved; gradients are dropped and random generators are set.
+
+        Args:
+            dir: as given to the save; after a crash in the middle of a save, the latest whole checkpoint.
+            optimizer: if one was saved; likewise ``scheduler`` and ``scaler``.
+            scheduler: see ``optimizer``.
+            scaler: see ``optimizer``.
+            weights_only: read the weights and nothing else, also from a folder that `save_pretrained` wrote.
+
+        Returns:
+            ``step`` and ``extra`` as saved; None for both with ``weights_only``.
+
+        Raises:
+            ConfigError: there is no checkpoint, or it does not fit; then nothing was changed.
+        """
+        state = self._state
+        return checkpoint.load(
+            self,
+            state.optimizer._pairs,
+            state.writer,
+            dir,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            scaler=scaler,
+            weights_only=weights_only,
+        )
 
     # Reports
 
@@ -355,8 +442,6 @@ class RoundPipe(nn.Module):
 
     def partition_table(self) -> str:
         """The layers, and the stages of the latest call, as a table."""
-        from roundpipe.report import partition_table
-
         state = self._state
         chain = state.last_chain
         if chain is None and isinstance(state.source, FixedChain):
@@ -377,7 +462,10 @@ class RoundPipe(nn.Module):
         state = self._state
         if not state.closed:
             state.closed = True
-            _close(state.engine, state.optimizer)
+            try:
+                _close(state.engine, state.optimizer)
+            finally:
+                state.writer.wait()
 
     def __enter__(self) -> RoundPipe:
         return self
@@ -390,6 +478,7 @@ class RoundPipe(nn.Module):
         if state.closed:
             raise ClosedError(f"{state.name} was closed; compile the model again to go on")
         state.optimizer.begin_call(adds_gradients)
+        state.writer.raise_pending()
         return state
 
     # The original model shines through
@@ -467,9 +556,9 @@ class RoundPipe(nn.Module):
         """The model's children."""
         return self._target.children()
 
-    def modules(self) -> Iterator[nn.Module]:
+    def modules(self, *args: Any, **kwargs: Any) -> Iterator[nn.Module]:
         """The model's modules."""
-        return self._target.modules()
+        return self._target.modules(*args, **kwargs)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """The model's modules by name."""
@@ -520,7 +609,7 @@ def _chain_of(model: nn.Module) -> LayerChain:
         return chain_of_modules(  # a child that is there twice is two layers
             [(name, child) for name, child in model._modules.items() if child is not None]
         )
-    return chain_of_modules([(type(model).__name__, model)])
+    return chain_of_modules([("", model)])
 
 
 def _close(engine: Engine, optimizer: OptimizerSide) -> None:

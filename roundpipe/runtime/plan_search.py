@@ -4,7 +4,8 @@
     climb    one step at a time, each faster: an edge moves, a range is split or merged, the tail grows
     kick     a few random steps from one of the best, then another climb, while there is work left to spend
 
-A lower bound from work and latency spares most evaluations of the recurrence.
+A lower bound from work and latency spares most evaluations of the recurrence. Short chains need no search: all
+of their plans are looked at.
 
 Invariant: the result depends on nothing but the arguments (the random steps have a fixed seed, the effort is
 counted in operations instead of time), and every plan found is within the budget of device memory.
@@ -15,17 +16,20 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from itertools import combinations, pairwise, product
 from math import ceil, gcd, inf, log
 from random import Random
 
-from roundpipe.runtime.stage_cost import StageCost, StageCosts, peak_job, round_seconds
+from roundpipe.runtime.stage_cost import StageCost, StageCosts, job_needs, round_seconds
 
 _SEARCH_OPS = 3_500_000
 """Effort of one search at most; an op takes 0.1 to 0.2 microseconds."""
 
-_OPS_PER_LAYER_CUBED = 500
+_OPS_PER_LAYER_CUBED = 400
 """Effort of one search of a short chain."""
+
+_EXHAUSTIVE_LAYERS = 7
+"""Chains up to this long have so few plans (1366) that all of them are looked at."""
 
 _REPLICAS_EFFORT = 2
 """How much more a search with replicas may spend."""
@@ -45,7 +49,7 @@ _NUM_TARGETS = 24
 _NUM_LEADERS = 6
 """Plans of different shape that climbs start from and kicks choose among."""
 
-_MAX_KICK = 4
+_MAX_KICK = 3
 """Most random steps before a climb."""
 
 _PACKING_WITHIN = 1.1
@@ -129,9 +133,7 @@ class Candidate:
         start = self.fused_start
         for moved in (start - 1, start + 1, start - 2, start + 2):
             if 0 <= moved < num_layers:
-                yield replace(
-                    self, forward=self.forward.ended_at(moved), backward=self.backward.ended_at(moved)
-                )
+                yield replace(self, forward=self.forward.ended_at(moved), backward=self.backward.ended_at(moved))
         for forward in self.forward.neighbours(replicate):
             yield replace(self, forward=forward)
         for backward in self.backward.neighbours(replicate):
@@ -167,9 +169,7 @@ class Search:
         self.budget_bytes = budget_bytes
         self.replicate = replicate
         self.values: dict[Candidate, float] = {}
-        self._fused_counts = range(
-            1, min(_MAX_REPLICAS, num_workers, num_microbatches) + 1 if replicate else 2
-        )
+        self._fused_counts = range(1, min(_MAX_REPLICAS, num_workers, num_microbatches) + 1 if replicate else 2)
         self._refuted: dict[Candidate, float] = {}
         self.best_s = inf
         self.floor_s = 0.0
@@ -180,6 +180,9 @@ class Search:
 
     def run(self) -> list[Candidate]:
         """The plans found, the best first; none if none fits."""
+        if self.num_layers <= _EXHAUSTIVE_LAYERS and not self.replicate:
+            self._evaluate_all()
+            return sorted(self.values, key=self.rank)
         self._pack_all()
         if not self.values:
             self._evaluate_smallest()
@@ -226,7 +229,7 @@ class Search:
         if self.budget_bytes is None:
             return True
         slots = [stage for stage, count in zip(stages, candidate.replicas, strict=True) for _ in range(count)]
-        return peak_job(slots, self.num_workers)[0] <= self.budget_bytes
+        return max(job_needs(slots, self.num_workers)) <= self.budget_bytes
 
     def evaluate(self, candidate: Candidate, limit_s: float = inf) -> float:
         """Seconds per round; infinite if the plan does not fit or its bound is above the limit."""
@@ -384,6 +387,21 @@ class Search:
             if edges[-1] < edge < layers:
                 edges.append(edge)
         return (*edges, layers)
+
+    def _evaluate_all(self) -> None:
+        """Evaluates every plan of a short chain whose bound is not above the best so far."""
+        bounded = []
+        for start in range(self.num_layers):
+            edges = [
+                (0, *inner, start) if start else (0,)
+                for count in range(max(start, 1))
+                for inner in combinations(range(1, start), count)
+            ]
+            for forward, backward in product(edges, edges):
+                candidate = Candidate(Cuts.single(forward), Cuts.single(backward))
+                bounded.append((self.lower_bound_s(candidate, self.stages(candidate)), candidate))
+        for _, candidate in sorted(bounded, key=lambda entry: entry[0]):
+            self.evaluate(candidate, self.best_s * _AS_FAST)
 
     def _evaluate_smallest(self) -> None:
         """Evaluates the plans with the least memory: one layer per stage, and those one step from it."""

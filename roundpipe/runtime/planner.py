@@ -112,7 +112,7 @@ def peak_bytes(
 ) -> int:
     """Peak of device memory of a training plan: the largest job, with the weights that come up meanwhile."""
     stages = _training_stages(execute_plan, StageCosts(costs, recompute_grain))
-    return stage_cost.peak_job(stages, num_workers)[0]
+    return max(stage_cost.job_needs(stages, num_workers))
 
 
 def round_seconds(
@@ -155,24 +155,22 @@ def _check(
     if not costs:
         raise ConfigError("there are no layers to plan for; give the cost of at least one")
     if num_workers < 1 or num_microbatches < 1:
-        raise ConfigError(
-            f"num_workers={num_workers}, num_microbatches={num_microbatches}: both must be at least 1"
-        )
+        raise ConfigError(f"num_workers={num_workers}, num_microbatches={num_microbatches}: both must be at least 1")
     if recompute_grain not in ("stage", "layer"):
         raise ConfigError(f"recompute_grain is {recompute_grain!r}; allowed are 'stage' and 'layer'")
     if names is not None and len(names) != len(costs):
         raise ConfigError(f"{len(names)} names for {len(costs)} layers; give one per layer or none")
 
 
-def _explain_misfit(
-    table: StageCosts, num_workers: int, budget_bytes: int, names: Sequence[str] | None
-) -> str:
+def _explain_misfit(table: StageCosts, num_workers: int, budget_bytes: int, names: Sequence[str] | None) -> str:
     """Why not even stages of one layer fit: the worst layer, its bytes and what to do."""
     num_layers = len(table.layers)
     singles = [(index, index + 1) for index in range(num_layers)]
     plan_of_singles = ExecutePlan(singles[:-1], singles[-1], singles[-2::-1] if num_layers > 1 else ())
     stages = _training_stages(plan_of_singles, table)
-    needed_bytes, position = stage_cost.peak_job(stages, num_workers)
+    needs = stage_cost.job_needs(stages, num_workers)
+    too_large = [position for position, need_bytes in enumerate(needs) if need_bytes > budget_bytes]
+    position = max(too_large, key=lambda one: stages[one].own_bytes)
     layer_index = position if position < num_layers else 2 * (num_layers - 1) - position
     layer, stage = table.layers[layer_index], stages[position]
     name = f" ({names[layer_index]})" if names is not None else ""
@@ -183,7 +181,7 @@ def _explain_misfit(
     ]
     if table.grain == "stage":
         remedies.insert(1, "recompute_grain='layer'")
-    next_bytes = needed_bytes - stage.own_bytes
+    needed_bytes, next_bytes = needs[position], needs[position] - stage.own_bytes
     return (
         f"layer {layer_index}{name} does not fit the device budget of {budget_bytes:,} bytes even as a stage "
         f"of its own: it needs {needed_bytes:,} bytes, of which weights {layer.weight_bytes:,}, gradients "

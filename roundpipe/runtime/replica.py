@@ -10,6 +10,7 @@ simple types that a forward sets (counters, flags) are handed back by `changed_a
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 from collections.abc import Mapping
@@ -46,9 +47,10 @@ class Replica:
         if twin is not None:
             return twin
         if isinstance(original, torch.jit.ScriptModule):
-            twin = original.copy()  # a script module's state lives in C++
-            self._twins[id(original)] = twin
-            self._originals.append(original)
+            twin = copy.deepcopy(original)  # a script module's state lives in C++
+            for one, other in zip(original.modules(), twin.modules(), strict=True):
+                self._twins[id(one)] = other
+                self._originals.append(one)
             return twin
         twin = object.__new__(type(original))
         self._twins[id(original)] = twin
@@ -111,6 +113,8 @@ class Replica:
         """Plain attributes that forward changed since `refresh`: original module, name, new value."""
         changed = []
         for original, plain in zip(self._originals, self._plain, strict=True):
+            if isinstance(original, torch.jit.ScriptModule):
+                continue
             state = self._twins[id(original)].__dict__
             for name, value in state.items():
                 if type(value) in _PLAIN and name not in _OWN and plain.get(name, state) != value:

@@ -80,10 +80,11 @@ class Entry:
     """A tensor subclass: not laid out, moved as a whole."""
 
     @property
-    def is_held(self) -> bool:
-        """Whether the original module still has a tensor there."""
+    def fits(self) -> bool:
+        """Whether the original module still has a tensor there that goes into this place."""
         module, name = self.places[0]
-        return (module._parameters if self.is_parameter else module._buffers).get(name) is not None
+        now = _held(module._parameters if self.is_parameter else module._buffers, name)
+        return now is not None and now.shape == self.shape and now.dtype == self.dtype
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -107,6 +108,12 @@ def _collect(layer: nn.Module) -> list[tuple[torch.Tensor, bool, list[tuple[nn.M
                 if tensor is not None:
                     found.setdefault(id(tensor), (tensor, is_parameter, []))[2].append((module, name))
     return list(found.values())
+
+
+def _held(held: Any, name: str) -> torch.Tensor | None:
+    """What a module has under a name; the dicts of script modules can do no more than this."""
+    found: torch.Tensor | None = held[name] if name in held else None
+    return found
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -160,9 +167,8 @@ class LayerWeights:
 
     def is_current(self) -> bool:
         """Whether the layer's tensors still are as they were laid out; their values and memory may differ."""
-        return all(module._buffers.get(name) is None for module, name in self.empty) and all(
-            entry.is_held and entry.tensor.shape == entry.shape and entry.tensor.dtype == entry.dtype
-            for entry in self.entries
+        return all(_held(module._buffers, name) is None for module, name in self.empty) and all(
+            entry.fits for entry in self.entries
         )
 
     def pack(self, buffer: torch.Tensor) -> None:
@@ -181,7 +187,7 @@ class LayerWeights:
             return False
         base = self.packed.data_ptr()
         return all(
-            entry.tensor.data_ptr() == base + entry.offset or not entry.num_bytes
+            entry.fits and (entry.tensor.data_ptr() == base + entry.offset or not entry.num_bytes)
             for entry in self.entries[: self.num_packed]
         )
 
@@ -195,8 +201,12 @@ class LayerWeights:
 
     def upload(
         self, backend: Backend, region: torch.Tensor
-    ) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
-        """Copy all weights into a device region; returns loose tensors by entry index, and all copies made."""
+    ) -> tuple[dict[int, torch.Tensor | None], list[torch.Tensor]]:
+        """Copy all weights into a device region.
+
+        Returns:
+            what does not lie in the region, by entry index (None: gone since), and all copies made.
+        """
         start = 0
         copies = []
         if self.is_packed():
@@ -204,12 +214,14 @@ class LayerWeights:
             source, target = self.packed[: self.packed_bytes], region[: self.packed_bytes]
             copies.append(backend.upload(source, target, Lane.WEIGHTS))
             start = self.num_packed
-        loose = {}
+        loose: dict[int, torch.Tensor | None] = {}
         for index in range(start, len(self.entries)):
             entry = self.entries[index]
-            if entry.loose:
-                loose[index] = backend.upload(entry.tensor, lane=Lane.WEIGHTS)
-                copies.append(loose[index])
+            if entry.loose or not entry.fits:  # a buffer may get another shape while a round runs
+                module, name = entry.places[0]
+                now = _held(module._parameters if entry.is_parameter else module._buffers, name)
+                loose[index] = None if now is None else backend.upload(now, lane=Lane.WEIGHTS)
+                copies += [tensor for tensor in (loose[index],) if tensor is not None]
             elif entry.num_bytes:
                 copies.append(backend.upload(entry.tensor.detach(), entry.view(region), Lane.WEIGHTS))
         return loose, copies
@@ -235,7 +247,8 @@ class HostWeights:
         known = self._layers.get(id(layer))
         if known is not None and known.layer is layer and not known.is_current():
             self._forget(known)
-        self.layer(name, layer)
+        with torch.inference_mode(False):  # also if the first call is for inference, the weights can be trained later
+            self.layer(name, layer)
 
     def _forget(self, weights: LayerWeights) -> None:
         del self._layers[id(weights.layer)]
@@ -336,20 +349,20 @@ class BoundLayer:
         """The layer to call."""
         return self.replica.module
 
-    def bind(self, region: torch.Tensor, loose: dict[int, torch.Tensor], with_gradients: bool) -> None:
+    def bind(self, region: torch.Tensor, loose: dict[int, torch.Tensor | None], with_gradients: bool) -> None:
         """Point the replica at the weights in ``region``."""
-        bound = [
-            loose[index] if entry.loose else entry.view(region) for index, entry in enumerate(self.weights.entries)
-        ]
+        bound: list[tuple[Entry, torch.Tensor | None]] = []
         for index, entry in enumerate(self.weights.entries):
-            if entry.is_parameter:
-                bound[index] = self._as_parameter(bound[index], entry, with_gradients)
+            tensor = loose[index] if index in loose else entry.view(region)
+            if entry.is_parameter and tensor is not None:
+                tensor = self._as_parameter(tensor, entry, with_gradients)
+            bound.append((entry, tensor))
         self.replica.refresh(
-            {id(entry.tensor): tensor for entry, tensor in zip(self.weights.entries, bound, strict=True)}
+            {id(entry.tensor): tensor for entry, tensor in bound if tensor is not None and entry.fits}
         )
         self._is_training = any(module.training for module in self.replica.module.modules())
         twin = self.replica.twin
-        for entry, tensor in zip(self.weights.entries, bound, strict=True):
+        for entry, tensor in bound:
             if isinstance(tensor, nn.Parameter) and entry.is_parameter:
                 for module, name in entry.places:
                     twin(module)._parameters[name] = tensor
@@ -421,6 +434,8 @@ class BoundLayer:
         for entry in self.weights.entries:
             for module, name in entry.places:
                 twin = self.replica.twin(module)
+                if isinstance(twin, torch.jit.ScriptModule):
+                    continue  # can't be without; what it has is views of the worker's memory
                 (twin._parameters if entry.is_parameter else twin._buffers)[name] = None
         for module, name in self.weights.empty:
             self.replica.twin(module)._buffers[name] = None
@@ -438,7 +453,7 @@ class Visit:
         self._region = region
         self.layers = layers
         self.state = State.UPLOADING
-        self._parts: list[tuple[torch.Tensor, dict[int, torch.Tensor]]] = []
+        self._parts: list[tuple[torch.Tensor, dict[int, torch.Tensor | None]]] = []
         self._copies: list[torch.Tensor] = []
         offset = 0
         for layer in layers:
@@ -528,7 +543,8 @@ class Arena:
         if self._buffer is None or self._buffer.numel() < needed:
             self.free()
             self._buffer = self._backend.allocate(needed, "weights")
-            self._readers = [[], []]
+            allocated = self._backend.record(Lane.COMPUTE)  # whoever had the memory before used it on COMPUTE
+            self._readers = [[allocated], [allocated]]
         self._parity = 0
 
     def free(self) -> None:

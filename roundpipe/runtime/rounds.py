@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from roundpipe import structure
-from roundpipe.layers import LayerChain, is_differentiable
+from roundpipe.errors import DeviceMemoryError
+from roundpipe.layers import LayerChain, LayerCost, is_differentiable
 from roundpipe.runtime.ambient import caller_ambient
 from roundpipe.runtime.config import ResolvedConfig, microbatch_count
 from roundpipe.runtime.engine import Engine, HostValue, Round
@@ -24,6 +25,10 @@ from roundpipe.runtime.planner import plan as choose_plan
 from roundpipe.runtime.recompute import BufferHistory, SavedData, draw_base_seed
 from roundpipe.runtime.schedule import ExecutePlan, Phase, Schedule, ScheduleKind, make_schedule
 from roundpipe.runtime.stage import LossFunction, Surroundings
+from roundpipe.runtime.stage_cost import StageCosts
+
+GUESSED_ACTIVATIONS = 4
+"""Values as large as the arguments that a layer of a chain without measured costs is taken to keep."""
 
 MicrobatchValues = list[dict[str, HostValue]]
 
@@ -50,6 +55,12 @@ class Call:
         """Tensor elements of the largest microbatch's arguments."""
         return max(
             sum(tensor.numel() for tensor in structure.tensors(one)) for one in zip(self.args, self.kwargs, strict=True)
+        )
+
+    def argument_bytes(self) -> int:
+        """Bytes of the tensors in the largest microbatch's arguments."""
+        return max(
+            sum(tensor.nbytes for tensor in structure.tensors(one)) for one in zip(self.args, self.kwargs, strict=True)
         )
 
 
@@ -89,31 +100,67 @@ class RoundMaker:
             facts = self._facts[chain] = _ChainFacts([frozenset(one) for one in shared])
         return facts
 
-    def plan(self, chain: LayerChain, config: ResolvedConfig, num_microbatches: int, elements: int) -> ExecutePlan:
+    def plan(self, call: Call) -> ExecutePlan:
         """The plan of a call: the user's, or the planner's for microbatches of this size.
 
         Raises:
             ScheduleError: the user's plan does not fit the chain.
             DeviceMemoryError: a layer does not fit on a device.
         """
+        chain, config = call.chain, call.config
         if config.execute_plan is not None:
             config.execute_plan.validate(len(chain))
             return config.execute_plan
         budgets = [one.memory_budget_bytes for one in self._engine.backends if one.memory_budget_bytes is not None]
         budget = min(budgets) if budgets else None
-        factor = elements / chain.example_elements if chain.example_elements else 1.0
-        key = (num_microbatches, config.recompute_grain, budget, factor if budget else round(factor, 1))
+        factor = call.elements() / chain.example_elements if chain.example_elements else 1.0
+        size = factor if chain.example_elements or not budget else call.argument_bytes()
+        key = (call.num_microbatches, config.recompute_grain, budget, size if budget else round(size, 1))
         plans = self._facts_of(chain).plans
         if key not in plans:
-            plans[key] = choose_plan(
-                [cost.scaled(factor) for cost in chain.costs],
+            choose = functools.partial(
+                choose_plan,
                 num_workers=self._engine.num_workers,
-                num_microbatches=num_microbatches,
-                memory_budget_bytes=budget,
+                num_microbatches=call.num_microbatches,
                 recompute_grain=config.recompute_grain,
                 names=[spec.name for spec in chain.specs],
             )
+            costs = [cost.scaled(factor) for cost in chain.costs]
+            if budget is None:
+                plans[key] = choose(costs)
+            else:
+                try:
+                    plans[key] = self._fitting(choose, _with_guessed_activations(costs, call), config, budget)
+                except DeviceMemoryError:
+                    plans[key] = self._fitting(choose, costs, config, budget)  # a guess must not refuse what may fit
         return plans[key]
+
+    def _fitting(
+        self, choose: Callable[..., ExecutePlan], costs: list[LayerCost], config: ResolvedConfig, budget: int
+    ) -> ExecutePlan:
+        """A plan that fits with the arena: the planner counts weights visit by visit, the arena keeps two for good."""
+        limit = budget
+        chosen: ExecutePlan | None = None
+        while chosen is None or (excess := self._peak_bytes(chosen, costs, config) - budget) > 0:
+            if chosen is not None:
+                limit -= excess
+            try:
+                chosen = choose(costs, memory_budget_bytes=max(limit, 1))
+            except DeviceMemoryError:
+                if chosen is None:
+                    raise
+                break
+        return chosen
+
+    def _peak_bytes(self, plan: ExecutePlan, costs: list[LayerCost], config: ResolvedConfig) -> int:
+        """Largest two consecutive visits of a worker, and the largest need of a job beside its weights."""
+        table = StageCosts(costs, config.recompute_grain)
+        assert plan.fused is not None
+        stages = [table.forward(*one) for one in plan.forward]
+        stages += [table.fused(*plan.fused), *(table.backward(*one) for one in plan.backward)]
+        weights = [stage.weight_bytes for stage in stages] + [0] * self._engine.num_workers
+        arena_bytes = max(map(sum, zip(weights, weights[self._engine.num_workers :], strict=False)))
+        return arena_bytes + max(stage.gradient_bytes + stage.working_bytes for stage in stages)
 
     def enter_values(self, call: Call) -> MicrobatchValues:
         """The first carry of each microbatch."""
@@ -127,7 +174,7 @@ class RoundMaker:
 
     def train_round(self, call: Call, loss_fn: LossFunction, return_outputs: bool) -> Round:
         """The round of a ``forward_backward``."""
-        plan = self.plan(call.chain, call.config, call.num_microbatches, call.elements())
+        plan = self.plan(call)
         values = self.enter_values(call)
         made = self._round(call, plan, "train", values, self._around(call, values, keep_history=True))
         made.loss_fn = loss_fn
@@ -141,7 +188,7 @@ class RoundMaker:
 
     def forward_round(self, call: Call, *, with_backward: bool) -> Round:
         """The round of a ``forward``; with what a later `backward_round` needs kept on the host."""
-        plan = self.plan(call.chain, call.config, call.num_microbatches, call.elements())
+        plan = self.plan(call)
         values = self.enter_values(call)
         around = self._around(call, values, keep_history=with_backward)
         kept: Iterable[str] = ()
@@ -214,6 +261,16 @@ class RoundMaker:
             ]
             for job in backward
         }
+
+
+def _with_guessed_activations(costs: list[LayerCost], call: Call) -> list[LayerCost]:
+    """Costs for a chain that nobody measured: a layer keeps and passes on a few times the call's arguments."""
+    if call.chain.example_elements or any(cost.activation_bytes or cost.carry_bytes for cost in costs):
+        return costs
+    given_bytes = call.argument_bytes()
+    return [
+        replace(cost, activation_bytes=GUESSED_ACTIVATIONS * given_bytes, carry_bytes=given_bytes) for cost in costs
+    ]
 
 
 def _requires_grad(value: Any) -> bool:

@@ -143,8 +143,7 @@ class ExecutePlan:
         if covered != num_layers:
             deepest = "the fused range" if self.fused is not None else "the last forward range"
             raise ScheduleError(
-                f"{deepest} ends at layer {covered}, but the model has {num_layers} layers: "
-                f"it must end at {num_layers}"
+                f"{deepest} ends at layer {covered}, but the model has {num_layers} layers: it must end at {num_layers}"
             )
         uncovered = num_layers if self.fused is None else self.fused[0]
         for index, (start, stop) in enumerate(self.backward):
@@ -222,9 +221,7 @@ class Task:
 
     def __str__(self) -> str:
         where = f"job {self.job_index}"
-        return f"{self.kind.value} {where}" + (
-            "" if self.microbatch is None else f" microbatch {self.microbatch}"
-        )
+        return f"{self.kind.value} {where}" + ("" if self.microbatch is None else f" microbatch {self.microbatch}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,9 +247,7 @@ class Schedule:
     def job(self, job_index: int) -> Job:
         """The job with this index (which counts over rounds)."""
         if not self.has_job(job_index):
-            raise ScheduleError(
-                f"job {job_index} is not in this schedule of {self.first_job}..{self.next_job - 1}"
-            )
+            raise ScheduleError(f"job {job_index} is not in this schedule of {self.first_job}..{self.next_job - 1}")
         return self.jobs[job_index - self.first_job]
 
     def has_job(self, job_index: int) -> bool:
@@ -370,9 +365,7 @@ def make_schedule(
         Job(index, phase, start, stop, index % num_workers, name)
         for index, (phase, name, (start, stop)) in enumerate(stages, first_job)
     )
-    worker_tasks = tuple(
-        tuple(_worker_tasks(jobs, worker, num_microbatches)) for worker in range(num_workers)
-    )
+    worker_tasks = tuple(tuple(_worker_tasks(jobs, worker, num_microbatches)) for worker in range(num_workers))
     return Schedule(kind, num_layers, num_workers, num_microbatches, jobs, worker_tasks, first_job)
 
 
@@ -380,12 +373,15 @@ def make_schedule(
 
 
 class _Walk:
-    """Executes a schedule step by step, a RUN taking one slot, holding every rule as it goes."""
+    """Executes a schedule step by step, a RUN taking one slot, holding every rule as it goes.
+
+    A task starts only after what it waits for, which is how weights come before runs and never for more
+    than `MAX_RESIDENT_JOBS` jobs: a list that asks for more stands still, and the walk says where.
+    """
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.done: set[Task] = set()
-        self.resident: list[set[int]] = [set() for _ in range(schedule.num_workers)]
         self.position = [0] * schedule.num_workers
         self.slots: list[dict[int, Task]] = []
         self.broken: str | None = None
@@ -437,28 +433,18 @@ class _Walk:
 
     def _execute(self, worker: int, task: Task) -> None:
         self.broken = self.broken or self._rule_broken(worker, task)
-        resident = self.resident[worker]
-        if task.kind is TaskKind.PREFETCH:
-            resident.add(task.job_index)
-            if len(resident) > MAX_RESIDENT_JOBS and self.broken is None:
-                self.broken = (
-                    f"worker {worker} holds the weights of jobs {sorted(resident)} at {task}; "
-                    f"at most {MAX_RESIDENT_JOBS} fit"
-                )
-        elif task.kind is TaskKind.RELEASE:
-            resident.discard(task.job_index)
         self.done.add(task)
         self.position[worker] += 1
 
     def _rule_broken(self, worker: int, task: Task) -> str | None:
-        """What is wrong with executing a task now, or None."""
+        """What is wrong with executing a task now, beyond its waits, or None."""
         schedule = self.schedule
         if not schedule.has_job(task.job_index) or schedule.job(task.job_index).worker != worker:
             return f"worker {worker} has {task}, which is not its own"
         if task in self.done:
             return f"worker {worker} has {task} twice"
-        if task.kind is not TaskKind.PREFETCH and task.job_index not in self.resident[worker]:
-            return f"worker {worker} has {task} without the job's weights: no prefetch, or released before"
+        if task.microbatch is not None and task.microbatch >= schedule.num_microbatches:
+            return f"worker {worker} has {task}, but there are {schedule.num_microbatches} microbatches"
         return None
 
     def table(self) -> str:
@@ -471,10 +457,7 @@ class _Walk:
             cells = (self._cell(slot.get(worker)) for slot in self.slots)
             rows.append([f"worker {worker}", *cells])
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([f"{schedule.kind}: {counts}", " ".join(str(job) for job in schedule.jobs), *lines])
 
     def _cell(self, task: Task | None) -> str:
@@ -492,9 +475,7 @@ def _check_jobs(schedule: Schedule) -> str | None:
             expected = f"index {index} on worker {index % schedule.num_workers}"
             return f"{job} has index {job.index} on worker {job.worker}; it must have {expected}"
     forward = [layer for job in schedule.jobs if job.phase is not Phase.BACKWARD for layer in job.layers]
-    backward = [
-        layer for job in schedule.jobs if job.phase is not Phase.FORWARD for layer in reversed(job.layers)
-    ]
+    backward = [layer for job in schedule.jobs if job.phase is not Phase.FORWARD for layer in reversed(job.layers)]
     layers = list(range(schedule.num_layers))
     if schedule.kind != "backward" and forward != layers:
         return f"the forward visits layers {forward}; it must visit 0 to {layers[-1]} in order, once each"

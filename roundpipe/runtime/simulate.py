@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import ceil, inf
 
 from roundpipe.errors import ConfigError
 from roundpipe.layers import LayerCost
@@ -333,8 +333,9 @@ class _Replay:
         return peak
 
     def result(self) -> Simulation:
-        """What happened in N rounds of steady state, the last one left out because nothing follows it."""
-        (since, moved_then), (until, moved) = self.ends[-2 - self.num_workers], self.ends[-2]
+        """What happened in steady state; the last round is left out because nothing follows it."""
+        num_rounds = _num_measured(self.num_workers)
+        (since, moved_then), (until, moved) = self.ends[-2 - num_rounds], self.ends[-2]
         seconds = until - since
         idle = []
         for worker in range(self.num_workers):
@@ -344,12 +345,17 @@ class _Replay:
                     lost[cause] += max(min(gap_until, until) - max(gap_until - gap_s, since), 0.0)
             idle.append(Idle(**{cause: lost_s / seconds for cause, lost_s in lost.items()}))
         return Simulation(
-            seconds_per_round=seconds / self.num_workers,
+            seconds_per_round=seconds / num_rounds,
             idle=tuple(idle),
-            uploaded_bytes=(moved["up"] - moved_then["up"]) / self.num_workers,
-            downloaded_bytes=(moved["down"] - moved_then["down"]) / self.num_workers,
+            uploaded_bytes=(moved["up"] - moved_then["up"]) / num_rounds,
+            downloaded_bytes=(moved["down"] - moved_then["down"]) / num_rounds,
             peak_bytes=tuple(self.peak_bytes(worker) for worker in range(self.num_workers)),
         )
+
+
+def _num_measured(num_workers: int) -> int:
+    """Rounds to average over: workers and rounds come back to the same phase within them."""
+    return num_workers * ceil(12 / num_workers)
 
 
 def simulate(
@@ -374,7 +380,7 @@ def simulate(
         raise ConfigError(f"costs of {len(costs)} layers for a schedule of {schedule.num_layers} layers")
     plan = _plan_of(schedule)
     rounds, num_workers = [schedule], schedule.num_workers
-    for _ in range(2 * num_workers + 5):
+    for _ in range(_num_measured(num_workers) + num_workers + 4):
         again = make_schedule(
             plan, num_workers, schedule.num_microbatches, first_job=rounds[-1].next_job, kind=schedule.kind
         )

@@ -19,7 +19,7 @@ import torch
 
 from roundpipe import structure
 from roundpipe.layers import Carry, Exit, LayerSpec, is_differentiable
-from roundpipe.runtime.backend import Backend
+from roundpipe.runtime.backend import Backend, Lane
 from roundpipe.runtime.flow import Segment
 from roundpipe.runtime.recompute import BufferHistory, SavedData, layer_seed, recomputing
 from roundpipe.runtime.residency import BoundLayer
@@ -87,11 +87,16 @@ class Stage:
     ) -> None:
         """Run without autograd; hands each layer's kept values to ``give`` as soon as they are made."""
         keep = frozenset(keep)
+        backend = self.backend
         last = {name: i for i in segment.layers for name in self.layers[i].spec.reads}
+        given = False
         with torch.no_grad(), self.around.ambient():
             for index in segment.layers:
+                if given and self.layers[index].spec.may_write_reads:  # what is being copied must not change
+                    backend.wait(Lane.COMPUTE, backend.record(Lane.DOWNLOAD))
                 made = self._first_call(self.layers[index], carry, microbatch, "forward")
                 kept = {name: value for name, value in made.items() if name in keep}
+                given = bool(kept)
                 if kept:
                     give(kept)
                 carry.update((name, value) for name, value in made.items() if last.get(name, -1) > index)
@@ -254,7 +259,8 @@ def _failing_module(error: BaseException, bound: BoundLayer) -> str | None:
     """Qualified name of the innermost module whose code raised, from the traceback."""
     names = {id(module): name for name, module in bound.module.named_modules() if name}
     found = None
-    trace = error.__traceback__
+    # Not the caller's own frame: reading its variables would make a cycle of frame and error.
+    trace = error.__traceback__ and error.__traceback__.tb_next
     while trace is not None:
         owner = trace.tb_frame.f_locals.get("self")
         found = names.get(id(owner), found)

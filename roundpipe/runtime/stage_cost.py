@@ -105,17 +105,16 @@ class StageCosts:
         return cost
 
 
-def peak_job(stages: Sequence[StageCost], num_workers: int) -> tuple[int, int]:
-    """The largest need of device memory in steady state, and the position of the job that has it.
+def job_needs(stages: Sequence[StageCost], num_workers: int) -> list[int]:
+    """Bytes of device memory that each job needs in steady state.
 
     While job K runs, the weights of job K + N come up; behind the last job the next round follows.
     """
-    needs = [
-        stage.own_bytes + stages[(position + num_workers) % len(stages)].weight_bytes
+    num_jobs = len(stages)
+    return [
+        stage.own_bytes + stages[(position + num_workers) % num_jobs].weight_bytes
         for position, stage in enumerate(stages)
     ]
-    peak_bytes = max(needs)
-    return peak_bytes, needs.index(peak_bytes)
 
 
 def round_seconds(

@@ -148,9 +148,7 @@ def assert_equals_eager(
             assert_close(buffers[name], buffer, tolerance, f"{kind}: buffer {name}")
 
 
-def assert_close(
-    got: torch.Tensor, want: torch.Tensor, tolerance: float, what: str, scale: float = 0.0
-) -> None:
+def assert_close(got: torch.Tensor, want: torch.Tensor, tolerance: float, what: str, scale: float = 0.0) -> None:
     """Equal up to a share of the largest element, or of ``scale`` if that is larger."""
     assert got.shape == want.shape and got.dtype == want.dtype, what
     if not is_differentiable(got):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -91,9 +92,7 @@ def t5() -> nn.Module:
 
 def vit() -> nn.Module:
     config = small(image_size=16, patch_size=4, num_labels=3)
-    config = {
-        key: value for key, value in config.items() if key not in ("vocab_size", "max_position_embeddings")
-    }
+    config = {key: value for key, value in config.items() if key not in ("vocab_size", "max_position_embeddings")}
     return transformers.ViTForImageClassification(transformers.ViTConfig(**config))
 
 
@@ -117,6 +116,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Inputs, int, str]] = {
 }
 
 
+@cache
 def make(name: str) -> tuple[nn.Module, LayerChain, Inputs]:
     build, inputs, _, _ = MODELS[name]
     torch.manual_seed(0)
@@ -178,9 +178,7 @@ def test_padding_masks_are_not_carried() -> None:
     inputs = text(4, 16, masked=True, use_cache=False)
     chain = compiled(model, inputs)
     assert [len(names) for names in made_between(chain)] == [1] * (len(chain) - 1)
-    assert_equals_eager(
-        model, chain, loss_of=lambda out: out.loss, **text(2, 20, masked=True, use_cache=False)
-    )
+    assert_equals_eager(model, chain, loss_of=lambda out: out.loss, **text(2, 20, masked=True, use_cache=False))
 
 
 def test_dropout_is_marked_and_recomputed() -> None:
@@ -196,7 +194,9 @@ def test_dropout_is_marked_and_recomputed() -> None:
 
 
 def test_deepcopy_of_a_chain_is_independent() -> None:
-    model, chain, inputs = make("gpt2")
+    torch.manual_seed(0)
+    model, inputs = gpt2().double(), decoder_text
+    chain = compiled(model, inputs(4, 16))
     clone = copy.deepcopy(chain)
     batch = inputs(2, 16)
     want = chain.run(**batch).loss
@@ -214,6 +214,24 @@ def test_balance_by_size_and_by_function() -> None:
     assert all(c.forward_s == pytest.approx(c.weight_bytes / 1e12) for c in costs)
     by_function = compiled(model, decoder_text(4, 16), balance=lambda module: 1.0)
     assert {c.backward_s / c.forward_s for c in by_function.costs} == {2.0}
+
+
+def test_sizes_that_depend_on_data() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            return x[x > 0]
+
+    torch.manual_seed(0)
+    model = Model().double()
+    chain = compiled(model, {"x": torch.randn(4, 6, dtype=torch.float64)})
+    assert len(chain) >= 3
+    assert_equals_eager(model, chain, torch.randn(3, 6, dtype=torch.float64))
 
 
 class Residual(nn.Module):
@@ -251,9 +269,7 @@ class UNet(nn.Module):
         super().__init__()
         widths = [4 * 2**level for level in range(depth + 1)]
         self.inward = nn.Conv2d(3, 4, 3, padding=1)
-        self.down = nn.ModuleList(
-            nn.Conv2d(a, b, 3, padding=1) for a, b in zip(widths, widths[1:], strict=False)
-        )
+        self.down = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in zip(widths, widths[1:], strict=False))
         self.up = nn.ModuleList(
             nn.Conv2d(a + b, b, 3, padding=1) for a, b in zip(widths[:0:-1], widths[-2::-1], strict=False)
         )

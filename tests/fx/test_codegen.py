@@ -409,10 +409,10 @@ def test_arguments_without_a_literal_become_attributes() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.graph = nn.Linear(4, 4)  # a name that torch.fx has taken
-            self.code = nn.Linear(4, 4)
+            self.meta = nn.Linear(4, 4)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.code(torch.tanh(self.graph(x)))
+            return self.meta(torch.tanh(self.graph(x)))
 
     model = float64(Model())
     traced = handmade.trace(model, torch.randn(4, 4, dtype=torch.float64))
@@ -429,7 +429,7 @@ def test_arguments_without_a_literal_become_attributes() -> None:
     chain = chain_of(traced)
     x = torch.randn(3, 4, dtype=torch.float64)
     for copied in (chain, copy.deepcopy(chain)):
-        assert torch.equal(copied.run(x), model.code(model.graph(x) * 2))
+        assert torch.equal(copied.run(x), model.meta(model.graph(x) * 2))
     spec = next(spec for spec in chain.specs if spec.execution_device)
     layer = chain[chain.specs.index(spec)]
     assert getattr(layer, EXECUTION_DEVICE) == torch.device("cpu")

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from roundpipe.fx import cost
+from roundpipe.fx import cost, counting
 from roundpipe.fx.graph import NodeCost, TracedGraph
 from tests.fx import handmade
 
@@ -229,6 +229,6 @@ def test_a_profile_turns_counts_into_seconds() -> None:
 
 def test_formulas_name_kernels_that_torch_has() -> None:
     """The counter of FLOPs is given kernels of this torch; a renamed kernel would be counted as nothing."""
-    formulas = cost._extra_formulas()
+    formulas = counting.extra_formulas()
     names = {packet.__name__.rpartition(".")[2] for packet in formulas}
     assert "_scaled_dot_product_flash_attention_for_cpu" in names

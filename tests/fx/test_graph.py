@@ -183,7 +183,7 @@ def test_output_value_is_a_leaf_of_a_template() -> None:
 def test_liveness() -> None:
     graph = traced()
     order = graph.body
-    live = [{node.name for node in values} for values in graph_module.live_after(order, graph.outputs)]
+    live = [{node.name for node in values} for values in graph_module.live_before(order, graph.outputs)]
     assert live == [{"x", "scale"}, {"linear", "scale"}, {"mul"}, {"mul", "sum_1"}]
 
 

@@ -36,7 +36,8 @@ def assert_is_a_chain(traced: TracedGraph, parts: Partition) -> None:
     made = set(traced.placeholders)
     owned = [node for chunk in parts.chunks for node in chunk.own]
     assert len(owned) == len(set(owned)) and not parts.recomputed & set(owned)
-    assert all(node in parts.recomputed or node in set(owned) or not node.users for node in traced.body)
+    unused = partition_module._unused(traced)
+    assert all(node in parts.recomputed or node in set(owned) or node in unused for node in traced.body)
     for chunk in parts.chunks:
         assert set(chunk.reads) <= made
         assert not made & set(chunk.makes)
@@ -196,15 +197,15 @@ def test_layers_are_called_by_their_modules() -> None:
     names = [chunk.name for chunk in cut(stack(leaves=(Block,), vocabulary=100_000)).chunks]
     assert names == ["embed .. dropout", *(f"blocks.{index}" for index in range(5)), "norm .. head"]
     names = [chunk.name for chunk in cut(stack()).chunks]
-    assert names[1] == "blocks.1 (norm .. dropout)"
+    assert names[1] == "blocks.0 (norm .. dropout)"
 
 
 def test_small_layers_in_a_sequential_are_grouped() -> None:
     parts = []
-    for _ in range(12):
-        parts += [nn.Linear(512, 512), nn.ReLU(), nn.LayerNorm(512)]
-    found = covered(cut(handmade.trace(nn.Sequential(*parts), torch.randn(1024, 512))))
-    assert len(found) == 12
+    for _ in range(6):
+        parts += [nn.Linear(2048, 2048), nn.ReLU(), nn.LayerNorm(2048)]
+    found = covered(cut(handmade.trace(nn.Sequential(*parts), torch.randn(4096, 2048))))
+    assert len(found) == 6
     assert all(sum(int(name) % 3 == 0 for name in names) == 1 for names in found)
 
 
@@ -284,9 +285,7 @@ def test_cheap_glue_is_recomputed_and_dear_glue_carried() -> None:
     assert not dear.recomputed & {node for chunk in dear.chunks for node in chunk.makes}
     assert [chunk.reads[-1].name for chunk in dear.chunks[1:]] != []
     assert not any("picture" in [node.name for node in chunk.reads] for chunk in dear.chunks[1:])
-    never = cut(
-        handmade.trace(Masked(), x, torch.randn(4, 3, 8, 8)), limits=RecomputeLimits(allowance_s=-1.0)
-    )
+    never = cut(handmade.trace(Masked(), x, torch.randn(4, 3, 8, 8)), limits=RecomputeLimits(allowance_s=-1.0))
     assert not never.recomputed
 
 

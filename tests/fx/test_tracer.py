@@ -419,3 +419,43 @@ def test_inputs_are_counted_and_constants_are_found() -> None:
     assert traced.example_elements == 64
     assert [value is model.offset for value in traced.constants.values()] == [True]
     assert structure.tensors(replay(traced, **vectors(3, 0)))[0].shape == (3, 16)
+
+
+def test_evaluation_mode_without_gradients() -> None:
+    model = built(CASES["bert"]).eval()
+    inputs = CASES["bert"].inputs(4, 16)
+    with torch.no_grad():
+        traced = trace(model, (), inputs)
+        assert traced.guards is not None and traced.guards.check((), CASES["bert"].inputs(1, 24)) is None
+        assert torch.equal(replay(traced, **inputs).logits, model(**inputs).logits)
+    assert not any(draws_random(node) for node in traced.body)
+
+
+def test_a_leaf_that_returns_a_decision_is_never_burned_in() -> None:
+    class Flags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.linear(x), bool(x.sum() > 1e6)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = linears()
+            self.flags = Flags()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x, flag = self.flags(self.layers[0](x))
+            return x * 2 if flag else self.layers[1](x)
+
+    with pytest.raises(TraceError):
+        trace(Model(), (), vectors(4, 0))
+
+
+def test_inputs_without_data() -> None:
+    with torch.device("meta"):
+        model, inputs = llama(), causal_inputs(2, 8)
+    traced = trace(model, (), inputs)
+    assert len(leaves_of(traced)) >= 8

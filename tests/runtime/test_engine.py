@@ -572,41 +572,68 @@ def test_an_upload_takes_its_time():
     weight_bytes = 256 * 256 * 4
     speed = weight_bytes / 0.03
     with roundpipe.RoundPipe(model, devices=[roundpipe.Device("cpu", upload_bytes_per_s=speed)]) as piped:
-        seconds = timed(piped, run_config=config(1, plan=singles(4)))
-    assert seconds >= 7 * 0.03  # F0 F1 F2 U B1 B2 B3
-    assert seconds < 7 * 0.03 * 2
+        seconds = quickest(lambda: timed(piped, run_config=config(1, plan=singles(4))), 7 * 0.03 * 2)
+    assert 7 * 0.03 <= seconds < 7 * 0.03 * 2  # F0 F1 F2 U B1 B2 B3
 
 
 def test_a_download_takes_its_time():
     model = nn.Sequential(*(Slow(0.0) for _ in range(3)))
     speed = 256 * 256 * 4 / 0.05
     with roundpipe.RoundPipe(model, devices=[roundpipe.Device("cpu", download_bytes_per_s=speed)]) as piped:
-        seconds = timed(piped, run_config=config(1, plan=singles(3)))
+        seconds = quickest(lambda: timed(piped, run_config=config(1, plan=singles(3))), 3 * 0.05 * 2)
     assert 3 * 0.05 <= seconds < 3 * 0.05 * 2
 
 
-def test_uploads_run_beside_the_computation():
-    """Per stage 40 ms of upload and 40 ms of compute take about 40 ms, not 80 ms."""
-    model = nn.Sequential(*(Slow(0.04) for _ in range(5)))
+def quickest(measure, limit, tries=4):
+    """Least of a few measurements, until one is below the limit: other processes may take the cores."""
+    found = measure()
+    while found >= limit and tries > 1:
+        found, tries = min(found, measure()), tries - 1
+    return found
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+def test_uploads_run_beside_the_computation(num_microbatches):
+    """Per stage 60 ms of upload and 60 ms of compute take about 60 ms, not 120 ms."""
+    model = nn.Sequential(*(Slow(0.06 / num_microbatches) for _ in range(5)))
     model.requires_grad_(False)
-    speed = 256 * 256 * 4 / 0.04
+    speed = 256 * 256 * 4 / 0.06
+    with roundpipe.RoundPipe(model, devices=[roundpipe.Device("cpu", upload_bytes_per_s=speed)]) as piped:
+
+        def seconds():
+            start = time.perf_counter()
+            with torch.no_grad():
+                piped(torch.ones(3, 4), roundpipe_run_config=config(num_microbatches, plan=singles(5)))
+            return time.perf_counter() - start
+
+        limit = 0.8 * (5 * 0.12)
+        assert 5 * 0.06 + 0.06 <= quickest(seconds, limit) < limit
+
+
+def test_values_do_not_queue_behind_weights():
+    """A carried value of the running stage goes up at once, though the next stage's weights are on the way."""
+    model = nn.Sequential(Slow(0.0, width=4), Slow(0.0, width=512), Slow(0.0, width=512)).requires_grad_(False)
+    times = []
+    model[0].register_forward_hook(lambda *_: times.append(time.perf_counter()))
+    speed = 512 * 512 * 4 / 0.5
     with roundpipe.RoundPipe(model, devices=[roundpipe.Device("cpu", upload_bytes_per_s=speed)]) as piped:
         start = time.perf_counter()
         with torch.no_grad():
-            piped(torch.ones(2, 4), roundpipe_run_config=config(1, plan=singles(5)))
-        seconds = time.perf_counter() - start
-    assert seconds >= 5 * 0.04 + 0.04
-    assert seconds < 0.75 * (5 * 0.08)
+            piped(torch.ones(4, 4), roundpipe_run_config=config(4, plan=singles(3)))
+        assert time.perf_counter() - start >= 1.0
+    assert len(times) == 4 and times[-1] - start < 0.3
 
 
 def test_two_workers_compute_at_the_same_time():
-    model = nn.Sequential(*(Slow(0.02, width=4) for _ in range(4)))
+    model = nn.Sequential(*(Slow(0.03, width=4) for _ in range(4)))
 
     def seconds_on(num_workers):
         with roundpipe.RoundPipe(model, devices=["cpu"] * num_workers) as piped:
             return timed(piped, run_config=config(2, plan=singles(4), preserve_rng_state=False))
 
-    assert seconds_on(2) < 0.8 * seconds_on(1)
+    limit = 0.8 * (7 * 2 * 0.03)
+    assert quickest(lambda: seconds_on(2), limit) < limit
+    assert seconds_on(1) >= 7 * 2 * 0.03
 
 
 # -------------------------------------------------------------------------------------- bad plans

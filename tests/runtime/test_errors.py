@@ -1,7 +1,9 @@
 """A user's exception keeps its type, says where it was raised, and leaves a model that works."""
 
 import copy
+import gc
 import threading
+import time
 import traceback
 import weakref
 
@@ -239,8 +241,6 @@ def test_nothing_of_a_failed_round_stays_alive():
 
     model = nn.Sequential(nn.Linear(6, 6), Makes()).to(DTYPE)
     with roundpipe.RoundPipe(model, devices=["cpu"] * 2) as piped:
-        import gc
-
         gc.collect()
         gc.disable()
         try:
@@ -290,8 +290,6 @@ def test_a_deadlock_names_who_waits_for_whom(monkeypatch):
 
 
 def test_a_slow_layer_is_no_deadlock(monkeypatch):
-    import time
-
     monkeypatch.setattr(engine, "CHECK_INTERVAL_S", 0.02)
 
     class Slow(nn.Module):

@@ -1,0 +1,521 @@
+"""Checkpoints: everything that training needs to go on as if it had never stopped.
+
+    model.safetensors, or shards and an index    `state_dict()` with its own keys; each tied weight once
+    config.json, generation_config.json          for models that have them, so that `from_pretrained(dir)` works
+    training_state.pt                            plain containers and tensors: optimizer, scheduler, scaler,
+                                                 random number generators, step, extra
+
+Invariant: nothing in a checkpoint depends on the devices. Optimizer state is kept by the names of
+parameters, random state is that of the host (and of each accelerator, taken up as far as there are as many).
+
+A save begins with ``synchronize()``, so that what is saved is the latest update, and a run that goes on and
+a run that starts from the checkpoint see the same weights: resuming is equal bit for bit, also with
+asynchronous steps, whose first iteration after a save trains on the latest weights like the very first.
+Gradients that no step has taken yet are not saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import os
+import random
+import re
+import sys
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from roundpipe import checkpoint_files as files
+from roundpipe.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Raised when an older version could not read ``training_state.pt`` any more."""
+
+_LEAVES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What the caller of a load gets back."""
+
+    step: int | None
+    """As given to the save."""
+    extra: Any
+    """As given to the save; numpy scalars have become Python numbers."""
+
+
+class _Stateful(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+class _Model(Protocol):
+    """The wrapper, as far as it is needed here."""
+
+    def synchronize(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+    def optim_parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def zero_grad(self) -> None: ...
+
+
+class _Pair(Protocol):
+    """A parameter, its names and the optimizer's copy of it."""
+
+    names: list[str]
+    parameter: nn.Parameter
+    copy: nn.Parameter | None
+
+
+# Saving
+
+
+class BackgroundWriter:
+    """The one write of a model that may be under way in a thread of its own.
+
+    ``_error`` is set by the thread before it ends and read after the thread was seen to have ended. The thread is
+    not a daemon: the interpreter does not exit in the middle of a checkpoint.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def start(self, write: Callable[[], None], name: str) -> None:
+        """Run ``write`` in a thread; `wait` comes before the next one."""
+        assert self._thread is None
+
+        def run() -> None:
+            try:
+                write()
+            except BaseException as error:  # raised again in the training thread
+                logger.error("the checkpoint %s was not written: %s", name, error)
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="roundpipe-checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when nothing is being written; raise, once, what the last write raised."""
+        if self._thread is not None:
+            self._thread.join()
+            self.raise_pending()
+
+    def raise_pending(self) -> None:
+        """Raise, once, what the last write raised, if it is over; does not wait."""
+        if self._thread is not None and not self._thread.is_alive():
+            self._thread = None
+            error, self._error = self._error, None
+            if error is not None:
+                raise error
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """What is to be written; holds nothing of the model but, unless copied, its tensors."""
+
+    tensors: dict[str, torch.Tensor]
+    aliases: dict[str, str]
+    state: dict[str, Any]
+    configs: list[Any]
+
+    def write(self, folder: Path) -> None:
+        with files.replacing(folder) as new:
+            files.write_weights(new, self.tensors, self.aliases)
+            for config in self.configs:
+                config.save_pretrained(new)
+            files.write_state(new, self.state)
+
+
+def save(
+    model: _Model,
+    target: nn.Module,
+    pairs: Sequence[_Pair],
+    writer: BackgroundWriter,
+    dir: str | os.PathLike[str],
+    *,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: _Stateful | None,
+    scaler: _Stateful | None,
+    step: int | None,
+    extra: Any,
+    is_async: bool,
+) -> None:
+    """See `RoundPipe.save_checkpoint`; ``target`` is the model behind the wrapper, ``pairs`` its parameters."""
+    writer.wait()
+    model.synchronize()
+    folder = _absolute(dir)
+    files.check_replaceable(folder)
+    keep = _copied if is_async else _shared
+    if step is not None and type(step) is not int:
+        raise ConfigError(f"step is {step!r}; give an int, or None")
+    weights = model.state_dict()
+    tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
+    for name, tensor in tensors.items():
+        files.check_storable(name, tensor)
+    tensors, aliases = _once_each(tensors, target)
+    parts: dict[str, Any] = {
+        "optimizer": None if optimizer is None else _by_name(optimizer, _names(pairs)),
+        "optimizer_weights": {
+            pair.names[0]: pair.copy
+            for pair in pairs
+            if pair.copy is not None and pair.copy.dtype != pair.parameter.dtype
+        },
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "module_state": {name: value for name, value in weights.items() if name not in tensors | aliases},
+        "random": _random_state(),
+        "step": step,
+        "extra": extra,
+    }
+    state = {"format": FORMAT, **{name: _plain(part, name, keep) for name, part in parts.items()}}
+    if is_async:
+        tensors = {name: _copied(tensor) for name, tensor in tensors.items()}
+    snapshot = _Snapshot(tensors, aliases, state, _configs(target))
+    if is_async:
+        writer.start(lambda: snapshot.write(folder), str(folder))
+    else:
+        snapshot.write(folder)
+
+
+def _absolute(dir: str | os.PathLike[str]) -> Path:
+    """The folder itself: a link to it stays a link when the folder is replaced."""
+    if not isinstance(dir, str | os.PathLike) or not os.fspath(dir):
+        raise ConfigError(f"dir is {dir!r}; give the path of a folder")
+    return Path(os.path.realpath(dir))
+
+
+def _shared(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on the host; a part of a larger memory alone, since all of it would be written."""
+    tensor = tensor.detach().cpu()
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _plain(value: Any, where: str, keep: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A value in types that ``torch.load(weights_only=True)`` reads back; ``keep`` is applied to tensors."""
+    kind = type(value)
+    if kind in _LEAVES:
+        return value
+    if isinstance(value, torch.Tensor) and type(value.detach()) is torch.Tensor and not value.is_meta:
+        return keep(value)
+    if kind in (list, tuple):
+        return kind(_plain(one, f"{where}[{index}]", keep) for index, one in enumerate(value))
+    if kind is set:
+        return {_plain(one, where, keep) for one in value}
+    if isinstance(value, dict) and kind in (dict, OrderedDict, Counter):
+        made = {_plain(k, f"a key of {where}", keep): _plain(v, f"{where}[{k!r}]", keep) for k, v in value.items()}
+        return made if kind is dict else kind(made)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic) and type(value.item()) in _LEAVES:
+        return value.item()
+    raise ConfigError(
+        f"{where} is a {kind.__module__}.{kind.__qualname__}, which can't be in a checkpoint: only numbers, strings, "
+        "bytes, None, plain tensors, dtypes, devices, and dicts, lists, tuples and sets of them"
+    )
+
+
+def _once_each(
+    tensors: Mapping[str, torch.Tensor], target: nn.Module
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Each tensor under one name, and the other names of tied ones.
+
+    Where the model says which name it makes from the other (transformers does), that one is left out.
+    """
+    made = getattr(target, "all_tied_weights_keys", None) or getattr(target, "_tied_weights_keys", None) or ()
+    chosen: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    for names in _groups(tensors):
+        given = [name for name in names if not any(re.search(one, name) for one in made)]
+        first = (given or names)[0]
+        chosen[first] = tensors[first]
+        aliases.update((name, first) for name in names if name != first)
+    return chosen, aliases
+
+
+def _groups(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Names, those of the same memory together."""
+    groups: dict[Any, list[str]] = {}
+    for name, tensor in tensors.items():
+        memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        groups.setdefault(memory if tensor.numel() and not tensor.is_meta else name, []).append(name)
+    return list(groups.values())
+
+
+def _configs(target: nn.Module) -> list[Any]:
+    """Copies of the model's configurations that know how to write themselves."""
+    found = []
+    for name in ("config", "generation_config"):
+        config = getattr(target, name, None)
+        if config is not None and callable(getattr(config, "save_pretrained", None)):
+            config = copy.deepcopy(config)
+            if name == "config":
+                config.architectures = [type(target).__name__]
+                if hasattr(config, "dtype"):
+                    dtypes = [p.dtype for p in target.parameters() if p.dtype.is_floating_point]
+                    config.dtype = dtypes[0] if dtypes else config.dtype
+            found.append(config)
+    return found
+
+
+# Loading
+
+
+def load(
+    model: _Model,
+    pairs: Sequence[_Pair],
+    writer: BackgroundWriter,
+    dir: str | os.PathLike[str],
+    *,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: _Stateful | None,
+    scaler: _Stateful | None,
+    weights_only: bool,
+) -> Checkpoint:
+    """See `RoundPipe.load_checkpoint`; everything is checked before anything is changed."""
+    writer.wait()
+    model.synchronize()
+    folder = _absolute(dir)
+    found = files.find(folder)
+    if found is None:
+        raise ConfigError(f"there is no checkpoint at {folder}; give the folder that save_checkpoint wrote")
+    weights, aliases = files.read_weights(found)
+    given = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    if weights_only:
+        unread = [name for name, one in given.items() if one is not None]
+        if unread:
+            raise ConfigError(f"weights_only=True does not restore {', '.join(unread)}; leave it out")
+    state = _read_state(found, weights_only)
+    if not weights_only:
+        _check_parts(given, state, folder)
+    values = _fit(model.state_dict(), {**weights, **state["module_state"]}, aliases, folder)
+    packed = None if optimizer is None else _by_index(state["optimizer"], optimizer, _names(pairs), folder)
+    masters = state["optimizer_weights"]
+    if masters and not weights_only:
+        list(model.optim_parameters())  # makes the copies that are missing
+        _check_masters(masters, pairs, folder)
+
+    model.load_state_dict(values)
+    with torch.no_grad():
+        for pair in pairs:
+            if pair.copy is not None and pair.names[0] in masters:
+                pair.copy.copy_(masters[pair.names[0]])
+                if pair.parameter.requires_grad:  # no change, unless the weights were saved in a narrower dtype
+                    pair.parameter.copy_(pair.copy)
+    if weights_only:
+        return Checkpoint(None, None)
+    model.zero_grad()
+    # Cloned, because what is loaded is mapped from a file that will be replaced.
+    for name, one in given.items():
+        if one is not None:
+            one.load_state_dict(_plain(packed if name == "optimizer" else state[name], name, torch.clone))
+    _restore_random_state(state["random"])
+    return Checkpoint(state["step"], _plain(state["extra"], "extra", torch.clone))
+
+
+def _read_state(folder: Path, weights_only: bool) -> dict[str, Any]:
+    path = folder / files.STATE_FILE
+    if not path.is_file():
+        if weights_only:
+            return {"module_state": {}, "optimizer_weights": {}}
+        raise ConfigError(
+            f"{folder} has no {files.STATE_FILE}: its weights were not written by save_checkpoint; "
+            "load_checkpoint(..., weights_only=True) reads them"
+        )
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        raise ConfigError(f"{path} can't be read: {error}") from error
+    if state["format"] > FORMAT:
+        raise ConfigError(
+            f"{path} has format {state['format']}, this version reads up to {FORMAT}; install a newer roundpipe"
+        )
+    return state
+
+
+def _check_parts(given: Mapping[str, Any], state: Mapping[str, Any], folder: Path) -> None:
+    for name, one in given.items():
+        if one is not None and state[name] is None:
+            raise ConfigError(f"{name}= was given, and the checkpoint at {folder} was saved without one; leave it out")
+        if one is None and state[name] is not None:
+            raise ConfigError(
+                f"the checkpoint at {folder} has {name} state, and no {name} was given; give {name}=, or "
+                "weights_only=True to load the weights alone"
+            )
+
+
+def _fit(own: Mapping[str, Any], saved: Mapping[str, Any], aliases: Mapping[str, str], folder: Path) -> dict[str, Any]:
+    """A saved value for each of the model's keys; a tied weight may have been saved under another of its names."""
+    tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
+    for name, tensor in tensors.items():
+        if tensor.is_meta:
+            raise ConfigError(f"{name} is on the meta device; give the model memory (model.to_empty) before a load")
+    values = {name: saved[name] for name in own if name in saved}
+    for names in _groups(tensors):
+        among = [name for name in names if name in saved]
+        for name in names:
+            if name not in values and (among or aliases.get(name) in saved):
+                values[name] = saved[aliases[name] if aliases.get(name) in saved else among[0]]
+    shapes = [
+        f"{name} ({list(values[name].shape)}, the model has {list(tensor.shape)})"
+        for name, tensor in tensors.items()
+        if name in values and values[name].shape != tensor.shape
+    ]
+    problems = {
+        "are missing in it": [name for name in own if name not in values],
+        "are not in the model": sorted(name for name in saved if name not in own and name not in aliases.values()),
+        "have another shape": shapes,
+    }
+    _raise_misfit(f"the checkpoint at {folder} does not fit the model", problems)
+    return values
+
+
+def _raise_misfit(what: str, problems: Mapping[str, Iterable[str]]) -> None:
+    """Raise a `ConfigError` with the first names of each problem, if there is one."""
+    parts = []
+    for problem, found in problems.items():
+        names = list(found)
+        if names:
+            parts.append(f"{len(names)} {problem}: {', '.join(names[:4])}{', ...' * (len(names) > 4)}")
+    if parts:
+        raise ConfigError(f"{what}; {'; '.join(parts)}")
+
+
+def _check_masters(masters: Mapping[str, torch.Tensor], pairs: Sequence[_Pair], folder: Path) -> None:
+    parameters = {pair.names[0]: pair.parameter for pair in pairs}
+    wrong = [name for name, one in masters.items() if name not in parameters or parameters[name].shape != one.shape]
+    _raise_misfit(
+        f"the checkpoint at {folder} does not fit the model", {"copies of the optimizer have no parameter": wrong}
+    )
+
+
+# Optimizer state by name
+
+
+def _names(pairs: Sequence[_Pair]) -> dict[nn.Parameter, str]:
+    return {pair.copy: pair.names[0] for pair in pairs if pair.copy is not None}
+
+
+def _group_names(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> list[list[str]]:
+    """The names of each group's parameters."""
+    for group_index, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            if parameter not in names:
+                raise ConfigError(
+                    f"optimizer.param_groups[{group_index}]['params'][{index}], of shape {list(parameter.shape)}, is "
+                    "not the model's; make the optimizer from model.optim_parameters(), and save others in extra="
+                )
+    return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def _by_name(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
+    """The optimizer's state with names of parameters in place of indices."""
+    packed = optimizer.state_dict()
+    grouped = _group_names(optimizer, names)
+    name_of: dict[Any, str] = {}
+    for group, group_names in zip(packed["param_groups"], grouped, strict=True):
+        name_of.update(zip(group["params"], group_names, strict=True))
+    groups = [
+        {**group, "params": group_names} for group, group_names in zip(packed["param_groups"], grouped, strict=True)
+    ]
+    state = {name_of.get(key, key): value for key, value in packed["state"].items()}
+    return {**packed, "state": state, "param_groups": groups}
+
+
+def _by_index(
+    saved: Mapping[str, Any], optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], folder: Path
+) -> dict[str, Any]:
+    """What `_by_name` saved, with this optimizer's indices; groups correspond by position, parameters by name."""
+    grouped = _group_names(optimizer, names)
+    what = f"the optimizer in the checkpoint at {folder} does not fit the one given"
+    if len(saved["param_groups"]) != len(grouped):
+        raise ConfigError(f"{what}: it has {len(saved['param_groups'])} parameter groups, the other {len(grouped)}")
+    index_of: dict[Any, Any] = {}
+    groups = []
+    for index, (group, own) in enumerate(zip(saved["param_groups"], grouped, strict=True)):
+        missing, unexpected = set(own) - set(group["params"]), set(group["params"]) - set(own)
+        _raise_misfit(
+            f"{what}, in group {index}",
+            {
+                "parameters are missing in it": sorted(missing),
+                "of its parameters are not in the other": sorted(unexpected),
+            },
+        )
+        indices = {name: len(index_of) + position for position, name in enumerate(own)}
+        index_of.update(indices)
+        groups.append({**group, "params": list(indices.values())})
+        if "param_names" in group:
+            groups[-1]["param_names"] = optimizer.param_groups[index].get("param_names", group["param_names"])
+    state = {index_of.get(key, key): value for key, value in saved["state"].items()}
+    return {**saved, "state": state, "param_groups": groups}
+
+
+# Random numbers
+
+
+def _accelerator() -> tuple[str, Any] | None:
+    """The accelerator's type and torch's module for it, if it has been used."""
+    if not torch.accelerator.is_available():
+        return None
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    module = torch.get_device_module(device)
+    return (device.type, module) if module.is_initialized() else None
+
+
+def _random_state() -> dict[str, Any]:
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    accelerator = _accelerator()
+    if accelerator is not None:
+        kind, module = accelerator
+        state["accelerator"] = kind, [module.get_rng_state(i) for i in range(module.device_count())]
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        state["numpy"] = _map_leaves(
+            numpy.random.get_state(legacy=False),
+            lambda leaf: torch.tensor(leaf.tolist()) if isinstance(leaf, numpy.ndarray) else leaf,
+        )
+    return state
+
+
+def _restore_random_state(state: Mapping[str, Any]) -> None:
+    torch.set_rng_state(state["torch"].clone())
+    random.setstate(state["python"])
+    kind, saved = state.get("accelerator", (None, []))
+    if torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator()
+        if device is not None and device.type == kind:
+            module = torch.get_device_module(device)
+            for index, one in enumerate(saved[: module.device_count()]):
+                module.set_rng_state(one.clone(), index)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in state:
+        with contextlib.suppress(ValueError):  # another bit generator was installed: the user seeds it
+            numpy.random.set_state(
+                _map_leaves(
+                    state["numpy"],
+                    lambda leaf: numpy.array(leaf.tolist(), numpy.uint32) if isinstance(leaf, torch.Tensor) else leaf,
+                )
+            )
+
+
+def _map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    return {k: _map_leaves(v, change) for k, v in value.items()} if isinstance(value, dict) else change(value)

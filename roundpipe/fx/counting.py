@@ -1,0 +1,132 @@
+"""Counts what runs on fake tensors: FLOPs, bytes moved, kernels, and the peak of live memory.
+
+FLOPs are those that `torch.utils.flop_counter` counts, plus the attention and grouped-matmul kernels that
+it has no formula for.
+
+Invariant: counting changes nothing; views cost nothing; memory given from outside is not counted as made.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+GATHERING = frozenset({"embedding", "index_select", "gather", "index", "take_along_dim"})
+"""Operators that read only as much of their source as they return."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What kernels did."""
+
+    flops: int = 0
+    num_bytes: int = 0
+    num_kernels: int = 0
+
+
+class Tally(TorchDispatchMode):
+    """Counts the bytes that kernels move and the peak of the memory that they allocate."""
+
+    def __init__(self, given: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.moved_bytes = 0
+        self.num_kernels = 0
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.known: dict[int, Any] = {tensor.untyped_storage()._cdata: None for tensor in given}
+
+    def work(self, flops: FlopCounterMode) -> Work:
+        """What was counted so far, together with a counter of FLOPs that ran alongside."""
+        return Work(flops.get_total_flops(), self.moved_bytes, self.num_kernels)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        read = _tensors_of((args, kwargs))
+        made = _tensors_of(result)
+        if not made and not func._schema.is_mutable:
+            return result  # a question, not a kernel
+        read_storages = {tensor.untyped_storage()._cdata for tensor in read}
+        if all(tensor.untyped_storage()._cdata in read_storages for tensor in made):
+            if func._schema.is_mutable:
+                self.moved_bytes += sum(map(_bytes, read))
+                self.num_kernels += 1
+            return result
+        source_bytes = sum(map(_bytes, made)) if func._opname in GATHERING else sum(map(_bytes, read))
+        self.num_kernels += 1
+        self.moved_bytes += source_bytes + sum(map(_bytes, made))
+        for tensor in made:
+            self._allocated(tensor)
+        return result
+
+    def _allocated(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.known:
+            return
+        size = int(storage.nbytes())
+
+        def freed(_: Any) -> None:
+            self.live_bytes -= size
+            self.known.pop(key, None)
+
+        self.known[key] = weakref.ref(storage, freed)
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+
+def _tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors of an operator's arguments or results, which nest in lists and tuples only."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in _tensors_of(item)]
+    if isinstance(value, dict):
+        return [tensor for item in value.values() for tensor in _tensors_of(item)]
+    return []
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Bytes that a kernel touches: dimensions that an expand made cost nothing."""
+    elements = math.prod(int(s) for s, step in zip(tensor.shape, tensor.stride(), strict=True) if step or s == 0)
+    return elements * tensor.element_size()
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    """Two matrix products per head; ``query`` is a shape ``[B, H, S, D]``."""
+    batch, heads, length, width = query
+    return 2 * batch * heads * length * key[-2] * (width + value[-1])
+
+
+def _attention_backward_flops(gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    """Five matrix products, one of them the recomputed scores."""
+    return _attention_flops(query, key, value) * 5 // 2
+
+
+def _grouped_matmul_flops(left: Any, right: Any, *args: Any, **kwargs: Any) -> int:
+    """Every row meets one group's matrix: ``[T, K] x [G, K, N]``."""
+    return 2 * math.prod(left) * right[-1]
+
+
+def extra_formulas() -> dict[Any, Callable[..., int]]:
+    """Kernels that torch's counter has no formula for, where this torch has the kernel."""
+    formulas: dict[str, Callable[..., int]] = {
+        "_scaled_dot_product_flash_attention_for_cpu": _attention_flops,
+        "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward_flops,
+        "_scaled_dot_product_fused_attention_overrideable": _attention_flops,
+        "_scaled_dot_product_fused_attention_overrideable_backward": _attention_backward_flops,
+        "_grouped_mm": _grouped_matmul_flops,
+    }
+    aten = torch.ops.aten
+    return {getattr(aten, name): formula for name, formula in formulas.items() if hasattr(aten, name)}
+
+
+def flop_counter() -> FlopCounterMode:
+    """A context that counts FLOPs by the formulas of torch and ours."""
+    return FlopCounterMode(display=False, custom_mapping=extra_formulas())

@@ -1,0 +1,138 @@
+"""Runs the leaves of one attempt on fakes, and finds out which modules can't be leaves.
+
+Invariant: a leaf either runs to an outcome, or ends the attempt with what to try instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe import structure
+from roundpipe.errors import TraceError
+from roundpipe.fx.builder import flat_tensors
+from roundpipe.fx.fakes import DATA_DEPENDENT, FakeWorld
+from roundpipe.fx.intercept import ORIGINAL_CALL
+from roundpipe.fx.leaves import (
+    HiddenInput,
+    LeafRun,
+    LeafWatch,
+    SiblingCache,
+    TreeState,
+    containers_mutated,
+    refuse_mutated,
+)
+from roundpipe.fx.policy import Decision, LeafPolicy
+from roundpipe.fx.probe import probe_module
+from roundpipe.fx.recorder import Recorder, Restart
+from roundpipe.layers import weight_bytes_of
+
+MAX_PROBE_BYTES = 1 << 28
+"""Largest leaf that is copied and run only to serve more sizes."""
+
+
+class LeafRunner:
+    """Runs leaves.
+
+    Args:
+        world: where they run.
+        recorder: what records the attempt.
+        policy: what is known about the modules.
+        history: what was tried in earlier attempts.
+    """
+
+    def __init__(
+        self,
+        world: FakeWorld,
+        recorder: Recorder,
+        policy: LeafPolicy,
+        history: set[tuple[str, Decision]],
+    ) -> None:
+        self._world = world
+        self._recorder = recorder
+        self._policy = policy
+        self._history = history
+        self._siblings = SiblingCache()
+
+    def is_probed(self, module: nn.Module) -> bool:
+        """Whether a leaf's output sizes are found by running a copy of it."""
+        return self._policy.decision(module) is Decision.PROBE or isinstance(module, torch.jit.ScriptModule)
+
+    def run(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> LeafRun:
+        """The outcome of a leaf's call on fakes, and what else it does."""
+        key = self._siblings.key(module, args, kwargs)
+        known = self._siblings.get(key)
+        if known is not None:
+            return known
+        if self.is_probed(module):
+            run = self._probe(module, name, args, kwargs)
+            state = None
+        else:
+            state = TreeState(list(module.modules()))
+            run = self._watched(module, name, args, kwargs, state)
+        if state is None or not state.holds_new_values():
+            self._siblings.put(key, run, args, kwargs)
+        return run
+
+    def _watched(self, module: nn.Module, name: str, args: Any, kwargs: Any, state: TreeState) -> LeafRun:
+        """Runs a leaf on fakes."""
+        recorder = self._recorder
+        before = list(structure.walk((args, kwargs)))
+        fixed = self._world.shapes.num_fixed_sizes()
+        given = flat_tensors(args, kwargs)
+        versions = [(tensor, tensor._version) for tensor in given]
+        draws = recorder.watch.num_random_draws
+        allowed = set(given)
+        watch = LeafWatch(
+            name,
+            recorder.builder.node_of,
+            lambda tensor: tensor in allowed or tensor in self._world.name_of,
+            recorder.born_in,
+        )
+        try:
+            with watch:
+                out = ORIGINAL_CALL(module, *args, **kwargs)
+        except HiddenInput as error:
+            raise self._not_a_leaf(module, name, TraceError(str(error)), structural=True) from error
+        except Exception as error:
+            raise self._not_a_leaf(module, name, error, structural=False) from error
+        if self._world.shapes.num_fixed_sizes() > fixed and self._may_probe(module, name):
+            cause = TraceError(f"{name} works at one size only on fakes, such as a loop over a size")
+            raise Restart(Decision.PROBE, name, cause)
+        if containers_mutated(before, args, kwargs):
+            raise self._not_a_leaf(module, name, refuse_mutated(name), structural=True)
+        return LeafRun(
+            out,
+            recorder.watch.num_random_draws != draws,
+            state.buffers_written(),
+            tuple(tensor for tensor, version in versions if tensor._version != version),
+        )
+
+    def _not_a_leaf(self, module: nn.Module, name: str, cause: Exception, structural: bool) -> Restart:
+        """What to try for a leaf that can't be one."""
+        if isinstance(cause, DATA_DEPENDENT):
+            error = TraceError("a decision depends on the data of an activation")
+            error.__cause__ = cause
+            cause = error
+        decision = self._policy.decision(module)
+        has_children = any(True for _ in module.children())
+        is_torch = type(module).__module__.startswith("torch.")
+        if has_children and not is_torch and decision is not Decision.LEAF:
+            return Restart(Decision.DESCEND, name, cause)
+        if structural:
+            return self._recorder.give_up(cause)
+        return Restart(Decision.PROBE, name, cause)
+
+    def _may_probe(self, module: nn.Module, name: str) -> bool:
+        """Whether to try a probe of a leaf that works on fakes."""
+        tried = {(name, Decision.PROBE), (name, Decision.DESCEND)} & self._history
+        return not tried and weight_bytes_of(module) <= MAX_PROBE_BYTES
+
+    def _probe(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> LeafRun:
+        try:
+            probe = probe_module(self._world, name, module, args, kwargs)
+        except Exception as error:
+            raise self._recorder.give_up(error) from error
+        return LeafRun(probe.out, probe.random, probe.buffers_written, ())

@@ -1,0 +1,46 @@
+"""State is entered as it was recorded, and left as it was found."""
+
+from __future__ import annotations
+
+import torch
+
+from roundpipe.fx.ambient import Ambient
+
+
+def test_nothing_differs_from_itself() -> None:
+    assert Ambient.current().changes_from(Ambient.current()) is None
+
+
+def test_changes_are_entered_and_restored() -> None:
+    base = Ambient.current()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = Ambient.current()
+        change = inside.changes_from(base)
+    assert change is not None and change.grad is False and change.attention_kernels is None
+    assert [(state.device_type, state.enabled) for state in change.autocast] == [("cpu", True)]
+    with change.enter():
+        assert Ambient.current() == inside
+    assert Ambient.current() == base
+
+
+def test_changes_read_well() -> None:
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = Ambient.current()
+    change = inside.changes_from(Ambient.current())
+    assert change is not None
+    assert change.describe() == "grad mode off, autocast on cpu to torch.bfloat16"
+
+
+def test_attention_kernels_are_restored_after_an_error() -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    base = Ambient.current()
+    with sdpa_kernel(SDPBackend.MATH):
+        change = Ambient.current().changes_from(base)
+    assert change is not None
+    try:
+        with change.enter():
+            raise ValueError
+    except ValueError:
+        pass
+    assert Ambient.current() == base

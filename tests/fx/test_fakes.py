@@ -1,0 +1,86 @@
+"""The private parts of torch that the fake world stands on; a failure here says which one changed."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from roundpipe.fx.fakes import FakeWorld, expression_of, is_fake, real_world
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, a buffer, and a module kept in a plain list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.register_buffer("scale", torch.ones(4))
+        self.kept = [self.first]
+        self.log: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)) * self.scale
+
+
+def world_of(model: nn.Module, x: torch.Tensor) -> FakeWorld:
+    return FakeWorld(model, ((), {"x": x}))
+
+
+def test_the_twin_has_fakes_and_the_model_has_not() -> None:
+    model = Tied()
+    world = world_of(model, torch.randn(3, 4))
+    twin = world.twin
+    assert isinstance(twin, Tied) and twin is not model
+    assert is_fake(twin.first.weight) and isinstance(twin.first.weight, nn.Parameter)
+    assert twin.first.weight is twin.second.weight and twin.first.weight.requires_grad
+    assert twin.kept[0] is twin.first and twin.log is not model.log
+    assert not is_fake(model.first.weight)
+    assert world.name_of[twin.second.weight] == "first.weight" == world.name_of[model.first.weight]
+
+
+def test_sizes_are_symbols_that_assume_nothing() -> None:
+    world = world_of(Tied(), torch.randn(1, 4))
+    (x,) = [world.arguments[1]["x"]]
+    assert isinstance(x.shape[0], torch.SymInt) and x.shape[1] == 4
+    world.shapes.in_glue = lambda: True
+    assert not world.shapes.glue_guards
+    assert x.shape[0] == 1
+    assert [str(guard) for guard in world.shapes.glue_guards] == [f"Eq({world.inputs[0].sizes[0]}, 1)"]
+
+
+def test_integer_inputs_are_dynamic_throughout() -> None:
+    world = world_of(Tied(), torch.ones(2, 3, dtype=torch.long))
+    assert all(isinstance(size, torch.SymInt) for size in world.arguments[1]["x"].shape)
+
+
+def test_equal_numbers_are_different_sizes() -> None:
+    world = FakeWorld(Tied(), ((torch.ones(5, 3), torch.ones(5, 3)), {}))
+    first, second = world.arguments[0]
+    assert expression_of(first.shape[0]) != expression_of(second.shape[0])
+
+
+def test_an_operators_question_is_not_glue() -> None:
+    world = FakeWorld(Tied(), ((torch.ones(5, 3), torch.ones(5, 3)), {}))
+    with world.entered():
+        first, second = world.arguments[0]
+        assert (first + second).shape[1] == 3
+    assert world.shapes.size_guards() and not world.shapes.glue_guards
+
+
+def test_the_forward_runs_on_fakes_and_reality_is_near() -> None:
+    world = world_of(Tied(), torch.randn(3, 4))
+    with world.entered():
+        out = world.twin(world.arguments[1]["x"])
+        assert is_fake(out)
+        with real_world():
+            assert not is_fake(torch.ones(2))
+    assert expression_of(out.shape[0]) == world.inputs[0].sizes[0]
+
+
+def test_a_model_anywhere_is_on_the_cpu_here() -> None:
+    with torch.device("meta"):
+        model = Tied()
+    world = world_of(model, torch.randn(3, 4))
+    assert world.twin.first.weight.device.type == "cpu" and model.first.weight.is_meta

@@ -1,0 +1,99 @@
+"""What a recomputation needs to repeat a forward: seeds, marks, and the buffers that the forward saw."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import roundpipe
+from roundpipe.runtime.recompute import doing_recompute, draw_base_seed, layer_seed, recomputing
+from tests.runtime.models import DTYPE, Noted, assert_round_is_eager, batch, config, square_loss
+
+PLAN = roundpipe.ExecutePlan([(0, 2), (2, 4)], (4, 5), [(2, 4), (0, 2)])
+grains = pytest.mark.parametrize("grain", ["stage", "layer"])
+workers = pytest.mark.parametrize("workers", [1, 2, 3])
+
+
+def test_seeds_of_layers_and_microbatches_differ():
+    seeds = {layer_seed(base, layer, m) for base in (0, 1, 7) for layer in range(50) for m in range(20)}
+    assert len(seeds) == 3 * 50 * 20
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert layer_seed(5, 2, 3) == layer_seed(5, 2, 3)
+
+
+def test_the_base_seed_comes_from_torchs_generator():
+    torch.manual_seed(3)
+    first, second = draw_base_seed(), draw_base_seed()
+    torch.manual_seed(3)
+    assert draw_base_seed() == first != second
+
+
+def test_the_mark_is_of_the_thread_and_nests():
+    seen = []
+    assert not doing_recompute()
+    with recomputing():
+        with recomputing():
+            pass
+        assert doing_recompute()
+        thread = threading.Thread(target=lambda: seen.append(doing_recompute()))
+        thread.start()
+        thread.join(5)
+    assert not doing_recompute() and seen == [False]
+
+
+def noted_model():
+    return nn.Sequential(
+        nn.Linear(6, 6), Noted(), nn.Sequential(nn.Linear(6, 6), Noted()), nn.BatchNorm1d(6), nn.Linear(6, 6)
+    ).to(DTYPE)
+
+
+@grains
+@workers
+def test_recomputation_sees_the_buffers_of_the_forward(workers, grain):
+    """`Noted`'s output depends on its buffers, so a gradient tells which ones the recomputation saw."""
+    assert_round_is_eager(noted_model(), (batch(8),), num=4, workers=workers, grain=grain, plan=PLAN, calls=3)
+
+
+@workers
+def test_the_mode_may_change_between_calls(workers):
+    model = noted_model()
+    for training in (True, False, True):
+        model.train(training)
+        model.zero_grad()
+        assert_round_is_eager(model, (batch(8),), num=4, workers=workers, plan=PLAN)
+
+
+def test_a_layer_that_starts_to_write_is_noticed():
+    class Late(nn.Module):
+        """Writes its buffer only once it is told to."""
+
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+            self.writes = False
+
+        def forward(self, value):
+            if self.writes:
+                self.count += 1
+            return value * 2
+
+    model = nn.Sequential(nn.Linear(6, 6), Late(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).to(DTYPE)
+    with roundpipe.RoundPipe(model, devices=["cpu"] * 2) as piped:
+        for writes, expected in ((False, 0), (True, 4), (True, 8)):
+            model[1].writes = writes
+            piped.forward_backward((batch(8),), loss_fn=square_loss, run_config=config(4, plan=PLAN))
+            assert model[1].count == expected
+
+
+@grains
+def test_each_layer_runs_once_more_and_the_fused_tail_does_not(grain):
+    model = noted_model()
+    calls = []
+    for index, layer in enumerate(model):
+        layer.register_forward_hook(lambda *_, index=index: calls.append((index, doing_recompute())))
+    with roundpipe.RoundPipe(model, devices=["cpu"] * 2) as piped:
+        piped.forward_backward((batch(6),), loss_fn=square_loss, run_config=config(3, grain, PLAN))
+    for index in range(5):
+        assert calls.count((index, False)) == 3
+        assert calls.count((index, True)) == (3 if index < 4 else 0)

@@ -1,0 +1,277 @@
+"""Host weights in one buffer per layer, and the arena that they come up into."""
+
+import mmap
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import roundpipe
+from roundpipe.runtime.backend import Device, Lane
+from roundpipe.runtime.cpu import CpuBackend
+from roundpipe.runtime.replica import Replica
+from roundpipe.runtime.residency import ALIGNMENT, Arena, BoundLayer, HostWeights, State
+from tests.runtime.models import DTYPE, assert_round_is_eager, batch, config, mlp, square_loss
+
+
+def host_of(pin="alloc"):
+    allocated = []
+
+    def allocate(num_bytes):
+        allocated.append(num_bytes)
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    return HostWeights(pin, allocate), allocated
+
+
+def backend():
+    return CpuBackend(Device("cpu"), "test")
+
+
+# ---------------------------------------------------------------------------------------- packing
+
+
+def test_parameters_become_views_of_one_buffer():
+    layer = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    objects = [*layer.parameters(), *layer.buffers()]
+    host, allocated = host_of()
+    weights = host.layer("layer", layer)
+    assert len(allocated) == 1 and weights.is_packed()
+    start, size = weights.packed.data_ptr(), weights.packed.numel()
+    for tensor in layer.state_dict().values():
+        assert start <= tensor.data_ptr() < start + size
+        assert (tensor.data_ptr() - start) % ALIGNMENT == 0
+    assert all(a is b for a, b in zip([*layer.parameters(), *layer.buffers()], objects, strict=True))
+    for name, value in layer.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert host.layer("layer", layer) is weights and len(allocated) == 1
+
+
+def test_a_packed_layer_is_one_copy():
+    copies = []
+    target = backend()
+    real = target._copy
+    target._copy = lambda lane, *rest: copies.append(lane) or real(lane, *rest)
+    host, _ = host_of()
+    weights = host.layer("layer", nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)))
+    weights.upload(target, torch.empty(weights.num_bytes, dtype=torch.uint8))
+    assert copies == [Lane.WEIGHTS]
+
+
+def test_a_tied_parameter_is_stored_once():
+    one, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    other.weight = one.weight
+    within = nn.Sequential(one, other)
+    host, allocated = host_of()
+    weights = host.layer("within", within)
+    assert len(weights.entries) == 3 and sum(allocated) <= 3 * 64 + ALIGNMENT
+    assert other.weight is one.weight
+
+    host, allocated = host_of()
+    first, second = host.layer("one", one), host.layer("other", other)
+    assert first.is_packed() and second.is_packed()
+    assert first.num_packed == 2 and second.num_packed == 1
+    start = first.packed.data_ptr()
+    assert start <= other.weight.data_ptr() < start + first.packed.numel()
+
+
+def test_rebinding_data_is_noticed_and_still_right():
+    model = mlp(3)
+    with roundpipe.RoundPipe(model) as piped:
+        piped(batch())
+        host = piped._state.host
+        layer = piped._state.source.chain[1]
+        assert host.layer("1", layer).is_packed()
+        model[1][0].weight.data = torch.full((6, 6), 0.25, dtype=DTYPE)
+        assert not host.layer("1", layer).is_packed()
+        torch.testing.assert_close(piped(batch()), model(batch()), rtol=0, atol=1e-12)
+    assert_round_is_eager(model, (batch(),), workers=2)
+
+
+def test_other_dtypes_and_shapes_are_packed_again():
+    model = mlp(3)
+    with roundpipe.RoundPipe(model) as piped:
+        piped(batch())
+        model.float()
+        with torch.no_grad():
+            torch.testing.assert_close(piped(batch().float()), model(batch().float()))
+        assert all(piped._state.host.layer("", layer).is_packed() for layer in piped._state.source.chain)
+
+
+def test_strides_are_kept():
+    layer = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+    transposed = nn.Linear(3, 5)
+    transposed.weight = nn.Parameter(torch.randn(3, 5).t())
+    expanded = nn.Module()
+    expanded.weight = nn.Parameter(torch.ones(1).expand(4))
+    host, _ = host_of()
+    for module in (layer, transposed, expanded):
+        before, strides = module.weight.detach().clone(), module.weight.stride()
+        weights = host.layer("layer", module)
+        assert weights.is_packed() and torch.equal(module.weight, before)
+        if module is not expanded:
+            assert module.weight.stride() == strides
+    assert expanded.weight.is_contiguous()
+
+
+def test_pin_model_off_leaves_memory_where_it_is():
+    model = mlp(3)
+    before = [p.data_ptr() for p in model.parameters()]
+    with roundpipe.RoundPipe(model, pin_model="off") as piped:
+        piped.forward_backward((batch(),), loss_fn=square_loss)
+        assert [p.data_ptr() for p in model.parameters()] == before
+    assert_round_is_eager(mlp(3), (batch(),))
+
+
+def test_weights_mapped_from_a_file_stay_there(tmp_path):
+    path = tmp_path / "weights.bin"
+    path.write_bytes(bytes(mmap.PAGESIZE * 4))
+    storage = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=mmap.PAGESIZE * 4)
+    mapped = torch.empty(0, dtype=torch.float64).set_(storage, 0, (16, 16))
+    model = nn.Sequential(nn.Linear(16, 16, bias=False)).to(DTYPE)
+    model[0].weight.data = mapped
+    with roundpipe.RoundPipe(model, pin_model="off") as piped, torch.no_grad():
+        assert torch.equal(piped(batch(4, 16)), torch.zeros(4, 16, dtype=DTYPE))
+    assert model[0].weight.data_ptr() == mapped.data_ptr()
+
+
+def test_host_memory_of_packed_weights():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(100, 90), nn.LayerNorm(90), nn.Linear(90, 100)) for _ in range(4)))
+    weight_bytes = sum(p.nbytes for p in model.parameters())
+    with roundpipe.RoundPipe(model) as piped, torch.no_grad():
+        piped(torch.ones(2, 100))
+        buffers = {id(w.packed): w.packed.numel() for w in piped._state.host._layers.values()}
+    assert weight_bytes <= sum(buffers.values()) <= 1.1 * weight_bytes
+
+
+def test_packing_never_holds_two_models():
+    """Layer by layer: the peak is one layer above the model."""
+    code = """
+import resource, torch, roundpipe
+from torch import nn
+megabytes = 16
+model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(12)))
+with torch.no_grad():
+    for p in model.parameters():
+        p.fill_(0.5)
+piped = roundpipe.RoundPipe(model)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+chain = piped._state.source.chain
+for spec, layer in zip(chain.specs, chain):
+    piped._state.host.prepare(spec.name, layer)
+grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+assert grown < 4 * megabytes, grown
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    assert resource.RUSAGE_SELF == 0
+
+
+# ------------------------------------------------------------------------------------------ arena
+
+
+def bound(host, target, layer):
+    return BoundLayer(host.layer("layer", layer), Replica(layer, target.device))
+
+
+def test_visits_lie_at_alternating_ends():
+    target = backend()
+    host, _ = host_of()
+    layers = [nn.Linear(n, n, bias=False) for n in (8, 4, 8, 16)]
+    sizes = [n * n * 4 for n in (8, 4, 8, 16)]
+    arena = Arena(target)
+    arena.reserve(sizes)
+    total = sizes[2] + sizes[3]
+    assert arena._buffer.numel() == total == target.ledger.total_bytes
+    base = arena._buffer.data_ptr()
+    visits = []
+    for position, (layer, size) in enumerate(zip(layers, sizes, strict=True)):
+        visit, side = arena.begin([bound(host, target, layer)])
+        start = visit.weights_memory.data_ptr() - base
+        assert side == position % 2
+        assert start == (0 if side == 0 else total - size)
+        visits.append((visit, side))
+        if len(visits) == 2:  # the next one comes up only when the one before is done
+            earlier, earlier_side = visits.pop(0)
+            earlier.ready(with_gradients=False)
+            assert earlier.state is State.RESIDENT
+            arena.released(earlier_side, earlier.release(keep_buffers=False)[1])
+            assert earlier.state is State.RELEASED
+    arena.free()
+    assert target.ledger.total_bytes == 0
+
+
+def test_an_arena_grows_and_is_reused():
+    target = backend()
+    arena = Arena(target)
+    arena.reserve([100, 200])
+    first = arena._buffer
+    arena.reserve([64])
+    assert arena._buffer is first
+    arena.reserve([1000, 10, 10])
+    assert arena._buffer is not first and arena._buffer.numel() == 1024 + 64
+    assert target.ledger.total_bytes == 1088
+
+
+def test_gradients_are_counted_while_the_visit_lasts():
+    target = backend()
+    host, _ = host_of()
+    layer = nn.Linear(8, 8)
+    layer.bias.requires_grad_(False)
+    arena = Arena(target)
+    arena.reserve([8 * 8 * 4 + 64])
+    for with_gradients, expected in ((True, 256), (False, 0)):
+        visit, side = arena.begin([bound(host, target, layer)])
+        assert target.ledger.by_purpose["gradients"] == 0
+        visit.ready(with_gradients)
+        assert target.ledger.by_purpose["gradients"] == expected
+        arena.released(side, visit.release(keep_buffers=False)[1])
+        assert target.ledger.by_purpose["gradients"] == 0
+
+
+def test_released_layers_hold_no_device_memory():
+    target = backend()
+    host, _ = host_of()
+    layer = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    one = bound(host, target, layer)
+    arena = Arena(target)
+    arena.reserve([one.weights.num_bytes])
+    visit, _ = arena.begin([one])
+    visit.ready(with_gradients=True)
+    assert all(p is not None for p in one.module[0]._parameters.values())
+    visit.release(keep_buffers=True)
+    for module in one.module:
+        assert set(module._parameters.values()) | set(module._buffers.values()) == {None}
+    assert all(p is not None for p in layer[0]._parameters.values())
+
+
+def test_gradients_settle_by_addition():
+    layer = nn.Linear(3, 3)
+    target = backend()
+    host, _ = host_of()
+    arena = Arena(target)
+    arena.reserve([layer.weight.nbytes + 64])
+    for repeat in (1, 2, 3):
+        visit, side = arena.begin([bound(host, target, layer)])
+        visit.ready(with_gradients=True)
+        visit.layers[0].module(torch.ones(2, 3)).sum().backward()
+        pending, events, _ = visit.release(keep_buffers=False)
+        arena.released(side, events)
+        pending.settle()
+        assert torch.equal(layer.weight.grad, torch.full((3, 3), 2.0 * repeat))
+
+
+def test_config_can_be_used_with_tensor_subclasses():
+    """A subclass that can't be laid out in bytes is moved as a whole."""
+
+    class Marked(torch.Tensor):
+        pass
+
+    model = mlp(3)
+    model[1][0].register_buffer("marked", torch.ones(6, dtype=DTYPE).as_subclass(Marked))
+    with roundpipe.RoundPipe(model) as piped:
+        loss = piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(2))
+    assert torch.isfinite(loss) and type(model[1][0].marked) is Marked

@@ -1,0 +1,194 @@
+"""Nested values: every kind of container is walked, found in, mapped and rebuilt alike."""
+
+import dataclasses
+from collections import OrderedDict, defaultdict, namedtuple
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as torch_pytree
+from torch import nn
+
+from roundpipe import structure
+from roundpipe.structure import Step
+
+transformers_outputs = pytest.importorskip("transformers.modeling_outputs", reason="needs transformers")
+
+Point = namedtuple("Point", ["x", "y"])
+
+
+@dataclasses.dataclass
+class Plain:
+    first: Any
+    second: Any = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    value: Any
+
+
+class Holder:
+    """An object of a user's, such as a cache."""
+
+    def __init__(self, value):
+        self.value = value
+        self.length = 3
+
+
+class Registered:
+    def __init__(self, left, right, tag):
+        self.left, self.right, self.tag = left, right, tag
+
+
+torch_pytree.register_pytree_node(
+    Registered,
+    lambda value: ([value.left, value.right], value.tag),
+    lambda parts, tag: Registered(*parts, tag),
+    serialized_type_name="tests.test_structure.Registered",
+)
+
+
+class Sub(list):
+    """A list with a type of its own."""
+
+
+T = [torch.full((2,), float(i)) for i in range(4)]
+
+CASES = {
+    "tensor": (T[0], [()]),
+    "none": (None, [()]),
+    "string": ("text", [()]),
+    "tuple": ((T[0], 1), ["[0]", "[1]"]),
+    "list": ([T[0], [T[1]]], ["[0]", "[1][0]"]),
+    "empty": ((), []),
+    "dict": ({"a": T[0], 3: T[1]}, ["['a']", "[3]"]),
+    "ordered": (OrderedDict(b=T[0], a=T[1]), ["['b']", "['a']"]),
+    "defaultdict": (defaultdict(list, a=T[0]), ["['a']"]),
+    "namedtuple": (Point(T[0], (T[1],)), ["[0]", "[1][0]"]),
+    "dataclass": (Plain(T[0], {"k": T[1]}), [".first", ".second['k']"]),
+    "frozen": (Frozen(T[0]), [".value"]),
+    "model output": (
+        transformers_outputs.CausalLMOutputWithPast(loss=T[0], logits=T[1]),
+        ["['loss']", "['logits']"],
+    ),
+    "registered": (Registered(T[0], T[1], "tag"), ["[0]", "[1]"]),
+    "object": (Holder(T[0]), [".value", ".length"]),
+    "namespace": (SimpleNamespace(a=T[0]), [".a"]),
+    "slice": (slice(1, T[0], None), [".start", ".stop", ".step"]),
+    "subclass": (Sub([T[0], 2]), ["[0]", "[1]"]),
+    "size": (torch.Size([2, 3]), [()]),
+    "deep": ([{"a": (Plain(Point([T[0]], None)),)}], ["[0]['a'][0].first[0][0]", "[0]['a'][0].first[1]", "[0]['a'][0].second"]),
+}
+cases = pytest.mark.parametrize("value, paths", CASES.values(), ids=CASES)
+
+
+def same(one, other):
+    """Equal in type and content, tensors by identity."""
+    if isinstance(one, torch.Tensor):
+        return one is other
+    below, other_below = structure.children(one), structure.children(other)
+    if below is None:
+        return one == other
+    return (
+        type(one) is type(other)
+        and [step for step, _ in below] == [step for step, _ in other_below]
+        and all(same(a, b) for (_, a), (_, b) in zip(below, other_below, strict=True))
+    )
+
+
+@cases
+def test_walk_gives_every_leaf_with_its_path(value, paths):
+    found = list(structure.walk(value))
+    assert [structure.path_string(path) for path, _ in found] == [path or "" for path in paths]
+    for path, leaf in found:
+        assert structure.get(value, path) is leaf
+    assert [leaf for _, leaf in found] == structure.leaves(value)
+
+
+@cases
+def test_rebuilding_over_its_own_leaves_gives_an_equal_value(value, paths):
+    assert same(structure.rebuild(value, structure.leaves(value)), value)
+
+
+@cases
+def test_mapping_replaces_tensors_and_leaves_the_original_alone(value, paths):
+    before = structure.leaves(value)
+    mapped = structure.map_tensors(value, lambda tensor: tensor + 10)
+    assert all(a is b for a, b in zip(structure.leaves(value), before, strict=True))
+    assert type(mapped) is type(value)
+    tensors = structure.tensors(value)
+    assert [one.tolist() for one in structure.tensors(mapped)] == [(one + 10).tolist() for one in tensors]
+    assert [x for x in structure.leaves(mapped) if not isinstance(x, torch.Tensor)] == [
+        x for x in before if not isinstance(x, torch.Tensor)
+    ]
+    if not tensors:
+        assert mapped is value
+
+
+@cases
+def test_tensors_come_in_the_order_of_the_walk(value, paths):
+    expected = [leaf for leaf in structure.leaves(value) if isinstance(leaf, torch.Tensor)]
+    assert all(a is b for a, b in zip(structure.tensors(value), expected, strict=True))
+
+
+def test_types_and_extras_survive():
+    output = structure.map_tensors(CASES["model output"][0], torch.neg)
+    assert isinstance(output, transformers_outputs.CausalLMOutputWithPast)
+    assert output.logits is output["logits"] is output[1] and output.past_key_values is None
+    assert structure.map_tensors(CASES["defaultdict"][0], torch.neg).default_factory is list
+    assert structure.map_tensors(CASES["registered"][0], torch.neg).tag == "tag"
+    assert structure.map_tensors(Point(T[1], 2), torch.neg).x.tolist() == [-1, -1]
+    assert list(structure.map_tensors(CASES["ordered"][0], torch.neg)) == ["b", "a"]
+
+
+def test_what_is_no_container():
+    module, generator = nn.Linear(1, 1), torch.Generator()
+    for value in (module, generator, torch.float32, torch.device("cpu"), print, range(3), Plain, 1.5, b"x", {1, 2}):
+        assert structure.children(value) is None
+        assert structure.leaves(value) == [value]
+
+
+def test_steps_say_how_to_get_there():
+    ((path, _),) = structure.walk({"a": [Frozen(T[0])]})
+    assert path == (Step("item", "a"), Step("item", 0), Step("attribute", "value"))
+    ((first, _), _) = structure.walk(CASES["registered"][0])
+    assert first == (Step("node", 0),)
+
+
+def test_too_deep_values_are_leaves():
+    value = [T[0]]
+    for _ in range(structure.MAX_DEPTH + 3):
+        value = [value]
+    (path, leaf), *rest = structure.walk(value)
+    assert len(path) == structure.MAX_DEPTH and isinstance(leaf, list) and not rest
+    assert structure.tensors(value) == []
+
+
+def test_a_value_that_holds_itself_ends():
+    holder = Holder(T[0])
+    holder.own = holder
+    assert len(structure.tensors(holder)) == structure.MAX_DEPTH
+
+
+def test_one_tensor_in_two_places_is_found_twice():
+    assert len(structure.tensors((T[0], {"again": T[0]}))) == 2
+
+
+def test_map_leaves_changes_all_leaves():
+    assert structure.map_leaves({"a": (1, [2.5]), "b": Point(3, 4)}, lambda leaf: leaf * 2) == {
+        "a": (2, [5.0]),
+        "b": Point(6, 8),
+    }
+
+
+def test_a_cache_of_transformers():
+    cache_utils = pytest.importorskip("transformers.cache_utils")
+    cache = cache_utils.DynamicCache()
+    cache.update(torch.ones(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
+    assert [t.shape for t in structure.tensors(cache)] == [(1, 2, 3, 4)] * 2
+    doubled = structure.map_tensors(cache, lambda tensor: tensor * 2)
+    assert type(doubled) is type(cache)
+    assert [t.mean().item() for t in structure.tensors(doubled)] == [2.0, 0.0]
+    assert [t.mean().item() for t in structure.tensors(cache)] == [1.0, 0.0]
