@@ -42,7 +42,8 @@ def compile(
 ) -> RoundPipe | AutoRoundPipe:
     """Cut a model into layers and make it train in rotation.
 
-    The model is traced from the example's inputs, else from its own ``dummy_inputs``, else at the first call.
+    The model is traced from the example, else at the first call from the real arguments; asked for the partition
+    before that, from its own ``dummy_inputs`` if it has them.
     One trace serves every batch size, and every length where the model's code allows it.
 
     Args:
@@ -94,25 +95,18 @@ def compile(
             stacklevel=6,
         )
 
+    if not example_args and example_kwargs is None:
+        return RoundPipe.from_source(model, TracedSource(model, balance, on_failure, _dummy_inputs(model)), **settings)
     source = TracedSource(model, balance, on_failure)
-    example = _example(model, example_args, example_kwargs)
-    if example is not None:
-        source.chain_for(*example)
-        if source.is_whole:
-            return AutoRoundPipe(model, **settings)
+    source.chain_for(example_args, example_kwargs or {})
+    if source.is_whole:
+        return AutoRoundPipe(model, **settings)
     pipe = RoundPipe.from_source(model, source, **settings)
-    if example is not None:
-        logger.info("%s", pipe.partition_table())
+    logger.info("%s", pipe.partition_table())
     return pipe
 
 
-def _example(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Inputs to trace from before the first call, if there are any."""
-    if args or kwargs is not None:
-        return args, kwargs or {}
+def _dummy_inputs(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The model's own example, for whoever looks at the partition before the first call."""
     dummy = getattr(model, "dummy_inputs", None)
-    if isinstance(dummy, dict) and not any(parameter.is_meta for parameter in model.parameters()):
-        return (), dict(dummy)
-    return None
+    return ((), dict(dummy)) if isinstance(dummy, dict) else None

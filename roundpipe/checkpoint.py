@@ -1,7 +1,8 @@
 """Checkpoints: everything that training needs to go on as if it had never stopped.
 
     model.safetensors, or shards and an index    `state_dict()` with its own keys; each tied weight once
-    config.json, generation_config.json          for models that have them, so that `from_pretrained(dir)` works
+    config.json, generation_config.json          for models that have them, so that `from_pretrained(dir)` works;
+                                                 not with PEFT's adapters, which have `save_pretrained`
     training_state.pt                            plain containers and tensors: optimizer, scheduler, scaler,
                                                  random number generators, step, extra
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import operator
 import os
 import random
 import re
@@ -138,7 +140,10 @@ class _Snapshot:
         with files.replacing(folder) as new:
             files.write_weights(new, self.tensors, self.aliases)
             for config in self.configs:
-                config.save_pretrained(new)
+                try:
+                    config.save_pretrained(new)
+                except ValueError as error:  # transformers refuses to write what it reads without complaint
+                    logger.warning("the checkpoint %s is without a %s: %s", folder, type(config).__name__, error)
             files.write_state(new, self.state)
 
 
@@ -162,8 +167,11 @@ def save(
     folder = _absolute(dir)
     files.check_replaceable(folder)
     keep = _copied if is_async else _shared
-    if step is not None and type(step) is not int:
-        raise ConfigError(f"step is {step!r}; give an int, or None")
+    if step is not None:
+        try:
+            step = operator.index(step)
+        except TypeError:
+            raise ConfigError(f"step is {step!r}; give an int, or None") from None
     weights = model.state_dict()
     tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
     for name, tensor in tensors.items():
@@ -171,6 +179,7 @@ def save(
     tensors, aliases = _once_each(tensors, target)
     parts: dict[str, Any] = {
         "optimizer": None if optimizer is None else _by_name(optimizer, _names(pairs)),
+        "optimizer_class": type(optimizer).__qualname__,
         "optimizer_weights": {
             pair.names[0]: pair.copy
             for pair in pairs
@@ -261,8 +270,13 @@ def _groups(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
 
 
 def _configs(target: nn.Module) -> list[Any]:
-    """Copies of the model's configurations that know how to write themselves."""
-    found = []
+    """Copies of the model's configurations that know how to write themselves.
+
+    A model with adapters has the configuration of its base and other keys: `from_pretrained` would start at random.
+    """
+    found: list[Any] = []
+    if hasattr(target, "peft_config"):
+        return found
     for name in ("config", "generation_config"):
         config = getattr(target, name, None)
         if config is not None and callable(getattr(config, "save_pretrained", None)):
@@ -294,19 +308,25 @@ def load(
     writer.wait()
     model.synchronize()
     folder = _absolute(dir)
-    found = files.find(folder)
-    if found is None:
-        raise ConfigError(f"there is no checkpoint at {folder}; give the folder that save_checkpoint wrote")
-    weights, aliases = files.read_weights(found)
     given = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     if weights_only:
         unread = [name for name, one in given.items() if one is not None]
         if unread:
             raise ConfigError(f"weights_only=True does not restore {', '.join(unread)}; leave it out")
-    state = _read_state(found, weights_only)
+    found = files.read_whole(folder, lambda whole: (*files.read_weights(whole), _read_state(whole, weights_only)))
+    if found is None:
+        raise ConfigError(f"there is no checkpoint at {folder}; give the folder that save_checkpoint wrote")
+    weights, aliases, state = found
     if not weights_only:
         _check_parts(given, state, folder)
     values = _fit(model.state_dict(), {**weights, **state["module_state"]}, aliases, folder)
+    if optimizer is not None and state["optimizer_class"] != type(optimizer).__qualname__:
+        logger.warning(
+            "the checkpoint at %s has the state of an optimizer %s, and is loaded into one of class %s",
+            folder,
+            state["optimizer_class"],
+            type(optimizer).__qualname__,
+        )
     packed = None if optimizer is None else _by_index(state["optimizer"], optimizer, _names(pairs), folder)
     masters = state["optimizer_weights"]
     if masters and not weights_only:

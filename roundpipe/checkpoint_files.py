@@ -25,19 +25,24 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 
 from roundpipe.errors import ConfigError
+
+Result = TypeVar("Result")
 
 STATE_FILE = "training_state.pt"
 """Everything but the weights; a folder that has it is a checkpoint."""
 
 SHARD_BYTES = 4 * 1024**3
 """Largest file of weights, unless a single tensor is larger."""
+
+NUM_READS = 20
+"""How often a folder is read again that is replaced while it is read."""
 
 _WEIGHTS_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -205,13 +210,48 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 def find(folder: Path) -> Path | None:
-    """Where the latest whole checkpoint of this name lies, also after a crash; None if there is none."""
-    if folder.is_dir():
+    """Where the latest whole checkpoint of this name lies, also after a crash; None if there is none.
+
+    A folder without `STATE_FILE`, such as one that a script has made anew after a crash, comes last.
+    """
+    if (folder / STATE_FILE).is_file():
         return folder
     for old in _leftovers(folder, "old"):
-        new = old.with_name(old.name.replace(".old-", ".tmp-"))
+        new = old.with_name(re.sub(r"\.old-(\w+)$", r".tmp-\1", old.name))
         return new if new.is_dir() else old
-    return None
+    return folder if folder.is_dir() and any(folder.iterdir()) else None
+
+
+def read_whole(folder: Path, read: Callable[[Path], Result]) -> Result | None:
+    """What ``read`` makes of the latest whole checkpoint; None if there is none.
+
+    If a save in another process replaces the folder meanwhile, it is read again, so that no two files are
+    of different checkpoints. Files that are mapped stay readable after their removal.
+    """
+    for _ in range(NUM_READS):
+        found = find(folder)
+        if found is None:
+            return None
+        before = _identity(found)
+        try:
+            result = read(found)
+        except (ConfigError, OSError):
+            if _identity(found) == before:
+                raise
+        else:
+            if _identity(found) == before:
+                return result
+    raise ConfigError(
+        f"{folder} was replaced {NUM_READS} times while it was read; stop the saves, or read a copy of it"
+    )
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def check_replaceable(folder: Path) -> None:

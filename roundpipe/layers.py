@@ -51,6 +51,8 @@ class LayerSpec:
     """Whether its forward may write into the values it reads; generated layers clone such values first."""
     writes_buffers: bool | None = None
     """Whether its forward changes buffers; None = not known, found out while running."""
+    writes_inputs: bool = False
+    """Whether its forward may write into the values it reads; generated layers never do."""
     execution_device: bool = False
     """Whether it names its device through the attribute `EXECUTION_DEVICE`."""
 
@@ -146,6 +148,11 @@ class ChainSource(Protocol):
 
     trace_count: int
 
+    @property
+    def latest(self) -> LayerChain | None:
+        """The chain to show: the one last given, or None if none is known before the first call."""
+        ...
+
     def chain_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerChain:
         """The chain for these arguments of one microbatch (real tensors, wherever they are)."""
         ...
@@ -224,6 +231,14 @@ def may_draw_random(module: nn.Module) -> bool:
     )
 
 
+def may_write_inputs(module: nn.Module) -> bool:
+    """Whether a module may write into its arguments: not, if it is made of torch.nn modules that don't."""
+    return any(
+        not type(part).__module__.startswith("torch.nn.") or getattr(part, "inplace", False)
+        for part in module.modules()
+    )
+
+
 def chain_of_modules(modules: Sequence[tuple[str, nn.Module]]) -> LayerChain:
     """The chain of modules called one after the other, each taking the one before's output.
 
@@ -238,7 +253,12 @@ def chain_of_modules(modules: Sequence[tuple[str, nn.Module]]) -> LayerChain:
         name = name or type(module).__name__
         specs.append(
             LayerSpec(
-                name=name, module_names=(name,), reads=(reads,), makes=(makes,), draws_random=may_draw_random(module)
+                name=name,
+                module_names=(name,),
+                reads=(reads,),
+                makes=(makes,),
+                draws_random=may_draw_random(module),
+                writes_inputs=may_write_inputs(module),
             )
         )
         gradient_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
@@ -261,6 +281,11 @@ class FixedChain:
 
     chain: LayerChain
     trace_count: int = 0
+
+    @property
+    def latest(self) -> LayerChain:
+        """The chain."""
+        return self.chain
 
     def chain_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerChain:
         return self.chain

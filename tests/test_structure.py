@@ -79,7 +79,10 @@ CASES = {
     "slice": (slice(1, T[0], None), [".start", ".stop", ".step"]),
     "subclass": (Sub([T[0], 2]), ["[0]", "[1]"]),
     "size": (torch.Size([2, 3]), [()]),
-    "deep": ([{"a": (Plain(Point([T[0]], None)),)}], ["[0]['a'][0].first[0][0]", "[0]['a'][0].first[1]", "[0]['a'][0].second"]),
+    "deep": (
+        [{"a": (Plain(Point([T[0]], None)),)}],
+        ["[0]['a'][0].first[0][0]", "[0]['a'][0].first[1]", "[0]['a'][0].second"],
+    ),
 }
 cases = pytest.mark.parametrize("value, paths", CASES.values(), ids=CASES)
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
+
+from roundpipe.fx.dispatch import TorchDispatchMode
 
 GATHERING = frozenset({"embedding", "index_select", "gather", "index", "take_along_dim"})
 """Operators that read only as much of their source as they return."""

@@ -243,6 +243,7 @@ class FakeWorld:
                 log = logging.getLogger(name)
                 stack.callback(log.setLevel, log.level)
                 log.setLevel(logging.CRITICAL)  # what fails on fakes is handled, and reported in words
+            stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled modules trace as written
             stack.enter_context(self.mode)
             stack.enter_context(enable_python_dispatcher())
             yield

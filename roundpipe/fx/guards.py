@@ -214,8 +214,9 @@ class Guards:
         if key not in self._by_shapes:
             if len(self._by_shapes) >= MAX_CACHED_SHAPES:
                 self._by_shapes.clear()
-            self._by_shapes[key] = self._size_failure(arguments, tensors)
-        return self._by_shapes[key] or self._value_failure(arguments)
+            failure = self._size_failure(arguments, tensors)
+            self._by_shapes[key] = failure or self._value_failure(arguments, of_sizes_only=True)
+        return self._by_shapes[key] or self._value_failure(arguments, of_sizes_only=False)
 
     @property
     def num_variants(self) -> int:
@@ -304,8 +305,8 @@ class Guards:
         self._operators.append(found)
         return None
 
-    def _value_failure(self, arguments: Any) -> Failure | None:
-        found = self.values.first_failure(arguments)
+    def _value_failure(self, arguments: Any, of_sizes_only: bool) -> Failure | None:
+        found = self.values.first_failure(arguments, of_sizes_only)
         if found is None:
             return None
         read, now = found

@@ -280,18 +280,10 @@ def _finest(
 ) -> list[int]:
     """As many narrow cuts as leave every layer heavy enough; among equals, the narrower, at blocks' edges.
 
-    best[j] = score(j) + max of best[i] over cuts i at least the least weight before j.
+    ``best[j] = score(j) + max of best[i]`` over the cuts ``i`` that leave enough weight between ``i`` and ``j``.
     """
     blocks = _blocks(traced, order)
-    block_weights: dict[str, float] = {}
-    for block, weight in zip(blocks, weights, strict=True):
-        if block:
-            block_weights[block] = block_weights.get(block, 0.0) + weight
-    largest = max(block_weights.values(), default=0.0)
-    typical = sorted(weight for weight in block_weights.values() if weight > SMALLEST_BLOCK * largest)
-    small_block = quantiles(typical, n=4)[0] if len(typical) > 1 else max(largest, 1 / 4)
-    least = max(min(SMALLEST_SHARE * small_block, 1 / 16), 1 / LARGEST_NUM_LAYERS)
-    window = typical[len(typical) // 2] if typical else 1 / 16
+    least, window = _scale(blocks, weights)
     widths = _widths(weights, live, legal, window)
     heavy = _with_weights(traced, order)
     candidates = [cut for cut in legal if widths[cut] <= NARROW and heavy and heavy[0] < cut <= heavy[-1]]
@@ -319,6 +311,19 @@ def _finest(
         cuts.append(candidates[index])
         index = best[index][1]
     return cuts[::-1]
+
+
+def _scale(blocks: Sequence[str], weights: Sequence[float]) -> tuple[float, float]:
+    """The least weight of a layer, and the weight of a typical block."""
+    block_weights: dict[str, float] = {}
+    for block, weight in zip(blocks, weights, strict=True):
+        if block:
+            block_weights[block] = block_weights.get(block, 0.0) + weight
+    largest = max(block_weights.values(), default=0.0)
+    typical = sorted(weight for weight in block_weights.values() if weight > SMALLEST_BLOCK * largest)
+    small_block = quantiles(typical, n=4)[0] if len(typical) > 1 else max(largest, 1 / 4)
+    least = max(min(SMALLEST_SHARE * small_block, 1 / 16), 1 / LARGEST_NUM_LAYERS)
+    return least, typical[len(typical) // 2] if typical else 1 / 16
 
 
 def _narrow(weights: Sequence[float], live: Sequence[Set[Node]], legal: Sequence[int], window: float) -> list[int]:

@@ -4,6 +4,7 @@ A leaf runs its author's Python at run time, so leaves are safe; a chain can onl
 nodes, so leaves must be small. The rule, for a module that isn't a container:
 
     its class says so        torch's own layers are leaves, torch's own stacks are not
+    it has a user's hook     leaf, so that the hook fires at run time, unless it holds a stack
     it has no parameters     look inside (masks, rotary tables: glue that can be recomputed)
     it holds a stack         look inside; a stack is a list of two or more modules that have
                              parameters and children with parameters themselves (blocks). One of
@@ -19,7 +20,7 @@ Invariant: the answer for a module depends on the model's structure and the deci
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch import nn
 
@@ -60,6 +61,7 @@ class LeafPolicy:
         names: qualified name of every module.
         decisions: module name or class -> what tracing learned; names win.
         max_leaf_bytes: a leaf with more bytes of weights is looked into; None = no such limit.
+        hooked: names of modules with forward hooks of the user's, which fire only if the module is called.
     """
 
     def __init__(
@@ -68,10 +70,12 @@ class LeafPolicy:
         names: Mapping[nn.Module, str],
         decisions: Mapping[str | type, Decision],
         max_leaf_bytes: int | None = None,
+        hooked: Collection[str] = (),
     ) -> None:
         self._names = names
         self._decisions = decisions
         self._max_leaf_bytes = max_leaf_bytes
+        self._hooked = frozenset(hooked)
         self._total = _num_parameters(model)
         self._equal_blocks = _blocks_of_long_stacks(model)
         self._answers: dict[nn.Module, bool] = {}
@@ -96,8 +100,10 @@ class LeafPolicy:
         decision = self.decision(module)
         if decision is not None:
             return decision is not Decision.DESCEND
-        is_torch = type(module).__module__.startswith("torch.")
+        is_torch = is_of_torch(type(module))
         if is_torch and not isinstance(module, _TORCH_STACKS):
+            return True
+        if self._names[module] in self._hooked and self.may_be_leaf(module):
             return True
         size = _num_parameters(module)
         if not size:
@@ -109,6 +115,11 @@ class LeafPolicy:
         if self._max_leaf_bytes is not None and weight_bytes_of(module) > self._max_leaf_bytes:
             return False
         return size <= LARGEST_SHARE * self._total
+
+
+def is_of_torch(kind: type) -> bool:
+    """Whether a class of modules is torch's own; generated and compiled modules hold a user's code."""
+    return kind.__module__.startswith(("torch.nn.", "torch.ao.", "torch.jit."))
 
 
 def _num_parameters(module: nn.Module) -> int:

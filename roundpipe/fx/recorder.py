@@ -23,12 +23,12 @@ import torch
 from torch import nn
 from torch.fx import Node
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundpipe import structure
 from roundpipe.errors import TraceError
 from roundpipe.fx.ambient import Ambient
 from roundpipe.fx.builder import GraphBuilder, UntracedValue, flat_tensors, flat_values
+from roundpipe.fx.dispatch import TorchDispatchMode
 from roundpipe.fx.fakes import (
     DATA_DEPENDENT,
     NO_FAKE_KERNEL,

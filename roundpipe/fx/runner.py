@@ -24,7 +24,7 @@ from roundpipe.fx.leaves import (
     containers_mutated,
     refuse_mutated,
 )
-from roundpipe.fx.policy import Decision, LeafPolicy
+from roundpipe.fx.policy import Decision, LeafPolicy, is_of_torch
 from roundpipe.fx.probe import probe_module
 from roundpipe.fx.recorder import Recorder, Restart
 from roundpipe.layers import weight_bytes_of
@@ -118,7 +118,7 @@ class LeafRunner:
             cause = error
         decision = self._policy.decision(module)
         has_children = any(True for _ in module.children())
-        is_torch = type(module).__module__.startswith("torch.")
+        is_torch = is_of_torch(type(module))
         if has_children and not is_torch and decision is not Decision.LEAF:
             return Restart(Decision.DESCEND, name, cause)
         if structural:

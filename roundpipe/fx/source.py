@@ -44,19 +44,29 @@ class TracedSource:
         balance: what the layers are balanced by; see `roundpipe.compile`.
         on_failure: called with the error when the model's own forward can't be traced; returns to make the whole
             model one layer, or raises.
+        preview: arguments to trace if somebody asks for the chain before the first call.
     """
 
-    def __init__(self, model: nn.Module, balance: Balance, on_failure: Callable[[TraceError], None]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        balance: Balance,
+        on_failure: Callable[[TraceError], None],
+        preview: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+    ) -> None:
         self._model = model
         self._balance = balance
         self._on_failure = on_failure
+        self._preview = preview
         self._kept: list[_Kept] = []
         self._retraces_in_a_row = 0
         self.trace_count = 0
 
     @property
     def latest(self) -> LayerChain | None:
-        """The chain last handed out."""
+        """The chain last handed out; before the first call, that of the preview's arguments."""
+        if not self._kept and self._preview is not None:
+            self.chain_for(*self._preview)
         return self._kept[0].chain if self._kept else None
 
     @property

@@ -39,7 +39,7 @@ from roundpipe.fx.graph import OutputValue, TracedGraph, assign_buffer
 from roundpipe.fx.guards import Flags, Guards
 from roundpipe.fx.intercept import ORIGINAL_CALL, exclusive, intercepting
 from roundpipe.fx.leaves import TreeState
-from roundpipe.fx.policy import Decision, LeafPolicy
+from roundpipe.fx.policy import Decision, LeafPolicy, is_of_torch
 from roundpipe.fx.recorder import BurnSizes, Recorder, Restart
 from roundpipe.fx.runner import LeafRunner
 from roundpipe.fx.values import ValueProgram
@@ -163,7 +163,7 @@ def _learn(model: nn.Module, learned: _Learned, restart: Restart) -> None:
     learned.history.add((name, decision))
     keys: list[str | type] = [name]
     module = model.get_submodule(name)
-    if not type(module).__module__.startswith("torch."):
+    if not is_of_torch(type(module)):
         keys.append(type(module))
     for key in keys:
         learned.decisions[key] = decision
@@ -186,7 +186,10 @@ class _Attempt:
         self._learned = learned
         self._flags = Flags.of(world.model)
         self._recorder = Recorder(world, Ambient.current(), learned.burn_sizes)
-        self._policy = LeafPolicy(world.twin, world.name_of_module, learned.decisions, learned.max_leaf_bytes)
+        hooked = [
+            name for name, module in world.model.named_modules() if module._forward_hooks or module._forward_pre_hooks
+        ]
+        self._policy = LeafPolicy(world.twin, world.name_of_module, learned.decisions, learned.max_leaf_bytes, hooked)
         self._runner = LeafRunner(world, self._recorder, self._policy, learned.history)
         self._glue_modules: dict[nn.Module, None] = {}
         self._leaves: dict[str, nn.Module] = {}

@@ -63,6 +63,15 @@ def _needed(order: list[Node], targets: list[Node]) -> list[Node]:
     return kept[::-1]
 
 
+def _needed_for(order: list[Node], reads: list[ValueRead]) -> list[Node]:
+    """The nodes, in order, that determine what some reads give; none that comes after its read."""
+    position = {node: index for index, node in enumerate(order)}
+    needed: set[Node] = set()
+    for read in reads:
+        needed.update(_needed(order[: position[read.after] + 1], read.nodes))
+    return [node for node in order if node in needed]
+
+
 class Replay:
     """Evaluates nodes on real inputs, on the CPU and without autograd.
 
@@ -221,7 +230,7 @@ class ValueReader:
         return next(iter(reversed(self._graph.nodes)))
 
     def _answer(self, read: ValueRead) -> Any:
-        nodes = _needed(list(self._graph.nodes), read.nodes)
+        nodes = _needed_for(list(self._graph.nodes), [read])
         return self._replay.answers(nodes, [read], self._inputs)[0]
 
 
@@ -258,34 +267,57 @@ class ValueProgram:
             if key not in seen:
                 seen.append(key)
                 self.reads.append(replace(read, args=args, kwargs=kwargs, after=copies[read.after]))
-        targets = [node for read in self.reads for node in read.nodes]
         order = list(own.nodes)
-        self._nodes = _needed(order, targets)
+        self._needed_by = [_needed_for(order, [read]) for read in self.reads]
+        self._parts: dict[bool, tuple[list[ValueRead], list[Node]]] = {}
+        for of_sizes_only in (True, False):
+            part = [
+                read
+                for read, nodes in zip(self.reads, self._needed_by, strict=True)
+                if _reads_data(nodes) is not of_sizes_only
+            ]
+            self._parts[of_sizes_only] = (part, _needed_for(order, part))
         self._inputs = {copy.name: node.name for node, copy in copies.items() if node.op == "placeholder"}
-        self.buffers = {str(n.target) for n in self._nodes if n.op == "get_attr"} - set(constants)
+        self.buffers = {str(node.target) for nodes in self._needed_by for node in nodes if node.op == "get_attr"} - set(
+            constants
+        )
         """Names of the buffers that the reads depend on."""
 
-    def first_failure(self, arguments: Any) -> tuple[ValueRead, Any] | None:
-        """The first read whose answer differs for these arguments, with the answer or the error."""
-        if not self.reads:
+    def first_failure(self, arguments: Any, of_sizes_only: bool) -> tuple[ValueRead, Any] | None:
+        """The first read whose answer differs for these arguments, with the answer or the error.
+
+        Args:
+            of_sizes_only: ask the reads that the inputs' sizes determine; otherwise the others.
+        """
+        reads, nodes = self._parts[of_sizes_only]
+        if not reads:
             return None
         try:
             answers = self._replay.answers(
-                self._nodes,
-                self.reads,
-                lambda name: structure.get(arguments, self._input_paths[self._inputs[name]]),
+                nodes, reads, lambda name: structure.get(arguments, self._input_paths[self._inputs[name]])
             )
         except Exception as error:
-            return self.reads[0], error
-        for read, answer in zip(self.reads, answers, strict=True):
+            return reads[0], error
+        for read, answer in zip(reads, answers, strict=True):
             if not _same_answer(read.expected, answer):
                 return read, answer
         return None
 
     def inputs_of(self, read: ValueRead) -> list[str]:
         """Names of the inputs that a read depends on."""
-        needed = _needed(self._nodes, read.nodes)
+        needed = self._needed_by[next(i for i, known in enumerate(self.reads) if known is read)]
         return sorted(self._inputs[node.name] for node in needed if node.op == "placeholder")
+
+
+def _reads_data(nodes: list[Node]) -> bool:
+    """Whether nodes use more of the inputs than their sizes, or a buffer."""
+    inside = set(nodes)
+    return any(
+        node.op == "get_attr"
+        or node.op == "placeholder"
+        and any(user in inside and (user.op, user.target) != ("call_method", "size") for user in node.users)
+        for node in nodes
+    )
 
 
 def _same_answer(expected: Any, answer: Any) -> bool:

@@ -106,8 +106,8 @@ class Ledger:
             if self.budget_bytes is not None and total > self.budget_bytes:
                 held = ", ".join(f"{use} {size:,}" for use, size in self.by_purpose.items() if size)
                 raise DeviceMemoryError(
-                    f"{self.name} is out of memory: {num_bytes:,} more bytes for {purpose} with {self.total_bytes:,} of "
-                    f"{self.budget_bytes:,} in use ({held or 'nothing'}). Use more microbatches, "
+                    f"{self.name} is out of memory: {num_bytes:,} more bytes for {purpose} with {self.total_bytes:,} "
+                    f"of {self.budget_bytes:,} in use ({held or 'nothing'}). Use more microbatches, "
                     "recompute_grain='layer', shorter stages or a larger budget."
                 )
             self.total_bytes = total

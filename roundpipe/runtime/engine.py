@@ -74,7 +74,11 @@ class Progress:
     """The round's board: how many microbatches of each job are done, and who waits for what."""
 
     def __init__(self, first_job: int, num_jobs: int) -> None:
-        self._condition = threading.Condition()
+        lock = threading.Lock()
+        self._condition = threading.Condition(lock)
+        """Workers wait here."""
+        self._finished = threading.Condition(lock)
+        """The caller waits here, so that progress does not wake it."""
         self._first_job = first_job
         self._done = [0] * num_jobs
         self._settled = [False] * num_jobs
@@ -91,12 +95,13 @@ class Progress:
         with self._condition:
             self._running -= 1
             self._condition.notify_all()
+            self._finished.notify_all()
 
     def wait_done(self) -> None:
         """Block the caller until every worker left."""
-        with self._condition:
+        with self._finished:
             while self._running:
-                self._condition.wait()
+                self._finished.wait()
 
     def advance(self, job_index: int) -> None:
         """One more microbatch of a job is done."""

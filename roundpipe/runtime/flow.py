@@ -40,7 +40,8 @@ class JobFlow:
     drops: tuple[str, ...]
     """Names that nobody reads after it."""
     made_by: int | None
-    """Position in the round of the last job that makes a value it takes; None: all were there before."""
+    """Position in the round of the last job that makes a value it takes, or that ran one of its layers forward
+    and so left the buffers for its recomputation; None: all were there before."""
 
 
 def _segment(specs: Sequence[LayerSpec], layers: Iterable[int], extra_reads: Iterable[str] = ()) -> Segment:
@@ -90,6 +91,7 @@ def flow(
         stay.update(exit_reads)
     flows = []
     maker: dict[str, int] = {}
+    forward_job: dict[int, int] = {}
     for position, (job, parts) in enumerate(zip(schedule.jobs, segments, strict=True)):
         gives: frozenset[str] = frozenset()
         if job.phase is Phase.FORWARD:
@@ -98,7 +100,12 @@ def flow(
                 name for name in made if name in stay or last_reader.get(name, -1) > position
             )
         drops = tuple(name for name, last in last_reader.items() if last == position and name not in stay)
-        made_by = max((maker[name] for part in parts for name in part.takes if name in maker), default=None)
+        earlier = [maker[name] for part in parts for name in part.takes if name in maker]
+        if job.phase is Phase.FORWARD:
+            forward_job.update((index, position) for index in job.layers)
+        else:
+            earlier += [forward_job[index] for index in job.layers if index in forward_job]
+        made_by = max(earlier, default=None)
         flows.append(JobFlow(parts, gives, drops, made_by))
         maker.update((name, position) for name in gives)
     return tuple(flows)

@@ -10,8 +10,10 @@ the original model, whose objects they stay.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +23,7 @@ import torch
 from torch import nn
 
 from roundpipe import checkpoint, structure
-from roundpipe.errors import ClosedError, ConfigError
+from roundpipe.errors import ClosedError, ConfigError, DeviceMemoryError
 from roundpipe.layers import ChainSource, FixedChain, LayerChain, chain_of_modules
 from roundpipe.report import partition_table
 from roundpipe.runtime import autograd, microbatch
@@ -224,13 +226,17 @@ class RoundPipe(nn.Module):
         config = resolve(run_config, state.config, num_devices=state.engine.num_workers)
         losses: list[Any] = []
         outputs: list[Any] = []
+        arguments: list[tuple[int, str, int, torch.Tensor]] = []
+        gradients: list[torch.Tensor | None] = []
         for call in self._calls(tuple(input_args), input_kwargs, label, config):
             made = state.maker.train_round(call, loss_fn, return_outputs)
             inputs = input_tensors(made.values)
             self._run(made)
             losses += finished(made.losses)
             outputs += finished(made.outputs)
-            _flow_back(inputs, input_gradients(made, inputs))
+            arguments += inputs
+            gradients += input_gradients(made, inputs)
+        _flow_back(arguments, gradients)  # once, since all rounds' arguments may be pieces of one graph
         state.optimizer.raise_pending()
         total = sum_losses(losses)
         return (total, microbatch.merge(outputs, config)) if return_outputs else total
@@ -419,7 +425,7 @@ class RoundPipe(nn.Module):
             ``step`` and ``extra`` as saved; None for both with ``weights_only``.
 
         Raises:
-            ConfigError: there is no checkpoint, or it does not fit; then nothing was changed.
+            ConfigError: there is no checkpoint, or the model or the optimizer does not fit; nothing was changed.
         """
         state = self._state
         return checkpoint.load(
@@ -441,15 +447,17 @@ class RoundPipe(nn.Module):
         return self._state.source.trace_count
 
     def partition_table(self) -> str:
-        """The layers, and the stages of the latest call, as a table."""
+        """The layers and the stages as a table: those of the latest call, else those of a call like the example."""
         state = self._state
-        chain = state.last_chain
-        if chain is None and isinstance(state.source, FixedChain):
-            chain = state.source.chain
-        chain = chain or getattr(state.source, "latest", None)
+        chain = state.last_chain or state.source.latest
         if chain is None:
             return f"{state.name}: not traced yet; the first call traces it, or give compile(example_kwargs=...)"
-        return partition_table(chain, state.maker.last_plan, title=state.name)
+        plan = state.maker.last_plan
+        if state.last_chain is None:
+            config = resolve(None, state.config, num_devices=state.engine.num_workers)
+            with contextlib.suppress(DeviceMemoryError):  # the call will say so; the layers can be shown
+                plan = state.maker.plan(Call.like_example(chain, config))
+        return partition_table(chain, plan, title=state.name)
 
     def peak_device_bytes(self, reset: bool = False) -> int:
         """Largest number of bytes in use at once on any device since the last reset."""
@@ -606,10 +614,26 @@ def _chain_of(model: nn.Module) -> LayerChain:
     if isinstance(model, LayerChain):
         return model
     if type(model) is nn.Sequential and len(model):
-        return chain_of_modules(  # a child that is there twice is two layers
-            [(name, child) for name, child in model._modules.items() if child is not None]
-        )
+        # By entry, not by object: a child that is there twice is two layers.
+        children = [(name, child) for name, child in model._modules.items() if child is not None]
+        _warn_of_shared_buffers(children)
+        return chain_of_modules(children)
     return chain_of_modules([("", model)])
+
+
+def _warn_of_shared_buffers(children: Sequence[tuple[str, nn.Module]]) -> None:
+    holders: dict[int, list[str]] = {}
+    for name, child in children:
+        for buffer in child.buffers():
+            holders.setdefault(id(buffer), []).append(name)
+    shared = {tuple(names) for names in holders.values() if len(names) > 1}
+    for names in sorted(shared):
+        warnings.warn(
+            f"layers {', '.join(names)} share buffers, but each runs on a copy of its own: if their forward writes them "
+            "(BatchNorm in training), what one writes is not seen by the others, and the last one's values stay. "
+            "roundpipe.compile keeps such layers together",
+            stacklevel=4,
+        )
 
 
 def _close(engine: Engine, optimizer: OptimizerSide) -> None:

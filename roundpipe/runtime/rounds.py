@@ -46,6 +46,13 @@ class Call:
     total_microbatches: int
     """Of the whole call, for `num_microbatches`."""
 
+    @classmethod
+    def like_example(cls, chain: LayerChain, config: ResolvedConfig) -> Call:
+        """A call that is only planned: the example's elements, split evenly."""
+        number = config.num_microbatch
+        piece = torch.empty(-(-chain.example_elements // number), device="meta")
+        return cls(chain, config, [(piece,)] * number, [{}] * number, [()] * number, [None] * number, number)
+
     @property
     def num_microbatches(self) -> int:
         """Microbatches of this round."""

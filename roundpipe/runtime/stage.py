@@ -96,6 +96,9 @@ class Stage:
                     backend.wait(Lane.COMPUTE, backend.record(Lane.DOWNLOAD))
                 made = self._first_call(self.layers[index], carry, microbatch, "forward")
                 kept = {name: value for name, value in made.items() if name in keep}
+                if index != segment.layers[-1] and self.layers[index + 1].spec.writes_inputs:
+                    # The copy to the host runs beside that layer, and must not see what it writes.
+                    kept = structure.map_tensors(kept, torch.clone)
                 given = bool(kept)
                 if kept:
                     give(kept)

@@ -263,3 +263,34 @@ def test_inputs_keep_their_paths() -> None:
     traced = trace(case.build(), (), case.inputs(4, 0))
     arguments = ((), case.inputs(2, 0))
     assert [structure.get(arguments, path).shape[0] for path in traced.input_paths.values()] == [2, 2]
+
+
+def test_reads_see_earlier_writes_in_place_and_not_later_ones() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = linears()
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            mask = mask.clone()
+            first = bool(mask.all())
+            mask[:, 0] = 1
+            second = bool(mask.all())
+            x = self.layers[0](x) if first else self.layers[1](x)
+            x = self.layers[2](x) if second else self.layers[3](x)
+            mask[:, 1:] = x[:, 1:]  # an activation: nobody can read the mask from here on
+            return x * mask
+
+    def inputs(*zeros: tuple[int, int]) -> dict[str, torch.Tensor]:
+        mask = torch.ones(4, 16)
+        for index in zeros:
+            mask[index] = 0
+        return {"x": torch.randn(4, 16), "mask": mask}
+
+    traced = trace(Writes(), (), inputs((1, 0)))
+    assert [n.target for n in traced.body if n.op == "call_module"] == ["layers.1", "layers.2"]
+    assert traced.guards is not None
+    assert traced.guards.check((), inputs((2, 0))) is None
+    assert traced.guards.check((), inputs()) is not None
+    assert traced.guards.check((), inputs((2, 3))) is not None
+    assert eager_difference(traced, inputs((3, 0)), lambda out: out.sum())[0] < 1e-5

@@ -459,3 +459,42 @@ def test_inputs_without_data() -> None:
         model, inputs = llama(), causal_inputs(2, 8)
     traced = trace(model, (), inputs)
     assert len(leaves_of(traced)) >= 8
+
+
+def test_compiled_modules_trace_as_written() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = linears()
+            self.compiled = torch.compile(nn.Sequential(nn.Linear(16, 16), nn.ReLU()), backend="eager")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[1](self.compiled(self.layers[0](x)))
+
+    traced = trace(Model(), (), vectors(4, 0))
+    assert len(leaves_of(traced)) >= 3
+    assert eager_difference(traced, vectors(3, 0), lambda out: out.pow(2).sum())[0] < 1e-5
+
+
+def test_a_users_hook_keeps_its_module_whole() -> None:
+    model = llama()
+    fired: list[str] = []
+    model.model.layers[1].register_forward_hook(lambda *_: fired.append("layer 1"))
+    traced = trace(model, (), causal_inputs(2, 8))
+    assert "model.layers.1" in leaves_of(traced) and "model.layers.0" not in leaves_of(traced)
+    fired.clear()
+    replay(traced, **causal_inputs(2, 8))
+    assert fired == ["layer 1"]
+
+
+def test_hidden_states_of_whole_blocks() -> None:
+    pytest.importorskip("transformers")
+    traced = trace(llama(13), (), {**causal_inputs(2, 8), "output_hidden_states": True})
+    inputs = {**causal_inputs(3, 12), "output_hidden_states": True}
+    assert traced.guards is not None and traced.guards.check((), inputs) is None
+
+    def loss(out: Any) -> torch.Tensor:
+        assert len(out.hidden_states) == 14
+        return out.loss + sum(state.mean() for state in out.hidden_states)
+
+    assert eager_difference(traced, inputs, loss)[0] < 1e-5

@@ -8,7 +8,6 @@ from torch import nn
 
 import roundpipe
 from roundpipe.layers import LayerChain, LayerCost, LayerSpec, weight_bytes_of
-from roundpipe.runtime.backend import Lane
 from roundpipe.runtime.config import RoundPipeRunConfig
 
 DTYPE = torch.float64
@@ -29,15 +28,14 @@ def square_loss(output, label):
     return output.square().sum() if label is None else (output - label).square().sum()
 
 
-# ------------------------------------------------------------------------------------ reference
-
-
 def pieces(value, num):
     """A tensor (or a tuple, list or dict of tensors) in even pieces, larger ones first."""
     if isinstance(value, torch.Tensor):
         return list(torch.tensor_split(value, num)) if value.ndim else [value] * num
     if isinstance(value, dict) and value:
-        return [dict(zip(value, row, strict=True)) for row in zip(*(pieces(v, num) for v in value.values()))]
+        rows = zip(*(pieces(one, num) for one in value.values()), strict=True)
+        return [dict(zip(value, row, strict=True)) for row in rows]
+    # zip(*(pieces(v, num) for v in value.values()), strict=True)]
     if isinstance(value, (tuple, list)) and value:
         return [type(value)(row) for row in zip(*(pieces(one, num) for one in value), strict=True)]
     return [value] * num
@@ -95,9 +93,7 @@ def assert_equal_bits(found, expected):
 
 
 def config(num_microbatch, grain=None, plan=None, **options):
-    return RoundPipeRunConfig(
-        num_microbatch=num_microbatch, recompute_grain=grain, execute_plan=plan, **options
-    )
+    return RoundPipeRunConfig(num_microbatch=num_microbatch, recompute_grain=grain, execute_plan=plan, **options)
 
 
 def assert_round_is_eager(
@@ -180,9 +176,7 @@ def chain(inputs, parts, outputs, build=lambda value: value, costs=None, **spec_
         LayerSpec(f"part{i}", (f"part{i}.module",), tuple(reads), tuple(makes), **spec_options)
         for i, (_, reads, makes) in enumerate(parts)
     ]
-    return LayerChain(
-        layers, specs, costs or [cost_of(layer) for layer in layers], Entry(inputs), Exit(outputs, build)
-    )
+    return LayerChain(layers, specs, costs or [cost_of(layer) for layer in layers], Entry(inputs), Exit(outputs, build))
 
 
 def cost_of(layer, activation_bytes=0, carry_bytes=0):
@@ -258,5 +252,3 @@ def without_waits(monkeypatch, backends, lane):
                 lambda waiting, event, real=real: None if waiting is lane else real(waiting, event),
             )
         yield
-
-

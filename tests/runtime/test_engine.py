@@ -106,6 +106,13 @@ def test_calls_accumulate():
     assert_round_is_eager(mlp(), (batch(),), num=2, workers=2, calls=4)
 
 
+def test_layers_that_share_buffers_are_warned_of():
+    norm = nn.BatchNorm1d(6, dtype=DTYPE)
+    model = nn.Sequential(norm, nn.Linear(6, 6, dtype=DTYPE), norm)
+    with pytest.warns(UserWarning, match="layers 0, 2 share buffers"), roundpipe.RoundPipe(model):
+        pass
+
+
 @grains
 @workers
 def test_a_module_in_two_layers_has_one_gradient(workers, grain):
@@ -163,6 +170,27 @@ def test_layers_that_write_into_what_the_layer_before_made(workers, grain):
 
     for plan in (None, PLANS["one layer each"], PLANS["one backward"]):
         assert_round_is_eager(build(), (batch(),), workers=workers, grain=grain, plan=plan)
+
+
+def test_what_is_copied_down_beside_the_next_layer_is_not_what_that_layer_writes_into(monkeypatch):
+    """On an accelerator the copy runs beside the layer; so it must be of other memory."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Hardswish(inplace=True), nn.Linear(6, 6), nn.Linear(6, 6)).to(DTYPE)
+    plan = roundpipe.ExecutePlan([(0, 2), (2, 3)], (3, 4), [(1, 3), (0, 1)])
+    written, brought = [], []
+    model[1].register_forward_pre_hook(lambda module, args: written.append(args[0].data_ptr()))
+    with roundpipe.RoundPipe(model, devices=["cpu"]) as piped:
+        (backend,) = backends_of(piped)
+        real = backend.download
+        kept = []
+
+        def download(source, *args, **options):
+            kept.append(source)  # so that no address is used twice
+            brought.append(source.data_ptr())
+            return real(source, *args, **options)
+
+        monkeypatch.setattr(backend, "download", download)
+        piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(1, plan=plan))
+    assert len(written) == 2 and written[0] not in brought
 
 
 @plans

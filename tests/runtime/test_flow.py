@@ -29,8 +29,8 @@ def test_training_by_stage():
         ("F0[0:1]", [{"x"}], {"a", "mask"}, set(), None),
         ("F1[1:3]", [{"a", "mask"}], {"c"}, set(), 0),
         ("U[3:4]", [{"c", "a", "mask"}], set(), {"c"}, 1),
-        ("B1[1:3]", [{"a", "mask"}], set(), {"a", "mask"}, 0),
-        ("B2[0:1]", [{"x"}], set(), {"x"}, None),
+        ("B1[1:3]", [{"a", "mask"}], set(), {"a", "mask"}, 1),
+        ("B2[0:1]", [{"x"}], set(), {"x"}, 0),
     ]
 
 
@@ -40,8 +40,13 @@ def test_training_by_layer_keeps_what_lies_within_a_stage():
         ("F1[1:3]", [{"a", "mask"}], {"b", "c"}, set(), 0),
         ("U[3:4]", [{"c", "a", "mask"}], set(), {"c"}, 1),
         ("B1[1:3]", [{"b", "mask"}, {"a"}], set(), {"a", "b", "mask"}, 1),
-        ("B2[0:1]", [{"x"}], set(), {"x"}, None),
+        ("B2[0:1]", [{"x"}], set(), {"x"}, 0),
     ]
+
+
+def test_a_backward_job_waits_for_the_forward_of_its_layers():
+    """Its recomputation needs the buffers that the forward saw, even if it takes none of its values."""
+    assert [row[4] for row in rows("train", "stage")][-2:] == [1, 0]
 
 
 def test_forward_alone_keeps_the_outputs_only():
@@ -52,9 +57,7 @@ def test_forward_alone_keeps_the_outputs_only():
     ]
 
 
-@pytest.mark.parametrize(
-    "grain, reads", [("stage", {"x", "a", "mask", "c"}), ("layer", {"x", "a", "mask", "b", "c"})]
-)
+@pytest.mark.parametrize("grain, reads", [("stage", {"x", "a", "mask", "c"}), ("layer", {"x", "a", "mask", "b", "c"})])
 def test_forward_before_a_backward_keeps_what_it_reads(grain, reads):
     schedule = make_schedule(PLAN, 2, 3, kind="backward")
     assert reads_of_backward(schedule, SPECS, grain) == reads

@@ -124,9 +124,7 @@ def test_more_microbatches_peak_lower(grain):
 def test_shorter_stages_peak_lower():
     given = batch(4, 32)
     whole = roundpipe.ExecutePlan([], (0, 8), [])
-    singles = roundpipe.ExecutePlan(
-        [(i, i + 1) for i in range(7)], (7, 8), [(i, i + 1) for i in reversed(range(7))]
-    )
+    singles = roundpipe.ExecutePlan([(i, i + 1) for i in range(7)], (7, 8), [(i, i + 1) for i in reversed(range(7))])
     assert peak_of(lambda: mlp(8, 32), given, plan=singles) < 0.5 * peak_of(lambda: mlp(8, 32), given, plan=whole)
 
 

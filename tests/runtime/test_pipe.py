@@ -14,6 +14,7 @@ from torch import nn
 
 import roundpipe
 from roundpipe.errors import ClosedError, ConfigError
+from roundpipe.layers import chain_of_modules
 from tests.runtime.models import (
     DTYPE,
     assert_equal_bits,
@@ -163,9 +164,7 @@ def dropout_round(num_workers, grain, plan=None, calls=2):
 def test_dropout_is_fixed_by_the_seed_for_any_rotation():
     losses, grads, after = dropout_round(1, "stage")
     assert losses[0] != losses[1], "each call draws anew"
-    singles = roundpipe.ExecutePlan(
-        [(i, i + 1) for i in range(5)], (5, 6), [(i, i + 1) for i in reversed(range(5))]
-    )
+    singles = roundpipe.ExecutePlan([(i, i + 1) for i in range(5)], (5, 6), [(i, i + 1) for i in reversed(range(5))])
     for num_workers, grain, plan in [(1, "layer", None), (2, "stage", None), (3, "layer", singles)]:
         others, other_grads, other_after = dropout_round(num_workers, grain, plan)
         assert all(torch.equal(a, b) for a, b in zip(others, losses, strict=True))
@@ -553,3 +552,37 @@ def test_an_accelerator_that_is_not_there_is_refused():
     for given in ("cuda:0", 0, torch.device("cuda")):
         with pytest.raises(ConfigError, match="no accelerator"):
             roundpipe.RoundPipe(mlp(1), devices=given)
+
+
+# ------------------------------------------------------------------------------------- several chains
+
+
+def test_microbatches_of_one_call_may_have_chains_of_their_own():
+    """As where their shapes need traces of their own; gradients flow into one graph in front of them all."""
+
+    class BySize:
+        trace_count = 2
+
+        def __init__(self, model):
+            self.chains = {size: chain_of_modules(list(model.named_children())) for size in (2, 3)}
+
+        def chain_for(self, args, kwargs):
+            return self.chains[len(args[0])]
+
+    front, model = nn.Sequential(nn.Linear(6, 6), nn.Tanh()).to(DTYPE), mlp()
+    references = copy.deepcopy(front), copy.deepcopy(model)
+    outputs = references[1](references[0](batch(8)))
+    expected = square_loss(outputs, None)
+    expected.backward()
+    with roundpipe.RoundPipe.from_source(model, BySize(model), devices=["cpu"] * 2) as piped:
+        assert piped.trace_count == 2
+        given = front(batch(8))  # in microbatches of 3, 3 and 2
+        loss, found = piped.forward_backward((given,), loss_fn=square_loss, return_outputs=True, run_config=config(3))
+        torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-10)
+        torch.testing.assert_close(found, outputs.detach(), rtol=0, atol=1e-10)
+        for one, reference in zip((front, model), references, strict=True):
+            assert_same(gradients(one), gradients(reference))
+            one.zero_grad()
+        square_loss(piped(front(batch(8)), roundpipe_run_config=config(3)), None).backward()
+        for one, reference in zip((front, model), references, strict=True):
+            assert_same(gradients(one), gradients(reference))

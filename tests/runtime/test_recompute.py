@@ -1,6 +1,7 @@
 """What a recomputation needs to repeat a forward: seeds, marks, and the buffers that the forward saw."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -97,3 +98,17 @@ def test_each_layer_runs_once_more_and_the_fused_tail_does_not(grain):
     for index in range(5):
         assert calls.count((index, False)) == 3
         assert calls.count((index, True)) == (3 if index < 4 else 0)
+
+
+@pytest.mark.parametrize("workers", [3, 5])
+def test_recomputation_does_not_overtake_the_forward(workers):
+    """The forward of the second stage is slow; its backward stage is on a worker that has nothing else to do."""
+
+    class Slow(Noted):
+        def forward(self, value):
+            if not doing_recompute():
+                time.sleep(0.02)
+            return super().forward(value)
+
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), Slow(), nn.Linear(6, 6)).to(DTYPE)
+    assert_round_is_eager(model, (batch(8),), num=4, workers=workers, plan=PLAN, calls=2)

@@ -184,9 +184,7 @@ def test_buffers_that_change_shape_or_appear_come_back():
             with roundpipe.RoundPipe(model, devices=["cpu"] * num_workers) as piped:
                 for _ in range(3):
                     expected, _ = eager_round(reference, (batch(),), num=3)
-                    found = piped.forward_backward(
-                        (batch(),), loss_fn=square_loss, run_config=config(3, grain, plan)
-                    )
+                    found = piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(3, grain, plan))
                     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
                     assert_same(gradients(model), gradients(reference))
                     assert_same(names(model), names(reference))

@@ -5,7 +5,6 @@ import resource
 import subprocess
 import sys
 
-import pytest
 import torch
 from torch import nn
 

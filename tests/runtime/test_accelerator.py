@@ -1,0 +1,230 @@
+"""The accelerator backend: the CPU's numbers, real overlap, real budgets. Skipped where there is none."""
+
+import copy
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import roundpipe
+from roundpipe.errors import DeviceMemoryError
+from roundpipe.runtime.accelerator import LARGEST_PADDING, AcceleratorBackend
+from roundpipe.runtime.backend import Device, Lane
+from tests.runtime.models import (
+    DTYPE,
+    Noted,
+    assert_same,
+    batch,
+    buffers,
+    config,
+    eager_round,
+    gradients,
+    mlp,
+    skip_chain,
+    square_loss,
+)
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none"),
+]
+
+rotations = pytest.mark.parametrize(
+    "devices", [["cuda:0"], ["cuda:0", "cuda:0"], ["cuda:0", "cpu"], None], ids=["one", "twice", "mixed", "all"]
+)
+grains = pytest.mark.parametrize("grain", ["stage", "layer"])
+
+
+def norms():
+    return nn.Sequential(
+        nn.Linear(6, 6), nn.BatchNorm1d(6), Noted(), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)
+    ).to(DTYPE)
+
+
+@rotations
+@grains
+@pytest.mark.parametrize("build", [lambda: mlp(6), norms, skip_chain], ids=["mlp", "norms", "skips"])
+def test_equals_eager_on_the_cpu(devices, grain, build):
+    model = build()
+    reference = copy.deepcopy(model)
+    plan = roundpipe.ExecutePlan([(0, 2), (2, 4)], (4, 6), [(2, 4), (0, 2)])
+    with roundpipe.RoundPipe(model, devices=devices) as piped:
+        for _ in range(3):
+            expected, _ = eager_round(reference, (batch(9),), num=4)
+            loss = piped.forward_backward((batch(9),), loss_fn=square_loss, run_config=config(4, grain, plan))
+            assert loss.device.type == "cpu"
+            torch.testing.assert_close(loss, expected, rtol=0, atol=1e-9)
+        assert_same(gradients(model), gradients(reference), atol=1e-9)
+        assert_same(buffers(model), buffers(reference), atol=1e-9)
+
+
+@rotations
+def test_forward_and_backward_apart(devices):
+    model = mlp(6)
+    reference = copy.deepcopy(model)
+    given, expected = batch(9).cuda().requires_grad_(), batch(9).requires_grad_()
+    square_loss(reference(expected), None).backward()
+    with roundpipe.RoundPipe(model, devices=devices) as piped:
+        output = piped(given, roundpipe_run_config=config(3, output_device="cuda:0"))
+        assert output.device == torch.device("cuda:0")
+        square_loss(output, None).backward()
+    assert_same(gradients(model), gradients(reference), atol=1e-9)
+    torch.testing.assert_close(given.grad.cpu(), expected.grad, rtol=0, atol=1e-9)
+
+
+def test_repeated_devices_give_the_same_bits_and_draws():
+    found = []
+    for num_workers in (1, 2, 3):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6), nn.Dropout(0.5)).to(DTYPE)
+        torch.manual_seed(2)
+        with roundpipe.RoundPipe(model, devices=["cuda:0"] * num_workers) as piped:
+            loss = piped.forward_backward((batch(9),), loss_fn=square_loss, run_config=config(4))
+        found.append((loss, gradients(model)))
+    for loss, grads in found[1:]:
+        assert torch.equal(loss, found[0][0])
+        assert_same(grads, found[0][1], atol=0)
+
+
+def test_optimizer_steps_follow_eager():
+    model = mlp()
+    reference = copy.deepcopy(model)
+    eager_optimizer = torch.optim.AdamW(reference.parameters(), lr=0.05)
+    with roundpipe.RoundPipe(model, devices=["cuda:0", "cuda:0"]) as piped:
+        optimizer = torch.optim.AdamW(piped.optim_parameters(), lr=0.05)
+        for seed in range(5):
+            eager_round(reference, (batch(seed=seed),), num=3)
+            eager_optimizer.step()
+            eager_optimizer.zero_grad()
+            piped.forward_backward((batch(seed=seed),), loss_fn=square_loss, run_config=config(3))
+            piped.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+        piped.synchronize()
+        assert_same(dict(model.named_parameters()), dict(reference.named_parameters()), atol=1e-8)
+
+
+def copies_and_kernels(trace):
+    """Start and end of every host-to-device copy of weights, and of every matrix multiplication."""
+    with open(trace) as file:
+        events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
+    spans = [(event, event["ts"], event["ts"] + event["dur"]) for event in events]
+    copies = [
+        (start, end)
+        for event, start, end in spans
+        if event.get("cat") == "gpu_memcpy" and "HtoD" in event["name"] and event["args"].get("bytes", 0) > 1 << 22
+    ]
+    kernels = [(start, end) for event, start, end in spans if event.get("cat") == "kernel"]
+    return copies, kernels
+
+
+def test_uploads_overlap_the_computation(tmp_path):
+    width = 4096
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(8))).requires_grad_(False)
+    given = torch.randn(16384, width)
+    singles = [(i, i + 1) for i in range(8)]
+    plan = roundpipe.ExecutePlan(singles[:-1], singles[-1], singles[:-1][::-1])
+    with roundpipe.RoundPipe(model, devices=["cuda:0"]) as piped, torch.no_grad():
+        run = config(4, plan=plan)
+        piped(given, roundpipe_run_config=run)
+        torch.cuda.synchronize()
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            piped(given, roundpipe_run_config=run)
+            torch.cuda.synchronize()
+    profile.export_chrome_trace(str(tmp_path / "trace.json"))
+    copies, kernels = copies_and_kernels(tmp_path / "trace.json")
+    assert len(copies) >= 8 and kernels
+    beside = sum(any(start < k_end and k_start < end for k_start, k_end in kernels) for start, end in copies)
+    assert beside >= 4, f"{beside} of {len(copies)} uploads run while a kernel does"
+
+
+def test_training_within_a_budget():
+    width = 1024
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(24)))
+    model_bytes = 2 * sum(p.nbytes for p in model.parameters())
+    budget = model_bytes // 3
+    with roundpipe.RoundPipe(model, devices=[Device("cuda:0", memory_bytes=budget)]) as piped:
+        piped.forward_backward((torch.randn(64, width),), loss_fn=square_loss, run_config=config(4))  # warms up
+        torch.cuda.empty_cache()
+        piped.peak_device_bytes(reset=True)
+        before = torch.cuda.memory_allocated()
+        piped.forward_backward((torch.randn(64, width),), loss_fn=square_loss, run_config=config(4))
+        assert piped.peak_device_bytes() <= budget + (32 << 20), "libraries have workspaces of their own"
+        assert torch.cuda.memory_allocated() <= before + (1 << 20), "nothing stays but the arena"
+
+
+def test_a_layer_larger_than_the_budget_is_named():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4096))
+    with roundpipe.RoundPipe(model, devices=[Device("cuda:0", memory_bytes=4096)]) as piped:
+        with pytest.raises(DeviceMemoryError, match="layer 1"):
+            piped.forward_backward((torch.randn(4, 8),), loss_fn=square_loss)
+
+
+def test_an_exception_leaves_a_model_that_works():
+    class Fails(nn.Module):
+        fails = True
+
+        def forward(self, value):
+            if self.fails:
+                raise ValueError("mine")
+            return value
+
+    model = nn.Sequential(*mlp(2), Fails(), *mlp(2))
+    with roundpipe.RoundPipe(model, devices=["cuda:0", "cuda:0"]) as piped:
+        with pytest.raises(ValueError, match="mine"):
+            piped.forward_backward((batch(),), loss_fn=square_loss)
+        Fails.fails = False
+        reference = copy.deepcopy(model)
+        expected, _ = eager_round(reference, (batch(),), num=3)
+        found = piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(3))
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("num_bytes", [1 << 20, (1 << 20) + (1 << 18), 3 << 20])
+def test_host_buffers_are_pinned_and_exact(num_bytes):
+    backend = AcceleratorBackend(Device("cuda:0"), "test")
+    buffer = backend.host_buffer(num_bytes)
+    assert buffer.numel() == num_bytes and buffer.untyped_storage().nbytes() <= LARGEST_PADDING * num_bytes
+    # is_pinned asks the driver, which knows allocated and registered memory alike
+    assert buffer.is_pinned()
+
+
+def test_copies_run_on_their_own_streams():
+    backend = AcceleratorBackend(Device("cuda:0"), "test")
+    source = torch.randn(1 << 20).pin_memory()
+    with backend.activate():
+        for lanes in ((Lane.UPLOAD, Lane.DOWNLOAD), (Lane.WEIGHTS, Lane.GRADIENTS)):
+            up = backend.upload(source, lane=lanes[0])
+            backend.wait(Lane.COMPUTE, backend.record(lanes[0]))
+            doubled = up * 2
+            backend.wait(lanes[1], backend.record(Lane.COMPUTE))
+            down = backend.download(doubled, lane=lanes[1])
+            event = backend.record(lanes[1])
+            event.synchronize()
+            assert event.is_done() and down.is_pinned() and torch.equal(down, source * 2)
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+
+
+def test_drawing_leaves_the_generators_as_they_were():
+    backend = AcceleratorBackend(Device("cuda:0"), "test")
+    before = torch.get_rng_state(), torch.cuda.get_rng_state(0)
+    with backend.random(3):
+        first = torch.rand(3, device="cuda:0")
+    with backend.random(3):
+        assert torch.equal(torch.rand(3, device="cuda:0"), first)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert torch.equal(torch.cuda.get_rng_state(0), before[1])
+
+
+def test_importing_does_not_start_cuda():
+    code = "import torch, roundpipe; assert not torch.cuda.is_initialized()"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_registered_memory_is_pinned():
+    model = mlp(3)
+    with roundpipe.RoundPipe(model, devices=["cuda:0"], pin_model="register") as piped, torch.no_grad():
+        torch.testing.assert_close(piped(batch()), model(batch()), rtol=0, atol=1e-9)
+        assert all(p.is_pinned() for p in model.parameters())
