@@ -17,17 +17,13 @@ Gradients that no step has taken yet are not saved.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import operator
 import os
-import random
 import re
-import sys
 import threading
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,14 +32,13 @@ import torch
 from torch import nn
 
 from roundpipe import checkpoint_files as files
+from roundpipe import checkpoint_state as portable
 from roundpipe.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
 """Raised when an older version could not read ``training_state.pt`` any more."""
-
-_LEAVES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +69,6 @@ class _Model(Protocol):
     def optim_parameters(self) -> Iterator[nn.Parameter]: ...
 
     def zero_grad(self) -> None: ...
-
-
-class _Pair(Protocol):
-    """A parameter, its names and the optimizer's copy of it."""
-
-    names: list[str]
-    parameter: nn.Parameter
-    copy: nn.Parameter | None
 
 
 # Saving
@@ -150,7 +137,7 @@ class _Snapshot:
 def save(
     model: _Model,
     target: nn.Module,
-    pairs: Sequence[_Pair],
+    pairs: Sequence[portable.Pair],
     writer: BackgroundWriter,
     dir: str | os.PathLike[str],
     *,
@@ -162,39 +149,35 @@ def save(
     is_async: bool,
 ) -> None:
     """See `RoundPipe.save_checkpoint`; ``target`` is the model behind the wrapper, ``pairs`` its parameters."""
-    writer.wait()
-    model.synchronize()
-    folder = _absolute(dir)
-    files.check_replaceable(folder)
-    keep = _copied if is_async else _shared
     if step is not None:
         try:
             step = operator.index(step)
         except TypeError:
             raise ConfigError(f"step is {step!r}; give an int, or None") from None
+    writer.wait()
+    model.synchronize()
+    folder = _absolute(dir)
+    files.check_replaceable(folder)
     weights = model.state_dict()
     tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
     for name, tensor in tensors.items():
         files.check_storable(name, tensor)
     tensors, aliases = _once_each(tensors, target)
     parts: dict[str, Any] = {
-        "optimizer": None if optimizer is None else _by_name(optimizer, _names(pairs)),
+        "optimizer": None if optimizer is None else portable.by_name(optimizer, portable.names_of_copies(pairs)),
         "optimizer_class": type(optimizer).__qualname__,
-        "optimizer_weights": {
-            pair.names[0]: pair.copy
-            for pair in pairs
-            if pair.copy is not None and pair.copy.dtype != pair.parameter.dtype
-        },
+        "optimizer_weights": portable.copies_of_another_dtype(pairs),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
         "module_state": {name: value for name, value in weights.items() if name not in tensors | aliases},
-        "random": _random_state(),
+        "random": portable.random_state(),
         "step": step,
         "extra": extra,
     }
-    state = {"format": FORMAT, **{name: _plain(part, name, keep) for name, part in parts.items()}}
+    keep = portable.copied if is_async else portable.shared
+    state = {"format": FORMAT, **{name: portable.plain(part, name, keep) for name, part in parts.items()}}
     if is_async:
-        tensors = {name: _copied(tensor) for name, tensor in tensors.items()}
+        tensors = {name: portable.copied(tensor) for name, tensor in tensors.items()}
     snapshot = _Snapshot(tensors, aliases, state, _configs(target))
     if is_async:
         writer.start(lambda: snapshot.write(folder), str(folder))
@@ -207,39 +190,6 @@ def _absolute(dir: str | os.PathLike[str]) -> Path:
     if not isinstance(dir, str | os.PathLike) or not os.fspath(dir):
         raise ConfigError(f"dir is {dir!r}; give the path of a folder")
     return Path(os.path.realpath(dir))
-
-
-def _shared(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor on the host; a part of a larger memory alone, since all of it would be written."""
-    tensor = tensor.detach().cpu()
-    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True)
-
-
-def _plain(value: Any, where: str, keep: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A value in types that ``torch.load(weights_only=True)`` reads back; ``keep`` is applied to tensors."""
-    kind = type(value)
-    if kind in _LEAVES:
-        return value
-    if isinstance(value, torch.Tensor) and type(value.detach()) is torch.Tensor and not value.is_meta:
-        return keep(value)
-    if kind in (list, tuple):
-        return kind(_plain(one, f"{where}[{index}]", keep) for index, one in enumerate(value))
-    if kind is set:
-        return {_plain(one, where, keep) for one in value}
-    if isinstance(value, dict) and kind in (dict, OrderedDict, Counter):
-        made = {_plain(k, f"a key of {where}", keep): _plain(v, f"{where}[{k!r}]", keep) for k, v in value.items()}
-        return made if kind is dict else kind(made)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.generic) and type(value.item()) in _LEAVES:
-        return value.item()
-    raise ConfigError(
-        f"{where} is a {kind.__module__}.{kind.__qualname__}, which can't be in a checkpoint: only numbers, strings, "
-        "bytes, None, plain tensors, dtypes, devices, and dicts, lists, tuples and sets of them"
-    )
 
 
 def _once_each(
@@ -295,7 +245,7 @@ def _configs(target: nn.Module) -> list[Any]:
 
 def load(
     model: _Model,
-    pairs: Sequence[_Pair],
+    pairs: Sequence[portable.Pair],
     writer: BackgroundWriter,
     dir: str | os.PathLike[str],
     *,
@@ -308,11 +258,13 @@ def load(
     writer.wait()
     model.synchronize()
     folder = _absolute(dir)
-    given = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-    if weights_only:
-        unread = [name for name, one in given.items() if one is not None]
-        if unread:
-            raise ConfigError(f"weights_only=True does not restore {', '.join(unread)}; leave it out")
+    given = {
+        name: one
+        for name, one in (("optimizer", optimizer), ("scheduler", scheduler), ("scaler", scaler))
+        if one is not None
+    }
+    if weights_only and given:
+        raise ConfigError(f"weights_only=True does not restore {', '.join(given)}; leave it out")
     found = files.read_whole(folder, lambda whole: (*files.read_weights(whole), _read_state(whole, weights_only)))
     if found is None:
         raise ConfigError(f"there is no checkpoint at {folder}; give the folder that save_checkpoint wrote")
@@ -320,35 +272,25 @@ def load(
     if not weights_only:
         _check_parts(given, state, folder)
     values = _fit(model.state_dict(), {**weights, **state["module_state"]}, aliases, folder)
-    if optimizer is not None and state["optimizer_class"] != type(optimizer).__qualname__:
-        logger.warning(
-            "the checkpoint at %s has the state of an optimizer %s, and is loaded into one of class %s",
-            folder,
-            state["optimizer_class"],
-            type(optimizer).__qualname__,
-        )
-    packed = None if optimizer is None else _by_index(state["optimizer"], optimizer, _names(pairs), folder)
+    if optimizer is not None:
+        _check_class(optimizer, state["optimizer_class"], folder)
+        names = portable.names_of_copies(pairs)
+        state["optimizer"] = portable.by_index(state["optimizer"], optimizer, names, folder)
     masters = state["optimizer_weights"]
     if masters and not weights_only:
         list(model.optim_parameters())  # makes the copies that are missing
         _check_masters(masters, pairs, folder)
 
     model.load_state_dict(values)
-    with torch.no_grad():
-        for pair in pairs:
-            if pair.copy is not None and pair.names[0] in masters:
-                pair.copy.copy_(masters[pair.names[0]])
-                if pair.parameter.requires_grad:  # no change, unless the weights were saved in a narrower dtype
-                    pair.parameter.copy_(pair.copy)
+    _set_copies(masters, pairs)
     if weights_only:
         return Checkpoint(None, None)
     model.zero_grad()
     # Cloned, because what is loaded is mapped from a file that will be replaced.
     for name, one in given.items():
-        if one is not None:
-            one.load_state_dict(_plain(packed if name == "optimizer" else state[name], name, torch.clone))
-    _restore_random_state(state["random"])
-    return Checkpoint(state["step"], _plain(state["extra"], "extra", torch.clone))
+        one.load_state_dict(portable.plain(state[name], name, torch.clone))
+    portable.restore_random_state(state["random"])
+    return Checkpoint(state["step"], portable.plain(state["extra"], "extra", torch.clone))
 
 
 def _read_state(folder: Path, weights_only: bool) -> dict[str, Any]:
@@ -372,10 +314,10 @@ def _read_state(folder: Path, weights_only: bool) -> dict[str, Any]:
 
 
 def _check_parts(given: Mapping[str, Any], state: Mapping[str, Any], folder: Path) -> None:
-    for name, one in given.items():
-        if one is not None and state[name] is None:
+    for name in ("optimizer", "scheduler", "scaler"):
+        if name in given and state[name] is None:
             raise ConfigError(f"{name}= was given, and the checkpoint at {folder} was saved without one; leave it out")
-        if one is None and state[name] is not None:
+        if name not in given and state[name] is not None:
             raise ConfigError(
                 f"the checkpoint at {folder} has {name} state, and no {name} was given; give {name}=, or "
                 "weights_only=True to load the weights alone"
@@ -404,138 +346,34 @@ def _fit(own: Mapping[str, Any], saved: Mapping[str, Any], aliases: Mapping[str,
         "are not in the model": sorted(name for name in saved if name not in own and name not in aliases.values()),
         "have another shape": shapes,
     }
-    _raise_misfit(f"the checkpoint at {folder} does not fit the model", problems)
+    portable.raise_misfit(f"the checkpoint at {folder} does not fit the model", problems)
     return values
 
 
-def _raise_misfit(what: str, problems: Mapping[str, Iterable[str]]) -> None:
-    """Raise a `ConfigError` with the first names of each problem, if there is one."""
-    parts = []
-    for problem, found in problems.items():
-        names = list(found)
-        if names:
-            parts.append(f"{len(names)} {problem}: {', '.join(names[:4])}{', ...' * (len(names) > 4)}")
-    if parts:
-        raise ConfigError(f"{what}; {'; '.join(parts)}")
-
-
-def _check_masters(masters: Mapping[str, torch.Tensor], pairs: Sequence[_Pair], folder: Path) -> None:
+def _check_masters(masters: Mapping[str, torch.Tensor], pairs: Sequence[portable.Pair], folder: Path) -> None:
     parameters = {pair.names[0]: pair.parameter for pair in pairs}
     wrong = [name for name, one in masters.items() if name not in parameters or parameters[name].shape != one.shape]
-    _raise_misfit(
+    portable.raise_misfit(
         f"the checkpoint at {folder} does not fit the model", {"copies of the optimizer have no parameter": wrong}
     )
 
 
-# Optimizer state by name
-
-
-def _names(pairs: Sequence[_Pair]) -> dict[nn.Parameter, str]:
-    return {pair.copy: pair.names[0] for pair in pairs if pair.copy is not None}
-
-
-def _group_names(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> list[list[str]]:
-    """The names of each group's parameters."""
-    for group_index, group in enumerate(optimizer.param_groups):
-        for index, parameter in enumerate(group["params"]):
-            if parameter not in names:
-                raise ConfigError(
-                    f"optimizer.param_groups[{group_index}]['params'][{index}], of shape {list(parameter.shape)}, is "
-                    "not the model's; make the optimizer from model.optim_parameters(), and save others in extra="
-                )
-    return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
-
-
-def _by_name(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
-    """The optimizer's state with names of parameters in place of indices."""
-    packed = optimizer.state_dict()
-    grouped = _group_names(optimizer, names)
-    name_of: dict[Any, str] = {}
-    for group, group_names in zip(packed["param_groups"], grouped, strict=True):
-        name_of.update(zip(group["params"], group_names, strict=True))
-    groups = [
-        {**group, "params": group_names} for group, group_names in zip(packed["param_groups"], grouped, strict=True)
-    ]
-    state = {name_of.get(key, key): value for key, value in packed["state"].items()}
-    return {**packed, "state": state, "param_groups": groups}
-
-
-def _by_index(
-    saved: Mapping[str, Any], optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], folder: Path
-) -> dict[str, Any]:
-    """What `_by_name` saved, with this optimizer's indices; groups correspond by position, parameters by name."""
-    grouped = _group_names(optimizer, names)
-    what = f"the optimizer in the checkpoint at {folder} does not fit the one given"
-    if len(saved["param_groups"]) != len(grouped):
-        raise ConfigError(f"{what}: it has {len(saved['param_groups'])} parameter groups, the other {len(grouped)}")
-    index_of: dict[Any, Any] = {}
-    groups = []
-    for index, (group, own) in enumerate(zip(saved["param_groups"], grouped, strict=True)):
-        missing, unexpected = set(own) - set(group["params"]), set(group["params"]) - set(own)
-        _raise_misfit(
-            f"{what}, in group {index}",
-            {
-                "parameters are missing in it": sorted(missing),
-                "of its parameters are not in the other": sorted(unexpected),
-            },
+def _check_class(optimizer: torch.optim.Optimizer, saved: str, folder: Path) -> None:
+    """Another class may read the state, as a subclass does; most others fail at their next step."""
+    own = type(optimizer).__qualname__
+    if own != saved:
+        logger.warning(
+            "the checkpoint at %s has the state of an optimizer %s, and is loaded into one of class %s",
+            folder,
+            saved,
+            own,
         )
-        indices = {name: len(index_of) + position for position, name in enumerate(own)}
-        index_of.update(indices)
-        groups.append({**group, "params": list(indices.values())})
-        if "param_names" in group:
-            groups[-1]["param_names"] = optimizer.param_groups[index].get("param_names", group["param_names"])
-    state = {index_of.get(key, key): value for key, value in saved["state"].items()}
-    return {**saved, "state": state, "param_groups": groups}
 
 
-# Random numbers
-
-
-def _accelerator() -> tuple[str, Any] | None:
-    """The accelerator's type and torch's module for it, if it has been used."""
-    if not torch.accelerator.is_available():
-        return None
-    device = torch.accelerator.current_accelerator()
-    assert device is not None
-    module = torch.get_device_module(device)
-    return (device.type, module) if module.is_initialized() else None
-
-
-def _random_state() -> dict[str, Any]:
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    accelerator = _accelerator()
-    if accelerator is not None:
-        kind, module = accelerator
-        state["accelerator"] = kind, [module.get_rng_state(i) for i in range(module.device_count())]
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        state["numpy"] = _map_leaves(
-            numpy.random.get_state(legacy=False),
-            lambda leaf: torch.tensor(leaf.tolist()) if isinstance(leaf, numpy.ndarray) else leaf,
-        )
-    return state
-
-
-def _restore_random_state(state: Mapping[str, Any]) -> None:
-    torch.set_rng_state(state["torch"].clone())
-    random.setstate(state["python"])
-    kind, saved = state.get("accelerator", (None, []))
-    if torch.accelerator.is_available():
-        device = torch.accelerator.current_accelerator()
-        if device is not None and device.type == kind:
-            module = torch.get_device_module(device)
-            for index, one in enumerate(saved[: module.device_count()]):
-                module.set_rng_state(one.clone(), index)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and "numpy" in state:
-        with contextlib.suppress(ValueError):  # another bit generator was installed: the user seeds it
-            numpy.random.set_state(
-                _map_leaves(
-                    state["numpy"],
-                    lambda leaf: numpy.array(leaf.tolist(), numpy.uint32) if isinstance(leaf, torch.Tensor) else leaf,
-                )
-            )
-
-
-def _map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    return {k: _map_leaves(v, change) for k, v in value.items()} if isinstance(value, dict) else change(value)
+@torch.no_grad()
+def _set_copies(masters: Mapping[str, torch.Tensor], pairs: Sequence[portable.Pair]) -> None:
+    for pair in pairs:
+        if pair.copy is not None and pair.names[0] in masters:
+            pair.copy.copy_(masters[pair.names[0]])
+            if pair.parameter.requires_grad:  # no change, unless the weights were saved in a narrower dtype
+                pair.parameter.copy_(pair.copy)

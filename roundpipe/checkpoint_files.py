@@ -156,7 +156,10 @@ def read_weights(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]
     """
     index = folder / _INDEX_FILE
     if index.is_file():
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        try:
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (KeyError, ValueError) as error:
+            raise ConfigError(f"{index} can't be read as an index of shards: {error}") from error
     elif (folder / _WEIGHTS_FILE).is_file():
         files = [_WEIGHTS_FILE]
     else:
@@ -232,26 +235,39 @@ def read_whole(folder: Path, read: Callable[[Path], Result]) -> Result | None:
         found = find(folder)
         if found is None:
             return None
-        before = _identity(found)
-        try:
-            result = read(found)
-        except (ConfigError, OSError):
-            if _identity(found) == before:
-                raise
-        else:
-            if _identity(found) == before:
-                return result
+        with _held(found) as still_there:
+            try:
+                result = read(found)
+            except (ConfigError, OSError):
+                if still_there():
+                    raise
+            else:
+                if still_there():
+                    return result
     raise ConfigError(
         f"{folder} was replaced {NUM_READS} times while it was read; stop the saves, or read a copy of it"
     )
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[Callable[[], bool]]:
+    """Whether the path still leads to the same folder; held open, as its inode could be another folder's soon."""
     try:
-        found = path.stat()
+        descriptor = os.open(folder, os.O_RDONLY)
     except FileNotFoundError:
-        return None
-    return found.st_dev, found.st_ino
+        yield lambda: False
+        return
+
+    def still_there() -> bool:
+        try:
+            return os.path.samestat(os.fstat(descriptor), os.stat(folder))
+        except FileNotFoundError:
+            return False
+
+    try:
+        yield still_there
+    finally:
+        os.close(descriptor)
 
 
 def check_replaceable(folder: Path) -> None:
@@ -286,11 +302,15 @@ def replacing(folder: Path) -> Iterator[Path]:
         new.mkdir(parents=True)
         yield new
         if folder.is_dir():
+            shutil.copymode(folder, new)
             _carry_over(folder, new)
         _flush(new)
         _swap(new, folder, old)
     except BaseException as error:
-        shutil.rmtree(new, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            _discard(new)  # first, since old counts as replaced while both are there
+            if old.is_dir() and not folder.exists():
+                os.rename(old, folder)
         if isinstance(error, OSError):
             error.add_note(
                 f"raised while saving a checkpoint to {folder}; its parent folder must be writable and have room for "
@@ -303,13 +323,7 @@ def replacing(folder: Path) -> Iterator[Path]:
 def _swap(new: Path, folder: Path, old: Path) -> None:
     if folder.is_dir():
         os.rename(folder, old)
-        try:
-            os.rename(new, folder)
-        except BaseException:
-            os.rename(old, folder)
-            raise
-    else:
-        os.rename(new, folder)
+    os.rename(new, folder)
     _flush_entries(folder.parent)
 
 

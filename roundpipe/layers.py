@@ -51,8 +51,6 @@ class LayerSpec:
     """Whether its forward may write into the values it reads; generated layers clone such values first."""
     writes_buffers: bool | None = None
     """Whether its forward changes buffers; None = not known, found out while running."""
-    writes_inputs: bool = False
-    """Whether its forward may write into the values it reads; generated layers never do."""
     execution_device: bool = False
     """Whether it names its device through the attribute `EXECUTION_DEVICE`."""
 
@@ -231,14 +229,6 @@ def may_draw_random(module: nn.Module) -> bool:
     )
 
 
-def may_write_inputs(module: nn.Module) -> bool:
-    """Whether a module may write into its arguments: not, if it is made of torch.nn modules that don't."""
-    return any(
-        not type(part).__module__.startswith("torch.nn.") or getattr(part, "inplace", False)
-        for part in module.modules()
-    )
-
-
 def chain_of_modules(modules: Sequence[tuple[str, nn.Module]]) -> LayerChain:
     """The chain of modules called one after the other, each taking the one before's output.
 
@@ -258,7 +248,6 @@ def chain_of_modules(modules: Sequence[tuple[str, nn.Module]]) -> LayerChain:
                 reads=(reads,),
                 makes=(makes,),
                 draws_random=may_draw_random(module),
-                writes_inputs=may_write_inputs(module),
             )
         )
         gradient_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe import checkpoint, checkpoint_files
+from roundpipe import checkpoint, checkpoint_files, checkpoint_state
 from roundpipe.errors import ConfigError
 
 WIDTH = 6
@@ -178,6 +178,33 @@ def test_random_generators_go_on(tmp_path):
         assert draw() != expected
         model.load_checkpoint(tmp_path / "c")
         assert draw() == expected
+
+
+def test_generators_of_accelerators_go_on_as_far_as_there_are_as_many(monkeypatch):
+    class Module:
+        def __init__(self, states):
+            self.states = states
+
+        def device_count(self):
+            return len(self.states)
+
+        def get_rng_state(self, index):
+            return torch.tensor([self.states[index]])
+
+        def set_rng_state(self, state, index):
+            self.states[index] = int(state)
+
+    def with_accelerator(kind, *states):
+        module = Module(list(states))
+        monkeypatch.setattr(checkpoint_state, "_accelerator", lambda wanted=None: (kind, module))
+        return module
+
+    with_accelerator("cuda", 1, 2)
+    saved = checkpoint_state.random_state()
+    for kind, before, after in (("cuda", [7, 8, 9], [1, 2, 9]), ("cuda", [7], [1]), ("xpu", [7, 8], [7, 8])):
+        module = with_accelerator(kind, *before)
+        checkpoint_state.restore_random_state(saved)
+        assert module.states == after
 
 
 def test_step_and_extra_come_back(tmp_path):
@@ -684,6 +711,27 @@ def test_a_crash_around_each_rename(tmp_path, monkeypatch, call_index, before):
         assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
+@pytest.mark.parametrize("error", [OSError(errno.EBUSY, "busy"), KeyboardInterrupt()], ids=["error", "interrupt"])
+@pytest.mark.parametrize("call_index", [0, 1])
+def test_an_error_between_the_renames_puts_the_old_one_back(tmp_path, monkeypatch, call_index, error):
+    calls = []
+
+    def rename(source, target):
+        calls.append((source, target))
+        if len(calls) == call_index + 1:
+            raise error
+        os.replace(source, target)
+
+    with piped() as model:
+        model.save_checkpoint(tmp_path / "c", step=1)
+        with monkeypatch.context() as patched:
+            patched.setattr(checkpoint_files.os, "rename", rename)
+            with pytest.raises(type(error)):
+                model.save_checkpoint(tmp_path / "c", step=2)
+        assert [path.name for path in tmp_path.iterdir()] == ["c"]
+        assert model.load_checkpoint(tmp_path / "c").step == 1
+
+
 @pytest.mark.parametrize("limit_bytes", [1000, 100_000])
 def test_a_full_disk_leaves_nothing_behind(tmp_path, limit_bytes):
     with roundpipe.RoundPipe(nn.Linear(50, 50)) as model:
@@ -769,6 +817,9 @@ def test_only_checkpoints_are_replaced_and_strangers_in_them_are_kept(tmp_path):
         assert (folder / "tokenizer.json").read_text() == "{}" and (folder / "logs" / "1").read_text() == "one"
         assert os.readlink(folder / "link") == "nowhere"
         assert not (folder / "model-00001-of-00002.safetensors").exists()
+        folder.chmod(0o750)
+        model.save_checkpoint(folder, step=5)
+        assert folder.stat().st_mode & 0o777 == 0o750
         assert (tmp_path / "c.tmp-notes").exists() and (tmp_path / "work" / "thesis.tex").exists()
         os.symlink(folder, tmp_path / "latest")
         model.save_checkpoint(tmp_path / "latest", step=6)
@@ -821,6 +872,9 @@ def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path):
                 path.write_bytes(whole[:num_bytes])
                 fails(model, match, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer))
             path.write_bytes(whole)
+        (folder / "model.safetensors.index.json").write_text("{}")
+        fails(model, "index.json can't be read as an index", optimizer)
+        (folder / "model.safetensors.index.json").unlink()
         (folder / "model.safetensors").unlink()
         fails(model, "neither model.safetensors nor model.safetensors.index.json", optimizer)
 

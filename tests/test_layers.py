@@ -14,7 +14,6 @@ from roundpipe.layers import (
     chain_of_modules,
     is_differentiable,
     may_draw_random,
-    may_write_inputs,
     weight_bytes_of,
 )
 
@@ -126,16 +125,3 @@ def test_a_fixed_chain_is_for_all_arguments():
 def test_which_tensors_are_differentiable():
     assert is_differentiable(torch.ones(1)) and is_differentiable(torch.ones(1, dtype=torch.complex64))
     assert not is_differentiable(torch.ones(1, dtype=torch.int64)) and not is_differentiable(torch.ones(1) > 0)
-
-
-@pytest.mark.parametrize(
-    "module, expected",
-    [
-        (nn.Sequential(nn.Linear(2, 2), nn.ReLU()), False),
-        (nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True)), True),
-        (nn.Dropout(0.1, inplace=True), True),
-    ],
-)
-def test_which_modules_may_write_into_their_arguments(module, expected):
-    assert may_write_inputs(module) is expected
-    assert chain_of_modules([("0", module)]).specs[0].writes_inputs is expected

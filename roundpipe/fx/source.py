@@ -60,6 +60,8 @@ class TracedSource:
         self._preview = preview
         self._kept: list[_Kept] = []
         self._retraces_in_a_row = 0
+        self._varying: dict[Any, None] = {}
+        """Dimensions of float inputs that were seen to vary, which later traces keep open."""
         self.trace_count = 0
 
     @property
@@ -108,6 +110,7 @@ class TracedSource:
     def _note_retrace(self, failure: Any) -> None:
         logger.info("tracing %s again: %s", type(self._model).__name__, failure)
         self._retraces_in_a_row += 1
+        self._varying.update(dict.fromkeys(failure.dimensions))
         if self._retraces_in_a_row == RETRACES_BEFORE_WARNING:
             warnings.warn(
                 f"{type(self._model).__name__} was traced {self.trace_count} times, the last "
@@ -119,7 +122,7 @@ class TracedSource:
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerChain:
         self.trace_count += 1
         try:
-            traced = trace(self._model, args, kwargs)
+            traced = trace(self._model, args, kwargs, dynamic=tuple(self._varying))
         except TraceError as error:
             self._on_failure(error)
             kept = _Kept(None, chain_of_modules([("", self._model)]))

@@ -23,7 +23,7 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -120,6 +120,21 @@ class Ledger:
             self.by_purpose[purpose] -= num_bytes
 
 
+class _Hold:
+    """Bytes counted while a context is open; a class, since every task opens one."""
+
+    __slots__ = ("_ledger", "_num_bytes", "_purpose")
+
+    def __init__(self, ledger: Ledger, num_bytes: int, purpose: str) -> None:
+        self._ledger, self._num_bytes, self._purpose = ledger, num_bytes, purpose
+
+    def __enter__(self) -> None:
+        self._ledger.add(self._num_bytes, self._purpose)
+
+    def __exit__(self, *exception: object) -> None:
+        self._ledger.remove(self._num_bytes, self._purpose)
+
+
 class _Saved:
     """A tensor kept by autograd; gives its bytes back to the ledger when autograd lets go of it."""
 
@@ -165,13 +180,8 @@ class CpuBackend:
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    @contextlib.contextmanager
-    def hold(self, num_bytes: int, purpose: str) -> Iterator[None]:
-        self.ledger.add(num_bytes, purpose)
-        try:
-            yield
-        finally:
-            self.ledger.remove(num_bytes, purpose)
+    def hold(self, num_bytes: int, purpose: str) -> contextlib.AbstractContextManager[Any]:
+        return _Hold(self.ledger, num_bytes, purpose)
 
     def activations(self, known: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
         counts: Counter[int] = Counter()

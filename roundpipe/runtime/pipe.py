@@ -629,8 +629,8 @@ def _warn_of_shared_buffers(children: Sequence[tuple[str, nn.Module]]) -> None:
     shared = {tuple(names) for names in holders.values() if len(names) > 1}
     for names in sorted(shared):
         warnings.warn(
-            f"layers {', '.join(names)} share buffers, but each runs on a copy of its own: if their forward writes them "
-            "(BatchNorm in training), what one writes is not seen by the others, and the last one's values stay. "
+            f"layers {', '.join(names)} share buffers, but each runs on a copy of its own: if their forward writes "
+            "them (BatchNorm in training), what one writes is not seen by the others, and the last one's values stay. "
             "roundpipe.compile keeps such layers together",
             stacklevel=4,
         )

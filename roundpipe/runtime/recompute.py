@@ -59,21 +59,31 @@ def doing_recompute() -> bool:
     return getattr(_state, "recomputing", False)
 
 
+class _LayerScope:
+    """Names the layer that runs in the calling thread; a class, since every task opens one."""
+
+    __slots__ = ("_before", "_layer")
+
+    def __init__(self, layer: tuple[SavedData, tuple[int, int], Backend]) -> None:
+        self._layer = layer
+
+    def __enter__(self) -> None:
+        self._before = getattr(_state, "layer", None)
+        _state.layer = self._layer
+
+    def __exit__(self, *exception: object) -> None:
+        _state.layer = self._before
+
+
 class SavedData:
     """What layers asked to be given back in their recomputation; on the host, in the order it was saved."""
 
     def __init__(self) -> None:
         self._saved: dict[tuple[int, int], deque[tuple[Any, Event | None]]] = {}
 
-    @contextlib.contextmanager
-    def layer(self, layer_index: int, microbatch: int, backend: Backend) -> Iterator[None]:
+    def layer(self, layer_index: int, microbatch: int, backend: Backend) -> _LayerScope:
         """While open, `save_for_recompute` and `get_recompute_data` in this thread mean this layer."""
-        before = getattr(_state, "layer", None)
-        _state.layer = (self, (layer_index, microbatch), backend)
-        try:
-            yield
-        finally:
-            _state.layer = before
+        return _LayerScope((self, (layer_index, microbatch), backend))
 
     def save(self, key: tuple[int, int], data: tuple[Any, ...], backend: Backend) -> None:
         """Copy data to the host."""

@@ -96,9 +96,6 @@ class Stage:
                     backend.wait(Lane.COMPUTE, backend.record(Lane.DOWNLOAD))
                 made = self._first_call(self.layers[index], carry, microbatch, "forward")
                 kept = {name: value for name, value in made.items() if name in keep}
-                if index != segment.layers[-1] and self.layers[index + 1].spec.writes_inputs:
-                    # The copy to the host runs beside that layer, and must not see what it writes.
-                    kept = structure.map_tensors(kept, torch.clone)
                 given = bool(kept)
                 if kept:
                     give(kept)
@@ -149,11 +146,12 @@ class Stage:
         with around.ambient(), torch.enable_grad(), recomputing():
             for index in segment.layers:
                 layer = self.layers[index]
-                with (
-                    around.buffers.as_forward_saw(layer.bound, index, microbatch, self.backend),
-                    around.saved.layer(index, microbatch, self.backend),
-                ):
-                    made = self._call(layer, values, microbatch, "recomputation")
+                with around.saved.layer(index, microbatch, self.backend):
+                    if layer.bound.has_buffers:
+                        with around.buffers.as_forward_saw(layer.bound, index, microbatch, self.backend):
+                            made = self._call(layer, values, microbatch, "recomputation")
+                    else:
+                        made = self._call(layer, values, microbatch, "recomputation")
                 values.update(made)
                 recorded.made.update(made)
         return recorded

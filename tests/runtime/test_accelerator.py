@@ -113,7 +113,7 @@ def copies_and_kernels(trace):
     copies = [
         (start, end)
         for event, start, end in spans
-        if event.get("cat") == "gpu_memcpy" and "HtoD" in event["name"] and event["args"].get("bytes", 0) > 1 << 22
+        if event.get("cat") == "gpu_memcpy" and "HtoD" in event["name"] and event["args"].get("bytes", 0) > 1 << 25
     ]
     kernels = [(start, end) for event, start, end in spans if event.get("cat") == "kernel"]
     return copies, kernels
@@ -122,7 +122,7 @@ def copies_and_kernels(trace):
 def test_uploads_overlap_the_computation(tmp_path):
     width = 4096
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(8))).requires_grad_(False)
-    given = torch.randn(16384, width)
+    given = torch.randn(2048, width)  # 8 MiB a microbatch, beside weights of 64 MiB
     singles = [(i, i + 1) for i in range(8)]
     plan = roundpipe.ExecutePlan(singles[:-1], singles[-1], singles[:-1][::-1])
     with roundpipe.RoundPipe(model, devices=["cuda:0"]) as piped, torch.no_grad():
@@ -141,7 +141,7 @@ def test_uploads_overlap_the_computation(tmp_path):
 
 
 def test_training_within_a_budget():
-    width = 1024
+    width = 2048
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(24)))
     model_bytes = 2 * sum(p.nbytes for p in model.parameters())
     budget = model_bytes // 3
@@ -151,7 +151,7 @@ def test_training_within_a_budget():
         piped.peak_device_bytes(reset=True)
         before = torch.cuda.memory_allocated()
         piped.forward_backward((torch.randn(64, width),), loss_fn=square_loss, run_config=config(4))
-        assert piped.peak_device_bytes() <= budget + (32 << 20), "libraries have workspaces of their own"
+        assert piped.peak_device_bytes() <= budget + (80 << 20), "libraries have workspaces of their own"
         assert torch.cuda.memory_allocated() <= before + (1 << 20), "nothing stays but the arena"
 
 

@@ -172,25 +172,31 @@ def test_layers_that_write_into_what_the_layer_before_made(workers, grain):
         assert_round_is_eager(build(), (batch(),), workers=workers, grain=grain, plan=plan)
 
 
-def test_what_is_copied_down_beside_the_next_layer_is_not_what_that_layer_writes_into(monkeypatch):
-    """On an accelerator the copy runs beside the layer; so it must be of other memory."""
+def test_a_layer_that_may_write_waits_for_the_copy_of_what_it_reads(monkeypatch):
+    """On an accelerator the copy to the host runs beside the next layer, which must not write into it meanwhile."""
     model = nn.Sequential(nn.Linear(6, 6), nn.Hardswish(inplace=True), nn.Linear(6, 6), nn.Linear(6, 6)).to(DTYPE)
     plan = roundpipe.ExecutePlan([(0, 2), (2, 3)], (3, 4), [(1, 3), (0, 1)])
-    written, brought = [], []
-    model[1].register_forward_pre_hook(lambda module, args: written.append(args[0].data_ptr()))
+    log, downloads = [], []
+    model[1].register_forward_pre_hook(lambda *_: log.append("layer 1"))
     with roundpipe.RoundPipe(model, devices=["cpu"]) as piped:
         (backend,) = backends_of(piped)
-        real = backend.download
-        kept = []
+        real_record, real_wait = backend.record, backend.wait
 
-        def download(source, *args, **options):
-            kept.append(source)  # so that no address is used twice
-            brought.append(source.data_ptr())
-            return real(source, *args, **options)
+        def record(lane):
+            event = real_record(lane)
+            if lane is Lane.DOWNLOAD:
+                downloads.append(event)
+            return event
 
-        monkeypatch.setattr(backend, "download", download)
+        def wait(lane, event):
+            if lane is Lane.COMPUTE and event in downloads:
+                log.append("waits")
+            real_wait(lane, event)
+
+        monkeypatch.setattr(backend, "record", record)
+        monkeypatch.setattr(backend, "wait", wait)
         piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(1, plan=plan))
-    assert len(written) == 2 and written[0] not in brought
+    assert log[:2] == ["waits", "layer 1"]
 
 
 @plans
