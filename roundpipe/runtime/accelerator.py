@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from roundpipe.runtime.backend import Device, Event, Lane
-from roundpipe.runtime.randomness import drawing_from
+from roundpipe.runtime.randomness import DrawingFrom
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ class AcceleratorBackend:
 
     @contextlib.contextmanager
     def random(self, seed: int) -> Iterator[None]:
-        with drawing_from(seed, torch.device("cpu")), drawing_from(seed, self.device):
+        with DrawingFrom(seed, torch.device("cpu")), DrawingFrom(seed, self.device):
             yield
 
 

@@ -30,7 +30,7 @@ import torch
 
 from roundpipe.errors import DeviceMemoryError, SynchronizationError
 from roundpipe.runtime.backend import Device, Event, Lane
-from roundpipe.runtime.randomness import drawing_from
+from roundpipe.runtime.randomness import DrawingFrom
 
 _STAMP = "_roundpipe_stamp"
 _stream_ids = itertools.count()
@@ -280,7 +280,7 @@ class CpuBackend:
             _sleep_until(clock.ready_at)
 
     def random(self, seed: int) -> contextlib.AbstractContextManager[Any]:
-        return drawing_from(seed, self.device)
+        return DrawingFrom(seed, self.device)
 
 
 def _check_stamp(tensor: torch.Tensor, clock: _Clock, lane: Lane) -> None:

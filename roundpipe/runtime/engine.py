@@ -41,7 +41,6 @@ from roundpipe.runtime.stage import (
     Stage,
     StageLayer,
     Surroundings,
-    device_bytes,
 )
 from roundpipe.runtime.worker import Worker
 
@@ -342,29 +341,30 @@ class _Rotor:
     def _run_forward(self, round_: Round, job: Job, stage: Stage, microbatch: int) -> None:
         flow = round_.flow_of(job)
         (segment,) = flow.segments
-        carry = self._take(round_, segment, microbatch)
+        carry, held = self._take(round_, segment, microbatch)
         values = round_.values[microbatch]
 
         def give(made: Carry) -> None:
             for name, value in made.items():
                 values[name] = self._bring_down(value)
 
-        with self.backend.hold(device_bytes(carry.values()), "carried values"):
-            self._retain(list(carry.values()))
+        with self.backend.hold(num_bytes(held), "carried values"):
+            self._retain(held)
+            del held
             stage.forward(segment, carry, microbatch, flow.gives, give)
 
     def _run_fused(self, round_: Round, job: Job, stage: Stage, visit: Visit, microbatch: int) -> None:
         (segment,) = round_.flow_of(job).segments
         assert round_.loss_fn is not None
-        carry = self._take(round_, segment, microbatch)
+        carry, held = self._take(round_, segment, microbatch)
         label = self._upload_structure(round_.labels[microbatch])
-        held = list(carry.values())
         with (
-            self.backend.hold(device_bytes(held), "carried values"),
-            self.backend.activations([visit.weights_memory, *structure.tensors(held)]),
+            self.backend.hold(num_bytes(held), "carried values"),
+            self.backend.activations([visit.weights_memory, *held]),
             round_.microbatch_context(),
         ):
             self._retain(held)
+            del held
             loss, outputs, gradients = stage.fused(
                 segment, carry, microbatch, round_.chain.exit, round_.loss_fn, label
             )
@@ -381,11 +381,10 @@ class _Rotor:
         for segment in flow.segments:
             if not stage.has_backward(segment):
                 continue
-            carry = self._take(round_, segment, microbatch)
-            held = list(carry.values())
+            carry, held = self._take(round_, segment, microbatch)
             with (
-                self.backend.hold(device_bytes(held), "carried values"),
-                self.backend.activations([visit.weights_memory, *structure.tensors(held)]),
+                self.backend.hold(num_bytes(held), "carried values"),
+                self.backend.activations([visit.weights_memory, *held]),
             ):
                 self._retain(held)
                 del held
@@ -410,19 +409,20 @@ class _Rotor:
         self.backend.check_ready(structure.tensors(up))
         return up
 
-    def _take(self, round_: Round, segment: Segment, microbatch: int) -> Carry:
-        """The values a segment reads, on the device, ready for COMPUTE."""
+    def _take(self, round_: Round, segment: Segment, microbatch: int) -> tuple[Carry, list[torch.Tensor]]:
+        """The values a segment reads, on the device, ready for COMPUTE; and the tensors in them."""
         backend = self.backend
         values = round_.values[microbatch]
-        carry = {}
+        carry: Carry = {}
         for name in segment.takes:
             held = values[name]
             for event in held.events:
                 backend.wait(Lane.UPLOAD, event)
             carry[name] = structure.map_tensors(held.value, backend.upload)
         backend.wait(Lane.COMPUTE, backend.record(Lane.UPLOAD))
-        backend.check_ready(structure.tensors(list(carry.values())))
-        return carry
+        tensors = structure.tensors(carry)
+        backend.check_ready(tensors)
+        return carry, tensors
 
     def _bring_down(self, value: Any) -> HostValue:
         """A device value on the host, with the event of its copy."""
@@ -498,6 +498,11 @@ class _After:
 
     def is_done(self) -> bool:
         return self._recorded().is_done()
+
+
+def num_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes of some tensors."""
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _sum(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

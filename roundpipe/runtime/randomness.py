@@ -23,17 +23,15 @@ def default_generator(device: torch.device) -> torch.Generator:
     return generators[device.index or 0]
 
 
-class drawing_from:
-    """Draw from ``seed`` on a device inside; its default generator goes on afterwards as if nothing had been.
-
-    On the CPU this holds for Python's and NumPy's module-level generators too.
+class DrawingFrom:
+    """While open, a device's default generator draws from a seed; afterwards it goes on as if nothing had been.
 
     Args:
         seed: of everything drawn inside.
         device: whose default generator is meant.
     """
 
-    __slots__ = ("_before", "_device", "_lock", "_seed")
+    __slots__ = ("_device", "_lock", "_seed", "_state")
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._seed = seed
@@ -44,19 +42,46 @@ class drawing_from:
     def __enter__(self) -> None:
         self._lock.acquire()
         generator = default_generator(self._device)
-        numpy = sys.modules.get("numpy") if self._device.type == "cpu" else None
-        self._before = generator.get_state(), random.getstate(), None if numpy is None else numpy.random.get_state()
+        self._state = generator.get_state()
         generator.manual_seed(self._seed)
-        if self._device.type == "cpu":
-            random.seed(self._seed)
-        if numpy is not None:
-            numpy.random.seed(self._seed & 0xFFFFFFFF)
 
     def __exit__(self, *exception: object) -> None:
-        state, of_python, of_numpy = self._before
-        default_generator(self._device).set_state(state)
-        if self._device.type == "cpu":
-            random.setstate(of_python)
-        if of_numpy is not None:
-            sys.modules["numpy"].random.set_state(of_numpy)
+        default_generator(self._device).set_state(self._state)
         self._lock.release()
+
+
+class PythonDrawingFrom:
+    """The same for the module-level generators of Python and NumPy; open it inside the CPU's `DrawingFrom`.
+
+    It costs as much as a few small operators, so it is for code that is known, or may turn out, to draw there.
+
+    Args:
+        seed: of everything drawn inside.
+    """
+
+    __slots__ = ("_numpy", "_of_numpy", "_of_python", "_seed", "drew")
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self.drew = False
+        """Whether anything was drawn inside; known once the context is closed."""
+
+    def __enter__(self) -> PythonDrawingFrom:
+        self._of_python = random.getstate()
+        random.seed(self._seed)
+        self._numpy = sys.modules.get("numpy")
+        if self._numpy is not None:
+            self._of_numpy = self._numpy.random.get_state()
+            self._numpy.random.seed(self._seed & 0xFFFFFFFF)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        drawn = random.random()
+        random.seed(self._seed)
+        self.drew = drawn != random.random()
+        random.setstate(self._of_python)
+        if self._numpy is not None:
+            drawn = self._numpy.random.random_sample()
+            self._numpy.random.seed(self._seed & 0xFFFFFFFF)
+            self.drew = self.drew or drawn != self._numpy.random.random_sample()
+            self._numpy.random.set_state(self._of_numpy)

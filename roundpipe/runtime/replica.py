@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import nn
 from roundpipe.layers import EXECUTION_DEVICE
 
 _OWN = ("_parameters", "_buffers", "_modules")
+_CONTAINERS = (dict, OrderedDict, list, tuple, set)
 _PLAIN = (int, float, bool, str, type(None))
 
 
@@ -90,6 +92,8 @@ class Replica:
                     continue
                 if type(value) in _PLAIN:
                     plain[name] = value
+                    state[name] = value
+                elif type(value) in _CONTAINERS and not value:
                     state[name] = value
                 else:
                     state[name] = redirected = self._redirect(value)

@@ -141,6 +141,8 @@ class LayerWeights:
         self.writes_buffers: dict[bool, bool] = {}
         """Whether a forward writes buffers, by whether any module of the layer is in training mode; learned
         by comparing values, since some operators (batch_norm) write without a change of version."""
+        self.draws_python: dict[bool, bool] = {}
+        """Whether a forward draws from Python's or NumPy's generators, by the same; learned at the first call."""
 
     def lay_out(self, may_pack: Callable[[torch.Tensor], bool]) -> None:
         """Place every tensor; those that may be packed come first."""
@@ -399,6 +401,15 @@ class BoundLayer:
     @writes_buffers.setter
     def writes_buffers(self, value: bool) -> None:
         self.weights.writes_buffers[self._is_training] = value
+
+    @property
+    def draws_python(self) -> bool | None:
+        """Whether a forward in the current mode draws from Python's or NumPy's generators; None: not known yet."""
+        return self.weights.draws_python.get(self._is_training)
+
+    @draws_python.setter
+    def draws_python(self, value: bool) -> None:
+        self.weights.draws_python[self._is_training] = value
 
     def buffer_versions(self) -> list[tuple[int, int]]:
         """Identity and version of every buffer, to tell whether a forward wrote one."""

@@ -21,6 +21,7 @@ from roundpipe import structure
 from roundpipe.layers import Carry, Exit, LayerSpec, is_differentiable
 from roundpipe.runtime.backend import Backend, Lane
 from roundpipe.runtime.flow import Segment
+from roundpipe.runtime.randomness import PythonDrawingFrom
 from roundpipe.runtime.recompute import BufferHistory, SavedData, layer_seed, recomputing
 from roundpipe.runtime.residency import BoundLayer
 
@@ -210,8 +211,7 @@ class Stage:
         carry = {name: values[name] for name in spec.reads}
         try:
             if spec.draws_random and around.preserve_rng_state:
-                with self.backend.random(layer_seed(around.base_seed, layer.index, microbatch)):
-                    made = layer.bound.module(carry)
+                made = self._seeded(layer.bound, carry, layer_seed(around.base_seed, layer.index, microbatch))
             else:
                 made = layer.bound.module(carry)
         except Exception as error:
@@ -219,6 +219,16 @@ class Stage:
             self._note(error, microbatch, phase, f"layer {layer.index} ({layer.spec.name}), module {module}, ")
             raise
         return {name: made[name] for name in spec.makes}
+
+    def _seeded(self, bound: BoundLayer, carry: Carry, seed: int) -> Carry:
+        """A layer's result with everything it draws drawn from a seed."""
+        with self.backend.random(seed):
+            if bound.draws_python is False:
+                return bound.module(carry)
+            with PythonDrawingFrom(seed) as drawing:
+                made = bound.module(carry)
+            bound.draws_python = bound.draws_python or drawing.drew
+            return made
 
     def _note(self, error: Exception, microbatch: int, phase: str, layer: str = "") -> None:
         """Adds to an exception where in the pipeline it was raised."""
@@ -267,10 +277,3 @@ def _failing_module(error: BaseException, bound: BoundLayer) -> str | None:
         found = names.get(id(owner), found)
         trace = trace.tb_next
     return found
-
-
-def device_bytes(values: Iterable[Any]) -> int:
-    """Bytes of the tensors in some values."""
-    return sum(tensor.nbytes for value in values for tensor in structure.tensors(value))
-
-

@@ -11,7 +11,7 @@ from torch import nn
 from roundpipe.errors import SynchronizationError
 from roundpipe.runtime.backend import Device, Lane
 from roundpipe.runtime.cpu import CpuBackend
-from roundpipe.runtime.randomness import drawing_from
+from roundpipe.runtime.randomness import DrawingFrom
 
 
 def backend(name="test", **limits):
@@ -150,7 +150,7 @@ def test_drawing_leaves_the_generator_as_it_was():
     before = torch.get_rng_state()
     with backend().random(5):
         first = torch.rand(3)
-    with pytest.raises(KeyError), drawing_from(5, torch.device("cpu")):
+    with pytest.raises(KeyError), DrawingFrom(5, torch.device("cpu")):
         assert torch.equal(torch.rand(3), first)
         raise KeyError
     assert torch.equal(torch.get_rng_state(), before)
