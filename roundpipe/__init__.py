@@ -10,6 +10,8 @@
 
 from roundpipe.api import compile
 from roundpipe.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
     ClosedError,
     ConfigError,
     DeadlockError,
@@ -34,6 +36,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AutoRoundPipe",
+    "CheckpointError",
+    "CheckpointNotFoundError",
     "ClosedError",
     "ConfigError",
     "DeadlockError",

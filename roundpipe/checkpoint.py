@@ -33,7 +33,8 @@ from torch import nn
 
 from roundpipe import checkpoint_files as files
 from roundpipe import checkpoint_state as portable
-from roundpipe.errors import ConfigError
+from roundpipe.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+from roundpipe.runtime.optimizer import ParameterPair
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +138,7 @@ class _Snapshot:
 def save(
     model: _Model,
     target: nn.Module,
-    pairs: Sequence[portable.Pair],
+    pairs: Sequence[ParameterPair],
     writer: BackgroundWriter,
     dir: str | os.PathLike[str],
     *,
@@ -154,6 +155,7 @@ def save(
             step = operator.index(step)
         except TypeError:
             raise ConfigError(f"step is {step!r}; give an int, or None") from None
+    files.safetensors_library()
     writer.wait()
     model.synchronize()
     folder = _absolute(dir)
@@ -245,7 +247,7 @@ def _configs(target: nn.Module) -> list[Any]:
 
 def load(
     model: _Model,
-    pairs: Sequence[portable.Pair],
+    pairs: Sequence[ParameterPair],
     writer: BackgroundWriter,
     dir: str | os.PathLike[str],
     *,
@@ -255,6 +257,7 @@ def load(
     weights_only: bool,
 ) -> Checkpoint:
     """See `RoundPipe.load_checkpoint`; everything is checked before anything is changed."""
+    files.safetensors_library()
     writer.wait()
     model.synchronize()
     folder = _absolute(dir)
@@ -267,7 +270,7 @@ def load(
         raise ConfigError(f"weights_only=True does not restore {', '.join(given)}; leave it out")
     found = files.read_whole(folder, lambda whole: (*files.read_weights(whole), _read_state(whole, weights_only)))
     if found is None:
-        raise ConfigError(f"there is no checkpoint at {folder}; give the folder that save_checkpoint wrote")
+        raise CheckpointNotFoundError(f"there is no checkpoint at {folder}; give the folder that save_checkpoint wrote")
     weights, aliases, state = found
     if not weights_only:
         _check_parts(given, state, folder)
@@ -305,9 +308,9 @@ def _read_state(folder: Path, weights_only: bool) -> dict[str, Any]:
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
-        raise ConfigError(f"{path} can't be read: {error}") from error
+        raise CheckpointError(f"{path} can't be read: {error}") from error
     if state["format"] > FORMAT:
-        raise ConfigError(
+        raise CheckpointError(
             f"{path} has format {state['format']}, this version reads up to {FORMAT}; install a newer roundpipe"
         )
     return state
@@ -350,7 +353,7 @@ def _fit(own: Mapping[str, Any], saved: Mapping[str, Any], aliases: Mapping[str,
     return values
 
 
-def _check_masters(masters: Mapping[str, torch.Tensor], pairs: Sequence[portable.Pair], folder: Path) -> None:
+def _check_masters(masters: Mapping[str, torch.Tensor], pairs: Sequence[ParameterPair], folder: Path) -> None:
     parameters = {pair.names[0]: pair.parameter for pair in pairs}
     wrong = [name for name, one in masters.items() if name not in parameters or parameters[name].shape != one.shape]
     portable.raise_misfit(
@@ -371,7 +374,7 @@ def _check_class(optimizer: torch.optim.Optimizer, saved: str, folder: Path) -> 
 
 
 @torch.no_grad()
-def _set_copies(masters: Mapping[str, torch.Tensor], pairs: Sequence[portable.Pair]) -> None:
+def _set_copies(masters: Mapping[str, torch.Tensor], pairs: Sequence[ParameterPair]) -> None:
     for pair in pairs:
         if pair.copy is not None and pair.names[0] in masters:
             pair.copy.copy_(masters[pair.names[0]])

@@ -1,9 +1,10 @@
 """What a checkpoint is on disk: weights in safetensors shards, in a folder that is replaced as a whole.
 
-*Weights.* The safetensors format (length of the header in 8 bytes, header as JSON, bytes of the tensors) is
-written and read here and not through its package, because then no tensor is copied on the way out, the
-interpreter is free while a background write goes on, and a full disk is an `OSError`. Reading maps the
-files, so that weights come into memory once, where they belong.
+*Weights.* Safetensors files, written and read by the library of that name, one shard after the other: a save
+takes host memory for at most the shard that is being written (`SHARD_BYTES`, or a single tensor that is larger).
+Most takes none: the library copies what it writes in some of its versions only, and here a tensor is copied
+that is not contiguous or not on the host. Reading maps the files, so that weights come into memory once, where
+they belong.
 
 *Replacing.* With one random token X for each save:
 
@@ -19,27 +20,29 @@ leftovers are put right or removed by the next save (`replacing`).
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import functools
 import json
 import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from types import ModuleType
+from typing import Any, TypeVar
 
 import torch
 
-from roundpipe.errors import ConfigError
+from roundpipe.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 
 Result = TypeVar("Result")
 
 STATE_FILE = "training_state.pt"
 """Everything but the weights; a folder that has it is a checkpoint."""
 
-SHARD_BYTES = 4 * 1024**3
-"""Largest file of weights, unless a single tensor is larger."""
+SHARD_BYTES = 2 * 1024**3
+"""Most bytes of weights in a file, and so in memory beside the model, unless a single tensor is larger."""
 
 NUM_READS = 20
 """How often a folder is read again that is replaced while it is read."""
@@ -50,30 +53,35 @@ _OWN_FILES = re.compile(
     r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|(generation_)?config\.json|"
     + re.escape(STATE_FILE)
 )
-_PIECE_BYTES = 64 * 1024**2
-
-_DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e8m0fnu: "F8_E8M0",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+_LIBRARY_MISSING = "checkpoints need the safetensors library; install it with pip install roundpipe[hf]"
 
 # Weights
+
+
+def safetensors_library() -> ModuleType:
+    """The library, also before there is something to write.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ConfigError(_LIBRARY_MISSING) from error
+    return safetensors
+
+
+@functools.cache
+def _has_dtype(dtype: torch.dtype) -> bool:
+    """Whether the library that is installed stores a dtype; found out by trying, since it has no list of them."""
+    library = safetensors_library()
+    try:
+        library.torch.save({"one": torch.empty(1, dtype=dtype)})
+    except ImportError as error:  # numpy, which the library needs for this
+        raise ConfigError(_LIBRARY_MISSING) from error
+    except Exception:  # a KeyError from its tables, or an error of its own
+        return False
+    return True
 
 
 def check_storable(name: str, tensor: torch.Tensor) -> None:
@@ -83,8 +91,8 @@ def check_storable(name: str, tensor: torch.Tensor) -> None:
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
         kind = type(tensor).__name__ if type(tensor) is not torch.Tensor else str(tensor.layout)
         raise ConfigError(f"{name} is a {kind}; a checkpoint holds plain dense tensors")
-    if tensor.dtype not in _DTYPE_NAMES:
-        raise ConfigError(f"{name} has dtype {tensor.dtype}, which the safetensors format does not have")
+    if not _has_dtype(tensor.dtype):
+        raise ConfigError(f"{name} has dtype {tensor.dtype}, which the safetensors library does not store")
 
 
 def write_weights(
@@ -94,7 +102,7 @@ def write_weights(
 
     Args:
         folder: where to.
-        tensors: by name, in host memory; not copied.
+        tensors: by name; copied, if at all, a shard at a time.
         aliases: further names of the tensors, noted in the files' metadata.
         shard_bytes: largest number of bytes of tensors in a file of more than one tensor.
     """
@@ -120,82 +128,63 @@ def write_weights(
 
 
 def _write_file(path: Path, tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> None:
-    """One safetensors file; larger elements first, so that each tensor is aligned."""
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    library = safetensors_library()
     here = {alias: name for alias, name in aliases.items() if name in tensors}
-    header: dict[str, Any] = {"__metadata__": {**here, "format": "pt"}}
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    try:
+        library.torch.save_file(_storable(tensors), path, metadata={**here, "format": "pt"})
+    except library.SafetensorError as error:  # also when the disk is full
+        raise CheckpointError(f"{path} can't be written: {error}") from error
+    path.chmod(mode)  # the library puts a file of its own there, which nobody else could read
+
+
+def _storable(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the library takes: contiguous tensors on the host, no two in the same memory; themselves where they are."""
+    dense = {name: tensor.detach().cpu().contiguous().resolve_conj().resolve_neg() for name, tensor in tensors.items()}
     end = 0
-    for name, tensor in ordered:
-        begin, end = end, end + tensor.nbytes
-        header[name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    with open(path, "wb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for _, tensor in ordered:
-            _write_bytes(file, tensor)
-
-
-def _write_bytes(file: BinaryIO, tensor: torch.Tensor) -> None:
-    dense = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
-    if dense.nbytes:
-        memory = memoryview((ctypes.c_char * dense.nbytes).from_address(dense.data_ptr()))
-        for begin in range(0, dense.nbytes, _PIECE_BYTES):
-            file.write(memory[begin : begin + _PIECE_BYTES])
+    for name, tensor in sorted(dense.items(), key=lambda item: item[1].data_ptr()):
+        if tensor.data_ptr() < end:
+            dense[name] = tensor.clone()
+        end = max(end, tensor.data_ptr() + tensor.nbytes)
+    return dense
 
 
 def read_weights(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The tensors of a folder, mapped from its files, and further names of some of them.
 
     Raises:
-        ConfigError: there are no weights, or a file is cut short or not what its header says.
+        CheckpointNotFoundError: the folder holds nothing of a checkpoint.
+        CheckpointError: weights are missing, or a file is cut short or not what its header says.
     """
     index = folder / _INDEX_FILE
     if index.is_file():
         try:
             files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         except (KeyError, ValueError) as error:
-            raise ConfigError(f"{index} can't be read as an index of shards: {error}") from error
+            raise CheckpointError(f"{index} can't be read as an index of shards: {error}") from error
     elif (folder / _WEIGHTS_FILE).is_file():
         files = [_WEIGHTS_FILE]
+    elif (folder / STATE_FILE).is_file():
+        raise CheckpointError(f"{folder} has {STATE_FILE}, and neither {_WEIGHTS_FILE} nor {_INDEX_FILE}")
     else:
-        raise ConfigError(f"{folder} has neither {_WEIGHTS_FILE} nor {_INDEX_FILE}; it is not a checkpoint")
+        raise CheckpointNotFoundError(f"{folder} has neither {_WEIGHTS_FILE} nor {_INDEX_FILE}; it is no checkpoint")
+    library = safetensors_library()
     tensors: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     for name in files:
         try:
             found, metadata = _read_file(folder / name)
-        except (KeyError, ValueError, OSError, RuntimeError) as error:
-            raise ConfigError(f"{folder / name} can't be read as safetensors: {error}") from error
+        except (library.SafetensorError, KeyError, ValueError, OSError, RuntimeError) as error:
+            raise CheckpointError(f"{folder / name} can't be read as safetensors: {error}") from error
         tensors.update(found)
         aliases.update((alias, name) for alias, name in metadata.items() if name in found)
     return tensors, aliases
 
 
 def _read_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    num_bytes = path.stat().st_size
-    with open(path, "rb") as file:
-        header_bytes = int.from_bytes(file.read(8), "little")
-        if header_bytes > num_bytes - 8:
-            raise ValueError(f"its header should have {header_bytes} bytes, the file has {num_bytes}")
-        header = json.loads(file.read(header_bytes))
-    metadata = header.pop("__metadata__", {})
-    mapped = torch.from_file(str(path), shared=False, size=num_bytes, dtype=torch.uint8)
-    tensors = {}
-    for name, entry in header.items():
-        dtype = _DTYPES[entry["dtype"]]
-        begin, end = (offset + 8 + header_bytes for offset in entry["data_offsets"])
-        if not 0 <= begin <= end <= num_bytes:
-            raise ValueError(f"{name} should end at byte {end}, the file has {num_bytes}")
-        piece = mapped[begin:end]
-        if begin % dtype.itemsize:
-            piece = piece.clone()
-        tensors[name] = piece.view(dtype).view(entry["shape"])
-    return tensors, metadata
+    with safetensors_library().safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:
@@ -244,7 +233,7 @@ def read_whole(folder: Path, read: Callable[[Path], Result]) -> Result | None:
             else:
                 if still_there():
                     return result
-    raise ConfigError(
+    raise CheckpointError(
         f"{folder} was replaced {NUM_READS} times while it was read; stop the saves, or read a copy of it"
     )
 

@@ -12,22 +12,15 @@ import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from roundpipe.errors import ConfigError
+from roundpipe.runtime.optimizer import ParameterPair
 
 _LEAVES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-
-
-class Pair(Protocol):
-    """A parameter, its names and the optimizer's copy of it."""
-
-    names: list[str]
-    parameter: nn.Parameter
-    copy: nn.Parameter | None
 
 
 # Plain values
@@ -81,12 +74,12 @@ def raise_misfit(what: str, problems: Mapping[str, Iterable[str]]) -> None:
 # Optimizer state by name
 
 
-def names_of_copies(pairs: Sequence[Pair]) -> dict[nn.Parameter, str]:
+def names_of_copies(pairs: Sequence[ParameterPair]) -> dict[nn.Parameter, str]:
     """The first name of each of the optimizer's parameters, also of those frozen since."""
     return {pair.copy: pair.names[0] for pair in pairs if pair.copy is not None}
 
 
-def copies_of_another_dtype(pairs: Sequence[Pair]) -> dict[str, nn.Parameter]:
+def copies_of_another_dtype(pairs: Sequence[ParameterPair]) -> dict[str, nn.Parameter]:
     """The optimizer's parameters that the model's weights don't tell exactly."""
     return {
         pair.names[0]: pair.copy for pair in pairs if pair.copy is not None and pair.copy.dtype != pair.parameter.dtype

@@ -9,6 +9,8 @@
     |- DeadlockError (RuntimeError)      a hand-off that did not happen before its deadline
     |- SynchronizationError (RuntimeError)  a tensor used before its hand-off was waited for
     |- MicrobatchError (ValueError)      inputs or outputs that can't be split or merged
+    |- CheckpointError (OSError)         a checkpoint that can't be written or read
+    |  `- CheckpointNotFoundError (FileNotFoundError)  there is none
     `- ClosedError (RuntimeError)        a call into a model that was closed
 
 A message says what was given, what is allowed and what to do. Exceptions raised by a user's own
@@ -19,6 +21,8 @@ a note that says where in the pipeline they were raised.
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointError",
+    "CheckpointNotFoundError",
     "ClosedError",
     "ConfigError",
     "DeadlockError",
@@ -66,6 +70,14 @@ class SynchronizationError(RoundPipeError, RuntimeError):
 
 class MicrobatchError(RoundPipeError, ValueError):
     """Inputs, labels or outputs can't be split into, or merged from, microbatches."""
+
+
+class CheckpointError(RoundPipeError, OSError):
+    """A checkpoint can't be written, or what is there can't be read."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint; one that is damaged is another error, so that nobody starts anew over it."""
 
 
 class ClosedError(RoundPipeError, RuntimeError):

@@ -1,6 +1,7 @@
 """Checkpoints: a resumed run equals one that never stopped, and no crash or error loses the previous one."""
 
 import collections
+import contextlib
 import errno
 import json
 import logging
@@ -21,7 +22,8 @@ from torch import nn
 
 import roundpipe
 from roundpipe import checkpoint, checkpoint_files, checkpoint_state
-from roundpipe.errors import ConfigError
+from roundpipe.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+from roundpipe.runtime.optimizer import OptimizerSide
 
 WIDTH = 6
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -332,6 +334,26 @@ def test_a_load_drops_gradients(tmp_path):
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_the_pairs_of_an_optimizer_side():
+    tied = Tied()
+    tied.inner.requires_grad_(False)
+    side = OptimizerSide(tied.named_parameters(remove_duplicate=False), torch.float64)
+    try:
+        pairs = side.parameter_pairs()
+        assert [tuple(pair.names) for pair in pairs] == [
+            ("embedding.weight", "head.weight"),
+            ("inner.weight",),
+            ("inner.bias",),
+        ]
+        assert [pair.parameter for pair in pairs] == [tied.embedding.weight, tied.inner.weight, tied.inner.bias]
+        assert [pair.copy for pair in pairs] == [None] * 3
+        (copy,) = side.optim_parameters()
+        tied.embedding.requires_grad_(False)
+        assert pairs[0].copy is copy and pairs[1].copy is None
+    finally:
+        side.close()
+
+
 # ------------------------------------------------------------------------------------------- weights
 
 
@@ -366,27 +388,91 @@ def test_tied_weights_are_saved_once_and_load_tied_or_not(tmp_path):
         assert_equal(dict(model.state_dict()), {n: t for n, t in expected.items() if not n.startswith("optim")})
 
 
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+    *(torch.bool, torch.complex64),
+]
+
+
+def assert_same_bits(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
+        bits = [one.contiguous().reshape(-1).view(torch.uint8) for one in (found[name], tensor)]
+        assert torch.equal(*bits), name
+
+
 def test_weights_are_safetensors_both_ways(tmp_path):
     library = pytest.importorskip("safetensors.torch")
-    tensors = {
-        f"{dtype} {shape}": torch.randint(0, 2, shape).to(dtype)
-        for dtype in checkpoint_files._DTYPE_NAMES
-        for shape in ((), (3,), (0, 2), (5, 3))
-        if dtype != torch.float8_e8m0fnu
-    }
+    shapes = ((), (3,), (0, 2), (5, 3))
+    tensors = {f"{dtype} {shape}": torch.randint(0, 2, shape).to(dtype) for dtype in DTYPES for shape in shapes}
     tensors["scales"] = torch.ones(3).to(torch.float8_e8m0fnu)
-    tensors["transposed"] = torch.randn(3, 4).t()
+    for name, tensor in tensors.items():
+        checkpoint_files.check_storable(name, tensor)
     checkpoint_files.write_weights(tmp_path, tensors, {})
     found = library.load_file(tmp_path / "model.safetensors")
-    assert found.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        same = tensor.contiguous()
-        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
-        assert torch.equal(found[name].reshape(-1).view(torch.uint8), same.reshape(-1).view(torch.uint8)), name
-    library.save_file({name: tensor.contiguous() for name, tensor in found.items()}, tmp_path / "model.safetensors")
-    again, _ = checkpoint_files.read_weights(tmp_path)
-    for name, tensor in found.items():
-        assert torch.equal(again[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+    assert_same_bits(found, tensors)
+    library.save_file(found, tmp_path / "model.safetensors")
+    assert_same_bits(checkpoint_files.read_weights(tmp_path)[0], tensors)
+
+
+def test_weights_that_the_library_would_refuse_are_written(tmp_path):
+    memory, complex_ones = torch.arange(24.0), torch.randn(3, dtype=torch.complex64)
+    tensors = {
+        "transposed": torch.randn(3, 4).t(),
+        "expanded": torch.randn(3, 1).expand(3, 4),
+        "all": memory,
+        "beginning": memory[:8],
+        "overlapping": memory[4:12],
+        "nothing": memory[6:6],
+        "disjoint": torch.randn(8)[:3],
+        "conjugated": complex_ones.conj(),
+        "negative": complex_ones.conj().imag,
+    }
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    checkpoint_files.write_weights(tmp_path, tensors, {})
+    assert_same_bits(
+        checkpoint_files.read_weights(tmp_path)[0], {n: t.resolve_conj().resolve_neg() for n, t in before.items()}
+    )
+    assert_equal(tensors, before)
+
+
+def test_without_the_library_the_remedy_is_named(tmp_path, monkeypatch):
+    with piped() as model:
+        model.save_checkpoint(tmp_path / "c", step=1)
+        with monkeypatch.context() as patched:
+            for name in [name for name in sys.modules if name.split(".")[0] == "safetensors"]:
+                patched.delitem(sys.modules, name)
+            patched.setitem(sys.modules, "safetensors", None)
+            for is_async in (False, True):
+                with pytest.raises(ConfigError, match=r"pip install roundpipe\[hf\]"):
+                    model.save_checkpoint(tmp_path / "c", is_async=is_async)
+            with pytest.raises(ConfigError, match=r"pip install roundpipe\[hf\]"):
+                model.load_checkpoint(tmp_path / "c")
+        assert model.load_checkpoint(tmp_path / "c").step == 1
+
+
+def test_a_library_without_numpy_is_as_good_as_none(monkeypatch):
+    library = pytest.importorskip("safetensors.torch")
+
+    def save(tensors):
+        raise ModuleNotFoundError("No module named 'numpy'")
+
+    monkeypatch.setattr(library, "save", save)
+    checkpoint_files._has_dtype.cache_clear()
+    with pytest.raises(ConfigError, match=r"pip install roundpipe\[hf\]"):
+        checkpoint_files.check_storable("weight", torch.ones(1))
+
+
+def test_all_files_can_be_read_by_those_the_umask_lets(tmp_path):
+    before = os.umask(0o027)
+    try:
+        with piped() as model:
+            model.save_checkpoint(tmp_path / "c")
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "c").iterdir()} == {0o640}
 
 
 def test_a_compiled_model_resumes_on_other_devices(tmp_path):
@@ -464,33 +550,55 @@ def anonymous_bytes():
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon:"))
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux's count of anonymous memory")
-def test_writing_and_reading_take_no_second_copy_of_the_weights(tmp_path):
-    model = roundpipe.RoundPipe(nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(6))), pin_model="off")
-    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+needs_proc = pytest.mark.skipif(
+    not os.path.exists("/proc/self/status"), reason="needs Linux's count of anonymous memory"
+)
+
+
+@contextlib.contextmanager
+def watched_bytes():
+    """The most anonymous memory taken since the last entry of the list was made."""
     peaks_bytes, over = [0], threading.Event()
+    before_bytes = anonymous_bytes()
 
     def watch():
         while not over.wait(0.002):
-            peaks_bytes[-1] = max(peaks_bytes[-1], anonymous_bytes())
+            peaks_bytes[-1] = max(peaks_bytes[-1], anonymous_bytes() - before_bytes)
 
-    with model:
-        before_bytes = anonymous_bytes()
-        thread = threading.Thread(target=watch)
-        thread.start()
-        try:
-            model.save_checkpoint(tmp_path / "c")
-            peaks_bytes.append(0)
-            model.load_checkpoint(tmp_path / "c")
-            peaks_bytes.append(0)
-            model.save_checkpoint(tmp_path / "c", is_async=True)
-            model.synchronize()
-        finally:
-            over.set()
-            thread.join()
-    saving, loading, in_background = (peak - before_bytes for peak in peaks_bytes)
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield peaks_bytes
+    finally:
+        over.set()
+        thread.join()
+
+
+@needs_proc
+def test_writing_and_reading_take_no_second_copy_of_the_weights(tmp_path, monkeypatch):
+    model = roundpipe.RoundPipe(nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(6))), pin_model="off")
+    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    monkeypatch.setattr(checkpoint_files.write_weights, "__defaults__", (weight_bytes // 6,))
+    with model, watched_bytes() as peaks_bytes:
+        model.save_checkpoint(tmp_path / "c")
+        peaks_bytes.append(0)
+        model.load_checkpoint(tmp_path / "c")
+        peaks_bytes.append(0)
+        model.save_checkpoint(tmp_path / "c", is_async=True)
+        model.synchronize()
+    saving, loading, in_background = peaks_bytes
     assert saving < weight_bytes / 3 and loading < weight_bytes / 3
-    assert 0.9 * weight_bytes < in_background < 1.3 * weight_bytes  # the copy that is documented
+    assert 0.9 * weight_bytes < in_background < 1.3 * weight_bytes  # the copy that is documented, and a shard
+
+
+@needs_proc
+def test_what_must_be_copied_is_copied_a_shard_at_a_time(tmp_path):
+    tensors = {f"{index}": torch.randn(2048, 2048).t() for index in range(8)}
+    one_bytes = tensors["0"].nbytes
+    with watched_bytes() as peaks_bytes:
+        checkpoint_files.write_weights(tmp_path, tensors, {}, one_bytes)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 8
+    assert 0.9 * one_bytes < peaks_bytes[0] < 3 * one_bytes
 
 
 def test_tied_weights_of_an_encoder_and_decoder(tmp_path):
@@ -829,17 +937,22 @@ def test_only_checkpoints_are_replaced_and_strangers_in_them_are_kept(tmp_path):
 def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path):
     folder = tmp_path / "c"
     with piped(depth=2) as model:
-        with pytest.raises(ConfigError, match=f"no checkpoint at {folder}"):
-            model.load_checkpoint(folder)
+        for make in (lambda: None, folder.mkdir, lambda: (folder / "notes.txt").write_text("")):
+            make()
+            with pytest.raises(FileNotFoundError, match=f"no checkpoint at {folder}|{folder} has neither") as caught:
+                model.load_checkpoint(folder)
+            assert type(caught.value) is CheckpointNotFoundError and isinstance(caught.value, roundpipe.RoundPipeError)
+        (folder / "notes.txt").unlink()
         with pytest.raises(ConfigError, match="dir is ''"):
             model.load_checkpoint("")
         model.save_checkpoint(folder)
 
-    def fails(model, match, *args, **kwargs):
+    def fails(model, match, *args, kind=ConfigError, **kwargs):
         before = clones(model)
         random_state = torch.get_rng_state()
-        with pytest.raises(ConfigError, match=match):
+        with pytest.raises(kind, match=match) as caught:
             model.load_checkpoint(folder, *args, **kwargs)
+        assert type(caught.value) is kind
         assert_equal(clones(model), before)
         assert torch.equal(torch.get_rng_state(), random_state)
 
@@ -870,13 +983,16 @@ def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path):
             whole = path.read_bytes()
             for num_bytes in (len(whole) - 8, 100, 4, 0):
                 path.write_bytes(whole[:num_bytes])
-                fails(model, match, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer))
+                fails(model, match, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer), kind=CheckpointError)
             path.write_bytes(whole)
         (folder / "model.safetensors.index.json").write_text("{}")
-        fails(model, "index.json can't be read as an index", optimizer)
+        fails(model, "index.json can't be read as an index", optimizer, kind=CheckpointError)
+        index = {"weight_map": {"0.0.weight": "model-00001-of-00001.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        fails(model, "of-00001.safetensors can't be read as safetensors", optimizer, kind=CheckpointError)
         (folder / "model.safetensors.index.json").unlink()
         (folder / "model.safetensors").unlink()
-        fails(model, "neither model.safetensors nor model.safetensors.index.json", optimizer)
+        fails(model, "neither model.safetensors nor model.safetensors.index", optimizer, kind=CheckpointError)
 
 
 def test_a_newer_format_is_refused(tmp_path, monkeypatch):
@@ -884,7 +1000,7 @@ def test_a_newer_format_is_refused(tmp_path, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(checkpoint, "FORMAT", 2)
             model.save_checkpoint(tmp_path / "c")
-        with pytest.raises(ConfigError, match="has format 2, this version reads up to 1"):
+        with pytest.raises(CheckpointError, match="has format 2, this version reads up to 1"):
             model.load_checkpoint(tmp_path / "c")
 
 

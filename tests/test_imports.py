@@ -26,6 +26,8 @@ NAMES = [str(path.relative_to(PACKAGE)) for path in SOURCES]
 
 PUBLIC_NAMES = {
     "AutoRoundPipe",
+    "CheckpointError",
+    "CheckpointNotFoundError",
     "ClosedError",
     "ConfigError",
     "DeadlockError",

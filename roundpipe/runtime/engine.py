@@ -285,6 +285,10 @@ class _Rotor:
             known[1].append(replica)
         return BoundLayer(self._weights(round_, host, index), replica)
 
+    def forget(self, layer: torch.nn.Module) -> None:
+        """Drop a layer's replicas; between rounds only."""
+        self._replicas.pop(id(layer), None)
+
     def _enter(self, round_: Round, opened: _OpenVisit) -> Stage:
         job, visit = opened.job, opened.visit
         visit.ready(with_gradients=job.phase is not Phase.FORWARD)
@@ -526,6 +530,8 @@ class Engine:
         self.backends = tuple(backends)
         self._rotors = [_Rotor(backend, f"{name} worker {i}", gate) for i, backend in enumerate(backends)]
         self._workers = [Worker(f"roundpipe {name} worker {i}") for i in range(len(backends))]
+        self._chains: list[tuple[weakref.ref[LayerChain], list[torch.nn.Module]]] = []
+        """Chains that ran here, and their layers, which the workers and the host's side know something about."""
         self._closed = False
         self.next_job = 0
 
@@ -548,6 +554,8 @@ class Engine:
             raise ClosedError("the model was closed; compile it again to go on")
         progress = round_.progress
         schedule = round_.schedule
+        self._forget_ended_chains(host)
+        self._remember(round_.chain)
         for index in range(schedule.num_layers):  # packing moves the user's tensors: not from several threads
             host.prepare(round_.chain.specs[index].name, round_.chain[index])
         busy = [worker for worker in range(self.num_workers) if schedule.tasks(worker)]
@@ -570,6 +578,22 @@ class Engine:
                 raise progress.error
             finally:
                 progress.error = None  # or the traceback, this frame and the error keep each other alive
+
+    def _remember(self, chain: LayerChain) -> None:
+        if not any(known() is chain for known, _ in self._chains):
+            self._chains.append((weakref.ref(chain), list(chain)))
+
+    def _forget_ended_chains(self, host: HostWeights) -> None:
+        """Drop what is kept per layer of chains that are gone, such as traces that newer ones replaced."""
+        ended = [layers for known, layers in self._chains if known() is None]
+        if not ended:
+            return
+        self._chains = [one for one in self._chains if one[0]() is not None]
+        alive = {id(layer) for _, layers in self._chains for layer in layers}
+        for layer in (layer for layers in ended for layer in layers if id(layer) not in alive):
+            host.forget(layer)
+            for rotor in self._rotors:
+                rotor.forget(layer)
 
     def peak_bytes(self, reset: bool = False) -> list[int]:
         """Per worker, the largest number of bytes in use on its device at once."""

@@ -22,10 +22,10 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ from roundpipe.runtime.gate import WeightGate
 from roundpipe.runtime.grad_scaler import GradScaler, ScalerScope
 from roundpipe.runtime.worker import Worker
 
-__all__ = ["GradScaler", "OptimizerCtx", "OptimizerSide", "inside_optimizer"]
+__all__ = ["GradScaler", "OptimizerCtx", "OptimizerSide", "ParameterPair", "inside_optimizer"]
 
 DEADLINE_S = 1800.0
 """How long a call waits for an update before it gives up."""
@@ -61,6 +61,22 @@ class OptimizerCtx:
 
     def __exit__(self, *exception: object) -> None:
         _INSIDE.reset(self._tokens.pop())
+
+
+class ParameterPair(Protocol):
+    """A parameter of the model and the optimizer's copy of it, as others see them."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """All of the parameter's names, in the model's order."""
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The model's."""
+
+    @property
+    def copy(self) -> nn.Parameter | None:
+        """The optimizer's, once it was asked for; it stays when the parameter is frozen."""
 
 
 @dataclass(slots=True, eq=False)
@@ -219,6 +235,10 @@ class OptimizerSide:
             assert pair.copy is not None
             yield (f"{prefix}.{name}" if prefix else name), pair.copy
 
+    def parameter_pairs(self) -> Sequence[ParameterPair]:
+        """Every parameter once, frozen ones too; makes no copies, and shows those that are made later."""
+        return tuple(self._pairs)
+
     def _trainable(self) -> list[_Pair]:
         """The pairs of trainable parameters; those that had no copy get one."""
         chosen = [pair for pair in self._pairs if pair.parameter.requires_grad]
@@ -369,9 +389,7 @@ class OptimizerSide:
         if update is None:
             return
         if _RUNNING.get() is self and not update.done.is_set():
-            raise ConfigError(
-                f"{waiter} was called inside an asynchronous step_fn; use step(..., is_async=False)"
-            )
+            raise ConfigError(f"{waiter} was called inside an asynchronous step_fn; use step(..., is_async=False)")
         if not update.done.wait(self._deadline_s):
             running_s = time.monotonic() - update.started_s
             raise DeadlockError(

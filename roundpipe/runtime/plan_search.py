@@ -335,7 +335,8 @@ class Search:
             return True
         self.num_ops_left -= _FIT_OPS
         stage = self.costs.forward(start, stop) if phase == "F" else self.costs.backward(start, stop)
-        return stage.weight_bytes <= cap_bytes and stage.own_bytes + cap_bytes <= self.budget_bytes
+        own_bytes = stage.gradient_bytes + stage.working_bytes
+        return stage.weight_bytes <= cap_bytes and 2 * cap_bytes + own_bytes <= self.budget_bytes
 
     def _longest(self, phase: str, edge: int, direction: int, in_time: int, cap_bytes: int | None) -> int:
         """Length of the longest range from an edge, ahead or back, that is within time and memory; 0: none."""

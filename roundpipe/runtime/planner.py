@@ -110,7 +110,7 @@ def peak_bytes(
     num_workers: int,
     recompute_grain: RecomputeGrain = "stage",
 ) -> int:
-    """Peak of device memory of a training plan: the largest job, with the weights that come up meanwhile."""
+    """Peak of device memory of a training plan: the largest job, with the memory that a worker keeps for weights."""
     stages = _training_stages(execute_plan, StageCosts(costs, recompute_grain))
     return max(stage_cost.job_needs(stages, num_workers))
 

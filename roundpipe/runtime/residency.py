@@ -248,16 +248,20 @@ class HostWeights:
         """Pack a layer at first sight, and again if its tensors got other shapes or dtypes since."""
         known = self._layers.get(id(layer))
         if known is not None and known.layer is layer and not known.is_current():
-            self._forget(known)
+            self._unpack(self._layers.pop(id(layer)))
         with torch.inference_mode(False):  # also if the first call is for inference, the weights can be trained later
             self.layer(name, layer)
 
-    def _forget(self, weights: LayerWeights) -> None:
-        del self._layers[id(weights.layer)]
-        if weights.packed is not None:
-            for key in [key for key, buffer in self._packed.items() if buffer is weights.packed]:
-                del self._packed[key]
-                self._owner = {one: owner for one, owner in self._owner.items() if owner != key}
+    def forget(self, layer: nn.Module) -> None:
+        """Drop what is known of a layer, and its buffer if no other layer known here has the same tensors."""
+        weights = self._layers.pop(id(layer), None)
+        if weights is not None and all(other.packed is not weights.packed for other in self._layers.values()):
+            self._unpack(weights)
+
+    def _unpack(self, weights: LayerWeights) -> None:
+        for key in [key for key, buffer in self._packed.items() if buffer is weights.packed]:
+            del self._packed[key]
+            self._owner = {one: owner for one, owner in self._owner.items() if owner != key}
 
     def layer(self, name: str, layer: nn.Module) -> LayerWeights:
         """The host side of a layer, packed at first sight."""

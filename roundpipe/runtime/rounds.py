@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +25,6 @@ from roundpipe.runtime.planner import plan as choose_plan
 from roundpipe.runtime.recompute import BufferHistory, SavedData, draw_base_seed
 from roundpipe.runtime.schedule import ExecutePlan, Phase, Schedule, ScheduleKind, make_schedule
 from roundpipe.runtime.stage import LossFunction, Surroundings
-from roundpipe.runtime.stage_cost import StageCosts
 
 GUESSED_ACTIVATIONS = 4
 """Values as large as the arguments that a layer of a chain without measured costs is taken to keep."""
@@ -129,45 +128,16 @@ class RoundMaker:
                 choose_plan,
                 num_workers=self._engine.num_workers,
                 num_microbatches=call.num_microbatches,
+                memory_budget_bytes=budget,
                 recompute_grain=config.recompute_grain,
                 names=[spec.name for spec in chain.specs],
             )
             costs = [cost.scaled(factor) for cost in chain.costs]
-            if budget is None:
-                plans[key] = choose(costs)
-            else:
-                try:
-                    plans[key] = self._fitting(choose, _with_guessed_activations(costs, call), config, budget)
-                except DeviceMemoryError:
-                    plans[key] = self._fitting(choose, costs, config, budget)  # a guess must not refuse what may fit
-        return plans[key]
-
-    def _fitting(
-        self, choose: Callable[..., ExecutePlan], costs: list[LayerCost], config: ResolvedConfig, budget: int
-    ) -> ExecutePlan:
-        """A plan that fits with the arena: the planner counts weights visit by visit, the arena keeps two for good."""
-        limit = budget
-        chosen: ExecutePlan | None = None
-        while chosen is None or (excess := self._peak_bytes(chosen, costs, config) - budget) > 0:
-            if chosen is not None:
-                limit -= excess
             try:
-                chosen = choose(costs, memory_budget_bytes=max(limit, 1))
+                plans[key] = choose(_with_guessed_activations(costs, call) if budget else costs)
             except DeviceMemoryError:
-                if chosen is None:
-                    raise
-                break
-        return chosen
-
-    def _peak_bytes(self, plan: ExecutePlan, costs: list[LayerCost], config: ResolvedConfig) -> int:
-        """Largest two consecutive visits of a worker, and the largest need of a job beside its weights."""
-        table = StageCosts(costs, config.recompute_grain)
-        assert plan.fused is not None
-        stages = [table.forward(*one) for one in plan.forward]
-        stages += [table.fused(*plan.fused), *(table.backward(*one) for one in plan.backward)]
-        weights = [stage.weight_bytes for stage in stages] + [0] * self._engine.num_workers
-        arena_bytes = max(map(sum, zip(weights, weights[self._engine.num_workers :], strict=False)))
-        return arena_bytes + max(stage.gradient_bytes + stage.working_bytes for stage in stages)
+                plans[key] = choose(costs)  # a guess must not refuse what may fit
+        return plans[key]
 
     def enter_values(self, call: Call) -> MicrobatchValues:
         """The first carry of each microbatch."""

@@ -323,14 +323,14 @@ class _Replay:
     # ----------------------------------------------------------------------------------- results
 
     def peak_bytes(self, worker: int) -> int:
-        """Largest need of a device: a running job, and the weights on their way meanwhile."""
-        peak = 0
-        for position, job in enumerate(self.jobs[worker]):
-            end_s = self.done["op", job.index, self.num_microbatches - 1]
-            coming = (one for one in self.jobs[worker][position + 1 :] if self.done["upload", one.index, -1] < end_s)
-            weight_bytes = sum(self.stage(one).weight_bytes for one in coming)
-            peak = max(peak, self.stage(job).own_bytes + weight_bytes)
-        return peak
+        """Largest need of a device: memory for two visits' weights, and the gradients and values of a running job."""
+        arena_bytes = working_bytes = 0
+        for schedule in self.rounds:
+            stages = [self.stage(job) for job in schedule.jobs if job.worker == worker]
+            weights = [stage.weight_bytes for stage in stages]
+            arena_bytes = max([arena_bytes, *map(sum, zip(weights, [*weights[1:], 0], strict=False))])
+            working_bytes = max([working_bytes, *(stage.gradient_bytes + stage.working_bytes for stage in stages)])
+        return arena_bytes + working_bytes
 
     def result(self) -> Simulation:
         """What happened in steady state; the last round is left out because nothing follows it."""

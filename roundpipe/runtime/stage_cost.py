@@ -106,15 +106,15 @@ class StageCosts:
 
 
 def job_needs(stages: Sequence[StageCost], num_workers: int) -> list[int]:
-    """Bytes of device memory that each job needs in steady state.
+    """Bytes of device memory in use while each job of a round runs.
 
-    While job K runs, the weights of job K + N come up; behind the last job the next round follows.
+    While job K runs, the weights of job K + N come up. A worker keeps one piece of memory for both, as large as the
+    two that are largest together, so the weights count the same for every job.
     """
-    num_jobs = len(stages)
-    return [
-        stage.own_bytes + stages[(position + num_workers) % num_jobs].weight_bytes
-        for position, stage in enumerate(stages)
-    ]
+    weights = [stage.weight_bytes for stage in stages]
+    following = [*weights[num_workers:], *[0] * num_workers]
+    arena_bytes = max(map(sum, zip(weights, following, strict=False)))
+    return [arena_bytes + stage.gradient_bytes + stage.working_bytes for stage in stages]
 
 
 def round_seconds(

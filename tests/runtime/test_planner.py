@@ -167,14 +167,14 @@ def test_peak_is_the_written_formula():
         LayerCost(weight_bytes=40, gradient_bytes=40, activation_bytes=70, workspace_bytes=9, carry_bytes=3),
     ]
     chosen = ExecutePlan([(0, 2)], (2, 3), [(0, 2)])
-    forward = 30 + 0 + 60 + 4 * 2
-    fused = 40 + 40 + 70 + 4 * 3
-    backward = 30 + 8 + 150 + 4 * 2
-    by_workers = {1: max(forward + 40, fused + 30, backward + 30), 2: max(forward + 30, backward + 40)}
-    for num_workers, expected in by_workers.items():
-        assert peak_bytes(chosen, costs, num_workers=num_workers) == expected
-    by_layer = 30 + 8 + 100 + 4 * 2 + 30
-    expected = max(by_layer, forward + 40, fused + 30)
+    forward = 0 + 60 + 4 * 2
+    fused = 40 + 70 + 4 * 3
+    backward = 8 + 150 + 4 * 2
+    weights = {1: 30 + 40, 2: 30 + 30, 3: 40}  # the largest two visits that follow each other on a worker
+    for num_workers, arena in weights.items():
+        assert peak_bytes(chosen, costs, num_workers=num_workers) == arena + max(forward, fused, backward)
+    by_layer = 8 + 100 + 4 * 2
+    expected = 30 + 40 + max(by_layer, forward, fused)
     assert peak_bytes(chosen, costs, num_workers=1, recompute_grain="layer") == expected
 
 

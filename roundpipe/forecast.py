@@ -1,0 +1,374 @@
+"""What training a model on given devices will take: the plan, seconds per step, bytes on devices and on the host.
+
+    target -> trace -> measure -> partition -> generate      the compiler's own steps, on fake tensors
+           -> RoundMaker.plan                                the plan that a run would choose
+           -> simulate                                       links, host memory and the optimizer included
+
+Nothing is allocated or run: compute times rest on FLOPs and bytes, and on what a device sustains of its datasheet.
+
+Invariant: the plan is that of the runtime for the same budget, so what is predicted is what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import Any, Literal, cast
+
+import torch
+
+from roundpipe.devices_data import DeviceSpec, Efficiency
+from roundpipe.errors import ConfigError, DeviceMemoryError, TraceError
+from roundpipe.fx.codegen import generate
+from roundpipe.fx.cost import DeviceProfile, measure
+from roundpipe.fx.partition import partition
+from roundpipe.fx.tracer import trace
+from roundpipe.layers import LayerChain, LayerCost, chain_of_modules
+from roundpipe.runtime.accelerator import FREE_MEMORY_SHARE
+from roundpipe.runtime.config import RecomputeGrain, RoundPipeRunConfig, resolve
+from roundpipe.runtime.engine import Engine
+from roundpipe.runtime.rounds import Call, RoundMaker
+from roundpipe.runtime.schedule import ExecutePlan, make_schedule
+from roundpipe.runtime.simulate import HardwareProfile, Idle, simulate
+from roundpipe.runtime.stage_cost import StageCosts
+from roundpipe.target import Target
+
+OptimizerName = Literal["adamw", "sgd"]
+
+_STATES = {"adamw": 2, "sgd": 0}
+"""Optimizer states per trained parameter, as large as its copy."""
+_COPY_ACCESSES = {"adamw": 8, "sgd": 3}
+"""Reads and writes of values of the optimizer's dtype in one step of one parameter: copy, gradient, states."""
+_MODEL_ACCESSES = 2
+"""Those of the model's dtype: the gradient read, the weight written."""
+WORTH_NAMING = 1.05
+"""How much faster a change must be to be suggested."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The devices and their host."""
+
+    device: DeviceSpec
+    num_devices: int
+    efficiency: Efficiency
+    host_bytes_per_s: float
+    """Host memory bandwidth that transfers and the optimizer share, sustained."""
+    host_memory_bytes: int | None = None
+    """None = not asked."""
+
+    @property
+    def budget_bytes(self) -> int:
+        """What the runtime uses of a device that nobody else uses."""
+        return int(self.device.memory_bytes * FREE_MEMORY_SHARE)
+
+    @property
+    def profile(self) -> DeviceProfile:
+        """The compiler's view of a device."""
+        return DeviceProfile(
+            flops_per_s=self.device.flops_per_s * self.efficiency.compute,
+            bytes_per_s=self.device.bytes_per_s * self.efficiency.bandwidth,
+            link_bytes_per_s=self.device.link_bytes_per_s * self.efficiency.link,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How it is trained."""
+
+    batch: int
+    """Samples per step."""
+    num_microbatches: int
+    optimizer: OptimizerName = "adamw"
+    optim_dtype: torch.dtype = torch.float32
+    recompute_grain: RecomputeGrain = "stage"
+
+    def __post_init__(self) -> None:
+        if self.batch < self.num_microbatches:
+            raise ConfigError(
+                f"a batch of {self.batch} can't be split into {self.num_microbatches} microbatches; raise --batch or "
+                "give --microbatches"
+            )
+
+    @property
+    def microbatch(self) -> int:
+        """Samples of the largest microbatch."""
+        return -(-self.batch // self.num_microbatches)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceNeed:
+    """Bytes that the fullest device holds at once."""
+
+    weights: int
+    """Of the stage that runs and of the next one."""
+    gradients: int
+    activations: int
+    """With the values carried between stages."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.activations
+
+
+@dataclass(frozen=True, slots=True)
+class HostNeed:
+    """Bytes in host memory."""
+
+    weights: int
+    gradients: int
+    optimizer_copies: int
+    optimizer_gradients: int
+    """Of the step that is being applied, while the next one's come down."""
+    optimizer_states: int
+    carried: int
+    """Stage inputs of all microbatches, kept for recomputation."""
+
+    @property
+    def total(self) -> int:
+        parts = (self.weights, self.gradients, self.optimizer_copies, self.optimizer_gradients, self.optimizer_states)
+        return sum(parts) + self.carried
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """A step in steady state."""
+
+    seconds_per_step: float
+    idle: Idle
+    """Mean over the devices."""
+    uploaded_bytes: float
+    downloaded_bytes: float
+
+
+@dataclass(slots=True)
+class Forecast:
+    """All that was found; ``plan``, ``device`` and ``speed`` are None if no plan fits on the devices."""
+
+    target: Target
+    chain: LayerChain
+    machine: Machine
+    training: Training
+    plan: ExecutePlan | None
+    device: DeviceNeed | None
+    host: HostNeed
+    speed: Speed | None
+    notes: list[str]
+    """What the figures leave out."""
+    reasons: list[str] = field(default_factory=list)
+    """Why it doesn't fit; none if it does."""
+    changes: list[str] = field(default_factory=list)
+    """What to change, with what that would bring."""
+
+    @property
+    def fits(self) -> bool:
+        return not self.reasons
+
+    def samples_per_s(self) -> float:
+        """Samples in a second; 0 if it doesn't run."""
+        return self.training.batch / self.speed.seconds_per_step if self.speed else 0.0
+
+
+def forecast(target: Target, machine: Machine, training: Training) -> Forecast:
+    """What a training run will take.
+
+    Args:
+        target: the model.
+        machine: the devices.
+        training: batch, microbatches, optimizer.
+
+    Raises:
+        ConfigError: the options don't go together.
+    """
+    kwargs = target.kwargs_for(training.microbatch)
+    notes: list[str] = []
+    chain = _chain(target, kwargs, machine.profile, notes)
+    if not target.has_loss:
+        notes.append("the loss is not part of the model's call: its time and memory are left out")
+    result = _at(target, chain, machine, training, notes)
+    for changed in _alternatives(training, result):
+        other = _at(target, chain, machine, changed, notes)
+        if other.fits and (not result.fits or other.samples_per_s() > result.samples_per_s() * WORTH_NAMING):
+            result.changes.append(_describe(training, changed, other, result))
+    if result.plan is None and not result.changes:
+        result.changes.append("shorter sequences, a device with more memory, or --lora (no gradients of the weights)")
+    host_bytes = machine.host_memory_bytes
+    if host_bytes is not None and result.host.total > host_bytes:
+        result.changes.append("host memory: --lora, --optimizer sgd or --optim-dtype bfloat16 need less of it")
+    return result
+
+
+def _chain(target: Target, kwargs: dict[str, Any], profile: DeviceProfile, notes: list[str]) -> LayerChain:
+    """The layers with costs for one microbatch."""
+    try:
+        with torch.enable_grad():
+            traced = trace(target.model, (), kwargs)
+    except TraceError as error:
+        notes.append(f"the model runs whole, as one layer, because its forward can't be traced: {error}")
+        notes.append("the costs of its compute are guesses, and its activations are not counted")
+        return chain_of_modules([("", target.model)])
+    costs = measure(traced, profile)
+    if traced.opaque:
+        notes.append(f"{len(traced.opaque)} modules stayed whole: {', '.join(list(traced.opaque)[:3])}")
+    estimated = sum(cost.estimated for cost in costs.values())
+    if estimated:
+        notes.append(f"the costs of {estimated} of {len(costs)} nodes are guessed from sizes")
+    return generate(traced, partition(traced, costs), costs)
+
+
+# One setting
+
+
+@dataclass(frozen=True, slots=True)
+class _Budget:
+    memory_budget_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _AbsentEngine:
+    """What planning asks an engine: how many workers, and how much memory each has."""
+
+    backends: tuple[_Budget, ...]
+
+    @property
+    def num_workers(self) -> int:
+        return len(self.backends)
+
+
+def _at(target: Target, chain: LayerChain, machine: Machine, training: Training, notes: list[str]) -> Forecast:
+    """The forecast for one setting, from a chain measured at any size."""
+    kwargs = target.kwargs_for(training.microbatch)
+    number = training.num_microbatches
+    config = resolve(
+        RoundPipeRunConfig(num_microbatch=number, recompute_grain=training.recompute_grain),
+        None,
+        num_devices=machine.num_devices,
+    )
+    call = Call(chain, config, [()] * number, [kwargs] * number, [()] * number, [None] * number, number)
+    factor = call.elements() / chain.example_elements if chain.example_elements else 1.0
+    costs = [cost.scaled(factor) for cost in chain.costs]
+    engine = _AbsentEngine((_Budget(machine.budget_bytes),) * machine.num_devices)
+    reasons, plan, device, speed = [], None, None, None
+    try:
+        plan = RoundMaker(cast(Engine, engine)).plan(call)
+    except DeviceMemoryError as error:
+        reasons.append(str(error))
+    else:
+        device = _device_need(plan, costs, machine.num_devices, training.recompute_grain)
+        speed = _speed(plan, costs, machine, training)
+    host = _host_need(target, training, plan, costs)
+    if machine.host_memory_bytes is not None and host.total > machine.host_memory_bytes:
+        reasons.append(f"the host needs {host.total:,} bytes of memory and has {machine.host_memory_bytes:,}")
+    return Forecast(target, chain, machine, training, plan, device, host, speed, notes, reasons)
+
+
+def _device_need(
+    plan: ExecutePlan, costs: Sequence[LayerCost], num_workers: int, grain: RecomputeGrain
+) -> DeviceNeed:
+    """Room for any two consecutive visits' weights, and the largest need of a job beside them."""
+    table = StageCosts(costs, grain)
+    assert plan.fused is not None
+    stages = [*(table.forward(*one) for one in plan.forward), table.fused(*plan.fused)]
+    stages += [table.backward(*one) for one in plan.backward]
+    weights = [stage.weight_bytes for stage in stages]
+    largest = max(stages, key=lambda stage: stage.gradient_bytes + stage.working_bytes)
+    return DeviceNeed(
+        weights=max(map(sum, zip_longest(weights, weights[num_workers:], fillvalue=0))),
+        gradients=largest.gradient_bytes,
+        activations=largest.working_bytes,
+    )
+
+
+def _host_need(
+    target: Target, training: Training, plan: ExecutePlan | None, costs: Sequence[LayerCost]
+) -> HostNeed:
+    parameters = {id(one): one for one in target.model.parameters()}.values()
+    buffers = {id(one): one for one in target.model.buffers()}.values()
+    trained = [one for one in parameters if one.requires_grad]
+    optimizer_bytes = sum(one.numel() for one in trained) * training.optim_dtype.itemsize
+    carried = 0
+    if plan is not None and plan.fused is not None:
+        starts = {start for start, _ in plan.backward} if training.recompute_grain == "stage" else range(plan.fused[0])
+        carried = sum(costs[start - 1].carry_bytes for start in {*starts, plan.fused[0]} if start)
+    return HostNeed(
+        weights=sum(one.nbytes for one in (*parameters, *buffers)),
+        gradients=sum(one.nbytes for one in trained),
+        optimizer_copies=optimizer_bytes,
+        optimizer_gradients=optimizer_bytes,
+        optimizer_states=optimizer_bytes * _STATES[training.optimizer],
+        carried=carried * training.num_microbatches,
+    )
+
+
+def _speed(plan: ExecutePlan, costs: Sequence[LayerCost], machine: Machine, training: Training) -> Speed:
+    """A replay with links, host memory and the optimizer; microbatches that are smaller than the largest count so."""
+    share = training.batch / (training.microbatch * training.num_microbatches)
+    replayed = [
+        replace(
+            cost,
+            forward_s=cost.forward_s * share,
+            backward_s=cost.backward_s * share,
+            num_parameters=_num_trained(cost),  # the replay updates as many
+        )
+        for cost in costs
+    ]
+    num_parameters = sum(cost.num_parameters for cost in costs)
+    item_bytes = sum(cost.weight_bytes for cost in costs) / num_parameters if num_parameters else 0.0
+    copies_bytes = _COPY_ACCESSES[training.optimizer] * training.optim_dtype.itemsize
+    link = machine.device.link_bytes_per_s * machine.efficiency.link
+    profile = HardwareProfile(
+        upload_bytes_per_s=link,
+        download_bytes_per_s=link,
+        host_bytes_per_s=machine.host_bytes_per_s,
+        optimizer_bytes_per_s=machine.host_bytes_per_s,
+        optimizer_bytes_per_parameter=round(copies_bytes + _MODEL_ACCESSES * item_bytes),
+    )
+    schedule = make_schedule(plan, machine.num_devices, training.num_microbatches)
+    found = simulate(schedule, replayed, profile, recompute_grain=training.recompute_grain)
+    causes = ("weights", "activations", "optimizer", "no_work")
+    idle = Idle(*(sum(getattr(one, cause) for one in found.idle) / len(found.idle) for cause in causes))
+    return Speed(found.seconds_per_round, idle, found.uploaded_bytes, found.downloaded_bytes)
+
+
+def _num_trained(cost: LayerCost) -> int:
+    """Trained parameters of a layer, from the share of its gradients in its weights."""
+    if not cost.weight_bytes:
+        return 0
+    return round(cost.num_parameters * min(cost.gradient_bytes / cost.weight_bytes, 1.0))
+
+
+# What to change
+
+
+def _alternatives(training: Training, result: Forecast) -> Iterator[Training]:
+    """Settings to try: for memory if nothing fits, otherwise for speed."""
+    other_grain: RecomputeGrain = "layer" if training.recompute_grain == "stage" else "stage"
+    number, batch = training.num_microbatches, training.batch
+    if result.plan is not None:
+        yield replace(training, batch=2 * batch, num_microbatches=2 * number)
+        yield replace(training, recompute_grain=other_grain)
+        if number < batch:
+            yield replace(training, num_microbatches=min(2 * number, batch))
+        return
+    grains: tuple[RecomputeGrain, ...] = ("layer",) if training.recompute_grain == "layer" else ("stage", "layer")
+    for num_microbatches in sorted({number, min(2 * number, batch), batch}):
+        for grain in grains:
+            changed = replace(training, num_microbatches=num_microbatches, recompute_grain=grain)
+            if changed != training:
+                yield changed
+
+
+def _describe(training: Training, changed: Training, other: Forecast, result: Forecast) -> str:
+    """A change as options, and what it brings."""
+    options = []
+    if changed.batch != training.batch:
+        options.append(f"--batch {changed.batch}")
+    if changed.num_microbatches != training.num_microbatches:
+        options.append(f"--microbatches {changed.num_microbatches}")
+    if changed.recompute_grain != training.recompute_grain:
+        options.append(f"--recompute {changed.recompute_grain}")
+    if not result.fits:
+        return f"{' '.join(options)}: fits"
+    gain = other.samples_per_s() / result.samples_per_s() - 1
+    return f"{' '.join(options)}: {gain:+.0%} throughput"
