@@ -36,7 +36,7 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
     }
     if torch.accelerator.is_available():
-        device = torch.accelerator.current_accelerator()
+        device = torch.accelerator.current_accelerator(check_available=True)
         found["accelerator"] = f"{torch.accelerator.device_count()} x {device}"
         if torch.cuda.is_available():
             found["accelerator"] += f" ({torch.cuda.get_device_name()})"

@@ -47,7 +47,6 @@ class Block(nn.Module):
         return hidden + self.down(nn.functional.gelu(self.up(self.norm(hidden))))
 
 
-
 @dataclass
 class Comparison:
     """Medians in seconds of one call on either side, and what is made of them."""

@@ -7,7 +7,7 @@ resident memory, the memory that Python and torch objects hold, threads and open
 
     resident    medians of the first and the last fifth of the samples, at most 2 % apart
     tensors     bytes of the live tensors, likewise; nothing but the models, their gradients and moments may stay
-    threads     never more than at the first sample, likewise open files
+    threads     of the process, never more than at the first sample; likewise open files
 
     python benchmarks/soak.py --calls 2000 --json benchmarks/results/soak.json
 """
@@ -20,7 +20,6 @@ import gc
 import os
 import random
 import statistics
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -79,7 +78,8 @@ def tensor_bytes() -> int:
 def sample(calls: int) -> Sample:
     """What is held now."""
     gc.collect()
-    return Sample(calls, resident_bytes(), tensor_bytes(), threading.active_count(), len(os.listdir("/proc/self/fd")))
+    threads, files = (len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd"))
+    return Sample(calls, resident_bytes(), tensor_bytes(), threads, files)
 
 
 class Trainee:
@@ -195,13 +195,10 @@ def soak(num_calls: int, seed: int) -> tuple[list[Sample], dict[str, int]]:
             trainees[0] = Trainee(roundpipe.RoundPipe(net, devices=["cpu"] * 2, name="blocks"), again.draw)
             del again
         if index >= first and (index - first) % every == 0:
-            for trainee in trainees:
+            for trainee in trainees:  # all threads run and all moments are there, so that samples can be compared
+                trainee.model.forward_backward(input_kwargs=trainee.draw(chance), loss_fn=loss_function)
+                trainee.model.step(trainee.update)
                 trainee.model.synchronize()
-            if not samples:  # every thread and every gradient there is, so that later samples can be compared
-                for trainee in trainees:
-                    trainee.model.forward_backward(input_kwargs=trainee.draw(chance), loss_fn=loss_function)
-                    trainee.model.step(trainee.update, is_async=False)
-            for trainee in trainees:
                 trainee.model.zero_grad()
             samples.append(sample(index))
     kinds["traces"] = trainees[1].model.trace_count

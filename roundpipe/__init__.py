@@ -9,6 +9,7 @@
 """
 
 from roundpipe.api import compile
+from roundpipe.auto import AutoRoundPipe
 from roundpipe.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -23,6 +24,7 @@ from roundpipe.errors import (
     SynchronizationError,
     TraceError,
 )
+from roundpipe.explain import explain
 from roundpipe.runtime.backend import Device
 from roundpipe.runtime.config import RoundPipeRunConfig, num_microbatches
 from roundpipe.runtime.microbatch import RoundPipePackedData
@@ -30,7 +32,7 @@ from roundpipe.runtime.optimizer import GradScaler, OptimizerCtx
 from roundpipe.runtime.pipe import RoundPipe
 from roundpipe.runtime.recompute import doing_recompute, get_recompute_data, save_for_recompute
 from roundpipe.runtime.schedule import ExecutePlan, ModelExecutePlan
-from roundpipe.wrap import AutoRoundPipe
+from roundpipe.wrap import wrap_model_to_roundpipe
 
 __version__ = "0.1.0"
 
@@ -58,7 +60,9 @@ __all__ = [
     "TraceError",
     "compile",
     "doing_recompute",
+    "explain",
     "get_recompute_data",
     "num_microbatches",
     "save_for_recompute",
+    "wrap_model_to_roundpipe",
 ]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe.auto import AutoRoundPipe
 from roundpipe.errors import ConfigError, TraceError
 from roundpipe.fx.partition import Balance
 from roundpipe.fx.source import TracedSource
@@ -21,9 +22,11 @@ from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.runtime.devices import DeviceLike
 from roundpipe.runtime.pipe import RoundPipe, caller_name
 from roundpipe.runtime.residency import PinMode
-from roundpipe.wrap import AutoRoundPipe
+from roundpipe.wrap import check_model, wrap_parts
 
 logger = logging.getLogger(__name__)
+
+_WRAP_OPTIONS = ("lower_threshold", "upper_threshold", "skip_modules", "override_config")
 
 
 def compile(
@@ -58,8 +61,10 @@ def compile(
         balance: what layers are balanced by: ``"time"`` (FLOPs and bytes), ``"size"`` (weight bytes), or a
             function from a module to a weight.
         fallback: what to do when the model's own forward can't be traced: True warns and returns an
-            `AutoRoundPipe`, False raises.
-        **wrap_kwargs: options of the fallback.
+            `AutoRoundPipe`, which runs that forward on the CPU and its modules on the devices; at the first call it is
+            too late for that, and the model runs whole, as one layer. False raises.
+        **wrap_kwargs: options of the fallback: ``lower_threshold``, ``upper_threshold``, ``skip_modules`` and
+            ``override_config``, see `roundpipe.wrap_model_to_roundpipe`.
 
     Returns:
         A `RoundPipe`; an `AutoRoundPipe` if the model can't be traced.
@@ -68,16 +73,14 @@ def compile(
         ConfigError: an argument can't be used as given.
         TraceError: the model can't be traced, and ``fallback`` is False.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"compile takes an nn.Module, got {type(model).__name__}")
-    if isinstance(model, RoundPipe):
-        raise ConfigError("the model is compiled already; pass the original, which is model.model")
+    check_model(model)
     if not (balance in ("time", "size") if isinstance(balance, str) else callable(balance)):
         raise ConfigError(f"balance={balance!r}; allowed are 'time', 'size' or a function from a module to a weight")
     if not isinstance(example_args, tuple):
         raise ConfigError(f"example_args is {type(example_args).__name__}; give a tuple, such as (x,)")
-    if wrap_kwargs:
-        raise ConfigError(f"compile has no option {', '.join(map(repr, wrap_kwargs))}; see help(roundpipe.compile)")
+    unknown = [repr(option) for option in wrap_kwargs if option not in _WRAP_OPTIONS]
+    if unknown:
+        raise ConfigError(f"compile has no option {', '.join(unknown)}; see help(roundpipe.compile)")
     name = name or caller_name()
     settings: dict[str, Any] = {
         "optim_dtype": optim_dtype,
@@ -87,20 +90,23 @@ def compile(
         "devices": devices,
     }
 
+    has_example = bool(example_args) or example_kwargs is not None
+
     def on_failure(error: TraceError) -> None:
         if not fallback:
             raise error
+        runs = "runs module by module, as an AutoRoundPipe" if has_example else "runs whole, as one layer"
         warnings.warn(
-            f"{type(model).__name__} runs whole, as an AutoRoundPipe, because its forward can't be traced: {error}",
-            stacklevel=6,
+            f"{type(model).__name__} {runs}, because its forward can't be traced: {error}",
+            stacklevel=5 if has_example else 6,
         )
 
-    if not example_args and example_kwargs is None:
+    if not has_example:
         return RoundPipe.from_source(model, TracedSource(model, balance, on_failure, _dummy_inputs(model)), **settings)
     source = TracedSource(model, balance, on_failure)
     source.chain_for(example_args, example_kwargs or {})
     if source.is_whole:
-        return AutoRoundPipe(model, **settings)
+        return wrap_parts(model, settings, splits_inside=False, **wrap_kwargs)
     pipe = RoundPipe.from_source(model, source, **settings)
     logger.info("%s", pipe.partition_table())
     return pipe

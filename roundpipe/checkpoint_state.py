@@ -147,7 +147,7 @@ def _accelerator(kind: str | None = None) -> tuple[str, Any] | None:
     """The accelerator's type and torch's module for it: if it has been used, or is of the type given."""
     if not torch.accelerator.is_available():
         return None
-    device = torch.accelerator.current_accelerator()
+    device = torch.accelerator.current_accelerator(check_available=True)
     assert device is not None
     module = torch.get_device_module(device)
     if not hasattr(module, "is_initialized"):  # such as MPS, whose generator is asked in another way

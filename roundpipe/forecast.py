@@ -2,11 +2,11 @@
 
     target -> trace -> measure -> partition -> generate      the compiler's own steps, on fake tensors
            -> RoundMaker.plan                                the plan that a run would choose
-           -> simulate                                       links, host memory and the optimizer included
+           -> measure for the device -> simulate             links, host memory and the optimizer included
 
 Nothing is allocated or run: compute times rest on FLOPs and bytes, and on what a device sustains of its datasheet.
 
-Invariant: the plan is that of the runtime for the same budget, so what is predicted is what runs.
+Invariant: layers and plan are those that the runtime chooses for the same budget, so what is predicted is what runs.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ _MODEL_ACCESSES = 2
 """Those of the model's dtype: the gradient read, the weight written."""
 WORTH_NAMING = 1.05
 """How much faster a change must be to be suggested."""
+MUCH_IDLE = 0.05
+"""Share of idle time above which a larger batch is tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,18 @@ class Speed:
     idle: Idle
     """Mean over the devices."""
     uploaded_bytes: float
+    """Per step, all devices."""
     downloaded_bytes: float
+    """Per step, all devices."""
+    link_s: float
+    """Least time of a step if only the busier direction of the links counted."""
+    host_s: float
+    """Least time of a step if only host memory counted: transfers and the optimizer."""
+
+    @property
+    def compute_s(self) -> float:
+        """What each device computes in a step."""
+        return self.seconds_per_step * (1.0 - self.idle.total)
 
 
 @dataclass(slots=True)
@@ -148,6 +161,9 @@ class Forecast:
 
     target: Target
     chain: LayerChain
+    """The layers, with the costs that they and the plan were chosen by."""
+    costs: tuple[LayerCost, ...]
+    """Of one microbatch, in the device's seconds."""
     machine: Machine
     training: Training
     plan: ExecutePlan | None
@@ -183,14 +199,17 @@ def forecast(target: Target, machine: Machine, training: Training) -> Forecast:
     """
     kwargs = target.kwargs_for(training.microbatch)
     notes: list[str] = []
-    chain = _chain(target, kwargs, machine.profile, notes)
+    measured = _measured(target, kwargs, machine.profile, notes)
     if not target.has_loss:
         notes.append("the loss is not part of the model's call: its time and memory are left out")
-    result = _at(target, chain, machine, training, notes)
+    result = _at(target, measured, machine, training, notes)
     for changed in _alternatives(training, result):
-        other = _at(target, chain, machine, changed, notes)
-        if other.fits and (not result.fits or other.samples_per_s() > result.samples_per_s() * WORTH_NAMING):
-            result.changes.append(_describe(training, changed, other, result))
+        other = _at(target, measured, machine, changed, notes)
+        if other.plan is None or other.samples_per_s() < result.samples_per_s() * WORTH_NAMING:
+            continue
+        result.changes.append(_describe(training, changed, other, result))
+        if result.plan is None:
+            break  # the first that fits is the cheapest
     if result.plan is None and not result.changes:
         result.changes.append("shorter sequences, a device with more memory, or --lora (no gradients of the weights)")
     host_bytes = machine.host_memory_bytes
@@ -199,22 +218,34 @@ def forecast(target: Target, machine: Machine, training: Training) -> Forecast:
     return result
 
 
-def _chain(target: Target, kwargs: dict[str, Any], profile: DeviceProfile, notes: list[str]) -> LayerChain:
-    """The layers with costs for one microbatch."""
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """A model as layers."""
+
+    chain: LayerChain
+    """With the costs that a run would choose its plan by."""
+    device_costs: tuple[LayerCost, ...]
+
+
+def _measured(target: Target, kwargs: dict[str, Any], profile: DeviceProfile, notes: list[str]) -> _Measured:
+    """The layers, with costs for a microbatch like the keyword arguments."""
     try:
         with torch.enable_grad():
             traced = trace(target.model, (), kwargs)
     except TraceError as error:
         notes.append(f"the model runs whole, as one layer, because its forward can't be traced: {error}")
         notes.append("the costs of its compute are guesses, and its activations are not counted")
-        return chain_of_modules([("", target.model)])
-    costs = measure(traced, profile)
+        chain = chain_of_modules([("", target.model)])
+        return _Measured(chain, chain.costs)
+    costs = measure(traced)
     if traced.opaque:
         notes.append(f"{len(traced.opaque)} modules stayed whole: {', '.join(list(traced.opaque)[:3])}")
     estimated = sum(cost.estimated for cost in costs.values())
     if estimated:
         notes.append(f"the costs of {estimated} of {len(costs)} nodes are guessed from sizes")
-    return generate(traced, partition(traced, costs), costs)
+    parts = partition(traced, costs)
+    on_device = generate(traced, parts, measure(traced, profile))
+    return _Measured(generate(traced, parts, costs), on_device.costs)
 
 
 # One setting
@@ -236,9 +267,9 @@ class _AbsentEngine:
         return len(self.backends)
 
 
-def _at(target: Target, chain: LayerChain, machine: Machine, training: Training, notes: list[str]) -> Forecast:
-    """The forecast for one setting, from a chain measured at any size."""
-    kwargs = target.kwargs_for(training.microbatch)
+def _at(target: Target, measured: _Measured, machine: Machine, training: Training, notes: list[str]) -> Forecast:
+    """The forecast for one setting, from layers measured at any size."""
+    chain, kwargs = measured.chain, target.kwargs_for(training.microbatch)
     number = training.num_microbatches
     config = resolve(
         RoundPipeRunConfig(num_microbatch=number, recompute_grain=training.recompute_grain),
@@ -247,7 +278,7 @@ def _at(target: Target, chain: LayerChain, machine: Machine, training: Training,
     )
     call = Call(chain, config, [()] * number, [kwargs] * number, [()] * number, [None] * number, number)
     factor = call.elements() / chain.example_elements if chain.example_elements else 1.0
-    costs = [cost.scaled(factor) for cost in chain.costs]
+    costs = tuple(cost.scaled(factor) for cost in measured.device_costs)
     engine = _AbsentEngine((_Budget(machine.budget_bytes),) * machine.num_devices)
     reasons, plan, device, speed = [], None, None, None
     try:
@@ -260,12 +291,10 @@ def _at(target: Target, chain: LayerChain, machine: Machine, training: Training,
     host = _host_need(target, training, plan, costs)
     if machine.host_memory_bytes is not None and host.total > machine.host_memory_bytes:
         reasons.append(f"the host needs {host.total:,} bytes of memory and has {machine.host_memory_bytes:,}")
-    return Forecast(target, chain, machine, training, plan, device, host, speed, notes, reasons)
+    return Forecast(target, chain, costs, machine, training, plan, device, host, speed, notes, reasons)
 
 
-def _device_need(
-    plan: ExecutePlan, costs: Sequence[LayerCost], num_workers: int, grain: RecomputeGrain
-) -> DeviceNeed:
+def _device_need(plan: ExecutePlan, costs: Sequence[LayerCost], num_workers: int, grain: RecomputeGrain) -> DeviceNeed:
     """Room for any two consecutive visits' weights, and the largest need of a job beside them."""
     table = StageCosts(costs, grain)
     assert plan.fused is not None
@@ -280,9 +309,7 @@ def _device_need(
     )
 
 
-def _host_need(
-    target: Target, training: Training, plan: ExecutePlan | None, costs: Sequence[LayerCost]
-) -> HostNeed:
+def _host_need(target: Target, training: Training, plan: ExecutePlan | None, costs: Sequence[LayerCost]) -> HostNeed:
     parameters = {id(one): one for one in target.model.parameters()}.values()
     buffers = {id(one): one for one in target.model.buffers()}.values()
     trained = [one for one in parameters if one.requires_grad]
@@ -328,7 +355,16 @@ def _speed(plan: ExecutePlan, costs: Sequence[LayerCost], machine: Machine, trai
     found = simulate(schedule, replayed, profile, recompute_grain=training.recompute_grain)
     causes = ("weights", "activations", "optimizer", "no_work")
     idle = Idle(*(sum(getattr(one, cause) for one in found.idle) / len(found.idle) for cause in causes))
-    return Speed(found.seconds_per_round, idle, found.uploaded_bytes, found.downloaded_bytes)
+    up, down = found.uploaded_bytes, found.downloaded_bytes
+    updated_bytes = sum(cost.num_parameters for cost in replayed) * profile.optimizer_bytes_per_parameter
+    return Speed(
+        seconds_per_step=found.seconds_per_round,
+        idle=idle,
+        uploaded_bytes=up,
+        downloaded_bytes=down,
+        link_s=max(up, down) / machine.num_devices / link,
+        host_s=(up + down + updated_bytes) / machine.host_bytes_per_s,
+    )
 
 
 def _num_trained(cost: LayerCost) -> int:
@@ -342,14 +378,15 @@ def _num_trained(cost: LayerCost) -> int:
 
 
 def _alternatives(training: Training, result: Forecast) -> Iterator[Training]:
-    """Settings to try: for memory if nothing fits, otherwise for speed."""
+    """Settings to try: for memory if no plan fits the devices, the cheapest first; otherwise for speed."""
     other_grain: RecomputeGrain = "layer" if training.recompute_grain == "stage" else "stage"
     number, batch = training.num_microbatches, training.batch
-    if result.plan is not None:
-        yield replace(training, batch=2 * batch, num_microbatches=2 * number)
-        yield replace(training, recompute_grain=other_grain)
-        if number < batch:
+    if result.speed is not None:
+        if result.speed.idle.total > MUCH_IDLE:
+            yield replace(training, batch=2 * batch, num_microbatches=2 * number)
+        if number < batch and result.speed.idle.no_work > MUCH_IDLE:
             yield replace(training, num_microbatches=min(2 * number, batch))
+        yield replace(training, recompute_grain=other_grain)
         return
     grains: tuple[RecomputeGrain, ...] = ("layer",) if training.recompute_grain == "layer" else ("stage", "layer")
     for num_microbatches in sorted({number, min(2 * number, batch), batch}):
@@ -368,7 +405,7 @@ def _describe(training: Training, changed: Training, other: Forecast, result: Fo
         options.append(f"--microbatches {changed.num_microbatches}")
     if changed.recompute_grain != training.recompute_grain:
         options.append(f"--recompute {changed.recompute_grain}")
-    if not result.fits:
-        return f"{' '.join(options)}: fits"
+    if result.plan is None:
+        return f"{' '.join(options)}: fits the devices"
     gain = other.samples_per_s() / result.samples_per_s() - 1
     return f"{' '.join(options)}: {gain:+.0%} throughput"

@@ -180,10 +180,10 @@ class _ModuleLayer(nn.Module):
 
     def __init__(self, name: str, module: nn.Module, reads: str, makes: str, unpack: bool) -> None:
         super().__init__()
-        self._modules[name] = module
         self.reads = reads
         self.makes = makes
         self.unpack = unpack
+        self._modules[name] = module  # after the attributes, since a name may be one of theirs
 
     def forward(self, carry: Carry) -> Carry:
         value = structure.map_tensors(carry[self.reads], _writable)

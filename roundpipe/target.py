@@ -9,6 +9,7 @@ Invariant: nothing is downloaded, no code that comes with a checkpoint is run, a
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -207,8 +208,11 @@ def _add_adapters(model: nn.Module, rank: int, dtype: torch.dtype) -> None:
     peft = _imported("peft", "--lora")
     model.requires_grad_(False)
     config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
     try:
-        peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=any(p.is_meta for p in model.parameters()))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # peft remarks on patterns that it has made itself
+            peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=on_meta)
     except Exception as error:
         raise ConfigError(f"--lora {rank}: {type(model).__name__} takes no adapters: {_first_line(error)}") from error
     for parameter in model.parameters():

@@ -1,49 +1,258 @@
-"""Models that can't be cut: the whole model as one layer, with the same calls around it."""
+"""Which modules run on the devices: `wrap_model_to_roundpipe`, and the recursion that `compile` falls back to.
+
+wrap_model_to_roundpipe ---- the graph compiler, unless refused; a `RoundPipe` if it can trace the model
+  `- wrap_parts ------------ otherwise a choice module by module, from the root down
+"""
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
-from roundpipe.layers import FixedChain, chain_of_modules
+from roundpipe.auto import AutoRoundPipe
+from roundpipe.errors import ConfigError, TraceError
+from roundpipe.fx.source import TracedSource
+from roundpipe.layers import weight_bytes_of
+from roundpipe.parts import IN_ONE_PIECE, is_sequential, overlaid
 from roundpipe.runtime.config import RoundPipeRunConfig
-from roundpipe.runtime.devices import DeviceLike
+from roundpipe.runtime.devices import resolve_devices
 from roundpipe.runtime.pipe import RoundPipe, caller_name
-from roundpipe.runtime.residency import PinMode
+
+logger = logging.getLogger(__name__)
+
+LOWER_THRESHOLD_BYTES = 16 * 1024
+
+_SETTINGS = ("optim_dtype", "pin_model", "devices")
+_TRACING = ("example_args", "example_kwargs", "balance")
 
 
-class AutoRoundPipe(RoundPipe):
-    """A model whose own forward can't be traced, run whole, microbatch by microbatch.
+def wrap_model_to_roundpipe(
+    model: nn.Module,
+    use_sequential_preset: bool | None = None,
+    lower_threshold: int = LOWER_THRESHOLD_BYTES,
+    upper_threshold: int | None = None,
+    skip_modules: Container[nn.Module] = [],
+    override_config: Mapping[nn.Module, RoundPipeRunConfig] = {},
+    model_run_config: RoundPipeRunConfig = RoundPipeRunConfig(),  # noqa: B008 - frozen
+    name: str | None = None,
+    **roundpipe_kwargs: Any,
+) -> RoundPipe | AutoRoundPipe:
+    """Wrap a model: cut by the graph compiler if it can be traced, otherwise module by module.
 
-    It has everything that `RoundPipe` has (forward, ``forward_backward``, the optimizer's side), but one
-    layer: all of it must fit on a device at once, and nothing overlaps between layers.
+    Module by module means, for the model and then for what is below it, the first of these that holds:
+
+    1. in ``skip_modules``: left as it is, on the CPU;
+    2. a ``nn.Sequential``: a pipeline with one layer per child;
+    3. parameters of its own of at least ``lower_threshold`` bytes, or at most ``upper_threshold`` bytes in all, and
+       a forward: a pipeline of one layer. It is not split into microbatches if it is smaller than ``lower_threshold``
+       or has the batch in another dimension than the first (``batch_first=False`` somewhere in it); an activation
+       with ``inplace=True`` is left on the CPU;
+    4. anything else runs its own forward on the CPU, and the choice is made for each of its children, or for each
+       element of a ``nn.ModuleList``.
+
+    The loss function of a Hugging Face model runs on the device. A module that does more than return a value (writes
+    into its arguments, stores tensors in attributes, is given objects such as caches) goes back to the CPU when it
+    is found out, with a warning. The model itself is not changed and keeps the parameters.
+
+    Each pipeline splits what it is given on dim 0, or gets other options from ``override_config``: say
+    ``num_microbatch=1`` for a module whose inputs have something else than the batch there. Elements of a
+    ``nn.ModuleList`` merge their outputs, since the code around may read them; ``merge_output=False`` for an element
+    whose outputs are only handed to the next one saves the merging.
+
+    Args:
+        model: any module; on the CPU.
+        use_sequential_preset: the graph compiler: None tries it, True requires it, False leaves it out. It traces at
+            once if there is an example or the model has ``dummy_inputs``, otherwise at the first call.
+        lower_threshold: bytes; see above.
+        upper_threshold: bytes; None: those of the whole model // (number of devices + 1).
+        skip_modules: modules that stay on the CPU; the model itself is given back as it is.
+        override_config: options of single modules that become pipelines.
+        model_run_config: defaults for every call.
+        name: for logs and traces; None: ``filename:line`` of the caller.
+        **roundpipe_kwargs: ``optim_dtype``, ``pin_model``, ``devices`` as for `RoundPipe`; ``example_args``,
+            ``example_kwargs``, ``balance`` as for `roundpipe.compile`.
+
+    Returns:
+        A `RoundPipe` if the model is one pipeline, else an `AutoRoundPipe`.
+
+    Raises:
+        ConfigError: an argument can't be used as given.
+        NotImplementedError: ``use_sequential_preset=True``, and the model can't be traced.
     """
+    unknown = [repr(one) for one in roundpipe_kwargs if one not in (*_SETTINGS, *_TRACING)]
+    if unknown:
+        allowed = ", ".join((*_SETTINGS, *_TRACING))
+        raise ConfigError(f"wrap_model_to_roundpipe has no option {', '.join(unknown)}; further ones are {allowed}")
+    check_model(model)
+    settings = {key: value for key, value in roundpipe_kwargs.items() if key in _SETTINGS}
+    if model in skip_modules:
+        return model  # type: ignore[return-value]
+    settings |= {"name": name or caller_name(), "model_run_config": model_run_config}
+    if use_sequential_preset is not False:
+        tracing = {key: value for key, value in roundpipe_kwargs.items() if key in _TRACING}
+        pipe = _traced(model, settings, required=bool(use_sequential_preset), **tracing)
+        if pipe is not None:
+            return pipe
+    return wrap_parts(
+        model,
+        settings,
+        lower_threshold=lower_threshold,
+        upper_threshold=upper_threshold,
+        skip_modules=skip_modules,
+        override_config=override_config,
+        splits_inside=True,
+    )
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optim_dtype: torch.dtype | None = None,
-        name: str | None = None,
-        model_run_config: RoundPipeRunConfig = RoundPipeRunConfig(),  # noqa: B008 - frozen
-        pin_model: PinMode = "alloc",
-        *,
-        devices: Sequence[DeviceLike] | DeviceLike | None = None,
-    ) -> None:
-        nn.Module.__init__(self)
-        source = FixedChain(chain_of_modules([("", model)]))
-        self._set_up(model, source, optim_dtype, name or caller_name(), model_run_config, pin_model, devices)
 
-    def forward_backward(self, *args: Any, **kwargs: Any) -> Any:
-        """See `RoundPipe.forward_backward`; warns once that nothing overlaps between layers."""
-        if not self.__dict__.get("_warned"):
-            self.__dict__["_warned"] = True
-            warnings.warn(
-                "forward_backward of an AutoRoundPipe runs the whole model microbatch by microbatch: "
-                "nothing overlaps between layers",
-                stacklevel=2,
-            )
-        return super().forward_backward(*args, **kwargs)
+def check_model(model: Any) -> None:
+    """Raise `ConfigError` for what is no model, or one that is wrapped already."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"a model is an nn.Module, got {type(model).__name__}")
+    if isinstance(model, RoundPipe):
+        raise ConfigError("the model is wrapped already; pass the original")
+
+
+def _traced(
+    model: nn.Module,
+    settings: Mapping[str, Any],
+    *,
+    required: bool,
+    example_args: tuple[Any, ...] = (),
+    example_kwargs: dict[str, Any] | None = None,
+    balance: Any = "time",
+) -> RoundPipe | None:
+    """The model as the graph compiler cuts it; None if its forward can't be traced."""
+    kind = type(model).__name__
+
+    def on_failure(error: TraceError) -> None:
+        if required:
+            raise NotImplementedError(f"use_sequential_preset=True, but {kind} can't be traced: {error}") from error
+        logger.info("%s can't be traced, so it is not cut by the graph compiler: %s", kind, error)
+
+    source = TracedSource(model, balance, on_failure)
+    if not example_args and example_kwargs is None:
+        dummy = getattr(model, "dummy_inputs", None)
+        example_kwargs = dict(dummy) if isinstance(dummy, dict) else None
+    if example_args or example_kwargs is not None:
+        source.chain_for(example_args, example_kwargs or {})
+        if source.is_whole:
+            return None
+        logger.info("%s is cut by the graph compiler; use_sequential_preset=False wraps its modules instead", kind)
+    else:
+        logger.info("%s will be cut by the graph compiler at its first call", kind)
+    return RoundPipe.from_source(model, source, **settings)
+
+
+def wrap_parts(
+    model: nn.Module,
+    settings: Mapping[str, Any],
+    *,
+    lower_threshold: int = LOWER_THRESHOLD_BYTES,
+    upper_threshold: int | None = None,
+    skip_modules: Container[nn.Module] = (),
+    override_config: Mapping[nn.Module, RoundPipeRunConfig] | None = None,
+    splits_inside: bool,
+) -> RoundPipe | AutoRoundPipe:
+    """Wrap a model module by module; see `wrap_model_to_roundpipe`.
+
+    Args:
+        model: not wrapped yet.
+        settings: of the wrapper: name, devices and so on.
+        lower_threshold, upper_threshold, skip_modules, override_config: see `wrap_model_to_roundpipe`.
+        splits_inside: see `AutoRoundPipe.of_parts`.
+    """
+    _check_options(model, lower_threshold, upper_threshold, override_config or {})
+    if upper_threshold is None:
+        upper_threshold = weight_bytes_of(model) // (len(resolve_devices(settings.get("devices"))) + 1)
+    choice = _Choice(lower_threshold, upper_threshold, skip_modules, override_config or {})
+    choice.visit(model)
+    choice.warn_of_ignored(model)
+    given = choice.parts.get(model) or choice.override.get(model) or RoundPipeRunConfig()
+    settings = {**settings, "model_run_config": overlaid(given, settings["model_run_config"])}
+    if model in choice.parts and (splits_inside or is_sequential(model)):
+        return RoundPipe(model, **settings)
+    if model in choice.parts or not (choice.parts or any(module in skip_modules for module in choice.left)):
+        return AutoRoundPipe(model, **settings)
+    return AutoRoundPipe.of_parts(model, choice.parts, choice.left, splits_inside=splits_inside, **settings)
+
+
+def _check_options(model: nn.Module, lower: Any, upper: Any, overrides: Any) -> None:
+    for name, value in (("lower_threshold", lower), ("upper_threshold", upper)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            if name == "upper_threshold" and value is None:
+                continue
+            raise ConfigError(f"{name}={value!r}; give a number of bytes")
+    known = set(model.modules())
+    for module, config in overrides.items():
+        if module not in known:
+            raise ConfigError(f"override_config has a {type(module).__name__} that is no module of the model")
+        if not isinstance(config, RoundPipeRunConfig):
+            raise ConfigError(f"override_config has a {type(config).__name__}; give RoundPipeRunConfig objects")
+
+
+@dataclass(slots=True)
+class _Choice:
+    """The choice for each module, made from the root down."""
+
+    lower_threshold: int
+    upper_threshold: int
+    skip: Container[nn.Module]
+    override: Mapping[nn.Module, RoundPipeRunConfig]
+    parts: dict[nn.Module, RoundPipeRunConfig] = field(default_factory=dict)
+    """Become pipelines."""
+    left: dict[nn.Module, None] = field(default_factory=dict)
+    """Are called as they are."""
+    opened: dict[nn.Module, None] = field(default_factory=dict)
+    """Run their own forward on the CPU, around what was chosen for their children."""
+
+    def visit(self, module: nn.Module) -> None:
+        """Choose for a module and what is below it."""
+        if module in self.parts or module in self.left or module in self.opened:
+            return
+        if module in self.skip or _is_inplace_activation(module):
+            self.left[module] = None
+        elif is_sequential(module) or self._is_one_layer(module):
+            given = self.override.get(module, RoundPipeRunConfig())
+            stays_whole = not is_sequential(module) and weight_bytes_of(module) < self.lower_threshold
+            if stays_whole or _has_batch_elsewhere(module):
+                given = overlaid(given, IN_ONE_PIECE)
+            self.parts[module] = given
+        else:
+            self.opened[module] = None
+            for child in module.children():
+                self.visit(child)
+
+    def _is_one_layer(self, module: nn.Module) -> bool:
+        if type(module).forward is nn.Module.forward:
+            return False
+        own_bytes = sum(one.numel() * one.element_size() for one in module.parameters(recurse=False))
+        return own_bytes >= self.lower_threshold or weight_bytes_of(module) <= self.upper_threshold
+
+    def warn_of_ignored(self, model: nn.Module) -> None:
+        """Warn of options for modules that are inside a pipeline or around one."""
+        for name, module in model.named_modules():
+            inside = module not in self.parts and module not in self.left and module not in self.opened
+            if inside and module in self.skip:
+                warnings.warn(
+                    f"skip_modules: {name} is inside a module that becomes one pipeline and runs with it on the "
+                    "devices; skip that one, or lower the thresholds",
+                    stacklevel=4,
+                )
+            if module in self.override and module not in self.parts and module is not model:
+                warnings.warn(
+                    f"override_config: the options of {name} have no effect, since it is no pipeline of its own",
+                    stacklevel=4,
+                )
+
+
+def _is_inplace_activation(module: nn.Module) -> bool:
+    return getattr(module, "inplace", False) is True and next(module.parameters(), None) is None
+
+
+def _has_batch_elsewhere(module: nn.Module) -> bool:
+    return any(getattr(one, "batch_first", True) is False for one in module.modules())

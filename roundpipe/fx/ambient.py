@@ -25,8 +25,13 @@ class AutocastState:
     """Autocast for one type of device."""
 
     device_type: str
-    enabled: bool
-    dtype: torch.dtype
+    dtype: torch.dtype | None
+    """What it casts to; None where it is off, whatever it would cast to."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether it is on."""
+        return self.dtype is not None
 
 
 def _attention_kernels() -> AttentionKernels:
@@ -48,7 +53,7 @@ def _allow_attention_kernels(kernels: AttentionKernels) -> None:
 
 
 def _accelerator_type() -> str | None:
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return None if accelerator is None else accelerator.type
 
 
@@ -60,6 +65,14 @@ def _device_types() -> list[str]:
     if not _DEVICE_TYPES:
         _DEVICE_TYPES.extend(dict.fromkeys(["cpu", "cuda", _accelerator_type() or "cpu"]))
     return _DEVICE_TYPES
+
+
+def autocast_as_on_accelerator() -> AbstractContextManager[object]:
+    """On the CPU, where models are traced, the autocast that the caller has switched on for the accelerator."""
+    accelerator = _accelerator_type()
+    if accelerator is None or not torch.is_autocast_enabled(accelerator):
+        return contextlib.nullcontext()
+    return torch.autocast("cpu", dtype=torch.get_autocast_dtype(accelerator))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +88,7 @@ class Ambient:
     def current() -> Ambient:
         """The whole state of this thread."""
         autocast = tuple(
-            AutocastState(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            AutocastState(kind, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
             for kind in _device_types()
         )
         return Ambient(torch.is_grad_enabled(), autocast, _attention_kernels())
@@ -113,7 +126,7 @@ class Ambient:
         accelerator = _accelerator_type()
         if accelerator is not None and "cpu" in changed and accelerator not in changed:
             state = changed["cpu"]
-            changed[accelerator] = AutocastState(accelerator, state.enabled, state.dtype)
+            changed[accelerator] = AutocastState(accelerator, state.dtype)
         return list(changed.values())
 
     def describe(self) -> str:

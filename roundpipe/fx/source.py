@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from roundpipe.errors import TraceError
+from roundpipe.fx.ambient import autocast_as_on_accelerator
 from roundpipe.fx.codegen import generate
 from roundpipe.fx.cost import measure
 from roundpipe.fx.graph import TracedGraph
@@ -89,7 +90,8 @@ class TracedSource:
             TraceError: the model can't be traced and ``on_failure`` raised it.
         """
         failure = None
-        with torch.inference_mode(False), torch.enable_grad():  # stages set their own grad mode
+        # Stages set their own grad mode.
+        with torch.inference_mode(False), torch.enable_grad(), autocast_as_on_accelerator():
             for position, kept in enumerate(self._kept):
                 found = None if kept.traced is None else self._failure(kept.traced, args, kwargs)
                 if found is None:

@@ -12,7 +12,7 @@ import torch
 def caller_ambient() -> Callable[[], contextlib.AbstractContextManager[Any]]:
     """What the calling thread has switched on, as a factory of contexts for other threads."""
     kinds = ["cpu"]
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         kinds.append(accelerator.type)
     enabled = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]

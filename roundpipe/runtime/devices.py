@@ -26,7 +26,7 @@ def resolve_devices(given: Sequence[DeviceLike] | DeviceLike | None) -> tuple[De
         ConfigError: the list is empty, or an entry is not a device that is there.
     """
     if given is None:
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is None or not torch.accelerator.is_available():
             return (Device("cpu"),)
         return tuple(Device(f"{accelerator.type}:{i}") for i in range(torch.accelerator.device_count()))
@@ -42,7 +42,7 @@ def _resolve_one(given: DeviceLike) -> Device:
     if isinstance(given, Device):
         entry = given
     elif isinstance(given, int) and not isinstance(given, bool):
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is None:
             raise ConfigError(f"devices: {given} is an accelerator's index, but torch sees no accelerator; use 'cpu'")
         entry = Device(f"{accelerator.type}:{given}")
@@ -56,7 +56,7 @@ def _resolve_one(given: DeviceLike) -> Device:
     device = torch.device(entry.device)
     if device.type == "cpu":
         return entry
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type != device.type:
         seen = "no accelerator" if accelerator is None else f"{torch.accelerator.device_count()} x {accelerator.type}"
         raise ConfigError(f"devices: {given!r} is not there; torch sees {seen}. 'cpu' always works")

@@ -443,6 +443,13 @@ class OptimizerSide:
                 pair.copy.copy_(pair.parameter)
         self._weights_changed = False
 
+    def rebind(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Follow parameters that were replaced by others of the same names; call it before `refresh`."""
+        for name, parameter in named_parameters:
+            pair = self._by_name.get(name)
+            if pair is not None and pair.parameter is not parameter:
+                pair.parameter, pair.shown = parameter, None
+
     def close(self) -> None:
         """Wait for the running update and end the thread; safe to call twice.
 

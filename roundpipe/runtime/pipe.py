@@ -17,7 +17,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, resolve
 from roundpipe.runtime.devices import DeviceLike, open_backends, resolve_devices
 from roundpipe.runtime.engine import Engine, HostValue, Round
 from roundpipe.runtime.gate import WeightGate
+from roundpipe.runtime.loading import LoadWatch
 from roundpipe.runtime.optimizer import OptimizerSide, inside_optimizer
 from roundpipe.runtime.residency import HostWeights, PinMode
 from roundpipe.runtime.rounds import Call, RoundMaker, finished, input_gradients, input_tensors, sum_losses
@@ -47,7 +48,20 @@ def caller_name() -> str:
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
-def _pass_outputs(outputs: Any, labels: Any) -> Any:
+def check_training_call(input_args: Any, input_kwargs: Any, loss_fn: Any) -> None:
+    """Raise `ConfigError` for arguments of ``forward_backward`` that can't be meant."""
+    if not isinstance(input_args, (tuple, list)):
+        raise ConfigError(
+            f"input_args is {type(input_args).__name__}; give a tuple of the model's arguments, such as (x,)"
+        )
+    if not isinstance(input_kwargs, dict):
+        raise ConfigError(f"input_kwargs is {type(input_kwargs).__name__}; give a dict of keyword arguments")
+    if not callable(loss_fn):
+        raise ConfigError(f"loss_fn is {type(loss_fn).__name__}; give a function (outputs, label) -> loss")
+
+
+def pass_outputs(outputs: Any, labels: Any) -> Any:
+    """The loss of a model that returns its loss."""
     return outputs
 
 
@@ -64,7 +78,10 @@ class _State:
     host: HostWeights
     maker: RoundMaker
     optimizer: OptimizerSide
+    gate: WeightGate
     writer: checkpoint.BackgroundWriter = field(default_factory=checkpoint.BackgroundWriter)
+    watch: LoadWatch | None = None
+    """None: part of another wrapper, which has it."""
     last_chain: LayerChain | None = None
     closed: bool = False
 
@@ -121,6 +138,21 @@ class RoundPipe(nn.Module):
         pipe._set_up(model, source, optim_dtype, name, model_run_config, pin_model, devices)
         return pipe
 
+    @classmethod
+    def inside(cls, whole: RoundPipe, model: nn.Module, source: ChainSource, name: str) -> Self:
+        """A wrapper of one part of another wrapper's model, with that one's workers, weights and optimizer's side.
+
+        The whole one is closed, stepped and asked for parameters; the part is only called.
+        """
+        pipe = cls.__new__(cls)
+        nn.Module.__init__(pipe)
+        all_of = whole._state
+        maker = RoundMaker(all_of.engine)
+        shared = (all_of.engine, all_of.host, maker, all_of.optimizer, all_of.gate, all_of.writer)
+        pipe.__dict__["_state"] = _State(model, None, name, source, RoundPipeRunConfig(), *shared)
+        pipe.__dict__["training"] = model.training
+        return pipe
+
     def _set_up(
         self,
         model: nn.Module,
@@ -150,10 +182,11 @@ class RoundPipe(nn.Module):
         parameters = model.named_parameters(remove_duplicate=False)
         optimizer = OptimizerSide(parameters, optim_dtype, name=name, gate=gate)
         host = HostWeights(pin_model, backends[0].host_buffer)
-        state = _State(model, None, name, source, config, engine, host, RoundMaker(engine), optimizer)
+        state = _State(model, None, name, source, config, engine, host, RoundMaker(engine), optimizer, gate)
         self.__dict__["_state"] = state
         self.__dict__["training"] = model.training
-        weakref.finalize(self, _close, engine, optimizer)
+        watch = state.watch = LoadWatch(model, optimizer)
+        weakref.finalize(self, _close, engine, optimizer, watch)
 
     # Calls
 
@@ -190,7 +223,7 @@ class RoundPipe(nn.Module):
         input_args: tuple[Any, ...] = (),
         input_kwargs: dict[str, Any] = {},  # noqa: B006 - the contract's default, never changed
         label: Any = None,
-        loss_fn: LossFunction = _pass_outputs,
+        loss_fn: LossFunction = pass_outputs,
         return_outputs: bool = False,
         run_config: RoundPipeRunConfig = RoundPipeRunConfig(),  # noqa: B008 - frozen
     ) -> Any:
@@ -215,14 +248,7 @@ class RoundPipe(nn.Module):
             Exception: whatever the model or ``loss_fn`` raises, with a note that says where.
         """
         state = self._ready()
-        if not isinstance(input_args, (tuple, list)):
-            raise ConfigError(
-                f"input_args is {type(input_args).__name__}; give a tuple of the model's arguments, such as (x,)"
-            )
-        if not isinstance(input_kwargs, dict):
-            raise ConfigError(f"input_kwargs is {type(input_kwargs).__name__}; give a dict of keyword arguments")
-        if not callable(loss_fn):
-            raise ConfigError(f"loss_fn is {type(loss_fn).__name__}; give a function (outputs, label) -> loss")
+        check_training_call(input_args, input_kwargs, loss_fn)
         config = resolve(run_config, state.config, num_devices=state.engine.num_workers)
         losses: list[Any] = []
         outputs: list[Any] = []
@@ -236,7 +262,8 @@ class RoundPipe(nn.Module):
             outputs += finished(made.outputs)
             arguments += inputs
             gradients += input_gradients(made, inputs)
-        _flow_back(arguments, gradients)  # once, since all rounds' arguments may be pieces of one graph
+        # once, since all rounds' arguments may be pieces of one graph
+        flow_back([tensor for *_, tensor in arguments], gradients)
         state.optimizer.raise_pending()
         total = sum_losses(losses)
         return (total, microbatch.merge(outputs, config)) if return_outputs else total
@@ -372,6 +399,8 @@ class RoundPipe(nn.Module):
         Begins with `synchronize`: after a save, as after a load, the next iteration trains on the latest
         weights, also between asynchronous steps. Gradients that no step has taken are not saved: call it
         after `step`. A crash or an error at any moment leaves the previous checkpoint in ``dir`` whole.
+        Needs the safetensors library (``pip install roundpipe[hf]``). Weights are written in files of up to 2 GiB,
+        one after the other; beside them a save takes host memory for at most one such file.
 
         Args:
             dir: replaced as a whole; what else lies in an earlier checkpoint's folder, such as a tokenizer, stays.
@@ -385,14 +414,15 @@ class RoundPipe(nn.Module):
                 save or load, `synchronize` and `close` wait for it, and so does the interpreter's exit.
 
         Raises:
-            ConfigError: something can't be saved, or ``dir`` holds something else than a checkpoint.
-            OSError: no permission, or the disk is full; then nothing is left behind.
+            ConfigError: something can't be saved, ``dir`` holds something else than a checkpoint, or the
+                safetensors library is missing.
+            OSError: no permission, or the disk is full, which may be a `CheckpointError`; nothing is left behind.
         """
         state = self._state
         checkpoint.save(
             self,
             self._target,
-            state.optimizer._pairs,
+            state.optimizer.parameter_pairs(),
             state.writer,
             dir,
             optimizer=optimizer,
@@ -425,12 +455,15 @@ class RoundPipe(nn.Module):
             ``step`` and ``extra`` as saved; None for both with ``weights_only``.
 
         Raises:
-            ConfigError: there is no checkpoint, or the model or the optimizer does not fit; nothing was changed.
+            CheckpointNotFoundError: there is no checkpoint; is a `FileNotFoundError`.
+            CheckpointError: it is damaged, or of a newer version.
+            ConfigError: the model or the optimizer does not fit, or the safetensors library is missing. Whatever
+                is raised, nothing was changed.
         """
         state = self._state
         return checkpoint.load(
             self,
-            state.optimizer._pairs,
+            state.optimizer.parameter_pairs(),
             state.writer,
             dir,
             optimizer=optimizer,
@@ -471,7 +504,7 @@ class RoundPipe(nn.Module):
         if not state.closed:
             state.closed = True
             try:
-                _close(state.engine, state.optimizer)
+                _close(state.engine, state.optimizer, state.watch)
             finally:
                 state.writer.wait()
 
@@ -636,21 +669,19 @@ def _warn_of_shared_buffers(children: Sequence[tuple[str, nn.Module]]) -> None:
         )
 
 
-def _close(engine: Engine, optimizer: OptimizerSide) -> None:
+def _close(engine: Engine, optimizer: OptimizerSide, watch: LoadWatch | None) -> None:
+    if watch is not None:
+        watch.end()
     try:
         optimizer.close()
     finally:  # it raises what an update raised that nobody has seen
         engine.close()
 
 
-def _flow_back(
-    inputs: Sequence[tuple[int, str, int, torch.Tensor]], gradients: Iterable[torch.Tensor | None]
-) -> None:
+def flow_back(inputs: Sequence[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:
     """Carry on a backward into whatever produced the arguments."""
     pairs = [
-        (tensor, gradient)
-        for (*_, tensor), gradient in zip(inputs, gradients, strict=True)
-        if gradient is not None
+        (tensor, gradient) for tensor, gradient in zip(inputs, gradients, strict=True) if gradient is not None
     ]
     if pairs:
         torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])

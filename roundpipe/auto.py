@@ -1,0 +1,204 @@
+"""`AutoRoundPipe`: models whose own forward runs as Python on the host, around parts that run on the devices."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from roundpipe import structure
+from roundpipe.errors import ConfigError
+from roundpipe.layers import FixedChain, chain_of_modules, is_differentiable
+from roundpipe.parts import IN_ONE_PIECE, CallOptions, HostTree, Part, overlaid
+from roundpipe.report import partition_table
+from roundpipe.runtime import microbatch
+from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, microbatch_count, resolve
+from roundpipe.runtime.devices import DeviceLike
+from roundpipe.runtime.pipe import RoundPipe, caller_name, check_training_call, flow_back, pass_outputs
+from roundpipe.runtime.residency import PinMode
+from roundpipe.runtime.rounds import sum_losses
+from roundpipe.runtime.stage import LossFunction
+
+
+class AutoRoundPipe(RoundPipe):
+    """A model that is not one chain of layers: its own forward runs on the CPU, parts of it on the devices.
+
+    It has everything that `RoundPipe` has (forward, ``forward_backward``, the optimizer's side over all parameters,
+    those of modules on the CPU too). Made by `roundpipe.wrap_model_to_roundpipe`, and by `roundpipe.compile` for a
+    model that can't be traced. Made directly, the whole model is one layer: all of it must fit on a device at once.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optim_dtype: torch.dtype | None = None,
+        name: str | None = None,
+        model_run_config: RoundPipeRunConfig = RoundPipeRunConfig(),  # noqa: B008 - frozen
+        pin_model: PinMode = "alloc",
+        *,
+        devices: Sequence[DeviceLike] | DeviceLike | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        source = FixedChain(chain_of_modules([("", model)]))
+        self._set_up(model, source, optim_dtype, name or caller_name(), model_run_config, pin_model, devices)
+        self.__dict__.update(_warned=False, _tree=None, _options=CallOptions(), _splits_inside=False)
+
+    @classmethod
+    def of_parts(
+        cls,
+        model: nn.Module,
+        parts: Mapping[nn.Module, RoundPipeRunConfig],
+        left: Iterable[nn.Module] = (),
+        *,
+        splits_inside: bool,
+        **settings: Any,
+    ) -> Self:
+        """A model some modules of which run on the devices.
+
+        Args:
+            model: not changed; it keeps the parameters.
+            parts: modules of it, and options of each alone.
+            left: modules of it that are called as they are.
+            splits_inside: whether a ``forward`` is split into microbatches part by part, around which the model's own
+                code sees whole batches. False runs all of the model microbatch by microbatch.
+            **settings: as for the class.
+        """
+        auto = cls(model, **settings)
+        options = CallOptions()
+        names = {module: name for name, module in model.named_modules()}
+        made = {module: Part.of(auto, names[module], module, given, options) for module, given in parts.items()}
+        tree = HostTree(model, {**made, **{module: module for module in left}})
+        tree.attach_loss_functions(auto, options)
+        auto._state.model = tree.module
+        auto.set_original_model(model)
+        auto.__dict__.update(_tree=tree, _options=options, _splits_inside=splits_inside)
+        return auto
+
+    def forward(
+        self,
+        *args: Any,
+        roundpipe_run_config: RoundPipeRunConfig = RoundPipeRunConfig(),  # noqa: B008 - frozen
+        **kwargs: Any,
+    ) -> Any:
+        """See `RoundPipe.forward`. ``split_input`` and ``merge_output`` are of the whole model's inputs and outputs."""
+        if self.__dict__["_tree"] is None:
+            return super().forward(*args, roundpipe_run_config=roundpipe_run_config, **kwargs)
+        config = self._begin(roundpipe_run_config)
+        with torch.set_grad_enabled(config.requires_grad):
+            if self.__dict__["_splits_inside"] and config.split_input is None and config.merge_output is True:
+                outputs = self._run_tree(args, kwargs, roundpipe_run_config, RoundPipeRunConfig())
+                outputs = structure.map_tensors(outputs, lambda tensor: tensor.to(config.output_device))
+            else:
+                pieces = microbatch.split(args, kwargs, None, config)
+                given = zip(pieces.args, pieces.kwargs, pieces.events, strict=True)
+                made = [self._run_piece(*one, roundpipe_run_config) for one in given]
+                made = structure.map_tensors(made, lambda tensor: tensor.to(config.output_device))
+                outputs = microbatch.merge(made, config)
+        self._state.optimizer.raise_pending()
+        return outputs
+
+    def forward_backward(
+        self,
+        input_args: tuple[Any, ...] = (),
+        input_kwargs: dict[str, Any] = {},  # noqa: B006 - the contract's default, never changed
+        label: Any = None,
+        loss_fn: LossFunction = pass_outputs,
+        return_outputs: bool = False,
+        run_config: RoundPipeRunConfig = RoundPipeRunConfig(),  # noqa: B008 - frozen
+    ) -> Any:
+        """See `RoundPipe.forward_backward`; warns once that nothing overlaps between layers."""
+        if not self.__dict__["_warned"]:
+            self.__dict__["_warned"] = True
+            warnings.warn(
+                "forward_backward of an AutoRoundPipe runs the model microbatch by microbatch: "
+                "nothing overlaps between layers",
+                stacklevel=2,
+            )
+        if self.__dict__["_tree"] is None:
+            return super().forward_backward(input_args, input_kwargs, label, loss_fn, return_outputs, run_config)
+        check_training_call(input_args, input_kwargs, loss_fn)
+        config = self._begin(run_config)
+        pieces = microbatch.split(tuple(input_args), input_kwargs, label, config)
+        device = self._state.engine.backends[0].device
+        losses: list[Any] = []
+        outputs: list[Any] = []
+        leaves: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def cut_off(tensor: torch.Tensor) -> torch.Tensor:
+            """The same tensor as a leaf: backward stops there, and goes through what is in front once, at the end."""
+            if not (tensor.requires_grad and is_differentiable(tensor)):
+                return tensor
+            leaf = tensor.detach().requires_grad_()
+            leaves.append((tensor, leaf))
+            return leaf.view_as(leaf)
+
+        with torch.enable_grad():
+            for args, kwargs, wanted, events in zip(
+                pieces.args, pieces.kwargs, pieces.labels, pieces.events, strict=True
+            ):
+                args, kwargs, wanted = structure.map_tensors((args, kwargs, wanted), cut_off)
+                output = self._run_piece(args, kwargs, events, run_config)
+                output, wanted = structure.map_tensors((output, wanted), lambda tensor: tensor.to(device))
+                with microbatch_count(pieces.num_microbatches):
+                    loss = loss_fn(output, wanted)
+                torch.autograd.backward(loss)
+                losses.append(structure.map_tensors(loss, lambda tensor: tensor.detach().cpu()))
+                if return_outputs:
+                    outputs.append(structure.map_tensors(output, lambda one: one.detach().to(config.output_device)))
+        flow_back([tensor for tensor, _ in leaves], [leaf.grad for _, leaf in leaves])
+        self._state.optimizer.raise_pending()
+        total = sum_losses(losses)
+        return (total, microbatch.merge(outputs, config)) if return_outputs else total
+
+    def _begin(self, call: RoundPipeRunConfig) -> ResolvedConfig:
+        """The options of a call that runs the tree; returns when the weights may be read on the host."""
+        config = resolve(call, self._state.config, num_devices=self._state.engine.num_workers)
+        if config.execute_plan is not None:
+            raise ConfigError(
+                "execute_plan names the layers of one chain, and this model is several parts; give each its own with "
+                "wrap_model_to_roundpipe(..., override_config={module: RoundPipeRunConfig(execute_plan=...)})"
+            )
+        state = self._ready(adds_gradients=config.requires_grad)
+        state.gate.wait(self._target.parameters(), f"the forward of {state.name}")
+        return config
+
+    def _run_piece(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], events: Iterable[Any], call: RoundPipeRunConfig
+    ) -> Any:
+        """One microbatch of the whole; the parts split it no further."""
+        for event in events:
+            event.synchronize()
+        return self._run_tree(args, kwargs, call, IN_ONE_PIECE)
+
+    def _run_tree(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], call: RoundPipeRunConfig, forced: RoundPipeRunConfig
+    ) -> Any:
+        tree: HostTree = self.__dict__["_tree"]
+        options: CallOptions = self.__dict__["_options"]
+        both = overlaid(call, self._state.config)
+        options.forced = forced
+        options.default = RoundPipeRunConfig(
+            num_microbatch=both.num_microbatch,
+            recompute_grain=both.recompute_grain,
+            preserve_rng_state=both.preserve_rng_state,
+        )
+        try:
+            return tree.run(*structure.map_tensors((args, kwargs), _to_host))
+        finally:
+            options.forced = options.default = RoundPipeRunConfig()
+
+    def partition_table(self) -> str:
+        """The parts that run on the devices, as a table."""
+        tree: HostTree | None = self.__dict__["_tree"]
+        if tree is None:
+            return super().partition_table()
+        parts = [(part._state.name, part.model) for part in tree.parts]
+        title = f"{self._state.name}: own forward on the CPU, parts on the devices"
+        return partition_table(chain_of_modules(parts), None, title=title)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_meta else tensor.to("cpu")

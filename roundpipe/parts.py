@@ -1,0 +1,316 @@
+"""What an `AutoRoundPipe` is made of: parts that run on the devices, and the tree around them that runs on the host.
+
+    HostTree   the user's model with other objects in place of some modules; its own forwards run as they are
+      `- Part  one module of the model as a `RoundPipe`, on the workers of the whole
+
+A module that is run apart from the rest gets copies of its arguments and runs on a copy of itself, so only what
+it returns reaches the others. `_Watched` finds the modules that also hand on something another way.
+
+Invariant: a part gives what its module would give where it stands; one that can't runs on the host.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+import sys
+import types
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from roundpipe import structure
+from roundpipe.errors import ConfigError
+from roundpipe.layers import FixedChain, chain_of_modules
+from roundpipe.runtime.config import RoundPipeRunConfig
+from roundpipe.runtime.pipe import RoundPipe
+from roundpipe.runtime.replica import Replica
+
+IN_ONE_PIECE = RoundPipeRunConfig(num_microbatch=1)
+
+_IMMUTABLE = (
+    *(bool, int, float, complex, str, bytes, type, type(None), slice, range, frozenset, enum.Enum),
+    *(torch.Tensor, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator),
+    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.EllipsisType),
+)
+
+
+def overlaid(*configs: RoundPipeRunConfig) -> RoundPipeRunConfig:
+    """One config of several: the first that gives a field wins."""
+    given: dict[str, Any] = {}
+    for config in configs:
+        for field in fields(RoundPipeRunConfig):
+            value = getattr(config, field.name)
+            if value is not None:
+                given.setdefault(field.name, value)
+    return RoundPipeRunConfig(**given)
+
+
+class _HandsOnOtherwise(Exception):
+    """A module did something for others beside returning a value; says what."""
+
+
+class _Watched(nn.Module):
+    """A module of a part, which refuses to go on where running it apart would differ.
+
+    Args:
+        module: runs.
+        is_first: it gets the part's arguments, not what the part's module before it made for it alone.
+    """
+
+    def __init__(self, module: nn.Module, is_first: bool) -> None:
+        super().__init__()
+        self.module = module
+        self.is_first = is_first
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        outside = (args, kwargs) if self.is_first else ((), {})
+        given = [(tensor, tensor._version) for tensor in structure.tensors(outside)]
+        containers = [(one, copy.copy(one)) for one in _containers(outside)]
+        before = [(part, dict(part.__dict__)) for part in self.module.modules()]
+        collections = [
+            (name, value, copy.copy(value))
+            for _, state in before
+            for name, value in state.items()
+            if type(value) in (list, dict) and name not in ("_parameters", "_buffers", "_modules")
+        ]
+        result = self.module(*args, **kwargs)
+        if any(tensor._version != version for tensor, version in given):
+            raise _HandsOnOtherwise("it writes into a tensor that it is given")
+        if any(_differ(one, was) for one, was in containers):
+            raise _HandsOnOtherwise("it changes a list or dict that it is given")
+        for name, value, was in collections:
+            if _differ(value, was):
+                value.clear()
+                value.extend(was) if isinstance(value, list) else value.update(was)
+                raise _HandsOnOtherwise(f"its forward changes the {type(value).__name__} in attribute {name!r}")
+        for part, state in before:
+            for name, value in part.__dict__.items():
+                if value is not state.get(name) and not isinstance(value, dict) and structure.tensors(value):
+                    raise _HandsOnOtherwise(f"its forward stores tensors in attribute {name!r}")
+        return result
+
+
+def _containers(value: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterator[Any]:
+    """What can be changed in arguments beside tensors; not the tuple and dict that hold the arguments themselves."""
+    args, kwargs = value
+    pending = [*args, *kwargs.values()]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, (list, dict)):
+            yield one
+        elif dataclasses.is_dataclass(one) and hasattr(one, "__dict__"):
+            yield one.__dict__
+        pending += [child for _, child in structure.children(one) or ()]
+
+
+def _differ(one: Any, was: Any) -> bool:
+    """Whether two containers hold other objects."""
+    if len(one) != len(was):
+        return True
+    if isinstance(one, dict):
+        return any(key not in was or was[key] is not value for key, value in one.items())
+    return any(a is not b for a, b in zip(one, was, strict=True))
+
+
+def _unfit(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Why arguments can't be sent to a device, if they can't."""
+    pending: list[Any] = [*args, *kwargs.values()]
+    while pending:
+        one = pending.pop()
+        kind = type(one)
+        is_config = kind.__module__.startswith("transformers.") and kind.__name__.endswith("Config")
+        if isinstance(one, _IMMUTABLE) or is_config:
+            continue
+        if not (isinstance(one, (list, tuple, Mapping)) or dataclasses.is_dataclass(one)):
+            return f"it is given a {kind.__name__}, which it may change"
+        pending += [child for _, child in structure.children(one) or ()]
+    return None
+
+
+@dataclass(slots=True)
+class CallOptions:
+    """What the running call of the whole asks of its parts; one object for all parts, set for a call."""
+
+    forced: RoundPipeRunConfig = RoundPipeRunConfig()
+    """Wins over what a part was given."""
+    default: RoundPipeRunConfig = RoundPipeRunConfig()
+    """For what nobody gave."""
+
+
+@dataclass(slots=True)
+class _PartState:
+    given: RoundPipeRunConfig
+    options: CallOptions
+    why_on_host: str | None = None
+    is_proven: bool = False
+    """Whether it ran on the devices once."""
+
+
+class Part(RoundPipe):
+    """One module of a larger model as a pipeline of its own.
+
+    It belongs to the whole: workers, weights and the optimizer's side are the whole's, and so is their end.
+    """
+
+    @classmethod
+    def of(
+        cls, whole: RoundPipe, name: str, module: nn.Module, given: RoundPipeRunConfig, options: CallOptions
+    ) -> Self:
+        """The part of a whole.
+
+        Args:
+            whole: has the workers.
+            name: qualified, of the module.
+            module: a `nn.Sequential` has one layer per child.
+            given: options of this part alone.
+            options: those of the whole's running call.
+        """
+        modules = [(name, module)]
+        if is_sequential(module):
+            modules = [(f"{name}.{key}", child) for key, child in module._modules.items() if child is not None]
+        layers = [(key, _Watched(one, index == 0)) for index, (key, one) in enumerate(modules)]
+        part = cls.inside(whole, module, FixedChain(chain_of_modules(layers)), name)
+        part.__dict__["_part"] = _PartState(given, options)
+        return part
+
+    def forward(
+        self,
+        *args: Any,
+        roundpipe_run_config: RoundPipeRunConfig = RoundPipeRunConfig(),  # noqa: B008 - frozen
+        **kwargs: Any,
+    ) -> Any:
+        """See `RoundPipe.forward`."""
+        part: _PartState = self.__dict__["_part"]
+        why = part.why_on_host or _unfit(args, kwargs)
+        if why is None:
+            options = part.options
+            config = overlaid(roundpipe_run_config, options.forced, part.given, options.default)
+            buffers = [] if part.is_proven else [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+            try:
+                outputs = super().forward(*args, roundpipe_run_config=config, **kwargs)
+            except _HandsOnOtherwise as error:
+                why = str(error)
+                with torch.no_grad():
+                    for buffer, was in buffers:  # stages in front of the one that failed have brought theirs
+                        buffer.copy_(was)
+            else:
+                part.is_proven = True
+                return outputs
+        if part.why_on_host is None:
+            part.why_on_host = why
+            warnings.warn(f"{self._state.name or 'the model'} runs on the CPU from now on: {why}", stacklevel=2)
+        return self.model(*args, **kwargs)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The module's own, so that code around it which asks ``isinstance`` decides as it would in eager."""
+        state = self.__dict__.get("_state")
+        return Part if state is None else type(state.model)
+
+    def close(self) -> None:
+        """Nothing: the whole is closed."""
+
+
+def is_sequential(module: nn.Module) -> bool:
+    """Whether calling a module is calling its children in turn."""
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and len(module) > 0
+
+
+class _LossFunction(nn.Module):
+    """The loss function of a Hugging Face model, looked up when it is called."""
+
+    def __init__(self, owner: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["owner"] = owner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["owner"].loss_function(*args, **kwargs)
+
+
+def _children_of(module: nn.Module) -> list[tuple[str, nn.Module | None]]:
+    return list(module._modules.items())
+
+
+class HostTree(Replica):
+    """A model with other objects in place of some of its modules; the forwards around them run on the host.
+
+    Parameters and buffers are the model's own, so gradients arrive in their ``.grad`` by plain autograd.
+
+    Args:
+        model: is not changed.
+        in_place_of: module of the model -> what stands there in the tree, which may be the module itself.
+    """
+
+    def __init__(self, model: nn.Module, in_place_of: Mapping[nn.Module, nn.Module]) -> None:
+        self._in_place_of = {id(module): other for module, other in in_place_of.items()}
+        self._loss_functions: dict[int, Any] = {}
+        super().__init__(model, torch.device("cpu"))
+        self._children = [_children_of(original) for original in self._originals]
+
+    def _copy(self, original: nn.Module) -> nn.Module:
+        other = self._in_place_of.get(id(original))
+        if other is None and isinstance(original, torch.jit.ScriptModule):
+            other = original  # a copy would have other parameters
+        if other is None:
+            return super()._copy(original)
+        self._twins[id(original)] = other
+        return other
+
+    @property
+    def parts(self) -> list[Part]:
+        """What runs on the devices."""
+        return [one for one in self._in_place_of.values() if isinstance(one, Part)]
+
+    def attach_loss_functions(self, whole: RoundPipe, options: CallOptions) -> None:
+        """Send the loss functions of Hugging Face models to the devices: in one piece, a mean over all."""
+        base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+        for original in self._originals:
+            if base is not None and isinstance(original, base):
+                name = f"loss function of {type(original).__name__}"
+                part = Part.of(whole, name, _LossFunction(original), IN_ONE_PIECE, options)
+                self._loss_functions[id(original)] = part
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's outputs; what its forwards leave in attributes and buffers is left in the model."""
+        self._take_over()
+        try:
+            return self.module(*args, **kwargs)
+        finally:
+            self._hand_back()
+
+    def _take_over(self) -> None:
+        self.refresh({})
+        configs: dict[int, Any] = {}
+        for original, names in zip(self._originals, self._children, strict=True):
+            if names != _children_of(original):
+                raise ConfigError(
+                    f"submodules of a {type(original).__name__} were replaced, added or removed since the model was "
+                    "wrapped; wrap it again"
+                )
+            state = self.twin(original).__dict__
+            state["_parameters"] = dict(original._parameters)
+            state["_buffers"] = dict(original._buffers)
+            config = state.get("config")
+            if getattr(config, "use_cache", None):  # a cache that layers fill must not be filled by recomputation
+                if id(config) not in configs:
+                    configs[id(config)] = copy.copy(config)
+                    configs[id(config)].use_cache = False
+                state["config"] = configs[id(config)]
+            if id(original) in self._loss_functions:
+                state["_loss_function"] = self._loss_functions[id(original)].__call__
+
+    def _hand_back(self) -> None:
+        for original, name, value in self.changed_attributes():
+            original.__dict__[name] = value
+        for original in self._originals:
+            twin = self.twin(original)
+            original._buffers.update(twin._buffers)
+            for name, value in twin.__dict__.items():
+                if isinstance(value, torch.Tensor) and value is not original.__dict__.get(name):
+                    original.__dict__[name] = value

@@ -1,0 +1,397 @@
+"""What the library promises, row by row, and the tests that hold each promise.
+
+A row's tests are node ids below ``tests/`` without parameters. ``gap`` says what of a row is not true yet, or is not
+held by a test; it is empty for a row that holds in full. ``python -m tests.contract`` prints the node ids, for
+``make test-contract``; `tests/test_contract.py` checks the table itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One promise."""
+
+    promise: str
+    tests: tuple[str, ...]
+    gap: str = ""
+
+
+def _row(promise: str, *tests: str, gap: str = "") -> Row:
+    return Row(promise, tests, gap)
+
+
+API = "test_api.py::"
+EXAMPLES = "test_documented_examples.py::"
+NOTEBOOK = "test_notebook.py::"
+PIPE = "runtime/test_pipe.py::"
+ENGINE = "runtime/test_engine.py::"
+AUTOGRAD = "runtime/test_autograd.py::"
+OPTIMIZER = "runtime/test_optimizer.py::"
+SCALER = "runtime/test_grad_scaler.py::"
+MICROBATCH = "runtime/test_microbatch.py::"
+CONFIG = "runtime/test_config.py::"
+SCHEDULE = "runtime/test_schedule.py::"
+MEMORY = "runtime/test_memory.py::"
+RESIDENCY = "runtime/test_residency.py::"
+REPLICA = "runtime/test_replica.py::"
+RECOMPUTE = "runtime/test_recompute.py::"
+SAVED = "runtime/test_saved_data.py::"
+ERRORS = "runtime/test_errors.py::"
+CUDA = "runtime/test_accelerator.py::"
+EQUALITY = "test_equality.py::"
+CHECKPOINT = "test_checkpoint.py::"
+IMPORTS = "test_imports.py::"
+TRACER = "fx/test_tracer.py::"
+GUARDS = "fx/test_guards.py::"
+
+RUNTIME_ROWS: dict[str, Row] = {
+    "A1": _row(
+        "a Sequential is one layer per child, anything else one layer",
+        PIPE + "test_a_sequential_has_one_layer_per_child",
+        PIPE + "test_a_child_that_is_there_twice_is_two_layers",
+        PIPE + "test_any_other_module_is_one_layer",
+    ),
+    "A2": _row(
+        "the optimizer's copies have the parameter's dtype or the one asked for",
+        PIPE + "test_half_precision_weights_with_float32_copies",
+        OPTIMIZER + "test_low_precision_weights_with_float32_copies",
+        OPTIMIZER + "test_equal_dtypes_hand_the_gradient_over",
+    ),
+    "A3": _row("the name is the caller's line by default", PIPE + "test_the_name_is_the_callers_line_by_default"),
+    "A4": _row(
+        "three ways to pin, never more than 1.1 times the model's bytes",
+        RESIDENCY + "test_host_memory_of_packed_weights",
+        RESIDENCY + "test_packing_never_holds_two_models",
+        RESIDENCY + "test_pin_model_off_leaves_memory_where_it_is",
+        RESIDENCY + "test_weights_mapped_from_a_file_stay_there",
+        PIPE + "test_bad_options_say_what_is_allowed",
+        CUDA + "test_host_buffers_are_pinned_and_exact",
+        CUDA + "test_registered_memory_is_pinned",
+    ),
+    "A5": _row(
+        "attributes are the model's, modes follow, hooks of layers fire",
+        PIPE + "test_attributes_are_those_of_the_model",
+        PIPE + "test_attributes_are_those_of_the_original_model_if_one_is_set",
+        PIPE + "test_modes_follow_the_model",
+        REPLICA + "test_hooks_fire_with_the_layers_inputs_and_outputs",
+        EXAMPLES + "test_the_original_model_answers_for_its_parts",
+    ),
+    "A6": _row("model.model is the wrapped module", PIPE + "test_attributes_are_those_of_the_model"),
+    "A7": _row(
+        "devices is a rotation in which an entry may be repeated",
+        ENGINE + "test_bits_do_not_depend_on_the_number_of_workers",
+        EQUALITY + "test_result_does_not_depend_on_the_number_of_workers",
+        PIPE + "test_an_accelerator_that_is_not_there_is_refused",
+        CUDA + "test_repeated_devices_give_the_same_bits_and_draws",
+    ),
+    "A8": _row(
+        "importing starts nothing; close, with and garbage collection end everything",
+        IMPORTS + "test_importing_starts_nothing_asks_nothing_and_prints_nothing",
+        PIPE + "test_nothing_starts_before_the_first_call",
+        PIPE + "test_a_deleted_model_ends_its_threads",
+        PIPE + "test_closing_ends_threads_also_if_a_step_failed",
+        PIPE + "test_a_process_ends_with_an_open_model",
+        MEMORY + "test_closing_gives_everything_back",
+        NOTEBOOK + "test_a_deleted_model_frees_threads_and_memory",
+        NOTEBOOK + "test_a_cell_can_run_again",
+        "runtime/test_dropped_chains.py::test_dropped_traces_are_forgotten",
+    ),
+    "B1": _row(
+        "model(...) is model.forward(...), without the config keyword",
+        API + "test_the_config_keyword_is_not_passed_on",
+    ),
+    "B2": _row(
+        "split, run, merge; nothing is kept without grad",
+        EXAMPLES + "test_outputs_are_merged",
+        AUTOGRAD + "test_without_grad_nothing_is_kept",
+        AUTOGRAD + "test_training_after_a_first_call_without_grad",
+        MEMORY + "test_forward_without_grad_keeps_no_activations",
+    ),
+    "B3": _row(
+        "outputs support backward, and gradients flow on into what made the inputs",
+        AUTOGRAD + "test_backward_through_outputs",
+        AUTOGRAD + "test_modules_before_and_after",
+        AUTOGRAD + "test_several_outputs_of_which_some_get_gradients",
+        AUTOGRAD + "test_hooks_of_the_callers_graph_run",
+        API + "test_gradients_flow_to_and_through_the_inputs",
+    ),
+    "B4": _row(
+        "inputs on the CPU or on a device",
+        CUDA + "test_forward_and_backward_apart",
+        AUTOGRAD + "test_backward_through_outputs",
+    ),
+    "C1": _row(
+        "forward_backward is the loop over microbatches",
+        EXAMPLES + "test_forward_backward_is_the_loop_over_microbatches",
+        ENGINE + "test_equals_eager_for_every_plan",
+        EQUALITY + "test_loss_gradients_and_buffers_equal_eager",
+    ),
+    "C2": _row(
+        "a sequence of losses gives a list of sums",
+        EXAMPLES + "test_a_sequence_of_losses_gives_a_list_of_sums",
+        ENGINE + "test_a_loss_with_several_parts",
+        CUDA + "test_equals_eager_on_the_cpu",
+    ),
+    "C3": _row(
+        "return_outputs gives the loss and the merged outputs",
+        EXAMPLES + "test_forward_backward_is_the_loop_over_microbatches",
+    ),
+    "C4": _row(
+        "gradients add up until zeroed",
+        ENGINE + "test_calls_accumulate",
+        OPTIMIZER + "test_gradients_accumulate_over_rounds",
+        PIPE + "test_zero_grad_drops_what_was_accumulated",
+    ),
+    "C5": _row(
+        "stages interleave; the last one recomputes nothing",
+        RECOMPUTE + "test_each_layer_runs_once_more_and_the_fused_tail_does_not",
+        ENGINE + "test_two_workers_compute_at_the_same_time",
+        SCHEDULE + "test_the_table_is_the_one_in_the_docstring",
+    ),
+    "C6": _row("a scaled loss, divided by the number of microbatches", EXAMPLES + "test_patterns_of_step"),
+    "D1": _row(
+        "optimizer parameters: trainable ones only, under their original names",
+        OPTIMIZER + "test_names_ties_and_frozen_parameters",
+        OPTIMIZER + "test_freezing_and_thawing",
+        MEMORY + "test_frozen_weights_have_no_gradients_on_the_device",
+        EXAMPLES + "test_optimizer_parameters_have_their_own_dtype_and_the_models_names",
+    ),
+    "D2": _row(
+        "async steps are one step behind, sync steps are eager's",
+        PIPE + "test_asynchronous_steps_are_one_step_behind",
+        PIPE + "test_an_asynchronous_step_does_not_block",
+        PIPE + "test_synchronous_steps_follow_eager",
+        OPTIMIZER + "test_async_steps_are_one_step_behind",
+        OPTIMIZER + "test_mixed_steps",
+        EQUALITY + "test_five_steps_equal_eager",
+        EXAMPLES + "test_arguments_of_step_reach_the_function",
+    ),
+    "D3": _row(
+        "inside step_fn the model's parameters are the optimizer's",
+        PIPE + "test_parameters_inside_step_fn_are_the_optimizers",
+        OPTIMIZER + "test_parameters_are_the_optimizers_inside_step_fn",
+    ),
+    "D4": _row(
+        "scaler, clipping and schedulers in step_fn; a scaler that is safe with async steps",
+        EXAMPLES + "test_patterns_of_step",
+        OPTIMIZER + "test_clipping_and_scheduler",
+        SCALER + "test_sync_steps_are_torchs",
+        SCALER + "test_async_gradients_are_divided_by_their_own_scale",
+        SCALER + "test_a_stale_overflow_backs_off_once",
+        SCALER + "test_state_is_interchangeable_with_torchs",
+    ),
+    "D5": _row(
+        "synchronize shows the latest weights and all gradients, and loses none",
+        PIPE + "test_synchronize_before_step_loses_nothing",
+        OPTIMIZER + "test_synchronize_before_step_loses_nothing",
+        OPTIMIZER + "test_synchronize_shows_what_the_step_left",
+        EXAMPLES + "test_evaluation_saving_and_inspection",
+    ),
+    "D6": _row(
+        "an exception in step_fn is raised at the next call, as it was",
+        PIPE + "test_an_exception_in_step_fn_is_raised_at_the_next_call",
+        OPTIMIZER + "test_async_error_is_raised_at_the_next_call_and_loses_no_gradient",
+        OPTIMIZER + "test_async_error_is_raised_by_step_synchronize_and_close",
+    ),
+    "D7": _row(
+        "load_state_dict reaches the optimizer's copies",
+        PIPE + "test_loading_a_state_reaches_the_optimizer",
+        OPTIMIZER + "test_refresh_starts_from_the_models_weights",
+        "runtime/test_loading.py::test_a_load_into_the_users_model_reaches_the_optimizer",
+        "runtime/test_loading.py::test_parameters_that_a_load_replaces_are_trained",
+    ),
+    "D8": _row(
+        "checkpoints: whole after a crash, the original keys, any number of devices",
+        CHECKPOINT + "test_resuming_is_equal_bit_for_bit",
+        CHECKPOINT + "test_a_compiled_model_resumes_on_other_devices",
+        CHECKPOINT + "test_killed_at_any_moment_the_last_complete_checkpoint_loads",
+        CHECKPOINT + "test_scheduler_and_scaler_go_on",
+        CHECKPOINT + "test_random_generators_go_on",
+    ),
+    "G1": _row(
+        "call over model over built-in, field by field, for that call alone",
+        CONFIG + "test_call_over_model_over_built_in",
+        CONFIG + "test_fields_of_both_are_joined",
+        EXAMPLES + "test_a_call_overrides_the_model_for_that_call_alone",
+    ),
+    "G2": _row(
+        "one microbatch more than devices; more of them peak lower",
+        EXAMPLES + "test_built_in_number_of_microbatches_is_one_more_than_devices",
+        MEMORY + "test_more_microbatches_peak_lower",
+    ),
+    "G3": _row(
+        "both grains give the same numbers, 'layer' peaks lower",
+        EXAMPLES + "test_the_grain_of_recomputation_changes_no_number",
+        ENGINE + "test_bits_of_the_stages_do_not_depend_on_the_grain",
+        MEMORY + "test_layer_grain_peaks_below_stage_grain",
+    ),
+    "G4": _row(
+        "outputs are on the CPU, or on the device asked for",
+        EXAMPLES + "test_outputs_are_on_the_cpu_by_default",
+        CUDA + "test_forward_and_backward_apart",
+    ),
+    "G5": _row(
+        "plans are validated, with errors that name the bad range",
+        SCHEDULE + "test_a_plan_that_does_not_cover_the_model_names_the_range",
+        SCHEDULE + "test_what_is_no_range_is_named",
+        SCHEDULE + "test_ranges_and_pairs_are_the_same_plan",
+        SCHEDULE + "test_the_fused_tail_may_be_the_first_backward_range",
+        ENGINE + "test_a_plan_for_another_number_of_layers_is_refused",
+        IMPORTS + "test_public_names",
+    ),
+    "H1": _row(
+        "automatic split of any structure, evenly, on dim 0",
+        MICROBATCH + "test_every_structure_is_walked",
+        MICROBATCH + "test_the_batch_size_is_that_of_the_first_tensor_with_a_dim",
+        MICROBATCH + "test_sizes_differ_by_at_most_one_and_lose_nothing",
+        MICROBATCH + "test_scalars_and_others_are_replicated",
+        EXAMPLES + "test_twelve_pictures_in_four_microbatches",
+    ),
+    "H2": _row(
+        "a small batch has fewer microbatches, with one warning; an empty one is an error",
+        MICROBATCH + "test_a_small_batch_has_fewer_microbatches_and_one_warning",
+        MICROBATCH + "test_an_empty_batch_is_an_error",
+        ENGINE + "test_num_microbatches_is_known_in_loss_fn",
+    ),
+    "H3": _row(
+        "specs and functions split inputs and labels",
+        MICROBATCH + "test_specs_say_which_dim",
+        MICROBATCH + "test_functions_are_called_for_one_microbatch_too",
+        MICROBATCH + "test_rules_that_do_not_fit_say_where",
+        EXAMPLES + "test_split_spec_with_a_replicated_argument",
+        EXAMPLES + "test_split_spec_along_another_dimension",
+        EXAMPLES + "test_split_functions",
+        EXAMPLES + "test_labels_are_split_beside_the_inputs",
+        EXAMPLES + "test_class_weights_are_replicated",
+    ),
+    "H4": _row(
+        "outputs are merged automatically, by spec or by function",
+        MICROBATCH + "test_automatic_merge",
+        MICROBATCH + "test_merge_specs",
+        MICROBATCH + "test_merge_function_gets_all_outputs",
+        MICROBATCH + "test_outputs_that_can_not_be_merged_are_named",
+        EXAMPLES + "test_outputs_are_merged",
+    ),
+    "H5": _row(
+        "unmerged outputs feed another model without a copy, forward and backward",
+        MICROBATCH + "test_unmerged_outputs_are_packed_leaf_by_leaf",
+        MICROBATCH + "test_packed_data_is_taken_as_it_is",
+        AUTOGRAD + "test_packed_outputs_feed_another_model",
+        AUTOGRAD + "test_packed_data_can_be_synchronised_and_used",
+        EXAMPLES + "test_unmerged_outputs_feed_another_model",
+    ),
+    "recompute": _row(
+        "decisions of a forward are there in its recomputation",
+        SAVED + "test_recomputation_takes_the_decisions_of_the_forward",
+        SAVED + "test_getting_more_than_was_saved_names_the_rule",
+        RECOMPUTE + "test_the_mark_is_of_the_thread_and_nests",
+    ),
+    "errors": _row(
+        "misuse says what is allowed; a user's exception keeps its type and says where; the next call works",
+        PIPE + "test_bad_arguments_say_what_is_allowed",
+        API + "test_bad_options_say_what_is_allowed",
+        ERRORS + "test_an_exception_in_a_layer_says_where",
+        ERRORS + "test_an_exception_in_the_loss_function_says_where",
+        ERRORS + "test_an_exception_in_backward_says_where",
+        ERRORS + "test_nothing_of_a_failed_round_stays_alive",
+        NOTEBOOK + "test_an_interrupt_leaves_a_usable_model",
+    ),
+}
+
+COMPILER_ROWS: dict[str, Row] = {
+    "P1": _row(
+        "any module becomes a chain of generated layers",
+        API + "test_any_module_becomes_a_chain_of_generated_layers",
+        EQUALITY + "test_loss_gradients_and_buffers_equal_eager",
+        "fx/test_chains.py::test_every_block_has_a_layer_of_its_own",
+    ),
+    "P2": _row(
+        "example inputs may be omitted",
+        API + "test_without_an_example_the_first_call_traces",
+        API + "test_the_models_own_example_shows_the_partition_and_serves_calls",
+    ),
+    "P3": _row(
+        "one trace serves every batch size and length; a failed guard traces again, is logged and counted",
+        API + "test_one_trace_serves_every_batch_size",
+        API + "test_one_trace_serves_every_length_of_token_ids",
+        API + "test_a_second_trace_serves_every_length_of_float_inputs",
+        API + "test_a_failed_guard_traces_again_is_logged_and_counted",
+        API + "test_training_and_evaluation_take_a_trace_each",
+        TRACER + "test_one_trace_equals_eager_at_other_sizes",
+        GUARDS + "test_every_assumption_is_described",
+        gap="other dims of float inputs than the batch are fixed until they are seen to vary: one trace more",
+    ),
+    "P4": _row(
+        "what can't be traced stays whole; a root that can't be traced falls back with one warning",
+        API + "test_a_submodule_that_can_not_be_traced_stays_whole_and_the_rest_is_cut",
+        API + "test_a_root_that_can_not_be_traced_falls_back_with_one_warning",
+        API + "test_without_fallback_it_raises",
+        TRACER + "test_an_opaque_submodule_says_why",
+    ),
+    "P5": _row(
+        "a branch on data is never burned in",
+        API + "test_a_branch_on_data_is_never_burned_in",
+        TRACER + "test_a_leaf_that_returns_a_decision_is_never_burned_in",
+        TRACER + "test_a_branch_on_activations_at_the_root_is_refused",
+    ),
+    "P6": _row(
+        "the partition is a table, and explain says what was traced",
+        API + "test_the_partition_is_shown",
+        "test_report.py::test_stages",
+        "test_report.py::test_balance_is_heaviest_over_mean",
+        "test_report.py::test_measured_times_replace_flops_and_folded_rows_show_their_mean",
+        gap="no test of explain() is named here yet; nothing measures times while training, the table shows FLOPs",
+    ),
+    "P7": _row(
+        "layers are balanced by time, size or a function",
+        API + "test_every_balance_gives_the_same_numbers",
+        "fx/test_chains.py::test_balance_by_size_and_by_function",
+        "fx/test_partition.py::test_balance_decides_what_weighs",
+        "fx/test_cost.py::test_a_profile_turns_counts_into_seconds",
+        gap="'time' goes by FLOPs and bytes only: no call measures times for a later cut",
+    ),
+    "P8": _row(
+        "numbers equal eager's for the same microbatches; draws are fixed by the seed",
+        EQUALITY + "test_loss_gradients_and_buffers_equal_eager",
+        EQUALITY + "test_five_steps_equal_eager",
+        EQUALITY + "test_result_does_not_depend_on_the_number_of_workers",
+        ENGINE + "test_a_tied_parameter_has_one_gradient",
+        ENGINE + "test_a_module_in_two_layers_has_one_gradient",
+        ENGINE + "test_skip_connections",
+        ENGINE + "test_values_with_several_readers",
+        ENGINE + "test_layers_that_write_into_what_the_layer_before_made",
+        ENGINE + "test_buffers_are_written_once_per_microbatch",
+        ENGINE + "test_the_callers_autocast_holds_in_the_workers",
+        ENGINE + "test_frozen_parameters_get_no_gradient",
+        PIPE + "test_dropout_is_fixed_by_the_seed_for_any_rotation",
+        PIPE + "test_recomputation_repeats_the_draws",
+        API + "test_dropout_is_fixed_by_the_seed_for_any_rotation",
+        "fx/test_codegen.py::test_outputs_are_new_containers_of_the_same_types",
+    ),
+    "P9": _row(
+        "keys of state_dict are the original's, and the original saves what was trained",
+        API + "test_trained_weights_are_saved_by_the_original_model",
+        API + "test_adapters_are_saved_as_adapters",
+        PIPE + "test_parameters_buffers_and_state_are_the_models",
+    ),
+    "P10": _row(
+        "a meta model is planned without memory for its weights",
+        API + "test_a_meta_model_is_planned_without_memory",
+        TRACER + "test_a_meta_model_takes_no_memory",
+        ENGINE + "test_weights_on_the_meta_device_are_refused_by_name",
+    ),
+}
+
+TABLE: dict[str, Row] = RUNTIME_ROWS | COMPILER_ROWS
+
+
+def node_ids() -> list[str]:
+    """The tests of all rows, each once, as pytest takes them."""
+    return sorted({f"tests/{test}" for row in TABLE.values() for test in row.tests})
+
+
+if __name__ == "__main__":
+    print("\n".join(node_ids()))

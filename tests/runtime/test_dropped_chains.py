@@ -1,0 +1,97 @@
+"""What the runtime knows of a chain ends with the chain: however many traces, no more is held than the kept ones."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import roundpipe
+from roundpipe.fx import source
+
+DTYPE = torch.float64
+
+
+class Scaled(nn.Module):
+    """Needs a trace of its own for every number; has a tensor that is a constant of the trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, dtype=DTYPE) for _ in range(4))
+        self.register_buffer("shift", torch.ones(8, dtype=DTYPE))
+
+    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * number + self.shift + torch.tensor([0.5], dtype=x.dtype)
+        return x
+
+
+def loss_of(outputs: torch.Tensor, label: Any) -> torch.Tensor:
+    return outputs.square().sum()
+
+
+def known_layers(pipe: Any) -> int:
+    """The most layers that the host's side or a worker knows."""
+    engine = pipe._state.engine
+    return max(len(pipe._state.host._layers), *(len(rotor._replicas) for rotor in engine._rotors))
+
+
+def test_dropped_traces_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "MAX_KEPT", 2)
+    model = Scaled()
+    x = torch.randn(6, 8, dtype=DTYPE)
+    layers: list[weakref.ref[nn.Module]] = []
+    counts = []
+    with roundpipe.compile(model, devices=["cpu"] * 2) as pipe:
+        for number in range(1, 9):
+            pipe.forward_backward((x, number), loss_fn=loss_of)
+            layers += [weakref.ref(layer) for layer in pipe._state.last_chain]
+            gc.collect()
+            counts.append(known_layers(pipe))
+        pipe.forward_backward((x, 8), loss_fn=loss_of)
+        gc.collect()
+        assert pipe.trace_count == 8
+        per_trace = len(pipe._state.last_chain)
+        assert known_layers(pipe) <= 3 * per_trace and counts[-1] == counts[3], counts
+        assert sum(layer() is not None for layer in layers) <= 3 * per_trace
+        host = pipe._state.host
+        assert set(host._owner.values()) <= set(host._packed)
+        assert len(host._packed) <= 3 * per_trace
+
+
+def test_layers_that_a_newer_trace_shares_stay_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights of a dropped trace are still the model's: one buffer for both, one copy per upload."""
+    monkeypatch.setattr(source, "MAX_KEPT", 1)
+    model = Scaled()
+    x = torch.randn(6, 8, dtype=DTYPE)
+    with roundpipe.compile(model, devices=["cpu"]) as pipe, torch.no_grad():
+        for number in (1, 2, 3, 4):
+            torch.testing.assert_close(pipe(x, number), model(x, number))
+            gc.collect()
+        chain, host = pipe._state.last_chain, pipe._state.host
+        weights = [host.layer(spec.name, layer) for spec, layer in zip(chain.specs, chain, strict=True)]
+        assert all(one.is_packed() for one in weights if one.num_packed and any(e.is_parameter for e in one.entries))
+
+
+def test_forward_and_backward_apart_over_a_dropped_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that waits for its backward keeps its chain."""
+    monkeypatch.setattr(source, "MAX_KEPT", 1)
+    model = Scaled()
+    x = torch.randn(6, 8, dtype=DTYPE)
+    model(x, 1).square().sum().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    with roundpipe.compile(model, devices=["cpu"] * 2) as pipe:
+        output = pipe(x, 1)
+        with torch.no_grad():
+            for number in (2, 3):
+                pipe(x, number)
+                gc.collect()
+        output.square().sum().backward()
+        pipe.synchronize()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)

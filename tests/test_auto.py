@@ -1,0 +1,154 @@
+"""`AutoRoundPipe` as an object: run options, attributes, the optimizer's side, its end."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe import AutoRoundPipe, ClosedError, ConfigError, ExecutePlan, RoundPipeRunConfig
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(4, 4)
+        self.right = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4))
+        self.bias = nn.Parameter(torch.zeros(4))
+        self.sizes: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.sizes.append(len(x))
+        return {"left": self.left(x), "both": self.left(x) + self.right(x) + self.bias}
+
+
+def halves(model: nn.Module | None = None, *, splits_inside: bool = True) -> AutoRoundPipe:
+    model = model or Halves()
+    parts = {module: RoundPipeRunConfig() for module in model.children()}
+    return AutoRoundPipe.of_parts(model, parts, splits_inside=splits_inside, name="halves", devices=["cpu", "cpu"])
+
+
+def test_the_table_lists_the_parts() -> None:
+    with halves() as pipe:
+        table = str(pipe)
+        assert table == pipe.partition_table()
+    assert table.startswith("halves: own forward on the CPU, parts on the devices: 2 layers")
+    assert "left" in table and "right" in table
+
+
+def test_splitting_inside_or_around() -> None:
+    for splits_inside, sizes in ((True, [7]), (False, [3, 2, 2])):
+        model = Halves().eval()
+        with halves(model, splits_inside=splits_inside) as pipe, torch.no_grad():
+            found = pipe(torch.ones(7, 4))
+            assert model.sizes == sizes
+            torch.testing.assert_close(found["both"], model(torch.ones(7, 4))["both"])
+
+
+def test_split_and_merge_rules_are_the_whole_models() -> None:
+    model = Halves().eval()
+    config = RoundPipeRunConfig(num_microbatch=2, merge_output=lambda outputs: [len(one["left"]) for one in outputs])
+    with halves(model) as pipe, torch.no_grad():
+        assert pipe(torch.ones(7, 4), roundpipe_run_config=config) == [4, 3]
+        kept = pipe(torch.ones(6, 4), roundpipe_run_config=RoundPipeRunConfig(merge_output=False))
+        assert [len(one) for one in kept["left"]] == [2, 2, 2]
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    with halves() as pipe:
+        with torch.no_grad():
+            assert not pipe(torch.ones(4, 4))["both"].requires_grad
+        off = RoundPipeRunConfig(requires_grad=False)
+        assert not pipe(torch.ones(4, 4), roundpipe_run_config=off)["both"].requires_grad
+        assert pipe(torch.ones(4, 4))["both"].requires_grad
+
+
+def test_a_plan_for_one_chain_is_refused() -> None:
+    config = RoundPipeRunConfig(execute_plan=ExecutePlan([], (0, 2), []))
+    with halves() as pipe, pytest.raises(ConfigError, match="override_config"):
+        pipe(torch.ones(4, 4), roundpipe_run_config=config)
+
+
+def test_misuse_of_forward_backward_is_named() -> None:
+    with halves() as pipe, pytest.warns(UserWarning, match="nothing overlaps"):
+        with pytest.raises(ConfigError, match="input_args is Tensor"):
+            pipe.forward_backward(torch.ones(4, 4))  # type: ignore[arg-type]
+
+
+def test_it_warns_once() -> None:
+    with halves() as pipe:
+        with pytest.warns(UserWarning, match="nothing overlaps"):
+            pipe.forward_backward((torch.ones(4, 4),), loss_fn=lambda output, label: output["both"].sum())
+        pipe.forward_backward((torch.ones(4, 4),), loss_fn=lambda output, label: output["both"].sum())
+
+
+def test_dropout_is_fixed_by_the_seed() -> None:
+    with halves() as pipe:
+        found = []
+        for seed in (3, 3, 4):
+            torch.manual_seed(seed)
+            found.append(pipe(torch.ones(6, 4))["both"].detach())
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
+def test_the_optimizers_side_has_all_parameters() -> None:
+    model = Halves()
+    with halves(model) as pipe:
+        assert dict(pipe.optim_named_parameters()).keys() == dict(model.named_parameters()).keys()
+        assert all(a is b for a, b in zip(pipe.parameters(), model.parameters(), strict=True))
+        pipe(torch.ones(4, 4))["both"].sum().backward()
+        pipe.synchronize()
+        torch.testing.assert_close(model.bias.grad, torch.full((4,), 4.0))
+        assert model.left.weight.grad is not None
+        pipe.zero_grad()
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_loaded_weights_reach_parts_host_and_optimizer() -> None:
+    model, other = Halves().eval(), Halves().eval()
+    with halves(model) as pipe, torch.no_grad():
+        pipe.load_state_dict(other.state_dict())
+        torch.testing.assert_close(pipe(torch.ones(4, 4))["both"], other(torch.ones(4, 4))["both"])
+        for name, copied in pipe.optim_named_parameters():
+            assert torch.equal(copied, other.get_parameter(name))
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    model, other = Halves(), Halves()
+    with halves(model) as pipe, halves(other) as loaded:
+        pipe.save_checkpoint(tmp_path / "saved", step=3)
+        assert loaded.load_checkpoint(tmp_path / "saved").step == 3
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_train_and_eval_reach_every_module() -> None:
+    model = Halves()
+    with halves(model) as pipe:
+        pipe.eval()
+        assert not pipe.training and not any(module.training for module in model.modules())
+        with torch.no_grad():
+            assert torch.equal(pipe(torch.ones(4, 4))["both"], pipe(torch.ones(4, 4))["both"])
+        pipe.train()
+        assert pipe.training and all(module.training for module in model.modules())
+
+
+def test_its_end() -> None:
+    before = threading.active_count()
+    pipe = halves()
+    pipe(torch.ones(4, 4))
+    pipe.close()
+    with pytest.raises(ClosedError):
+        pipe(torch.ones(4, 4))
+    assert threading.active_count() == before
+    pipe = halves()
+    pipe(torch.ones(4, 4))
+    del pipe
+    gc.collect()
+    assert threading.active_count() == before

@@ -1,0 +1,234 @@
+"""Parts: what running a module apart would lose is noticed, and such a module goes back to the CPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe import AutoRoundPipe, ConfigError, RoundPipeRunConfig
+from roundpipe.parts import IN_ONE_PIECE, Part, overlaid
+from tests.equality import assert_same_gradients, assert_same_state
+
+WIDTH = 6
+
+
+class WritesArgument(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, notes: Any = None) -> torch.Tensor:
+        return self.linear(self.norm(x.mul_(2)))
+
+
+class NotesInArgument(WritesArgument):
+    def forward(self, x: torch.Tensor, notes: Any = None) -> torch.Tensor:
+        out = self.linear(self.norm(x))
+        notes.append(out.square().mean())
+        return out
+
+
+class NotesInAttribute(WritesArgument):
+    def forward(self, x: torch.Tensor, notes: Any = None) -> torch.Tensor:
+        out = self.linear(self.norm(x))
+        self.noted = out.square().mean()
+        return out
+
+
+class NotesInOwnList(WritesArgument):
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor, notes: Any = None) -> torch.Tensor:
+        out = self.linear(self.norm(x))
+        self.noted.append(out.square().mean())
+        return out
+
+
+class Memory:
+    """An object that a module fills, as caches are."""
+
+    def __init__(self) -> None:
+        self.values: list[torch.Tensor] = []
+
+
+class FillsMemory(WritesArgument):
+    def forward(self, x: torch.Tensor, notes: Any = None, memory: Memory | None = None) -> torch.Tensor:
+        out = self.linear(self.norm(x))
+        assert memory is not None
+        memory.values.append(out.square().mean())
+        return out
+
+
+class Root(nn.Module):
+    """Everything that its odd module leaves behind reaches the output."""
+
+    def __init__(self, odd: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.odd = odd
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x) * 1
+        notes: list[torch.Tensor] = []
+        more = {"memory": Memory()} if isinstance(self.odd, FillsMemory) else {}
+        out = self.odd(hidden, notes, **more) + hidden
+        noted = getattr(self.odd, "noted", [])
+        if isinstance(noted, list):
+            notes += [*noted, *(more["memory"].values if more else ())]
+            noted.clear()
+        else:
+            notes.append(noted)
+        return out + sum(notes)
+
+
+def auto(model: nn.Module, **options: Any) -> AutoRoundPipe:
+    parts = {module: RoundPipeRunConfig() for module in model.children()}
+    return AutoRoundPipe.of_parts(model, parts, splits_inside=True, name="whole", devices=["cpu"], **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "cause"),
+    [
+        (WritesArgument, "odd runs on the CPU from now on: it writes into a tensor that it is given"),
+        (NotesInArgument, "it changes a list or dict that it is given"),
+        (NotesInAttribute, "its forward stores tensors in attribute 'noted'"),
+        (NotesInOwnList, "its forward changes the list in attribute 'noted'"),
+        (FillsMemory, "it is given a Memory, which it may change"),
+    ],
+)
+def test_what_is_handed_on_beside_the_return_value(make: Callable[[], nn.Module], cause: str) -> None:
+    model = Root(make()).double()
+    reference = copy.deepcopy(model)
+    with auto(model) as pipe:
+        for step in range(3):
+            x = torch.randn(8, WIDTH, dtype=torch.float64)
+            if step == 0:
+                with pytest.warns(UserWarning, match=cause):
+                    found = pipe(x)
+            else:
+                found = pipe(x)
+            expected = reference(x)
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+            found.square().sum().backward()
+            expected.square().sum().backward()
+        pipe.synchronize()
+        assert_same_gradients(model, reference, 1e-10)
+        assert_same_state(model, reference, 1e-12)  # BatchNorm counted the first call once
+
+
+def test_names_of_modules_are_free() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name in ("reads", "makes", "unpack", "model", "source"):
+                self.add_module(name, nn.Linear(WIDTH, WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.source(self.model(self.unpack(self.makes(self.reads(x)))))
+
+    model = Named()
+    x = torch.randn(4, WIDTH)
+    with auto(model) as pipe:
+        torch.testing.assert_close(pipe(x), model(x))
+
+
+def test_a_list_argument_that_is_only_read_is_no_obstacle(recwarn: pytest.WarningsRecorder) -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor, others: list[torch.Tensor], *, scale: dict[str, float]) -> torch.Tensor:
+            return self.linear(x + others[0]) * scale["value"]
+
+    class Calls(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.reads = Reads()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.reads(x, [x, 2 * x], scale={"value": 0.5})
+
+    model = Calls()
+    x = torch.randn(4, WIDTH)
+    with auto(model) as pipe:
+        torch.testing.assert_close(pipe(x), model(x))
+    assert not recwarn
+
+
+def test_modules_that_write_into_what_the_one_before_made_stay_together(recwarn: pytest.WarningsRecorder) -> None:
+    stack = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))
+    model = nn.ModuleDict({"stack": stack})
+    model.forward = lambda x: model["stack"](x)  # type: ignore[method-assign]
+    reference = copy.deepcopy(stack)
+    x = torch.randn(4, WIDTH)
+    with auto(model) as pipe:
+        pipe.model["stack"](x).sum().backward()
+        pipe.synchronize()
+    reference(x).sum().backward()
+    assert_same_gradients(stack, reference, 1e-6)
+    assert not recwarn
+
+
+class Caller(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.factor = 1.0
+        self.aux: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.linear(x) * self.factor
+        self.aux = out.sum()
+        return out
+
+
+def test_attributes_of_modules_on_the_host_are_the_models() -> None:
+    model = Caller()
+    x = torch.randn(4, WIDTH)
+    with auto(model) as pipe:
+        pipe.factor = 3.0
+        assert model.factor == 3.0
+        out = pipe(x)
+        torch.testing.assert_close(out, 3 * model.linear(x))
+        assert model.aux is not None and model.aux.requires_grad
+        torch.testing.assert_close(pipe.aux, out.sum())
+
+
+def test_replaced_submodules_are_refused() -> None:
+    model = Caller()
+    with auto(model) as pipe:
+        model.linear = nn.Linear(WIDTH, WIDTH)
+        with pytest.raises(ConfigError, match="submodules of a Caller were replaced"):
+            pipe(torch.randn(4, WIDTH))
+
+
+def test_errors_of_a_part_keep_their_type_and_the_next_call_works() -> None:
+    model = Caller()
+    with auto(model) as pipe:
+        with pytest.raises(RuntimeError, match="mat1 and mat2") as caught:
+            pipe(torch.randn(4, WIDTH + 1))
+        assert any("linear" in note for note in caught.value.__notes__)
+        assert pipe(torch.randn(4, WIDTH)).shape == (4, WIDTH)
+
+
+def test_a_part_does_not_close_the_whole() -> None:
+    model = Caller()
+    with auto(model) as pipe:
+        part = pipe.model._modules["linear"]
+        assert isinstance(part, Part) and isinstance(part, nn.Linear)
+        part.close()
+        pipe(torch.randn(4, WIDTH))
+
+
+def test_the_first_config_that_gives_a_field_wins() -> None:
+    both = overlaid(IN_ONE_PIECE, RoundPipeRunConfig(num_microbatch=4, recompute_grain="layer"))
+    assert both == RoundPipeRunConfig(num_microbatch=1, recompute_grain="layer")

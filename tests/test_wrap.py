@@ -1,0 +1,487 @@
+"""Wrapping module by module: what becomes a pipeline, and that the numbers stay eager's."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import roundpipe
+from roundpipe import AutoRoundPipe, ConfigError, RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
+from roundpipe.parts import Part
+from tests.equality import assert_same_gradients, assert_same_state, eager_forward_backward
+
+DEVICES = ["cpu", "cpu"]
+WIDTH = 48
+TOLERANCE = 1e-12
+
+
+def block(width: int = WIDTH) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Linear(width, width))
+
+
+class Branching(nn.Module):
+    """Blocks in a list, around which the root decides by data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, WIDTH)
+        self.blocks = nn.ModuleList([block() for _ in range(3)])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.register_buffer("seen", torch.zeros(()))
+        self.num_calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        self.seen = self.seen + len(x)
+        hidden = self.embed(x)
+        for one in self.blocks:
+            hidden = hidden + one(hidden)
+        if hidden.abs().sum() > 0:
+            hidden = 2 * hidden
+        return self.head(self.norm(hidden)) * self.scale
+
+
+class Nested(nn.Module):
+    """Containers in containers, and a module called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(8, WIDTH), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)))
+        self.branches = nn.ModuleDict({"left": nn.ModuleList([block(), block()]), "right": block()})
+        self.shared = nn.Linear(WIDTH, WIDTH)
+        self.activation = nn.ReLU(inplace=True)
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.stem(x)
+        for one in self.branches["left"]:
+            hidden = one(hidden) + hidden
+        hidden = self.shared(hidden) + self.shared(self.branches["right"](hidden))
+        return self.head(self.activation(hidden))
+
+
+def squared(output: torch.Tensor, label: Any) -> torch.Tensor:
+    return (output**2).sum()
+
+
+def inputs(batch: int = 12) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(batch, 8, dtype=torch.float64)}
+
+
+def quiet(call: Callable[[], Any]) -> Any:
+    """A call that may warn, once, that nothing overlaps."""
+    with pytest.warns(UserWarning, match="nothing overlaps"):
+        return call()
+
+
+def train_like_eager(model: nn.Module, wrap: Callable[[nn.Module], RoundPipe], steps: int = 3) -> None:
+    """Losses, gradients, buffers and optimizer steps equal eager's."""
+    reference = copy.deepcopy(model)
+    parameters = list(model.parameters())
+    with wrap(model) as pipe:
+        optimizer = torch.optim.SGD(pipe.optim_parameters(), lr=1e-3, momentum=0.9)
+        eager = torch.optim.SGD(reference.parameters(), lr=1e-3, momentum=0.9)
+        for step in range(steps):
+            batch = inputs()
+
+            def run(batch: dict[str, torch.Tensor] = batch) -> torch.Tensor:
+                return pipe.forward_backward(input_kwargs=batch, loss_fn=squared)
+
+            loss = quiet(run) if step == 0 else run()
+            expected = eager_forward_backward(reference, batch, squared, num_microbatches=3)
+            torch.testing.assert_close(loss, expected, rtol=TOLERANCE, atol=TOLERANCE)
+            pipe.synchronize()
+            assert_same_gradients(model, reference, 1e-10)
+            pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+            eager.step()
+            eager.zero_grad()
+        pipe.synchronize()
+        assert_same_state(model, reference, 1e-10)
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert not any(isinstance(module, RoundPipe) for module in model.modules())
+
+
+def wrapped(model: nn.Module, **options: Any) -> Any:
+    return wrap_model_to_roundpipe(model, use_sequential_preset=False, name="wrapped", devices=DEVICES, **options)
+
+
+def tree_parts(pipe: AutoRoundPipe) -> dict[str, Part]:
+    """Qualified name -> part, in the wrapped tree."""
+    found: dict[str, Part] = {}
+
+    def look(module: nn.Module, prefix: str) -> None:
+        for name, child in module._modules.items():
+            if isinstance(child, Part):
+                found[prefix + name] = child
+            elif child is not None:
+                look(child, f"{prefix}{name}.")
+
+    look(pipe.model, "")
+    return found
+
+
+# Numbers
+
+
+def test_the_fallback_of_compile_trains_like_eager() -> None:
+    def compiled(model: nn.Module) -> RoundPipe:
+        with pytest.warns(UserWarning, match=r"Branching runs module by module.*test_wrap\.py:\d+"):
+            return roundpipe.compile(model, example_args=(inputs()["x"],), devices=DEVICES)
+
+    model = Branching().double()
+    train_like_eager(model, compiled)
+    assert model.num_calls == 9
+    assert float(model.seen) == 36
+
+
+def test_the_fallback_of_compile_splits_the_model_not_its_modules() -> None:
+    model = Branching().double()
+    reference = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match="module by module"):
+        pipe = roundpipe.compile(model, example_args=(inputs()["x"],), devices=DEVICES)
+    with pipe, torch.no_grad():
+        batch = inputs()
+        found = pipe(**batch)
+        expected = torch.cat([reference(one) for one in batch["x"].tensor_split(3)])
+    torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
+    assert model.num_calls == 3
+
+
+def test_options_of_the_fallback() -> None:
+    model = Branching().double()
+    with pytest.warns(UserWarning, match="module by module"):
+        pipe = roundpipe.compile(model, example_args=(inputs()["x"],), devices=DEVICES, skip_modules=[model.blocks])
+    assert set(tree_parts(pipe)) == {"embed", "norm", "head"}
+    pipe.close()
+    with pytest.raises(ConfigError, match="use_sequential_preset"):
+        roundpipe.compile(model, use_sequential_preset=True)
+
+
+@pytest.mark.parametrize("make", [Branching, Nested])
+@pytest.mark.parametrize("upper_threshold", [None, 0, 20_000])
+def test_recursion_trains_like_eager(make: type[nn.Module], upper_threshold: int | None) -> None:
+    train_like_eager(make().double(), lambda model: wrapped(model, upper_threshold=upper_threshold))
+
+
+def test_skipped_modules_train_like_eager_on_the_host() -> None:
+    model = Nested().double()
+    skipped = [model.stem, model.branches["left"][1]]
+    train_like_eager(model, lambda model: wrapped(model, skip_modules=skipped))
+
+
+def test_everything_skipped_runs_on_the_host() -> None:
+    model = Branching().double()
+    train_like_eager(model, lambda model: wrapped(model, skip_modules=list(model.children())))
+
+
+def test_asynchronous_steps_train_on_weights_one_step_old() -> None:
+    """Modules on the host are as stale as those on the devices."""
+    torch.manual_seed(1)
+    model = Branching().double()
+    reference = copy.deepcopy(model)
+    rate = 1e-4
+    batches = [inputs() for _ in range(4)]
+    weights = [[one.detach().clone() for one in reference.parameters()]]
+    for step, batch in enumerate(batches):
+        with torch.no_grad():
+            for one, old in zip(reference.parameters(), weights[max(step - 1, 0)], strict=True):
+                one.copy_(old)
+        reference.zero_grad()
+        eager_forward_backward(reference, batch, squared, num_microbatches=3)
+        gradients = [one.grad for one in reference.parameters()]
+        weights.append([w - rate * g for w, g in zip(weights[-1], gradients, strict=True)])
+    with wrapped(model, skip_modules=[model.embed]) as pipe:
+        optimizer = torch.optim.SGD(pipe.optim_parameters(), lr=rate)
+        for step, batch in enumerate(batches):
+
+            def run(batch: dict[str, torch.Tensor] = batch) -> torch.Tensor:
+                return pipe.forward_backward(input_kwargs=batch, loss_fn=squared)
+
+            quiet(run) if step == 0 else run()
+            pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+        pipe.synchronize()
+    for found, expected in zip(model.parameters(), weights[-1], strict=True):
+        torch.testing.assert_close(found.detach(), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_forward_with_gradients_of_inputs() -> None:
+    model = Nested().double().eval()
+    reference = copy.deepcopy(model)
+    x = inputs()["x"].requires_grad_()
+    y = x.detach().clone().requires_grad_()
+    with wrapped(model) as pipe:
+        assert not pipe.training
+        found, expected = pipe(x), reference(y)
+        torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
+        squared(found, None).backward()
+        squared(expected, None).backward()
+        pipe.synchronize()
+    torch.testing.assert_close(x.grad, y.grad, rtol=1e-10, atol=TOLERANCE)
+    assert_same_gradients(model, reference, 1e-10)
+
+
+def test_gradients_flow_into_what_made_the_inputs() -> None:
+    model = Branching().double()
+    reference = copy.deepcopy(model)
+    weight = torch.randn(8, 8, dtype=torch.float64, requires_grad=True)
+    other = weight.detach().clone().requires_grad_()
+    x = inputs()["x"]
+    with wrapped(model) as pipe:
+        quiet(lambda: pipe.forward_backward((x @ weight,), loss_fn=squared))
+    made = x @ other
+    for piece in made.tensor_split(3):
+        squared(reference(piece), None).backward(retain_graph=True)
+    torch.testing.assert_close(weight.grad, other.grad, rtol=1e-10, atol=TOLERANCE)
+
+
+def test_outputs_and_several_losses() -> None:
+    model = Nested().double().eval()
+    batch = inputs(7)
+    label = torch.randn(7, 4, dtype=torch.float64)
+    counts: list[int] = []
+
+    def both(output: torch.Tensor, wanted: torch.Tensor) -> list[torch.Tensor]:
+        counts.append(roundpipe.num_microbatches())
+        return [(output - wanted).abs().sum(), output.sum()]
+
+    with wrapped(model) as pipe:
+        (first, second), outputs = quiet(
+            lambda: pipe.forward_backward(input_kwargs=batch, label=label, loss_fn=both, return_outputs=True)
+        )
+    expected = copy.deepcopy(model)(**batch).detach()
+    torch.testing.assert_close(outputs, expected, rtol=TOLERANCE, atol=TOLERANCE)
+    torch.testing.assert_close(first, (expected - label).abs().sum())
+    torch.testing.assert_close(second, expected.sum())
+    assert counts == [3, 3, 3]
+
+
+# The choice
+
+
+def test_a_sequential_is_a_pipeline_with_a_layer_per_child() -> None:
+    with wrapped(nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])) as pipe:
+        assert type(pipe) is RoundPipe
+        pipe(torch.randn(4, 8))
+        assert "4 layers" in pipe.partition_table()
+
+
+def test_a_module_with_parameters_of_its_own_is_one_layer() -> None:
+    class Own(Branching):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.zeros(5000))
+
+    with wrapped(Own()) as pipe:
+        assert type(pipe) is RoundPipe
+
+
+def test_thresholds() -> None:
+    model = Branching()  # float32: a block has 19 KB, 74 KB in all
+    every_block = {f"blocks.{index}" for index in range(3)}
+    with wrapped(model) as pipe:
+        assert isinstance(pipe, AutoRoundPipe)
+        assert set(tree_parts(pipe)) == {"embed", "norm", "head", *every_block}
+    with wrapped(model, upper_threshold=100_000) as pipe:
+        assert type(pipe) is RoundPipe
+    with wrapped(Nested(), upper_threshold=0) as pipe:
+        assert "stem" in tree_parts(pipe)
+        assert "shared" not in tree_parts(pipe)  # 9 KB, below lower_threshold and above upper_threshold
+    with wrapped(Nested(), upper_threshold=0, lower_threshold=9000) as pipe:
+        assert "shared" in tree_parts(pipe)
+
+
+def test_small_parts_and_parts_with_the_batch_elsewhere_stay_in_one_piece() -> None:
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.TransformerEncoderLayer(16, 2, 256, dropout=0.0)  # [S, B, D]
+            self.wide = nn.Linear(16, 1024)
+            self.small = nn.Linear(1024, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.small(self.wide(self.attention(x)))
+
+    model = Attending().double()
+    with wrapped(model, upper_threshold=150_000, lower_threshold=20_000) as pipe:
+        given = {name: part.__dict__["_part"].given.num_microbatch for name, part in tree_parts(pipe).items()}
+        assert given == {"attention": 1, "wide": None, "small": 1}
+        x = torch.randn(5, 4, 16, dtype=torch.float64)
+        with torch.no_grad():
+            torch.testing.assert_close(pipe(x), model(x), rtol=1e-10, atol=TOLERANCE)
+
+
+def test_override_config() -> None:
+    model = Branching().double().eval()
+    sizes: dict[str, list[int]] = {"first": [], "second": []}
+    model.blocks[0][0].register_forward_hook(lambda module, args, output: sizes["first"].append(len(output)))
+    model.blocks[1][0].register_forward_hook(lambda module, args, output: sizes["second"].append(len(output)))
+    with wrapped(
+        model,
+        override_config={model.blocks[0]: RoundPipeRunConfig(num_microbatch=2)},
+        model_run_config=RoundPipeRunConfig(num_microbatch=4),
+    ) as pipe:
+        with torch.no_grad():
+            pipe(**inputs())
+        assert sizes == {"first": [6, 6], "second": [3] * 4}
+        with torch.no_grad():
+            pipe(**inputs(), roundpipe_run_config=RoundPipeRunConfig(num_microbatch=3))
+        assert sizes == {"first": [6] * 4, "second": [3] * 4 + [4] * 3}
+
+
+def test_outputs_of_list_elements_kept_apart() -> None:
+    class Straight(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([block() for _ in range(3)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for one in self.blocks:
+                x = one(x)
+                self.kinds.append(type(x).__name__)
+            return x
+
+    model = Straight().double().eval()
+    model.kinds = []  # type: ignore[assignment]
+    reference = copy.deepcopy(model)
+    apart = {one: RoundPipeRunConfig(merge_output=False) for one in model.blocks[:-1]}
+    x = torch.randn(9, WIDTH, dtype=torch.float64)
+    with wrapped(model, override_config=apart) as pipe:
+        found = pipe(x)
+        assert model.kinds == ["RoundPipePackedData", "RoundPipePackedData", "Tensor"]
+        squared(found, None).backward()
+        pipe.synchronize()
+    squared(reference(x), None).backward()
+    torch.testing.assert_close(found, reference(x), rtol=TOLERANCE, atol=TOLERANCE)
+    assert_same_gradients(model, reference, 1e-10)
+
+
+def test_the_model_itself_skipped_is_given_back() -> None:
+    model = Branching()
+    assert wrapped(model, skip_modules=[model]) is model
+
+
+def test_options_without_effect_are_named() -> None:
+    model = Branching()
+    with pytest.warns(UserWarning, match=r"skip_modules: blocks\.1\.0 is inside"):
+        wrapped(model, skip_modules=[model.blocks[1][0]]).close()
+    with pytest.warns(UserWarning, match=r"override_config: the options of blocks have no effect"):
+        wrapped(model, override_config={model.blocks: RoundPipeRunConfig()}).close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lower_threshold": -1}, "lower_threshold=-1"),
+        ({"upper_threshold": "1GiB"}, "upper_threshold='1GiB'"),
+        ({"override_config": {nn.Linear(1, 1): RoundPipeRunConfig()}}, "no module of the model"),
+        ({"tensor_parallel": 2}, "tensor_parallel"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        wrapped(Branching(), **options)
+
+
+def test_a_wrapped_model_is_not_wrapped_again() -> None:
+    with wrapped(Branching()) as pipe, pytest.raises(ConfigError, match="wrapped already"):
+        wrapped(pipe)
+
+
+# The graph compiler as the preset
+
+
+class Traceable(Nested):
+    """Says itself what it takes."""
+
+    @property
+    def dummy_inputs(self) -> dict[str, torch.Tensor]:
+        return {"x": torch.randn(4, 8)}
+
+
+@pytest.mark.parametrize("preset", [None, True])
+@pytest.mark.parametrize("options", [{}, {"example_args": (torch.randn(4, 8),)}])
+def test_a_traceable_model_is_cut(preset: bool | None, options: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model = Nested() if options else Traceable()
+    with caplog.at_level(logging.INFO, "roundpipe.wrap"):
+        pipe = wrap_model_to_roundpipe(model, preset, devices=DEVICES, **options)
+    with pipe:
+        assert type(pipe) is RoundPipe
+        assert pipe.trace_count == 1
+        assert len(caplog.records) == 1
+        assert "graph compiler" in caplog.text
+        pipe(torch.randn(6, 8))
+
+
+def test_without_an_example_it_is_cut_at_the_first_call(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "roundpipe.wrap"):
+        pipe = wrap_model_to_roundpipe(Nested(), devices=DEVICES)
+    with pipe:
+        assert pipe.trace_count == 0
+        assert "at its first call" in caplog.text
+        pipe(torch.randn(6, 8))
+        assert pipe.trace_count == 1
+
+
+def test_a_model_that_can_not_be_traced(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.randn(4, 8)
+    with caplog.at_level(logging.INFO, "roundpipe.wrap"):
+        pipe = wrap_model_to_roundpipe(Branching(), devices=DEVICES, example_args=(x,))
+    with pipe:
+        assert isinstance(pipe, AutoRoundPipe)
+    assert "test_wrap.py" in caplog.text
+    with pytest.raises(NotImplementedError, match=r"use_sequential_preset=True, but Branching.*test_wrap\.py"):
+        wrap_model_to_roundpipe(Branching(), True, devices=DEVICES, example_args=(x,))
+    with wrap_model_to_roundpipe(Branching(), True, devices=DEVICES) as pipe:
+        with pytest.raises(NotImplementedError):
+            pipe(x)
+
+
+# Hugging Face
+
+
+@pytest.mark.parametrize("upper_threshold", [None, 100_000])
+def test_a_hugging_face_model(upper_threshold: int | None) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        tie_word_embeddings=True,
+    )
+    model = transformers.LlamaForCausalLM(config).double()
+    reference = copy.deepcopy(model)
+    devices_of_loss: list[int] = []
+    loss_function = type(model).loss_function.fget(model)
+    model._loss_function = lambda *args, **kwargs: (devices_of_loss.append(1), loss_function(*args, **kwargs))[1]
+    ids = torch.randint(0, 97, (6, 9))
+    with wrapped(model, upper_threshold=upper_threshold) as pipe:
+        assert any(name.startswith("model.layers.1") for name in tree_parts(pipe))
+        found, expected = pipe(input_ids=ids, labels=ids), reference(input_ids=ids, labels=ids)
+        assert devices_of_loss == [1]  # in one piece: the mean over all tokens
+        torch.testing.assert_close(found.loss, expected.loss, rtol=TOLERANCE, atol=TOLERANCE)
+        torch.testing.assert_close(found.logits, expected.logits, rtol=1e-10, atol=TOLERANCE)
+        found.loss.backward()
+        expected.loss.backward()
+        pipe.synchronize()
+        assert_same_gradients(model, reference, 1e-10)
+        assert pipe.config is config and config.use_cache
+        batch = {"input_ids": ids, "labels": ids}
+        loss = quiet(lambda: pipe.forward_backward(input_kwargs=batch, loss_fn=lambda output, label: output.loss))
+        eager = eager_forward_backward(reference, batch, lambda output, label: output.loss, num_microbatches=3)
+        torch.testing.assert_close(loss, eager, rtol=TOLERANCE, atol=TOLERANCE)
+        pipe.synchronize()
+        assert_same_gradients(model, reference, 1e-10)
+        assert list(pipe.state_dict()) == list(reference.state_dict())
+        assert pipe.generate(ids[:1], max_new_tokens=2, do_sample=False).shape == (1, 11)
