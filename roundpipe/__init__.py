@@ -1,11 +1,11 @@
 """Train models that do not fit on the accelerator: compile any PyTorch module, stream it, step.
 
-    import roundpipe
+import roundpipe
 
-    model = roundpipe.compile(model)
-    optimizer = torch.optim.AdamW(model.optim_parameters(), lr=1e-4)
-    loss = model.forward_backward(input_kwargs=batch, loss_fn=lambda outputs, label: outputs.loss)
-    model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+model = roundpipe.compile(model)
+optimizer = torch.optim.AdamW(model.optim_parameters(), lr=1e-4)
+loss = model.forward_backward(input_kwargs=batch, loss_fn=lambda outputs, label: outputs.loss)
+model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
 """
 
 from roundpipe.api import compile

@@ -1,7 +1,7 @@
 """`compile`: any module in, a model that trains in rotation out.
 
-    trace -> measure -> partition -> generate      roundpipe.fx, through its `TracedSource`
-          -> RoundPipe                             roundpipe.runtime
+trace -> measure -> partition -> generate      roundpipe.fx, through its `TracedSource`
+      -> RoundPipe                             roundpipe.runtime
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def compile(
         ConfigError: an argument can't be used as given.
         TraceError: the model can't be traced, and ``fallback`` is False.
     """
-    check_model(model)
+    check_model(model, "compile")
     if not (balance in ("time", "size") if isinstance(balance, str) else callable(balance)):
         raise ConfigError(f"balance={balance!r}; allowed are 'time', 'size' or a function from a module to a weight")
     if not isinstance(example_args, tuple):

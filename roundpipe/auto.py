@@ -11,6 +11,7 @@ from torch import nn
 
 from roundpipe import structure
 from roundpipe.errors import ConfigError
+from roundpipe.fx.ambient import autocast_as_on_accelerator
 from roundpipe.layers import FixedChain, chain_of_modules, is_differentiable
 from roundpipe.parts import IN_ONE_PIECE, CallOptions, HostTree, Part, overlaid
 from roundpipe.report import partition_table
@@ -186,7 +187,8 @@ class AutoRoundPipe(RoundPipe):
             preserve_rng_state=both.preserve_rng_state,
         )
         try:
-            return tree.run(*structure.map_tensors((args, kwargs), _to_host))
+            with autocast_as_on_accelerator():
+                return tree.run(*structure.map_tensors((args, kwargs), _to_host))
         finally:
             options.forced = options.default = RoundPipeRunConfig()
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.fx import Node
 
 from roundpipe.errors import ConfigError, TraceError
+from roundpipe.fx.ambient import autocast_as_on_accelerator
 from roundpipe.fx.codegen import generate
 from roundpipe.fx.cost import measure
 from roundpipe.fx.graph import TracedGraph, hint, module_of, value_bytes, value_of
@@ -129,7 +130,7 @@ def explain(
         example_kwargs = dict(dummy)
     name = type(model).__name__
     try:
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), autocast_as_on_accelerator():
             traced = trace(model, example_args, example_kwargs or {})
             costs = measure(traced)
             parts = partition(traced, costs)

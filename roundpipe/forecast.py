@@ -24,7 +24,7 @@ from roundpipe.fx.codegen import generate
 from roundpipe.fx.cost import DeviceProfile, measure
 from roundpipe.fx.partition import partition
 from roundpipe.fx.tracer import trace
-from roundpipe.layers import LayerChain, LayerCost, chain_of_modules
+from roundpipe.layers import LayerChain, LayerCost
 from roundpipe.runtime.accelerator import FREE_MEMORY_SHARE
 from roundpipe.runtime.config import RecomputeGrain, RoundPipeRunConfig, resolve
 from roundpipe.runtime.engine import Engine
@@ -45,7 +45,7 @@ _MODEL_ACCESSES = 2
 WORTH_NAMING = 1.05
 """How much faster a change must be to be suggested."""
 MUCH_IDLE = 0.05
-"""Share of idle time above which a larger batch is tried."""
+"""Share of idle time above which other settings are tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +196,7 @@ def forecast(target: Target, machine: Machine, training: Training) -> Forecast:
 
     Raises:
         ConfigError: the options don't go together.
+        TraceError: the model's own forward can't be traced, so it would not be cut.
     """
     kwargs = target.kwargs_for(training.microbatch)
     notes: list[str] = []
@@ -204,7 +205,7 @@ def forecast(target: Target, machine: Machine, training: Training) -> Forecast:
         notes.append("the loss is not part of the model's call: its time and memory are left out")
     result = _at(target, measured, machine, training, notes)
     for changed in _alternatives(training, result):
-        other = _at(target, measured, machine, changed, notes)
+        other = _at(target, measured, machine, changed, notes, replay=result.plan is not None)
         if other.plan is None or other.samples_per_s() < result.samples_per_s() * WORTH_NAMING:
             continue
         result.changes.append(_describe(training, changed, other, result))
@@ -233,10 +234,7 @@ def _measured(target: Target, kwargs: dict[str, Any], profile: DeviceProfile, no
         with torch.enable_grad():
             traced = trace(target.model, (), kwargs)
     except TraceError as error:
-        notes.append(f"the model runs whole, as one layer, because its forward can't be traced: {error}")
-        notes.append("the costs of its compute are guesses, and its activations are not counted")
-        chain = chain_of_modules([("", target.model)])
-        return _Measured(chain, chain.costs)
+        raise TraceError(f"there is no forecast for a model that runs whole, which this one would: {error}") from error
     costs = measure(traced)
     if traced.opaque:
         notes.append(f"{len(traced.opaque)} modules stayed whole: {', '.join(list(traced.opaque)[:3])}")
@@ -267,8 +265,16 @@ class _AbsentEngine:
         return len(self.backends)
 
 
-def _at(target: Target, measured: _Measured, machine: Machine, training: Training, notes: list[str]) -> Forecast:
-    """The forecast for one setting, from layers measured at any size."""
+def _at(
+    target: Target,
+    measured: _Measured,
+    machine: Machine,
+    training: Training,
+    notes: list[str],
+    *,
+    replay: bool = True,
+) -> Forecast:
+    """The forecast for one setting, from layers measured at any size; without a replay it has no speed."""
     chain, kwargs = measured.chain, target.kwargs_for(training.microbatch)
     number = training.num_microbatches
     config = resolve(
@@ -287,7 +293,7 @@ def _at(target: Target, measured: _Measured, machine: Machine, training: Trainin
         reasons.append(str(error))
     else:
         device = _device_need(plan, costs, machine.num_devices, training.recompute_grain)
-        speed = _speed(plan, costs, machine, training)
+        speed = _speed(plan, costs, machine, training) if replay else None
     host = _host_need(target, training, plan, costs)
     if machine.host_memory_bytes is not None and host.total > machine.host_memory_bytes:
         reasons.append(f"the host needs {host.total:,} bytes of memory and has {machine.host_memory_bytes:,}")
@@ -384,9 +390,9 @@ def _alternatives(training: Training, result: Forecast) -> Iterator[Training]:
     if result.speed is not None:
         if result.speed.idle.total > MUCH_IDLE:
             yield replace(training, batch=2 * batch, num_microbatches=2 * number)
+            yield replace(training, recompute_grain=other_grain)
         if number < batch and result.speed.idle.no_work > MUCH_IDLE:
             yield replace(training, num_microbatches=min(2 * number, batch))
-        yield replace(training, recompute_grain=other_grain)
         return
     grains: tuple[RecomputeGrain, ...] = ("layer",) if training.recompute_grain == "layer" else ("stage", "layer")
     for num_microbatches in sorted({number, min(2 * number, batch), batch}):

@@ -88,7 +88,7 @@ def wrap_model_to_roundpipe(
     if unknown:
         allowed = ", ".join((*_SETTINGS, *_TRACING))
         raise ConfigError(f"wrap_model_to_roundpipe has no option {', '.join(unknown)}; further ones are {allowed}")
-    check_model(model)
+    check_model(model, "wrap_model_to_roundpipe")
     settings = {key: value for key, value in roundpipe_kwargs.items() if key in _SETTINGS}
     if model in skip_modules:
         return model  # type: ignore[return-value]
@@ -109,12 +109,13 @@ def wrap_model_to_roundpipe(
     )
 
 
-def check_model(model: Any) -> None:
+def check_model(model: Any, caller: str) -> None:
     """Raise `ConfigError` for what is no model, or one that is wrapped already."""
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"a model is an nn.Module, got {type(model).__name__}")
+        raise ConfigError(f"{caller} takes an nn.Module, got {type(model).__name__}")
     if isinstance(model, RoundPipe):
-        raise ConfigError("the model is wrapped already; pass the original")
+        done = "compiled" if caller == "compile" else "wrapped"
+        raise ConfigError(f"the model is {done} already; pass the original, which {caller} left as it was")
 
 
 def _traced(

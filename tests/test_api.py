@@ -178,6 +178,22 @@ def test_a_failed_guard_traces_again_is_logged_and_counted(caplog: pytest.LogCap
     assert sum("tracing Skipping again" in text for text in caplog.messages) == 1
 
 
+def test_traces_one_after_the_other_are_warned_of() -> None:
+    """Also where every call has several microbatches, of which only the first is traced."""
+    model, x = Skipping().to(DTYPE), batch()
+    with compiled(model, example_args=(x, 0.5)) as pipe, torch.no_grad():
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for number in range(4):
+                pipe(x, float(number + 2))
+            for _ in range(30):
+                pipe(x, 5.0)
+            for number in range(4):
+                pipe(x, float(number + 12))
+        with pytest.warns(UserWarning, match="was traced 10 times, the last 5 one after the other"):
+            pipe(x, 22.0)
+
+
 def test_training_and_evaluation_take_a_trace_each() -> None:
     model = Skipping(dropout=0.4).to(DTYPE)
     with compiled(model, example_args=(batch(),)) as pipe:
@@ -357,7 +373,7 @@ def test_bad_options_say_what_is_allowed(options: dict[str, Any], message: str) 
 
 
 def test_what_is_no_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match="takes an nn.Module, got function"):
+    with pytest.raises(ConfigError, match="an nn.Module, got function"):
         roundpipe.compile(lambda x: x)  # type: ignore[arg-type]
     with compiled(Skipping()) as pipe, pytest.raises(ConfigError, match="compiled already"):
         roundpipe.compile(pipe)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -137,6 +139,85 @@ def test_train_and_eval_reach_every_module() -> None:
             assert torch.equal(pipe(torch.ones(4, 4))["both"], pipe(torch.ones(4, 4))["both"])
         pipe.train()
         assert pipe.training and all(module.training for module in model.modules())
+
+
+def losses_and_gradients(model: nn.Module, call: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+    """What a call gives and leaves, as float32 on the CPU."""
+    model.zero_grad()
+    loss = call()
+    return [
+        loss.detach().float().cpu(),
+        *(one.grad.float().cpu() for one in model.parameters() if one.grad is not None),
+    ]
+
+
+def test_autocast_reaches_host_and_parts() -> None:
+    model = Halves().eval()
+    left_out = copy.deepcopy(model)
+    x = torch.randn(6, 4)
+
+    def loss_fn(output: dict[str, torch.Tensor], label: None) -> torch.Tensor:
+        assert output["left"].dtype == torch.bfloat16
+        return output["both"].float().square().sum()
+
+    def eager() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            losses = [loss_fn(left_out(piece), None) for piece in x.tensor_split(3)]
+        sum(losses).backward()
+        return torch.stack(losses).sum()
+
+    with halves(model) as pipe:
+
+        def call() -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = pipe.forward_backward((x,), loss_fn=loss_fn)
+            pipe.synchronize()
+            return loss
+
+        with pytest.warns(UserWarning, match="nothing overlaps"):
+            found = losses_and_gradients(model, call)
+    for a, b in zip(found, losses_and_gradients(left_out, eager), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("autocast", [False, True])
+def test_on_a_gpu_it_trains_like_eager(autocast: bool) -> None:
+    """Parts and loss on the GPU, the model's own code and a module that was left out on the CPU."""
+    model = Halves().eval()
+    reference = copy.deepcopy(model).cuda()
+    x, label = torch.randn(6, 4), torch.randn(6, 4)
+    places: set[str] = set()
+
+    def loss_fn(output: dict[str, torch.Tensor], label: torch.Tensor) -> torch.Tensor:
+        places.update((output["both"].device.type, label.device.type))
+        return (output["both"].float() - label).square().sum()
+
+    def eager() -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            loss = loss_fn(reference(x.cuda()), label.cuda())
+        loss.backward()
+        return loss
+
+    parts = {model.right: RoundPipeRunConfig()}
+    with AutoRoundPipe.of_parts(model, parts, [model.left], splits_inside=True, devices=["cuda:0", "cuda:0"]) as pipe:
+
+        def call() -> torch.Tensor:
+            with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+                loss = pipe.forward_backward((x,), label=label, loss_fn=loss_fn)
+            pipe.synchronize()
+            return loss
+
+        with pytest.warns(UserWarning, match="nothing overlaps"):
+            found = losses_and_gradients(model, call)
+        assert places == {"cuda"}
+        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            on_gpu = pipe(x.cuda(), roundpipe_run_config=RoundPipeRunConfig(output_device="cuda:0"))["both"]
+            torch.testing.assert_close(on_gpu.float(), reference(x.cuda())["both"].float(), rtol=2e-2, atol=2e-2)
+    tolerance = 3e-2 if autocast else 1e-4
+    for a, b in zip(found, losses_and_gradients(reference, eager), strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
 def test_its_end() -> None:

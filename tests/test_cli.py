@@ -353,6 +353,18 @@ def with_example():
 def alone():
     return nn.Linear(2, 2)
 
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, input):
+        hidden = self.inner(input)
+        return hidden + 1 if hidden.sum() > 0 else hidden
+
+def untraceable():
+    return Branches(), {"input": torch.zeros(4, 64)}
+
 def on_meta():
     with torch.device("meta"):
         return nn.Sequential(nn.Linear(64, 4), nn.ReLU()), {"input": torch.zeros(4, 64, device="cpu")}
@@ -372,6 +384,9 @@ def test_a_factory(run: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     code, _, err = run("plan", "cli_factories:alone", *SMALL)
     assert (code, err.count("\n")) == (2, 1)
     assert "(model, kwargs)" in err
+    code, out, err = run("plan", "cli_factories:untraceable", *SMALL)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "no forecast" in err
 
 
 def test_seconds_of_a_block_are_near_published_ones(tmp_path: Path) -> None:

@@ -90,7 +90,9 @@ def test_result_does_not_depend_on_the_number_of_workers(case: Case) -> None:
             torch.manual_seed(5)
             inputs = in_dtype(case.inputs(5, 16), case.dtype)
             config = RoundPipeRunConfig(execute_plan=one_layer_per_stage(shared.num_layers))
-            losses = [pipe.forward_backward(input_kwargs=inputs, loss_fn=case.loss, run_config=config) for _ in range(2)]
+            losses = [
+                pipe.forward_backward(input_kwargs=inputs, loss_fn=case.loss, run_config=config) for _ in range(2)
+            ]
         gradients = {name: parameter.grad for name, parameter in shared.model.named_parameters()}
         found.append((losses, gradients, copy.deepcopy(shared.model.state_dict())))
     for losses, gradients, state in found[1:]:

@@ -155,6 +155,27 @@ def test_the_fallback_of_compile_splits_the_model_not_its_modules() -> None:
     assert model.num_calls == 3
 
 
+def test_the_fallback_of_compile_fits_a_device_smaller_than_the_model() -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(128, 128) for _ in range(12)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            return x * 2 if x.sum() > 0 else x
+
+    model = Deep()
+    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    device = roundpipe.Device("cpu", memory_bytes=weight_bytes // 2)
+    with pytest.warns(UserWarning, match="module by module"):
+        pipe = roundpipe.compile(model, example_args=(torch.randn(4, 128),), devices=[device])
+    with pipe:
+        quiet(lambda: pipe.forward_backward((torch.randn(4, 128),), loss_fn=squared))
+        assert 0 < pipe.peak_device_bytes() < weight_bytes // 2
+
+
 def test_options_of_the_fallback() -> None:
     model = Branching().double()
     with pytest.warns(UserWarning, match="module by module"):

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 MAX_KEPT = 32
 """Traces kept at once; the one unused for longest goes first."""
 RETRACES_BEFORE_WARNING = 5
+FEW_MICROBATCHES = 64
+"""A trace that served fewer than this before the next one counts as one after the other."""
 
 
 @dataclass(slots=True)
@@ -61,6 +63,8 @@ class TracedSource:
         self._preview = preview
         self._kept: list[_Kept] = []
         self._retraces_in_a_row = 0
+        self._served = 0
+        """Microbatches since the last trace."""
         self._varying: dict[Any, None] = {}
         """Dimensions of float inputs that were seen to vary, which later traces keep open."""
         self.trace_count = 0
@@ -95,10 +99,9 @@ class TracedSource:
             for position, kept in enumerate(self._kept):
                 found = None if kept.traced is None else self._failure(kept.traced, args, kwargs)
                 if found is None:
+                    self._served += 1
                     if position:
                         self._kept.insert(0, self._kept.pop(position))
-                    else:
-                        self._retraces_in_a_row = 0
                     return kept.chain
                 failure = failure or found
             if failure is not None:
@@ -111,11 +114,12 @@ class TracedSource:
 
     def _note_retrace(self, failure: Any) -> None:
         logger.info("tracing %s again: %s", type(self._model).__name__, failure)
-        self._retraces_in_a_row += 1
+        self._retraces_in_a_row = self._retraces_in_a_row + 1 if self._served < FEW_MICROBATCHES else 1
+        self._served = 0
         self._varying.update(dict.fromkeys(failure.dimensions))
         if self._retraces_in_a_row == RETRACES_BEFORE_WARNING:
             warnings.warn(
-                f"{type(self._model).__name__} was traced {self.trace_count} times, the last "
+                f"{type(self._model).__name__} was traced {self.trace_count + 1} times, the last "
                 f"{RETRACES_BEFORE_WARNING} one after the other. What varies: {failure}. "
                 "Keep it fixed (pad inputs, move it out of forward) to trace once",
                 stacklevel=4,

@@ -22,9 +22,14 @@ from roundpipe.runtime.randomness import DrawingFrom
 
 logger = logging.getLogger(__name__)
 
-FREE_MEMORY_SHARE = 0.9
+PLANNED_SHARE = 0.9
+"""Share of a device's memory that plans are made for; the rest is for libraries and for transfers in flight."""
 LARGEST_PADDING = 1.1
 """Pinned allocations are padded to a power of two; past this factor host memory is registered instead."""
+
+
+_idle_streams: dict[torch.device, list[tuple[torch.Stream, ...]]] = {}
+"""Streams of backends that are gone, to be used again: libraries keep workspaces per stream and never free them."""
 
 
 class AcceleratorEvent:
@@ -57,11 +62,14 @@ class AcceleratorBackend:
         index = torch.accelerator.current_device_index() if device.index is None else device.index
         self.device = torch.device(device.type, index)
         self.name = name
-        self.memory_budget_bytes: int | None = given.memory_bytes
-        if self.memory_budget_bytes is None:
+        usable_bytes = given.memory_bytes
+        if usable_bytes is None:
             free_bytes, _ = torch.get_device_module(self.device).mem_get_info(index)
-            self.memory_budget_bytes = int(free_bytes * FREE_MEMORY_SHARE) // num_sharing
-        self._streams = tuple(torch.Stream(self.device) for _ in Lane)
+            usable_bytes = free_bytes // num_sharing
+        self.memory_budget_bytes: int | None = int(usable_bytes * PLANNED_SHARE)
+        idle = _idle_streams.setdefault(self.device, [])
+        self._streams = idle.pop() if idle else tuple(torch.Stream(self.device) for _ in Lane)
+        weakref.finalize(self, idle.append, self._streams)
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[None]:

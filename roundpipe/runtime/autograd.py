@@ -39,9 +39,7 @@ class _Pipeline(torch.autograd.Function):
         return (None, None, None, *run(gradients))
 
 
-def join(
-    outputs: ForwardRun, backward: BackwardRun, inputs: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
+def join(outputs: ForwardRun, backward: BackwardRun, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Run ``outputs`` as a node of the caller's graph.
 
     Args:

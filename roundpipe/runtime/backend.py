@@ -50,7 +50,8 @@ class Device:
     device: str | torch.device = "cpu"
     """Such as ``"cpu"``, ``"cuda:0"`` or ``torch.device("xpu", 1)``."""
     memory_bytes: int | None = None
-    """Memory that may be used on it; None: no limit on the CPU, 90% of what is free on an accelerator."""
+    """Memory that may be used on it; None: no limit on the CPU, what is free on an accelerator. On an accelerator a
+    tenth of it is left to libraries and to transfers in flight, and the rest planned for."""
     upload_bytes_per_s: float | None = None
     """CPU only: speed of the modelled link from the host to the device; None: as fast as memory is."""
     download_bytes_per_s: float | None = None

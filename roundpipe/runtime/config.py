@@ -111,9 +111,7 @@ class ResolvedConfig:
     """None leaves the choice to the planner."""
 
 
-def resolve(
-    call: RoundPipeRunConfig | None, model: RoundPipeRunConfig | None, *, num_devices: int
-) -> ResolvedConfig:
+def resolve(call: RoundPipeRunConfig | None, model: RoundPipeRunConfig | None, *, num_devices: int) -> ResolvedConfig:
     """The options of one call: given for the call, else for the model, else built in.
 
     Args:

@@ -274,9 +274,7 @@ class _Rotor:
         known = self._replicas.get(id(layer))
         if known is None or known[0] is not layer:
             known = self._replicas[id(layer)] = (layer, [])
-        busy = {
-            id(bound.replica) for opened in self._open.values() for bound in opened.visit.layers
-        }
+        busy = {id(bound.replica) for opened in self._open.values() for bound in opened.visit.layers}
         for replica in known[1]:
             if id(replica) not in busy:
                 break
@@ -370,7 +368,7 @@ class _Rotor:
             self._retain(held)
             del held
             loss, outputs, gradients = stage.fused(
-                segment, carry, microbatch, round_.chain.exit, round_.loss_fn, label
+                segment, carry, microbatch, round_.chain.exit, round_.loss_fn, label, round_.return_outputs
             )
         round_.losses[microbatch] = self._bring_down(loss)
         if round_.return_outputs:

@@ -96,9 +96,7 @@ def flow(
         gives: frozenset[str] = frozenset()
         if job.phase is Phase.FORWARD:
             made = {name for part in parts for name in part.makes}
-            gives = frozenset(
-                name for name in made if name in stay or last_reader.get(name, -1) > position
-            )
+            gives = frozenset(name for name in made if name in stay or last_reader.get(name, -1) > position)
         drops = tuple(name for name, last in last_reader.items() if last == position and name not in stay)
         earlier = [maker[name] for part in parts for name in part.takes if name in maker]
         if job.phase is Phase.FORWARD:
@@ -111,21 +109,14 @@ def flow(
     return tuple(flows)
 
 
-def reads_of_backward(
-    schedule: Schedule, specs: Sequence[LayerSpec], grain: RecomputeGrain
-) -> frozenset[str]:
+def reads_of_backward(schedule: Schedule, specs: Sequence[LayerSpec], grain: RecomputeGrain) -> frozenset[str]:
     """Names that the jobs of a backward schedule take: what a forward before it must keep."""
     return frozenset(
-        name
-        for job in schedule.jobs
-        for part in segments_of(job, specs, grain, ())
-        for name in part.takes
+        name for job in schedule.jobs for part in segments_of(job, specs, grain, ()) for name in part.takes
     )
 
 
-def names_with_gradient(
-    specs: Sequence[LayerSpec], trainable: Sequence[bool], inputs: Iterable[str]
-) -> frozenset[str]:
+def names_with_gradient(specs: Sequence[LayerSpec], trainable: Sequence[bool], inputs: Iterable[str]) -> frozenset[str]:
     """Names through which a gradient flows.
 
     Args:

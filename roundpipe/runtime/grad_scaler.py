@@ -119,9 +119,7 @@ class GradScaler:
             return outputs * factor
         if isinstance(outputs, list | tuple):
             return type(outputs)([self.scale(one) for one in outputs])
-        raise ConfigError(
-            f"scale() got a {type(outputs).__name__}; give a tensor, or a list or tuple of them"
-        )
+        raise ConfigError(f"scale() got a {type(outputs).__name__}; give a tensor, or a list or tuple of them")
 
     @torch.no_grad()
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:

@@ -1,8 +1,9 @@
 """Loads into the user's own model, behind the wrapper: the optimizer's copies must not bring the old weights back.
 
 The model gets a hook before its ``load_state_dict`` (wait for the running update, which writes into the model) and
-one after (start the copies again from what was loaded, which with ``assign=True`` are new objects). Invariant: copies and pickles of the model carry hooks that
-do nothing, and a model whose wrapper is gone or closed has none.
+one after (start the copies again from what was loaded, which with ``assign=True`` are new parameter objects).
+Invariant: copies and pickles of the model carry hooks that do nothing, and a model whose wrapper is gone or closed
+has none.
 """
 
 from __future__ import annotations

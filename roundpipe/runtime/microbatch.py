@@ -97,8 +97,7 @@ def split(args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any, config: 
 def _checked_pair(rule: Any) -> tuple[Any, Any]:
     if is_spec(rule):
         raise MicrobatchError(
-            f"split_input is {rule!r}; give a pair (args_spec, kwargs_spec), "
-            "such as ((TensorChunkSpec(0),), None)"
+            f"split_input is {rule!r}; give a pair (args_spec, kwargs_spec), such as ((TensorChunkSpec(0),), None)"
         )
     args_spec, kwargs_spec = rule
     return args_spec, kwargs_spec
@@ -298,9 +297,7 @@ def _take_packed(packed: RoundPipePackedData, spec: Any, path: Path, plan: _Plan
     if not packed:
         raise MicrobatchError(f"{name} is packed data of no microbatches; it has nothing to run on")
     if len(packed) > 1:
-        logger.info(
-            "%s comes in %d pieces, is merged and cut into %d", name, len(packed), plan.num_microbatches
-        )
+        logger.info("%s comes in %d pieces, is merged and cut into %d", name, len(packed), plan.num_microbatches)
     packed.synchronize()
     return _split_value(merge_value(list(packed), None, path), spec, path, plan)
 
@@ -330,9 +327,7 @@ def _call_split_input(rule: Any, inputs: tuple[Any, Any], number: int) -> tuple[
     kwargs_list = _checked_list(result[1], number, what, "kwargs_list")
     for index, (args, kwargs) in enumerate(zip(args_list, kwargs_list, strict=True)):
         if not isinstance(args, tuple | list):
-            raise MicrobatchError(
-                f"{what}: args_list[{index}] is {described(args)}; it must be a tuple of arguments"
-            )
+            raise MicrobatchError(f"{what}: args_list[{index}] is {described(args)}; it must be a tuple of arguments")
         if not isinstance(kwargs, Mapping):
             raise MicrobatchError(f"{what}: kwargs_list[{index}] is {described(kwargs)}; it must be a dict")
     return [tuple(args) for args in args_list], [dict(kwargs) for kwargs in kwargs_list]
@@ -340,9 +335,7 @@ def _call_split_input(rule: Any, inputs: tuple[Any, Any], number: int) -> tuple[
 
 def _checked_list(result: Any, number: int, what: str, name: str) -> list[Any]:
     if not isinstance(result, tuple | list):
-        raise MicrobatchError(
-            f"{what} returned {described(result)} as {name}; it must be a list of {number} items"
-        )
+        raise MicrobatchError(f"{what} returned {described(result)} as {name}; it must be a list of {number} items")
     if len(result) != number:
         raise MicrobatchError(
             f"{what} returned {len(result)} items in {name} for num_microbatch={number}; it must return "

@@ -160,10 +160,7 @@ def _children_of_all(values: list[Any], path: Path) -> list[tuple[Step, list[Any
                 f"{_output_name(path)} is a {forms[0]} for microbatch 0 but a {form} for microbatch {index}; "
                 "it must have one structure for all"
             )
-    return [
-        (step, [children[position][1] for children in columns])
-        for position, (step, _) in enumerate(columns[0])
-    ]
+    return [(step, [children[position][1] for children in columns]) for position, (step, _) in enumerate(columns[0])]
 
 
 def _pack(values: list[Any], path: Path, events: Sequence[Event | None] | None) -> Any:

@@ -77,15 +77,11 @@ def spec_children(spec: Any, below: list[tuple[Step, Any]], where: str) -> list[
     if isinstance(spec, Mapping):
         if set(spec) == set(keys):
             return [spec[key] for key in keys]
-        raise MicrobatchError(
-            f"{where} has the keys {keys} but its spec has {list(spec)}; they must be the same"
-        )
+        raise MicrobatchError(f"{where} has the keys {keys} but its spec has {list(spec)}; they must be the same")
     if isinstance(spec, list | tuple):
         if len(spec) == len(below):
             return list(spec)
-        raise MicrobatchError(
-            f"{where} has {len(below)} items but its spec has {len(spec)}; give one for each"
-        )
+        raise MicrobatchError(f"{where} has {len(below)} items but its spec has {len(spec)}; give one for each")
     raise MicrobatchError(
         f"{where} is a container with the items {keys} but its spec is {spec!r}; "
         "give a spec of the same structure, or None in its place for the automatic rule"
@@ -97,21 +93,15 @@ def check_leaf_spec(spec: Any, where: str, allowed: tuple[str, ...]) -> None:
     if spec is None or any(is_spec_of(spec, name) for name in allowed):
         return
     if isinstance(spec, list | tuple | Mapping):
-        raise MicrobatchError(
-            f"{where} is a single value but its spec is the structure {spec!r}; give one spec"
-        )
-    raise MicrobatchError(
-        f"{where} has the spec {spec!r}; allowed: {', '.join(allowed)} (from {_SPEC_MODULE}) or None"
-    )
+        raise MicrobatchError(f"{where} is a single value but its spec is the structure {spec!r}; give one spec")
+    raise MicrobatchError(f"{where} has the spec {spec!r}; allowed: {', '.join(allowed)} (from {_SPEC_MODULE}) or None")
 
 
 def checked_dim_size(tensor: torch.Tensor, spec: Any, where: str) -> int:
     """Length of the dimension that a `TensorChunkSpec` names; an error if the tensor has none such."""
     dim = spec.split_dim
     if not -tensor.ndim <= dim < tensor.ndim:
-        allowed = (
-            f"{-tensor.ndim} to {tensor.ndim - 1}" if tensor.ndim else "_Replicate, since it is a scalar"
-        )
+        allowed = f"{-tensor.ndim} to {tensor.ndim - 1}" if tensor.ndim else "_Replicate, since it is a scalar"
         raise MicrobatchError(
             f"{where} has shape {tuple(tensor.shape)} but its spec takes dim {dim}; allowed: {allowed}"
         )

@@ -268,9 +268,7 @@ class RoundPipe(nn.Module):
         total = sum_losses(losses)
         return (total, microbatch.merge(outputs, config)) if return_outputs else total
 
-    def _calls(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], label: Any, config: ResolvedConfig
-    ) -> list[Call]:
+    def _calls(self, args: tuple[Any, ...], kwargs: dict[str, Any], label: Any, config: ResolvedConfig) -> list[Call]:
         """The microbatches, grouped where neighbours share a chain."""
         state = self._state
         pieces = microbatch.split(args, kwargs, label, config)
@@ -680,8 +678,6 @@ def _close(engine: Engine, optimizer: OptimizerSide, watch: LoadWatch | None) ->
 
 def flow_back(inputs: Sequence[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:
     """Carry on a backward into whatever produced the arguments."""
-    pairs = [
-        (tensor, gradient) for tensor, gradient in zip(inputs, gradients, strict=True) if gradient is not None
-    ]
+    pairs = [(tensor, gradient) for tensor, gradient in zip(inputs, gradients, strict=True) if gradient is not None]
     if pairs:
         torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])

@@ -161,9 +161,7 @@ class BufferHistory:
         if bound.writes_buffers:
             self._keep(before, layer_index, microbatch, backend)
 
-    def _keep(
-        self, buffers: list[torch.Tensor | None], layer_index: int, microbatch: int, backend: Backend
-    ) -> None:
+    def _keep(self, buffers: list[torch.Tensor | None], layer_index: int, microbatch: int, backend: Backend) -> None:
         backend.wait(Lane.DOWNLOAD, backend.record(Lane.COMPUTE))
         values = [None if buffer is None else backend.download(buffer) for buffer in buffers]
         copied = backend.record(Lane.DOWNLOAD)
@@ -171,9 +169,7 @@ class BufferHistory:
         self._seen[layer_index, microbatch] = values, copied
 
     @contextlib.contextmanager
-    def as_forward_saw(
-        self, bound: BoundLayer, layer_index: int, microbatch: int, backend: Backend
-    ) -> Iterator[None]:
+    def as_forward_saw(self, bound: BoundLayer, layer_index: int, microbatch: int, backend: Backend) -> Iterator[None]:
         """Run the recomputation inside on the buffers of the forward."""
         seen = self._seen.pop((layer_index, microbatch), None)
         if seen is None:

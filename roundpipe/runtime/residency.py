@@ -363,9 +363,7 @@ class BoundLayer:
             if entry.is_parameter and tensor is not None:
                 tensor = self._as_parameter(tensor, entry, with_gradients)
             bound.append((entry, tensor))
-        self.replica.refresh(
-            {id(entry.tensor): tensor for entry, tensor in bound if tensor is not None and entry.fits}
-        )
+        self.replica.refresh({id(entry.tensor): tensor for entry, tensor in bound if tensor is not None and entry.fits})
         self._is_training = any(module.training for module in self.replica.module.modules())
         twin = self.replica.twin
         for entry, tensor in bound:

@@ -196,9 +196,7 @@ class RoundMaker:
             first_job=self._engine.next_job,
             kind=kind,
         )
-        flows = flow(
-            schedule, chain.specs, grain=call.config.recompute_grain, exit_reads=chain.exit.reads, kept=kept
-        )
+        flows = flow(schedule, chain.specs, grain=call.config.recompute_grain, exit_reads=chain.exit.reads, kept=kept)
         return Round(
             chain=chain,
             schedule=schedule,
@@ -265,9 +263,7 @@ def input_tensors(values: MicrobatchValues) -> list[tuple[int, str, int, torch.T
     ]
 
 
-def input_gradients(
-    made: Round, inputs: Sequence[tuple[int, str, int, torch.Tensor]]
-) -> list[torch.Tensor | None]:
+def input_gradients(made: Round, inputs: Sequence[tuple[int, str, int, torch.Tensor]]) -> list[torch.Tensor | None]:
     """Gradients that a finished round left for argument tensors, on the tensors' own devices."""
     found: list[torch.Tensor | None] = []
     for microbatch, name, position, tensor in inputs:

@@ -106,12 +106,20 @@ class Stage:
                         carry.pop(name, None)
 
     def fused(
-        self, segment: Segment, carry: Carry, microbatch: int, exit: Exit, loss_fn: LossFunction, label: Any
+        self,
+        segment: Segment,
+        carry: Carry,
+        microbatch: int,
+        exit: Exit,
+        loss_fn: LossFunction,
+        label: Any,
+        keep_outputs: bool,
     ) -> tuple[Any, Any, dict[str, Gradients]]:
         """Run forward, loss and backward.
 
         Returns:
-            detached loss (a tensor or a list of them), detached outputs, gradients of the taken values.
+            detached loss (a tensor or a list of them), detached outputs if they are to be kept, gradients of the
+            taken values.
         """
         around = self.around
         recorded = Recorded(self._leaves(segment, carry))
@@ -132,7 +140,7 @@ class Stage:
             with self._noted(microbatch, "loss_fn"):
                 loss = loss_fn(outputs, label)
                 losses = _as_losses(loss)
-        detached = structure.map_tensors(outputs, torch.Tensor.detach)
+        detached = structure.map_tensors(outputs, torch.Tensor.detach) if keep_outputs else None
         del outputs
         with self._noted(microbatch, "backward"):
             torch.autograd.backward(losses)
@@ -163,9 +171,7 @@ class Stage:
             name in self.around.with_gradient for name in segment.takes
         )
 
-    def backward(
-        self, recorded: Recorded, gradients: dict[str, Gradients], microbatch: int
-    ) -> dict[str, Gradients]:
+    def backward(self, recorded: Recorded, gradients: dict[str, Gradients], microbatch: int) -> dict[str, Gradients]:
         """Backward of a recomputed segment; returns the gradients of the values it took."""
         roots: list[torch.Tensor] = []
         root_gradients: list[torch.Tensor] = []
@@ -232,9 +238,7 @@ class Stage:
 
     def _note(self, error: Exception, microbatch: int, phase: str, layer: str = "") -> None:
         """Adds to an exception where in the pipeline it was raised."""
-        error.add_note(
-            f"roundpipe: raised in {layer}stage {self.name}, microbatch {microbatch}, phase {phase}"
-        )
+        error.add_note(f"roundpipe: raised in {layer}stage {self.name}, microbatch {microbatch}, phase {phase}")
 
     @contextlib.contextmanager
     def _noted(self, microbatch: int, phase: str) -> Iterator[None]:

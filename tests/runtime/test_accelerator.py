@@ -1,6 +1,7 @@
 """The accelerator backend: the CPU's numbers, real overlap, real budgets. Skipped where there is none."""
 
 import copy
+import gc
 import json
 import subprocess
 import sys
@@ -145,13 +146,16 @@ def test_training_within_a_budget():
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(24)))
     model_bytes = 2 * sum(p.nbytes for p in model.parameters())
     budget = model_bytes // 3
+    gc.collect()
+    others_bytes = torch.cuda.memory_allocated()  # such as workspaces that libraries keep per stream
     with roundpipe.RoundPipe(model, devices=[Device("cuda:0", memory_bytes=budget)]) as piped:
         piped.forward_backward((torch.randn(64, width),), loss_fn=square_loss, run_config=config(4))  # warms up
         torch.cuda.empty_cache()
         piped.peak_device_bytes(reset=True)
         before = torch.cuda.memory_allocated()
         piped.forward_backward((torch.randn(64, width),), loss_fn=square_loss, run_config=config(4))
-        assert piped.peak_device_bytes() <= budget + (80 << 20), "libraries have workspaces of their own"
+        peak_bytes = piped.peak_device_bytes() - others_bytes
+        assert peak_bytes <= budget + (80 << 20), "libraries have workspaces of their own"
         assert torch.cuda.memory_allocated() <= before + (1 << 20), "nothing stays but the arena"
 
 
@@ -228,3 +232,14 @@ def test_registered_memory_is_pinned():
     with roundpipe.RoundPipe(model, devices=["cuda:0"], pin_model="register") as piped, torch.no_grad():
         torch.testing.assert_close(piped(batch()), model(batch()), rtol=0, atol=1e-9)
         assert all(p.is_pinned() for p in model.parameters())
+
+
+def test_streams_are_used_again():
+    """Libraries keep a workspace for every stream they have seen."""
+    given, seen = Device("cuda:0"), set()
+    for _ in range(3):
+        backend = AcceleratorBackend(given, "first")
+        seen.add(backend._streams)
+        del backend
+        gc.collect()
+    assert len(seen) == 1

@@ -33,9 +33,7 @@ GIVEN = {
 
 
 def test_nothing_given_is_the_built_in():
-    assert all(
-        getattr(RoundPipeRunConfig(), field.name) is None for field in dataclasses.fields(RoundPipeRunConfig)
-    )
+    assert all(getattr(RoundPipeRunConfig(), field.name) is None for field in dataclasses.fields(RoundPipeRunConfig))
     assert resolve(None, None, num_devices=4) == ResolvedConfig(
         num_microbatch=5,
         recompute_grain="stage",
@@ -88,9 +86,9 @@ def test_requires_grad_follows_the_callers_grad_mode():
 
 
 def test_device_names_are_devices():
-    assert resolve(
-        RoundPipeRunConfig(output_device="cuda:1"), None, num_devices=1
-    ).output_device == torch.device("cuda", 1)
+    assert resolve(RoundPipeRunConfig(output_device="cuda:1"), None, num_devices=1).output_device == torch.device(
+        "cuda", 1
+    )
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ def known_layers(pipe: Any) -> int:
     return max(len(pipe._state.host._layers), *(len(rotor._replicas) for rotor in engine._rotors))
 
 
+@pytest.mark.filterwarnings("ignore:.*was traced")
 def test_dropped_traces_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "MAX_KEPT", 2)
     model = Scaled()

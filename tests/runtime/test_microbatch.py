@@ -69,9 +69,7 @@ def test_every_structure_is_walked():
     pieces = split(args, {"deep": {"x": x, 3: [x]}}, {"label": x}, config(3))
     assert pieces.num_microbatches == 3
     bounds = [(0, 4), (4, 7), (7, 10)]
-    for (start, stop), got, kwargs, label in zip(
-        bounds, pieces.args, pieces.kwargs, pieces.labels, strict=True
-    ):
+    for (start, stop), got, kwargs, label in zip(bounds, pieces.args, pieces.kwargs, pieces.labels, strict=True):
         part = x[start:stop]
         found = [got[0], got[1][0], got[1][1][0], got[2].left, got[3].values, got[4].values]
         found += [kwargs["deep"]["x"], kwargs["deep"][3][0], label["label"]]
@@ -119,9 +117,7 @@ def test_the_batch_size_is_that_of_the_first_tensor_with_a_dim():
 
 
 def test_a_small_batch_has_fewer_microbatches_and_one_warning():
-    with pytest.warns(
-        UserWarning, match="has 2 samples, so it runs as 2 microbatches instead of 4"
-    ) as caught:
+    with pytest.warns(UserWarning, match="has 2 samples, so it runs as 2 microbatches instead of 4") as caught:
         pieces = split((rows(2),), {}, rows(2), config(4))
     assert len(caught) == 1
     assert pieces.num_microbatches == 2 and sizes(pieces.labels) == [1, 1]
@@ -170,9 +166,7 @@ def test_specs_say_which_dim():
         (tokens, {"positions": positions, "scale": scale}), {"auto": rows(6)}, (tokens, positions),
         config(3, split_input=rule, split_label=(CHUNK_0, _Replicate())),
     )  # fmt: skip
-    for index, (args, kwargs, label) in enumerate(
-        zip(pieces.args, pieces.kwargs, pieces.labels, strict=True)
-    ):
+    for index, (args, kwargs, label) in enumerate(zip(pieces.args, pieces.kwargs, pieces.labels, strict=True)):
         part = slice(2 * index, 2 * index + 2)
         assert args[0].equal(tokens[part]) and args[1]["positions"].equal(positions[:, part])
         assert args[1]["scale"] is scale and kwargs["auto"].shape == (2, 3)
@@ -303,12 +297,7 @@ def test_merge_of_integers_nans_and_equal_objects():
     same = object()
     values = (torch.tensor(3), float("nan"), same, [1, (2, None)])
     merged = merge([values, (torch.tensor(3), float("nan"), same, [1, (2, None)])], config())
-    assert (
-        merged[0].dtype == torch.int64
-        and merged[0] == 3
-        and merged[2] is same
-        and merged[3] == [1, (2, None)]
-    )
+    assert merged[0].dtype == torch.int64 and merged[0] == 3 and merged[2] is same and merged[3] == [1, (2, None)]
     assert merge([torch.tensor(1), torch.tensor(2)], config()) == 1.5
 
 
@@ -350,19 +339,14 @@ def test_outputs_that_can_not_be_merged_are_named(outputs, message):
 
 
 def test_merge_specs():
-    outputs = [
-        (rows(2, 2), {"loss": torch.tensor(float(index)), "same": torch.ones(3)}) for index in range(3)
-    ]
+    outputs = [(rows(2, 2), {"loss": torch.tensor(float(index)), "same": torch.ones(3)}) for index in range(3)]
     start = torch.tensor(10.0)
     reducer = _CustomReducer(start, lambda total, value: total.add_(value))
     merged = merge(outputs, config(merge_output=(CHUNK_1, {"loss": reducer, "same": _Replicate})))
     assert merged[0].shape == (2, 6) and merged[1]["loss"].item() == 13.0 and merged[1]["same"].shape == (3,)
     assert start.item() == 10.0
     assert merge([torch.tensor(1.0)] * 3, config(merge_output=_CustomReducer(0, lambda a, b: a + b))) == 3
-    assert (
-        merge(outputs, config(merge_output=(None, _CustomReducer([], lambda a, b: [*a, b]))))[1][2]["loss"]
-        == 2.0
-    )
+    assert merge(outputs, config(merge_output=(None, _CustomReducer([], lambda a, b: [*a, b]))))[1][2]["loss"] == 2.0
     for rule, message in [
         ((CHUNK_0,), "output has 2 items but its spec has 1"),
         ((CHUNK_0, CHUNK_0), r"output\[1\] is a container"),
@@ -427,8 +411,7 @@ def test_packed_data_of_another_length_is_cut_anew():
     pieces = split((three, two), {}, two, config(2))
     assert pieces.num_microbatches == 3
     assert all(
-        one[0].equal(one[1]) and one[1].equal(label)
-        for one, label in zip(pieces.args, pieces.labels, strict=True)
+        one[0].equal(one[1]) and one[1].equal(label) for one, label in zip(pieces.args, pieces.labels, strict=True)
     )
     assert arrival.waits >= 1
 
@@ -436,9 +419,7 @@ def test_packed_data_of_another_length_is_cut_anew():
 def test_packed_data_has_arrived_when_a_function_sees_it():
     arrival = Arrival()
     packed = RoundPipePackedData(rows(4).split(2), [arrival, None])
-    pieces = split(
-        (packed,), {}, None, config(2, split_input=lambda a, k, n: ([(one,) for one in a[0]], [k] * n))
-    )
+    pieces = split((packed,), {}, None, config(2, split_input=lambda a, k, n: ([(one,) for one in a[0]], [k] * n)))
     assert arrival.waits == 1 and sizes(piece[0] for piece in pieces.args) == [2, 2]
 
 
@@ -452,9 +433,7 @@ def test_packed_data_feeds_through():
 
 
 def test_importing_does_not_import_torchs_pipelining():
-    code = (
-        "import sys, roundpipe.runtime.microbatch; assert not [m for m in sys.modules if 'pipelining' in m]"
-    )
+    code = "import sys, roundpipe.runtime.microbatch; assert not [m for m in sys.modules if 'pipelining' in m]"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 

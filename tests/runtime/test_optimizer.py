@@ -45,9 +45,7 @@ def weights_of(side):
 def assert_same(one, other, **tolerance):
     assert one.keys() == other.keys()
     for name in one:
-        torch.testing.assert_close(
-            one[name], other[name], msg=lambda text, name=name: f"{name}: {text}", **tolerance
-        )
+        torch.testing.assert_close(one[name], other[name], msg=lambda text, name=name: f"{name}: {text}", **tolerance)
 
 
 def make_step(side, **options):
@@ -145,9 +143,7 @@ def test_gradients_accumulate_over_rounds(model, side):
         assert all(p.grad is None for p in model.parameters())
     assert_same(dict(model.state_dict()), dict(reference.state_dict()))
     side.synchronize()
-    assert_same(
-        {n: p.grad for n, p in model.named_parameters()}, {n: p.grad for n, p in reference.named_parameters()}
-    )
+    assert_same({n: p.grad for n, p in model.named_parameters()}, {n: p.grad for n, p in reference.named_parameters()})
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -266,9 +262,7 @@ def test_low_precision_weights_with_float32_copies():
         side.step(step_fn, is_async=False)
         before = {n: w - LR * gradient[n] for n, w in before.items()}
         assert_same(weights_of(side), before)
-        assert_same(
-            {n: p.detach() for n, p in model.named_parameters()}, {n: w.bfloat16() for n, w in before.items()}
-        )
+        assert_same({n: p.detach() for n, p in model.named_parameters()}, {n: w.bfloat16() for n, w in before.items()})
     assert [p.data_ptr() for p in model.parameters()] == storage
     side.close()
 
@@ -473,9 +467,7 @@ def test_waiting_has_a_deadline(model):
     side = OptimizerSide(model.named_parameters(), name="slow", deadline_s=0.05)
     release = threading.Event()
     side.step(lambda: release.wait(10))
-    with pytest.raises(
-        DeadlockError, match=r"synchronize\(\) of slow waits for update 1 in thread roundpipe-optim"
-    ):
+    with pytest.raises(DeadlockError, match=r"synchronize\(\) of slow waits for update 1 in thread roundpipe-optim"):
         side.synchronize()
     release.set()
     side._deadline_s = 10

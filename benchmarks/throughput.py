@@ -1,0 +1,177 @@
+"""Tokens per second of a language model on an accelerator, against plain PyTorch on the same device.
+
+Four ways to train the same model on the same batches, one after the other in one process:
+
+    plain          weights, gradients and AdamW on the device, gradients accumulated over microbatches
+    checkpointed   the same with activation checkpointing in every block
+    roundpipe      weights, gradients and AdamW on the host, all of the device's memory for stages
+    budget         the same within ``--budget`` GB, as on a smaller card
+
+Plain trains bfloat16 weights with bfloat16 AdamW states; roundpipe keeps float32 copies on the host, one step behind.
+
+    python benchmarks/throughput.py --json benchmarks/results/throughput.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from environment import report
+from torch import nn
+
+import roundpipe
+
+SIZES = {
+    "0.1b": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 8},
+    "1b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_attention_heads": 16},
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+}
+
+
+def build(size: str) -> nn.Module:
+    """A Llama with random weights in bfloat16, on the host."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32000, num_key_value_heads=8, max_position_embeddings=8192, use_cache=False, **SIZES[size]
+    )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        return LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def timed(step: Callable[[], Any], finish: Callable[[], Any], num_warmups: int, num_steps: int) -> float:
+    """Mean seconds of a step, after some to warm up."""
+    for _ in range(num_warmups):
+        step()
+    finish()
+    start = time.perf_counter()
+    for _ in range(num_steps):
+        step()
+    finish()
+    return (time.perf_counter() - start) / num_steps
+
+
+def plain(model: nn.Module, ids: torch.Tensor, options: argparse.Namespace, checkpointed: bool) -> dict[str, Any]:
+    """Gradient accumulation on one device."""
+    model = model.to(options.device)
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    torch.accelerator.reset_peak_memory_stats()
+    losses: list[torch.Tensor] = []
+
+    def step() -> None:
+        for piece in ids.to(options.device).chunk(options.microbatches):
+            loss = model(input_ids=piece, labels=piece).loss / options.microbatches
+            loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    seconds = timed(step, torch.accelerator.synchronize, options.warmups, options.steps)
+    peak_bytes = torch.accelerator.max_memory_allocated()
+    return {"seconds": seconds, "tokens_per_s": ids.numel() / seconds, "peak_device_bytes": peak_bytes}
+
+
+def rotated(model: nn.Module, ids: torch.Tensor, options: argparse.Namespace, budget: int | None) -> dict[str, Any]:
+    """Stages in rotation, the optimizer on the host."""
+    devices = [roundpipe.Device(options.device, memory_bytes=budget)]
+    config = roundpipe.RoundPipeRunConfig(num_microbatch=options.microbatches)
+    start = time.perf_counter()
+    with roundpipe.compile(
+        model, devices=devices, model_run_config=config, optim_dtype=torch.float32, name="llama"
+    ) as pipe:
+        optimizer = torch.optim.AdamW(pipe.optim_parameters(), lr=1e-5, fused=True)
+        update_s: list[float] = []
+
+        def update() -> None:
+            begin = time.perf_counter()
+            optimizer.step()
+            optimizer.zero_grad()
+            update_s.append(time.perf_counter() - begin)
+
+        def step() -> None:
+            pipe.forward_backward(
+                input_kwargs={"input_ids": ids, "labels": ids},
+                loss_fn=lambda outputs, _: outputs.loss / options.microbatches,
+            )
+            pipe.step(update)
+
+        step()
+        first_s = time.perf_counter() - start
+        pipe.peak_device_bytes(reset=True)
+        seconds = timed(step, pipe.synchronize, options.warmups, options.steps)
+        rounds_s = timed(
+            lambda: pipe.forward_backward(
+                input_kwargs={"input_ids": ids, "labels": ids},
+                loss_fn=lambda outputs, _: outputs.loss / options.microbatches,
+            ),
+            lambda: None,
+            1,
+            options.steps,
+        )
+        print(pipe.partition_table())
+        return {
+            "seconds": seconds,
+            "tokens_per_s": ids.numel() / seconds,
+            "peak_device_bytes": pipe.peak_device_bytes(),
+            "forward_backward_s": rounds_s,
+            "update_s": sum(update_s) / len(update_s),
+            "first_step_s": first_s,
+        }
+
+
+def main() -> None:
+    """Runs the four ways and writes their figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="1b")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--seq", type=int, default=2048)
+    parser.add_argument("--batch", type=int, default=64, help="sequences per step")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--warmups", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--budget", type=float, default=24, help="GB of the smaller card")
+    parser.add_argument("--ways", default="plain,checkpointed,roundpipe,budget")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    ids = torch.randint(0, 32000, (options.batch, options.seq))
+    results: dict[str, Any] = {"options": {k: v for k, v in vars(options).items() if k != "json"}}
+    for way in options.ways.split(","):
+        model = build(options.size)
+        results["num_parameters"] = sum(parameter.numel() for parameter in model.parameters())
+        if way in ("plain", "checkpointed"):
+            found = plain(model, ids, options, checkpointed=way == "checkpointed")
+        else:
+            found = rotated(model, ids, options, int(options.budget * 1e9) if way == "budget" else None)
+        results[way] = found
+        print(
+            f"{way:13} {found['tokens_per_s']:,.0f} tokens/s, {found['seconds']:.2f} s per step, "
+            f"peak {found['peak_device_bytes'] / 1e9:.1f} GB on the device",
+            {name: round(value, 2) for name, value in found.items() if name.endswith("_s") and name != "tokens_per_s"},
+            flush=True,
+        )
+        del model
+        gc.collect()
+        torch.accelerator.empty_cache()
+    for way in ("roundpipe", "budget"):
+        for base in ("plain", "checkpointed"):
+            if way in results and base in results:
+                results[f"{way}_to_{base}"] = results[way]["tokens_per_s"] / results[base]["tokens_per_s"]
+                print(f"{way} to {base}: {results[f'{way}_to_{base}']:.3f}")
+    report(options.json, results)
+
+
+if __name__ == "__main__":
+    main()

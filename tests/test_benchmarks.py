@@ -1,0 +1,56 @@
+"""The long benchmarks run, at sizes too small to measure anything, and write what they say they write."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def on_path() -> Iterator[None]:
+    """The folder of a script is on the path while it runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCHMARKS)
+        yield
+
+
+def run(name: str, arguments: list[str], folder: Path) -> tuple[int, dict[str, Any]]:
+    path = folder / "results" / f"{name}.json"
+    code = importlib.import_module(name).main([*arguments, "--json", str(path)])
+    document = json.loads(path.read_text())
+    assert {"command", "processor", "cores", "python", "torch"} <= set(document["environment"])
+    return code, document["results"]
+
+
+def test_long_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers", reason="trains a Llama")
+    code, results = run("long_run", ["--steps", "3", "--batch", "3", "--length", "12"], tmp_path)
+    assert code == 0
+    for mode in ("sync", "async", "tied"):
+        assert len(results[mode]["ours"]) == len(results[mode]["plain"]) == 3
+        assert results[mode]["difference"] <= results["target"]
+    assert "ratio" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the process's memory from /proc")
+def test_soak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers", reason="trains a Llama")
+    _, results = run("soak", ["--calls", "16"], tmp_path)  # too short a run to hold the target
+    assert sum(results["kinds"].values()) - results["kinds"]["traces"] == 16
+    assert results["samples"] and all(one["resident_bytes"] > 0 for one in results["samples"])
+    assert "resident" in capsys.readouterr().out
+
+
+def test_optimizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--width", "16", "--tokens", "8", "--parameters", "1", "--samples", "1"]
+    code, results = run("optimizer", sizes, tmp_path)
+    assert code == 0, "only --strict fails"
+    assert all(results[name]["ratio"] > 0 for name in ("hidden", "float32", "bfloat16"))
+    assert capsys.readouterr().out.count("target") == 3
