@@ -25,7 +25,7 @@ from roundpipe.fx.cost import DeviceProfile, measure
 from roundpipe.fx.partition import partition
 from roundpipe.fx.tracer import trace
 from roundpipe.layers import LayerChain, LayerCost
-from roundpipe.runtime.accelerator import FREE_MEMORY_SHARE
+from roundpipe.runtime.accelerator import PLANNED_SHARE
 from roundpipe.runtime.config import RecomputeGrain, RoundPipeRunConfig, resolve
 from roundpipe.runtime.engine import Engine
 from roundpipe.runtime.rounds import Call, RoundMaker
@@ -63,7 +63,7 @@ class Machine:
     @property
     def budget_bytes(self) -> int:
         """What the runtime uses of a device that nobody else uses."""
-        return int(self.device.memory_bytes * FREE_MEMORY_SHARE)
+        return int(self.device.memory_bytes * PLANNED_SHARE)
 
     @property
     def profile(self) -> DeviceProfile:
