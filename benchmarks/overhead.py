@@ -113,7 +113,6 @@ def compare(
 
         def ours() -> None:
             model.forward_backward(input_args=(inputs,), label=inputs, loss_fn=loss_function)
-            model.synchronize()
 
         def plain() -> None:
             with set_checkpoint_early_stop(early_stop):
