@@ -99,7 +99,8 @@ class ShapeWorld(ShapeEnv):
         return list(dict.fromkeys(guard.expr for guard in self.guards))
 
 
-_OUR_FILES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+_OUR_FILES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+_TYPED_IN = ("<stdin>", "<ipython-input", "<console>")
 
 _ANSWERING_FILES = (_OUR_FILES[0] + "__init__.py", _OUR_FILES[0] + os.path.join("fx", "experimental"), __file__)
 """Where a question about a size passes through."""
@@ -107,7 +108,9 @@ _ANSWERING_FILES = (_OUR_FILES[0] + "__init__.py", _OUR_FILES[0] + os.path.join(
 
 def is_model_file(filename: str) -> bool:
     """Whether code in a file belongs to the model rather than to torch or to the tracer."""
-    return not filename.startswith((*_OUR_FILES, "<")) and f"{os.sep}sympy{os.sep}" not in filename
+    if filename.startswith("<"):  # generated code is nobody's, what a user typed in is the user's
+        return filename.startswith(_TYPED_IN)
+    return not filename.startswith(_OUR_FILES) and f"{os.sep}sympy{os.sep}" not in filename
 
 
 def model_location() -> str:

@@ -498,3 +498,20 @@ def test_hidden_states_of_whole_blocks() -> None:
         return out.loss + sum(state.mean() for state in out.hidden_states)
 
     assert eager_difference(traced, inputs, loss)[0] < 1e-5
+
+
+def test_a_model_typed_into_an_interpreter_is_located() -> None:
+    source = (
+        "import torch\n"
+        "class Typed(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.linear = torch.nn.Linear(4, 4)\n"
+        "    def forward(self, x):\n"
+        "        y = self.linear(x)\n"
+        "        return y if y.sum() > 0 else x\n"
+    )
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(source, "<stdin>", "exec"), namespace)
+    with pytest.raises(TraceError, match="<stdin>:8"):
+        trace(namespace["Typed"](), (torch.randn(2, 4),))
