@@ -282,7 +282,7 @@ def _at(
         None,
         num_devices=machine.num_devices,
     )
-    call = Call(chain, config, [()] * number, [kwargs] * number, [()] * number, [None] * number, number)
+    call = Call(chain, config, [()] * number, [kwargs] * number, [None] * number, number)
     factor = call.elements() / chain.example_elements if chain.example_elements else 1.0
     costs = tuple(cost.scaled(factor) for cost in measured.device_costs)
     engine = _AbsentEngine((_Budget(machine.budget_bytes),) * machine.num_devices)

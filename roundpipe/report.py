@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from tabulate import tabulate
 
+from roundpipe.balance import imbalance
 from roundpipe.layers import LayerChain, LayerCost, LayerSpec
 from roundpipe.runtime.schedule import ExecutePlan
 
@@ -290,7 +291,7 @@ def _balance(rows: Sequence[_Row]) -> float:
     work = [row.work_s for row in rows]
     if not any(work):
         work = [float(row.cost.weight_bytes) for row in rows]
-    return max(work) * len(work) / sum(work) if any(work) else 1.0
+    return imbalance(work, [(index, index + 1) for index in range(len(work))])
 
 
 def _total(label: str, rows: Sequence[_Row], costs: Sequence[LayerCost]) -> _Row:

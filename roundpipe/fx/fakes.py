@@ -170,13 +170,6 @@ def compiled(expression: sympy.Basic, symbols: Iterable[sympy.Symbol]) -> Callab
     return compile_expression(expression_source(expression), tuple(str(symbol) for symbol in symbols))
 
 
-def size_hint(size: Any) -> int:
-    """The example's value of a size; 0 for one that only the data determine."""
-    if not isinstance(size, torch.SymInt):
-        return int(size)
-    return 0 if size.node.hint is None else int(size.node.hint)
-
-
 def is_fake(value: Any) -> bool:
     """Whether a value is a fake tensor or one wrapped by a function transform."""
     return isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and is_transformed(value))

@@ -273,17 +273,17 @@ class RoundPipe(nn.Module):
         state = self._state
         pieces = microbatch.split(args, kwargs, label, config)
         calls: list[Call] = []
-        for one in zip(pieces.args, pieces.kwargs, pieces.labels, pieces.events, strict=True):
-            for event in one[3]:
+        for one_args, one_kwargs, one_label, events in zip(
+            pieces.args, pieces.kwargs, pieces.labels, pieces.events, strict=True
+        ):
+            for event in events:  # the guards below may read the arguments
                 event.synchronize()
-            chain = state.source.chain_for(one[0], one[1])
+            chain = state.source.chain_for(one_args, one_kwargs)
             if not calls or calls[-1].chain is not chain:
-                calls.append(Call(chain, config, [], [], [], [], pieces.num_microbatches))
-            call = calls[-1]
-            call.args.append(one[0])
-            call.kwargs.append(one[1])
-            call.labels.append(one[2])
-            call.events.append(())
+                calls.append(Call(chain, config, [], [], [], pieces.num_microbatches))
+            calls[-1].args.append(one_args)
+            calls[-1].kwargs.append(one_kwargs)
+            calls[-1].labels.append(one_label)
         state.last_chain = calls[-1].chain
         return calls
 

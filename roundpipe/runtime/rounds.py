@@ -40,7 +40,6 @@ class Call:
     config: ResolvedConfig
     args: list[tuple[Any, ...]]
     kwargs: list[dict[str, Any]]
-    events: list[tuple[Any, ...]]
     labels: list[Any]
     total_microbatches: int
     """Of the whole call, for `num_microbatches`."""
@@ -50,7 +49,7 @@ class Call:
         """A call that is only planned: the example's elements, split evenly."""
         number = config.num_microbatch
         piece = torch.empty(-(-chain.example_elements // number), device="meta")
-        return cls(chain, config, [(piece,)] * number, [{}] * number, [()] * number, [None] * number, number)
+        return cls(chain, config, [(piece,)] * number, [{}] * number, [None] * number, number)
 
     @property
     def num_microbatches(self) -> int:
@@ -145,8 +144,8 @@ class RoundMaker:
             if tensor.device.type not in ("cpu", "meta"):  # made on the caller's stream
                 torch.accelerator.current_stream(tensor.device).synchronize()
         return [
-            {name: HostValue(value, events) for name, value in call.chain.entry(args, kwargs).items()}
-            for args, kwargs, events in zip(call.args, call.kwargs, call.events, strict=True)
+            {name: HostValue(value) for name, value in call.chain.entry(args, kwargs).items()}
+            for args, kwargs in zip(call.args, call.kwargs, strict=True)
         ]
 
     def train_round(self, call: Call, loss_fn: LossFunction, return_outputs: bool) -> Round:
