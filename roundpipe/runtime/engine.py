@@ -32,7 +32,7 @@ from roundpipe.runtime.backend import Backend, Event, Lane
 from roundpipe.runtime.flow import JobFlow, Segment
 from roundpipe.runtime.gate import WeightGate
 from roundpipe.runtime.replica import Replica
-from roundpipe.runtime.residency import Arena, BoundLayer, HostWeights, Pending, Visit
+from roundpipe.runtime.residency import Arena, BoundLayer, HostWeights, LayerWeights, Pending, Visit, visit_bytes
 from roundpipe.runtime.schedule import Job, Phase, Schedule, Task, TaskKind
 from roundpipe.runtime.stage import (
     Gradients,
@@ -244,10 +244,10 @@ class _Rotor:
         for task in tasks:
             if task.kind is TaskKind.PREFETCH:
                 job = round_.schedule.job(task.job_index)
-                sizes.append(sum(-(-self._weights(round_, host, i).num_bytes // 64) * 64 for i in job.layers))
+                sizes.append(visit_bytes(self._weights(round_, host, index) for index in job.layers))
         self.arena.reserve(sizes)
 
-    def _weights(self, round_: Round, host: HostWeights, index: int) -> Any:
+    def _weights(self, round_: Round, host: HostWeights, index: int) -> LayerWeights:
         return host.layer(round_.chain.specs[index].name, round_.chain[index])
 
     def _execute(self, round_: Round, host: HostWeights, task: Task) -> None:

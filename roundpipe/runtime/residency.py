@@ -458,6 +458,11 @@ class BoundLayer:
         self._places.clear()
 
 
+def visit_bytes(layers: Iterable[LayerWeights]) -> int:
+    """Device memory for the weights of some layers, one after the other."""
+    return sum(_aligned(weights.num_bytes) for weights in layers)
+
+
 class Visit:
     """The weights of one stage on one device, from upload to release."""
 
@@ -549,9 +554,9 @@ class Arena:
         self._readers: list[list[Event]] = [[], []]
         self._parity = 0
 
-    def reserve(self, visit_bytes: Sequence[int]) -> None:
+    def reserve(self, sizes_bytes: Sequence[int]) -> None:
         """Make room for visits of these sizes one after the other; between rounds only."""
-        sizes = [_aligned(size) for size in visit_bytes] or [0]
+        sizes = [_aligned(size) for size in sizes_bytes] or [0]
         needed = max(a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True))
         if self._buffer is None or self._buffer.numel() < needed:
             self.free()
@@ -569,7 +574,7 @@ class Arena:
     def begin(self, layers: list[BoundLayer]) -> tuple[Visit, int]:
         """Start uploading a visit's weights; returns it and the side of the arena it lies at."""
         assert self._buffer is not None
-        num_bytes = sum(_aligned(layer.weights.num_bytes) for layer in layers)
+        num_bytes = visit_bytes(layer.weights for layer in layers)
         side, self._parity = self._parity, 1 - self._parity
         start = 0 if side == 0 else (self._buffer.numel() - num_bytes) // ALIGNMENT * ALIGNMENT
         for event in self._readers[side]:
