@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from roundpipe.errors import RoundPipeError
+from roundpipe.runtime.timeline import check_path
+
+RECORDED_STEPS = 4
+WARM_UP_STEPS = 6
+"""Steps before those that are recorded, if there are as many."""
+
+Step = TypeVar("Step")
 
 
 class Refused(Exception):
@@ -17,13 +26,19 @@ class Refused(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes the options that both examples have, and refuses wrong ones without printing the usage."""
+    """Takes the options that all examples have, and refuses wrong ones without printing the usage."""
 
     def __init__(self, description: str | None) -> None:
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
         self.add_argument("--devices", help='such as "cuda:0" or "cpu,cpu"; default: all accelerators')
         self.add_argument("--microbatches", type=int, metavar="N", help="default: number of devices + 1")
         self.add_argument("--seed", type=int, default=0)
+        self.add_argument(
+            "--timeline",
+            type=timeline_path,
+            metavar="FILE",
+            help=f"record {RECORDED_STEPS} steps: .json for ui.perfetto.dev, .png",
+        )
 
     def error(self, message: str) -> NoReturn:
         raise Refused(f"{message} (--help shows the options)")
@@ -50,6 +65,26 @@ def parse_devices(text: str | None) -> list[str] | None:
             reason = str(error).splitlines()[0]
             raise Refused(f"--devices {text}: {name!r} can't be used here: {reason}") from error
     return names
+
+
+def timeline_path(text: str) -> Path:
+    """A file that a timeline can be written to."""
+    try:
+        return check_path(text)
+    except RoundPipeError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def recorded(steps: Iterable[Step], model: Any, path: Path | None, num_steps: int) -> Iterator[Step]:
+    """The steps, as they are; a timeline of some of them is recorded, unless the path is None."""
+    first = min(WARM_UP_STEPS, max(num_steps - RECORDED_STEPS, 0))
+    with ExitStack() as recording:
+        for index, step in enumerate(steps):
+            if path is not None and index == first:
+                recording.enter_context(model.record_timeline(path))
+            yield step
+            if index == first + RECORDED_STEPS - 1:
+                recording.close()
 
 
 def main(name: str, program: Callable[[list[str] | None], int], argv: list[str] | None) -> int:

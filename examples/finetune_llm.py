@@ -25,7 +25,7 @@ import command_line
 import torch
 import torch.nn.functional as F
 import transformers
-from command_line import Parser, Refused, parse_devices
+from command_line import Parser, Refused, parse_devices, recorded
 from torch import nn
 from tqdm import tqdm
 
@@ -266,7 +266,7 @@ def train(model: Any, data: Iterator[torch.Tensor], options: argparse.Namespace)
     num_tokens = options.batch * options.seq
     started = time.perf_counter()
     bar = tqdm(range(options.steps), desc="training", unit="step", dynamic_ncols=True)
-    for step in bar:
+    for step in recorded(bar, model, options.timeline, options.steps):
         tokens = next(data)
         loss = model.forward_backward(
             input_kwargs={"input_ids": tokens[:, :-1], "use_cache": False},
@@ -343,6 +343,8 @@ def run(argv: list[str] | None) -> int:
     }
     if options.save is not None:
         summary["saved to"] = str(options.save)
+    if options.timeline is not None:
+        summary["timeline"] = str(options.timeline)
     print(summary_table(summary))
     if options.sample > 0:
         print("\n--- sample ---", sample(llm, tokenizer, tokens, options.sample), sep="\n")

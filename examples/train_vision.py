@@ -15,7 +15,7 @@ import time
 import command_line
 import torch
 import torch.nn.functional as F
-from command_line import Parser, Refused, parse_devices
+from command_line import Parser, Refused, parse_devices, recorded
 from sklearn.datasets import load_digits
 from torch import nn
 from tqdm import tqdm
@@ -112,7 +112,8 @@ def run(argv: list[str] | None) -> int:
         num_steps = len(images) // options.batch
         for epoch in range(options.epochs):
             bar = tqdm(torch.randperm(len(images)).split(options.batch)[:num_steps], desc=f"epoch {epoch + 1}")
-            for rows in bar:
+            timeline = options.timeline if epoch == 0 else None
+            for rows in recorded(bar, model, timeline, num_steps):
                 loss = model.forward_backward(
                     input_args=(images[rows],),
                     label=classes[rows],

@@ -11,13 +11,16 @@ model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
 from roundpipe.api import compile
 from roundpipe.auto import AutoRoundPipe
 from roundpipe.errors import (
+    BackwardError,
     CheckpointError,
     CheckpointNotFoundError,
     ClosedError,
     ConfigError,
     DeadlockError,
     DeviceMemoryError,
+    LossError,
     MicrobatchError,
+    NotCopyableError,
     PartitionError,
     RoundPipeError,
     ScheduleError,
@@ -25,6 +28,7 @@ from roundpipe.errors import (
     TraceError,
 )
 from roundpipe.explain import explain
+from roundpipe.live_report import RunReport
 from roundpipe.runtime.backend import Device
 from roundpipe.runtime.config import RoundPipeRunConfig, num_microbatches
 from roundpipe.runtime.microbatch import RoundPipePackedData
@@ -32,12 +36,14 @@ from roundpipe.runtime.optimizer import GradScaler, OptimizerCtx
 from roundpipe.runtime.pipe import RoundPipe
 from roundpipe.runtime.recompute import doing_recompute, get_recompute_data, save_for_recompute
 from roundpipe.runtime.schedule import ExecutePlan, ModelExecutePlan
+from roundpipe.runtime.timeline import Span, Timeline
 from roundpipe.wrap import wrap_model_to_roundpipe
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AutoRoundPipe",
+    "BackwardError",
     "CheckpointError",
     "CheckpointNotFoundError",
     "ClosedError",
@@ -47,16 +53,21 @@ __all__ = [
     "DeviceMemoryError",
     "ExecutePlan",
     "GradScaler",
+    "LossError",
     "MicrobatchError",
     "ModelExecutePlan",
+    "NotCopyableError",
     "OptimizerCtx",
     "PartitionError",
     "RoundPipe",
     "RoundPipeError",
     "RoundPipePackedData",
     "RoundPipeRunConfig",
+    "RunReport",
     "ScheduleError",
+    "Span",
     "SynchronizationError",
+    "Timeline",
     "TraceError",
     "compile",
     "doing_recompute",

@@ -20,9 +20,9 @@ from roundpipe.fx.partition import Balance
 from roundpipe.fx.source import TracedSource
 from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.runtime.devices import DeviceLike
-from roundpipe.runtime.pipe import RoundPipe, caller_name
+from roundpipe.runtime.pipe import RoundPipe, caller_level, caller_name
 from roundpipe.runtime.residency import PinMode
-from roundpipe.wrap import check_model, wrap_parts
+from roundpipe.wrap import PartsChoice, check_model
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +61,9 @@ def compile(
         balance: what layers are balanced by: ``"time"`` (FLOPs and bytes), ``"size"`` (weight bytes), or a
             function from a module to a weight.
         fallback: what to do when the model's own forward can't be traced: True warns and returns an
-            `AutoRoundPipe`, which runs that forward on the CPU and its modules on the devices; at the first call it is
-            too late for that, and the model runs whole, as one layer. False raises.
+            `AutoRoundPipe`, which runs that forward on the CPU and its modules on the devices; found out at a later
+            call, the `RoundPipe` does the same for that call and those like it, with the parameters and optimizers
+            it has. False raises.
         **wrap_kwargs: options of the fallback: ``lower_threshold``, ``upper_threshold``, ``skip_modules`` and
             ``override_config``, see `roundpipe.wrap_model_to_roundpipe`.
 
@@ -71,7 +72,7 @@ def compile(
 
     Raises:
         ConfigError: an argument can't be used as given.
-        TraceError: the model can't be traced, and ``fallback`` is False.
+        TraceError: the model can't be traced, and ``fallback`` is False; at the first call, if there is no example.
     """
     check_model(model, "compile")
     if not (balance in ("time", "size") if isinstance(balance, str) else callable(balance)):
@@ -90,25 +91,25 @@ def compile(
         "devices": devices,
     }
 
-    has_example = bool(example_args) or example_kwargs is not None
+    choice = PartsChoice(model, **wrap_kwargs)
+    kind = type(model).__name__
 
     def on_failure(error: TraceError) -> None:
         if not fallback:
             raise error
-        runs = "runs module by module, as an AutoRoundPipe" if has_example else "runs whole, as one layer"
+        choice.leave(error.stateful)
         warnings.warn(
-            f"{type(model).__name__} {runs}, because its forward can't be traced: {error}",
-            stacklevel=5 if has_example else 6,
+            f"{kind} runs module by module, as an AutoRoundPipe, because its forward can't be traced: {error}",
+            stacklevel=caller_level() + 1,
         )
 
-    if not has_example:
-        return RoundPipe.from_source(model, TracedSource(model, balance, on_failure, _dummy_inputs(model)), **settings)
-    source = TracedSource(model, balance, on_failure)
-    source.chain_for(example_args, example_kwargs or {})
-    if source.is_whole:
-        return wrap_parts(model, settings, splits_inside=False, **wrap_kwargs)
-    pipe = RoundPipe.from_source(model, source, **settings)
-    logger.info("%s", pipe.partition_table())
+    has_example = bool(example_args) or example_kwargs is not None
+    source = TracedSource(model, balance, on_failure, None if has_example else _dummy_inputs(model))
+    if has_example and source.chain_for(example_args, example_kwargs or {}) is None:
+        return choice.wrap(settings)
+    pipe = RoundPipe.from_source(model, source, make_instead=choice.inside_of, **settings)
+    if has_example:
+        logger.info("%s", pipe.partition_table())
     return pipe
 
 

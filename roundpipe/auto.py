@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -18,10 +20,30 @@ from roundpipe.report import partition_table
 from roundpipe.runtime import microbatch
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, microbatch_count, resolve
 from roundpipe.runtime.devices import DeviceLike
-from roundpipe.runtime.pipe import RoundPipe, caller_name, check_training_call, flow_back, pass_outputs
+from roundpipe.runtime.pipe import (
+    RoundPipe,
+    caller_level,
+    caller_name,
+    check_training_call,
+    flow_back,
+    pass_outputs,
+)
 from roundpipe.runtime.residency import PinMode
 from roundpipe.runtime.rounds import sum_losses
 from roundpipe.runtime.stage import LossFunction
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Which modules of a model run on the devices."""
+
+    on_devices: Mapping[nn.Module, RoundPipeRunConfig]
+    """Modules that become parts, and options of each alone."""
+    left: tuple[nn.Module, ...]
+    """Modules that are called as they are."""
+    splits_inside: bool
+    """Whether a ``forward`` is split into microbatches part by part, around which the model's own code sees whole
+    batches. False runs all of the model microbatch by microbatch."""
 
 
 class AutoRoundPipe(RoundPipe):
@@ -45,7 +67,7 @@ class AutoRoundPipe(RoundPipe):
         nn.Module.__init__(self)
         source = FixedChain(chain_of_modules([("", model)]))
         self._set_up(model, source, optim_dtype, name or caller_name(), model_run_config, pin_model, devices)
-        self.__dict__.update(_warned=False, _tree=None, _options=CallOptions(), _splits_inside=False)
+        self._run_parts(None)
 
     @classmethod
     def of_parts(
@@ -68,15 +90,44 @@ class AutoRoundPipe(RoundPipe):
             **settings: as for the class.
         """
         auto = cls(model, **settings)
-        options = CallOptions()
-        names = {module: name for name, module in model.named_modules()}
-        made = {module: Part.of(auto, names[module], module, given, options) for module, given in parts.items()}
-        tree = HostTree(model, {**made, **{module: module for module in left}})
-        tree.attach_loss_functions(auto, options)
-        auto._state.model = tree.module
-        auto.set_original_model(model)
-        auto.__dict__.update(_tree=tree, _options=options, _splits_inside=splits_inside)
+        auto._run_parts(Parts(parts, tuple(left), splits_inside))
         return auto
+
+    @classmethod
+    def inside_of(cls, whole: RoundPipe, model: nn.Module, parts: Parts | None, config: RoundPipeRunConfig) -> Self:
+        """What runs another wrapper's model, with that one's workers, weights and optimizer's side.
+
+        Args:
+            whole: it is closed, stepped and asked for parameters; this one is only called.
+            model: the user's model.
+            parts: None runs it whole, as one layer.
+            config: defaults for every call.
+        """
+        auto = cls.inside(whole, model, FixedChain(chain_of_modules([("", model)])), whole._state.name)
+        auto._state.config = config
+        auto._run_parts(parts)
+        return auto
+
+    def _run_parts(self, parts: Parts | None) -> None:
+        """Put parts on the devices and the rest on the host; None: the model is one layer."""
+        own: dict[str, Any] = {"_warned": False, "_parts": parts, "_tree": None, "_options": CallOptions()}
+        self.__dict__.update(own)
+        if parts is None:
+            return
+        model, options = self._target, own["_options"]
+        names = {module: name for name, module in model.named_modules()}
+        made = {one: Part.of(self, names[one], one, given, options) for one, given in parts.on_devices.items()}
+        tree = HostTree(model, {**made, **{module: module for module in parts.left}})
+        tree.attach_loss_functions(self, options)
+        self._state.model = tree.module
+        self.set_original_model(model)
+        self.__dict__["_tree"] = tree
+
+    def _copied(self, memo: dict[int, Any]) -> Self:
+        model = copy.deepcopy(self._target, memo)
+        pipe = type(self)(model, **self._state.settings)
+        pipe._run_parts(copy.deepcopy(self.__dict__["_parts"], memo))
+        return pipe
 
     def forward(
         self,
@@ -89,7 +140,7 @@ class AutoRoundPipe(RoundPipe):
             return super().forward(*args, roundpipe_run_config=roundpipe_run_config, **kwargs)
         config = self._begin(roundpipe_run_config)
         with torch.set_grad_enabled(config.requires_grad):
-            if self.__dict__["_splits_inside"] and config.split_input is None and config.merge_output is True:
+            if self.__dict__["_parts"].splits_inside and config.split_input is None and config.merge_output is True:
                 outputs = self._run_tree(args, kwargs, roundpipe_run_config, RoundPipeRunConfig())
                 outputs = structure.map_tensors(outputs, lambda tensor: tensor.to(config.output_device))
             else:
@@ -116,7 +167,7 @@ class AutoRoundPipe(RoundPipe):
             warnings.warn(
                 "forward_backward of an AutoRoundPipe runs the model microbatch by microbatch: "
                 "nothing overlaps between layers",
-                stacklevel=2,
+                stacklevel=caller_level() + 1,
             )
         if self.__dict__["_tree"] is None:
             return super().forward_backward(input_args, input_kwargs, label, loss_fn, return_outputs, run_config)
@@ -163,7 +214,7 @@ class AutoRoundPipe(RoundPipe):
                 "wrap_model_to_roundpipe(..., override_config={module: RoundPipeRunConfig(execute_plan=...)})"
             )
         state = self._ready(adds_gradients=config.requires_grad)
-        state.gate.wait(self._target.parameters(), f"the forward of {state.name}")
+        state.gates.weights.wait(self._target.parameters(), f"the forward of {state.name}")
         return config
 
     def _run_piece(

@@ -26,7 +26,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -52,6 +52,7 @@ class Checkpoint:
     """As given to the save; numpy scalars have become Python numbers."""
 
 
+@runtime_checkable
 class _Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -155,6 +156,7 @@ def save(
             step = operator.index(step)
         except TypeError:
             raise ConfigError(f"step is {step!r}; give an int, or None") from None
+    _check_stateful(optimizer, scheduler, scaler)
     files.safetensors_library()
     writer.wait()
     model.synchronize()
@@ -257,6 +259,7 @@ def load(
     weights_only: bool,
 ) -> Checkpoint:
     """See `RoundPipe.load_checkpoint`; everything is checked before anything is changed."""
+    _check_stateful(optimizer, scheduler, scaler)
     files.safetensors_library()
     writer.wait()
     model.synchronize()
@@ -359,6 +362,16 @@ def _check_masters(masters: Mapping[str, torch.Tensor], pairs: Sequence[Paramete
     portable.raise_misfit(
         f"the checkpoint at {folder} does not fit the model", {"copies of the optimizer have no parameter": wrong}
     )
+
+
+def _check_stateful(optimizer: Any, scheduler: Any, scaler: Any) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer | None):
+        raise ConfigError(f"optimizer is {type(optimizer).__name__}; give a torch.optim.Optimizer, or None")
+    for name, one in (("scheduler", scheduler), ("scaler", scaler)):
+        if one is not None and not isinstance(one, _Stateful):
+            raise ConfigError(
+                f"{name} is {type(one).__name__}, which has no state_dict and load_state_dict; give one that has them"
+            )
 
 
 def _check_class(optimizer: torch.optim.Optimizer, saved: str, folder: Path) -> None:

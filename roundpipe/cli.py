@@ -1,14 +1,15 @@
-"""The command line: ``python -m roundpipe plan | doctor``.
+"""The command line: ``python -m roundpipe plan | explain | doctor``.
 
     plan TARGET      what training a model will take: roundpipe.target -> forecast -> forecast_report
     plan --costs     a plan for layers given as numbers: roundpipe.cost_file
+    explain TARGET   what is traced and cut of a model: roundpipe.target -> explain
     doctor           what this machine offers: roundpipe.doctor
 
 A command is a function that adds its parser (`COMMANDS`) and sets the function that runs it. This is the only file
 of the package that prints.
 
-Invariant: exit code 0 for an answer, 1 for the answer that it doesn't fit, 2 with one line for arguments that can't be
-used.
+Invariant: exit code 0 for an answer, 1 for the answer that it doesn't fit or can't be cut, 2 with one line for
+arguments that can't be used.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ from typing import Any, NoReturn
 
 import torch
 
-from roundpipe.cost_file import plan_costs, read_costs
+from roundpipe.comparison import comparison_json, comparison_text
+from roundpipe.cost_file import compare_costs, plan_costs, read_costs
 from roundpipe.devices_data import DEVICES, EFFICIENCY, DeviceSpec, find_device
 from roundpipe.doctor import diagnose, diagnosis_text
 from roundpipe.errors import ConfigError, DeviceMemoryError, RoundPipeError
-from roundpipe.forecast import Machine, Training, forecast
+from roundpipe.explain import explain
+from roundpipe.forecast import Machine, Training, compared, forecast, simulated_timeline
 from roundpipe.forecast_report import forecast_json, forecast_text
+from roundpipe.runtime.timeline import check_path
 from roundpipe.target import DEFAULT_SEQ, load_target
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -37,6 +41,9 @@ HOST_BYTES_PER_S = 100e9
 """Four to eight channels of server memory, as far as copies reach."""
 FLOPS_PER_BYTE = 150.0
 """Peak compute per memory bandwidth, for a device of which only the compute is given."""
+
+EXPLAINED_SAMPLES = 2
+"""One is not like others: dimensions of one are broadcast."""
 
 Run = Callable[[argparse.Namespace], int]
 
@@ -57,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    parser = _Parser(prog="python -m roundpipe", description="Plan training runs, look at the machine.")
+    parser = _Parser(prog="python -m roundpipe", description="Plan training runs, look into models and the machine.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add in COMMANDS:
         add(commands)
@@ -114,6 +121,11 @@ def share(text: str) -> float:
 
 # plan
 
+_TARGET_HELP = (
+    "a Hugging Face config.json, a folder that has one, or package.module:factory (returns a model, or model and "
+    "keyword arguments of an example call; under torch.device('meta') it needs no memory)"
+)
+
 
 def add_plan(commands: Any) -> None:
     """The parser of ``plan``."""
@@ -127,14 +139,17 @@ def add_plan(commands: Any) -> None:
         "target",
         nargs="?",
         metavar="TARGET",
-        help="a Hugging Face config.json, a folder that has one, or package.module:factory (returns a model, or model "
-        "and keyword arguments of an example call; under torch.device('meta') it needs no memory)",
+        help=_TARGET_HELP,
     )
     parser.add_argument("--costs", type=Path, metavar="FILE", help="plan for layers given as numbers, in JSON")
     parser.add_argument("--devices", type=count, default=1, metavar="N", help="devices in the rotation (default: 1)")
     parser.add_argument("--microbatches", type=count, metavar="M", help="default: devices + 1, at most the batch")
     parser.add_argument("--recompute", choices=("stage", "layer"), default="stage", help="layer: less device memory")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--compare", action="store_true", help="the same on other schedules: GPipe, 1F1B, ...")
+    parser.add_argument(
+        "--timeline", type=Path, metavar="FILE", help="write the simulated run: .json for ui.perfetto.dev, .png"
+    )
     parser.add_argument("--no-replicas", action="store_true", help="with --costs: no stage takes several slots")
     profiles = ", ".join(device.name for device in DEVICES)
     device = parser.add_argument_group("devices, with TARGET", f"profiles: {profiles}")
@@ -160,7 +175,7 @@ def add_plan(commands: Any) -> None:
 
 _WITH_TARGET = (
     *("device_profile", "flops", "memory", "link", "bandwidth", "efficiency", "host_memory", "host_bandwidth"),
-    *("batch", "seq", "dtype", "optimizer", "optim_dtype", "lora"),
+    *("timeline", "batch", "seq", "dtype", "optimizer", "optim_dtype", "lora"),
 )
 
 
@@ -184,13 +199,23 @@ def _option(name: str) -> str:
 
 
 def _plan_costs(options: argparse.Namespace) -> int:
+    given = read_costs(options.costs)
     found = plan_costs(
-        read_costs(options.costs),
+        given,
         num_workers=options.devices,
         num_microbatches=options.microbatches or options.devices + 1,
         replicate=not options.no_replicas,
         recompute_grain=options.recompute,
     )
+    rows = []
+    if options.compare:
+        rows = compare_costs(
+            given,
+            num_workers=options.devices,
+            num_microbatches=options.microbatches or options.devices + 1,
+            recompute_grain=options.recompute,
+        )
+        found["schedules"] = comparison_json(rows)
     if options.json:
         print(json.dumps(found))
         return 0
@@ -198,10 +223,14 @@ def _plan_costs(options: argparse.Namespace) -> int:
         print(f"{key:<14}{json.dumps(found[key])}")
     print(f"{'round':<14}{found['round_s']:.6g} s, no plan below {found['lower_bound_s']:.6g} s")
     print(f"{'idle':<14}{found['idle']:.1%}")
+    if rows:
+        print(f"\n{comparison_text(rows)}")
     return 0
 
 
 def _plan_target(options: argparse.Namespace) -> int:
+    if options.timeline is not None:
+        check_path(options.timeline)
     machine = Machine(
         device=_device(options),
         num_devices=options.devices,
@@ -223,7 +252,17 @@ def _plan_target(options: argparse.Namespace) -> int:
         recompute_grain=options.recompute,
     )
     found = forecast(target, machine, training)
-    print(json.dumps(forecast_json(found)) if options.json else forecast_text(found))
+    if options.timeline is not None and found.plan is not None:
+        simulated_timeline(found).save(options.timeline)
+    text, document = "", forecast_json(found) if options.json else {}
+    if options.compare:
+        tokens = target.tokens_per_sample
+        rows, per_round = compared(found), batch * (tokens or 1)
+        if options.json:
+            document["schedules"] = comparison_json(rows, per_round)
+        else:
+            text = "\n\n" + comparison_text(rows, per_round, "samples" if tokens is None else "tokens")
+    print(json.dumps(document) if options.json else forecast_text(found) + text)
     return 0 if found.fits else 1
 
 
@@ -251,6 +290,39 @@ def _device(options: argparse.Namespace) -> DeviceSpec:
     return DeviceSpec(name="device", source="options", **given)
 
 
+# explain
+
+
+def add_explain(commands: Any) -> None:
+    """The parser of ``explain``."""
+    parser = commands.add_parser(
+        "explain",
+        help="what is traced and cut of a model",
+        description="The graph of a model, the layers it is cut into, what stays whole and why, what is carried over "
+        "each cut, and when a call traces again; no weights are needed. Exit code 1: it can't be cut.",
+    )
+    parser.add_argument("target", metavar="TARGET", help=_TARGET_HELP)
+    parser.add_argument("--batch", type=count, help=f"samples of the example; default: {EXPLAINED_SAMPLES}")
+    parser.add_argument("--seq", type=count, help=f"tokens per sample; default: {DEFAULT_SEQ}")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default: bfloat16")
+    parser.add_argument("--lora", type=count, metavar="RANK", help="with adapters of this rank")
+    parser.add_argument("--eval", action="store_true", help="the model in evaluation mode; default: in training mode")
+    parser.add_argument("--graph", type=Path, metavar="FILE", help="write the graph to FILE.dot or FILE.png")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run_explain)
+
+
+def run_explain(options: argparse.Namespace) -> int:
+    """``explain``."""
+    dtype = DTYPES[options.dtype or "bfloat16"]
+    target = load_target(options.target, dtype=dtype, seq=options.seq, lora_rank=options.lora)
+    target.model.train(not options.eval)
+    kwargs = target.kwargs_for(options.batch or target.batch or EXPLAINED_SAMPLES)
+    found = explain(target.model, example_kwargs=kwargs, graph=options.graph)
+    print(json.dumps(found.as_json()) if options.json else found)
+    return 0 if found.error is None else 1
+
+
 # doctor
 
 
@@ -272,4 +344,4 @@ def run_doctor(options: argparse.Namespace) -> int:
     return 0
 
 
-COMMANDS = (add_plan, add_doctor)
+COMMANDS = (add_plan, add_explain, add_doctor)

@@ -19,6 +19,7 @@ from math import ceil, inf, isfinite
 from pathlib import Path
 from typing import Any
 
+from roundpipe.comparison import ComparedSchedule, Setting, compare_schedules
 from roundpipe.errors import ConfigError
 from roundpipe.layers import LayerCost
 from roundpipe.runtime.config import RecomputeGrain
@@ -174,6 +175,34 @@ def plan_costs(
         "lower_bound_s": lower_bound_s(given, num_workers, num_microbatches, replicate=replicate),
         "planning_s": planning_s,
     }
+
+
+def compare_costs(
+    given: ChainCosts,
+    *,
+    num_workers: int,
+    num_microbatches: int,
+    recompute_grain: RecomputeGrain = "stage",
+) -> list[ComparedSchedule]:
+    """Schedules side by side on the chain; arguments and errors as for `plan_costs`."""
+    found = plan_costs(
+        given,
+        num_workers=num_workers,
+        num_microbatches=num_microbatches,
+        replicate=False,
+        recompute_grain=recompute_grain,
+    )
+    link = inf if given.link_bytes_per_s is None else given.link_bytes_per_s
+    setting = Setting(
+        costs=given.costs,
+        num_workers=num_workers,
+        num_microbatches=num_microbatches,
+        budget_bytes=given.device_memory_bytes,
+        profile=HardwareProfile(link, link),
+        recompute_grain=recompute_grain,
+    )
+    chosen = ExecutePlan(map(tuple, found["forward"]), tuple(found["fused"]), map(tuple, found["backward"]))
+    return compare_schedules(setting, chosen)
 
 
 def _num_jobs(chosen: ExecutePlan) -> int:

@@ -1,7 +1,8 @@
 """Devices to plan for, as data: what vendors print, and how much of it training reaches.
 
 Figures are those of the named documents: dense bf16 with float32 accumulation (never the sparse figure), memory
-bandwidth, and one direction of the host link. Vendors' "GB" of device memory are binary here, as drivers report them.
+bandwidth, and one direction of the host link. Vendors' "GB" of device memory are binary here, as drivers report them;
+of the H200's 141 GB that is 140 GiB (143,771 MiB).
 
 Invariant: the figures are the vendors'; what is expected of them in practice is `EFFICIENCY`, and only that.
 """
@@ -57,17 +58,38 @@ class DeviceSpec:
                 raise ConfigError(f"{self.name}: {field} is {getattr(self, field)}; it must be above 0")
 
 
-_GA102 = "NVIDIA Ampere GA102 GPU Architecture whitepaper v2"
+_GA102 = (
+    "NVIDIA Ampere GA102 GPU Architecture whitepaper v2.1, "
+    "https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.1.pdf"
+)
+_ADA = (
+    "NVIDIA Ada GPU Architecture whitepaper, "
+    "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf"
+)
+_BLACKWELL = (
+    "NVIDIA RTX Blackwell GPU Architecture whitepaper, "
+    "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf"
+)
+_A100 = (
+    "NVIDIA A100 datasheet, SXM, https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/"
+    "nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf"
+)
+_H100 = "NVIDIA H100 datasheet, SXM, half of the sparse figure, https://www.nvidia.com/en-us/data-center/h100/"
+_H200 = "NVIDIA H200 datasheet, SXM, half of the sparse figure, https://www.nvidia.com/en-us/data-center/h200/"
+_MI300X = (
+    "AMD Instinct MI300X data sheet, https://www.amd.com/content/dam/amd/en/documents/instinct-tech-docs/"
+    "data-sheets/amd-instinct-mi300x-data-sheet.pdf"
+)
 
 DEVICES = (
     DeviceSpec("RTX-3090", 24 * _GIB, 71e12, 936e9, PCIE_4_X16, _GA102),
-    DeviceSpec("RTX-4090", 24 * _GIB, 165.2e12, 1008e9, PCIE_4_X16, "NVIDIA Ada GPU Architecture whitepaper"),
-    DeviceSpec("RTX-5090", 32 * _GIB, 209.5e12, 1792e9, PCIE_5_X16, "NVIDIA RTX Blackwell GPU Architecture whitepaper"),
+    DeviceSpec("RTX-4090", 24 * _GIB, 165.2e12, 1008e9, PCIE_4_X16, _ADA),
+    DeviceSpec("RTX-5090", 32 * _GIB, 209.5e12, 1792e9, PCIE_5_X16, _BLACKWELL),
     DeviceSpec("A6000", 48 * _GIB, 154.8e12, 768e9, PCIE_4_X16, _GA102),
-    DeviceSpec("A100-80G", 80 * _GIB, 312e12, 2039e9, PCIE_4_X16, "NVIDIA A100 80GB datasheet, SXM"),
-    DeviceSpec("H100", 80 * _GIB, 989e12, 3350e9, PCIE_5_X16, "NVIDIA H100 datasheet, SXM, half of the sparse figure"),
-    DeviceSpec("H200", 141 * _GIB, 989e12, 4800e9, PCIE_5_X16, "NVIDIA H200 datasheet, SXM, half of the sparse figure"),
-    DeviceSpec("MI300X", 192 * _GIB, 1307.4e12, 5300e9, PCIE_5_X16, "AMD Instinct MI300X datasheet"),
+    DeviceSpec("A100-80G", 80 * _GIB, 312e12, 2039e9, PCIE_4_X16, _A100),
+    DeviceSpec("H100", 80 * _GIB, 989e12, 3350e9, PCIE_5_X16, _H100),
+    DeviceSpec("H200", 140 * _GIB, 989e12, 4800e9, PCIE_5_X16, _H200),
+    DeviceSpec("MI300X", 192 * _GIB, 1307.4e12, 5300e9, PCIE_5_X16, _MI300X),
 )
 
 

@@ -15,11 +15,14 @@ from dataclasses import dataclass
 
 import torch
 
+from roundpipe.devices_data import EFFICIENCY
 from roundpipe.report import format_bytes, summary_table
 
 PACKAGES = ("roundpipe", "torch", "transformers", "peft", "safetensors")
 COPY_BYTES = 128 * 2**20
 NUM_COPIES = 5
+PRODUCT_SIZE = 8192
+"""Of the square matrices that are multiplied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,22 @@ class DeviceFound:
     upload_bytes_per_s: float | None
     """From pinned memory if there is any; None: the copy failed."""
     download_bytes_per_s: float | None
+    flops_per_s: float | None = None
+    """Sustained by a large bf16 matrix product; None: it failed."""
+    bytes_per_s: float | None = None
+    """Device memory, read and written by a copy on the device; None: it failed."""
+
+    @property
+    def plan_options(self) -> str | None:
+        """This device as options of ``plan``, in peak figures as it takes them; None: not all is known."""
+        if self.total_bytes is None or None in (self.flops_per_s, self.bytes_per_s, self.upload_bytes_per_s):
+            return None
+        assert self.flops_per_s is not None and self.bytes_per_s is not None and self.upload_bytes_per_s is not None
+        return (
+            f"--flops {self.flops_per_s / EFFICIENCY.compute:.3g} --memory {self.total_bytes} "
+            f"--bandwidth {self.bytes_per_s / EFFICIENCY.bandwidth:.3g} "
+            f"--link {self.upload_bytes_per_s / EFFICIENCY.link:.3g}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +140,27 @@ def _device(device: torch.device, pinned: bool) -> DeviceFound:
 
         up, down = _copy_rate(there, here, wait), _copy_rate(here, there, wait)
     except RuntimeError:
+        return DeviceFound(str(device), kind, free_bytes, total_bytes, up, down)
+    flops, bandwidth = None, None
+    try:
+        bandwidth = 2 * _copy_rate(torch.empty_like(there), there, wait)
+        flops = _product_rate(device, wait)
+    except RuntimeError:
         pass
-    return DeviceFound(str(device), kind, free_bytes, total_bytes, up, down)
+    return DeviceFound(str(device), kind, free_bytes, total_bytes, up, down, flops, bandwidth)
+
+
+def _product_rate(device: torch.device, wait: Callable[[], None], size: int = PRODUCT_SIZE) -> float:
+    """FLOPs per second of the best of a few bf16 matrix products."""
+    one = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    best_s = float("inf")
+    for _ in range(NUM_COPIES):
+        wait()
+        since = time.perf_counter()
+        one @ one
+        wait()
+        best_s = min(best_s, time.perf_counter() - since)
+    return 2 * size**3 / best_s
 
 
 def _host_copy_rate() -> float:
@@ -153,6 +191,8 @@ def diagnosis_text(found: Diagnosis) -> str:
             memory = f"{format_bytes(device.free_bytes)} free of {format_bytes(device.total_bytes)}"
         copies = f"up {_rate(device.upload_bytes_per_s)}, down {_rate(device.download_bytes_per_s)}"
         rows[device.name] = f"{device.kind}, {memory}; copies {copies}"
+        if device.plan_options is not None:
+            rows[f"{device.name} in a plan"] = device.plan_options
     rows["cpus"] = f"{found.num_cpus}, {found.num_threads} threads per operator"
     if found.host_bytes is not None:
         rows["host memory"] = format_bytes(found.host_bytes)

@@ -9,6 +9,9 @@
     |- DeadlockError (RuntimeError)      a hand-off that did not happen before its deadline
     |- SynchronizationError (RuntimeError)  a tensor used before its hand-off was waited for
     |- MicrobatchError (ValueError)      inputs or outputs that can't be split or merged
+    |- LossError (TypeError, RuntimeError)  what a loss function returned can't be trained on
+    |- BackwardError (RuntimeError)      a backward through outputs that can't be done, or not again
+    |- NotCopyableError (TypeError)      a wrapper that was to be pickled or copied
     |- CheckpointError (OSError)         a checkpoint that can't be written or read
     |  `- CheckpointNotFoundError (FileNotFoundError)  there is none
     `- ClosedError (RuntimeError)        a call into a model that was closed
@@ -21,13 +24,16 @@ a note that says where in the pipeline they were raised.
 from __future__ import annotations
 
 __all__ = [
+    "BackwardError",
     "CheckpointError",
     "CheckpointNotFoundError",
     "ClosedError",
     "ConfigError",
     "DeadlockError",
     "DeviceMemoryError",
+    "LossError",
     "MicrobatchError",
+    "NotCopyableError",
     "PartitionError",
     "RoundPipeError",
     "ScheduleError",
@@ -46,6 +52,9 @@ class ConfigError(RoundPipeError, ValueError):
 
 class TraceError(RoundPipeError, RuntimeError):
     """A model's Python code can't be captured as a graph."""
+
+    stateful: tuple[str, ...] = ()
+    """Names of submodules whose forward changes Python state, so that running it again for a backward is wrong."""
 
 
 class PartitionError(RoundPipeError, ValueError):
@@ -70,6 +79,18 @@ class SynchronizationError(RoundPipeError, RuntimeError):
 
 class MicrobatchError(RoundPipeError, ValueError):
     """Inputs, labels or outputs can't be split into, or merged from, microbatches."""
+
+
+class LossError(RoundPipeError, TypeError, RuntimeError):
+    """What ``loss_fn`` returned is no loss; eager raises a TypeError for some of it, a RuntimeError for the rest."""
+
+
+class BackwardError(RoundPipeError, RuntimeError):
+    """A backward through a forward's outputs can't be done as asked, or not a second time."""
+
+
+class NotCopyableError(RoundPipeError, TypeError):
+    """A wrapper, which holds threads and device memory, can't be pickled or copied as asked."""
 
 
 class CheckpointError(RoundPipeError, OSError):

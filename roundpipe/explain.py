@@ -6,30 +6,28 @@ Everything is worked out from one trace on fakes: no weights are read, no thread
 
 from __future__ import annotations
 
+import dataclasses
 import os
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Node
 
 from roundpipe.errors import ConfigError, TraceError
+from roundpipe.explain_graph import check_format, folded, function_name, graph_lines, shape_text, write_graph
 from roundpipe.fx.ambient import autocast_as_on_accelerator
 from roundpipe.fx.codegen import generate
 from roundpipe.fx.cost import measure
-from roundpipe.fx.graph import TracedGraph, hint, module_of, value_bytes, value_of
-from roundpipe.fx.partition import Partition, partition
+from roundpipe.fx.graph import TracedGraph, module_of, value_bytes
+from roundpipe.fx.partition import partition
 from roundpipe.fx.tracer import trace
 from roundpipe.layers import LayerChain
 from roundpipe.report import explain_table, format_bytes
 from roundpipe.runtime.pipe import RoundPipe
 
-MAX_PERIOD = 96
-"""Longest run of lines whose repetition is folded, such as the lines of one decoder layer."""
 MAX_NAMES = 6
 """Values of one cut that are named."""
 MAX_GUARDS = 40
@@ -76,6 +74,36 @@ class Explanation:
         ]
         return "\n\n".join(parts)
 
+    def as_json(self) -> dict[str, Any]:
+        """The same as plain values, for programs; sizes in bytes, at the example's sizes."""
+        found: dict[str, Any] = {"model": self.model_name, "traced": self.traced is not None}
+        if self.traced is None or self.chain is None:
+            return {**found, "error": str(self.error)}
+        return {
+            **found,
+            "example_elements": self.traced.example_elements,
+            "graph": [
+                {
+                    "name": node.name,
+                    "op": node.op,
+                    "target": node.target if isinstance(node.target, str) else function_name(node),
+                    "module": str(node.target) if node.op == "call_module" else module_of(node),
+                    "value": shape_text(node),
+                    "bytes": value_bytes(node),
+                    "inputs": [source.name for source in node.all_input_nodes if source.op != "get_attr"],
+                }
+                for node in (*self.traced.placeholders, *self.traced.body)
+            ],
+            "outputs": [node.name for node in self.traced.outputs],
+            "layers": [
+                {"name": spec.name, "modules": list(spec.module_names), **dataclasses.asdict(cost)}
+                for spec, cost in zip(self.chain.specs, self.chain.costs, strict=True)
+            ],
+            "cuts": [{"bytes": sum(size for _, size in values), "values": dict(values)} for values in self.cuts],
+            "opaque": self.opaque,
+            "guards": self.guards,
+        }
+
     def _cut_lines(self) -> Iterator[str]:
         assert self.chain is not None
         lines = []
@@ -84,7 +112,7 @@ class Explanation:
             more = f", and {len(values) - MAX_NAMES} more" if len(values) > MAX_NAMES else ""
             total = format_bytes(sum(size for _, size in values))
             lines.append(f"behind layer {index} ({self.chain.specs[index].name}): {total}: {shown}{more}")
-        yield from _folded(lines) if lines else ["there is one layer, and no cut"]
+        yield from folded(lines) if lines else ["there is one layer, and no cut"]
 
     def _guard_lines(self) -> Iterator[str]:
         yield "structure, dtypes, numbers of dimensions and plain values of the arguments are those of the example"
@@ -107,7 +135,8 @@ def explain(
         model: any module, also on ``meta``; it is not changed.
         example_args: as for `roundpipe.compile`; without any example, the model's own ``dummy_inputs`` are used.
         example_kwargs: likewise.
-        graph: a file to write the graph to, in the DOT language, with one cluster per layer.
+        graph: a file to write the graph to: ``.dot`` in the DOT language, with one cluster per layer, or ``.png``,
+            which needs matplotlib (``pip install roundpipe[plot]``). Nothing is written if the model can't be traced.
 
     Returns:
         The explanation; ``print`` it. If the model can't be traced, it says why and what to change.
@@ -128,6 +157,9 @@ def explain(
                 f"{type(model).__name__} has no dummy_inputs; give example_args=(...) or example_kwargs={{...}}"
             )
         example_kwargs = dict(dummy)
+    path = None if graph is None else Path(graph)
+    if path is not None:
+        check_format(path)
     name = type(model).__name__
     try:
         with torch.inference_mode(False), torch.enable_grad(), autocast_as_on_accelerator():
@@ -137,8 +169,8 @@ def explain(
             chain = generate(traced, parts, costs)
     except TraceError as error:
         return Explanation(name, None, None, (), error)
-    if graph is not None:
-        Path(graph).write_text("\n".join(dot_lines(traced, parts)) + "\n")
+    if path is not None:
+        write_graph(path, traced, parts)
     return Explanation(name, traced, chain, _cuts(traced, chain))
 
 
@@ -152,110 +184,3 @@ def _cuts(traced: TracedGraph, chain: LayerChain) -> tuple[tuple[tuple[str, int]
         read.update(dict.fromkeys(chain.exit.reads))
         cuts.append(tuple((name, value_bytes(nodes[name])) for name in read if name in made))
     return tuple(cuts)
-
-
-# ---------------------------------------------------------------------------------- the graph as text
-
-
-def graph_lines(traced: TracedGraph) -> list[str]:
-    """The graph, a line per leaf module and one per run of glue between them; repetitions are folded."""
-    inputs = [f"{node.name}: {_shape(node)}" for node in traced.placeholders]
-    lines: list[str] = []
-    glue: list[Node] = []
-
-    def end_glue() -> None:
-        if glue:
-            where = module_of(glue[0]) or "the model"
-            functions = list(dict.fromkeys(_function_name(node) for node in glue))
-            shown = ", ".join(functions[:MAX_NAMES]) + (", ..." if len(functions) > MAX_NAMES else "")
-            lines.append(f"code of {where}: {shown} -> {_shape(glue[-1])}")
-            glue.clear()
-
-    for node in traced.body:
-        if node.op == "call_module":
-            end_glue()
-            kind = type(traced.attribute(str(node.target))).__name__
-            lines.append(f"{node.target} ({kind}) -> {_shape(node)}")
-        else:
-            if glue and module_of(glue[0]) != module_of(node):
-                end_glue()
-            glue.append(node)
-    end_glue()
-    outputs = [f"{node.name}: {_shape(node)}" for node in traced.outputs]
-    return [f"inputs {', '.join(inputs)}", *_folded(lines), f"outputs {', '.join(outputs)}"]
-
-
-def _function_name(node: Node) -> str:
-    if isinstance(node.target, str):
-        return node.target
-    return str(getattr(node.target, "__name__", type(node.target).__name__))
-
-
-_DTYPES = {"bfloat": "bf", "float": "f", "complex": "c", "uint": "u", "int": "i", "bool": "bool"}
-
-
-def _shape(node: Node) -> str:
-    """Such as ``f32[2, 16, 64]``, at the example's sizes."""
-    value = value_of(node)
-    if not isinstance(value, torch.Tensor):
-        return "a structure" if value is None else type(value).__name__.lower()
-    dtype = str(value.dtype).removeprefix("torch.")
-    for long, short in _DTYPES.items():
-        if dtype.startswith(long):
-            dtype = short + dtype.removeprefix(long)
-            break
-    return f"{dtype}[{', '.join(str(hint(size)) for size in value.shape)}]"
-
-
-def _folded(lines: Sequence[str]) -> Iterator[str]:
-    """The lines, with runs that repeat but for their numbers given once."""
-    keys = [re.sub(r"\d+", "#", line) for line in lines]
-    position = 0
-    while position < len(lines):
-        period, repeats = 1, 1
-        for length in range(1, min(MAX_PERIOD, (len(lines) - position) // 2) + 1):
-            stop = position + length
-            while stop < len(keys) and keys[stop] == keys[stop - length]:
-                stop += 1
-            times = (stop - position) // length
-            if times > 1 and times * length > period * repeats:
-                period, repeats = length, times
-        if repeats > 1:
-            yield f"{repeats} times, the first of them:"
-        yield from (("  " if repeats > 1 else "") + line for line in lines[position : position + period])
-        position += period * repeats
-
-
-# ---------------------------------------------------------------------------------- the graph as DOT
-
-
-def dot_lines(traced: TracedGraph, parts: Partition) -> Iterator[str]:
-    """The graph in the DOT language: a box per node, a cluster per layer, an edge per value with its bytes."""
-    yield "digraph model {"
-    yield "  node [shape=box, fontname=monospace]"
-    shown = set(traced.placeholders)
-    for node in traced.placeholders:
-        yield f"  {_quoted(node.name)} [shape=ellipse, label={_quoted(f'{node.name}: {_shape(node)}')}]"
-    for index, chunk in enumerate(parts.chunks):
-        yield f"  subgraph cluster_{index} {{"
-        yield f"    label={_quoted(f'layer {index}: {chunk.name}')}"
-        for node in chunk.nodes:
-            if node.op.startswith("call_") and node not in shown:
-                shown.add(node)
-                what = str(node.target) if node.op == "call_module" else _function_name(node)
-                yield f"    {_quoted(node.name)} [label={_quoted(f'{what}: {_shape(node)}')}]"
-        yield "  }"
-    for node in traced.body:
-        for source in node.all_input_nodes:
-            if source in shown and node in shown:
-                label = _quoted(format_bytes(value_bytes(source)))
-                yield f"  {_quoted(source.name)} -> {_quoted(node.name)} [label={label}]"
-    yield '  "outputs" [shape=ellipse]'
-    for node in traced.outputs:
-        if node in shown:
-            yield f'  {_quoted(node.name)} -> "outputs"'
-    yield "}"
-
-
-def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

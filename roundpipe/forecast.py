@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from typing import Any, Literal, cast
 
 import torch
 
+from roundpipe.comparison import ComparedSchedule, Setting, compare_schedules
 from roundpipe.devices_data import DeviceSpec, Efficiency
 from roundpipe.errors import ConfigError, DeviceMemoryError, TraceError
 from roundpipe.fx.codegen import generate
@@ -28,10 +28,13 @@ from roundpipe.layers import LayerChain, LayerCost
 from roundpipe.runtime.accelerator import PLANNED_SHARE
 from roundpipe.runtime.config import RecomputeGrain, RoundPipeRunConfig, resolve
 from roundpipe.runtime.engine import Engine
+from roundpipe.runtime.planner import stage_needs
 from roundpipe.runtime.rounds import Call, RoundMaker
 from roundpipe.runtime.schedule import ExecutePlan, make_schedule
 from roundpipe.runtime.simulate import HardwareProfile, Idle, simulate
-from roundpipe.runtime.stage_cost import StageCosts
+from roundpipe.runtime.simulated_timeline import simulate_timeline, steady
+from roundpipe.runtime.stage_cost import JobNeed
+from roundpipe.runtime.timeline import Timeline
 from roundpipe.target import Target
 
 OptimizerName = Literal["adamw", "sgd"]
@@ -100,21 +103,6 @@ class Training:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceNeed:
-    """Bytes that the fullest device holds at once."""
-
-    weights: int
-    """Of the stage that runs and of the next one."""
-    gradients: int
-    activations: int
-    """With the values carried between stages."""
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.gradients + self.activations
-
-
-@dataclass(frozen=True, slots=True)
 class HostNeed:
     """Bytes in host memory."""
 
@@ -125,12 +113,17 @@ class HostNeed:
     """Of the step that is being applied, while the next one's come down."""
     optimizer_states: int
     carried: int
-    """Stage inputs of all microbatches, kept for recomputation."""
+    """Values and gradients between stages, most at once: stage inputs are kept for recomputation."""
 
     @property
     def total(self) -> int:
         parts = (self.weights, self.gradients, self.optimizer_copies, self.optimizer_gradients, self.optimizer_states)
         return sum(parts) + self.carried
+
+    @property
+    def pinned(self) -> int:
+        """The part of it that is pinned where devices copy from and to pinned memory."""
+        return self.weights + self.gradients + self.carried
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +137,10 @@ class Speed:
     """Per step, all devices."""
     downloaded_bytes: float
     """Per step, all devices."""
+    optimizer_bytes: float
+    """Host memory traffic of the optimizer's step."""
+    carried_bytes: int
+    """Host memory for values between stages, most at once."""
     link_s: float
     """Least time of a step if only the busier direction of the links counted."""
     host_s: float
@@ -167,7 +164,8 @@ class Forecast:
     machine: Machine
     training: Training
     plan: ExecutePlan | None
-    device: DeviceNeed | None
+    stages: tuple[JobNeed, ...]
+    """Device memory while each stage of the plan runs, in the order of the round; none without a plan."""
     host: HostNeed
     speed: Speed | None
     notes: list[str]
@@ -180,6 +178,11 @@ class Forecast:
     @property
     def fits(self) -> bool:
         return not self.reasons
+
+    @property
+    def device(self) -> JobNeed | None:
+        """Device memory of the stage that needs the most."""
+        return max(self.stages, key=lambda need: need.total, default=None)
 
     def samples_per_s(self) -> float:
         """Samples in a second; 0 if it doesn't run."""
@@ -286,98 +289,110 @@ def _at(
     factor = call.elements() / chain.example_elements if chain.example_elements else 1.0
     costs = tuple(cost.scaled(factor) for cost in measured.device_costs)
     engine = _AbsentEngine((_Budget(machine.budget_bytes),) * machine.num_devices)
-    reasons, plan, device, speed = [], None, None, None
+    reasons, plan, speed = [], None, None
+    stages: tuple[JobNeed, ...] = ()
     try:
         plan = RoundMaker(cast(Engine, engine)).plan(call)
     except DeviceMemoryError as error:
         reasons.append(str(error))
     else:
-        device = _device_need(plan, costs, machine.num_devices, training.recompute_grain)
+        grain = training.recompute_grain
+        stages = tuple(stage_needs(plan, costs, num_workers=machine.num_devices, recompute_grain=grain))
         speed = _speed(plan, costs, machine, training) if replay else None
-    host = _host_need(target, training, plan, costs)
+    host = _host_need(target, training, plan, costs, speed)
     if machine.host_memory_bytes is not None and host.total > machine.host_memory_bytes:
         reasons.append(f"the host needs {host.total:,} bytes of memory and has {machine.host_memory_bytes:,}")
-    return Forecast(target, chain, costs, machine, training, plan, device, host, speed, notes, reasons)
+    return Forecast(target, chain, costs, machine, training, plan, stages, host, speed, notes, reasons)
 
 
-def _device_need(plan: ExecutePlan, costs: Sequence[LayerCost], num_workers: int, grain: RecomputeGrain) -> DeviceNeed:
-    """Room for any two consecutive visits' weights, and the largest need of a job beside them."""
-    table = StageCosts(costs, grain)
-    assert plan.fused is not None
-    stages = [*(table.forward(*one) for one in plan.forward), table.fused(*plan.fused)]
-    stages += [table.backward(*one) for one in plan.backward]
-    weights = [stage.weight_bytes for stage in stages]
-    largest = max(stages, key=lambda stage: stage.gradient_bytes + stage.working_bytes)
-    return DeviceNeed(
-        weights=max(map(sum, zip_longest(weights, weights[num_workers:], fillvalue=0))),
-        gradients=largest.gradient_bytes,
-        activations=largest.working_bytes,
-    )
-
-
-def _host_need(target: Target, training: Training, plan: ExecutePlan | None, costs: Sequence[LayerCost]) -> HostNeed:
+def _host_need(
+    target: Target, training: Training, plan: ExecutePlan | None, costs: Sequence[LayerCost], speed: Speed | None
+) -> HostNeed:
+    """What the host holds; without a replay, carried values are the stage inputs of all microbatches."""
     parameters = {id(one): one for one in target.model.parameters()}.values()
     buffers = {id(one): one for one in target.model.buffers()}.values()
     trained = [one for one in parameters if one.requires_grad]
     optimizer_bytes = sum(one.numel() for one in trained) * training.optim_dtype.itemsize
     carried = 0
-    if plan is not None and plan.fused is not None:
+    if speed is not None:
+        carried = speed.carried_bytes
+    elif plan is not None and plan.fused is not None:
         starts = {start for start, _ in plan.backward} if training.recompute_grain == "stage" else range(plan.fused[0])
         carried = sum(costs[start - 1].carry_bytes for start in {*starts, plan.fused[0]} if start)
+        carried *= training.num_microbatches
     return HostNeed(
         weights=sum(one.nbytes for one in (*parameters, *buffers)),
         gradients=sum(one.nbytes for one in trained),
         optimizer_copies=optimizer_bytes,
         optimizer_gradients=optimizer_bytes,
         optimizer_states=optimizer_bytes * _STATES[training.optimizer],
-        carried=carried * training.num_microbatches,
+        carried=carried,
     )
 
 
-def _speed(plan: ExecutePlan, costs: Sequence[LayerCost], machine: Machine, training: Training) -> Speed:
-    """A replay with links, host memory and the optimizer; microbatches that are smaller than the largest count so."""
+def replayed_costs(costs: Sequence[LayerCost], training: Training) -> tuple[LayerCost, ...]:
+    """Costs of a mean microbatch: those that are smaller than the largest count so."""
     share = training.batch / (training.microbatch * training.num_microbatches)
-    replayed = [
-        replace(
-            cost,
-            forward_s=cost.forward_s * share,
-            backward_s=cost.backward_s * share,
-            num_parameters=_num_trained(cost),  # the replay updates as many
-        )
-        for cost in costs
-    ]
+    return tuple(replace(cost, forward_s=cost.forward_s * share, backward_s=cost.backward_s * share) for cost in costs)
+
+
+def hardware_profile(costs: Sequence[LayerCost], machine: Machine, training: Training) -> HardwareProfile:
+    """Links, host memory and the optimizer's traffic, for the simulator."""
     num_parameters = sum(cost.num_parameters for cost in costs)
     item_bytes = sum(cost.weight_bytes for cost in costs) / num_parameters if num_parameters else 0.0
     copies_bytes = _COPY_ACCESSES[training.optimizer] * training.optim_dtype.itemsize
     link = machine.device.link_bytes_per_s * machine.efficiency.link
-    profile = HardwareProfile(
+    return HardwareProfile(
         upload_bytes_per_s=link,
         download_bytes_per_s=link,
         host_bytes_per_s=machine.host_bytes_per_s,
         optimizer_bytes_per_s=machine.host_bytes_per_s,
         optimizer_bytes_per_parameter=round(copies_bytes + _MODEL_ACCESSES * item_bytes),
     )
+
+
+def simulated_timeline(found: Forecast) -> Timeline:
+    """The latest rounds of the run that a forecast rests on; for one that has a plan."""
+    assert found.plan is not None, "a model that no plan fits has no run"
+    training, machine = found.training, found.machine
+    profile = hardware_profile(found.costs, machine, training)
+    schedule = make_schedule(found.plan, machine.num_devices, training.num_microbatches)
+    costs = replayed_costs(found.costs, training)
+    _, timeline = simulate_timeline(schedule, costs, profile, recompute_grain=training.recompute_grain)
+    return steady(timeline, schedule)
+
+
+def _speed(plan: ExecutePlan, costs: Sequence[LayerCost], machine: Machine, training: Training) -> Speed:
+    """A replay with links, host memory and the optimizer."""
+    profile = hardware_profile(costs, machine, training)
     schedule = make_schedule(plan, machine.num_devices, training.num_microbatches)
-    found = simulate(schedule, replayed, profile, recompute_grain=training.recompute_grain)
-    causes = ("weights", "activations", "optimizer", "no_work")
-    idle = Idle(*(sum(getattr(one, cause) for one in found.idle) / len(found.idle) for cause in causes))
+    found = simulate(schedule, replayed_costs(costs, training), profile, recompute_grain=training.recompute_grain)
     up, down = found.uploaded_bytes, found.downloaded_bytes
-    updated_bytes = sum(cost.num_parameters for cost in replayed) * profile.optimizer_bytes_per_parameter
     return Speed(
         seconds_per_step=found.seconds_per_round,
-        idle=idle,
+        idle=found.mean_idle,
         uploaded_bytes=up,
         downloaded_bytes=down,
-        link_s=max(up, down) / machine.num_devices / link,
-        host_s=(up + down + updated_bytes) / machine.host_bytes_per_s,
+        optimizer_bytes=found.optimizer_bytes,
+        carried_bytes=found.peak_carried_bytes,
+        link_s=max(up, down) / machine.num_devices / profile.upload_bytes_per_s,
+        host_s=(up + down + found.optimizer_bytes) / machine.host_bytes_per_s,
     )
 
 
-def _num_trained(cost: LayerCost) -> int:
-    """Trained parameters of a layer, from the share of its gradients in its weights."""
-    if not cost.weight_bytes:
-        return 0
-    return round(cost.num_parameters * min(cost.gradient_bytes / cost.weight_bytes, 1.0))
+def compared(result: Forecast) -> list[ComparedSchedule]:
+    """Other schedules on the same model, devices and batch."""
+    machine, training = result.machine, result.training
+    setting = Setting(
+        costs=replayed_costs(result.costs, training),
+        num_workers=machine.num_devices,
+        num_microbatches=training.num_microbatches,
+        budget_bytes=machine.budget_bytes,
+        profile=hardware_profile(result.costs, machine, training),
+        recompute_grain=training.recompute_grain,
+        state_bytes_per_parameter=(1 + _STATES[training.optimizer]) * training.optim_dtype.itemsize,
+    )
+    return compare_schedules(setting, result.plan)
 
 
 # What to change

@@ -46,8 +46,15 @@ def forecast_text(result: Forecast) -> str:
                 ("host memory", speed.host_s),
             )
         )
+        rows["moved"] = (
+            f"{format_bytes(speed.uploaded_bytes)} up, {format_bytes(speed.downloaded_bytes)} down, "
+            f"{format_bytes(speed.optimizer_bytes)} by the optimizer, per step"
+        )
     rows["device memory"] = _device_memory(result)
-    rows["host memory"] = f"{format_bytes(result.host.total)}: {_host_parts(result.host)}"
+    rows |= _listed("by stage", _by_stage(result))
+    rows["host memory"] = (
+        f"{format_bytes(result.host.total)}: {_host_parts(result.host)}; {format_bytes(result.host.pinned)} pinned"
+    )
     rows["verdict"] = "fits" if result.fits else f"doesn't fit, because {'; and '.join(result.reasons)}"
     rows |= _listed("to change", result.changes)
     rows["rests on"] = BASIS
@@ -87,8 +94,30 @@ def _device_memory(result: Forecast) -> str:
         return usable
     return (
         f"{format_bytes(need.total)}: weights {format_bytes(need.weights)}, gradients {format_bytes(need.gradients)}, "
-        f"activations {format_bytes(need.activations)}; {usable}"
+        f"activations {format_bytes(need.working)}; {usable}"
     )
+
+
+def _stage_names(result: Forecast) -> list[str]:
+    """F0, .., U, B1, .. of the plan."""
+    if result.plan is None:
+        return []
+    backward = (f"B{index}" for index in range(1, len(result.plan.backward) + 1))
+    return [*(f"F{index}" for index in range(len(result.plan.forward))), "U", *backward]
+
+
+def _by_stage(result: Forecast) -> list[str]:
+    """What runs of stages of one phase need: each phase's smallest and largest, as totals on a device."""
+    found: dict[str, list[int]] = {}
+    for name, need in zip(_stage_names(result), result.stages, strict=True):
+        found.setdefault(name[0], []).append(need.total)
+    spans = []
+    for phase, totals in found.items():
+        span = format_bytes(min(totals))
+        if max(totals) > min(totals):
+            span += f" to {format_bytes(max(totals))}"
+        spans.append(f"{phase} {span}")
+    return [", ".join(spans)] if spans else []
 
 
 def _host_parts(host: HostNeed) -> str:
@@ -101,7 +130,7 @@ def _figures(machine: Machine) -> str:
     return (
         f"{device.name} at {share.compute:.0%} of {format_count(device.flops_per_s / 1e12)} TFLOP/s, "
         f"{share.bandwidth:.0%} of {_rate(device.bytes_per_s)}, and {share.link:.0%} of a link of "
-        f"{_rate(device.link_bytes_per_s)} ({device.source})"
+        f"{_rate(device.link_bytes_per_s)} ({device.source.partition(', http')[0]})"
     )
 
 
@@ -173,17 +202,23 @@ def forecast_json(result: Forecast) -> dict[str, Any]:
             "host_s": speed.host_s,
             "uploaded_bytes": speed.uploaded_bytes,
             "downloaded_bytes": speed.downloaded_bytes,
+            "optimizer_bytes": speed.optimizer_bytes,
         },
         "device_memory": {
             "usable_bytes": machine.budget_bytes,
             "needed_bytes": None if need is None else need.total,
             "weights": None if need is None else need.weights,
             "gradients": None if need is None else need.gradients,
-            "activations": None if need is None else need.activations,
+            "activations": None if need is None else need.working,
+            "stages": [
+                {"name": name, "weights": one.weights, "gradients": one.gradients, "activations": one.working}
+                for name, one in zip(_stage_names(result), result.stages, strict=True)
+            ],
         },
         "host_memory": {
             "needed_bytes": result.host.total,
             **{attribute: getattr(result.host, attribute) for attribute in _HOST_PARTS.values()},
+            "pinned": result.host.pinned,
         },
         "basis": f"{BASIS}; {_figures(machine)}",
         "notes": result.notes,

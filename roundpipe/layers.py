@@ -151,8 +151,11 @@ class ChainSource(Protocol):
         """The chain to show: the one last given, or None if none is known before the first call."""
         ...
 
-    def chain_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerChain:
-        """The chain for these arguments of one microbatch (real tensors, wherever they are)."""
+    def chain_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerChain | None:
+        """The chain for these arguments of one microbatch (real tensors, wherever they are).
+
+        None: there is none, the call must run another way.
+        """
         ...
 
 

@@ -29,6 +29,7 @@ __all__ = [
     "partition_table",
     "stage_table",
     "summary_table",
+    "worker_table",
 ]
 
 MAX_NAMES_IN_FULL = 3
@@ -129,7 +130,7 @@ def _pattern(text: str) -> str:
 # Rows
 
 
-def _layer_rows(chain: LayerChain) -> list[_Row]:
+def _layer_rows(chain: LayerChain, costs: Sequence[LayerCost]) -> list[_Row]:
     return [
         _Row(
             label=str(index),
@@ -139,7 +140,7 @@ def _layer_rows(chain: LayerChain) -> list[_Row]:
             cost=cost,
             work_s=cost.forward_s + cost.backward_s,
         )
-        for index, (spec, cost) in enumerate(zip(chain.specs, chain.costs, strict=True))
+        for index, (spec, cost) in enumerate(zip(chain.specs, costs, strict=True))
     ]
 
 
@@ -162,20 +163,20 @@ def _sum(costs: Sequence[LayerCost], *, forward: bool, backward: bool, carry_byt
     )
 
 
-def _stage_rows(chain: LayerChain, plan: ExecutePlan) -> list[_Row]:
+def _stage_rows(chain: LayerChain, plan: ExecutePlan, layer_costs: Sequence[LayerCost]) -> list[_Row]:
     ranges = [("F", layer_range) for layer_range in plan.forward]
     if plan.fused is not None:
         ranges.append(("U", plan.fused))
     ranges += [("B", layer_range) for layer_range in plan.backward]
     rows, numbers = [], {"F": 0, "U": 0, "B": 1}  # as a schedule numbers them: F0 .. Fk, U, B1 .. Bm
     for phase, (start, stop) in ranges:
-        costs = chain.costs[start:stop]
+        costs = layer_costs[start:stop]
         cut = stop - 1 if phase == "F" else start - 1  # backward hands on the gradient of the cut in front
         cost = _sum(
             costs,
             forward=True,  # a backward stage recomputes
             backward=phase != "F",
-            carry_bytes=chain.costs[cut].carry_bytes if cut >= 0 else 0,
+            carry_bytes=layer_costs[cut].carry_bytes if cut >= 0 else 0,
         )
         first, last = _covers(chain.specs[start]), _covers(chain.specs[stop - 1])
         rows.append(
@@ -299,38 +300,39 @@ def _total(label: str, rows: Sequence[_Row], costs: Sequence[LayerCost]) -> _Row
     return _Row(label, covers, covers, (), _sum(costs, forward=True, backward=True), 0.0)
 
 
-def layer_table(chain: LayerChain, *, measured: bool = False) -> str:
+def layer_table(chain: LayerChain, *, measured: Sequence[LayerCost] | None = None) -> str:
     """A table with one row per layer, repeated layers folded into one, and the totals.
 
     Args:
         chain: the layers with their specs and costs.
-        measured: whether the costs' seconds were measured; then they are shown in place of FLOPs.
+        measured: costs with measured seconds, one per layer, which are shown in place of FLOPs; None: there are none.
 
     Returns:
         The table, without a newline at the end. The rows of folded layers show one layer's sizes.
     """
-    rows = _layer_rows(chain)
-    return _table("layer", rows, _total("total", rows, chain.costs), measured)
+    costs = chain.costs if measured is None else measured
+    rows = _layer_rows(chain, costs)
+    return _table("layer", rows, _total("total", rows, costs), measured is not None)
 
 
-def stage_table(chain: LayerChain, plan: ExecutePlan, *, measured: bool = False) -> str:
+def stage_table(chain: LayerChain, plan: ExecutePlan, *, measured: Sequence[LayerCost] | None = None) -> str:
     """A table with one row per stage: F forward only, U fused, B recomputation and backward.
 
     Args:
         chain: the layers with their specs and costs.
         plan: the stages, as ranges over the chain's layers.
-        measured: whether the costs' seconds were measured; then they are shown in place of FLOPs.
+        measured: costs with measured seconds, one per layer, which are shown in place of FLOPs; None: there are none.
 
     Returns:
         The table, without a newline at the end. Weights are what each visit uploads, so the total
         is what one round uploads; compute is per microbatch and includes recomputation.
     """
-    rows = _stage_rows(chain, plan)
-    return _table("stage", rows, _total("round", rows, [row.cost for row in rows]), measured)
+    rows = _stage_rows(chain, plan, chain.costs if measured is None else measured)
+    return _table("stage", rows, _total("round", rows, [row.cost for row in rows]), measured is not None)
 
 
 def partition_table(
-    chain: LayerChain, plan: ExecutePlan | None = None, *, title: str = "", measured: bool = False
+    chain: LayerChain, plan: ExecutePlan | None = None, *, title: str = "", measured: Sequence[LayerCost] | None = None
 ) -> str:
     """What a model was cut into: its layers and, with a plan, its stages.
 
@@ -338,7 +340,7 @@ def partition_table(
         chain: the layers with their specs and costs.
         plan: the stages; None shows the layers alone.
         title: the first line's subject, such as the model's name.
-        measured: whether the costs' seconds were measured; then they are shown in place of FLOPs.
+        measured: costs with measured seconds, one per layer, which are shown in place of FLOPs; None: there are none.
 
     Returns:
         A headline and one or two tables, without a newline at the end.
@@ -351,8 +353,11 @@ def partition_table(
     parts.append(f"{format_count(num_parameters)} parameters")
     if num_parameters < sum(cost.num_parameters for cost in chain.costs):
         parts[-1] += " (shared ones counted once)"
+    what = "compute and bytes" if measured is None else "measured seconds"
     if chain.example_elements:
-        parts.append(f"compute and bytes for {chain.example_elements:,} input elements")
+        parts.append(f"{what} for {chain.example_elements:,} input elements")
+    elif measured is not None:
+        parts.append(what)
     headline = (f"{title}: " if title else "") + ", ".join(parts)
     tables = [layer_table(chain, measured=measured)]
     if plan is not None:
@@ -394,4 +399,34 @@ def summary_table(rows: Mapping[str, str]) -> str:
         One line per row, without a newline at the end.
     """
     text = tabulate(list(rows.items()), tablefmt="plain", colalign=("left", "left"), disable_numparse=True)
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def columns_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Formatted cells under headers, the first column to the left, the others to the right.
+
+    Args:
+        headers: one per column.
+        rows: as many cells each.
+
+    Returns:
+        One line per row, without a newline at the end.
+    """
+    alignment = ("left", *["right"] * (len(headers) - 1))
+    text = tabulate(rows, headers, tablefmt="simple", colalign=alignment, disable_numparse=True)
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def worker_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table with one row per worker, the first column to the left and figures to the right.
+
+    Args:
+        headers: of the columns.
+        rows: cells, already formatted.
+
+    Returns:
+        The table, without a newline at the end.
+    """
+    alignment = ("left", *["right"] * (len(headers) - 1))
+    text = tabulate(rows, headers, tablefmt="simple", colalign=alignment, disable_numparse=True)
     return "\n".join(line.rstrip() for line in text.splitlines())

@@ -1,27 +1,27 @@
 """Which modules run on the devices: `wrap_model_to_roundpipe`, and the recursion that `compile` falls back to.
 
 wrap_model_to_roundpipe ---- the graph compiler, unless refused; a `RoundPipe` if it can trace the model
-  `- wrap_parts ------------ otherwise a choice module by module, from the root down
+  `- PartsChoice ----------- otherwise a choice module by module, from the root down: at once, or at the first call
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from roundpipe.auto import AutoRoundPipe
+from roundpipe.auto import AutoRoundPipe, Parts
 from roundpipe.errors import ConfigError, TraceError
 from roundpipe.fx.source import TracedSource
 from roundpipe.layers import weight_bytes_of
 from roundpipe.parts import IN_ONE_PIECE, is_sequential, overlaid
 from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.runtime.devices import resolve_devices
-from roundpipe.runtime.pipe import RoundPipe, caller_name
+from roundpipe.runtime.pipe import RoundPipe, caller_level, caller_name
 
 logger = logging.getLogger(__name__)
 
@@ -93,20 +93,13 @@ def wrap_model_to_roundpipe(
     if model in skip_modules:
         return model  # type: ignore[return-value]
     settings |= {"name": name or caller_name(), "model_run_config": model_run_config}
+    choice = PartsChoice(model, lower_threshold, upper_threshold, skip_modules, override_config, splits_inside=True)
     if use_sequential_preset is not False:
         tracing = {key: value for key, value in roundpipe_kwargs.items() if key in _TRACING}
-        pipe = _traced(model, settings, required=bool(use_sequential_preset), **tracing)
+        pipe = _traced(model, settings, choice, required=bool(use_sequential_preset), **tracing)
         if pipe is not None:
             return pipe
-    return wrap_parts(
-        model,
-        settings,
-        lower_threshold=lower_threshold,
-        upper_threshold=upper_threshold,
-        skip_modules=skip_modules,
-        override_config=override_config,
-        splits_inside=True,
-    )
+    return choice.wrap(settings)
 
 
 def check_model(model: Any, caller: str) -> None:
@@ -121,6 +114,7 @@ def check_model(model: Any, caller: str) -> None:
 def _traced(
     model: nn.Module,
     settings: Mapping[str, Any],
+    choice: PartsChoice,
     *,
     required: bool,
     example_args: tuple[Any, ...] = (),
@@ -133,6 +127,7 @@ def _traced(
     def on_failure(error: TraceError) -> None:
         if required:
             raise NotImplementedError(f"use_sequential_preset=True, but {kind} can't be traced: {error}") from error
+        choice.leave(error.stateful)
         logger.info("%s can't be traced, so it is not cut by the graph compiler: %s", kind, error)
 
     source = TracedSource(model, balance, on_failure)
@@ -140,46 +135,82 @@ def _traced(
         dummy = getattr(model, "dummy_inputs", None)
         example_kwargs = dict(dummy) if isinstance(dummy, dict) else None
     if example_args or example_kwargs is not None:
-        source.chain_for(example_args, example_kwargs or {})
-        if source.is_whole:
+        if source.chain_for(example_args, example_kwargs or {}) is None:
             return None
         logger.info("%s is cut by the graph compiler; use_sequential_preset=False wraps its modules instead", kind)
     else:
         logger.info("%s will be cut by the graph compiler at its first call", kind)
-    return RoundPipe.from_source(model, source, **settings)
+    return RoundPipe.from_source(model, source, make_instead=choice.inside_of, **settings)
 
 
-def wrap_parts(
-    model: nn.Module,
-    settings: Mapping[str, Any],
-    *,
-    lower_threshold: int = LOWER_THRESHOLD_BYTES,
-    upper_threshold: int | None = None,
-    skip_modules: Container[nn.Module] = (),
-    override_config: Mapping[nn.Module, RoundPipeRunConfig] | None = None,
-    splits_inside: bool,
-) -> RoundPipe | AutoRoundPipe:
-    """Wrap a model module by module; see `wrap_model_to_roundpipe`.
+@dataclass(slots=True)
+class PartsChoice:
+    """How a model is wrapped module by module, should it have to be; see `wrap_model_to_roundpipe` for the options.
 
-    Args:
-        model: not wrapped yet.
-        settings: of the wrapper: name, devices and so on.
-        lower_threshold, upper_threshold, skip_modules, override_config: see `wrap_model_to_roundpipe`.
-        splits_inside: see `AutoRoundPipe.of_parts`.
+    Raises:
+        ConfigError: an option can't be used as given.
     """
-    _check_options(model, lower_threshold, upper_threshold, override_config or {})
-    if upper_threshold is None:
-        upper_threshold = weight_bytes_of(model) // (len(resolve_devices(settings.get("devices"))) + 1)
-    choice = _Choice(lower_threshold, upper_threshold, skip_modules, override_config or {})
-    choice.visit(model)
-    choice.warn_of_ignored(model)
-    given = choice.parts.get(model) or choice.override.get(model) or RoundPipeRunConfig()
-    settings = {**settings, "model_run_config": overlaid(given, settings["model_run_config"])}
-    if model in choice.parts and (splits_inside or is_sequential(model)):
-        return RoundPipe(model, **settings)
-    if model in choice.parts or not (choice.parts or any(module in skip_modules for module in choice.left)):
-        return AutoRoundPipe(model, **settings)
-    return AutoRoundPipe.of_parts(model, choice.parts, choice.left, splits_inside=splits_inside, **settings)
+
+    model: nn.Module
+    lower_threshold: int = LOWER_THRESHOLD_BYTES
+    upper_threshold: int | None = None
+    skip_modules: Container[nn.Module] = ()
+    override_config: Mapping[nn.Module, RoundPipeRunConfig] = field(default_factory=dict)
+    splits_inside: bool = False
+    """See `roundpipe.auto.Parts`."""
+    left: set[nn.Module] = field(default_factory=set)
+    """Stay on the CPU although nobody asked for it; see `leave`."""
+
+    def __post_init__(self) -> None:
+        _check_options(self.model, self.lower_threshold, self.upper_threshold, self.override_config)
+
+    def __contains__(self, module: object) -> bool:
+        """Whether a module is to stay on the CPU."""
+        return module in self.left or module in self.skip_modules
+
+    def leave(self, names: Iterable[str]) -> None:
+        """Leaves modules that must not run twice, and those that hold them, on the CPU."""
+        for name in names:
+            while name:
+                self.left.add(self.model.get_submodule(name))
+                name = name.rpartition(".")[0]
+
+    def wrap(self, settings: Mapping[str, Any]) -> RoundPipe | AutoRoundPipe:
+        """A wrapper with these settings: name, devices and so on."""
+        choice = self._choose(len(resolve_devices(settings.get("devices"))))
+        settings = {**settings, "model_run_config": self._config(choice, settings["model_run_config"])}
+        if self.model in choice.parts and (self.splits_inside or is_sequential(self.model)):
+            return RoundPipe(self.model, **settings)
+        parts = self._parts(choice)
+        if parts is None:
+            return AutoRoundPipe(self.model, **settings)
+        return AutoRoundPipe.of_parts(
+            self.model, parts.on_devices, parts.left, splits_inside=parts.splits_inside, **settings
+        )
+
+    def inside_of(self, whole: RoundPipe) -> RoundPipe:
+        """What runs the model of a wrapper that turned out to have no layers for a call."""
+        choice = self._choose(whole._state.engine.num_workers)
+        config = self._config(choice, whole._state.config)
+        return AutoRoundPipe.inside_of(whole, self.model, self._parts(choice), config)
+
+    def _choose(self, num_devices: int) -> _Choice:
+        upper_threshold = self.upper_threshold
+        if upper_threshold is None:
+            upper_threshold = weight_bytes_of(self.model) // (num_devices + 1)
+        choice = _Choice(self.lower_threshold, upper_threshold, self, self.override_config)
+        choice.visit(self.model)
+        choice.warn_of_ignored(self.model)
+        return choice
+
+    def _config(self, choice: _Choice, of_model: RoundPipeRunConfig) -> RoundPipeRunConfig:
+        return overlaid(choice.parts.get(self.model) or choice.override.get(self.model) or of_model, of_model)
+
+    def _parts(self, choice: _Choice) -> Parts | None:
+        """None: the model is one part."""
+        if self.model in choice.parts or not (choice.parts or any(one in self for one in choice.left)):
+            return None
+        return Parts(choice.parts, tuple(choice.left), self.splits_inside)
 
 
 def _check_options(model: nn.Module, lower: Any, upper: Any, overrides: Any) -> None:
@@ -242,12 +273,12 @@ class _Choice:
                 warnings.warn(
                     f"skip_modules: {name} is inside a module that becomes one pipeline and runs with it on the "
                     "devices; skip that one, or lower the thresholds",
-                    stacklevel=4,
+                    stacklevel=caller_level() + 1,
                 )
             if module in self.override and module not in self.parts and module is not model:
                 warnings.warn(
                     f"override_config: the options of {name} have no effect, since it is no pipeline of its own",
-                    stacklevel=4,
+                    stacklevel=caller_level() + 1,
                 )
 
 

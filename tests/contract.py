@@ -26,6 +26,8 @@ def _row(promise: str, *tests: str, gap: str = "") -> Row:
 API = "test_api.py::"
 EXAMPLES = "test_documented_examples.py::"
 NOTEBOOK = "test_notebook.py::"
+JUPYTER = "test_jupyter.py::"
+MISUSE = "test_misuse.py::"
 PIPE = "runtime/test_pipe.py::"
 ENGINE = "runtime/test_engine.py::"
 AUTOGRAD = "runtime/test_autograd.py::"
@@ -36,6 +38,9 @@ CONFIG = "runtime/test_config.py::"
 SCHEDULE = "runtime/test_schedule.py::"
 MEMORY = "runtime/test_memory.py::"
 RESIDENCY = "runtime/test_residency.py::"
+PINNING = "runtime/test_pinning.py::"
+TRAINING = "runtime/test_training.py::"
+LOADING = "runtime/test_loading.py::"
 REPLICA = "runtime/test_replica.py::"
 RECOMPUTE = "runtime/test_recompute.py::"
 SAVED = "runtime/test_saved_data.py::"
@@ -46,6 +51,15 @@ CHECKPOINT = "test_checkpoint.py::"
 IMPORTS = "test_imports.py::"
 TRACER = "fx/test_tracer.py::"
 GUARDS = "fx/test_guards.py::"
+SHAPES = "fx/test_shapes.py::"
+TRAPS = "fx/test_traps.py::"
+FUZZ = "fx/test_fuzz.py::"
+ADVICE = "fx/test_advice.py::"
+FORWARDING = "test_forwarding.py::"
+WRAP = "test_wrap.py::"
+AUTO = "test_auto.py::"
+EXPLAIN = "test_explain.py::"
+CLI = "test_cli.py::"
 
 RUNTIME_ROWS: dict[str, Row] = {
     "A1": _row(
@@ -59,6 +73,7 @@ RUNTIME_ROWS: dict[str, Row] = {
         PIPE + "test_half_precision_weights_with_float32_copies",
         OPTIMIZER + "test_low_precision_weights_with_float32_copies",
         OPTIMIZER + "test_equal_dtypes_hand_the_gradient_over",
+        TRAINING + "test_mixed_precision_tracks_plain_pytorch_for_200_steps",
     ),
     "A3": _row("the name is the caller's line by default", PIPE + "test_the_name_is_the_callers_line_by_default"),
     "A4": _row(
@@ -70,6 +85,14 @@ RUNTIME_ROWS: dict[str, Row] = {
         PIPE + "test_bad_options_say_what_is_allowed",
         CUDA + "test_host_buffers_are_pinned_and_exact",
         CUDA + "test_registered_memory_is_pinned",
+        PINNING + "test_host_memory_of_a_model_is_bounded",
+        PINNING + "test_large_tensors_are_pinned_where_they_are_and_small_ones_packed",
+        PINNING + "test_closing_and_collecting_give_pages_back",
+        PINNING + "test_register_without_cuda_says_what_is_possible",
+        PINNING + "test_a_refusal_warns_once_with_the_limit",
+        PINNING + "test_pinned_allocations_degrade",
+        CUDA + "test_memory_is_registered_where_it_is_until_the_model_is_closed",
+        CUDA + "test_a_refusal_to_pin_costs_speed_only",
     ),
     "A5": _row(
         "attributes are the model's, modes follow, hooks of layers fire",
@@ -78,6 +101,13 @@ RUNTIME_ROWS: dict[str, Row] = {
         PIPE + "test_modes_follow_the_model",
         REPLICA + "test_hooks_fire_with_the_layers_inputs_and_outputs",
         EXAMPLES + "test_the_original_model_answers_for_its_parts",
+        FORWARDING + "test_attributes_are_read_written_and_deleted_on_the_model",
+        FORWARDING + "test_utilities_of_modules",
+        FORWARDING + "test_a_compiled_model_is_converted_and_loaded",
+        FORWARDING + "test_generate_after_synchronize_is_the_trained_models",
+        FORWARDING + "test_torch_compile_of_the_original",
+        FORWARDING + "test_a_deep_copy_is_another_wrapper_of_another_model",
+        FORWARDING + "test_what_can_not_be_copied_says_what_to_do",
     ),
     "A6": _row("model.model is the wrapped module", PIPE + "test_attributes_are_those_of_the_model"),
     "A7": _row(
@@ -97,6 +127,7 @@ RUNTIME_ROWS: dict[str, Row] = {
         MEMORY + "test_closing_gives_everything_back",
         NOTEBOOK + "test_a_deleted_model_frees_threads_and_memory",
         NOTEBOOK + "test_a_cell_can_run_again",
+        JUPYTER + "test_a_cell_runs_again_and_its_model_is_deleted",
         "runtime/test_dropped_chains.py::test_dropped_traces_are_forgotten",
     ),
     "B1": _row(
@@ -109,6 +140,7 @@ RUNTIME_ROWS: dict[str, Row] = {
         AUTOGRAD + "test_without_grad_nothing_is_kept",
         AUTOGRAD + "test_training_after_a_first_call_without_grad",
         MEMORY + "test_forward_without_grad_keeps_no_activations",
+        MEMORY + "test_the_order_of_peaks",
     ),
     "B3": _row(
         "outputs support backward, and gradients flow on into what made the inputs",
@@ -117,6 +149,9 @@ RUNTIME_ROWS: dict[str, Row] = {
         AUTOGRAD + "test_several_outputs_of_which_some_get_gradients",
         AUTOGRAD + "test_hooks_of_the_callers_graph_run",
         API + "test_gradients_flow_to_and_through_the_inputs",
+        AUTOGRAD + "test_gradients_of_inputs_alone_leave_those_of_parameters",
+        AUTOGRAD + "test_part_of_the_outputs_is_as_in_eager",
+        AUTOGRAD + "test_a_second_backward_says_what_to_do",
     ),
     "B4": _row(
         "inputs on the CPU or on a device",
@@ -156,6 +191,9 @@ RUNTIME_ROWS: dict[str, Row] = {
         "optimizer parameters: trainable ones only, under their original names",
         OPTIMIZER + "test_names_ties_and_frozen_parameters",
         OPTIMIZER + "test_freezing_and_thawing",
+        TRAINING + "test_any_optimizer_trains_as_in_eager",
+        TRAINING + "test_lbfgs_evaluates_the_model_in_a_step_that_is_not_asynchronous",
+        TRAINING + "test_parameters_frozen_and_thawed_between_steps",
         MEMORY + "test_frozen_weights_have_no_gradients_on_the_device",
         EXAMPLES + "test_optimizer_parameters_have_their_own_dtype_and_the_models_names",
     ),
@@ -166,6 +204,7 @@ RUNTIME_ROWS: dict[str, Row] = {
         PIPE + "test_synchronous_steps_follow_eager",
         OPTIMIZER + "test_async_steps_are_one_step_behind",
         OPTIMIZER + "test_mixed_steps",
+        OPTIMIZER + "test_an_interrupted_step_was_made_or_not",
         EQUALITY + "test_five_steps_equal_eager",
         EXAMPLES + "test_arguments_of_step_reach_the_function",
     ),
@@ -195,13 +234,15 @@ RUNTIME_ROWS: dict[str, Row] = {
         PIPE + "test_an_exception_in_step_fn_is_raised_at_the_next_call",
         OPTIMIZER + "test_async_error_is_raised_at_the_next_call_and_loses_no_gradient",
         OPTIMIZER + "test_async_error_is_raised_by_step_synchronize_and_close",
+        TRAINING + "test_after_an_exception_in_step_fn_training_goes_on",
     ),
     "D7": _row(
         "load_state_dict reaches the optimizer's copies",
         PIPE + "test_loading_a_state_reaches_the_optimizer",
         OPTIMIZER + "test_refresh_starts_from_the_models_weights",
-        "runtime/test_loading.py::test_a_load_into_the_users_model_reaches_the_optimizer",
-        "runtime/test_loading.py::test_parameters_that_a_load_replaces_are_trained",
+        LOADING + "test_a_load_into_the_users_model_reaches_the_optimizer",
+        LOADING + "test_a_load_into_a_part_of_the_model_reaches_the_optimizer",
+        LOADING + "test_parameters_that_a_load_replaces_are_trained",
     ),
     "D8": _row(
         "checkpoints: whole after a crash, the original keys, any number of devices",
@@ -293,11 +334,18 @@ RUNTIME_ROWS: dict[str, Row] = {
         "misuse says what is allowed; a user's exception keeps its type and says where; the next call works",
         PIPE + "test_bad_arguments_say_what_is_allowed",
         API + "test_bad_options_say_what_is_allowed",
+        MISUSE + "test_constructions",
+        MISUSE + "test_calls",
+        MISUSE + "test_configs",
+        MISUSE + "test_values_and_helpers",
+        MISUSE + "test_checkpoints",
+        MISUSE + "test_calls_of_a_closed_model",
         ERRORS + "test_an_exception_in_a_layer_says_where",
         ERRORS + "test_an_exception_in_the_loss_function_says_where",
         ERRORS + "test_an_exception_in_backward_says_where",
         ERRORS + "test_nothing_of_a_failed_round_stays_alive",
         NOTEBOOK + "test_an_interrupt_leaves_a_usable_model",
+        JUPYTER + "test_an_interrupted_call_leaves_a_usable_model",
     ),
 }
 
@@ -312,6 +360,8 @@ COMPILER_ROWS: dict[str, Row] = {
         "example inputs may be omitted",
         API + "test_without_an_example_the_first_call_traces",
         API + "test_the_models_own_example_shows_the_partition_and_serves_calls",
+        API + "test_an_example_of_its_own_that_can_not_be_traced_decides_nothing",
+        API + "test_a_root_found_untraceable_at_the_first_call_falls_back_with_its_optimizer",
     ),
     "P3": _row(
         "one trace serves every batch size and length; a failed guard traces again, is logged and counted",
@@ -323,6 +373,8 @@ COMPILER_ROWS: dict[str, Row] = {
         API + "test_training_and_evaluation_take_a_trace_each",
         TRACER + "test_one_trace_equals_eager_at_other_sizes",
         GUARDS + "test_every_assumption_is_described",
+        TRAPS + "test_five_traces_in_a_row_name_the_input_that_varies",
+        TRAPS + "test_an_attribute_set_between_calls_traces_again",
         gap="other dims of float inputs than the batch are fixed until they are seen to vary: one trace more",
     ),
     "P4": _row(
@@ -330,13 +382,24 @@ COMPILER_ROWS: dict[str, Row] = {
         API + "test_a_submodule_that_can_not_be_traced_stays_whole_and_the_rest_is_cut",
         API + "test_a_root_that_can_not_be_traced_falls_back_with_one_warning",
         API + "test_without_fallback_it_raises",
+        API + "test_a_root_found_untraceable_at_the_first_call_falls_back_with_its_optimizer",
+        API + "test_only_the_calls_that_can_not_be_traced_fall_back",
+        ADVICE + "test_the_error_names_the_line_and_a_change",
+        ADVICE + "test_the_change_helps",
         TRACER + "test_an_opaque_submodule_says_why",
+        TRAPS + "test_autograd_inside_a_forward_falls_back",
+        TRAPS + "test_random_numbers_of_python_and_numpy_fall_back",
     ),
     "P5": _row(
         "a branch on data is never burned in",
         API + "test_a_branch_on_data_is_never_burned_in",
         TRACER + "test_a_leaf_that_returns_a_decision_is_never_burned_in",
         TRACER + "test_a_branch_on_activations_at_the_root_is_refused",
+        FUZZ + "test_random_modules_equal_eager",
+        SHAPES + "test_a_branch_at_the_root_equals_eager_without_a_graph",
+        TRAPS + "test_state_that_decides_is_never_burned_in",
+        TRAPS + "test_memory_layout_of_activations_is_never_burned_in",
+        TRAPS + "test_what_is_read_of_an_input_itself_is_read_at_every_call",
     ),
     "P6": _row(
         "the partition is a table, and explain says what was traced",
@@ -344,14 +407,20 @@ COMPILER_ROWS: dict[str, Row] = {
         "test_report.py::test_stages",
         "test_report.py::test_balance_is_heaviest_over_mean",
         "test_report.py::test_measured_times_replace_flops_and_folded_rows_show_their_mean",
-        "test_explain.py::test_the_report",
-        "test_explain.py::test_a_model_that_can_not_be_traced",
-        "test_explain.py::test_on_meta_and_with_the_models_own_example",
+        EXPLAIN + "test_the_report",
+        EXPLAIN + "test_carried_values_are_those_of_the_layers",
+        EXPLAIN + "test_a_model_that_can_not_be_traced",
+        EXPLAIN + "test_on_meta_and_with_the_models_own_example",
+        EXPLAIN + "test_the_graph_as_dot",
+        EXPLAIN + "test_the_graph_as_a_picture",
+        CLI + "test_explain_a_config",
+        CLI + "test_explain_a_factory",
         gap="nothing measures times while training, so the table shows FLOPs",
     ),
     "P7": _row(
         "layers are balanced by time, size or a function",
         API + "test_every_balance_gives_the_same_numbers",
+        API + "test_balance_by_size_and_by_a_function_cut_elsewhere",
         "fx/test_chains.py::test_balance_by_size_and_by_function",
         "fx/test_partition.py::test_balance_decides_what_weighs",
         "fx/test_cost.py::test_a_profile_turns_counts_into_seconds",
@@ -362,6 +431,8 @@ COMPILER_ROWS: dict[str, Row] = {
         EQUALITY + "test_loss_gradients_and_buffers_equal_eager",
         EQUALITY + "test_five_steps_equal_eager",
         EQUALITY + "test_result_does_not_depend_on_the_number_of_workers",
+        FUZZ + "test_random_modules_equal_eager",
+        SHAPES + "test_a_graph_shape_equals_eager",
         ENGINE + "test_a_tied_parameter_has_one_gradient",
         ENGINE + "test_a_module_in_two_layers_has_one_gradient",
         ENGINE + "test_skip_connections",
@@ -379,6 +450,8 @@ COMPILER_ROWS: dict[str, Row] = {
         "keys of state_dict are the original's, and the original saves what was trained",
         API + "test_trained_weights_are_saved_by_the_original_model",
         API + "test_adapters_are_saved_as_adapters",
+        FORWARDING + "test_the_original_can_be_copied_and_saved_while_it_is_wrapped",
+        FORWARDING + "test_adapters_are_merged_after_synchronize",
         PIPE + "test_parameters_buffers_and_state_are_the_models",
     ),
     "P10": _row(
@@ -389,7 +462,52 @@ COMPILER_ROWS: dict[str, Row] = {
     ),
 }
 
-TABLE: dict[str, Row] = RUNTIME_ROWS | COMPILER_ROWS
+WRAP_ROWS: dict[str, Row] = {
+    "E1": _row(
+        "the graph compiler is the preset: tried and said, required, or left out",
+        WRAP + "test_a_traceable_model_is_cut",
+        WRAP + "test_without_an_example_it_is_cut_at_the_first_call",
+        WRAP + "test_a_model_that_can_not_be_traced",
+        WRAP + "test_found_untraceable_at_the_first_call_it_is_wrapped_module_by_module",
+    ),
+    "E2": _row(
+        "the recursion, rule by rule",
+        WRAP + "test_the_model_itself_skipped_is_given_back",
+        WRAP + "test_skipped_modules_train_like_eager_on_the_host",
+        WRAP + "test_a_sequential_is_a_pipeline_with_a_layer_per_child",
+        WRAP + "test_a_module_with_parameters_of_its_own_is_one_layer",
+        WRAP + "test_thresholds",
+        WRAP + "test_small_parts_and_parts_with_the_batch_elsewhere_stay_in_one_piece",
+        WRAP + "test_outputs_of_list_elements_kept_apart",
+        WRAP + "test_recursion_trains_like_eager",
+        WRAP + "test_a_hugging_face_model",
+        gap="elements of a ModuleList merge their outputs unless told not to, since the code around may read them",
+    ),
+    "E3": _row(
+        "thresholds by default, and options of single modules",
+        WRAP + "test_thresholds",
+        WRAP + "test_override_config",
+        WRAP + "test_options_without_effect_are_named",
+    ),
+    "E4": _row(
+        "a RoundPipe, else an AutoRoundPipe with forward, the optimizer's side, attributes and checkpoints",
+        WRAP + "test_recursion_trains_like_eager",
+        WRAP + "test_asynchronous_steps_train_on_weights_one_step_old",
+        AUTO + "test_the_optimizers_side_has_all_parameters",
+        AUTO + "test_loaded_weights_reach_parts_host_and_optimizer",
+        AUTO + "test_checkpoints",
+        FORWARDING + "test_utilities_of_modules",
+        FORWARDING + "test_a_deep_copy_is_another_wrapper_of_another_model",
+    ),
+    "E5": _row(
+        "its forward_backward is the loop over microbatches, with one warning",
+        WRAP + "test_the_fallback_of_compile_trains_like_eager",
+        WRAP + "test_outputs_and_several_losses",
+        AUTO + "test_it_warns_once",
+    ),
+}
+
+TABLE: dict[str, Row] = RUNTIME_ROWS | COMPILER_ROWS | WRAP_ROWS
 
 
 def node_ids() -> list[str]:

@@ -33,9 +33,9 @@ def test_long_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers", reason="trains a Llama")
     code, results = run("long_run", ["--steps", "3", "--batch", "3", "--length", "12"], tmp_path)
     assert code == 0
-    for mode in ("sync", "async", "tied"):
+    for mode in ("sync", "async", "tied", "tied_async", "tied_float64", "tied_async_float64"):
         assert len(results[mode]["ours"]) == len(results[mode]["plain"]) == 3
-        assert results[mode]["difference"] <= results["target"]
+        assert results[mode]["difference"] <= results[mode]["target"]
     assert "ratio" in capsys.readouterr().out
 
 
@@ -54,3 +54,15 @@ def test_optimizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0, "only --strict fails"
     assert all(results[name]["ratio"] > 0 for name in ("hidden", "float32", "bfloat16"))
     assert capsys.readouterr().out.count("target") == 3
+
+
+def test_simulator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--layers", "4", "--microbatches", "2", "--milliseconds", "0.5", "--steps", "2"]
+    code, results = run("simulator", sizes, tmp_path)
+    assert code == 0, "only --strict fails"
+    for name in ("compute", "upload", "optimizer"):
+        row = results["cases"][name]
+        assert row["predicted_s"] > 0 < row["measured_s"]
+        assert abs(row["peak_error"]) <= results["target"], "bytes don't depend on the clock"
+    assert results["cases"]["optimizer"]["idle"]["optimizer"] > 0.3
+    assert capsys.readouterr().out.count("predicted") == 6

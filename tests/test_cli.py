@@ -215,6 +215,11 @@ H100 = ("--device-profile", "H100")
         (("plan", "no_such_package:factory", *H100), "no_such_package"),
         (("plan", "json:no_such_function", *H100), "no_such_function"),
         (("plan", "json:JSONDecoder", *H100), "nn.Module"),
+        (("explain",), "TARGET"),
+        (("explain", "no/such/folder"), "no/such/folder"),
+        (("explain", QWEN, "--graph", "graph.svg"), ".dot or .png"),
+        (("explain", QWEN, "--graph", "no/such/folder/graph.dot"), "no folder"),
+        (("explain", QWEN, "--batch", 0), "--batch"),
         (("doctor", "--fix"), "--fix"),
     ],
 )
@@ -230,6 +235,25 @@ def test_wrong_arguments(run: Output, arguments: tuple[object, ...], named: str)
 )
 def test_quantities(text: str, value: float) -> None:
     assert cli.quantity(text) == pytest.approx(value)
+
+
+NAMES = ["rotation", "rotation, replicas", "rotation, greedy", "GPipe", "1F1B", "interleaved 1F1B"]
+
+
+def test_schedules_side_by_side_for_costs(tmp_path, run):
+    path = written(tmp_path, even_layers(16))
+    command = ("plan", "--costs", path, "--devices", 4, "--microbatches", 8)
+    found = json_of(run(*command, "--compare", "--json"))
+    rows = {row["name"]: row for row in found["schedules"]}
+    assert list(rows) == NAMES
+    for name in ("GPipe", "1F1B"):
+        assert rows[name]["idle"] == pytest.approx(3 / 11, abs=2e-4)
+    assert rows["interleaved 1F1B"]["idle"] == pytest.approx(3 / 19, abs=2e-4)
+    assert rows["rotation"]["idle"] < 0.05
+    assert "schedules" not in json_of(run(*command, "--json"))
+    code, out, _ = run(*command, "--compare")
+    assert code == 0
+    assert all(f"\n{name} " in out for name in NAMES)
 
 
 # plan TARGET
@@ -409,6 +433,76 @@ def test_seconds_of_a_block_are_near_published_ones(tmp_path: Path) -> None:
     block = next(cost for cost, spec in zip(found.costs, found.chain.specs, strict=True) if "layers.1" in spec.name)
     assert 0.9 < block.forward_s * 1e3 / shape["forward_ms"] < 1.3
     assert 0.9 < block.backward_s * 1e3 / shape["backward_ms"] < 1.3
+
+
+# explain
+
+
+def test_explain_a_config(run: Output, tiny: Path, tmp_path: Path) -> None:
+    code, out, err = run("explain", tiny, "--seq", 16, "--batch", 3, "--graph", tmp_path / "tiny.dot")
+    assert (code, err) == (0, "")
+    assert out.startswith("Qwen3ForCausalLM, traced for 96 input elements\n")
+    assert "inputs input_ids: i64[3, 16], labels: i64[3, 16]" in out
+    assert "6 times, the first of them:\n    model.layers.0 (Qwen3DecoderLayer) -> bf16[3, 16, 32]" in out
+    hidden = 2 * 3 * 16 * 32 / 1024
+    assert f"model_layers_0 {hidden:.2f} KiB" in out  # carried over the cut behind it
+    assert "A call traces again unless" in out
+    assert (tmp_path / "tiny.dot").read_text().startswith("digraph model {")
+
+
+def test_the_readme_shows_what_explain_prints(run: Output) -> None:
+    blocks = re.findall(
+        r"^```text\n\$ python -m roundpipe (explain .*?)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S
+    )
+    ((command, shown),) = blocks
+    arguments = [str(QWEN) if word.endswith("config.json") else word for word in command.split("|")[0].split()]
+    code, out, _ = run(*arguments)
+    assert code == 0
+    assert [line for line in out.splitlines() if "asked at" not in line] == shown.splitlines()
+
+
+def test_explain_as_json(run: Output, tiny: Path) -> None:
+    found = json_of(run("explain", tiny, "--seq", 16, "--dtype", "float32", "--json"))
+    assert found["traced"] is True and found["example_elements"] == 2 * 2 * 16
+    assert sum(layer["num_parameters"] for layer in found["layers"]) == num_tiny_parameters()
+    assert len(found["cuts"]) == len(found["layers"]) - 1
+    for cut, layer in zip(found["cuts"], found["layers"], strict=False):
+        assert cut["bytes"] == sum(cut["values"].values()) == layer["carry_bytes"]
+    names = [node["name"] for node in found["graph"]]
+    assert len(set(names)) == len(names) and set(found["outputs"]) <= set(names)
+    assert all(source in names for node in found["graph"] for source in node["inputs"])
+    blocks = [node for node in found["graph"] if node["target"] == "model.layers.3"]
+    assert [(node["op"], node["value"], node["bytes"]) for node in blocks] == [
+        ("call_module", "f32[2, 16, 32]", 4 * 2 * 16 * 32)
+    ]
+    assert found["opaque"] == {} and any("input_ids" in guard for guard in found["guards"])
+
+
+def test_explain_in_evaluation_mode_and_with_adapters(run: Output, tiny: Path) -> None:
+    trained = json_of(run("explain", tiny, "--seq", 16, "--json"))
+    frozen = json_of(run("explain", tiny, "--seq", 16, "--lora", 2, "--eval", "--json"))
+
+    def gradient_bytes(found: Any) -> int:
+        return sum(layer["gradient_bytes"] for layer in found["layers"])
+
+    assert 0 < gradient_bytes(frozen) < gradient_bytes(trained) / 2
+
+
+def test_explain_a_factory(run: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "explained.py").write_text(FACTORY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code, out, _ = run("explain", "explained:on_meta", "--batch", 7)
+    assert code == 0
+    assert "f32[7, 64]" in out and "traced for 448 input elements" in out
+    code, out, _ = run("explain", "explained:untraceable", "--graph", tmp_path / "none.dot")
+    assert code == 1
+    assert out.startswith("Branches can't be cut into layers.")
+    assert "explained.py:" in out and "torch.where(condition, a, b)" in out
+    assert not (tmp_path / "none.dot").exists()
+    code, out, _ = run("explain", "explained:untraceable", "--json")
+    found = json.loads(out)
+    assert (code, found["traced"]) == (1, False)
+    assert "explained.py:" in found["error"]
 
 
 # Devices, doctor, the process

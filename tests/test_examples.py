@@ -279,6 +279,68 @@ def assert_one_line(
     assert message in lines[0]
 
 
+# finetune_lora
+
+
+@pytest.fixture(scope="module")
+def lora(on_path: None) -> ModuleType:
+    pytest.importorskip("peft", reason="adapters need peft")
+    return importlib.import_module("finetune_lora")
+
+
+def test_adapters_learn_and_only_they(
+    lora: ModuleType, checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import peft
+    import transformers
+
+    arguments = ["--model", str(checkpoint), "--data", str(text), "--devices", "cpu,cpu", "--batch", "4", "--seq", "16"]
+    arguments += ["--steps", "20", "--lr", "5e-2", "--rank", "4", "--sample", "2"]
+    saved, merged = tmp_path / "adapters", tmp_path / "merged"
+    assert lora.main([*arguments, "--save", str(saved), "--merge", str(merged)]) == 0
+    printed = capsys.readouterr().out
+    before, after = (
+        float(re.search(rf"^loss {when} +([\d.]+)", printed, re.MULTILINE)[1]) for when in ("before", "after")
+    )
+    assert after < before - 0.05
+    assert "--- before ---" in printed and "--- after ---" in printed
+    base = transformers.LlamaForCausalLM.from_pretrained(checkpoint)
+    weight = base.model.layers[0].mlp.up_proj.weight.detach().clone()
+    adapted = peft.PeftModel.from_pretrained(base, saved).eval()
+    assert torch.equal(adapted.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight, weight)
+    whole = transformers.LlamaForCausalLM.from_pretrained(merged).eval()
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(input_ids=ids).logits, whole(input_ids=ids).logits, rtol=1e-3, atol=1e-4)
+
+
+def test_adapters_of_the_model_that_is_trained_first(
+    lora: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference, source = lora.language_reference(), lora.finetune_llm.standard_library()[:2000]
+    assert len(reference) > 300_000
+    monkeypatch.setattr(lora, "NUM_EVALUATED", 1)
+    monkeypatch.setattr(lora, "language_reference", lambda: reference[:2000])
+    monkeypatch.setattr(lora.finetune_llm, "standard_library", lambda: source)
+    arguments = ["--pretrain", "2", "--steps", "2", "--batch", "2", "--seq", "16", "--sample", "3", "--devices", "cpu"]
+    assert lora.main(arguments) == 0
+    assert "parameters of rank 16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rank", "0"], "--rank must be at least 1, not 0"),
+        (["--model", "/nowhere"], "--model /nowhere is not a folder"),
+        (["--devices", "tpu"], "--devices tpu: 'tpu' can't be used here"),
+    ],
+)
+def test_adapters_wrong_arguments(
+    lora: ModuleType, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert_one_line(lora, arguments, message, capsys)
+
+
 # train_vision
 
 
@@ -310,7 +372,7 @@ def test_vision_wrong_arguments(
 # as programs
 
 
-@pytest.mark.parametrize("name", ["finetune_llm", "train_vision"])
+@pytest.mark.parametrize("name", ["finetune_llm", "finetune_lora", "train_vision"])
 def test_as_a_program(name: str, tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--devices", "nonsense"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import roundpipe
 from roundpipe import ConfigError, TraceError, explain
-from roundpipe.explain import _folded
+from roundpipe.explain_graph import folded
 
 
 class Gate(nn.Module):
@@ -81,7 +84,9 @@ def test_a_model_that_can_not_be_traced() -> None:
     text = str(found)
     assert text.startswith("Gate can't be cut into layers.")
     assert "test_explain.py" in text and "if out.sum() > 0" in text
-    assert "Move this code into a submodule" in text and "AutoRoundPipe" in text
+    assert (
+        "torch.where(condition, a, b)" in text and "move this code into a submodule" in text and "AutoRoundPipe" in text
+    )
 
 
 def test_on_meta_and_with_the_models_own_example() -> None:
@@ -129,8 +134,57 @@ def test_the_graph_as_dot(tmp_path: Path) -> None:
     assert ("x", "mul") in edges and any(target == "outputs" for _, target in edges)
 
 
+def test_the_graph_as_a_picture(tmp_path: Path) -> None:
+    image = pytest.importorskip("matplotlib.image", reason="needs the extra [plot]")
+    sizes = []
+    for number in (1, 3):
+        file = tmp_path / f"{number}.PNG"
+        explain(
+            nn.Sequential(*[Model() if index == 0 else nn.Linear(2, 2) for index in range(number)]),
+            example(),
+            graph=file,
+        )
+        pixels = image.imread(file)
+        assert len(np.unique(pixels.reshape(-1, pixels.shape[-1]), axis=0)) > 20, "it is blank"
+        sizes.append(pixels.shape)
+    assert sizes[1][0] > sizes[0][0] and sizes[1][1] == sizes[0][1]
+
+
+def test_what_can_not_be_drawn_is_said_before_tracing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["roundpipe.explain"], "trace", None)
+    for name, message in (("model.svg", r"\.dot or \.png"), ("no/folder/model.dot", "no folder")):
+        with pytest.raises(ConfigError, match=message):
+            explain(Model(), example(), graph=tmp_path / name)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match=r"matplotlib: pip install 'roundpipe\[plot\]'"):
+        explain(Model(), example(), graph=tmp_path / "model.png")
+
+
+def test_too_many_boxes_for_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib", reason="needs the extra [plot]")
+    monkeypatch.setattr("roundpipe.explain_graph.MAX_BOXES", 3)
+    with pytest.raises(ConfigError, match="write it as .dot"):
+        explain(Model(), example(), graph=tmp_path / "model.png")
+
+
+def test_a_file_that_can_not_be_written(tmp_path: Path) -> None:
+    (tmp_path / "taken.dot").mkdir()
+    with pytest.raises(ConfigError, match=r"taken\.dot.* can't be written"):
+        explain(Model(), example(), graph=tmp_path / "taken.dot")
+
+
+def test_as_plain_values() -> None:
+    found = explain(Model(), example())
+    values = found.as_json()
+    assert json.loads(json.dumps(values)) == values
+    assert values["opaque"] == found.opaque and values["guards"] == found.guards
+    assert [cut["bytes"] for cut in values["cuts"]] == [sum(size for _, size in cut) for cut in found.cuts]
+    gate = explain(Gate(), example())
+    assert gate.as_json() == {"model": "Gate", "traced": False, "error": str(gate.error)}
+
+
 def test_folding_keeps_what_differs() -> None:
     lines = ["a", "b0 4", "c0 4", "b1 4", "c1 4", "b2 4", "c2 4", "d"]
-    assert list(_folded(lines)) == ["a", "3 times, the first of them:", "  b0 4", "  c0 4", "d"]
-    assert list(_folded(["x", "y", "z"])) == ["x", "y", "z"]
-    assert list(_folded([])) == []
+    assert list(folded(lines)) == ["a", "3 times, the first of them:", "  b0 4", "  c0 4", "d"]
+    assert list(folded(["x", "y", "z"])) == ["x", "y", "z"]
+    assert list(folded([])) == []

@@ -26,6 +26,7 @@ NAMES = [str(path.relative_to(PACKAGE)) for path in SOURCES]
 
 PUBLIC_NAMES = {
     "AutoRoundPipe",
+    "BackwardError",
     "CheckpointError",
     "CheckpointNotFoundError",
     "ClosedError",
@@ -35,16 +36,21 @@ PUBLIC_NAMES = {
     "DeviceMemoryError",
     "ExecutePlan",
     "GradScaler",
+    "LossError",
     "MicrobatchError",
     "ModelExecutePlan",
+    "NotCopyableError",
     "OptimizerCtx",
     "PartitionError",
     "RoundPipe",
     "RoundPipeError",
     "RoundPipePackedData",
     "RoundPipeRunConfig",
+    "RunReport",
     "ScheduleError",
+    "Span",
     "SynchronizationError",
+    "Timeline",
     "TraceError",
     "compile",
     "doing_recompute",
@@ -62,6 +68,7 @@ NOT_WRITTEN_YET = [
 
 SOLE_USERS = {
     "tabulate": {"report.py"},
+    "matplotlib": {"explain_graph.py", "timeline_plot.py"},
     "networkx": {"fx/graph.py"},
     "safetensors": {"checkpoint_files.py"},
     "torch.utils._pytree": {"structure.py"},

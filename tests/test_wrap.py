@@ -461,8 +461,27 @@ def test_a_model_that_can_not_be_traced(caplog: pytest.LogCaptureFixture) -> Non
     with pytest.raises(NotImplementedError, match=r"use_sequential_preset=True, but Branching.*test_wrap\.py"):
         wrap_model_to_roundpipe(Branching(), True, devices=DEVICES, example_args=(x,))
     with wrap_model_to_roundpipe(Branching(), True, devices=DEVICES) as pipe:
-        with pytest.raises(NotImplementedError):
-            pipe(x)
+        for _ in range(2):
+            with pytest.raises(NotImplementedError):
+                pipe(x)
+
+
+def test_found_untraceable_at_the_first_call_it_is_wrapped_module_by_module() -> None:
+    model = Branching().double()
+    override = {model.blocks[1]: RoundPipeRunConfig(num_microbatch=2)}
+    sizes: list[int] = []
+    model.blocks[1][0].register_forward_hook(lambda module, args, output: sizes.append(len(output)))
+    options: dict[str, Any] = {"skip_modules": [model.embed], "override_config": override, "devices": DEVICES}
+    with wrap_model_to_roundpipe(copy.deepcopy(model).eval(), devices=DEVICES) as pipe, torch.no_grad():
+        batch = inputs()
+        torch.testing.assert_close(pipe(**batch), pipe._target(**batch), rtol=TOLERANCE, atol=TOLERANCE)
+    with wrap_model_to_roundpipe(model, **options) as pipe:
+        with torch.no_grad():
+            pipe(**inputs())
+        inside = pipe._state.instead
+        assert sizes[-2:] == [6, 6] and isinstance(inside, AutoRoundPipe)
+        assert set(tree_parts(inside)) == {"norm", "head", *(f"blocks.{index}" for index in range(3))}
+    train_like_eager(Branching().double(), lambda one: wrap_model_to_roundpipe(one, devices=DEVICES))
 
 
 # Hugging Face

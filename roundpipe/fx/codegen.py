@@ -45,7 +45,7 @@ from roundpipe.fx.graph import (
     value_bytes,
     writes_buffers,
 )
-from roundpipe.fx.legal_cuts import HOOK_METHODS
+from roundpipe.fx.legal_cuts import HOOK_METHODS, attribute_memory
 from roundpipe.fx.partition import Chunk, Partition
 from roundpipe.layers import (
     EXECUTION_DEVICE,
@@ -392,6 +392,7 @@ def _named(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _spec(traced: TracedGraph, partition: Partition, chunk: Chunk, uses_device: bool) -> LayerSpec:
+    held = attribute_memory(traced)
     return LayerSpec(
         name=chunk.name,
         module_names=chunk.module_names,
@@ -401,7 +402,8 @@ def _spec(traced: TracedGraph, partition: Partition, chunk: Chunk, uses_device: 
         draws_random=any(map(draws_random, chunk.nodes)),
         may_write_reads=False,
         writes_buffers=any(
-            writes_buffers(node) or any(value.op == "get_attr" for value in mutated_by(node)) for node in chunk.nodes
+            writes_buffers(node) or any(storage_key(value) in held for value in mutated_by(node))
+            for node in chunk.nodes
         ),
         execution_device=uses_device,
     )

@@ -34,6 +34,7 @@ from roundpipe.fx.graph import (
     value_bytes,
     value_of,
 )
+from roundpipe.fx.python_state import python_state_kept
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,8 @@ def measure(traced: TracedGraph, profile: DeviceProfile = DEFAULT_PROFILE) -> di
         traced: a linted graph whose values are fake tensors.
         profile: the device that seconds are for.
     """
-    return _Meter(traced, profile).measure()
+    with python_state_kept(traced.model):
+        return _Meter(traced, profile).measure()
 
 
 # ---------------------------------------------------------------------------------- running nodes

@@ -216,6 +216,7 @@ class FakeWorld:
         self.model = model
         self.shapes = ShapeWorld()
         self.mode = FakeTensorMode(shape_env=self.shapes, allow_non_fake_inputs=True)
+        self.mode.cache_enabled = False  # keys with symbolic sizes cost more than running the operator again
         self.real_arguments = arguments
         self._dynamic = frozenset(dynamic)
         self.real: dict[str, torch.Tensor] = {}
@@ -256,6 +257,15 @@ class FakeWorld:
     def fake(self, name: str) -> torch.Tensor:
         """The fake of a parameter or buffer."""
         return self._fake_of[self.real[name]]
+
+    @functools.cached_property
+    def _parameter_storages(self) -> frozenset[int]:
+        parameters = [tensor for tensor in self.real.values() if isinstance(tensor, nn.Parameter)]
+        return frozenset(self._fake_of[tensor].untyped_storage()._cdata for tensor in parameters)
+
+    def parameter_storages(self) -> frozenset[int]:
+        """Where the fake parameters lie."""
+        return self._parameter_storages
 
     def static_fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake of a real tensor, every size a plain number."""

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import sympy
@@ -28,10 +28,12 @@ from roundpipe import structure
 from roundpipe.fx.ambient import Ambient
 from roundpipe.fx.binding import CallForm
 from roundpipe.fx.fakes import Dimension, FakeWorld, InputSizes, compiled, expression_source
+from roundpipe.fx.python_state import attributes_read
 from roundpipe.fx.values import ValueProgram
 
 MAX_CACHED_SHAPES = 4096
 MAX_VARIANTS = 16
+_PLAIN = (type(None), bool, int, float, str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,8 @@ class Flags:
     parameters: tuple[nn.Parameter, ...]
     requires_grad: list[bool]
     ambient: Ambient
+    attributes: tuple[tuple[nn.Module, str, Any], ...] = ()
+    """Plain attributes that the traced code of these modules may have read, with their values."""
 
     @staticmethod
     def of(model: nn.Module) -> Flags:
@@ -133,6 +137,16 @@ class Flags:
             Ambient.current(),
         )
 
+    def with_attributes(self, modules: Iterable[nn.Module]) -> Flags:
+        """The same with the plain attributes of modules whose code was traced."""
+        found = [
+            (module, name, value)
+            for module in modules
+            for name, value in module.__dict__.items()
+            if isinstance(value, _PLAIN) and name != "training" and name in attributes_read(type(module))
+        ]
+        return replace(self, attributes=tuple(found))
+
     def failure(self) -> Failure | None:
         """Which switch is set otherwise now."""
         if list(map(_TRAINING, self.modules)) != self.training:
@@ -144,6 +158,10 @@ class Flags:
             )
         if list(map(_REQUIRES_GRAD, self.parameters)) != self.requires_grad:
             return Failure(f"parameter {self._changed_parameter()} has another requires_grad now")
+        for module, name, was in self.attributes:
+            now = module.__dict__.get(name, self)
+            if now is not was and (type(now) is not type(was) or now != was):
+                return Failure(f"{type(module).__name__}.{name} is {now!r}, traced with {was!r}")
         change = Ambient.current().changes_from(self.ambient)
         if change is not None:
             return Failure(f"the model is now called with {change.describe()}")

@@ -21,6 +21,8 @@ import torch._functorch.apis
 import torch.utils.checkpoint
 from torch import nn
 
+from roundpipe.fx.fakes import is_model_file
+
 
 class Session(Protocol):
     """What decides about intercepted calls of the tracing thread."""
@@ -47,6 +49,10 @@ class Session(Protocol):
 
     def draw_random(self, what: str) -> BaseException:
         """Glue uses Python's or NumPy's random numbers: the exception to raise."""
+        ...
+
+    def note_grad_mode_asked(self) -> None:
+        """The model's code asks whether gradients are recorded."""
         ...
 
     def has_readable_data(self, tensor: Any) -> bool:
@@ -87,6 +93,7 @@ def intercepting(session: Session) -> Iterator[None]:
             _patch(stack, numpy.random, name, _refused("numpy.random", name, getattr(numpy.random, name)))
         for owner in (torch, torch.random):
             _patch(stack, owner, "manual_seed", _refused("torch", "manual_seed", torch.manual_seed))
+        _patch(stack, torch, "is_grad_enabled", _noting_grad_mode(torch.is_grad_enabled))
         _patch_transformers(stack)
         stack.callback(setattr, _ACTIVE, "session", _session())
         _ACTIVE.session = session
@@ -115,10 +122,16 @@ def _patch_function_apply(stack: ExitStack) -> None:
             return bound(*args, **kwargs)
         if cls is torch.utils.checkpoint.CheckpointFunction:
             function, _preserve_rng_state, *inputs = args
-            return function(*inputs)  # recomputation is the runtime's affair
+            # Recomputation is the runtime's affair. Without an input that requires grad, eager gives no gradients.
+            with torch.set_grad_enabled(torch.is_grad_enabled() and _any_requires_grad(inputs)):
+                return function(*inputs)
         return session.apply_function(cls, args, kwargs)
 
     _patch(stack, torch.autograd.Function, "apply", classmethod(apply))
+
+
+def _any_requires_grad(inputs: list[Any]) -> bool:
+    return any(tensor.requires_grad for tensor in inputs if isinstance(tensor, torch.Tensor))
 
 
 def _patch_transforms(stack: ExitStack) -> None:
@@ -143,6 +156,16 @@ def _refused(owner: str, name: str, original: Callable[..., Any]) -> Callable[..
         raise session.draw_random(f"{owner}.{name}")
 
     return draw
+
+
+def _noting_grad_mode(original: Callable[[], bool]) -> Callable[[], bool]:
+    def is_grad_enabled() -> bool:
+        session = _session()
+        if session is not None and is_model_file(sys._getframe(1).f_code.co_filename):
+            session.note_grad_mode_asked()
+        return original()
+
+    return is_grad_enabled
 
 
 def _patch_transformers(stack: ExitStack) -> None:

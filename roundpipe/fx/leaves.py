@@ -10,8 +10,9 @@ used outside is in what it returns.
 from __future__ import annotations
 
 import re
+import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,8 @@ from roundpipe import structure
 from roundpipe.errors import TraceError
 from roundpipe.fx.ambient import Ambient
 from roundpipe.fx.builder import flat_tensors, flat_values
-from roundpipe.fx.fakes import Symbolic, expression_of
+from roundpipe.fx.fakes import Symbolic, expression_of, is_data_dependent, is_model_file, model_location
+from roundpipe.fx.python_state import attributes_read
 
 _COUNTING_NAME = re.compile(r"(idx|index|layer_?id|number)$")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -57,18 +59,36 @@ class LeafWatch(TorchFunctionMode):
         self._node_of = node_of
         self._allowed = allowed
         self._born_in = born_in
+        self.runs_autograd = False
+        self.asks_for_grad = ""
+        """Where the model's own code asked whether an activation requires grad, if it did."""
+        self.computed: set[torch.Tensor] = set()
+        """Tensors made inside of arguments, parameters or buffers; what is made of sizes alone is not among them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for tensor in flat_tensors(args, kwargs):
+        given = flat_tensors(args, kwargs)
+        self.runs_autograd |= func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+        for tensor in given:
             node = self._node_of.get(tensor)
             if node is not None and node.op != "get_attr" and not self._allowed(tensor):
                 raise HiddenInput(f"{self._name} uses {node.name}, which is not one of its arguments")
         out = func(*args, **kwargs)
-        for tensor in flat_tensors(out):
+        made = flat_tensors(out)
+        if not made and getattr(func, "__name__", "") == "__get__":
+            self._note_attribute(func.__self__.__name__, args[0])
+        computed = any(tensor in self.computed or self._allowed(tensor) for tensor in given)
+        for tensor in made:
+            if computed:
+                self.computed.add(tensor)
             if tensor not in self._node_of:
                 self._born_in[tensor] = self._name
         return out
+
+    def _note_attribute(self, attribute: str, tensor: torch.Tensor) -> None:
+        asks = attribute in ("requires_grad", "is_leaf", "grad_fn") and not getattr(tensor, "_is_param", False)
+        if asks and is_model_file(sys._getframe(2).f_code.co_filename):
+            self.asks_for_grad = self.asks_for_grad or model_location()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +141,25 @@ class SiblingCache:
         return LeafRun(out, run.random, run.buffers_written, ())
 
     def put(self, key: Any, run: LeafRun, args: Any, kwargs: Any) -> None:
-        """Keeps a run, unless its outputs share memory with its arguments or with each other."""
+        """Keeps a run, unless its outputs share memory with its arguments or each other, or have sizes of their own.
+
+        A size that data determine (how many tokens go to an expert) is another one in every call.
+        """
         outs = flat_tensors(run.out)
+        if any(is_data_dependent(expression_of(size)) for size in _sizes(run.out)):
+            return
         storages = [tensor.untyped_storage()._cdata for tensor in (*outs, *flat_tensors(args, kwargs))]
         outside = set(storages[len(outs) :])
         inside = storages[: len(outs)]
         if key is None or run.written or len(set(inside)) < len(inside) or outside & set(inside):
             return
         self._runs[key] = run
+
+
+def _sizes(value: Any) -> Iterator[Any]:
+    """Every size in a value: symbolic numbers, and dimensions of tensors."""
+    for item in flat_values(value):
+        yield from item.shape if isinstance(item, torch.Tensor) else (item,)
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
@@ -189,6 +220,41 @@ def _value_key(value: Any, depth: int = 0) -> Any:
     return Same(value)
 
 
+class _Unread:
+    """Stands in an attribute that must be set before anything is done with it."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise LookupError("this attribute was to be set first")
+
+    __getattr__ = __bool__ = __len__ = __iter__ = __getitem__ = __call__ = __contains__ = __index__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __str__ = __float__ = __int__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __hash__ = object.__hash__
+
+
+def sets_before_reading(places: list[tuple[nn.Module, str, Any]], call: Callable[[], Any]) -> bool:
+    """Whether another call sets some attributes to the same again, and does nothing with what it finds there.
+
+    Args:
+        places: the attributes with their values after a first call, which they have afterwards.
+        call: calls again.
+    """
+    for module, name, _ in places:
+        module.__dict__[name] = _Unread()
+    try:
+        call()
+        return all(_same_kind(value, module.__dict__.get(name)) for module, name, value in places)
+    except Exception:
+        return False
+    finally:
+        for module, name, value in places:
+            module.__dict__[name] = value
+
+
+def _same_kind(was: Any, now: Any) -> bool:
+    return type(was) is type(now) and (not isinstance(was, _PLAIN) or was == now)
+
+
 class TreeState:
     """The attributes of a module tree at one moment.
 
@@ -237,6 +303,20 @@ class TreeState:
             if attributes.get(name, attributes) is not value and not _equal(attributes.get(name), value)
         ]
 
+    def remembered(self, computed: Collection[torch.Tensor] | None = None) -> list[tuple[nn.Module, str, Any]]:
+        """Attributes that were set since to what a later call could find there, with their values.
+
+        Args:
+            computed: tensors that are more than tables made of sizes; None = all.
+        """
+        return [
+            (module, name, value)
+            for module, name, value in self.changed_attributes()
+            if name not in ("_parameters", "_buffers", "_modules", "training")
+            and name in attributes_read(type(module))
+            and (computed is None or not flat_tensors(value) or any(one in computed for one in flat_tensors(value)))
+        ]
+
     def restore_tensors(self, keep: Collection[tuple[nn.Module, str]] = ()) -> None:
         """Takes back every change that put a tensor into an attribute, but for those to ``keep``."""
         for (module, attributes), (_, buffers) in zip(self._attributes, self._buffers, strict=True):
@@ -250,6 +330,40 @@ class TreeState:
                         module.__dict__[name] = attributes[name]
             module._buffers.clear()
             module._buffers.update(buffers)
+
+
+class OutsideChanges:
+    """Tells what other code sets on a leaf's modules, which the graph would not set, from what the leaf sets itself.
+
+    Args:
+        model: the modules before the first run.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._held = {module: dict(module.__dict__) for module in model.modules()}
+
+    def on(self, leaf: nn.Module) -> str | None:
+        """An attribute of a leaf that its class reads and that other code has set, in words."""
+        for module in leaf.modules():
+            held = self._held.get(module)
+            if held is None:
+                continue
+            for name, value in module.__dict__.items():
+                if held.get(name, held) is value or name in _TORCH_STATE or isinstance(value, torch.Tensor):
+                    continue
+                if not _equal(held.get(name), value) and name in attributes_read(type(module)):
+                    return f"{type(module).__name__}.{name}"
+        return None
+
+    def note_own(self, leaf: nn.Module) -> None:
+        """Whatever a leaf's modules hold now, it has set itself."""
+        for module in leaf.modules():
+            held = self._held.get(module)
+            if held is not None and len(held) <= len(module.__dict__):
+                held.update(module.__dict__)
+
+
+_TORCH_STATE = ("_parameters", "_buffers", "_modules", "training")
 
 
 def _equal(was: Any, now: Any) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from itertools import accumulate
+from typing import Any
 
 from torch.fx import Node
 
@@ -61,15 +62,26 @@ def _buffer_users(traced: TracedGraph) -> dict[int, list[Node]]:
     users: dict[int, list[Node]] = {buffer: [] for buffer in _written_buffers(traced)}
     if not users:
         return users
+    held = attribute_memory(traced)
     for node in traced.body:
         if node.op == "call_module":
             for buffer in traced.attribute(str(node.target)).buffers():
                 if id(buffer) in users:
                     users[id(buffer)].append(node)
         for source in (*node.all_input_nodes, *mutated_by(node)):
-            if source.op == "get_attr" and id(traced.attribute(str(source.target))) in users:
-                users[id(traced.attribute(str(source.target)))].append(node)
+            buffer = held.get(storage_key(source))
+            if buffer is not None and id(buffer) in users:
+                users[id(buffer)].append(node)
     return users
+
+
+def attribute_memory(traced: TracedGraph) -> dict[int | None, Any]:
+    """Storage -> the buffer or parameter that a get_attr names there; views of it have the same."""
+    found: dict[int | None, Any] = {
+        storage_key(node): traced.attribute(str(node.target)) for node in traced.graph.nodes if node.op == "get_attr"
+    }
+    found.pop(None, None)
+    return found
 
 
 def _keep_writes(
@@ -144,8 +156,9 @@ def written_memory(traced: TracedGraph) -> set[Node]:
 def _written_buffers(traced: TracedGraph) -> set[int]:
     """Identities of the buffers that a leaf or glue writes."""
     result: set[int] = set()
+    held = attribute_memory(traced)
     for node in traced.body:
         if writes_buffers(node):
             result.update(map(id, traced.attribute(str(node.target)).buffers()))
-        result.update(id(traced.attribute(str(v.target))) for v in mutated_by(node) if v.op == "get_attr")
+        result.update(id(held[key]) for key in map(storage_key, mutated_by(node)) if key in held)
     return result

@@ -28,6 +28,13 @@ def set_property(target: Any, name: str, value: Any) -> Any:
     return target
 
 
+def with_requires_grad(tensor: torch.Tensor, requires_grad: bool = True) -> torch.Tensor:
+    """``tensor.requires_grad_(requires_grad)`` as a tensor of its own on the same memory."""
+    if tensor.requires_grad is requires_grad or not torch.is_grad_enabled():
+        return tensor
+    return tensor.detach().requires_grad_(requires_grad)
+
+
 def take(value: Any, kind: str, key: Any) -> Any:
     """The child of a structure at one step, for children that neither ``[]`` nor ``.`` reaches."""
     return structure.get(value, (structure.Step(kind, key),))
@@ -80,6 +87,8 @@ def compile_expression(source: str, names: tuple[str, ...]) -> Callable[..., Any
 
 class Hole:
     """A place in a template that a value fills."""
+
+    __slots__ = ()
 
     def __repr__(self) -> str:
         return "Hole()"

@@ -48,7 +48,7 @@ from roundpipe.fx.graph import (
     value_of,
     writes_buffers,
 )
-from roundpipe.fx.legal_cuts import legal_cuts, written_memory
+from roundpipe.fx.legal_cuts import HOOK_METHODS, legal_cuts, written_memory
 from roundpipe.layers import BalanceFunction, is_differentiable
 
 Balance = str | BalanceFunction
@@ -155,6 +155,7 @@ def _recomputed(traced: TracedGraph, costs: Mapping[Node, NodeCost], limits: Rec
     """Glue on inputs and constants that is cheaper to make again than to carry."""
     order = dependencies(traced)
     dear = written_memory(traced) | {node for node in order if not _is_plain(traced, node)}
+    dear |= {node.all_input_nodes[0] for node in order if node.op == "call_method" and node.target in HOOK_METHODS}
     excluded = reachable_from(order, dear)
     closures: dict[Node, frozenset[Node]] = {}
     for node in traced.graph.nodes:
@@ -514,6 +515,8 @@ def _differentiable(traced: TracedGraph) -> frozenset[Node]:
         elif node.op.startswith("call_") and not _stops_gradients(node):
             if traced.parameters_of(node) or any(source in result for source in node.all_input_nodes):
                 result.add(node)
+        elif any(value in result for value in mutated_by(node)) and not _detaches(node):
+            result.add(node)  # written without autograd, it flows as before
     return frozenset(node for node in result if value_of(node) is None or _is_tensor(node))
 
 
@@ -525,6 +528,10 @@ def _stops_gradients(node: Node) -> bool:
     ambient = ambient_of(node)
     if ambient is not None and ambient.grad is False:
         return True
+    return _detaches(node)
+
+
+def _detaches(node: Node) -> bool:
     if node.op == "call_method":
         return str(node.target) in DETACHING
     if node.op == "call_function":

@@ -22,6 +22,8 @@ from roundpipe import structure
 from roundpipe.errors import TraceError
 from roundpipe.fx.builder import flat_values
 from roundpipe.fx.fakes import FakeWorld, Symbolic, compiled, expression_of, real_world
+from roundpipe.fx.leaves import TreeState
+from roundpipe.fx.python_state import PythonState
 
 _PLAIN = (type(None), bool, int, float, str)
 
@@ -35,6 +37,8 @@ class Probe:
     random: bool
     """Whether it drew random numbers."""
     buffers_written: bool
+    changed: tuple[str, ...]
+    """What its Python remembers for later calls, in words."""
 
 
 @contextlib.contextmanager
@@ -53,15 +57,21 @@ def _symbols_of(values: list[Any]) -> list[sympy.Symbol]:
 
 
 class _Sizes:
-    """Numbers for the symbols of some fakes."""
+    """Numbers for the symbols of some fakes: those of the example, or larger ones.
 
-    def __init__(self, values: list[Any], enlarged: bool) -> None:
+    Args:
+        enlarged: whether larger.
+        in_steps: larger by a factor, for code that takes only multiples of some number.
+    """
+
+    def __init__(self, values: list[Any], enlarged: bool, in_steps: bool = False) -> None:
         self._symbols = _symbols_of(values)
         self._numbers: list[int] = []
         hints = _hints_of(values)
         for index, symbol in enumerate(self._symbols):
             number = hints.get(symbol, 2)
-            self._numbers.append(number + 2 * index + 3 if enlarged else number)
+            larger = number * (index + 2) if in_steps else number + 2 * index + 3
+            self._numbers.append(larger if enlarged else number)
 
     def number(self, size: Any) -> Any:
         expression = expression_of(size)
@@ -112,6 +122,10 @@ def _map_values(value: Any, function: Callable[[Any], Any]) -> Any:
 def probe_module(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwargs: Any) -> Probe:
     """Runs a copy of a module on random data of the arguments' shapes, twice.
 
+    Sizes of the arguments are taken for independent and arbitrary. If the module fails like that, they are enlarged by
+    whole factors; if that fails too, sizes that the example has equal (the lengths of hidden states and mask, say) are
+    taken for one, which becomes an assumption of the trace.
+
     Args:
         name: its qualified name in the model.
         twin: the module in the world.
@@ -121,17 +135,53 @@ def probe_module(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwargs
         TraceError: an output dimension can't be told from the input's dimensions.
         Exception: what the module raised.
     """
+    try:
+        return _probe_in_steps(world, name, twin, args, kwargs)
+    except Exception:
+        if not _equate(flat_values(args, kwargs)):
+            raise
+        return _probe_in_steps(world, name, twin, args, kwargs)
+
+
+def _probe_in_steps(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwargs: Any) -> Probe:
+    try:
+        return _probe_module(world, name, twin, args, kwargs, in_steps=False)
+    except Exception as error:
+        try:
+            return _probe_module(world, name, twin, args, kwargs, in_steps=True)
+        except Exception:
+            raise error from None
+
+
+def _equate(values: list[Any]) -> bool:
+    """Takes sizes for equal that are different symbols with one number in the example; whether there were any."""
+    known: dict[int, Any] = {}
+    hints = _hints_of(values)
+    found = False
+    for value in values:
+        for size in value.shape if isinstance(value, torch.Tensor) else [value]:
+            expression = expression_of(size)
+            if isinstance(size, torch.SymInt) and expression in hints:
+                first = known.setdefault(hints[expression], size)
+                if expression_of(first) != expression and bool(first == size):
+                    found = True
+    return found
+
+
+def _probe_module(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwargs: Any, in_steps: bool) -> Probe:
     results: list[Any] = []
     sizes: list[_Sizes] = []
     random = written = False
+    changed: list[str] = []
     values = flat_values(args, kwargs)
     with _real_world():
         for enlarged in (False, True):
-            numbers = _Sizes(values, enlarged)
+            numbers = _Sizes(values, enlarged, in_steps)
             module = _real_copy(world.model.get_submodule(name))
             module.train(twin.training)
             before = {key: buffer.clone() for key, buffer in module.named_buffers()}
             state = torch.random.get_rng_state()
+            tree, python = TreeState(list(module.modules())), PythonState(module.modules())
             results.append(
                 module(
                     *(_map_values(arg, numbers.real) for arg in args),
@@ -143,10 +193,13 @@ def probe_module(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwargs
                 key not in before or not torch.equal(before[key], buffer) for key, buffer in module.named_buffers()
             )
             sizes.append(numbers)
+            changed += [f"{type(owner).__name__}.{key}" for owner, key, _ in tree.remembered()]
+            changed += python.changed()
+            python.restore()
     has_grad = any(isinstance(v, torch.Tensor) and v.requires_grad for v in values) or any(
         parameter.requires_grad for parameter in twin.parameters()
     )
-    return Probe(_fitted(results, sizes, values, has_grad), random, written)
+    return Probe(_fitted(results, sizes, values, has_grad), random, written, tuple(dict.fromkeys(changed)))
 
 
 def probe_function(func: Any, args: Any, kwargs: Any, data_of: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:

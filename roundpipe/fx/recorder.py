@@ -37,12 +37,13 @@ from roundpipe.fx.fakes import (
     asked_by_operator,
     expression_of,
     is_data_dependent,
+    is_fake,
     is_model_file,
     is_transformed,
     model_location,
     real_world,
 )
-from roundpipe.fx.operations import ApplyFunction, set_item, set_property
+from roundpipe.fx.operations import ApplyFunction, set_item, set_property, with_requires_grad
 from roundpipe.fx.policy import Decision
 from roundpipe.fx.probe import probe_function
 from roundpipe.fx.values import UNKNOWN, ValueReader
@@ -52,8 +53,19 @@ DATA_READS = frozenset(
     " __contains__".split()
 )
 """Names of functions that turn a tensor's data into a Python value."""
+LAYOUT = frozenset("stride is_contiguous storage_offset data_ptr".split())
+"""Names of methods that tell how a tensor lies in memory."""
 HOOKS = frozenset("register_hook register_post_accumulate_grad_hook retain_grad backward".split())
 """Names of methods that act later or elsewhere: they count as effects."""
+
+
+AUTOGRAD = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+GRAPH_CHANGES: dict[str, Callable[..., Any]] = {"detach_": torch.Tensor.detach, "requires_grad_": with_requires_grad}
+"""Methods that change a tensor's place in the autograd graph, with what gives a changed one instead."""
+
+
+class StatefulError(TraceError):
+    """A module's forward must run just once, and with autograd: it changes Python state, say."""
 
 
 class Restart(BaseException):
@@ -155,6 +167,10 @@ class Recorder(TorchFunctionMode):
         self.probed_nodes: dict[Node, str] = {}
         """Nodes whose output sizes a probe found, with why."""
         self.input_grad_matters = False
+        self.not_kept: dict[str, None] = {}
+        """Attributes that leaves set to activations, which nobody reads."""
+        self.asks_for_grad = ""
+        """Where the code of a leaf asked whether gradients are recorded, if it did."""
         self._burn_sizes = burn_sizes
         self._transformed = 0
         self.fixes_sizes: dict[str, TraceError] = {}
@@ -231,6 +247,14 @@ class Recorder(TorchFunctionMode):
             answer = self._read_data(func, args, kwargs)
             if answer is not UNKNOWN:
                 return answer
+        if func in AUTOGRAD:
+            raise self.give_up(
+                StatefulError(f"{name} runs autograd inside the forward, which a first run does without")
+            )
+        if name in GRAPH_CHANGES and args[0] in self.world.name_of:
+            raise self.give_up(TraceError(f"{name} changes a parameter or buffer in the forward"))
+        if name in LAYOUT:
+            return self._layout(func, name, args, kwargs)
         if func is torch.Tensor.__iter__:
             return iter([args[0][index] for index in range(int(args[0].size(0)))])
         tensors = flat_tensors(args, kwargs)
@@ -244,7 +268,7 @@ class Recorder(TorchFunctionMode):
             out, why_probed = self._call(func, args, kwargs)
         written = [tensor for tensor, version in versions if tensor._version != version]
         produced = flat_values(out)
-        if out is not None and not any(isinstance(value, torch.Tensor) for value in produced):
+        if (out is not None or name == "__get__") and not any(isinstance(value, torch.Tensor) for value in produced):
             self._note_python_result(func, name, args)
         if not produced and not written and name not in HOOKS:
             return out
@@ -256,13 +280,25 @@ class Recorder(TorchFunctionMode):
             self.probed_nodes[node] = why_probed
         return out
 
+    def _layout(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """How a tensor lies in memory: fakes of activations may lie otherwise than real ones."""
+        if name != "data_ptr":
+            answer = func(*args, **kwargs) if args[0] in self.world.name_of else self._read_data(func, args, kwargs)
+            if answer is not UNKNOWN:
+                return answer
+        raise self.give_up(TraceError(f"{name} asks how an activation lies in memory, which is known when it is run"))
+
     def _note_python_result(self, func: Any, name: str, args: Any) -> None:
         """A call gave the model's code a Python value: what that took for granted must hold."""
         if self.world.shapes.recent:
             self.world.shapes.promote_recent()
-        if name == "__get__" and getattr(func.__self__, "__name__", "") == "requires_grad":
-            node = self.builder.node_of.get(args[0])
-            self.input_grad_matters |= node is not None and node.op == "placeholder"
+        if name != "__get__" or not args or func.__self__.__name__ not in ("requires_grad", "is_leaf", "grad_fn"):
+            return
+        self.input_grad_matters = True  # what is computed of an input requires grad if that one does
+        node = self.builder.node_of.get(args[0])
+        if func.__self__.__name__ != "requires_grad" and node is not None and node.op == "placeholder":
+            if args[0].requires_grad:
+                raise self.give_up(TraceError(f"{func.__self__.__name__} of an input depends on how batches are split"))
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, str | None]:
         """The result on fakes; if fakes can't tell, of the example's data or of a probe, and why."""
@@ -346,10 +382,11 @@ class Recorder(TorchFunctionMode):
             node_args, node_kwargs = self.builder.arguments(tuple(args), kwargs)
         except UntracedValue as error:
             raise self.untraced(error) from error
-        op, target, node_args, node_kwargs = _form(func, node_args, node_kwargs)
+        name = getattr(func, "__name__", "")
+        op, target, node_args, node_kwargs = _form(GRAPH_CHANGES.get(name, func), node_args, node_kwargs)
         mutates = tuple(dict.fromkeys(self.builder.tensor_argument(tensor) for tensor in written))
         node = self.builder.add(op, target, node_args, node_kwargs)
-        self._note_effects(node, mutates, written, target, getattr(func, "__name__", ""))
+        self._note_effects(node, mutates, written, target, name)
         if target in (set_item, set_property):
             self.builder.bind(args[0], node)
         else:
@@ -363,12 +400,20 @@ class Recorder(TorchFunctionMode):
             source = node.args[0]
             mutates = (source,) if isinstance(source, Node) and node.args[1] == "data" else ()
         node.meta["mutates"] = mutates
-        node.meta["effect"] = bool(mutates) or name in HOOKS or target is set_property
+        node.meta["effect"] = bool(mutates) or name in (*HOOKS, *GRAPH_CHANGES) or target is set_property
         self.note_written(node, written)
+
+    def note_grad_mode_asked(self) -> None:
+        """The model's code asks whether gradients are recorded."""
+        if self.paused and not self.asks_for_grad:
+            self.asks_for_grad = model_location()
 
     def note_written(self, node: Node, written: Sequence[torch.Tensor]) -> None:
         """A node writes these tensors in place."""
-        self.builder.written_storages.update(tensor.untyped_storage()._cdata for tensor in written)
+        storages = {tensor.untyped_storage()._cdata for tensor in written}
+        if storages & self.world.parameter_storages() or not all(map(is_fake, written)):
+            raise self.give_up(TraceError("it writes a parameter, or a tensor that is no part of the model, in place"))
+        self.builder.written_storages.update(storages)
         if not self.reader.depends_on_inputs_only(node):
             self.reader.taint(written)
 

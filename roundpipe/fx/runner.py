@@ -23,12 +23,15 @@ from roundpipe.fx.leaves import (
     TreeState,
     containers_mutated,
     refuse_mutated,
+    sets_before_reading,
 )
 from roundpipe.fx.policy import Decision, LeafPolicy, is_of_torch
 from roundpipe.fx.probe import probe_module
-from roundpipe.fx.recorder import Recorder, Restart
+from roundpipe.fx.python_state import PythonState, attributes_read
+from roundpipe.fx.recorder import Recorder, Restart, StatefulError
 from roundpipe.layers import weight_bytes_of
 
+ASKS_FOR_GRAD = frozenset({"requires_grad", "is_leaf", "grad_fn"})
 MAX_PROBE_BYTES = 1 << 28
 """Largest leaf that is copied and run only to serve more sizes."""
 
@@ -85,6 +88,7 @@ class LeafRunner:
         versions = [(tensor, tensor._version) for tensor in given]
         draws = recorder.watch.num_random_draws
         allowed = set(given)
+        python = PythonState(module.modules())
         watch = LeafWatch(
             name,
             recorder.builder.node_of,
@@ -98,6 +102,21 @@ class LeafRunner:
             raise self._not_a_leaf(module, name, TraceError(str(error)), structural=True) from error
         except Exception as error:
             raise self._not_a_leaf(module, name, error, structural=False) from error
+        changed = python.changed()
+        remembered = state.remembered(watch.computed)
+        if (
+            not remembered
+            or changed
+            or not sets_before_reading(remembered, lambda: ORIGINAL_CALL(module, *args, **kwargs))
+        ):
+            changed += [f"{type(owner).__name__}.{attribute}" for owner, attribute, _ in remembered]
+        self._refuse_state(module, name, changed)
+        for owner, attribute, value in state.changed_attributes():
+            if any(tensor in watch.computed for tensor in flat_tensors(value)):
+                recorder.not_kept[f"{type(owner).__name__}.{attribute}"] = None
+        if watch.runs_autograd:
+            raise self._recorder.give_up(StatefulError(f"{name} runs autograd inside its forward"))
+        self._refuse_asking(module, name, watch.asks_for_grad)
         if self._world.shapes.num_fixed_sizes() > fixed and self._may_probe(module, name):
             cause = TraceError(f"{name} works at one size only on fakes, such as a loop over a size")
             raise Restart(Decision.PROBE, name, cause)
@@ -110,6 +129,25 @@ class LeafRunner:
             tuple(tensor for tensor, version in versions if tensor._version != version),
         )
 
+    def _refuse_state(self, module: nn.Module, name: str, changed: list[str]) -> None:
+        """A recomputation would change once more what a leaf's Python remembers."""
+        if changed:
+            raise self._to_look_into(module, name, StatefulError(f"it changes {', '.join(changed)} in its forward"))
+
+    def _refuse_asking(self, module: nn.Module, name: str, asks_at: str) -> None:
+        """A first run of a leaf records no gradients, so that it must not ask."""
+        recorder = self._recorder
+        asks_at, recorder.asks_for_grad = asks_at or recorder.asks_for_grad, ""
+        if asks_at:
+            cause = StatefulError(f"it asks at {asks_at} whether gradients are recorded, which a first run does not do")
+            raise self._to_look_into(module, name, cause)
+
+    def _to_look_into(self, module: nn.Module, name: str, cause: Exception) -> Restart:
+        """What to try for a leaf that is right only as glue."""
+        if self._policy.decision(module) is Decision.LEAF or (name, Decision.DESCEND) in self._history:
+            return self._recorder.give_up(cause)
+        return Restart(Decision.DESCEND, name, cause)
+
     def _not_a_leaf(self, module: nn.Module, name: str, cause: Exception, structural: bool) -> Restart:
         """What to try for a leaf that can't be one."""
         if isinstance(cause, DATA_DEPENDENT):
@@ -117,13 +155,17 @@ class LeafRunner:
             error.__cause__ = cause
             cause = error
         decision = self._policy.decision(module)
-        has_children = any(True for _ in module.children())
         is_torch = is_of_torch(type(module))
-        if has_children and not is_torch and decision is not Decision.LEAF:
+        if self._has_inside(module, structural) and not is_torch and decision is not Decision.LEAF:
             return Restart(Decision.DESCEND, name, cause)
         if structural:
             return self._recorder.give_up(cause)
         return Restart(Decision.PROBE, name, cause)
+
+    @staticmethod
+    def _has_inside(module: nn.Module, structural: bool) -> bool:
+        """Whether looking inside can help; a failure of the module's own code would come again there."""
+        return any(structural or any(True for _ in child.parameters()) for child in module.children())
 
     def _may_probe(self, module: nn.Module, name: str) -> bool:
         """Whether to try a probe of a leaf that works on fakes."""
@@ -135,4 +177,7 @@ class LeafRunner:
             probe = probe_module(self._world, name, module, args, kwargs)
         except Exception as error:
             raise self._recorder.give_up(error) from error
+        self._refuse_state(module, name, list(probe.changed))
+        asking = [kind.__name__ for kind in map(type, module.modules()) if attributes_read(kind) & ASKS_FOR_GRAD]
+        self._refuse_asking(module, name, asking[0] if asking else "")
         return LeafRun(probe.out, probe.random, probe.buffers_written, ())

@@ -1,14 +1,17 @@
 """The chain that is valid for some arguments: traces kept with their guards, a new one when all fail.
 
 Invariant: a chain is handed out only for arguments that pass every guard of its trace. Traces are kept, so
-a model that alternates between two of them (train and eval, padded and full batches) traces twice in all.
+a model that alternates between two of them (train and eval, padded and full batches) traces twice in all. A model
+that can't be traced in train or eval mode is not tried again in that mode.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +25,7 @@ from roundpipe.fx.cost import measure
 from roundpipe.fx.graph import TracedGraph
 from roundpipe.fx.partition import Balance, partition
 from roundpipe.fx.tracer import trace
-from roundpipe.layers import LayerChain, chain_of_modules
+from roundpipe.layers import LayerChain
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +38,7 @@ FEW_MICROBATCHES = 64
 
 @dataclass(slots=True)
 class _Kept:
-    traced: TracedGraph | None
+    traced: TracedGraph
     chain: LayerChain
 
 
@@ -45,8 +48,8 @@ class TracedSource:
     Args:
         model: the user's model.
         balance: what the layers are balanced by; see `roundpipe.compile`.
-        on_failure: called with the error when the model's own forward can't be traced; returns to make the whole
-            model one layer, or raises.
+        on_failure: called with the error, once, when the model's own forward can't be traced; returns to go on
+            without a chain, or raises.
         preview: arguments to trace if somebody asks for the chain before the first call.
     """
 
@@ -62,6 +65,8 @@ class TracedSource:
         self._on_failure = on_failure
         self._preview = preview
         self._kept: list[_Kept] = []
+        self._failed_modes: set[bool] = set()
+        """Values of ``model.training`` in which it could not be traced."""
         self._retraces_in_a_row = 0
         self._served = 0
         """Microbatches since the last trace."""
@@ -72,41 +77,51 @@ class TracedSource:
     @property
     def latest(self) -> LayerChain | None:
         """The chain last handed out; before the first call, that of the preview's arguments."""
-        if not self._kept and self._preview is not None:
-            self.chain_for(*self._preview)
+        if not self._kept and not self._failed_modes and self._preview is not None:
+            preview, self._preview = self._preview, None
+            try:
+                with _surroundings():
+                    return self._trace(*preview)
+            except TraceError as error:  # real arguments may be others; the first call decides
+                logger.info("%s's own example can't be traced: %s", type(self._model).__name__, error)
         return self._kept[0].chain if self._kept else None
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the latest arguments could not be traced, so that the model is one layer."""
-        return bool(self._kept) and self._kept[0].traced is None
 
     @property
     def opaque(self) -> dict[str, str]:
         """Modules of the latest trace whose inside was not traced, and why."""
-        traced = self._kept[0].traced if self._kept else None
-        return {} if traced is None else dict(traced.opaque)
+        return dict(self._kept[0].traced.opaque) if self._kept else {}
 
-    def chain_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerChain:
-        """The chain for these arguments of one microbatch.
+    def __deepcopy__(self, memo: dict[int, Any]) -> TracedSource:
+        """A source for the copy of the model; it traces anew."""
+        return TracedSource(copy.deepcopy(self._model, memo), self._balance, self._on_failure, self._preview)
+
+    def chain_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerChain | None:
+        """The chain for these arguments of one microbatch; None if the model can't be traced.
 
         Raises:
             TraceError: the model can't be traced and ``on_failure`` raised it.
         """
         failure = None
-        # Stages set their own grad mode.
-        with torch.inference_mode(False), torch.enable_grad(), autocast_as_on_accelerator():
+        with _surroundings():
             for position, kept in enumerate(self._kept):
-                found = None if kept.traced is None else self._failure(kept.traced, args, kwargs)
+                found = self._failure(kept.traced, args, kwargs)
                 if found is None:
                     self._served += 1
                     if position:
                         self._kept.insert(0, self._kept.pop(position))
                     return kept.chain
                 failure = failure or found
+            if self._model.training in self._failed_modes:
+                return None
             if failure is not None:
                 self._note_retrace(failure)
-            return self._trace(args, kwargs)
+            try:
+                return self._trace(args, kwargs)
+            except TraceError as error:
+                if not self._failed_modes:
+                    self._on_failure(error)
+                self._failed_modes.add(self._model.training)
+                return None
 
     @staticmethod
     def _failure(traced: TracedGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -127,15 +142,17 @@ class TracedSource:
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerChain:
         self.trace_count += 1
-        try:
-            traced = trace(self._model, args, kwargs, dynamic=tuple(self._varying))
-        except TraceError as error:
-            self._on_failure(error)
-            kept = _Kept(None, chain_of_modules([("", self._model)]))
-        else:
-            costs = measure(traced)
-            parts = partition(traced, costs, balance=self._balance)
-            kept = _Kept(traced, generate(traced, parts, costs))
-        self._kept.insert(0, kept)
+        traced = trace(self._model, args, kwargs, dynamic=tuple(self._varying))
+        costs = measure(traced)
+        parts = partition(traced, costs, balance=self._balance)
+        chain = generate(traced, parts, costs)
+        self._kept.insert(0, _Kept(traced, chain))
         del self._kept[MAX_KEPT:]
-        return kept.chain
+        return chain
+
+
+@contextmanager
+def _surroundings() -> Iterator[None]:
+    """Those of a trace and of its guards; stages set their own grad mode."""
+    with torch.inference_mode(False), torch.enable_grad(), autocast_as_on_accelerator():
+        yield

@@ -31,6 +31,7 @@ from torch.fx import Node
 
 from roundpipe import structure
 from roundpipe.errors import TraceError
+from roundpipe.fx.advice import advice, set_at, where_set
 from roundpipe.fx.ambient import Ambient
 from roundpipe.fx.binding import Arguments, CallForm
 from roundpipe.fx.builder import UntracedValue, flat_values
@@ -38,9 +39,10 @@ from roundpipe.fx.fakes import DATA_DEPENDENT, Dimension, FakeWorld, is_fake
 from roundpipe.fx.graph import OutputValue, TracedGraph, assign_buffer
 from roundpipe.fx.guards import Flags, Guards
 from roundpipe.fx.intercept import ORIGINAL_CALL, exclusive, intercepting
-from roundpipe.fx.leaves import TreeState
+from roundpipe.fx.leaves import OutsideChanges, TreeState
 from roundpipe.fx.policy import Decision, LeafPolicy, is_of_torch
-from roundpipe.fx.recorder import BurnSizes, Recorder, Restart
+from roundpipe.fx.python_state import PythonState, must_run_once
+from roundpipe.fx.recorder import BurnSizes, Recorder, Restart, StatefulError
 from roundpipe.fx.runner import LeafRunner
 from roundpipe.fx.values import ValueProgram
 from roundpipe.fx.verify import ShapeVerifier
@@ -106,6 +108,8 @@ class _Learned:
     reasons: dict[str | type, str] = field(default_factory=dict)
     history: set[tuple[str, Decision]] = field(default_factory=set)
     burn_sizes: bool = False
+    stateful: dict[str | type, None] = field(default_factory=dict)
+    """Modules, and their classes, whose forward changes Python state."""
 
 
 def _trace(model: nn.Module, form: CallForm, arguments: Arguments, learned: _Learned) -> TracedGraph:
@@ -128,23 +132,33 @@ def _settled(world: FakeWorld, form: CallForm, learned: _Learned) -> TracedGraph
     """The graph that the model gives again and again, should its forward set attributes of its own."""
     previous: str | None = None
     state = TreeState(list(world.twin.modules()))
-    for _ in range(MAX_SETTLING_RUNS):
-        attempt = _Attempt(world, form, learned)
-        traced = attempt.run()
-        changed = attempt.changed_attributes()
-        printed = "\n".join(node.format_node() or "output" for node in traced.graph.nodes)
-        if not changed or printed == previous:
-            if changed:
-                logger.warning(
-                    "%s: its forward sets %s; the compiled model runs as if it had not",
-                    type(world.model).__name__,
-                    ", ".join(changed.values()),
-                )
-            return traced
-        previous = printed
-        state.restore_tensors(keep=set(changed))
-    cause = TraceError(f"it sets {', '.join(changed.values())}, and what it computes depends on that")
-    raise _root_error(world.model, cause, f"{type(world.model).__name__}.forward")
+    outside = OutsideChanges(world.twin)
+    python = PythonState([*world.twin.modules(), *world.model.modules()])
+    try:
+        for _ in range(MAX_SETTLING_RUNS):
+            attempt = _Attempt(world, form, learned, outside)
+            traced = attempt.run()
+            attempt.refuse_activations(python)
+            changed = attempt.changed_attributes()
+            words = list(dict.fromkeys([*changed.values(), *python.changed()]))
+            printed = "\n".join(node.format_node() or "output" for node in traced.graph.nodes)
+            if not words or printed == previous:
+                words += attempt.not_kept()
+                if words:
+                    logger.warning(
+                        "%s: its forward sets %s; the compiled model runs as if it had not",
+                        type(world.model).__name__,
+                        ", ".join(words),
+                    )
+                return traced
+            previous = printed
+            state.restore_tensors(keep=set(changed))
+            python.restore(tensors_only=True)
+    finally:
+        python.restore()
+    learned.stateful.update(dict.fromkeys(world.name_of_module[module] for module, _ in changed))
+    cause = TraceError(f"it sets {', '.join(words)}, and what it computes depends on that")
+    raise _root_error(world.model, cause, where_set(world.model, words[0]), learned)
 
 
 def _learn(model: nn.Module, learned: _Learned, restart: Restart) -> None:
@@ -152,13 +166,15 @@ def _learn(model: nn.Module, learned: _Learned, restart: Restart) -> None:
     name, decision = restart.name, restart.decision
     location = restart.where()
     if not name or decision is None:
-        raise _root_error(model, restart.cause, location) from restart.cause
+        raise _root_error(model, restart.cause, location, learned) from restart.cause
+    if isinstance(restart.cause, StatefulError):
+        learned.stateful.update({name: None, type(model.get_submodule(name)): None})
     if (name, decision) in learned.history:
         parent = name.rpartition(".")[0]
         while parent and isinstance(model.get_submodule(parent), (nn.ModuleList, nn.ModuleDict)):
             parent = parent.rpartition(".")[0]
         if not parent or (parent, Decision.LEAF) in learned.history:
-            raise _root_error(model, restart.cause, location) from restart.cause
+            raise _root_error(model, restart.cause, location, learned) from restart.cause
         name, decision = parent, Decision.LEAF
     learned.history.add((name, decision))
     keys: list[str | type] = [name]
@@ -178,12 +194,14 @@ class _Attempt:
         world: where it runs.
         form: the model's signature.
         learned: what earlier attempts found out.
+        outside: what is set on leaves by other code.
     """
 
-    def __init__(self, world: FakeWorld, form: CallForm, learned: _Learned) -> None:
+    def __init__(self, world: FakeWorld, form: CallForm, learned: _Learned, outside: OutsideChanges) -> None:
         self._world = world
         self._form = form
         self._learned = learned
+        self._outside = outside
         self._flags = Flags.of(world.model)
         self._recorder = Recorder(world, Ambient.current(), learned.burn_sizes)
         hooked = [
@@ -222,13 +240,20 @@ class _Attempt:
         """Attributes of looked-into modules that the forward set, with their qualified names."""
         changed = {}
         for module, name, _ in self._before.changed_attributes():
-            if (
-                module in self._glue_modules
-                and self._learned.decisions.get(self._world.name_of_module[module]) is not Decision.DESCEND
-            ):
+            if module in self._glue_modules and not self._hands_on(module):
                 owner = self._world.name_of_module[module]
                 changed[module, name] = f"{owner}.{name}" if owner else name
         return changed
+
+    def not_kept(self) -> list[str]:
+        """Attributes that leaves set to activations, in words."""
+        return list(self._recorder.not_kept)
+
+    def refuse_activations(self, python: PythonState) -> None:
+        """An activation left anywhere else would not be there at run time either."""
+        for words, held in python.gained():
+            if any(self._is_activation(item) for item in flat_values(held)):
+                raise Restart(None, "", TraceError(f"{words} holds an activation after the forward"))
 
     # ------------------------------------------------------------------ the session of `intercept`
 
@@ -248,6 +273,9 @@ class _Attempt:
         return self._recorder.give_up(
             TraceError(f"{what} is called, and its result would be the same at every call of the graph")
         )
+
+    def note_grad_mode_asked(self) -> None:
+        self._recorder.note_grad_mode_asked()
 
     def has_readable_data(self, tensor: Any) -> bool:
         if not self.in_glue() or not isinstance(tensor, torch.Tensor) or not self._world.has_data:
@@ -312,22 +340,32 @@ class _Attempt:
 
     def _refuse_kept_activations(self, module: nn.Module, name: str, before: dict[str, Any]) -> None:
         """An activation left in an attribute would not be there at run time."""
-        if self._learned.decisions.get(name) is Decision.DESCEND:
-            return  # a leaf can't be either: another module takes it from there in the same forward
+        if self._hands_on(module):
+            return
         for key, value in module.__dict__.items():
-            if key in ("_buffers", "_parameters", "_modules") or before.get(key, before) is value:
+            if key in ("_buffers", "_parameters", "_modules"):
+                continue
+            if before.get(key, before) is value and not isinstance(value, (list, dict)):
                 continue
             if any(self._is_activation(item) for item in flat_values(value)):
-                raise self._recorder.give_up(
+                restart = self._recorder.give_up(
                     TraceError(
                         f"{type(module).__name__}.{key} is set to an activation in the forward, and would "
-                        f"not be set when the graph runs; return it, or register a buffer of that name"
+                        f"not be set when the graph runs"
                     )
                 )
+                restart.location = set_at(type(module), key) or restart.location
+                raise restart
+
+    def _hands_on(self, module: nn.Module) -> bool:
+        """Whether another module takes a value from this one's attributes in the same forward, so that it is glue."""
+        name = self._world.name_of_module[module]
+        is_stateful = name in self._learned.stateful or type(module) in self._learned.stateful
+        return self._learned.decisions.get(name) is Decision.DESCEND and not is_stateful
 
     def _is_activation(self, value: Any) -> bool:
         """Whether a value is a fake that the parameters have a part in."""
-        if not isinstance(value, torch.Tensor) or not is_fake(value):
+        if not isinstance(value, torch.Tensor) or not is_fake(value) or value in self._world.name_of:
             return False
         node = self._recorder.builder.node_of.get(value)
         return node is None or not self._recorder.reader.depends_on_inputs_only(node)
@@ -341,10 +379,18 @@ class _Attempt:
             node_args, node_kwargs = recorder.builder.arguments(tuple(args), kwargs)
         except UntracedValue as error:
             raise recorder.untraced(error) from error
+        self._refuse_modules_as_arguments(module, name, args, kwargs)
+        set_elsewhere = self._outside.on(module)
+        if set_elsewhere is not None:
+            cause = TraceError(
+                f"{set_elsewhere} is set by other code in the forward, and would not be when the graph runs"
+            )
+            raise Restart(Decision.DESCEND, name, cause)
         self._leaves[name] = module
         python_random = _python_random_state()
         with recorder.pause():
             run = self._runner.run(module, name, args, kwargs)
+            self._outside.note_own(module)
         draws_python_random = _python_random_state() != python_random
         _set_python_random_state(python_random)
         node = recorder.builder.add("call_module", name, node_args, node_kwargs)
@@ -356,10 +402,21 @@ class _Attempt:
             effect=bool(mutates),
         )
         recorder.note_written(node, run.written)
+        if run.buffers_written:
+            recorder.builder.written_storages.update(buffer.untyped_storage()._cdata for buffer in module.buffers())
         if self._runner.is_probed(module):
             recorder.probed_nodes[node] = self._reason(name)
         recorder.builder.bind_output(run.out, node)
         return run.out
+
+    def _refuse_modules_as_arguments(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> None:
+        """A module that a leaf would be given is the twin's; looked into, its weights are the leaf's own affair."""
+        if not any(isinstance(leaf, nn.Module) for leaf in structure.leaves((args, kwargs))):
+            return
+        cause = TraceError(f"{name} takes a module as an argument")
+        if self._policy.decision(module) is None:
+            raise Restart(Decision.DESCEND, name, cause)
+        raise self._recorder.give_up(cause)
 
     # ------------------------------------------------------------------ the end
 
@@ -404,7 +461,9 @@ class _Attempt:
             },
         )
         verifier = ShapeVerifier(traced, world, self._form, set(recorder.probed_nodes), self._learned.dynamic)
-        traced.guards = Guards(self._form, world, self._flags, values, verifier, recorder.input_grad_matters)
+        glue = [world.model.get_submodule(world.name_of_module[module]) for module in self._glue_modules]
+        flags = self._flags.with_attributes(glue)
+        traced.guards = Guards(self._form, world, flags, values, verifier, recorder.input_grad_matters)
         traced.lint()
         return traced
 
@@ -502,9 +561,11 @@ def _first_line(error: BaseException) -> str:
     return text if isinstance(error, TraceError) else f"{type(error).__name__}: {text}"
 
 
-def _root_error(model: nn.Module, cause: BaseException, location: str) -> TraceError:
-    return TraceError(
-        f"can't trace {type(model).__name__}: at {location}: {_first_line(cause)}. Move this code into a "
-        f"submodule (which then stays whole, as one layer), or write it with tensor operations that do not "
-        f"depend on data, Python's random numbers or changing attributes."
+def _root_error(model: nn.Module, cause: BaseException, location: str, learned: _Learned) -> TraceError:
+    what, line = _first_line(cause).rstrip("."), location.partition(" (")[2].removesuffix(")")
+    error = TraceError(f"can't trace {type(model).__name__}: at {location}: {what}. {advice(what, line)}")
+    unseen = [name for name, module in model.named_modules() if must_run_once(module)]
+    error.stateful = tuple(
+        name for name in dict.fromkeys([*learned.stateful, *unseen]) if name and isinstance(name, str)
     )
+    return error

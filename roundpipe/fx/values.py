@@ -274,7 +274,7 @@ class ValueProgram:
             part = [
                 read
                 for read, nodes in zip(self.reads, self._needed_by, strict=True)
-                if _reads_data(nodes) is not of_sizes_only
+                if _reads_data(read, nodes) is not of_sizes_only
             ]
             self._parts[of_sizes_only] = (part, _needed_for(order, part))
         self._inputs = {copy.name: node.name for node, copy in copies.items() if node.op == "placeholder"}
@@ -309,10 +309,10 @@ class ValueProgram:
         return sorted(self._inputs[node.name] for node in needed if node.op == "placeholder")
 
 
-def _reads_data(nodes: list[Node]) -> bool:
-    """Whether nodes use more of the inputs than their sizes, or a buffer."""
+def _reads_data(read: ValueRead, nodes: list[Node]) -> bool:
+    """Whether a read, or what it needs, uses more of the inputs than their sizes, or a buffer."""
     inside = set(nodes)
-    return any(
+    return any(node.op == "placeholder" for node in read.nodes) or any(
         node.op == "get_attr"
         or node.op == "placeholder"
         and any(user in inside and (user.op, user.target) != ("call_method", "size") for user in node.users)

@@ -24,6 +24,7 @@ from roundpipe.fx.fakes import Dimension, FakeWorld, compiled, expression_of, is
 from roundpipe.fx.graph import TracedGraph, ambient_of, is_accessor, producer_of, value_of
 from roundpipe.fx.guards import SizeSystem, size_assumptions
 from roundpipe.fx.leaves import LeafRun, SiblingCache, TreeState
+from roundpipe.fx.python_state import python_state_kept
 from roundpipe.fx.values import plain
 
 
@@ -56,7 +57,7 @@ class ShapeVerifier:
         """What a run at these arguments' sizes assumed, or which node's shape is not the traced one."""
         world = FakeWorld(self._traced.model, arguments, self._dynamic)
         try:
-            with world.entered():
+            with python_state_kept(self._traced.model), world.entered():
                 problem = _Run(self._traced, world, self._symbols, self._probed).problem()
         except Exception as error:
             return f"the graph fails on fakes of these sizes: {type(error).__name__}: {error}"

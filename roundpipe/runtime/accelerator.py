@@ -4,29 +4,33 @@ Copies run on streams of their own. Lifetime across streams is carried by events
 from one stream to another keeps it until the event of its last reader (the engine's in-flight list), so
 no `record_stream` is needed and the caching allocator can reuse memory in stream order.
 
-This file is the only one that names anything of CUDA: registering host memory, which has no generic API.
+This file is the only one that names anything of CUDA: registering host memory, which has no generic API. Where the
+system refuses to pin memory, unpinned memory serves: copies are slower then, and nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
+import functools
+import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from roundpipe.runtime.backend import Device, Event, Lane
+from roundpipe.runtime.host_memory import empty_bytes
+from roundpipe.runtime.pinning import Registrar, warn_unpinned
 from roundpipe.runtime.randomness import DrawingFrom
-
-logger = logging.getLogger(__name__)
 
 PLANNED_SHARE = 0.9
 """Share of a device's memory that plans are made for; the rest is for libraries and for transfers in flight."""
 LARGEST_PADDING = 1.1
 """Pinned allocations are padded to a power of two; past this factor host memory is registered instead."""
 
+_PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for all devices of the process."""
 
 _idle_streams: dict[torch.device, list[tuple[torch.Stream, ...]]] = {}
 """Streams of backends that are gone, to be used again: libraries keep workspaces per stream and never free them."""
@@ -46,6 +50,22 @@ class AcceleratorEvent:
 
     def is_done(self) -> bool:
         return bool(self.event.query())
+
+
+class AcceleratorMoment:
+    """A `torch.Event` that knows its time."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._event = torch.Event(stream.device, enable_timing=True)
+        self._event.record(stream)
+
+    def is_done(self) -> bool:
+        return bool(self._event.query())
+
+    def seconds_since(self, earlier: AcceleratorMoment) -> float:
+        return float(earlier._event.elapsed_time(self._event)) * 1e-3
 
 
 class AcceleratorBackend:
@@ -70,6 +90,7 @@ class AcceleratorBackend:
         idle = _idle_streams.setdefault(self.device, [])
         self._streams = idle.pop() if idle else tuple(torch.Stream(self.device) for _ in Lane)
         weakref.finalize(self, idle.append, self._streams)
+        self.moved_bytes = [0] * len(Lane)
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[None]:
@@ -96,8 +117,12 @@ class AcceleratorBackend:
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         padded = 1 << max(num_bytes - 1, 0).bit_length()
         if padded <= LARGEST_PADDING * num_bytes or self.device.type != "cuda":
-            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-        return _registered(torch.empty(num_bytes, dtype=torch.uint8))
+            return _pinned((num_bytes,), torch.uint8)
+        return _registered(empty_bytes(num_bytes))
+
+    def registrar(self) -> Registrar:
+        """Pins memory where it lies, through this device's driver."""
+        return Registrar(functools.partial(_register, self.device), _unregister)
 
     def hold(self, num_bytes: int, purpose: str) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
@@ -117,6 +142,7 @@ class AcceleratorBackend:
         self, source: torch.Tensor, target: torch.Tensor | None = None, lane: Lane = Lane.UPLOAD
     ) -> torch.Tensor:
         source = source.detach()
+        self.moved_bytes[lane] += source.nbytes
         with self._on(lane):
             if target is None:
                 return source.to(self.device, non_blocking=True, copy=True)
@@ -126,15 +152,36 @@ class AcceleratorBackend:
         self, source: torch.Tensor, target: torch.Tensor | None = None, lane: Lane = Lane.DOWNLOAD
     ) -> torch.Tensor:
         source = source.detach()
+        self.moved_bytes[lane] += source.nbytes
         with self._on(lane):
             if target is None:
                 if source.layout is not torch.strided:
                     return source.cpu()
-                target = torch.empty_like(source, device="cpu", pin_memory=True)
+                target = _pinned(source.shape, source.dtype, like=source)
             return target.copy_(source, non_blocking=True)
 
     def record(self, lane: Lane) -> Event:
         return AcceleratorEvent(self._streams[lane])
+
+    def moment(self, lane: Lane = Lane.COMPUTE) -> AcceleratorMoment:
+        return AcceleratorMoment(self._streams[lane])
+
+    def anchor(self) -> tuple[AcceleratorMoment, float]:
+        idle = torch.Stream(self.device)
+        idle.synchronize()  # it has no work, but may have to be set up
+        moment = AcceleratorMoment(idle)
+        host_s = time.perf_counter()
+        idle.synchronize()
+        return moment, host_s
+
+    @contextlib.contextmanager
+    def annotate(self, name: str) -> Iterator[None]:
+        with torch.profiler.record_function(name), self._marked(name):
+            yield
+
+    def _marked(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        """A range for NVIDIA's tools; torch's own end at the thread in which they were switched on."""
+        return torch.cuda.nvtx.range(name) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def wait(self, lane: Lane, event: Event) -> None:
         if isinstance(event, AcceleratorEvent):
@@ -155,18 +202,38 @@ class AcceleratorBackend:
             yield
 
 
+def _pinned(shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor | None = None) -> torch.Tensor:
+    """Empty host memory, pinned if the system allows it; with the strides of another tensor."""
+    make: Callable[..., torch.Tensor] = functools.partial(torch.empty, shape, dtype=dtype)
+    if like is not None:
+        make = functools.partial(torch.empty_like, like, device="cpu")
+    try:
+        return make(pin_memory=True)
+    except RuntimeError as error:
+        made = make()
+        warn_unpinned(made.nbytes, str(error).partition("\n")[0])
+        return made
+
+
 def _registered(buffer: torch.Tensor) -> torch.Tensor:
-    """Pin existing host memory; leaves it unpinned, with a warning, where the system refuses."""
-    runtime = torch.cuda.cudart()
-    address = buffer.data_ptr()
-    result = runtime.cudaHostRegister(address, buffer.numel(), 0)
-    if int(result) != 0:
-        logger.warning(
-            "could not pin %s bytes of host memory (%s); uploads of them will be slower. Raise the limit of locked "
-            "memory (ulimit -l), or pass pin_model='off'",
-            f"{buffer.numel():,}",
-            result,
-        )
-        return buffer
-    weakref.finalize(buffer, runtime.cudaHostUnregister, address)
+    """Pin a buffer of our own; leaves it unpinned, with a warning, where the system refuses."""
+    reason = _register(None, buffer.data_ptr(), buffer.numel())
+    if reason is not None:
+        warn_unpinned(buffer.numel(), reason)
+    else:
+        weakref.finalize(buffer, _unregister, buffer.data_ptr())
     return buffer
+
+
+def _register(device: torch.device | None, address: int, num_bytes: int) -> str | None:
+    """Pin a range of host memory through CUDA; None, or why the driver refused."""
+    result = torch.cuda.cudart().cudaHostRegister(address, num_bytes, _PORTABLE)
+    if int(result) == 0:
+        return None
+    with contextlib.suppress(RuntimeError, AssertionError):  # the refusal is reported by the next kernel's launch
+        torch.ones((), device=device or "cuda")
+    return f"cudaHostRegister: {result}"
+
+
+def _unregister(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)

@@ -64,7 +64,7 @@ class Device:
             raise ConfigError(f"devices: {self.device!r} is not a device torch knows ({error})") from None
         for field in ("memory_bytes", "upload_bytes_per_s", "download_bytes_per_s"):
             given = getattr(self, field)
-            if given is not None and given <= 0:
+            if given is not None and (isinstance(given, bool) or not isinstance(given, int | float) or given <= 0):
                 raise ConfigError(f"Device({field}={given!r}): give a positive number, or None for no limit")
 
 
@@ -78,11 +78,23 @@ class Event(Protocol):
         """Whether the work before the event is done."""
 
 
+class Moment(Protocol):
+    """When the work given to a stream before it was done."""
+
+    def is_done(self) -> bool:
+        """Whether that work is done."""
+
+    def seconds_since(self, earlier: Any) -> float:
+        """Seconds from another moment of the same backend to this one, negative if it was later; both must be done."""
+
+
 class Backend(Protocol):
     """One worker's view of one device."""
 
     device: torch.device
     memory_budget_bytes: int | None
+    moved_bytes: list[int]
+    """By lane, bytes that copies were given to it for; only the worker's own thread writes it."""
 
     def activate(self) -> AbstractContextManager[Any]:
         """Make the device and its COMPUTE stream current in the calling thread."""
@@ -115,6 +127,15 @@ class Backend(Protocol):
     def record(self, lane: Lane) -> Event:
         """An event after all work given to the stream so far."""
 
+    def moment(self, lane: Lane = Lane.COMPUTE) -> Moment:
+        """The moment after all work given to a stream so far; waits for nothing."""
+
+    def anchor(self) -> tuple[Moment, float]:
+        """A moment and its time by ``time.perf_counter``; waits for none of the backend's own work."""
+
+    def annotate(self, name: str) -> AbstractContextManager[Any]:
+        """Name what is done inside in the traces of profilers."""
+
     def wait(self, lane: Lane, event: Event) -> None:
         """Let later work on the stream run after the event, whichever backend recorded it."""
 
@@ -129,3 +150,8 @@ class Backend(Protocol):
 
     def synchronize(self) -> None:
         """Block until all streams are done."""
+
+
+def is_profiled() -> bool:
+    """Whether a profiler of torch's is on, in whatever thread."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)

@@ -24,6 +24,9 @@ from roundpipe.runtime.schedule import ExecutePlan
 RecomputeGrain = Literal["stage", "layer"]
 RECOMPUTE_GRAINS: tuple[RecomputeGrain, ...] = ("stage", "layer")
 
+AUTO: Literal["auto"] = "auto"
+"""Leaves an option to choice: the fastest setting that is predicted to fit."""
+
 SplitInputFunction = Callable[[tuple[Any, ...], dict[str, Any], int], tuple[list[Any], list[Any]]]
 """``f(args, kwargs, num_microbatch) -> (args_list, kwargs_list)``."""
 SplitLabelFunction = Callable[[Any, int], list[Any]]
@@ -42,13 +45,15 @@ class RoundPipeRunConfig:
         ConfigError: a field holds something it can't be; also a `ValueError`.
     """
 
-    num_microbatch: int | None = None
+    num_microbatch: int | Literal["auto"] | None = None
     """Number of pieces a batch is split into; built-in: number of devices + 1. More pieces need less
-    device memory; fewer than the number of devices + 1 leave devices idle."""
+    device memory; fewer than the number of devices + 1 leave devices idle. ``"auto"``: the fastest number that is
+    predicted to fit, chosen once per size of batch; before the layers are known, the built-in one."""
 
-    recompute_grain: RecomputeGrain | None = None
+    recompute_grain: RecomputeGrain | Literal["auto"] | None = None
     """What a backward stage recomputes at once: ``"stage"`` (built-in; all its layers, fewest transfers) or
-    ``"layer"`` (one layer at a time, lowest peak of device memory). The numbers are the same."""
+    ``"layer"`` (one layer at a time, lowest peak of device memory). The numbers are the same. ``"auto"``: the faster
+    one that is predicted to fit."""
 
     output_device: torch.device | str | None = None
     """Device that outputs are brought to; built-in: the CPU."""
@@ -79,8 +84,8 @@ class RoundPipeRunConfig:
 
     def __post_init__(self) -> None:
         _check_count(self.num_microbatch)
-        if self.recompute_grain not in (None, *RECOMPUTE_GRAINS):
-            raise ConfigError(_invalid("recompute_grain", self.recompute_grain, '"stage" or "layer"'))
+        if self.recompute_grain not in (None, *RECOMPUTE_GRAINS, AUTO):
+            raise ConfigError(_invalid("recompute_grain", self.recompute_grain, '"stage", "layer" or "auto"'))
         _check_device(self.output_device)
         _check_split_input(self.split_input)
         for name in ("requires_grad", "preserve_rng_state"):
@@ -109,6 +114,8 @@ class ResolvedConfig:
     preserve_rng_state: bool
     execute_plan: ExecutePlan | None
     """None leaves the choice to the planner."""
+    auto: frozenset[str] = frozenset()
+    """Names of the fields that were left to choice; they hold what is built in."""
 
 
 def resolve(call: RoundPipeRunConfig | None, model: RoundPipeRunConfig | None, *, num_devices: int) -> ResolvedConfig:
@@ -122,7 +129,7 @@ def resolve(call: RoundPipeRunConfig | None, model: RoundPipeRunConfig | None, *
     Raises:
         ConfigError: ``call`` or ``model`` is not a `RoundPipeRunConfig`.
     """
-    resolved: dict[str, Any] = {
+    built_in: dict[str, Any] = {
         "num_microbatch": num_devices + 1,
         "recompute_grain": "stage",
         "output_device": "cpu",
@@ -130,6 +137,7 @@ def resolve(call: RoundPipeRunConfig | None, model: RoundPipeRunConfig | None, *
         "requires_grad": torch.is_grad_enabled(),
         "preserve_rng_state": True,
     }
+    resolved = dict(built_in)
     given = [config for config in (model, call) if config is not None]
     for config in given:
         if not isinstance(config, RoundPipeRunConfig):
@@ -139,7 +147,10 @@ def resolve(call: RoundPipeRunConfig | None, model: RoundPipeRunConfig | None, *
             value = getattr(config, field.name)
             resolved[field.name] = resolved.get(field.name) if value is None else value
         resolved.setdefault(field.name, None)
+    left = frozenset(name for name in ("num_microbatch", "recompute_grain") if resolved[name] == AUTO)
+    resolved.update((name, built_in[name]) for name in left)
     resolved["output_device"] = torch.device(resolved["output_device"])
+    resolved["auto"] = left
     return ResolvedConfig(**resolved)
 
 
@@ -180,8 +191,10 @@ def _invalid(name: str, given: Any, allowed: str) -> str:
 
 
 def _check_count(count: Any) -> None:
-    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-        allowed = "an int of at least 1, or None for the number of devices + 1"
+    if count is None or count == AUTO:
+        return
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        allowed = 'an int of at least 1, "auto", or None for the number of devices + 1'
         raise ConfigError(_invalid("num_microbatch", count, allowed))
 
 

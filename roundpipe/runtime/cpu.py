@@ -30,6 +30,7 @@ import torch
 
 from roundpipe.errors import DeviceMemoryError, SynchronizationError
 from roundpipe.runtime.backend import Device, Event, Lane
+from roundpipe.runtime.host_memory import empty_bytes
 from roundpipe.runtime.randomness import DrawingFrom
 
 _STAMP = "_roundpipe_stamp"
@@ -68,6 +69,21 @@ class CpuEvent:
 
     def is_done(self) -> bool:
         return self.ready_at <= time.perf_counter()
+
+
+class CpuMoment:
+    """A time of the host's clock: what the thread has done is done, and when a link will be done is known."""
+
+    __slots__ = ("at_s",)
+
+    def __init__(self, at_s: float | None = None) -> None:
+        self.at_s = time.perf_counter() if at_s is None else at_s
+
+    def is_done(self) -> bool:
+        return True
+
+    def seconds_since(self, earlier: CpuMoment) -> float:
+        return self.at_s - earlier.at_s
 
 
 def _see(view: dict[int, int], other: dict[int, int]) -> None:
@@ -164,6 +180,7 @@ class CpuBackend:
         up, down = given.upload_bytes_per_s, given.download_bytes_per_s
         self._speeds = {Lane.UPLOAD: up, Lane.WEIGHTS: up, Lane.DOWNLOAD: down, Lane.GRADIENTS: down}
         self._clocks = tuple(_Clock() for _ in Lane)
+        self.moved_bytes = [0] * len(Lane)
 
     def activate(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
@@ -178,7 +195,7 @@ class CpuBackend:
         self.ledger.remove(buffer.numel(), purpose)
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return empty_bytes(num_bytes)
 
     def hold(self, num_bytes: int, purpose: str) -> contextlib.AbstractContextManager[Any]:
         return _Hold(self.ledger, num_bytes, purpose)
@@ -229,21 +246,22 @@ class CpuBackend:
     def _copy(self, lane: Lane, source: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
         clock = self._clocks[lane]
         _check_stamp(source, clock, lane)
+        began_s = time.perf_counter()
         if target is None:
             source = source.detach()
             target = source.clone() if source.device.type == "cpu" else source.cpu()
         else:
             target.copy_(source)
         clock.ticks += 1
-        speed = self._speeds[lane]
+        speed, num_bytes = self._speeds[lane], target.numel() * target.element_size()
+        self.moved_bytes[lane] += num_bytes
         if speed is not None:
-            self._take_link(lane, target.numel() * target.element_size() / speed)
+            self._take_link(lane, num_bytes / speed, began_s)
         setattr(target, _STAMP, (clock.stream_id, clock.ticks, lane, self.name))
         return target
 
-    def _take_link(self, lane: Lane, seconds: float) -> None:
-        """Let a copy take its time on the stream, and on the link that the stream shares."""
-        now = time.perf_counter()
+    def _take_link(self, lane: Lane, seconds: float, now: float) -> None:
+        """Let a copy that was begun ``now`` take its time on the stream, and on the link that the stream shares."""
         clock = self._clocks[lane]
         if lane in _BULK_BEHIND:
             clock.ready_at = max(clock.ready_at, self._clocks[_BULK_BEHIND[lane]].ready_at, now) + seconds
@@ -258,6 +276,19 @@ class CpuBackend:
         if lane is Lane.COMPUTE:  # the thread itself: what it has done is done
             clock.ticks += 1
         return CpuEvent(clock)
+
+    def moment(self, lane: Lane = Lane.COMPUTE) -> CpuMoment:
+        if lane is Lane.COMPUTE:
+            return CpuMoment()
+        behind = self._clocks[_BULK_BEHIND.get(lane, lane)]
+        return CpuMoment(max(time.perf_counter(), self._clocks[lane].ready_at, behind.ready_at))
+
+    def anchor(self) -> tuple[CpuMoment, float]:
+        moment = CpuMoment()
+        return moment, moment.at_s
+
+    def annotate(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        return torch.profiler.record_function(name)
 
     def wait(self, lane: Lane, event: Event) -> None:
         if not isinstance(event, CpuEvent):  # an accelerator's, in a rotation over both

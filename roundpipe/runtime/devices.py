@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -11,6 +11,7 @@ from roundpipe.errors import ConfigError
 from roundpipe.runtime.accelerator import AcceleratorBackend
 from roundpipe.runtime.backend import Backend, Device
 from roundpipe.runtime.cpu import CpuBackend
+from roundpipe.runtime.pinning import Registrar
 
 DeviceLike = str | int | torch.device | Device
 
@@ -32,6 +33,8 @@ def resolve_devices(given: Sequence[DeviceLike] | DeviceLike | None) -> tuple[De
         return tuple(Device(f"{accelerator.type}:{i}") for i in range(torch.accelerator.device_count()))
     if isinstance(given, (str, int, torch.device, Device)):
         given = [given]
+    if not isinstance(given, Iterable):
+        given = [given]  # which the next line refuses
     entries = tuple(_resolve_one(one) for one in given)
     if not entries:
         raise ConfigError("devices=[] names no device; give at least one, or None for all accelerators")
@@ -76,3 +79,18 @@ def open_backends(entries: Sequence[Device]) -> list[Backend]:
         else:
             backends.append(AcceleratorBackend(entry, name, sharing[torch.device(entry.device)]))
     return backends
+
+
+def open_registrar(backends: Sequence[Backend]) -> Registrar:
+    """What pins host memory in place for these devices.
+
+    Raises:
+        ConfigError: one of them is no CUDA device.
+    """
+    first = backends[0]
+    if not isinstance(first, AcceleratorBackend) or any(one.device.type != "cuda" for one in backends):
+        raise ConfigError(
+            "pin_model='register' pins existing memory through CUDA, and devices are "
+            f"{', '.join(str(one.device) for one in backends)}; use 'alloc' or 'off'"
+        )
+    return first.registrar()

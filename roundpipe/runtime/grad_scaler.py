@@ -48,6 +48,15 @@ class ScalerScope:
         for scaler in list(self._scalers):
             scaler._begin_step()
 
+    def state(self) -> list[tuple[GradScaler, tuple[Any, ...]]]:
+        """What `begin_step` changes, for `restore`."""
+        return [(scaler, scaler._step_state()) for scaler in list(self._scalers)]
+
+    def restore(self, state: list[tuple[GradScaler, tuple[Any, ...]]]) -> None:
+        """Undo a `begin_step` whose step was not made."""
+        for scaler, values in state:
+            scaler._restore_step(*values)
+
     def publish(self) -> None:
         """No gradient is under way: losses may be scaled by the latest scale."""
         for scaler in list(self._scalers):
@@ -91,10 +100,17 @@ class GradScaler:
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
-        if growth_factor <= 1.0 or not 0.0 < backoff_factor < 1.0 or growth_interval < 1 or init_scale <= 0.0:
+        numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
+        if (
+            not all(isinstance(one, int | float) for one in numbers)
+            or growth_factor <= 1.0
+            or not 0.0 < backoff_factor < 1.0
+            or growth_interval < 1
+            or init_scale <= 0.0
+        ):
             raise ConfigError(
-                f"GradScaler: got init_scale={init_scale}, growth_factor={growth_factor}, "
-                f"backoff_factor={backoff_factor}, growth_interval={growth_interval}; allowed: "
+                f"GradScaler: got init_scale={init_scale!r}, growth_factor={growth_factor!r}, "
+                f"backoff_factor={backoff_factor!r}, growth_interval={growth_interval!r}; allowed: numbers, "
                 "init_scale > 0, growth_factor > 1, backoff_factor between 0 and 1, growth_interval >= 1"
             )
         self._growth_factor = float(growth_factor)
@@ -169,6 +185,8 @@ class GradScaler:
         """
         if not self._enabled:
             return
+        if not isinstance(new_scale, int | float | torch.Tensor | None):
+            raise ConfigError(f"update() got new_scale={new_scale!r}; give a number, a tensor of one element, or None")
         value = None if new_scale is None else float(new_scale)
         inside = _SCOPE.get() is not None
         with self._lock:
@@ -211,6 +229,14 @@ class GradScaler:
             self._unscaling = self._published
             self._published = self._latest
             self._in_step = True
+
+    def _step_state(self) -> tuple[float | None, float, bool]:
+        with self._lock:
+            return self._unscaling, self._published, self._in_step
+
+    def _restore_step(self, unscaling: float | None, published: float, in_step: bool) -> None:
+        with self._lock:
+            self._unscaling, self._published, self._in_step = unscaling, published, in_step
 
     def _end_step(self) -> None:
         with self._lock:
@@ -266,6 +292,9 @@ class GradScaler:
             return
         if not state_dict:
             raise ConfigError("load_state_dict() got an empty state, as a disabled GradScaler gives it")
+        missing = [key for key in self.state_dict() if key not in state_dict]
+        if missing:
+            raise ConfigError(f"load_state_dict() got a state without {', '.join(missing)}; give one of a GradScaler")
         with self._lock:
             self._latest = self._published = float(state_dict["scale"])
             self._unscaling = None

@@ -1,7 +1,8 @@
 """Loads into the user's own model, behind the wrapper: the optimizer's copies must not bring the old weights back.
 
-The model gets a hook before its ``load_state_dict`` (wait for the running update, which writes into the model) and
-one after (start the copies again from what was loaded, which with ``assign=True`` are new parameter objects).
+Each module of the model gets a hook before its ``load_state_dict`` (wait for the running update, which writes into the
+model) and one after (start the copies of its own parameters again from what was loaded, which with ``assign=True`` are
+new parameter objects). So a load into any part of the model counts, and one into the whole costs each copy once.
 Invariant: copies and pickles of the model carry hooks that do nothing, and a model whose wrapper is gone or closed
 has none.
 """
@@ -19,11 +20,13 @@ from roundpipe.runtime.optimizer import OptimizerSide
 class _Hook:
     """Called by torch with the module that loads; does nothing in a copy, which has no optimizer's side."""
 
-    def __init__(self, optimizer: OptimizerSide) -> None:
+    def __init__(self, optimizer: OptimizerSide, name: str) -> None:
         self._optimizer: weakref.ref[OptimizerSide] | None = weakref.ref(optimizer)
+        self._name = name
+        """Of the module that the hook is on."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_optimizer": None}
+        return {"_optimizer": None, "_name": self._name}
 
     @property
     def optimizer(self) -> OptimizerSide | None:
@@ -33,14 +36,13 @@ class _Hook:
 class _Before(_Hook):
     def __call__(self, module: nn.Module, *arguments: Any) -> None:
         if self.optimizer is not None:
-            self.optimizer.synchronize()
+            self.optimizer.before_load()
 
 
 class _After(_Hook):
     def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
         if self.optimizer is not None:
-            self.optimizer.rebind(module.named_parameters(remove_duplicate=False))
-            self.optimizer.refresh()
+            self.optimizer.after_load(module.named_parameters(self._name, recurse=False, remove_duplicate=False))
 
 
 class LoadWatch:
@@ -53,8 +55,12 @@ class LoadWatch:
 
     def __init__(self, model: nn.Module, optimizer: OptimizerSide) -> None:
         self._handles = [
-            model.register_load_state_dict_pre_hook(_Before(optimizer)),
-            model.register_load_state_dict_post_hook(_After(optimizer)),
+            handle
+            for name, module in model.named_modules(remove_duplicate=False)
+            for handle in (
+                module.register_load_state_dict_pre_hook(_Before(optimizer, name)),
+                module.register_load_state_dict_post_hook(_After(optimizer, name)),
+            )
         ]
 
     def end(self) -> None:

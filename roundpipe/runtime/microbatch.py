@@ -94,6 +94,15 @@ def split(args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any, config: 
     return Split(args_list, kwargs_list, labels, [tuple(events) for events in plan.events])
 
 
+def batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any], config: ResolvedConfig) -> int | None:
+    """Samples in a batch, if its number of microbatches is free to choose; None if it is not, or not known."""
+    rule = config.split_input
+    inputs = (tuple(args), dict(kwargs))
+    if (callable(rule) and not is_spec(rule)) or next(iter(_packed_leaves(inputs)), None) is not None:
+        return None
+    return _batch_size(inputs, (None, None) if rule is None else _checked_pair(rule))
+
+
 def _checked_pair(rule: Any) -> tuple[Any, Any]:
     if is_spec(rule):
         raise MicrobatchError(

@@ -4,7 +4,8 @@ The model side (host weights that devices read, gradients that devices bring dow
 optimizer side (copies in ``optim_dtype`` with gradients of their own) meet in two places only:
 
     step k     wait for update k-1
-               per parameter: weights W[k-1] into the model, gradients out of it       `_exchange`
+               per parameter, once round k has uploaded it for the last time: weights W[k-1] into the model,
+               once round k has added to it for the last time: gradients out of it      `_exchange`
                update k: step_fn, which makes W[k] from W[k-1]                        optimizer thread
     round k+1  trains on W[k-1] meanwhile; after a step that is not asynchronous, on W[k]
 
@@ -19,6 +20,7 @@ Whether ``step_fn`` is running: `inside_optimizer`, also set by the context mana
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
@@ -31,14 +33,18 @@ import torch
 from torch import nn
 
 from roundpipe.errors import ClosedError, ConfigError, DeadlockError
-from roundpipe.runtime.gate import WeightGate
+from roundpipe.runtime.gate import Gates, Rounds, Uses
 from roundpipe.runtime.grad_scaler import GradScaler, ScalerScope
+from roundpipe.runtime.host_memory import on_huge_pages
+from roundpipe.runtime.timeline import OPTIMIZER, HostLog
 from roundpipe.runtime.worker import Worker
 
 __all__ = ["GradScaler", "OptimizerCtx", "OptimizerSide", "ParameterPair", "inside_optimizer"]
 
 DEADLINE_S = 1800.0
 """How long a call waits for an update before it gives up."""
+HAND_OVER_BYTES = 16 * 1024**2
+"""Parameters are handed over in groups of this size: few calls for small ones, early uploads of the first layers."""
 
 _INSIDE: ContextVar[bool] = ContextVar("roundpipe_inside_optimizer", default=False)
 _RUNNING: ContextVar[OptimizerSide | None] = ContextVar("roundpipe_running_optimizer", default=None)
@@ -100,12 +106,21 @@ class _Pair:
                 "load the model's weights (model.to_empty, from_pretrained) before"
             )
         dtype = source.dtype if optim_dtype is None or not source.is_floating_point() else optim_dtype
-        self.copy = nn.Parameter(source.to("cpu", dtype, copy=True))
+        if _is_plain(source):
+            memory = on_huge_pages(torch.empty_like(source, device="cpu", dtype=dtype))
+            self.copy = nn.Parameter(memory.copy_(source))
+        else:
+            self.copy = nn.Parameter(source.to("cpu", dtype, copy=True))
 
-    def copy_in(self) -> None:
-        """The optimizer's weights into the model's."""
-        if self.copy is not None:
-            self.parameter.copy_(self.copy)
+    def needs_conversion(self, gradient: torch.Tensor) -> bool:
+        """Whether a gradient of the model is to be written into the spare memory, as it is the first of a step."""
+        copy = self.copy
+        return (
+            copy is not None
+            and copy.grad is None
+            and gradient.layout is torch.strided
+            and (gradient.dtype != copy.dtype or gradient.device != copy.device)
+        )
 
     def take_gradient(self) -> None:
         """The model's gradient into the copy's, added to what is there."""
@@ -127,9 +142,14 @@ class _Pair:
             return gradient
         if gradient.layout is not torch.strided:
             return gradient.to(self.copy.device, self.copy.dtype)
+        return self.spare_memory().copy_(gradient)
+
+    def spare_memory(self) -> torch.Tensor:
+        """Memory for the copy's gradient."""
+        assert self.copy is not None
         if self.spare is None:
-            self.spare = torch.empty_like(self.copy.detach())
-        return self.spare.copy_(gradient)
+            self.spare = on_huge_pages(torch.empty_like(self.copy.detach()))
+        return self.spare
 
     def show_gradient(self) -> None:
         """The copy's gradient as the model's."""
@@ -161,6 +181,8 @@ class _Update:
     step_index: int
     started_s: float
     done: threading.Event = field(default_factory=threading.Event)
+    taken: threading.Lock = field(default_factory=threading.Lock)
+    """Whoever gets it decides: the optimizer's thread runs the update, an interrupted `step` takes it back."""
 
 
 class OptimizerSide:
@@ -168,15 +190,16 @@ class OptimizerSide:
 
     All methods are called from the training thread. ``step_fn`` may do anything with the copies, and
     should leave the rest of the model alone; optimizers that evaluate the loss themselves (LBFGS)
-    need a step that is not asynchronous, in which the model may be called after `synchronize`.
+    need a step that is not asynchronous, in which the model may be called and runs on the copies' present values.
 
     Args:
         named_parameters: names and parameters of the model, in order; a shared parameter may come under
             each of its names and has one copy.
         optim_dtype: dtype of the copies of floating-point parameters; None keeps each parameter's.
         name: of the model, for messages.
-        gate: lets an asynchronous step hand over in the optimizer's thread, parameter by parameter; None hands
-            all over before `step` returns. Either way the caller starts no step while a round is running.
+        gates: lets an asynchronous step hand over in the optimizer's thread, parameter by parameter; None hands
+            all over before `step` returns.
+        rounds: that use the parameters; None: there are none, or none is running when a method is called.
         deadline_s: how long to wait for an update.
 
     Raises:
@@ -189,7 +212,8 @@ class OptimizerSide:
         optim_dtype: torch.dtype | None = None,
         *,
         name: str = "model",
-        gate: WeightGate | None = None,
+        gates: Gates | None = None,
+        rounds: Rounds | None = None,
         deadline_s: float = DEADLINE_S,
     ) -> None:
         if not isinstance(optim_dtype, torch.dtype | None) or not (
@@ -199,17 +223,24 @@ class OptimizerSide:
         self._pairs, self._by_name = _make_pairs(named_parameters)
         self._optim_dtype = optim_dtype
         self._name = name
-        self._gate = gate
+        self._gates = gates
+        self._rounds = rounds
         self._deadline_s = deadline_s
         self._scalers = ScalerScope()
         self._worker = Worker(f"roundpipe-optimizer-{name}")
         self._finalizer = weakref.finalize(self, self._worker.close)
         self._num_steps = 0
+        self.log = HostLog(OPTIMIZER)
+        """Where the time of steps goes."""
         self._update: _Update | None = None
         self._error: BaseException | None = None
         self._weights_changed = False
         self._gradients_due = False
+        self._is_settled = True
+        """Whether nothing was called or stepped since the last `synchronize`."""
         self._closed = False
+        self.is_async = False
+        """Whether the last step was asynchronous."""
 
     # ---------------------------------------------------------------------------------- parameters
 
@@ -226,7 +257,12 @@ class OptimizerSide:
         Args:
             prefix: put before each name, with a dot.
             remove_duplicate: give a shared parameter once, under its first name.
+
+        Raises:
+            ConfigError: ``prefix`` is not a string.
         """
+        if not isinstance(prefix, str):
+            raise ConfigError(f"prefix is {type(prefix).__name__}; give a string that is put before each name")
         chosen = self._trainable()
         names = {pair.names[0]: pair for pair in chosen}
         if not remove_duplicate:
@@ -271,26 +307,25 @@ class OptimizerSide:
         """
         if not callable(step_fn):
             raise ConfigError(f"step_fn is {step_fn!r}; give a function that does one optimizer step")
+        if not isinstance(is_async, bool):
+            raise ConfigError(
+                f"is_async is {type(is_async).__name__}; give True or False. What step_fn takes comes behind it: "
+                "step(step_fn, True, argument)"
+            )
         if _RUNNING.get() is self:
             raise ConfigError("step() was called inside step_fn; a step can't contain another one")
-        self._ready("step()")
+        self._ready("step()", finish_rounds=not is_async)
+        self.is_async = is_async
         pairs = self._trainable()
         for pair in self._pairs:
             if pair.copy is not None and not pair.parameter.requires_grad:
                 pair.copy.grad = None
+        if is_async:
+            self._submit(pairs, step_fn, args, kwargs or {})
+            return
         self._scalers.begin_step()
         self._gradients_due = False
         self._num_steps += 1
-        if is_async:
-            exchanged = None
-            if self._gate is None:
-                self._exchange(pairs)
-            else:
-                self._gate.close(pair.parameter for pair in pairs)
-                exchanged = pairs
-            update = self._update = _Update(self._num_steps, time.monotonic())
-            self._worker.submit(lambda: self._run_update(update, exchanged, step_fn, args, kwargs or {}))
-            return
         self._exchange(pairs)
         try:
             self._call(step_fn, self._num_steps, args, kwargs or {})
@@ -298,18 +333,51 @@ class OptimizerSide:
             self._copy_in(pairs)
             self._scalers.publish()
 
+    def _submit(
+        self, pairs: list[_Pair], step_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Hand an update to the optimizer's thread, or, if interrupted, leave all as it was before the step."""
+        exchanged = None if self._gates is None else pairs
+        rounds = () if self._rounds is None else self._rounds.running()
+        update = _Update(self._num_steps + 1, time.monotonic())
+        due = self._gradients_due
+        scales = self._scalers.state()
+        try:
+            if self._gates is None:
+                self._exchange(pairs)
+            else:
+                self._gates.close(pair.parameter for pair in pairs)
+            self._scalers.begin_step()
+            self._gradients_due = False
+            self._num_steps, self._update = update.step_index, update
+            self._worker.submit(lambda: self._run_update(update, exchanged, rounds, step_fn, args, kwargs))
+        except BaseException:
+            if update.taken.acquire(blocking=False):  # otherwise the thread has it, and the step is made
+                self._scalers.restore(scales)
+                self._gradients_due = due
+                self._num_steps = update.step_index - 1
+                update.done.set()
+                if self._gates is not None:
+                    self._gates.open(pair.parameter for pair in pairs)
+            raise
+
     def _run_update(
         self,
         update: _Update,
         exchanged: list[_Pair] | None,
+        rounds: Sequence[Uses],
         step_fn: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> None:
-        """One asynchronous update, in the optimizer thread."""
+        """One asynchronous update, in the optimizer thread; none on the gradients of a round that failed."""
+        if not update.taken.acquire(blocking=False):
+            return
         try:
             if exchanged is not None:
-                self._exchange(exchanged)
+                self._exchange(exchanged, rounds)
+            if any(round_.failed for round_ in rounds):
+                return
             self._call(step_fn, update.step_index, args, kwargs)
         except BaseException as error:  # raised again in the training thread
             self._error = error
@@ -322,7 +390,7 @@ class OptimizerSide:
         token = _RUNNING.set(self)
         self._weights_changed = True
         try:
-            with OptimizerCtx(), self._scalers.running():
+            with self.log.doing("update", f"optimizer step {step_index}"), OptimizerCtx(), self._scalers.running():
                 step_fn(*args, **kwargs)
         except BaseException as error:
             error.add_note(f"raised in step_fn of step {step_index} of {self._name}")
@@ -331,25 +399,59 @@ class OptimizerSide:
             _RUNNING.reset(token)
 
     @torch.no_grad()
-    def _exchange(self, pairs: list[_Pair]) -> None:
-        """Latest weights into the model, gradients out of it; opens each parameter as it is done."""
+    def _exchange(self, pairs: list[_Pair], rounds: Sequence[Uses] = ()) -> None:
+        """Latest weights into the model, gradients out of it; opens the gates of parameters as they are done.
+
+        Args:
+            pairs: whose.
+            rounds: that are running, or were; each parameter is touched once they are done with it.
+        """
         changed, self._weights_changed = self._weights_changed, False
+
+        def give_weights(group: list[_Pair]) -> None:
+            if rounds:
+                with self.log.doing("waits", "wait for uploads"):
+                    for round_ in rounds:
+                        round_.wait_uploaded(pair.parameter for pair in group)
+            if changed:
+                with self.log.doing("hand-over", "weights into the model", bytes=_bytes(group)):
+                    _copy_in(group)
+            if self._gates is not None:
+                self._gates.weights.open(pair.parameter for pair in group)
+
+        def take_gradients(group: list[_Pair]) -> None:
+            if rounds:
+                with self.log.doing("waits", "wait for gradients"):
+                    for round_ in rounds:
+                        round_.wait_added(pair.parameter for pair in group)
+            if not any(round_.failed for round_ in rounds):
+                with self.log.doing("hand-over", "gradients to the optimizer", bytes=_bytes(group)):
+                    _take_gradients(group)
+            if self._gates is not None:
+                self._gates.gradients.open(pair.parameter for pair in group)
+
+        def turn(pair: _Pair) -> tuple[int, int]:
+            given, taken = zip((0, 0), *(round_.turns(pair.parameter) for round_ in rounds), strict=True)
+            return max(given), max(taken)
+
+        turns = {pair: turn(pair) for pair in pairs}
+        acts: list[tuple[int, Callable[[list[_Pair]], None], list[_Pair]]] = []
+        for group in _groups(sorted(pairs, key=lambda pair: turns[pair][1])):
+            acts.append((max(turns[pair][0] for pair in group), give_weights, group))
+            acts.append((max(turns[pair][1] for pair in group), take_gradients, group))
         try:
-            for pair in pairs:
-                if changed:
-                    pair.copy_in()
-                pair.take_gradient()
-                if self._gate is not None:
-                    self._gate.open([pair.parameter])
+            for _, act, group in sorted(acts, key=lambda one: one[0]):
+                act(group)
         finally:
-            if self._gate is not None:
-                self._gate.open(pair.parameter for pair in pairs)
+            if self._gates is not None:
+                self._gates.open(pair.parameter for pair in pairs)
 
     @torch.no_grad()
     def _copy_in(self, pairs: list[_Pair]) -> None:
         self._weights_changed = False
-        for pair in pairs:
-            pair.copy_in()
+        for group in _groups(pairs):
+            with self.log.doing("hand-over", "weights into the model", bytes=_bytes(group)):
+                _copy_in(group)
 
     # --------------------------------------------------------------------------------------- calls
 
@@ -361,13 +463,62 @@ class OptimizerSide:
 
         Raises:
             ClosedError: the model was closed.
+            ConfigError: called inside an asynchronous ``step_fn``.
             Exception: whatever the previous asynchronous ``step_fn`` raised.
         """
         if self._closed:
             raise ClosedError(f"{self._name} was closed; make a new one to go on")
+        if _RUNNING.get() is self:
+            self._begin_inside()
+        self._is_settled = False
         self.raise_pending()
         for pair in self._pairs if adds_gradients else ():
             pair.take_back()
+
+    def _begin_inside(self) -> None:
+        """A call inside ``step_fn``, as an optimizer makes it that evaluates the loss: on its present weights."""
+        if self._update is not None and not self._update.done.is_set():
+            raise ConfigError(
+                f"{self._name} was called inside an asynchronous step_fn, while the next round may be running. An "
+                "optimizer that evaluates the loss itself, such as LBFGS, needs step(..., is_async=False)"
+            )
+        self._weights_changed = True
+        self._exchange(self._with_copies())
+
+    def end_call(self) -> None:
+        """A call into the model has brought its gradients; inside ``step_fn`` the optimizer sees them at once."""
+        if _RUNNING.get() is self:
+            self._exchange(self._with_copies())
+
+    def _with_copies(self) -> list[_Pair]:
+        return [pair for pair in self._pairs if pair.copy is not None and pair.parameter.requires_grad]
+
+    @contextlib.contextmanager
+    def gradients_aside(self) -> Iterator[None]:
+        """While open, gradients that come home are thrown away; those that are there stay as they are."""
+        if self._rounds is not None:
+            self._rounds.finish()
+        if self._gates is not None:
+            self._gates.gradients.wait([pair.parameter for pair in self._pairs], "a backward for inputs alone")
+        kept = [(pair.parameter, pair.parameter.grad) for pair in self._pairs]
+        for parameter, _ in kept:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in kept:
+                parameter.grad = gradient
+
+    @property
+    def num_steps(self) -> int:
+        """Steps made so far, asynchronous ones as soon as they are asked for."""
+        return self._num_steps
+
+    def wait_update(self) -> None:
+        """Return when no update is running, for those who only look on; not inside one."""
+        update = self._update
+        if update is not None and _RUNNING.get() is not self:
+            update.done.wait(self._deadline_s)
 
     def raise_pending(self) -> None:
         """Raise, once, what the previous asynchronous ``step_fn`` raised; does not wait for it."""
@@ -399,8 +550,13 @@ class OptimizerSide:
             )
         self._update = None
 
-    def _ready(self, waiter: str) -> None:
+    def _ready(self, waiter: str, finish_rounds: bool = True) -> None:
         if not self._closed:
+            if self._rounds is not None and _RUNNING.get() is not self:
+                if finish_rounds:
+                    self._rounds.finish()
+                else:
+                    self._rounds.raise_pending()
             self.wait(waiter)
         self.begin_call()
 
@@ -413,13 +569,14 @@ class OptimizerSide:
         self._ready("synchronize()")
         if _RUNNING.get() is self:
             self._weights_changed = True
-        pairs = [pair for pair in self._pairs if pair.copy is not None and pair.parameter.requires_grad]
+        pairs = self._with_copies()
         self._gradients_due |= any(pair.parameter.grad is not None for pair in pairs)
         self._exchange(pairs)
         if not self._gradients_due:
             self._scalers.publish()
         for pair in pairs:
             pair.show_gradient()
+        self._is_settled = True
 
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -443,12 +600,22 @@ class OptimizerSide:
                 pair.copy.copy_(pair.parameter)
         self._weights_changed = False
 
-    def rebind(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Follow parameters that were replaced by others of the same names; call it before `refresh`."""
+    def before_load(self) -> None:
+        """Part of the model is about to be loaded: nothing may be on its way into it. Cheap if nothing is."""
+        if not self._is_settled:
+            self.synchronize()
+
+    @torch.no_grad()
+    def after_load(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Start the copies of some parameters again, which may have been replaced by others of the same names."""
         for name, parameter in named_parameters:
             pair = self._by_name.get(name)
-            if pair is not None and pair.parameter is not parameter:
+            if pair is None:
+                continue
+            if pair.parameter is not parameter:
                 pair.parameter, pair.shown = parameter, None
+            if pair.copy is not None:
+                pair.copy.copy_(parameter)
 
     def close(self) -> None:
         """Wait for the running update and end the thread; safe to call twice.
@@ -461,6 +628,65 @@ class OptimizerSide:
             self._closed = True
             self._finalizer()
         self.raise_pending()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is no subclass and has dense memory, so that many can be copied by one call."""
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+
+
+def _groups(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
+    """The pairs that have copies, in order, in groups of about `HAND_OVER_BYTES`."""
+    group: list[_Pair] = []
+    num_bytes = 0
+    for pair in pairs:
+        if pair.copy is not None:
+            group.append(pair)
+            num_bytes += pair.copy.nbytes
+        if num_bytes >= HAND_OVER_BYTES:
+            yield group
+            group, num_bytes = [], 0
+    if group:
+        yield group
+
+
+def _bytes(group: list[_Pair]) -> int:
+    """Bytes of the model's parameters."""
+    return sum(pair.parameter.nbytes for pair in group)
+
+
+def _copy_in(group: list[_Pair]) -> None:
+    """The optimizer's weights into the model's."""
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    for pair in group:
+        assert pair.copy is not None
+        if _is_plain(pair.parameter) and _is_plain(pair.copy):
+            targets.append(pair.parameter)
+            sources.append(pair.copy)
+        else:
+            pair.parameter.copy_(pair.copy)
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def _take_gradients(group: list[_Pair]) -> None:
+    """The model's gradients into the copies'; where dtypes differ, into memory kept from step to step."""
+    converted: list[_Pair] = []
+    gradients: list[torch.Tensor] = []
+    for pair in group:
+        gradient = pair.parameter.grad
+        if gradient is not None and _is_plain(gradient) and pair.needs_conversion(gradient):
+            converted.append(pair)
+            gradients.append(gradient)
+        else:
+            pair.take_gradient()
+    if converted:
+        spares = [pair.spare_memory() for pair in converted]
+        torch._foreach_copy_(spares, gradients)
+        for pair, spare in zip(converted, spares, strict=True):
+            assert pair.copy is not None
+            pair.copy.grad, pair.parameter.grad = spare, None
 
 
 def _make_pairs(

@@ -6,16 +6,21 @@
 
 The wrapper has no parameters, buffers or submodules of its own: everything that asks for them is answered by
 the original model, whose objects they stay.
+
+Where a source has no chain for a call, another wrapper of the same model, with the same workers, weights and
+optimizer's side, runs it: `from_source` is told how to make it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import sys
+import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -23,29 +28,46 @@ import torch
 from torch import nn
 
 from roundpipe import checkpoint, structure
-from roundpipe.errors import ClosedError, ConfigError, DeviceMemoryError
+from roundpipe.errors import ClosedError, ConfigError, DeviceMemoryError, NotCopyableError
 from roundpipe.layers import ChainSource, FixedChain, LayerChain, chain_of_modules
+from roundpipe.live_report import LatestRound, RunLog, RunReport, make_report
 from roundpipe.report import partition_table
 from roundpipe.runtime import autograd, microbatch
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, resolve
-from roundpipe.runtime.devices import DeviceLike, open_backends, resolve_devices
-from roundpipe.runtime.engine import Engine, HostValue, Round
-from roundpipe.runtime.gate import WeightGate
+from roundpipe.runtime.devices import DeviceLike, open_backends, open_registrar, resolve_devices
+from roundpipe.runtime.engine import Engine
+from roundpipe.runtime.gate import Gates
 from roundpipe.runtime.loading import LoadWatch
 from roundpipe.runtime.optimizer import OptimizerSide, inside_optimizer
+from roundpipe.runtime.pinning import Registrar
+from roundpipe.runtime.plans import Call
 from roundpipe.runtime.residency import HostWeights, PinMode
-from roundpipe.runtime.rounds import Call, RoundMaker, finished, input_gradients, input_tensors, sum_losses
+from roundpipe.runtime.round import HostValue, Round
+from roundpipe.runtime.rounds import RoundMaker, finished, input_gradients, input_tensors, sum_losses
 from roundpipe.runtime.stage import LossFunction
+from roundpipe.runtime.timeline import Timeline, check_path
 
 _PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_MODULE_FILE = nn.Module._call_impl.__code__.co_filename
 
 
 def caller_name() -> str:
     """``filename:line`` of the code outside the package that called into it."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE_FOLDER):
-        frame = frame.f_back
+    frame = sys._getframe(caller_level())
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def caller_level() -> int:
+    """How many frames up the code outside the package is: ``stacklevel`` less one, for whoever calls this."""
+    level, frame = 0, sys._getframe(1)
+    while frame.f_back is not None and _is_between(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _is_between(file: str) -> bool:
+    """Whether a frame of this file is part of a call: the package's, or torch's way to a module's forward."""
+    return file.startswith(_PACKAGE_FOLDER) or file == _MODULE_FILE
 
 
 def check_training_call(input_args: Any, input_kwargs: Any, loss_fn: Any) -> None:
@@ -56,6 +78,9 @@ def check_training_call(input_args: Any, input_kwargs: Any, loss_fn: Any) -> Non
         )
     if not isinstance(input_kwargs, dict):
         raise ConfigError(f"input_kwargs is {type(input_kwargs).__name__}; give a dict of keyword arguments")
+    for key in input_kwargs:
+        if not isinstance(key, str):
+            raise ConfigError(f"input_kwargs: the keyword {key!r} is {type(key).__name__}; keywords are strings")
     if not callable(loss_fn):
         raise ConfigError(f"loss_fn is {type(loss_fn).__name__}; give a function (outputs, label) -> loss")
 
@@ -78,12 +103,22 @@ class _State:
     host: HostWeights
     maker: RoundMaker
     optimizer: OptimizerSide
-    gate: WeightGate
+    gates: Gates
     writer: checkpoint.BackgroundWriter = field(default_factory=checkpoint.BackgroundWriter)
+    log: RunLog = field(default_factory=RunLog)
     watch: LoadWatch | None = None
     """None: part of another wrapper, which has it."""
     last_chain: LayerChain | None = None
     closed: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """What it was made with, for a copy; empty for part of another wrapper."""
+    make_instead: MakeInstead | None = None
+    instead: RoundPipe | None = None
+    """Runs the calls that the source has no chain for; made for the first of them."""
+
+
+MakeInstead = Callable[["RoundPipe"], "RoundPipe"]
+"""Makes, of a wrapper that has no chain for a call, one inside it that runs the call."""
 
 
 class RoundPipe(nn.Module):
@@ -96,8 +131,9 @@ class RoundPipe(nn.Module):
         name: for logs and traces; None: ``filename:line`` of the caller.
         model_run_config: defaults for every call; see `RoundPipeRunConfig`.
         pin_model: how host weights are pinned for fast uploads. ``"alloc"``: in pinned memory of their exact
-            size; ``"register"``: their memory is registered with the driver (CUDA only); ``"off"``: they stay
-            where they are, so an mmap-ed checkpoint pages in on demand.
+            size; ``"register"``: registered with the driver where they lie, all but the small ones (CUDA only);
+            ``"off"``: they stay where they are, so an mmap-ed checkpoint pages in on demand. Where the system
+            refuses to pin, memory stays unpinned, with a warning that names the limit.
         devices: the rotation: None for every accelerator that torch sees, otherwise the CPU; or a list of
             device names and `roundpipe.Device`, in which an entry may be repeated.
 
@@ -126,16 +162,25 @@ class RoundPipe(nn.Module):
         model: nn.Module,
         source: ChainSource,
         *,
+        make_instead: MakeInstead | None = None,
         optim_dtype: torch.dtype | None = None,
         name: str | None = None,
         model_run_config: RoundPipeRunConfig = RoundPipeRunConfig(),  # noqa: B008 - frozen
         pin_model: PinMode = "alloc",
         devices: Sequence[DeviceLike] | DeviceLike | None = None,
-    ) -> RoundPipe:
-        """A wrapper whose layers come from a source, such as the compiler."""
+    ) -> Self:
+        """A wrapper whose layers come from a source, such as the compiler.
+
+        Args:
+            model: has the parameters.
+            source: gives the layers of each call.
+            make_instead: makes what runs the calls for which the source gives none.
+            optim_dtype, name, model_run_config, pin_model, devices: as for the class.
+        """
         pipe = cls.__new__(cls)
         nn.Module.__init__(pipe)
         pipe._set_up(model, source, optim_dtype, name, model_run_config, pin_model, devices)
+        pipe._state.make_instead = make_instead
         return pipe
 
     @classmethod
@@ -148,7 +193,7 @@ class RoundPipe(nn.Module):
         nn.Module.__init__(pipe)
         all_of = whole._state
         maker = RoundMaker(all_of.engine)
-        shared = (all_of.engine, all_of.host, maker, all_of.optimizer, all_of.gate, all_of.writer)
+        shared = (all_of.engine, all_of.host, maker, all_of.optimizer, all_of.gates, all_of.writer)
         pipe.__dict__["_state"] = _State(model, None, name, source, RoundPipeRunConfig(), *shared)
         pipe.__dict__["training"] = model.training
         return pipe
@@ -169,24 +214,29 @@ class RoundPipe(nn.Module):
             raise ConfigError(f"optim_dtype={optim_dtype!r}; give a floating-point torch.dtype, or None")
         if not isinstance(config, RoundPipeRunConfig):
             raise ConfigError(f"model_run_config is {type(config).__name__}; give a RoundPipeRunConfig")
+        if not isinstance(name, str | None):
+            raise ConfigError(f"name is {type(name).__name__}; give a string, or None for the caller's line")
         name = name or caller_name()
         entries = resolve_devices(devices)
-        if pin_model == "register" and any(torch.device(one.device).type != "cuda" for one in entries):
-            raise ConfigError(
-                "pin_model='register' pins existing memory through CUDA, and devices are "
-                f"{', '.join(str(one.device) for one in entries)}; use 'alloc' or 'off'"
-            )
         backends = open_backends(entries)
-        gate = WeightGate()
-        engine = Engine(backends, name, gate)
+        registrar = open_registrar(backends) if pin_model == "register" else None
+        gates = Gates()
+        engine = Engine(backends, name, gates)
         parameters = model.named_parameters(remove_duplicate=False)
-        optimizer = OptimizerSide(parameters, optim_dtype, name=name, gate=gate)
-        host = HostWeights(pin_model, backends[0].host_buffer)
-        state = _State(model, None, name, source, config, engine, host, RoundMaker(engine), optimizer, gate)
+        optimizer = OptimizerSide(parameters, optim_dtype, name=name, gates=gates, rounds=engine)
+        host = HostWeights(pin_model, backends[0].host_buffer, registrar, model)
+        state = _State(model, None, name, source, config, engine, host, RoundMaker(engine), optimizer, gates)
+        state.settings = {
+            "optim_dtype": optim_dtype,
+            "name": name,
+            "model_run_config": config,
+            "pin_model": pin_model,
+            "devices": entries,
+        }
         self.__dict__["_state"] = state
         self.__dict__["training"] = model.training
         watch = state.watch = LoadWatch(model, optimizer)
-        weakref.finalize(self, _close, engine, optimizer, watch)
+        weakref.finalize(self, _close, engine, optimizer, watch, registrar)
 
     # Calls
 
@@ -199,7 +249,8 @@ class RoundPipe(nn.Module):
         """The model's outputs: split, run as a pipeline, merged.
 
         With grad mode on, ``backward()`` on the outputs runs the backward stages and gradients flow to the
-        arguments that require grad; without, nothing is kept.
+        arguments that require grad; without, nothing is kept. ``torch.autograd.grad`` gives the gradients of
+        arguments, and of what they were made of, but not those of the model's own parameters.
 
         Args:
             *args: the model's arguments, on any device.
@@ -212,10 +263,15 @@ class RoundPipe(nn.Module):
         config = resolve(roundpipe_run_config, self._state.config, num_devices=self._state.engine.num_workers)
         state = self._ready(adds_gradients=config.requires_grad)
         calls = self._calls(args, kwargs, None, config)
+        if calls is None:
+            merged = self._instead().forward(*args, roundpipe_run_config=roundpipe_run_config, **kwargs)
+            self._note_call(args, kwargs, config)
+            return merged
         outputs: list[Any] = []
         for call in calls:
             outputs += self._forward_call(call)
         state.optimizer.raise_pending()
+        self._note_call(args, kwargs, config)
         return microbatch.merge(outputs, config)
 
     def forward_backward(
@@ -231,6 +287,11 @@ class RoundPipe(nn.Module):
 
         Equal to splitting inputs and labels and, for each microbatch, ``loss_fn(model(...), label)``
         followed by ``torch.autograd.backward(loss)``.
+
+        Once steps are asynchronous it returns with the losses: its last backward stages run on while the next
+        call's first ones begin. ``.grad`` is then whole after `synchronize`; `step` takes it when it is. What an
+        unfinished backward raises is raised at the next call into the model. (Rounds with random numbers, and those
+        whose arguments require grad, are always waited for.)
 
         Args:
             input_args: the model's arguments.
@@ -254,23 +315,46 @@ class RoundPipe(nn.Module):
         outputs: list[Any] = []
         arguments: list[tuple[int, str, int, torch.Tensor]] = []
         gradients: list[torch.Tensor | None] = []
-        for call in self._calls(tuple(input_args), input_kwargs, label, config):
+        calls = self._calls(tuple(input_args), input_kwargs, label, config)
+        if calls is None:
+            result = self._instead().forward_backward(
+                input_args, input_kwargs, label, loss_fn, return_outputs, run_config
+            )
+            self._note_call(tuple(input_args), input_kwargs, config)
+            return result
+        for call in calls:
             made = state.maker.train_round(call, loss_fn, return_outputs)
             inputs = input_tensors(made.values)
+            # generators are shared with the caller, who may draw as soon as the call returns
+            made.may_outlive_call = state.optimizer.is_async and not inputs and not made.around.preserve_rng_state
+            state.log.latest = LatestRound(
+                made.schedule, weakref.ref(call.chain), call.elements(), config.recompute_grain, made.may_outlive_call
+            )
             self._run(made)
             losses += finished(made.losses)
             outputs += finished(made.outputs)
             arguments += inputs
             gradients += input_gradients(made, inputs)
+        state.optimizer.end_call()
         # once, since all rounds' arguments may be pieces of one graph
         flow_back([tensor for *_, tensor in arguments], gradients)
+        state.engine.raise_pending()
         state.optimizer.raise_pending()
         total = sum_losses(losses)
+        self._note_call(tuple(input_args), input_kwargs, config)
         return (total, microbatch.merge(outputs, config)) if return_outputs else total
 
-    def _calls(self, args: tuple[Any, ...], kwargs: dict[str, Any], label: Any, config: ResolvedConfig) -> list[Call]:
-        """The microbatches, grouped where neighbours share a chain."""
+    def _calls(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], label: Any, config: ResolvedConfig
+    ) -> list[Call] | None:
+        """The microbatches, grouped where neighbours share a chain; None if one of them has no chain."""
         state = self._state
+        if state.instead is not None and state.source.latest is None:
+            return None  # there never was one
+        if config.auto:
+            elements = sum(tensor.numel() for tensor in structure.tensors([args, kwargs]))
+            samples = microbatch.batch_size(args, kwargs, config)
+            config = state.maker.plans.settle(config, state.last_chain or state.source.latest, samples, elements)
         pieces = microbatch.split(args, kwargs, label, config)
         calls: list[Call] = []
         for one_args, one_kwargs, one_label, events in zip(
@@ -279,6 +363,9 @@ class RoundPipe(nn.Module):
             for event in events:  # the guards below may read the arguments
                 event.synchronize()
             chain = state.source.chain_for(one_args, one_kwargs)
+            if chain is None:
+                state.last_chain = None
+                return None
             if not calls or calls[-1].chain is not chain:
                 calls.append(Call(chain, config, [], [], [], pieces.num_microbatches))
             calls[-1].args.append(one_args)
@@ -286,6 +373,13 @@ class RoundPipe(nn.Module):
             calls[-1].labels.append(one_label)
         state.last_chain = calls[-1].chain
         return calls
+
+    def _instead(self) -> RoundPipe:
+        state = self._state
+        if state.instead is None:
+            assert state.make_instead is not None, "a source that has no chain for a call"
+            state.instead = state.make_instead(self)
+        return state.instead
 
     def _run(self, made: Round) -> None:
         state = self._state
@@ -317,7 +411,7 @@ class RoundPipe(nn.Module):
         if call.config.requires_grad and outs:
             backward_round = maker.backward_round(made, call, plan)
 
-            def run_backward(gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+            def run_backward(gradients: Sequence[torch.Tensor | None], accumulates: bool) -> list[torch.Tensor | None]:
                 for m, carry in enumerate(carries):
                     by_name: dict[str, list[torch.Tensor | None]] = {}
                     for (where, name, position, _), gradient in zip(outs, gradients, strict=True):
@@ -326,7 +420,9 @@ class RoundPipe(nn.Module):
                             found[position] = gradient.to("cpu")
                     for name, found in by_name.items():
                         backward_round.gradients[m].setdefault(name, []).append((found, None))
-                self._run(backward_round)
+                with contextlib.nullcontext() if accumulates else state.optimizer.gradients_aside():
+                    self._run(backward_round)
+                state.optimizer.end_call()
                 return input_gradients(backward_round, inputs)
 
             joined = iter(
@@ -364,7 +460,8 @@ class RoundPipe(nn.Module):
 
         Args:
             step_fn: does the update, such as ``optimizer.step(); optimizer.zero_grad()``. Inside it
-                ``model.parameters()`` are the optimizer's copies.
+                ``model.parameters()`` are the optimizer's copies. One that is not asynchronous may call the model,
+                as LBFGS does to evaluate the loss; the model then has the copies' present values.
             is_async: True returns at once; the next iteration trains on parameters one update old. False
                 waits, and the next iteration sees the update.
             *args: for ``step_fn``.
@@ -374,6 +471,7 @@ class RoundPipe(nn.Module):
             Exception: what an earlier asynchronous ``step_fn`` raised.
         """
         self._state.optimizer.step(step_fn, is_async, args, kwargs)
+        self._state.maker.plans.step_made()
 
     def synchronize(self) -> None:
         """Wait for everything; parameters then hold the latest update and ``.grad`` what is accumulated."""
@@ -481,6 +579,8 @@ class RoundPipe(nn.Module):
         """The layers and the stages as a table: those of the latest call, else those of a call like the example."""
         state = self._state
         chain = state.last_chain or state.source.latest
+        if chain is None and state.instead is not None:
+            return state.instead.partition_table()
         if chain is None:
             return f"{state.name}: not traced yet; the first call traces it, or give compile(example_kwargs=...)"
         plan = state.maker.last_plan
@@ -488,11 +588,75 @@ class RoundPipe(nn.Module):
             config = resolve(None, state.config, num_devices=state.engine.num_workers)
             with contextlib.suppress(DeviceMemoryError):  # the call will say so; the layers can be shown
                 plan = state.maker.plan(Call.like_example(chain, config))
-        return partition_table(chain, plan, title=state.name)
+        return partition_table(chain, plan, title=state.name, measured=state.maker.plans.measured(chain))
 
     def peak_device_bytes(self, reset: bool = False) -> int:
         """Largest number of bytes in use at once on any device since the last reset."""
         return max(self._state.engine.peak_bytes(reset))
+
+    @contextlib.contextmanager
+    def record_timeline(self, path: str | os.PathLike[str] | None = None) -> Iterator[Timeline]:
+        """Record what runs inside: compute, copies and waits of every worker, and the optimizer's thread.
+
+        Recording waits for nothing, so what is recorded runs as it does otherwise; the end of the context waits for
+        all that was begun in it. An error inside leaves the timeline of what ran before it.
+
+            with model.record_timeline("run.json") as timeline:
+                train_a_few_steps()
+            timeline.save("run.png")
+
+        On CPU workers with link speeds, copies take the link's time. On accelerators, spans are those of the device's
+        streams, placed on the host's clock by one moment at the beginning.
+
+        Args:
+            path: written at the end; ``.json`` for ui.perfetto.dev, ``.png`` for a picture. None: see `Timeline.save`.
+
+        Yields:
+            `Timeline`, whose ``spans`` are there once the context has ended.
+
+        Raises:
+            ConfigError: a timeline is being recorded already, or the file can't be written; raised at the beginning.
+            ClosedError: the model was closed.
+        """
+        state = self._state
+        if state.closed:
+            raise ClosedError(f"{state.name} was closed; compile the model again to go on")
+        if path is not None:
+            check_path(path)
+        timeline = Timeline()
+        recorder = state.optimizer.log.recorder = state.engine.start_recording()
+        try:
+            yield timeline
+        finally:
+            try:
+                state.engine.stop_recording()
+                state.optimizer.wait_update()
+            finally:
+                state.optimizer.log.recorder = None
+            timeline.fill(recorder.finish())
+            if path is not None:
+                timeline.save(path)
+
+    def report(self) -> RunReport:
+        """What happened since the report before, or since the model was made; waits for nothing.
+
+        Speed in samples and tokens, seconds per round as measured and as predicted, where each worker's time went,
+        bytes moved, memory of devices and host. ``print(model.report())`` shows it as a table.
+        """
+        state = self._state
+        return make_report(
+            state.name,
+            state.log,
+            state.maker.plans,
+            state.engine,
+            state.optimizer,
+            self._target,
+            time.perf_counter(),
+        )
+
+    def _note_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: ResolvedConfig) -> None:
+        """For `report`."""
+        self._state.log.note(args, kwargs, microbatch.batch_size(args, kwargs, config))
 
     # Life
 
@@ -502,7 +666,7 @@ class RoundPipe(nn.Module):
         if not state.closed:
             state.closed = True
             try:
-                _close(state.engine, state.optimizer, state.watch)
+                _close(state.engine, state.optimizer, state.watch, state.host.registrar)
             finally:
                 state.writer.wait()
 
@@ -516,6 +680,7 @@ class RoundPipe(nn.Module):
         state = self._state
         if state.closed:
             raise ClosedError(f"{state.name} was closed; compile the model again to go on")
+        state.engine.raise_pending()
         state.optimizer.begin_call(adds_gradients)
         state.writer.raise_pending()
         return state
@@ -529,6 +694,8 @@ class RoundPipe(nn.Module):
 
     def set_original_model(self, original_model: nn.Module) -> None:
         """Answer attribute access with another model than the wrapped one."""
+        if not isinstance(original_model, nn.Module):
+            raise ConfigError(f"the original model must be an nn.Module, got {type(original_model).__name__}")
         self._state.original = original_model
 
     @property
@@ -560,6 +727,40 @@ class RoundPipe(nn.Module):
     def __repr__(self) -> str:
         return self.partition_table()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Another wrapper, of a copy of the model, on the same devices with workers of its own.
+
+        The copy starts from the latest weights, without gradients and without anything of an optimizer's: its
+        `optim_parameters` are new, for an optimizer of their own. A compiled model is traced anew at its first call.
+        """
+        if not self._state.settings:
+            raise NotCopyableError(
+                f"{self._state.name} is part of another wrapper and lives by its workers; copy that one, or the module "
+                "that it was made of"
+            )
+        self._state.optimizer.synchronize()
+        pipe = self._copied(memo)
+        pipe.__dict__["training"] = self.training
+        memo[id(self)] = pipe
+        return pipe
+
+    def _copied(self, memo: dict[int, Any]) -> Self:
+        state = self._state
+        model, original, source, make_instead = (
+            copy.deepcopy(one, memo) for one in (state.model, state.original, state.source, state.make_instead)
+        )
+        pipe = type(self).from_source(model, source, make_instead=make_instead, **state.settings)
+        pipe._state.original = original
+        return pipe
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise NotCopyableError(
+            f"{self._state.name} holds threads and device memory, so it can't be pickled, given to torch.save, sent to "
+            "another process or copied with copy.copy. Save the model that it wraps instead: save_checkpoint(dir), "
+            "torch.save(model.state_dict(), file) or torch.save(model.model, file) after synchronize(), and compile "
+            "that again; copy.deepcopy(model) makes an independent one"
+        )
+
     def train(self, mode: bool = True) -> RoundPipe:
         """Set training mode on the wrapper and the model."""
         self._target.train(mode)
@@ -573,6 +774,7 @@ class RoundPipe(nn.Module):
         """The model's parameters; inside ``step_fn``, the optimizer's copies."""
         if inside_optimizer():
             return self.optim_named_parameters(prefix, remove_duplicate)
+        self._state.engine.finish()  # whoever asks may read gradients
         return self._target.named_parameters(prefix, recurse, remove_duplicate)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -615,6 +817,50 @@ class RoundPipe(nn.Module):
         state.optimizer.refresh()
         return result
 
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """What torch calls where the wrapper is a submodule of what loads."""
+        own = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+        try:
+            found = self.load_state_dict(own, False, bool(local_metadata.get("assign_to_params_buffers")))
+        except RuntimeError as error:  # sizes
+            error_msgs.append(str(error))
+            return
+        missing_keys += [prefix + key for key in found.missing_keys]
+        unexpected_keys += [prefix + key for key in found.unexpected_keys]
+
+    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+        """Register a buffer with the model."""
+        self._target.register_buffer(name, tensor, persistent)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter with the model; the optimizer's side has those that were there when it was wrapped."""
+        if param is not None:
+            raise ConfigError(
+                f"parameter {name!r} would have no copy on the optimizer's side, which was made with the wrapper; "
+                "register it with the model before wrapping it"
+            )
+        self._target.register_parameter(name, param)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Refused if the module has parameters; see `register_parameter`."""
+        if module is not None and next(module.parameters(), None) is not None:
+            raise ConfigError(
+                f"the parameters of module {name!r} would have no copies on the optimizer's side, which was made with "
+                "the wrapper; add the module to the model before wrapping it"
+            )
+        self._target.add_module(name, module)
+
+    register_module = add_module
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop accumulated gradients, on the model's side and on the optimizer's."""
         self._state.optimizer.zero_grad(set_to_none)
@@ -626,16 +872,29 @@ class RoundPipe(nn.Module):
 
     def apply(self, fn: Callable[[nn.Module], None]) -> RoundPipe:
         """Apply a function to every module of the model."""
+        self._state.engine.finish()
         self._target.apply(fn)
         return self
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: a call is the work of many threads, which no graph of torch.compile holds."""
+        raise ConfigError(
+            "torch can't compile a wrapper; compile modules of the model before it is wrapped (module.compile()), or "
+            "the model itself for use without the wrapper (torch.compile(model.model))"
+        )
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> RoundPipe:
-        device = fn(torch.empty(0)).device
-        if device.type != "cpu":
+        try:
+            device, problem = str(fn(torch.empty(0)).device), None
+        except (RuntimeError, AssertionError, NotImplementedError) as error:  # a device that torch does not have
+            device, problem = "another device", error
+        if device != "cpu":
+            example = "cuda:0" if problem is not None else device
             raise ConfigError(
                 f"the model's weights stay in host memory and are streamed to the devices; moving them to {device} "
-                f"is not possible. Choose devices with compile(model, devices=[{str(device)!r}])"
-            )
+                f"is not possible. Choose devices with compile(model, devices=[{example!r}])"
+            ) from problem
+        self._state.optimizer.synchronize()
         self._target._apply(fn, recurse)
         self._state.optimizer.refresh()
         return self
@@ -667,13 +926,15 @@ def _warn_of_shared_buffers(children: Sequence[tuple[str, nn.Module]]) -> None:
         )
 
 
-def _close(engine: Engine, optimizer: OptimizerSide, watch: LoadWatch | None) -> None:
+def _close(engine: Engine, optimizer: OptimizerSide, watch: LoadWatch | None, registrar: Registrar | None) -> None:
     if watch is not None:
         watch.end()
     try:
         optimizer.close()
     finally:  # it raises what an update raised that nobody has seen
         engine.close()
+        if registrar is not None:
+            registrar.close()
 
 
 def flow_back(inputs: Sequence[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:

@@ -20,7 +20,7 @@ from itertools import combinations, pairwise, product
 from math import ceil, gcd, inf, log
 from random import Random
 
-from roundpipe.runtime.stage_cost import StageCost, StageCosts, job_needs, round_seconds
+from roundpipe.runtime.stage_cost import StageCost, StageCosts, peak_bytes, round_seconds
 
 _SEARCH_OPS = 3_500_000
 """Effort of one search at most; an op takes 0.1 to 0.2 microseconds."""
@@ -229,7 +229,7 @@ class Search:
         if self.budget_bytes is None:
             return True
         slots = [stage for stage, count in zip(stages, candidate.replicas, strict=True) for _ in range(count)]
-        return max(job_needs(slots, self.num_workers)) <= self.budget_bytes
+        return peak_bytes(slots, self.num_workers) <= self.budget_bytes
 
     def evaluate(self, candidate: Candidate, limit_s: float = inf) -> float:
         """Seconds per round; infinite if the plan does not fit or its bound is above the limit."""
@@ -282,7 +282,7 @@ class Search:
         """Forward and backward edges for a start of the fused tail, against one target time at a time."""
         even: dict[str, dict[int, tuple[int, ...]]] = {"F": {}, "B": {}}
         seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
-        for target_s, cap_bytes in product(self._targets_s(start), self._caps_bytes()):
+        for target_s, cap_bytes in product(self._targets_s(start), self.caps_bytes()):
             forward = self._pack("F", start, target_s, cap_bytes)
             backward = forward and self._pack("B", start, target_s, cap_bytes)
             yield from (pair for pair in product(forward, backward) if pair not in seen)
@@ -317,7 +317,7 @@ class Search:
             key=lambda target_s: min(abs(log(target_s / one_s)) for one_s in alike_s),
         )
 
-    def _caps_bytes(self) -> list[int | None]:
+    def caps_bytes(self) -> list[int | None]:
         """Limits for a stage's weights under which any two stages may meet on a worker, the widest first."""
         if self.budget_bytes is None:
             return [None]
@@ -329,13 +329,14 @@ class Search:
             caps_bytes.append(cap_bytes)
         return caps_bytes[::-1]
 
-    def _allowed(self, phase: str, start: int, stop: int, cap_bytes: int | None) -> bool:
+    def allowed(self, phase: str, start: int, stop: int, cap_bytes: int | None) -> bool:
         """Whether a range is within memory."""
         if cap_bytes is None or self.budget_bytes is None:
             return True
         self.num_ops_left -= _FIT_OPS
-        stage = self.costs.forward(start, stop) if phase == "F" else self.costs.backward(start, stop)
-        own_bytes = stage.gradient_bytes + stage.working_bytes
+        phases = {"F": self.costs.forward, "U": self.costs.fused, "B": self.costs.backward}
+        stage = phases[phase](start, stop)
+        own_bytes = 2 * stage.gradient_bytes + stage.working_bytes  # the visit before brings about as many down
         return stage.weight_bytes <= cap_bytes and 2 * cap_bytes + own_bytes <= self.budget_bytes
 
     def _longest(self, phase: str, edge: int, direction: int, in_time: int, cap_bytes: int | None) -> int:
@@ -343,7 +344,7 @@ class Search:
 
         def allowed(length: int) -> bool:
             other = edge + direction * length
-            return self._allowed(phase, min(edge, other), max(edge, other), cap_bytes)
+            return self.allowed(phase, min(edge, other), max(edge, other), cap_bytes)
 
         return _largest(in_time, allowed)
 
@@ -373,7 +374,7 @@ class Search:
         packed = {tuple(left): None, tuple(reversed(right)): None}
         for count in (len(left), len(left) - 1):
             even = self._even(phase, layers, count)
-            if all(self._allowed(phase, start, stop, cap_bytes) for start, stop in pairwise(even)):
+            if all(self.allowed(phase, start, stop, cap_bytes) for start, stop in pairwise(even)):
                 packed[even] = None
         return list(packed)
 

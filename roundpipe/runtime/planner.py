@@ -9,6 +9,7 @@ Invariant: a plan covers every layer, its peak is within the budget, and equal a
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,12 +17,15 @@ from itertools import pairwise
 from roundpipe.errors import ConfigError, DeviceMemoryError
 from roundpipe.layers import LayerCost
 from roundpipe.runtime import stage_cost
-from roundpipe.runtime.plan_search import Candidate, Search
+from roundpipe.runtime.plan_search import Candidate, Cuts, Search
 from roundpipe.runtime.schedule import ExecutePlan
-from roundpipe.runtime.stage_cost import RecomputeGrain, StageCost, StageCosts
+from roundpipe.runtime.stage_cost import JobNeed, RecomputeGrain, StageCost, StageCosts
 
 _NUM_PREDICTED = 5
 """Plans of different shape that a prediction chooses among."""
+
+_ROUNDING = 1 + 1e-8
+"""Factor within which a range keeps a target time."""
 
 _PREDICT_WITHIN = 1.03
 """How much slower, by the recurrence, a plan may be that a prediction chooses."""
@@ -103,6 +107,72 @@ def plan_replicated(
     return ReplicatedPlan(_to_plan(found[0], len(costs)), found[0].replicas)
 
 
+def plan_greedy(
+    costs: Sequence[LayerCost],
+    *,
+    num_workers: int,
+    num_microbatches: int,
+    memory_budget_bytes: int | None = None,
+    recompute_grain: RecomputeGrain = "stage",
+    names: Sequence[str] | None = None,
+) -> ExecutePlan:
+    """The plan of the simplest method, to compare with; arguments and errors as for `plan`.
+
+    It minimises max(stages, workers) times the heaviest stage: for each start of the fused tail and each time that some
+    range of layers takes, ranges are filled from the left.
+    """
+    _check(costs, num_workers, num_microbatches, recompute_grain, names)
+    table = StageCosts(costs, recompute_grain)
+    search = Search(table, num_workers, num_microbatches, memory_budget_bytes)
+    best: tuple[float, Candidate] | None = None
+    for cap_bytes in search.caps_bytes():
+        best = _fill_greedily(search, cap_bytes, best)
+    if best is None:
+        assert memory_budget_bytes is not None, "without a budget every plan fits"
+        raise DeviceMemoryError(_explain_misfit(table, num_workers, memory_budget_bytes, names))
+    return _to_plan(best[1], len(costs))
+
+
+def _fill_greedily(
+    search: Search, cap_bytes: int | None, best: tuple[float, Candidate] | None
+) -> tuple[float, Candidate] | None:
+    """The best greedy plan whose stages keep a limit for their weights, if it is better than one known."""
+    table, num_workers = search.costs, search.num_workers
+    num_layers = len(table.layers)
+    both_s = [forward + backward for forward, backward in zip(table.forward_s, table.backward_s, strict=True)]
+
+    def fill(phase: str, layers: int, target_s: float) -> Cuts | None:
+        edges, times = [0], table.forward_s if phase == "F" else both_s
+        while edges[-1] < layers:
+            start = edges[-1]
+            stop = min(bisect_right(times, times[start] + target_s * _ROUNDING) - 1, layers)
+            while stop > start and not search.allowed(phase, start, stop, cap_bytes):
+                stop -= 1
+            if stop == start:
+                return None
+            edges.append(stop)
+        return Cuts.single(edges)
+
+    targets_s = {
+        float(f"{both_s[stop] - both_s[start]:.9g}") for stop in range(num_layers + 1) for start in range(stop)
+    }
+    for fused_start in reversed(range(num_layers)):
+        fused_s = table.fused(fused_start, num_layers).seconds
+        if not search.allowed("U", fused_start, num_layers, cap_bytes) or (best and num_workers * fused_s >= best[0]):
+            break
+        for target_s in sorted(target_s for target_s in targets_s if target_s * _ROUNDING >= fused_s):
+            if best is not None and num_workers * target_s >= best[0]:
+                break
+            forward, backward = fill("F", fused_start, target_s), fill("B", fused_start, target_s)
+            if forward is None or backward is None:
+                continue
+            candidate = Candidate(forward, backward)
+            value = max(len(candidate.replicas), num_workers) * target_s
+            if (best is None or value < best[0]) and search.fits(candidate, search.stages(candidate)):
+                best = value, candidate
+    return best
+
+
 def peak_bytes(
     execute_plan: ExecutePlan,
     costs: Sequence[LayerCost],
@@ -110,9 +180,38 @@ def peak_bytes(
     num_workers: int,
     recompute_grain: RecomputeGrain = "stage",
 ) -> int:
-    """Peak of device memory of a training plan: the largest job, with the memory that a worker keeps for weights."""
+    """Peak of device memory of a training plan: the largest of its jobs' needs."""
+    return device_need(execute_plan, costs, num_workers=num_workers, recompute_grain=recompute_grain).total
+
+
+def device_need(
+    execute_plan: ExecutePlan,
+    costs: Sequence[LayerCost],
+    *,
+    num_workers: int,
+    recompute_grain: RecomputeGrain = "stage",
+    replicas: Sequence[int] | None = None,
+) -> JobNeed:
+    """What the job of a training plan needs that needs the most device memory."""
+    needs = stage_needs(
+        execute_plan, costs, num_workers=num_workers, recompute_grain=recompute_grain, replicas=replicas
+    )
+    return max(needs, key=lambda need: need.total)
+
+
+def stage_needs(
+    execute_plan: ExecutePlan,
+    costs: Sequence[LayerCost],
+    *,
+    num_workers: int,
+    recompute_grain: RecomputeGrain = "stage",
+    replicas: Sequence[int] | None = None,
+) -> list[JobNeed]:
+    """Device memory while each job of a training round runs, by what for, in the order of the round."""
     stages = _training_stages(execute_plan, StageCosts(costs, recompute_grain))
-    return max(stage_cost.job_needs(stages, num_workers))
+    counts = [1] * len(stages) if replicas is None else replicas
+    slots = [stage for stage, count in zip(stages, counts, strict=True) for _ in range(count)]
+    return stage_cost.job_needs(slots, num_workers)
 
 
 def round_seconds(
@@ -168,7 +267,7 @@ def _explain_misfit(table: StageCosts, num_workers: int, budget_bytes: int, name
     singles = [(index, index + 1) for index in range(num_layers)]
     plan_of_singles = ExecutePlan(singles[:-1], singles[-1], singles[-2::-1] if num_layers > 1 else ())
     stages = _training_stages(plan_of_singles, table)
-    needs = stage_cost.job_needs(stages, num_workers)
+    needs = [need.total for need in stage_cost.job_needs(stages, num_workers)]
     too_large = [position for position, need_bytes in enumerate(needs) if need_bytes > budget_bytes]
     position = max(too_large, key=lambda one: stages[one].own_bytes)
     layer_index = position if position < num_layers else 2 * (num_layers - 1) - position
@@ -186,5 +285,6 @@ def _explain_misfit(table: StageCosts, num_workers: int, budget_bytes: int, name
         f"layer {layer_index}{name} does not fit the device budget of {budget_bytes:,} bytes even as a stage "
         f"of its own: it needs {needed_bytes:,} bytes, of which weights {layer.weight_bytes:,}, gradients "
         f"{stage.gradient_bytes:,}, activations and carried values {stage.working_bytes:,}, and "
-        f"{next_bytes:,} for the weights uploaded meanwhile. Use {', '.join(remedies)}, or split the layer"
+        f"{next_bytes:,} for weights that come up and gradients that go down meanwhile. "
+        f"Use {', '.join(remedies)}, or split the layer"
     )

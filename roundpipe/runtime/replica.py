@@ -14,8 +14,9 @@ import copy
 import functools
 import types
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -25,6 +26,24 @@ from roundpipe.layers import EXECUTION_DEVICE
 _OWN = ("_parameters", "_buffers", "_modules")
 _CONTAINERS = (dict, OrderedDict, list, tuple, set)
 _PLAIN = (int, float, bool, str, type(None))
+
+
+@dataclass(slots=True)
+class Frozen:
+    """Modules of the user's as they were at one moment: attributes, and which parameters were trained."""
+
+    attributes: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
+    trained: set[nn.Parameter] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, layers: Iterable[nn.Module]) -> Self:
+        """Some layers as they are now."""
+        frozen = cls()
+        for layer in layers:
+            for module in layer.modules():
+                frozen.attributes[module] = dict(module.__dict__)
+            frozen.trained.update(parameter for parameter in layer.parameters() if parameter.requires_grad)
+        return frozen
 
 
 class Replica:
@@ -70,11 +89,12 @@ class Replica:
         """The copy of a module of the original tree."""
         return self._twins[id(original)]
 
-    def refresh(self, tensors: Mapping[int, torch.Tensor]) -> None:
-        """Take over the original's attributes as they are now (mode, probabilities, new hooks).
+    def refresh(self, tensors: Mapping[int, torch.Tensor], frozen: Frozen | None = None) -> None:
+        """Take over the original's attributes (mode, probabilities, new hooks).
 
         Args:
             tensors: by identity of the original's parameters and buffers, what attributes that name one get.
+            frozen: the attributes to take; None: those of now.
         """
         self._plain = []
         self._tensors = tensors
@@ -86,8 +106,9 @@ class Replica:
                 self._plain.append({})
                 continue
             state = twin.__dict__
+            given = original.__dict__ if frozen is None else frozen.attributes[original]
             plain = {}
-            for name, value in original.__dict__.items():
+            for name, value in given.items():
                 if name in _OWN:
                     continue
                 if type(value) in _PLAIN:
@@ -99,8 +120,8 @@ class Replica:
                     state[name] = redirected = self._redirect(value)
                     if redirected is not value:
                         self._redirected.append((state, name))
-            if len(state) != len(original.__dict__):  # set on the twin in an earlier forward, since deleted
-                for name in [name for name in state if name not in original.__dict__]:
+            if len(state) != len(given):  # set on the twin in an earlier forward, since deleted
+                for name in [name for name in state if name not in given]:
                     del state[name]
             if EXECUTION_DEVICE in state:
                 state[EXECUTION_DEVICE] = self._device

@@ -2,7 +2,8 @@
 
 *Host.* A layer's parameters and buffers lie in one byte buffer, each aligned to 64 bytes, pinned once;
 the user's parameter objects become views of it, so an upload is one copy. What can't be moved (tied to
-another layer's buffer, a tensor subclass, ``pin_model="off"``) stays where it is and is copied by itself.
+another layer's buffer, a tensor subclass, ``pin_model="off"``) stays where it is and is copied by itself; so
+does all but the small with ``pin_model="register"``, which is pinned where it lies.
 
 *Device.* Each worker has one arena, as large as the two largest consecutive visits together: odd visits
 lie at its low end, even ones at its high end, so the weights of the next visit come up while this one
@@ -22,6 +23,7 @@ down once and `Pending.settle` adds them to the host parameters' ``.grad``.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import enum
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -32,8 +34,9 @@ import torch
 from torch import nn
 
 from roundpipe.errors import ConfigError
-from roundpipe.runtime.backend import Backend, Event, Lane
-from roundpipe.runtime.replica import Replica
+from roundpipe.runtime.backend import Backend, Event, Lane, Moment
+from roundpipe.runtime.pinning import Registrar
+from roundpipe.runtime.replica import Frozen, Replica
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +102,15 @@ class Entry:
         flat = region[self.offset : self.offset + self.num_bytes].view(self.dtype)
         return torch.as_strided(flat, self.shape, self.strides, flat.storage_offset()).data
 
+    def own_view(self, region: torch.Tensor) -> torch.Tensor:
+        """The same, with a storage of its own too: what saves or copies a tensor takes the whole storage."""
+        if not self.num_bytes:
+            return self.view(region)
+        part = region[self.offset : self.offset + self.num_bytes]
+        block = (ctypes.c_ubyte * self.num_bytes).from_address(part.data_ptr())
+        block.memory = part  # type: ignore[attr-defined]  # keeps it
+        return torch.as_strided(torch.frombuffer(block, dtype=torch.uint8).view(self.dtype), self.shape, self.strides)
+
 
 def _collect(layer: nn.Module) -> list[tuple[torch.Tensor, bool, list[tuple[nn.Module, str]]]]:
     found: dict[int, tuple[torch.Tensor, bool, list[tuple[nn.Module, str]]]] = {}
@@ -141,6 +153,8 @@ class LayerWeights:
         self.writes_buffers: dict[bool, bool] = {}
         """Whether a forward writes buffers, by whether any module of the layer is in training mode; learned
         by comparing values, since some operators (batch_norm) write without a change of version."""
+        self.leaves_traces: dict[bool, bool] = {}
+        """Whether a forward leaves other buffers or attributes behind, by the same; learned at each release."""
         self.draws_python: dict[bool, bool] = {}
         """Whether a forward draws from Python's or NumPy's generators, by the same; learned at the first call."""
 
@@ -178,7 +192,7 @@ class LayerWeights:
         with torch.no_grad():
             for entry in self.entries[: self.num_packed]:
                 tensor = entry.tensor
-                view = entry.view(buffer)
+                view = entry.own_view(buffer)
                 view.copy_(tensor)
                 tensor.data = view
         self.packed = buffer
@@ -192,6 +206,14 @@ class LayerWeights:
             entry.fits and (entry.tensor.data_ptr() == base + entry.offset or not entry.num_bytes)
             for entry in self.entries[: self.num_packed]
         )
+
+    def may_leave_traces(self) -> bool:
+        """Whether a forward in the present mode leaves buffers or attributes changed, as far as is known."""
+        return self.leaves_traces.get(any(module.training for module in self.layer.modules()), True)
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The layer's parameters as the original modules have them now."""
+        return [entry.tensor for entry in self.entries if entry.is_parameter and entry.fits]
 
     @property
     def packed_bytes(self) -> int:
@@ -235,20 +257,43 @@ class HostWeights:
     Args:
         pin: how to pin; see `roundpipe.RoundPipe`.
         allocate: makes a (pinned) host byte buffer.
+        registrar: pins memory where it lies; for ``"register"``.
+        model: all that will ever be asked for; with a registrar, its tensors are pinned at the first layer asked for,
+            together, since some may share pages.
     """
 
-    def __init__(self, pin: PinMode, allocate: Callable[[int], torch.Tensor]) -> None:
+    def __init__(
+        self,
+        pin: PinMode,
+        allocate: Callable[[int], torch.Tensor],
+        registrar: Registrar | None = None,
+        model: nn.Module | None = None,
+    ) -> None:
+        assert (pin == "register") == (registrar is not None)
         self._pin = pin
         self._allocate = allocate
+        self.registrar = registrar
+        self._model = model
+        self._to_register = True
+        self._said_where = False
         self._packed: dict[tuple[int, ...], torch.Tensor] = {}
         self._owner: dict[int, tuple[int, ...]] = {}
         self._layers: dict[int, LayerWeights] = {}
+
+    def is_prepared(self, layer: nn.Module) -> bool:
+        """Whether `prepare` would change nothing."""
+        known = self._layers.get(id(layer))
+        pinned = self.registrar is None or not self.registrar.has_lost
+        return pinned and known is not None and known.layer is layer and known.is_current()
 
     def prepare(self, name: str, layer: nn.Module) -> None:
         """Pack a layer at first sight, and again if its tensors got other shapes or dtypes since."""
         known = self._layers.get(id(layer))
         if known is not None and known.layer is layer and not known.is_current():
             self._unpack(self._layers.pop(id(layer)))
+        if self.registrar is not None and self.registrar.has_lost:
+            self._to_register = True
+            self._register(())
         with torch.inference_mode(False):  # also if the first call is for inference, the weights can be trained later
             self.layer(name, layer)
 
@@ -276,6 +321,8 @@ class HostWeights:
         def may_pack(tensor: torch.Tensor) -> bool:
             if self._pin == "off" or not _is_plain(tensor):
                 return False
+            if self.registrar is not None and self.registrar.suits(tensor):
+                return False
             owner = self._owner.get(id(tensor))
             return owner is None or owner == key
 
@@ -289,9 +336,11 @@ class HostWeights:
                 if not tensor.is_meta and tensor.device.type != "cpu":
                     logger.warning("%s: moving weights from %s to host memory", name, tensor.device)
                     tensor.data = tensor.data.cpu()
+            self._register(tensors)
             weights.lay_out(may_pack)
             if weights.num_packed:
                 buffer = self._allocate(weights.packed_bytes)
+                self._say_where(buffer)
                 weights.pack(buffer)
                 self._packed[key] = buffer
                 for entry in weights.entries[: weights.num_packed]:
@@ -299,21 +348,47 @@ class HostWeights:
         self._layers[id(layer)] = weights
         return weights
 
+    def _say_where(self, buffer: torch.Tensor) -> None:
+        if not self._said_where:
+            self._said_where = True
+            kind = "pinned" if buffer.is_pinned() else "unpinned"
+            logger.info("pin_model=%r: weights are packed into %s host memory", self._pin, kind)
+
+    def _register(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Pin a layer's tensors where they lie, and the whole model's, if that is due."""
+        if self.registrar is None:
+            return
+        is_due, self._to_register = self._to_register, False
+        whole = [*self._model.parameters(), *self._model.buffers()] if is_due and self._model is not None else []
+        self.registrar.register(tensor for tensor in [*whole, *tensors] if _is_plain(tensor))
+
 
 @dataclass(slots=True)
 class Pending:
     """Gradients and buffers on their way to the host."""
 
     event: Event | None = None
+    moments: tuple[Moment, Moment] | None = None
+    """When the copies began, and when they were done."""
+    num_bytes: int = 0
     gradients: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """Host parameter, downloaded gradient."""
     buffers: list[tuple[list[tuple[nn.Module, str]], torch.Tensor | None]] = field(default_factory=list)
     """Places in the original tree, downloaded value."""
 
-    def settle(self) -> None:
-        """Wait for the copies, add gradients to ``.grad`` and write buffers back."""
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is on its way."""
+        return not (self.gradients or self.buffers)
+
+    def wait(self) -> None:
+        """Wait for the copies."""
         if self.event is not None:
             self.event.synchronize()
+
+    def settle(self) -> None:
+        """Wait for the copies, add gradients to ``.grad`` and write buffers back."""
+        self.wait()
         with torch.no_grad():
             for parameter, gradient in self.gradients:
                 if parameter.grad is None:
@@ -355,15 +430,23 @@ class BoundLayer:
         """The layer to call."""
         return self.replica.module
 
-    def bind(self, region: torch.Tensor, loose: dict[int, torch.Tensor | None], with_gradients: bool) -> None:
+    def bind(
+        self,
+        region: torch.Tensor,
+        loose: dict[int, torch.Tensor | None],
+        with_gradients: bool,
+        frozen: Frozen | None = None,
+    ) -> None:
         """Point the replica at the weights in ``region``."""
         bound: list[tuple[Entry, torch.Tensor | None]] = []
         for index, entry in enumerate(self.weights.entries):
             tensor = loose[index] if index in loose else entry.view(region)
             if entry.is_parameter and tensor is not None:
-                tensor = self._as_parameter(tensor, entry, with_gradients)
+                trained = entry.tensor.requires_grad if frozen is None else entry.tensor in frozen.trained
+                tensor = self._as_parameter(tensor, entry, with_gradients and trained)
             bound.append((entry, tensor))
-        self.replica.refresh({id(entry.tensor): tensor for entry, tensor in bound if tensor is not None and entry.fits})
+        tensors = {id(entry.tensor): tensor for entry, tensor in bound if tensor is not None and entry.fits}
+        self.replica.refresh(tensors, frozen)
         self._is_training = any(module.training for module in self.replica.module.modules())
         twin = self.replica.twin
         for entry, tensor in bound:
@@ -375,12 +458,14 @@ class BoundLayer:
         for place in self.weights.empty:
             self._bind_buffer([place], None)
 
-    def _as_parameter(self, tensor: torch.Tensor, entry: Entry, with_gradients: bool) -> nn.Parameter:
-        trainable = entry.tensor.requires_grad and with_gradients
+    def _as_parameter(self, tensor: torch.Tensor, entry: Entry, trainable: bool) -> nn.Parameter:
         if not isinstance(tensor, nn.Parameter) or tensor.requires_grad != trainable:
             tensor = nn.Parameter(tensor.detach(), requires_grad=trainable)
         if trainable:
             self.parameters.append((entry, tensor))
+            if tensor is not entry.tensor:
+                for hook in (entry.tensor._backward_hooks or {}).values():
+                    tensor.register_hook(hook)  # as on the original, once per microbatch
         return tensor
 
     def _bind_buffer(self, places: list[tuple[nn.Module, str]], tensor: torch.Tensor | None) -> None:
@@ -403,6 +488,11 @@ class BoundLayer:
     @writes_buffers.setter
     def writes_buffers(self, value: bool) -> None:
         self.weights.writes_buffers[self._is_training] = value
+
+    def left_traces(self, did: bool) -> None:
+        """A forward in the current mode left other buffers or attributes behind, or did not."""
+        known = self.weights.leaves_traces
+        known[self._is_training] = did or known.get(self._is_training, False)
 
     @property
     def draws_python(self) -> bool | None:
@@ -474,27 +564,42 @@ class Visit:
         self._parts: list[tuple[torch.Tensor, dict[int, torch.Tensor | None]]] = []
         self._copies: list[torch.Tensor] = []
         offset = 0
+        self.began = backend.moment(Lane.WEIGHTS)
+        """When the copies began."""
         for layer in layers:
             part = region[offset : offset + layer.weights.num_bytes]
             loose, copies = layer.weights.upload(backend, part)
             self._parts.append((part, loose))
             self._copies += copies
             offset += _aligned(layer.weights.num_bytes)
-        self._uploaded = backend.record(Lane.WEIGHTS)
+        self.uploaded = backend.record(Lane.WEIGHTS)
+        """The event after which the weights are on the device."""
+        self.arrived = backend.moment(Lane.WEIGHTS)
+        """When they were."""
         self._held = contextlib.ExitStack()
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that the weights take."""
+        return self._region.numel()
 
     @property
     def weights_memory(self) -> torch.Tensor:
         """The device memory that the weights are in."""
         return self._region
 
-    def ready(self, with_gradients: bool) -> None:
-        """Let the COMPUTE stream wait for the weights and bind them."""
-        self._backend.wait(Lane.COMPUTE, self._uploaded)
+    def ready(self, with_gradients: bool, frozen: Frozen | None = None) -> None:
+        """Let the COMPUTE stream wait for the weights and bind them.
+
+        Args:
+            with_gradients: whether a backward follows.
+            frozen: the user's modules as they are to be taken; None: as they are now.
+        """
+        self._backend.wait(Lane.COMPUTE, self.uploaded)
         self._backend.check_ready(self._copies)
         self._copies.clear()
         for layer, (part, loose) in zip(self.layers, self._parts, strict=True):
-            layer.bind(part, loose, with_gradients)
+            layer.bind(part, loose, with_gradients, frozen)
         gradient_bytes = sum(p.nbytes for layer in self.layers for _, p in layer.parameters)
         self._held.enter_context(self._backend.hold(gradient_bytes, "gradients"))
         self.state = State.RESIDENT
@@ -513,6 +618,7 @@ class Visit:
         alive: list[Any] = []
         down: list[torch.Tensor] = []
         backend.wait(Lane.GRADIENTS, computed)
+        began, moved_bytes = backend.moment(Lane.GRADIENTS), backend.moved_bytes[Lane.GRADIENTS]
         for layer in self.layers:
             for entry, parameter in layer.parameters:
                 gradient = parameter.grad
@@ -520,16 +626,21 @@ class Visit:
                     down.append(gradient)
                     pending.gradients.append((entry.tensor, backend.download(gradient, lane=Lane.GRADIENTS)))
             if keep_buffers:
-                for places, value in layer.changed_buffers():
+                buffers = list(layer.changed_buffers())
+                attributes = layer.replica.changed_attributes()
+                for places, value in buffers:
                     if value is None:
                         pending.buffers.append((places, None))
                         continue
                     down.append(value)
                     pending.buffers.append((places, backend.download(value, lane=Lane.GRADIENTS)))
-                for module, name, plain in layer.replica.changed_attributes():
+                for module, name, plain in attributes:
                     module.__dict__[name] = plain
+                layer.left_traces(bool(buffers or attributes))
         if down:
             pending.event = backend.record(Lane.GRADIENTS)
+            pending.moments = began, backend.moment(Lane.GRADIENTS)
+            pending.num_bytes = backend.moved_bytes[Lane.GRADIENTS] - moved_bytes
             events.append(pending.event)
             alive = down
         self.drop()
@@ -554,16 +665,23 @@ class Arena:
         self._readers: list[list[Event]] = [[], []]
         self._parity = 0
 
-    def reserve(self, sizes_bytes: Sequence[int]) -> None:
-        """Make room for visits of these sizes one after the other; between rounds only."""
+    @staticmethod
+    def room(sizes_bytes: Sequence[int]) -> int:
+        """Bytes for visits of which at most two, one after the other, are there at once."""
         sizes = [_aligned(size) for size in sizes_bytes] or [0]
-        needed = max(a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True))
-        if self._buffer is None or self._buffer.numel() < needed:
+        return max(a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True))
+
+    def has_room(self, sizes_bytes: Sequence[int]) -> bool:
+        """Whether visits of these sizes fit one after the other."""
+        return self._buffer is not None and self._buffer.numel() >= self.room(sizes_bytes)
+
+    def reserve(self, sizes_bytes: Sequence[int]) -> None:
+        """Make room for visits of these sizes one after the other; while no visit is open, if that needs more."""
+        if not self.has_room(sizes_bytes):
             self.free()
-            self._buffer = self._backend.allocate(needed, "weights")
+            self._buffer = self._backend.allocate(self.room(sizes_bytes), "weights")
             allocated = self._backend.record(Lane.COMPUTE)  # whoever had the memory before used it on COMPUTE
             self._readers = [[allocated], [allocated]]
-        self._parity = 0
 
     def free(self) -> None:
         """Give the memory back."""

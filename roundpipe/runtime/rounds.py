@@ -1,7 +1,7 @@
 """From one call's microbatches to a round that the engine can run, and from a finished round to results.
 
-Everything that a call decides is decided here, in the caller's thread: which plan (given, or the planner's, kept
-per chain and size), which values flow where, which gradients are wanted, the seed, the surroundings.
+Everything that a call decides is decided here, in the caller's thread: which plan (`Plans`), which values flow where,
+which gradients are wanted, the seed, the surroundings.
 """
 
 from __future__ import annotations
@@ -9,73 +9,23 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from roundpipe import structure
-from roundpipe.errors import DeviceMemoryError
-from roundpipe.layers import LayerChain, LayerCost, is_differentiable
+from roundpipe.layers import LayerChain, is_differentiable
 from roundpipe.runtime.ambient import caller_ambient
-from roundpipe.runtime.config import ResolvedConfig, microbatch_count
-from roundpipe.runtime.engine import Engine, HostValue, Round
+from roundpipe.runtime.config import microbatch_count
+from roundpipe.runtime.engine import Engine
 from roundpipe.runtime.flow import flow, names_with_gradient, reads_of_backward
-from roundpipe.runtime.planner import plan as choose_plan
+from roundpipe.runtime.plans import Call, Plans
 from roundpipe.runtime.recompute import BufferHistory, SavedData, draw_base_seed
+from roundpipe.runtime.round import HostValue, Round
 from roundpipe.runtime.schedule import ExecutePlan, Phase, Schedule, ScheduleKind, make_schedule
 from roundpipe.runtime.stage import LossFunction, Surroundings
 
-GUESSED_ACTIVATIONS = 4
-"""Values as large as the arguments that a layer of a chain without measured costs is taken to keep."""
-
 MicrobatchValues = list[dict[str, HostValue]]
-
-
-@dataclass(slots=True)
-class Call:
-    """The microbatches of one call that share a chain."""
-
-    chain: LayerChain
-    config: ResolvedConfig
-    args: list[tuple[Any, ...]]
-    kwargs: list[dict[str, Any]]
-    labels: list[Any]
-    total_microbatches: int
-    """Of the whole call, for `num_microbatches`."""
-
-    @classmethod
-    def like_example(cls, chain: LayerChain, config: ResolvedConfig) -> Call:
-        """A call that is only planned: the example's elements, split evenly."""
-        number = config.num_microbatch
-        piece = torch.empty(-(-chain.example_elements // number), device="meta")
-        return cls(chain, config, [(piece,)] * number, [{}] * number, [None] * number, number)
-
-    @property
-    def num_microbatches(self) -> int:
-        """Microbatches of this round."""
-        return len(self.args)
-
-    def elements(self) -> int:
-        """Tensor elements of the largest microbatch's arguments."""
-        return max(
-            sum(tensor.numel() for tensor in structure.tensors(one)) for one in zip(self.args, self.kwargs, strict=True)
-        )
-
-    def argument_bytes(self) -> int:
-        """Bytes of the tensors in the largest microbatch's arguments."""
-        return max(
-            sum(tensor.nbytes for tensor in structure.tensors(one)) for one in zip(self.args, self.kwargs, strict=True)
-        )
-
-
-@dataclass(slots=True)
-class _ChainFacts:
-    """What is worked out once per chain."""
-
-    shared_with: list[frozenset[int]]
-    """Per layer: other layers that have one of its parameters."""
-    plans: dict[tuple[Any, ...], ExecutePlan] = field(default_factory=dict)
 
 
 class RoundMaker:
@@ -87,13 +37,15 @@ class RoundMaker:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._facts: weakref.WeakKeyDictionary[LayerChain, _ChainFacts] = weakref.WeakKeyDictionary()
+        self.plans = Plans(engine.num_workers, (one.memory_budget_bytes for one in engine.backends))
         self.last_plan: ExecutePlan | None = None
         """The plan of the latest round, for the partition table."""
+        self._shared: weakref.WeakKeyDictionary[LayerChain, list[frozenset[int]]] = weakref.WeakKeyDictionary()
 
-    def _facts_of(self, chain: LayerChain) -> _ChainFacts:
-        facts = self._facts.get(chain)
-        if facts is None:
+    def _shared_with(self, chain: LayerChain) -> list[frozenset[int]]:
+        """Per layer, other layers that have one of its parameters."""
+        found = self._shared.get(chain)
+        if found is None:
             holders: dict[int, set[int]] = {}
             for index, layer in enumerate(chain):
                 for parameter in layer.parameters():
@@ -102,41 +54,12 @@ class RoundMaker:
             for indices in holders.values():
                 for index in indices:
                     shared[index] |= indices - {index}
-            facts = self._facts[chain] = _ChainFacts([frozenset(one) for one in shared])
-        return facts
+            found = self._shared[chain] = [frozenset(one) for one in shared]
+        return found
 
     def plan(self, call: Call) -> ExecutePlan:
-        """The plan of a call: the user's, or the planner's for microbatches of this size.
-
-        Raises:
-            ScheduleError: the user's plan does not fit the chain.
-            DeviceMemoryError: a layer does not fit on a device.
-        """
-        chain, config = call.chain, call.config
-        if config.execute_plan is not None:
-            config.execute_plan.validate(len(chain))
-            return config.execute_plan
-        budgets = [one.memory_budget_bytes for one in self._engine.backends if one.memory_budget_bytes is not None]
-        budget = min(budgets) if budgets else None
-        factor = call.elements() / chain.example_elements if chain.example_elements else 1.0
-        size = factor if chain.example_elements or not budget else call.argument_bytes()
-        key = (call.num_microbatches, config.recompute_grain, budget, size if budget else round(size, 1))
-        plans = self._facts_of(chain).plans
-        if key not in plans:
-            choose = functools.partial(
-                choose_plan,
-                num_workers=self._engine.num_workers,
-                num_microbatches=call.num_microbatches,
-                memory_budget_bytes=budget,
-                recompute_grain=config.recompute_grain,
-                names=[spec.name for spec in chain.specs],
-            )
-            costs = [cost.scaled(factor) for cost in chain.costs]
-            try:
-                plans[key] = choose(_with_guessed_activations(costs, call) if budget else costs)
-            except DeviceMemoryError:
-                plans[key] = choose(costs)  # a guess must not refuse what may fit
-        return plans[key]
+        """The plan of a call; see `Plans.plan`."""
+        return self.plans.plan(call)
 
     def enter_values(self, call: Call) -> MicrobatchValues:
         """The first carry of each microbatch."""
@@ -153,6 +76,7 @@ class RoundMaker:
         plan = self.plan(call)
         values = self.enter_values(call)
         made = self._round(call, plan, "train", values, self._around(call, values, keep_history=True))
+        made.spare_bytes = self.plans.spare_bytes(call, plan)
         made.loss_fn = loss_fn
         made.labels = call.labels
         made.return_outputs = return_outputs
@@ -160,6 +84,7 @@ class RoundMaker:
         made.losses = [None] * call.num_microbatches
         made.outputs = [None] * call.num_microbatches
         made.microbatch_context = functools.partial(microbatch_count, call.total_microbatches)
+        self.plans.measure(made, call)
         return made
 
     def forward_round(self, call: Call, *, with_backward: bool) -> Round:
@@ -203,6 +128,7 @@ class RoundMaker:
             around=around,
             values=values,
             gradients=[{} for _ in values],
+            given=frozenset(name for one in values for name in one),
             tied_after=self._tied(chain, schedule),
         )
 
@@ -223,7 +149,7 @@ class RoundMaker:
 
     def _tied(self, chain: LayerChain, schedule: Schedule) -> dict[int, list[int]]:
         """Per job, the earlier jobs that bring gradients of the same parameters."""
-        shared = self._facts_of(chain).shared_with
+        shared = self._shared_with(chain)
         if not any(shared):
             return {}
         backward = [job for job in schedule.jobs if job.phase is not Phase.FORWARD]
@@ -235,16 +161,6 @@ class RoundMaker:
             ]
             for job in backward
         }
-
-
-def _with_guessed_activations(costs: list[LayerCost], call: Call) -> list[LayerCost]:
-    """Costs for a chain that nobody measured: a layer keeps and passes on a few times the call's arguments."""
-    if call.chain.example_elements or any(cost.activation_bytes or cost.carry_bytes for cost in costs):
-        return costs
-    given_bytes = call.argument_bytes()
-    return [
-        replace(cost, activation_bytes=GUESSED_ACTIVATIONS * given_bytes, carry_bytes=given_bytes) for cost in costs
-    ]
 
 
 def _requires_grad(value: Any) -> bool:

@@ -190,7 +190,7 @@ class TaskKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One stage times all microbatches, on one worker."""
+    """One stage times all microbatches (or its replica's share of them), on one worker."""
 
     index: int
     """Counts over rounds; the worker is ``index mod N``."""
@@ -200,6 +200,10 @@ class Job:
     worker: int
     name: str
     """Short name within its round: F0, F1, .., U, B1, B2, .."""
+    replica: int = 0
+    """Which of the stage's jobs this is, where several share its microbatches."""
+    num_replicas: int = 1
+    """Consecutive jobs that share the stage's microbatches: microbatch m belongs to replica m mod r."""
 
     @property
     def layers(self) -> range:
@@ -254,6 +258,22 @@ class Schedule:
         """Whether a job belongs to this round."""
         return self.first_job <= job_index < self.next_job
 
+    def microbatches(self, job: Job) -> range:
+        """The microbatches that a job runs, in order."""
+        return range(job.replica, self.num_microbatches, job.num_replicas)
+
+    def last_run(self, job: Job) -> Task:
+        """The RUN of a job's last microbatch."""
+        return Task(TaskKind.RUN, job.index, self.microbatches(job)[-1])
+
+    def job_before(self, job: Job, microbatch: int) -> Job | None:
+        """The job of the stage before that runs a microbatch; None: the job is of the round's first stage."""
+        behind = job.index - job.replica - 1
+        if not self.has_job(behind):
+            return None
+        count = self.job(behind).num_replicas
+        return self.job(behind - count + 1 + microbatch % count)
+
     def tasks(self, worker: int) -> tuple[Task, ...]:
         """What a worker executes, in order."""
         return self.worker_tasks[worker]
@@ -263,25 +283,28 @@ class Schedule:
 
         RUN (K, m) waits for (K, m - 1) and (K - 1, m); the first microbatch of K also for K's weights and
         for the end of job K - N, which held the worker before. PREFETCH K waits for the release of job
-        K - 2N, whose memory it takes.
+        K - 2N, whose memory it takes. Where stages have r replicas, read the job's microbatch before for
+        m - 1, and the replica of the stage before that runs m for K - 1.
         """
         job_index, num_workers = task.job_index, self.num_workers
         if task.kind is TaskKind.PREFETCH:
             earlier = job_index - MAX_RESIDENT_JOBS * num_workers
             return (Task(TaskKind.RELEASE, earlier),) if self.has_job(earlier) else ()
+        job = self.job(job_index)
         if task.kind is TaskKind.RELEASE:
-            return (Task(TaskKind.RUN, job_index, self.num_microbatches - 1),)
+            return (self.last_run(job),)
         microbatch = task.microbatch
         assert microbatch is not None, f"a RUN task without microbatch: {task}"
         waits = []
-        if microbatch > 0:
-            waits.append(Task(TaskKind.RUN, job_index, microbatch - 1))
+        if microbatch >= job.num_replicas:
+            waits.append(Task(TaskKind.RUN, job_index, microbatch - job.num_replicas))
         else:
             waits.append(Task(TaskKind.PREFETCH, job_index))
             if self.has_job(job_index - num_workers):
-                waits.append(Task(TaskKind.RUN, job_index - num_workers, self.num_microbatches - 1))
-        if self.has_job(job_index - 1):
-            waits.append(Task(TaskKind.RUN, job_index - 1, microbatch))
+                waits.append(self.last_run(self.job(job_index - num_workers)))
+        before = self.job_before(job, microbatch)
+        if before is not None:
+            waits.append(Task(TaskKind.RUN, before.index, microbatch))
         return tuple(waits)
 
     def __str__(self) -> str:
@@ -299,7 +322,7 @@ def _worker_tasks(jobs: Sequence[Job], worker: int, num_microbatches: int) -> It
     for position, job in enumerate(mine):
         if position + 1 < len(mine):
             yield Task(TaskKind.PREFETCH, mine[position + 1].index)
-        for microbatch in range(num_microbatches):
+        for microbatch in range(job.replica, num_microbatches, job.num_replicas):
             yield Task(TaskKind.RUN, job.index, microbatch)
         yield Task(TaskKind.RELEASE, job.index)
 
@@ -311,6 +334,7 @@ def make_schedule(
     *,
     first_job: int = 0,
     kind: ScheduleKind = "train",
+    replicas: Sequence[int] | None = None,
 ) -> Schedule:
     """The schedule of one round of a plan.
 
@@ -331,10 +355,12 @@ def make_schedule(
             rotation going.
         kind: ``"train"``: forward, fused and backward jobs; ``"forward"``: forward jobs over all layers;
             ``"backward"``: backward jobs over all layers. The last two treat the fused tail as any stage.
+        replicas: per stage, how many consecutive jobs share its microbatches; None = one. The simulator plays
+            such schedules; the engine runs those without replicas.
 
     Raises:
-        ScheduleError: the plan does not cover its layers, has no fused tail to train with, or a count is
-            not positive.
+        ScheduleError: the plan does not cover its layers, has no fused tail to train with, a count is
+            not positive, or a stage has more replicas than there are workers or microbatches.
     """
     if num_workers < 1 or num_microbatches < 1 or first_job < 0:
         raise ScheduleError(
@@ -361,9 +387,17 @@ def make_schedule(
         stages += [(Phase.BACKWARD, f"B{index}", one) for index, one in enumerate(plan.backward_stages, 1)]
     else:
         raise ScheduleError(f"kind is {kind!r}; allowed are 'train', 'forward' and 'backward'")
+    counts = [1] * len(stages) if replicas is None else list(replicas)
+    most = min(num_workers, num_microbatches)
+    if len(counts) != len(stages) or any(not 1 <= count <= most for count in counts):
+        raise ScheduleError(
+            f"replicas={counts} for {len(stages)} stages: give one count per stage, from 1 to {most}, the smaller of "
+            "the numbers of workers and of microbatches"
+        )
+    slots = [(*stage, replica, count) for stage, count in zip(stages, counts, strict=True) for replica in range(count)]
     jobs = tuple(
-        Job(index, phase, start, stop, index % num_workers, name)
-        for index, (phase, name, (start, stop)) in enumerate(stages, first_job)
+        Job(index, phase, start, stop, index % num_workers, name, replica, count)
+        for index, (phase, name, (start, stop), replica, count) in enumerate(slots, first_job)
     )
     worker_tasks = tuple(tuple(_worker_tasks(jobs, worker, num_microbatches)) for worker in range(num_workers))
     return Schedule(kind, num_layers, num_workers, num_microbatches, jobs, worker_tasks, first_job)
@@ -443,7 +477,10 @@ class _Walk:
             return f"worker {worker} has {task}, which is not its own"
         if task in self.done:
             return f"worker {worker} has {task} twice"
-        if task.microbatch is not None and task.microbatch >= schedule.num_microbatches:
+        job = schedule.job(task.job_index)
+        if task.microbatch is not None and task.microbatch not in schedule.microbatches(job):
+            if task.microbatch < schedule.num_microbatches:
+                return f"worker {worker} has {task}, which is another replica's"
             return f"worker {worker} has {task}, but there are {schedule.num_microbatches} microbatches"
         return None
 
@@ -474,8 +511,9 @@ def _check_jobs(schedule: Schedule) -> str | None:
         if job.index != index or job.worker != index % schedule.num_workers:
             expected = f"index {index} on worker {index % schedule.num_workers}"
             return f"{job} has index {job.index} on worker {job.worker}; it must have {expected}"
-    forward = [layer for job in schedule.jobs if job.phase is not Phase.BACKWARD for layer in job.layers]
-    backward = [layer for job in schedule.jobs if job.phase is not Phase.FORWARD for layer in reversed(job.layers)]
+    stages = [job for job in schedule.jobs if job.replica == 0]
+    forward = [layer for job in stages if job.phase is not Phase.BACKWARD for layer in job.layers]
+    backward = [layer for job in stages if job.phase is not Phase.FORWARD for layer in reversed(job.layers)]
     layers = list(range(schedule.num_layers))
     if schedule.kind != "backward" and forward != layers:
         return f"the forward visits layers {forward}; it must visit 0 to {layers[-1]} in order, once each"
@@ -502,7 +540,7 @@ def check(schedule: Schedule) -> None:
         broken = walk.broken
     if broken is None:
         for job in schedule.jobs:
-            runs = (Task(TaskKind.RUN, job.index, m) for m in range(schedule.num_microbatches))
+            runs = (Task(TaskKind.RUN, job.index, m) for m in schedule.microbatches(job))
             missing = [task for task in (*runs, Task(TaskKind.RELEASE, job.index)) if task not in walk.done]
             if missing:
                 broken = f"worker {job.worker} never comes to {missing[0]}"

@@ -1,8 +1,9 @@
 """Replays schedules against compute, links, host memory and the optimizer: what a plan will take.
 
-Every round is the same `Schedule` that the engine walks. Each worker computes its ops in the order of its tasks and
-has one link up and one down; values that stages hand on go before weights, which go before gradients.
-All links and the optimizer share the host's memory bandwidth. Left out: the cost of starting
+Every round is the same `Schedule` that the engine walks; the next one begins when the losses are known, and, if a step
+of the optimizer lies between them, when the step before that is done. Each worker computes its ops in the order of its
+tasks and has one link up and one down; values that stages hand on go before weights, which go before
+gradients. All links and the optimizer share the host's memory bandwidth. Left out: the cost of starting
 anything, the allocator, and values that skip stages beyond what ``carry_bytes`` counts.
 
 Invariant: with links that take no time and no optimizer, a round takes what `stage_cost.round_seconds` says.
@@ -10,15 +11,32 @@ Invariant: with links that take no time and no optimizer, a round takes what `st
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from math import ceil, inf
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import gcd, inf
+from typing import Literal, Protocol
 
 from roundpipe.errors import ConfigError
 from roundpipe.layers import LayerCost
-from roundpipe.runtime.schedule import ExecutePlan, Job, Phase, Schedule, Task, TaskKind, make_schedule
-from roundpipe.runtime.stage_cost import RecomputeGrain, StageCost, StageCosts
+from roundpipe.runtime.replay import Clock, Link, Node, Op, Transfer
+from roundpipe.runtime.schedule import ExecutePlan, Job, Phase, Schedule, make_schedule
+from roundpipe.runtime.stage_cost import RecomputeGrain, StageCosts, num_trained
+
+Cause = Literal["weights", "activations", "optimizer", "no_work"]
+
+_SAME = 5e-4
+"""Share of a round within which all ends of two rounds must agree for the replay to be steady."""
+
+_NUM_ALIKE, _SAME_LENGTH = 12, 1e-7
+"""So many rounds in a row whose lengths differ by this share are taken as steady, too."""
+
+_MAX_ROUNDS = 32
+"""Rounds after which a replay that is not steady is averaged."""
+
+_MIN_ROUNDS, _NUM_OPS = 6, 60_000
+"""Fewer if they have many ops, since then the rotation's start counts less; but never as few as that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +52,14 @@ class HardwareProfile:
     optimizer_bytes_per_s: float = inf
     """Host memory traffic of the optimizer alone."""
     optimizer_bytes_per_parameter: int = 0
-    """Traffic of one step: 44 for copy, gradient and Adam in three passes, 28 in one; 0 = no optimizer."""
+    """Traffic of one step per trained parameter: 44 for copy, gradient and Adam in three passes, 28 in one; 0 = no
+    optimizer."""
     prefetch_across_rounds: bool = True
     """Whether a worker's first weights of a round come up while it still runs the round before."""
+    gradients_stay: bool = True
+    """Whether a visit's gradients take device memory until they are down; CPU workers give it back with the visit."""
+    inputs_ahead: int = 1
+    """Ops whose inputs may come up before their turn: an accelerator's queue runs ahead, a CPU worker has none."""
 
     def __post_init__(self) -> None:
         for name in ("upload_bytes_per_s", "download_bytes_per_s", "host_bytes_per_s", "optimizer_bytes_per_s"):
@@ -60,6 +83,9 @@ class Idle:
         return self.weights + self.activations + self.optimizer + self.no_work
 
 
+CAUSES: tuple[Cause, ...] = ("weights", "activations", "optimizer", "no_work")
+
+
 @dataclass(frozen=True, slots=True)
 class Simulation:
     """What a replay found, in steady state."""
@@ -71,291 +97,432 @@ class Simulation:
     """Per round, all devices."""
     downloaded_bytes: float
     """Per round, all devices."""
+    optimizer_bytes: float
+    """Host memory traffic of the optimizer, per round."""
     peak_bytes: tuple[int, ...]
-    """Per device."""
+    """Per device: weights, gradients (the visit's and those still on their way down), what the running stage holds."""
+    peak_carried_bytes: int
+    """Host memory for values and gradients between stages."""
+
+    @property
+    def mean_idle(self) -> Idle:
+        """The mean over the devices."""
+        return Idle(*(sum(getattr(one, cause) for one in self.idle) / len(self.idle) for cause in CAUSES))
 
 
-Event = tuple[str, int, int]
-"""What happened, job index, microbatch (or layer; -1: none)."""
+Work = Literal["recompute", "compute", "upload", "download", "kept", "weights", "gradients", "update"]
+
+
+class Watcher(Protocol):
+    """Is told what a replay consists of."""
+
+    def add(self, node: Node, work: Work, job: Job | None, microbatch: int | None) -> None:
+        """Some work; when it begins and ends is known to the node once the replay is over."""
+
+    def wait(self, worker: int, cause: Cause, start_s: float, end_s: float) -> None:
+        """A worker computed nothing."""
 
 
 @dataclass(slots=True)
-class _Op:
-    """A piece of compute: one microbatch of a job, or one half of a backward one."""
+class _Visit:
+    """A job as the later jobs on its worker see it."""
 
-    job: Job
-    microbatch: int
-    seconds: float
-    needs: tuple[Event, ...]
-    """What must be on the device."""
-    produced_by: Event | None
-    """The compute that makes its input, which tells missing work from slow links."""
-    gives: Event
+    last_op: Node
+    gradients: Node | None
+    """Their way down."""
+    gradient_bytes: int
 
 
-@dataclass(order=True, slots=True)
-class _Transfer:
-    priority: int
-    number: int
-    bytes_left: float
-    done: Event
+@dataclass(slots=True)
+class _Round:
+    """One round of the replay."""
+
+    schedule: Schedule
+    start: Node = field(default_factory=Node)
+    losses: Node = field(default_factory=Node)
+    ends: list[Node] = field(default_factory=list)
+    """Of each job's compute, then of everything else that must be as before in a steady round."""
+    uploads: dict[int, list[Node]] = field(default_factory=dict)
+    """Per layer, those of its weights."""
+    lost_s: list[dict[Cause, float]] = field(default_factory=list)
+    """Per job, what its ops waited."""
+    moved_bytes: tuple[float, ...] = ()
+    """Up, down and by the optimizer, until its end."""
+
+    @property
+    def end_s(self) -> float:
+        """When its last job was done."""
+        end_s = self.ends[len(self.schedule.jobs) - 1].over_s
+        assert end_s is not None
+        return end_s
+
+    def relative_ends_s(self) -> list[float]:
+        """All ends, from the last job's on."""
+        return [(node.over_s or 0.0) - self.end_s for node in (*self.ends, self.start, self.losses)]
 
 
 class _Replay:
-    """A discrete-event run; transfers are fluid, so that shared bandwidth is shared at every moment."""
+    """Rounds of a schedule, until one is like one before it."""
 
-    def __init__(self, rounds: Sequence[Schedule], costs: StageCosts, profile: HardwareProfile) -> None:
-        self.rounds = rounds
+    def __init__(
+        self,
+        schedule: Schedule,
+        costs: StageCosts,
+        profile: HardwareProfile,
+        rounds_per_step: int,
+        watcher: Watcher | None = None,
+    ) -> None:
+        self.first = schedule
+        self.watcher = watcher
+        self.plan, self.replicas = plan_of(schedule)
         self.costs = costs
         self.profile = profile
-        self.num_workers = rounds[0].num_workers
-        self.num_microbatches = rounds[0].num_microbatches
-        self.now = 0.0
-        self.done: dict[Event, float] = {}
-        self.followers: dict[Event, list[Callable[[], None]]] = {}
-        self.finishing: list[tuple[float, int, int, _Op]] = []
-        self.links: dict[tuple[str, int], list[_Transfer]] = {}
-        self.num_transfers = 0
-        self.moved_bytes = {"up": 0.0, "down": 0.0, "optimizer": 0.0}
-        self.free_since = [0.0] * self.num_workers
-        self.running = [False] * self.num_workers
-        self.ops: list[list[_Op]] = [[] for _ in range(self.num_workers)]
-        self.position = [0] * self.num_workers
-        self.gaps: list[tuple[int, float, str, float]] = []
-        self.ends: list[tuple[float, dict[str, float]]] = []
-        self.jobs: list[list[Job]] = [[] for _ in range(self.num_workers)]
-
-    # ------------------------------------------------------------------------------------ events
-
-    def when(self, needs: Sequence[Event], action: Callable[[], None]) -> None:
-        """Runs an action once all events have happened."""
-        missing = [event for event in needs if event not in self.done]
-        if not missing:
-            action()
-            return
-        self.followers.setdefault(missing[0], []).append(lambda: self.when(missing[1:], action))
-
-    def happen(self, event: Event) -> None:
-        self.done[event] = self.now
-        for action in self.followers.pop(event, ()):
-            action()
-
-    def transfer(self, link: str, worker: int, num_bytes: float, priority: int, done: Event) -> None:
-        self.moved_bytes[link] += num_bytes
-        if num_bytes == 0 or self.bandwidth(link) == self.profile.host_bytes_per_s == inf:
-            self.happen(done)
-            return
-        self.num_transfers += 1
-        queue = self.links.setdefault((link, worker), [])
-        heapq.heappush(queue, _Transfer(priority, self.num_transfers, num_bytes, done))
-
-    def bandwidth(self, link: str) -> float:
-        profile = self.profile
-        if link == "optimizer":
-            return profile.optimizer_bytes_per_s
-        return profile.upload_bytes_per_s if link == "up" else profile.download_bytes_per_s
+        self.rounds_per_step = rounds_per_step
+        num_workers = schedule.num_workers
+        self.clock = Clock(num_workers, profile.host_bytes_per_s)
+        self.up = [Link(profile.upload_bytes_per_s) for _ in range(num_workers)]
+        self.down = [Link(profile.download_bytes_per_s) for _ in range(num_workers)]
+        self.optimizer = Link(profile.optimizer_bytes_per_s)
+        phases = {Phase.FORWARD: costs.forward, Phase.FUSED: costs.fused, Phase.BACKWARD: costs.backward}
+        self.stages = [phases[job.phase](job.start, job.stop) for job in schedule.jobs]
+        self.on_host = _values_on_host(schedule, costs)
+        trained = sum(num_trained(cost) for cost in costs.layers) if schedule.kind == "train" else 0
+        self.step_bytes = trained * profile.optimizer_bytes_per_parameter
+        self.updates: list[Node] = []
+        self.gradients: list[Node] = []
+        """Those that the next step waits for."""
+        self.visits: list[deque[_Visit]] = [deque(maxlen=2) for _ in range(num_workers)]
+        self.recent_ops: list[deque[Node]] = [deque(maxlen=profile.inputs_ahead + 1) for _ in range(num_workers)]
+        self.free_s = [0.0] * num_workers
+        self.job_bytes = [0] * len(schedule.jobs)
+        """Most that a worker held beside weights while it ran the job."""
+        self.carried_bytes = self.peak_carried_bytes = 0
+        self.num_rounds = 0
+        num_ops = sum(len(schedule.microbatches(job)) for job in schedule.jobs)
+        self.max_rounds = max(_MIN_ROUNDS, 2 * rounds_per_step + 2, min(_MAX_ROUNDS, _NUM_OPS // num_ops))
+        self.unfinished: deque[_Round] = deque()
+        self.over: list[_Round] = []
+        self.age = 0
+        """How many rounds before the last one there was one like it; 0: not steady yet."""
 
     def run(self) -> None:
-        """Plays all rounds."""
-        for schedule in self.rounds:
-            self.plan_round(schedule)
-        for worker in range(self.num_workers):
-            self.start_next(worker)
-        while self.finishing or any(self.links.values()):
-            self.advance()
+        """Plays them."""
+        self._add_round(None)
+        while not self.age and self.clock.advance():
+            pass
 
-    def advance(self) -> None:
-        """Moves on to the next end of an op or of a transfer."""
-        host = self.profile.host_bytes_per_s
-        active = [(min(self.bandwidth(link), host), queue) for (link, _), queue in self.links.items() if queue]
-        total = sum(rate for rate, _ in active)
-        share = min(1.0, host / total) if total else 1.0
-        step_s = min((queue[0].bytes_left / (rate * share) for rate, queue in active), default=inf)
-        if self.finishing and self.finishing[0][0] - self.now <= step_s:
-            step_s, ended = max(self.finishing[0][0] - self.now, 0.0), None
+    # ------------------------------------------------------------------------------------ adding
+
+    def _add_round(self, before: _Round | None) -> None:
+        """Adds a round; when it begins, it adds the one behind it, whose first weights may come up meanwhile."""
+        schedule = self.first
+        if before is not None:
+            schedule = make_schedule(
+                self.plan,
+                schedule.num_workers,
+                schedule.num_microbatches,
+                first_job=before.schedule.next_job,
+                kind=schedule.kind,
+                replicas=self.replicas,
+            )
+        made = _Round(schedule)
+        self.unfinished.append(made)
+        self.num_rounds += 1
+        is_stepped = before is not None and self.step_bytes > 0 and (self.num_rounds - 1) % self.rounds_per_step == 0
+        updated = self.updates[-2:-1] if is_stepped else []  # a call to step waits for the step before
+        if self.num_rounds < self.max_rounds:
+            made.start.then = lambda: self._add_round(made)
+        given: dict[int, _Given] = {}
+        losses: list[Node] = []
+        others: list[Node] = []
+        for position, job in enumerate(schedule.jobs):
+            if job.replica == 0:
+                taken, given = given, {}
+            visits = self.visits[job.worker]
+            gate = self._add_gate(job, before, updated) if is_stepped and before is not None else None
+            weights = self._add_weights(made, position, gate)
+            source = _Source(
+                before.losses if before is not None else None, made.start, weights, gate, visits[-1] if visits else None
+            )
+            last = self._add_ops(made, position, source, taken, given)
+            made.ends.append(last)
+            is_last = job.index >= schedule.next_job - job.num_replicas
+            if job.phase is Phase.FUSED or (schedule.kind != "train" and is_last):
+                losses.append(last)
+            gradients = None
+            if self.stages[position].gradient_bytes:
+                gradients = Transfer(self.down[job.worker], self.stages[position].gradient_bytes, 2)
+                self._watch(gradients, "gradients", job)
+                self.clock.add(gradients, last)
+                others.append(gradients)
+            visits.append(_Visit(last, gradients, self.stages[position].gradient_bytes))
+        self.clock.add(made.losses, *losses)
+        self.gradients += others
+        if self.step_bytes and self.num_rounds % self.rounds_per_step == 0:
+            update = Transfer(self.optimizer, self.step_bytes)
+            self._watch(update, "update")
+            self.clock.add(update, *self.gradients, *self.updates[-1:])
+            self.updates.append(update)
+            self.gradients = []
+            others.append(update)
+        made.ends += others
+        self.clock.add(Node(lambda: self._note_moved(made)), made.ends[len(schedule.jobs) - 1])
+        self.clock.add(Node(self._finish), *made.ends)
+        self.clock.add(made.start, *([] if before is None else [before.losses, *updated]))
+
+    def _watch(self, node: Node, work: Work, job: Job | None = None, microbatch: int | None = None) -> None:
+        if self.watcher is not None:
+            self.watcher.add(node, work, job, microbatch)
+
+    def _add_gate(self, job: Job, before: _Round, updated: Sequence[Node]) -> Node | None:
+        """When a step's weights are copied in: the step is done, and the round before has read the old ones."""
+        layers = [layer for layer in job.layers if self.costs.layers[layer].gradient_bytes]
+        if not layers:
+            return None
+        gate = Node()
+        self.clock.add(gate, *updated, *(upload for layer in layers for upload in before.uploads[layer]))
+        return gate
+
+    def _add_weights(self, made: _Round, position: int, gate: Node | None) -> Node:
+        """The upload of a job's weights, into the memory of the worker's visit before last."""
+        job = made.schedule.jobs[position]
+        visits = list(self.visits[job.worker])
+        needs = [] if gate is None else [gate]
+        is_first = position < made.schedule.num_workers
+        if is_first and not self.profile.prefetch_across_rounds:
+            needs.append(made.start)
+        elif len(visits) == 2:
+            visits.pop()
         else:
-            ended = min(active, key=lambda entry: entry[1][0].bytes_left / entry[0])[1]
-        self.now += step_s
-        for rate, queue in active:
-            queue[0].bytes_left -= rate * share * step_s
-        if ended is not None:
-            self.happen(heapq.heappop(ended).done)
-        else:
-            _, _, worker, op = heapq.heappop(self.finishing)
-            self.running[worker], self.free_since[worker] = False, self.now
-            self.happen(op.gives)
-        for worker in range(self.num_workers):
-            self.start_next(worker)
+            visits = []
+        for visit in visits:
+            needs += [visit.last_op, *([visit.gradients] if visit.gradients is not None else [])]
+        weights = Transfer(self.up[job.worker], self.stages[position].weight_bytes, 1)
+        self._watch(weights, "weights", job)
+        self.clock.add(weights, *needs)
+        for layer in job.layers:
+            made.uploads.setdefault(layer, []).append(weights)
+        return weights
 
-    def start_next(self, worker: int) -> None:
-        """Starts a worker's next op if all that it needs is there, and books what it waited for."""
-        while not self.running[worker] and self.position[worker] < len(self.ops[worker]):
-            op = self.ops[worker][self.position[worker]]
-            if any(event not in self.done for event in op.needs):
-                return
-            self.position[worker] += 1
-            self.running[worker] = True
-            self.book_gap(worker, op)
-            heapq.heappush(self.finishing, (self.now + op.seconds, len(self.done), worker, op))
-
-    def book_gap(self, worker: int, op: _Op) -> None:
-        since = self.free_since[worker]
-        weights, optimizer = ("weights", op.job.index, -1), ("gate", op.job.index, -1)
-        inputs = [self.done[event] for event in op.needs if event != weights]
-        marks = [
-            ("no_work", self.done[op.produced_by] if op.produced_by else 0.0),
-            ("activations", max(inputs, default=0.0)),
-            ("optimizer", self.done.get(optimizer, 0.0)),
-            ("weights", self.done[weights]),
-        ]
-        for cause, until in marks:
-            if until > since:
-                self.gaps.append((worker, until, cause, until - since))
-                since = until
-
-    # ------------------------------------------------------------------------------------ rounds
-
-    def stage(self, job: Job) -> StageCost:
-        phases = {Phase.FORWARD: self.costs.forward, Phase.FUSED: self.costs.fused, Phase.BACKWARD: self.costs.backward}
-        return phases[job.phase](job.start, job.stop)
-
-    def plan_round(self, schedule: Schedule) -> None:
-        """Sets up the ops, uploads and downloads of one round, each waiting for what it needs."""
-        start = ("losses", schedule.first_job - 1, -1)
-        if start not in self.done and schedule is self.rounds[0]:
-            self.happen(start)
-        starts = {job.start for job in schedule.jobs if job.phase is Phase.BACKWARD}
-        kept = starts if self.costs.grain == "stage" else set(range(schedule.num_layers))
-        for job in schedule.jobs:
-            self.plan_weights(schedule, job)
-            first = job.index == schedule.first_job
-            for microbatch in range(self.num_microbatches):
-                source = start if first else ("op", job.index - 1, microbatch)
-                self.plan_op(job, microbatch, source, kept)
-            end = ("op", job.index, self.num_microbatches - 1)
-            if self.stage(job).gradient_bytes:
-                self.when([end], lambda job=job: self.download_gradients(job))  # type: ignore[misc]
-        losses_job = next((job for job in schedule.jobs if job.phase is Phase.FUSED), schedule.jobs[-1])
-        losses = ("op", losses_job.index, self.num_microbatches - 1)
-        self.when([losses], lambda: self.happen(("losses", schedule.next_job - 1, -1)))
-        last = ("op", schedule.next_job - 1, self.num_microbatches - 1)
-        self.when([last], lambda: self.ends.append((self.now, dict(self.moved_bytes))))
-
-    def plan_op(self, job: Job, microbatch: int, source: Event, kept: set[int]) -> None:
-        """One microbatch of a job: its input comes up, it runs, its output goes down."""
-        stage, layers, ops = self.stage(job), self.costs.layers, self.ops[job.worker]
+    def _add_ops(
+        self, made: _Round, position: int, source: _Source, taken: dict[int, _Given], given: dict[int, _Given]
+    ) -> Op:
+        """A job's microbatches: inputs come up, they run, outputs go down; returns the last op."""
+        job, stage, layers = made.schedule.jobs[position], self.stages[position], self.costs.layers
         carry_in = layers[job.start - 1].carry_bytes if job.start else 0
         carry_out = layers[job.stop - 1].carry_bytes
-        buffer_free = [ops[-2].gives] if len(ops) > 1 else []
-        weights, here = ("weights", job.index, -1), ("input", job.index, microbatch)
-        op_done, host = ("op", job.index, microbatch), ("host", job.index - 1, microbatch)
-        produced = [source] if source[0] == "losses" else [host]
+        is_backward = job.phase is Phase.BACKWARD
+        read_bytes, written_bytes = (carry_out, carry_in) if is_backward else (carry_in, carry_out)
+        if job.phase is Phase.FUSED:
+            written_bytes = carry_in
+        clock, recent = self.clock, self.recent_ops[job.worker]
+        lost: dict[Cause, float] = dict.fromkeys(CAUSES, 0.0)
+        made.lost_s.append(lost)
 
-        def upload(num_bytes: int, event: Event, needs: list[Event]) -> None:
-            self.when(needs, lambda: self.transfer("up", job.worker, num_bytes, 0, event))
+        def add(seconds: float, inputs: Transfer, made_by: Node | None, is_last: bool) -> Op:
+            op = Op(job.worker, seconds)
+            self._watch(op, "compute" if is_last else "recompute", job, microbatch)
+            waited = () if made_by is source.losses else (inputs,)
+            op.then = lambda: self._book(op, position if is_last else -1, lost, source, made_by, waited)
+            clock.add(op, source.weights, inputs)
+            recent.append(op)
+            return op
 
-        if job.phase is Phase.BACKWARD:
-            saved, halfway = ("saved", job.index, microbatch), ("recomputed", job.index, microbatch)
-            upload(carry_in, saved, buffer_free)
-            ops.append(_Op(job, microbatch, stage.early_s, (weights, saved), None, halfway))
-            upload(carry_out, here, [*produced, *buffer_free])
-            ops.append(_Op(job, microbatch, stage.seconds - stage.early_s, (weights, here), source, op_done))
-        else:
-            upload(carry_in, here, [*produced, *buffer_free])
-            ops.append(_Op(job, microbatch, stage.seconds, (weights, here), source, op_done))
-        given = carry_out if job.phase is Phase.FORWARD else carry_in
-        out = ("host", job.index, microbatch)
-        self.when([op_done], lambda: self.transfer("down", job.worker, given, 0, out))
-        inner = sum(layers[cut - 1].carry_bytes for cut in kept if job.start < cut < job.stop)
-        if job.phase is Phase.FORWARD and inner:
-            extra = ("kept", job.index, microbatch)
-            self.when([op_done], lambda: self.transfer("down", job.worker, inner, 1, extra))
+        def bring(num_bytes: int, *after: Node) -> Transfer:
+            is_free = (recent[0],) if len(recent) == recent.maxlen else ()
+            values = Transfer(self.up[job.worker], num_bytes)
+            self._watch(values, "upload", job, microbatch)
+            clock.add(values, *after, *is_free)
+            return values
 
-    def plan_weights(self, schedule: Schedule, job: Job) -> None:
-        """The upload of a job's weights: after what precedes its PREFETCH in the worker's list, and the step."""
-        tasks = schedule.tasks(job.worker)
-        before = tasks[: tasks.index(Task(TaskKind.PREFETCH, job.index))]
-        released = [task.job_index for task in before if task.kind is TaskKind.RELEASE]
-        mine = self.jobs[job.worker]
-        if not released and self.profile.prefetch_across_rounds:
-            released = [one.index for one in mine[:-1]]
-        elif not released:
-            released = [one.index for one in mine if one.index < schedule.first_job]
-        mine.append(job)
-        needs: list[Event] = [("op", index, self.num_microbatches - 1) for index in released[-1:]]
-        num_layers, num_jobs = schedule.num_layers, len(schedule.jobs)
-        round_index = (job.index - self.rounds[0].first_job) // num_jobs
-        gates: list[Event] = []
-        if round_index >= 2 and self.profile.optimizer_bytes_per_parameter:
-            trained = [layer for layer in job.layers if self.costs.layers[layer].gradient_bytes]
-            gates = [("stepped", (round_index - 2) * num_layers + layer, -1) for layer in trained]
-        gate = ("gate", job.index, -1)
-        if gates:
-            self.when(gates, lambda: self.happen(gate))
-            needs.append(gate)
-        weights, num_bytes = ("weights", job.index, -1), self.stage(job).weight_bytes
-        begun = ("upload", job.index, -1)
+        op: Op | None = None
+        for microbatch in made.schedule.microbatches(job):
+            before = taken.get(microbatch)
+            arrived = source.start if before is None else before.on_host
+            made_by = source.losses if before is None else before.op
+            if is_backward and self.profile.inputs_ahead:
+                saved, incoming = bring(carry_in), bring(read_bytes, arrived)
+                add(stage.early_s, saved, None, is_last=False)
+            elif is_backward:
+                add(stage.early_s, bring(carry_in), None, is_last=False)
+                incoming = bring(read_bytes, arrived)
+            else:
+                incoming = bring(read_bytes, arrived)
+            op = add(stage.seconds - stage.early_s, incoming, made_by, is_last=True)
+            on_host = Transfer(self.down[job.worker], written_bytes)
+            self._watch(on_host, "download", job, microbatch)
+            clock.add(on_host, op)
+            given[microbatch] = _Given(op, on_host)
+            if self.on_host[position].kept_bytes:
+                kept = Transfer(self.down[job.worker], self.on_host[position].kept_bytes, 1)
+                self._watch(kept, "kept", job, microbatch)
+                clock.add(kept, op)
+        assert op is not None
+        return op
 
-        def start_upload() -> None:
-            self.happen(begun)
-            self.transfer("up", job.worker, num_bytes, 1, weights)
+    # ----------------------------------------------------------------------------------- booking
 
-        self.when(needs, start_upload)
-
-    def download_gradients(self, job: Job) -> None:
-        """Gradients come down, then the optimizer steps the job's layers."""
-        down = ("gradients", job.index, -1)
-        self.transfer("down", job.worker, self.stage(job).gradient_bytes, 2, down)
-        per_parameter = self.profile.optimizer_bytes_per_parameter
-        if not per_parameter:
+    def _book(
+        self,
+        op: Op,
+        position: int,
+        lost: dict[Cause, float],
+        source: _Source,
+        made_by: Node | None,
+        inputs: tuple[Node, ...],
+    ) -> None:
+        """Notes what an op that is over had waited for; at the end of a microbatch also what was held meanwhile."""
+        since = self.free_s[op.worker]
+        self.free_s[op.worker] = self.clock.now_s
+        if op.started_s > since:
+            gates = [source.gate] if inputs or made_by is None else [source.gate, source.start]
+            marks: tuple[tuple[Cause, Sequence[Node | None]], ...] = (
+                ("no_work", (made_by,)),
+                ("activations", inputs),
+                ("optimizer", gates),
+                ("weights", (source.weights,)),
+            )
+            for cause, nodes in marks:
+                until = max((node.over_s or 0.0 for node in nodes if node is not None), default=0.0)
+                if until > since:
+                    lost[cause] += until - since
+                    if self.watcher is not None:
+                        self.watcher.wait(op.worker, cause, since, until)
+                    since = until
+        if position < 0:
             return
-        num_jobs, num_layers = len(self.rounds[0].jobs), self.rounds[0].num_layers
-        round_index = (job.index - self.rounds[0].first_job) // num_jobs
+        stage, before = self.stages[position], source.visit
+        held_bytes = stage.gradient_bytes + stage.working_bytes
+        if before is not None and before.gradients is not None and self.profile.gradients_stay:
+            down_s = before.gradients.over_s
+            if down_s is None or down_s > op.started_s:
+                held_bytes += before.gradient_bytes
+        self.job_bytes[position] = max(self.job_bytes[position], held_bytes)
+        self.carried_bytes += self.on_host[position].born_bytes
+        self.peak_carried_bytes = max(self.peak_carried_bytes, self.carried_bytes)
+        self.carried_bytes -= self.on_host[position].freed_bytes
 
-        def step() -> None:
-            for layer in job.layers:
-                traffic = self.costs.layers[layer].num_parameters * per_parameter
-                stepped = ("stepped", round_index * num_layers + layer, -1)
-                self.transfer("optimizer", 0, traffic, 0, stepped)
+    def _note_moved(self, made: _Round) -> None:
+        links = (self.up, self.down, [self.optimizer])
+        made.moved_bytes = tuple(sum(link.moved_bytes for link in each) for each in links)
 
-        self.when([down], step)
+    def _finish(self) -> None:
+        """Rounds that are over, in their order, are looked at: is one like an earlier one?"""
+        while self.unfinished and all(node.over_s is not None for node in self.unfinished[0].ends):
+            self._look_at(self.unfinished.popleft())
+
+    def _look_at(self, made: _Round) -> None:
+        self.over.append(made)
+        made.uploads.clear()
+        if self.age:
+            return
+        ends_s, step = made.relative_ends_s(), self.rounds_per_step
+        for age in range(step, len(self.over), step):
+            old = self.over[-1 - age]
+            within_s = _SAME * (made.end_s - old.end_s) / age
+            if all(abs(now - then) <= within_s for now, then in zip(ends_s, old.relative_ends_s(), strict=True)):
+                self.age = age
+                return
+        past = [one.end_s for one in self.over[::-step][: _NUM_ALIKE + 1]]
+        if len(past) > _NUM_ALIKE:  # some ends may drift where nothing depends on them
+            gains = [now - then for now, then in pairwise(past)]
+            if max(gains) - min(gains) <= _SAME_LENGTH * max(gains):
+                self.age = step
 
     # ----------------------------------------------------------------------------------- results
 
-    def peak_bytes(self, worker: int) -> int:
-        """Largest need of a device: memory for two visits' weights, and the gradients and values of a running job."""
-        arena_bytes = working_bytes = 0
-        for schedule in self.rounds:
-            stages = [self.stage(job) for job in schedule.jobs if job.worker == worker]
-            weights = [stage.weight_bytes for stage in stages]
-            arena_bytes = max([arena_bytes, *map(sum, zip(weights, [*weights[1:], 0], strict=False))])
-            working_bytes = max([working_bytes, *(stage.gradient_bytes + stage.working_bytes for stage in stages)])
-        return arena_bytes + working_bytes
-
     def result(self) -> Simulation:
-        """What happened in steady state; the last round is left out because nothing follows it."""
-        num_rounds = _num_measured(self.num_workers)
-        (since, moved_then), (until, moved) = self.ends[-2 - num_rounds], self.ends[-2]
-        seconds = until - since
-        idle = []
-        for worker in range(self.num_workers):
-            lost = dict.fromkeys(("weights", "activations", "optimizer", "no_work"), 0.0)
-            for who, gap_until, cause, gap_s in self.gaps:
-                if who == worker:
-                    lost[cause] += max(min(gap_until, until) - max(gap_until - gap_s, since), 0.0)
-            idle.append(Idle(**{cause: lost_s / seconds for cause, lost_s in lost.items()}))
+        """Means over the rounds from the one that the last one is like."""
+        num_rounds = self.age or max(len(self.over) // 2 // self.rounds_per_step, 1) * self.rounds_per_step
+        last, old = self.over[-1], self.over[-1 - num_rounds]
+        seconds = (last.end_s - old.end_s) / num_rounds
+        num_workers, num_jobs = self.first.num_workers, len(self.first.jobs)
+        turns = num_workers // gcd(num_jobs, num_workers)  # rounds until a worker has the same jobs again
+        lost_s: list[dict[Cause, float]] = [dict.fromkeys(CAUSES, 0.0) for _ in range(num_workers)]
+        arena_bytes, held_bytes = [0] * num_workers, [0] * num_workers
+        weights = [stage.weight_bytes for stage in self.stages]
+        for slot in range(turns * num_jobs):
+            worker, position = slot % num_workers, slot % num_jobs
+            following = weights[position + num_workers] if position + num_workers < num_jobs else 0
+            arena_bytes[worker] = max(arena_bytes[worker], weights[position] + following)
+            held_bytes[worker] = max(held_bytes[worker], self.job_bytes[position])
+            for cause in CAUSES:
+                each = sum(one.lost_s[position][cause] for one in self.over[-num_rounds:]) / num_rounds
+                lost_s[worker][cause] += each / (turns * seconds) if seconds else 0.0
+        moved = [(now - then) / num_rounds for now, then in zip(last.moved_bytes, old.moved_bytes, strict=True)]
         return Simulation(
-            seconds_per_round=seconds / num_rounds,
-            idle=tuple(idle),
-            uploaded_bytes=(moved["up"] - moved_then["up"]) / num_rounds,
-            downloaded_bytes=(moved["down"] - moved_then["down"]) / num_rounds,
-            peak_bytes=tuple(self.peak_bytes(worker) for worker in range(self.num_workers)),
+            seconds_per_round=seconds,
+            idle=tuple(Idle(**one) for one in lost_s),
+            uploaded_bytes=moved[0],
+            downloaded_bytes=moved[1],
+            optimizer_bytes=moved[2],
+            peak_bytes=tuple(map(sum, zip(arena_bytes, held_bytes, strict=True))),
+            peak_carried_bytes=self.peak_carried_bytes,
         )
 
 
-def _num_measured(num_workers: int) -> int:
-    """Rounds to average over: workers and rounds come back to the same phase within them."""
-    return num_workers * ceil(12 / num_workers)
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What all ops of a job wait for, or take from."""
+
+    losses: Node | None
+    """Of the round before."""
+    start: Node
+    weights: Node
+    gate: Node | None
+    visit: _Visit | None
+    """The worker's visit before."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A microbatch's output: when it is made, and when it is on the host."""
+
+    op: Op
+    on_host: Node
+
+
+@dataclass(slots=True)
+class _ValuesOnHost:
+    """What each microbatch of a job puts on the host for others, and what nobody reads after it."""
+
+    born_bytes: int = 0
+    freed_bytes: int = 0
+    kept_bytes: int = 0
+    """Inputs of backward stages between the job's own cuts: they go down too."""
+
+
+def _values_on_host(schedule: Schedule, costs: StageCosts) -> list[_ValuesOnHost]:
+    """Per job, the values and gradients that it puts on the host and that it is the last to read."""
+    jobs, layers = schedule.jobs, costs.layers
+    found = [_ValuesOnHost() for _ in jobs]
+    starts = {job.start for job in jobs if job.phase is Phase.BACKWARD}
+    kept = starts if costs.grain == "stage" else set(range(schedule.num_layers))
+    last_reader: dict[int, int] = {}
+    first = [position for position, job in enumerate(jobs) if job.replica == 0]
+    for position in first:
+        job = jobs[position]
+        inner = [cut for cut in range(job.start + 1, job.stop) if cut in kept]
+        reads = [job.start, *(inner if job.phase is Phase.BACKWARD else [])]
+        last_reader.update((cut, position) for cut in reads if cut)
+    made: set[int] = set()
+    for position in first:
+        job, one = jobs[position], found[position]
+        carry_in = layers[job.start - 1].carry_bytes if job.start else 0
+        if job.phase is Phase.FORWARD:
+            inner = [cut for cut in range(job.start + 1, job.stop) if cut in kept]
+            one.kept_bytes = sum(layers[cut - 1].carry_bytes for cut in inner)
+            cuts = [cut for cut in (*inner, job.stop) if cut in last_reader]
+            made.update(cuts)
+            one.born_bytes = sum(layers[cut - 1].carry_bytes for cut in cuts)
+        else:
+            one.born_bytes = carry_in  # the gradient
+            if job.phase is Phase.BACKWARD:
+                one.freed_bytes = layers[job.stop - 1].carry_bytes if job.stop < schedule.num_layers else 0
+    for cut, position in last_reader.items():
+        if cut in made:
+            found[position].freed_bytes += layers[cut - 1].carry_bytes
+    return [found[position - jobs[position].replica] for position in range(len(jobs))]
 
 
 def simulate(
@@ -364,38 +531,40 @@ def simulate(
     profile: HardwareProfile | None = None,
     *,
     recompute_grain: RecomputeGrain = "stage",
+    rounds_per_step: int = 1,
+    watcher: Watcher | None = None,
 ) -> Simulation:
     """Replays rounds of a schedule until they are steady.
 
     Args:
-        schedule: of one round; the others are the same with the rotation going on.
+        schedule: of one round; the others are the same with the rotation going on. Its stages may have replicas.
         costs: of the layers, for one microbatch.
         profile: what the machine can do; None = transfers take no time, no optimizer.
         recompute_grain: as for the planner.
+        rounds_per_step: rounds that add up their gradients before each step of the optimizer.
+        watcher: is told what the replay consists of.
 
     Raises:
-        ConfigError: the costs are not those of the schedule's layers.
+        ConfigError: the costs are not those of the schedule's layers, or a count is not positive.
     """
     if len(costs) != schedule.num_layers:
         raise ConfigError(f"costs of {len(costs)} layers for a schedule of {schedule.num_layers} layers")
-    plan = _plan_of(schedule)
-    rounds, num_workers = [schedule], schedule.num_workers
-    for _ in range(_num_measured(num_workers) + num_workers + 4):
-        again = make_schedule(
-            plan, num_workers, schedule.num_microbatches, first_job=rounds[-1].next_job, kind=schedule.kind
-        )
-        rounds.append(again)
-    replay = _Replay(rounds, StageCosts(costs, recompute_grain), profile or HardwareProfile())
+    if rounds_per_step < 1:
+        raise ConfigError(f"rounds_per_step is {rounds_per_step}; there must be at least 1")
+    stage_costs = StageCosts(costs, recompute_grain)
+    replay = _Replay(schedule, stage_costs, profile or HardwareProfile(), rounds_per_step, watcher)
     replay.run()
     return replay.result()
 
 
-def _plan_of(schedule: Schedule) -> ExecutePlan:
-    """The plan that a schedule was made from, as far as its kind shows it."""
-    ranges = {phase: [(job.start, job.stop) for job in schedule.jobs if job.phase is phase] for phase in Phase}
+def plan_of(schedule: Schedule) -> tuple[ExecutePlan, tuple[int, ...]]:
+    """The plan that a schedule was made from, as far as its kind shows it, and its replicas."""
+    stages = [job for job in schedule.jobs if job.replica == 0]
+    ranges = {phase: [(job.start, job.stop) for job in stages if job.phase is phase] for phase in Phase}
+    replicas = tuple(job.num_replicas for job in stages)
     whole = [(0, schedule.num_layers)]
     if schedule.kind == "forward":
-        return ExecutePlan(ranges[Phase.FORWARD], None, whole)
+        return ExecutePlan(ranges[Phase.FORWARD], None, whole), replicas
     if schedule.kind == "backward":
-        return ExecutePlan(whole, None, ranges[Phase.BACKWARD])
-    return ExecutePlan(ranges[Phase.FORWARD], ranges[Phase.FUSED][0], ranges[Phase.BACKWARD])
+        return ExecutePlan(whole, None, ranges[Phase.BACKWARD]), replicas
+    return ExecutePlan(ranges[Phase.FORWARD], ranges[Phase.FUSED][0], ranges[Phase.BACKWARD]), replicas

@@ -18,9 +18,11 @@ from typing import Any
 import torch
 
 from roundpipe import structure
+from roundpipe.errors import LossError
 from roundpipe.layers import Carry, Exit, LayerSpec, is_differentiable
-from roundpipe.runtime.backend import Backend, Lane
+from roundpipe.runtime.backend import Backend, Lane, is_profiled
 from roundpipe.runtime.flow import Segment
+from roundpipe.runtime.layer_times import Kind, RoundTimes
 from roundpipe.runtime.randomness import PythonDrawingFrom
 from roundpipe.runtime.recompute import BufferHistory, SavedData, layer_seed, recomputing
 from roundpipe.runtime.residency import BoundLayer
@@ -54,12 +56,15 @@ class Surroundings:
     """Whether a backward will recompute this forward, so that what it saw and saved must be kept."""
     ambient: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     """Re-enters the caller's autocast state."""
+    times: RoundTimes | None = None
+    """Where to note what calls take; None: the round is not measured."""
 
 
 @dataclass(slots=True)
 class Recorded:
     """A segment that ran with autograd on, before its backward."""
 
+    layers: tuple[int, ...]
     leaves: dict[str, Any]
     """Taken values as autograd leaves."""
     made: Carry = field(default_factory=dict)
@@ -113,16 +118,24 @@ class Stage:
         exit: Exit,
         loss_fn: LossFunction,
         label: Any,
-        keep_outputs: bool,
-    ) -> tuple[Any, Any, dict[str, Gradients]]:
+        give: Callable[[Any, Any], None],
+    ) -> dict[str, Gradients]:
         """Run forward, loss and backward.
 
+        Args:
+            segment: the layers, and what they take.
+            carry: taken values.
+            microbatch: its index.
+            exit: makes the model's outputs.
+            loss_fn: the user's.
+            label: for it.
+            give: gets the detached loss (a tensor or a list of them) and the outputs as soon as they are known.
+
         Returns:
-            detached loss (a tensor or a list of them), detached outputs if they are to be kept, gradients of the
-            taken values.
+            gradients of the taken values.
         """
         around = self.around
-        recorded = Recorded(self._leaves(segment, carry))
+        recorded = Recorded(segment.layers, self._leaves(segment, carry))
         with around.ambient(), torch.enable_grad():
             values = dict(recorded.leaves)
             last = {name: i for i in segment.layers for name in self.layers[i].spec.reads}
@@ -134,23 +147,24 @@ class Stage:
                     if last[name] == index:
                         values.pop(name, None)
                 del made
-            with self._noted(microbatch, "outputs"):
-                outputs = exit(values)
-            del values
-            with self._noted(microbatch, "loss_fn"):
-                loss = loss_fn(outputs, label)
-                losses = _as_losses(loss)
-        detached = structure.map_tensors(outputs, torch.Tensor.detach) if keep_outputs else None
-        del outputs
-        with self._noted(microbatch, "backward"):
-            torch.autograd.backward(losses)
+            with self._timed("loss", segment.layers[-1:]):
+                with self._noted(microbatch, "outputs"):
+                    outputs = exit(values)
+                del values
+                with self._noted(microbatch, "loss_fn"):
+                    loss = loss_fn(outputs, label)
+                    losses = _as_losses(loss)
         plain = [one.detach() for one in losses]
-        return (plain[0] if isinstance(loss, torch.Tensor) else plain), detached, _leaf_gradients(recorded)
+        give(plain[0] if isinstance(loss, torch.Tensor) else plain, outputs)
+        del outputs
+        with self._timed("backward", segment.layers), self._noted(microbatch, "backward"):
+            self._backward(losses, None, segment.layers, microbatch)
+        return _leaf_gradients(recorded)
 
     def recompute(self, segment: Segment, carry: Carry, microbatch: int) -> Recorded:
         """Run a segment's forward again, with autograd."""
         around = self.around
-        recorded = Recorded(self._leaves(segment, carry))
+        recorded = Recorded(segment.layers, self._leaves(segment, carry))
         values = dict(recorded.leaves)
         with around.ambient(), torch.enable_grad(), recomputing():
             for index in segment.layers:
@@ -182,9 +196,27 @@ class Stage:
                     root_gradients.append(gradient)
         recorded.made.clear()
         if roots:
-            with self._noted(microbatch, "backward"):
-                torch.autograd.backward(roots, root_gradients)
+            with self._timed("backward", recorded.layers), self._noted(microbatch, "backward"):
+                self._backward(roots, root_gradients, recorded.layers, microbatch)
         return _leaf_gradients(recorded)
+
+    def _backward(
+        self,
+        roots: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor] | None,
+        layers: Sequence[int],
+        microbatch: int,
+    ) -> None:
+        """Autograd's backward of some layers."""
+        if not is_profiled():
+            torch.autograd.backward(roots, gradients)
+            return
+        names = [self.layers[index].spec.name for index in layers]
+        which = f"layer {layers[0]} ({names[0]})"
+        if len(layers) > 1:
+            which = f"layers {layers[0]} to {layers[-1]} ({names[0]} .. {names[-1]})"
+        with self.backend.annotate(f"roundpipe {which} m{microbatch} backward"):
+            torch.autograd.backward(roots, gradients)
 
     # Calls
 
@@ -213,8 +245,16 @@ class Stage:
 
     def _call(self, layer: StageLayer, values: Carry, microbatch: int, phase: str) -> Carry:
         spec = layer.spec
-        around = self.around
         carry = {name: values[name] for name in spec.reads}
+        if is_profiled():
+            with self.backend.annotate(f"roundpipe layer {layer.index} ({spec.name}) m{microbatch} {phase}"):
+                return self._timed_call(layer, carry, microbatch, phase)
+        return self._timed_call(layer, carry, microbatch, phase)
+
+    def _timed_call(self, layer: StageLayer, carry: Carry, microbatch: int, phase: str) -> Carry:
+        spec, around = layer.spec, self.around
+        times = around.times
+        began = None if times is None else self.backend.moment()
         try:
             if spec.draws_random and around.preserve_rng_state:
                 made = self._seeded(layer.bound, carry, layer_seed(around.base_seed, layer.index, microbatch))
@@ -224,6 +264,8 @@ class Stage:
             module = _failing_module(error, layer.bound) or ", ".join(layer.spec.module_names) or layer.spec.name
             self._note(error, microbatch, phase, f"layer {layer.index} ({layer.spec.name}), module {module}, ")
             raise
+        if times is not None and began is not None:
+            times.add("forward", (layer.index,), began, self.backend.moment())
         return {name: made[name] for name in spec.makes}
 
     def _seeded(self, bound: BoundLayer, carry: Carry, seed: int) -> Carry:
@@ -241,6 +283,16 @@ class Stage:
         error.add_note(f"roundpipe: raised in {layer}stage {self.name}, microbatch {microbatch}, phase {phase}")
 
     @contextlib.contextmanager
+    def _timed(self, kind: Kind, layers: Sequence[int]) -> Iterator[None]:
+        times = self.around.times
+        if times is None:
+            yield
+            return
+        began = self.backend.moment()
+        yield
+        times.add(kind, layers, began, self.backend.moment())
+
+    @contextlib.contextmanager
     def _noted(self, microbatch: int, phase: str) -> Iterator[None]:
         try:
             yield
@@ -252,10 +304,22 @@ class Stage:
 def _as_losses(loss: Any) -> list[torch.Tensor]:
     losses = [loss] if isinstance(loss, torch.Tensor) else loss
     if not isinstance(losses, Sequence) or not losses or not all(isinstance(one, torch.Tensor) for one in losses):
-        raise TypeError(
+        raise LossError(
             f"loss_fn returned {type(loss).__name__}; it must return a tensor or a non-empty sequence of tensors. "
             "A model that computes its own loss needs loss_fn=lambda outputs, label: outputs.loss"
         )
+    for one in losses:
+        if one.numel() != 1:
+            raise LossError(
+                f"loss_fn returned a tensor of shape {list(one.shape)}; a loss has one element. Reduce it, for example "
+                "with .mean() or .sum()"
+            )
+        if not one.requires_grad:
+            raise LossError(
+                "loss_fn returned a loss that does not depend on anything that requires grad: it was detached, or made "
+                "of numbers (.item()), or every parameter is frozen and no input requires grad. Without training, call "
+                "model(...) under torch.no_grad()"
+            )
     return list(losses)
 
 

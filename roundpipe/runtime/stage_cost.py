@@ -83,7 +83,12 @@ class StageCosts:
         forward_s = self.forward_s[stop] - self.forward_s[start]
         backward_s = self.backward_s[stop] - self.backward_s[start]
         gradient_bytes = self._gradient_bytes[stop] - self._gradient_bytes[start]
-        carried_bytes = max(self.layers[edge].carry_bytes for edge in (max(start - 1, 0), stop - 1))
+        carry_in, carry_out = self.layers[max(start - 1, 0)].carry_bytes, self.layers[stop - 1].carry_bytes
+        # The fused tail hands on no values, only gradients of those it takes. What the last layer makes is there once:
+        # while the loss is computed, and then as its gradients.
+        boundary_bytes = BOUNDARY_BUFFERS * (carry_in if phase == "U" else max(carry_in, carry_out))
+        if phase == "U":
+            boundary_bytes += carry_out
         early_s = 0.0
         if phase == "F":
             backward_s, gradient_bytes = 0.0, 0
@@ -99,22 +104,68 @@ class StageCosts:
             early_s=early_s,
             weight_bytes=self.weight_bytes(start, stop),
             gradient_bytes=gradient_bytes,
-            working_bytes=active_bytes + BOUNDARY_BUFFERS * carried_bytes,
+            working_bytes=active_bytes + boundary_bytes,
         )
         self._known[phase, start, stop] = cost
         return cost
 
 
-def job_needs(stages: Sequence[StageCost], num_workers: int) -> list[int]:
-    """Bytes of device memory in use while each job of a round runs.
+def num_trained(cost: LayerCost) -> int:
+    """Parameters of a layer that an optimizer updates, from the share of its gradients in its weights."""
+    if not cost.weight_bytes:
+        return 0
+    return round(cost.num_parameters * min(cost.gradient_bytes / cost.weight_bytes, 1.0))
 
-    While job K runs, the weights of job K + N come up. A worker keeps one piece of memory for both, as large as the
-    two that are largest together, so the weights count the same for every job.
-    """
+
+def _arena_bytes(stages: Sequence[StageCost], num_workers: int) -> int:
+    """What a worker keeps for weights: room for any two jobs of a round that follow each other on it."""
     weights = [stage.weight_bytes for stage in stages]
     following = [*weights[num_workers:], *[0] * num_workers]
-    arena_bytes = max(map(sum, zip(weights, following, strict=False)))
-    return [arena_bytes + stage.gradient_bytes + stage.working_bytes for stage in stages]
+    return max(map(sum, zip(weights, following, strict=False)))
+
+
+class JobNeed(NamedTuple):
+    """Bytes of device memory in use while a job runs."""
+
+    weights: int
+    """Of the worker's two visits that are largest together: it keeps one piece of memory for both."""
+    gradients: int
+    """Of the visit, and of the worker's visit before, which are still on their way down."""
+    working: int
+    """Activations kept or in use, and the values at the stage's cuts."""
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.weights + self.gradients + self.working
+
+
+def job_needs(stages: Sequence[StageCost], num_workers: int) -> list[JobNeed]:
+    """Device memory in use while each job of a round runs.
+
+    While job K runs, the weights of job K + N come up and the gradients of job K - N, which may be of the round
+    before, go down.
+    """
+    arena_bytes = _arena_bytes(stages, num_workers)
+    return [
+        JobNeed(
+            arena_bytes,
+            stage.gradient_bytes + stages[(position - num_workers) % len(stages)].gradient_bytes,
+            stage.working_bytes,
+        )
+        for position, stage in enumerate(stages)
+    ]
+
+
+def peak_bytes(stages: Sequence[StageCost], num_workers: int) -> int:
+    """The largest of `job_needs`."""
+    arena_bytes = _arena_bytes(stages, num_workers)
+    turn = num_workers % len(stages)
+    before = [*stages[len(stages) - turn :], *stages[: len(stages) - turn]]
+    return arena_bytes + max(
+        stage.gradient_bytes + earlier.gradient_bytes + stage.working_bytes
+        for stage, earlier in zip(stages, before, strict=True)
+    )
 
 
 def round_seconds(

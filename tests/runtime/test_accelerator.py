@@ -5,6 +5,7 @@ import gc
 import json
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 import roundpipe
 from roundpipe.errors import DeviceMemoryError
+from roundpipe.runtime import pinning
 from roundpipe.runtime.accelerator import LARGEST_PADDING, AcceleratorBackend
 from roundpipe.runtime.backend import Device, Lane
 from tests.runtime.models import (
@@ -243,3 +245,59 @@ def test_streams_are_used_again():
         del backend
         gc.collect()
     assert len(seen) == 1
+
+
+class _Refusing:
+    """The CUDA runtime, but host memory is not registered; an error stays behind as the driver would leave it."""
+
+    def __init__(self, runtime):
+        self._runtime = runtime
+
+    def __getattr__(self, name):
+        return getattr(self._runtime, name)
+
+    def cudaHostRegister(self, address, num_bytes, flags):
+        return self._runtime.cudaHostRegister(0, num_bytes, flags)
+
+
+def wide(layers=4):
+    return nn.Sequential(*(nn.Linear(300, 300, dtype=DTYPE) for _ in range(layers)))
+
+
+def test_memory_is_registered_where_it_is_until_the_model_is_closed():
+    model = wide()
+    before = [p.data_ptr() for p in model.parameters() if p.ndim == 2]
+    reference = copy.deepcopy(model)
+    with roundpipe.RoundPipe(model, devices=["cuda:0"], pin_model="register") as piped:
+        expected, _ = eager_round(reference, (batch(9, 300),), num=3)
+        loss = piped.forward_backward((batch(9, 300),), loss_fn=square_loss, run_config=config(3))
+        torch.testing.assert_close(loss, expected, rtol=0, atol=1e-9)
+        piped.synchronize()
+        assert_same(gradients(model), gradients(reference))
+        assert [p.data_ptr() for p in model.parameters() if p.ndim == 2] == before
+        assert all(p.is_pinned() for p in model.parameters())
+    assert not any(p.is_pinned() for p in model.parameters() if p.ndim == 2)
+
+
+@pytest.mark.parametrize("pin_model", ["alloc", "register"])
+def test_a_refusal_to_pin_costs_speed_only(monkeypatch, pin_model):
+    runtime = _Refusing(torch.cuda.cudart())
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(pinning, "_refused", threading.Event())
+    real = torch.empty
+
+    def empty(*args, **options):
+        if options.get("pin_memory"):
+            raise RuntimeError("CUDA error: out of memory")
+        return real(*args, **options)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    model = wide()
+    reference = copy.deepcopy(model)
+    with roundpipe.RoundPipe(model, devices=["cuda:0"], pin_model=pin_model) as piped:
+        expected, _ = eager_round(reference, (batch(9, 300),), num=3)
+        with pytest.warns(RuntimeWarning, match="limit of locked memory") as caught:
+            loss = piped.forward_backward((batch(9, 300),), loss_fn=square_loss, run_config=config(3))
+        assert len(caught) == 1
+        torch.testing.assert_close(loss, expected, rtol=0, atol=1e-9)
+        assert not any(p.is_pinned() for p in model.parameters())

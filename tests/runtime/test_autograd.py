@@ -23,7 +23,7 @@ from tests.runtime.models import (
     square_loss,
 )
 
-workers = pytest.mark.parametrize("workers", [1, 2, 3])
+workers = pytest.mark.parametrize("workers", [1, 2, 3, 4])
 grains = pytest.mark.parametrize("grain", ["stage", "layer"])
 
 
@@ -85,9 +85,77 @@ def test_a_second_backward_says_what_to_do():
     with roundpipe.RoundPipe(mlp()) as piped:
         output = piped(batch()).sum()
         output.backward(retain_graph=True)
-        with pytest.raises(RuntimeError, match="second time.*run forward again"):
+        with pytest.raises(RuntimeError, match="second time.*run forward again") as caught:
             output.backward()
+        assert isinstance(caught.value, roundpipe.BackwardError)
         piped(batch()).sum().backward()
+
+
+def test_gradients_of_gradients_are_refused():
+    with roundpipe.RoundPipe(mlp(), devices=["cpu"]) as piped:
+        given = batch().requires_grad_()
+        output = piped(given).square().sum()
+        with pytest.raises(roundpipe.BackwardError, match="create_graph=True.*use the wrapped module itself"):
+            torch.autograd.grad(output, given, create_graph=True)
+        output.backward()
+        assert given.grad is not None
+
+
+def ask_by_grad(loss, inputs):
+    return torch.autograd.grad(loss, inputs)
+
+
+def ask_by_backward(loss, inputs):
+    loss.backward(inputs=inputs)
+    return [one.grad for one in inputs]
+
+
+@workers
+@pytest.mark.parametrize("ask", [ask_by_grad, ask_by_backward])
+def test_gradients_of_inputs_alone_leave_those_of_parameters(workers, ask):
+    """As in eager: also where there are gradients already, which an asynchronous step is about to take."""
+    front, model = nn.Linear(6, 6, dtype=DTYPE), mlp()
+    references = copy.deepcopy([front, model])
+    wanted = ask(by_microbatch(references[1], references[0](batch())).square().sum(), [references[0].weight])
+    with roundpipe.RoundPipe(model, devices=["cpu"] * workers) as piped:
+        optimizer = torch.optim.SGD(piped.optim_parameters(), lr=0.0)
+        found = ask(piped(front(batch())).square().sum(), [front.weight])
+        torch.testing.assert_close(found[0], wanted[0], rtol=0, atol=1e-10)
+        assert not any(p.grad is not None for p in [*model.parameters(), front.bias])
+        piped.forward_backward((batch(5, seed=8),), loss_fn=square_loss)
+        square_loss(references[1](batch(5, seed=8)), None).backward()
+        front.weight.grad = None
+        ask(piped(front(batch())).square().sum(), [front.weight])
+        piped.step(optimizer.step)
+        front.weight.grad = None
+        ask(piped(front(batch())).square().sum(), [front.weight])
+        piped.synchronize()
+        assert_same(gradients(model), gradients(references[1]))
+
+
+def test_gradients_of_parameters_are_not_in_the_callers_graph():
+    model = mlp()
+    with roundpipe.RoundPipe(model, devices=["cpu"]) as piped:
+        loss = piped(batch()).square().sum()
+        with pytest.raises(RuntimeError, match="not have been used in the graph"):
+            torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        assert all(p.grad is None for p in model.parameters())
+        loss.backward()
+        assert all(p.grad is not None for p in model.parameters())
+
+
+def test_part_of_the_outputs_is_as_in_eager():
+    """Rows of some microbatches only, and an output that is used twice."""
+    model = mlp()
+    reference = copy.deepcopy(model)
+    by_microbatch(reference, batch())[2:4].square().sum().backward()
+    once = by_microbatch(reference, batch())
+    (once[0] * once[-1]).sum().backward()
+    with roundpipe.RoundPipe(model, devices=["cpu"] * 2) as piped:
+        piped(batch(), roundpipe_run_config=config(3))[2:4].square().sum().backward()
+        once = piped(batch(), roundpipe_run_config=config(3))
+        (once[0] * once[-1]).sum().backward()
+    assert_same(gradients(model), gradients(reference))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -49,7 +49,15 @@ def test_nothing_given_is_the_built_in():
 
 def test_fields_of_given_and_resolved_are_the_same():
     names = [field.name for field in dataclasses.fields(RoundPipeRunConfig)]
-    assert names == [field.name for field in dataclasses.fields(ResolvedConfig)] == list(GIVEN)
+    assert [*names, "auto"] == [field.name for field in dataclasses.fields(ResolvedConfig)]
+    assert names == list(GIVEN)
+
+
+def test_options_left_to_choice_hold_what_is_built_in():
+    left = RoundPipeRunConfig(num_microbatch="auto", recompute_grain="auto")
+    resolved = resolve(RoundPipeRunConfig(recompute_grain="layer"), left, num_devices=2)
+    assert (resolved.num_microbatch, resolved.recompute_grain, resolved.auto) == (3, "layer", {"num_microbatch"})
+    assert resolve(None, None, num_devices=2).auto == frozenset()
 
 
 @pytest.mark.parametrize("name", GIVEN)
@@ -97,7 +105,7 @@ def test_device_names_are_devices():
         ("num_microbatch", 0, "an int of at least 1"),
         ("num_microbatch", 2.0, "an int of at least 1"),
         ("num_microbatch", True, "an int of at least 1"),
-        ("recompute_grain", "block", '"stage" or "layer"'),
+        ("recompute_grain", "block", '"stage", "layer" or "auto"'),
         ("output_device", "nowhere", '"cuda:0"'),
         ("output_device", 0, '"cuda:0"'),
         ("split_input", 3, "a pair"),

@@ -13,7 +13,7 @@ from torch import nn
 
 import roundpipe
 from roundpipe.errors import DeadlockError
-from roundpipe.runtime import engine
+from roundpipe.runtime import round as rounds
 from tests.runtime.models import (
     DTYPE,
     assert_same,
@@ -173,16 +173,26 @@ def test_a_loss_that_is_no_tensor_says_what_to_do():
     model = fragile_model()
     with roundpipe.RoundPipe(model, devices=["cpu"] * 2) as piped:
         for wrong in (3.0, None, [], {"loss": 1}, [1.0]):
-            with pytest.raises(TypeError, match="must return a tensor or a non-empty sequence of tensors"):
+            with pytest.raises(roundpipe.LossError, match="must return a tensor or a non-empty sequence of tensors"):
                 piped.forward_backward((batch(),), loss_fn=lambda *_, wrong=wrong: wrong)
         assert_still_works(piped, model)
 
 
-def test_a_loss_without_gradient_raises_what_torch_raises():
+def test_a_loss_without_gradient_says_what_to_do():
     model = fragile_model()
     with roundpipe.RoundPipe(model, devices=["cpu"] * 2) as piped:
-        with pytest.raises(RuntimeError, match="does not require grad"):
-            piped.forward_backward((batch(),), loss_fn=lambda output, _: output.detach().sum())
+        for wrong in (lambda output, _: output.detach().sum(), lambda output, _: [output.sum(), torch.zeros(())]):
+            with pytest.raises(RuntimeError, match="does not depend on anything that requires grad") as caught:
+                piped.forward_backward((batch(),), loss_fn=wrong)
+            assert isinstance(caught.value, roundpipe.LossError)
+        assert_still_works(piped, model)
+
+
+def test_a_loss_of_several_numbers_says_its_shape():
+    model = fragile_model()
+    with roundpipe.RoundPipe(model, devices=["cpu"] * 2) as piped:
+        with pytest.raises(roundpipe.LossError, match=r"a tensor of shape \[3, 6\].*Reduce it"):
+            piped.forward_backward((batch(9),), loss_fn=lambda output, _: output.square())
         assert_still_works(piped, model)
 
 
@@ -190,7 +200,7 @@ def test_a_loss_without_gradient_raises_what_torch_raises():
 def test_an_interrupt_leaves_a_model_that_works(workers, monkeypatch):
     """Ctrl-C reaches the caller where it waits; the workers stop at their next task."""
     model = fragile_model()
-    real = engine.Progress.wait_done
+    real = rounds.Progress.wait_over
     calls = []
 
     def interrupted(self):
@@ -201,7 +211,7 @@ def test_an_interrupt_leaves_a_model_that_works(workers, monkeypatch):
 
     with roundpipe.RoundPipe(model, devices=["cpu"] * workers) as piped:
         with monkeypatch.context() as patch:
-            patch.setattr(engine.Progress, "wait_done", interrupted)
+            patch.setattr(rounds.Progress, "wait_over", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(3, plan=SINGLES))
         assert len(calls) == 2, "the caller waits for the workers to stop"
@@ -278,17 +288,17 @@ def test_the_first_error_is_the_one_raised():
 
 
 def test_a_deadlock_names_who_waits_for_whom(monkeypatch):
-    monkeypatch.setattr(engine, "CHECK_INTERVAL_S", 0.1)
+    monkeypatch.setattr(rounds, "CHECK_INTERVAL_S", 0.1)
     model = fragile_model()
     with roundpipe.RoundPipe(model, devices=["cpu"] * 2, name="stuck") as piped:
         with monkeypatch.context() as patch:
-            patch.setattr(engine.Progress, "advance", lambda self, job_index: None)
+            patch.setattr(rounds.Progress, "advance", lambda self, job_index: None)
             with pytest.raises(DeadlockError, match="stuck worker 1 waits for microbatch 0 of job 0"):
                 piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(3, plan=SINGLES))
 
 
 def test_a_slow_layer_is_no_deadlock(monkeypatch):
-    monkeypatch.setattr(engine, "CHECK_INTERVAL_S", 0.02)
+    monkeypatch.setattr(rounds, "CHECK_INTERVAL_S", 0.02)
 
     class Slow(nn.Module):
         def forward(self, value):

@@ -98,6 +98,49 @@ def test_a_model_that_holds_the_wrapped_one_may_load() -> None:
             assert torch.equal(copied, theirs)
 
 
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_a_load_into_a_part_of_the_model_reaches_the_optimizer(is_async: bool, assign: bool) -> None:
+    model, other = nn.Sequential(network(), network()), network()
+    reference = copy.deepcopy(model)
+    with roundpipe.RoundPipe(model, devices=["cpu"] * 2) as piped:
+        optimizer = torch.optim.SGD(piped.optim_parameters(), lr=0.1)
+
+        def update() -> None:
+            time.sleep(0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        train(piped)
+        piped.step(update, is_async=is_async)
+        piped.model[1].load_state_dict(copy.deepcopy(other.state_dict()), assign=assign)
+        assert_same_weights(model[1], other)
+        assert not torch.equal(model[0][0].weight, reference[0][0].weight)  # and the update is there
+        before = copy.deepcopy(model)
+        optimizer.param_groups[0]["lr"] = 0.0
+        train(piped)
+        piped.step(update, is_async=False)
+        assert_same_weights(model, before)
+        assert_same_weights(model[1], other)
+
+
+def test_a_load_of_a_large_model_refreshes_each_copy_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(network() for _ in range(20)))
+    with roundpipe.RoundPipe(model, devices=["cpu"]) as piped:
+        optimizer = piped._state.optimizer
+        train(piped)
+        loaded: list[str] = []
+        real = optimizer.after_load
+        monkeypatch.setattr(
+            optimizer, "after_load", lambda named: real([(loaded.append(n), (n, p))[1] for n, p in named])
+        )
+        waits: list[int] = []
+        synchronize = optimizer.synchronize
+        monkeypatch.setattr(optimizer, "synchronize", lambda: (waits.append(1), synchronize()))
+        model.load_state_dict(model.state_dict())
+    assert sorted(loaded) == sorted(name for name, _ in model.named_parameters()) and len(waits) == 1
+
+
 def test_copies_and_pickles_of_the_model_do_nothing_to_it() -> None:
     model, other = network(), network()
     with roundpipe.RoundPipe(model, devices=["cpu"]) as piped:

@@ -10,6 +10,7 @@ from torch import nn
 
 import roundpipe
 from roundpipe.errors import DeviceMemoryError
+from roundpipe.runtime import rounds
 from roundpipe.runtime.backend import Device
 from roundpipe.runtime.cpu import Ledger
 from tests.runtime.models import (
@@ -121,6 +122,32 @@ def test_more_microbatches_peak_lower(grain):
     assert peaks[2] < peaks[1] < peaks[0]
 
 
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+def test_the_order_of_peaks(workers):
+    """One model, one batch, one plan: what each way to run it needs at most, on the device that needs most."""
+    plan = roundpipe.ExecutePlan([(0, 4)], (4, 8), [(0, 4)])
+    given = batch(256, 16)
+
+    def peak(run, grain="stage", num=4):
+        with roundpipe.RoundPipe(mlp(8, 16), devices=["cpu"] * workers) as piped:
+            run(piped, config(num, grain, plan))
+            return piped.peak_device_bytes()
+
+    def train(piped, run):
+        piped.forward_backward((given,), loss_fn=square_loss, run_config=run)
+
+    def apart(piped, run):
+        square_loss(piped(given, roundpipe_run_config=run), None).backward()
+
+    @torch.no_grad()
+    def forward(piped, run):
+        piped(given, roundpipe_run_config=run)
+
+    assert peak(forward) < min(peak(train), peak(apart))
+    assert peak(apart, "layer") < peak(apart, "stage")
+    assert peak(train, num=8) < peak(train, num=4) < peak(train, num=2)
+
+
 def test_shorter_stages_peak_lower():
     given = batch(4, 32)
     whole = roundpipe.ExecutePlan([], (0, 8), [])
@@ -204,6 +231,20 @@ def test_closing_gives_everything_back():
     piped.forward_backward((batch(),), loss_fn=square_loss)
     piped.close()
     assert [ledger.total_bytes for ledger in ledgers(piped)] == [0, 0]
+
+
+@pytest.mark.parametrize("guessed", [False, True])
+def test_a_budget_that_does_not_fit_is_planned_for_once(monkeypatch, guessed):
+    """A second time only where the first was on guesses."""
+    calls = []
+    real = rounds.choose_plan
+    monkeypatch.setattr(rounds, "choose_plan", lambda *args, **options: (calls.append(1), real(*args, **options))[1])
+    model = chain(["x"], [(nn.Linear(64, 64), ["x"], ["y"]), (nn.Linear(64, 64), ["y"], ["z"])], ["z"])
+    model.costs = tuple(cost_of(layer, activation_bytes=0 if guessed else 512) for layer in model)
+    with roundpipe.RoundPipe(model, devices=[Device("cpu", memory_bytes=9000)]) as piped:
+        with pytest.raises(DeviceMemoryError):
+            piped.forward_backward((batch(4, 64),), loss_fn=square_loss)
+    assert len(calls) == 1 + guessed
 
 
 def test_the_peak_can_be_reset():

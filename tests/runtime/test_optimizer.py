@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from roundpipe.errors import ClosedError, ConfigError, DeadlockError
-from roundpipe.runtime.gate import WeightGate
+from roundpipe.runtime.gate import Gate, Gates
 from roundpipe.runtime.optimizer import OptimizerCtx, OptimizerSide, inside_optimizer
 
 LR = 0.1
@@ -504,7 +504,7 @@ def test_garbage_collection_ends_the_thread(model):
     assert reference() is None and not thread.is_alive()
 
 
-class RecordingGate(WeightGate):
+class RecordingGate(Gate):
     """Notes what it is told, and lets the optimizer's thread open nothing until the test says so."""
 
     def __init__(self):
@@ -523,9 +523,10 @@ class RecordingGate(WeightGate):
 
 
 def test_weights_are_handed_over_in_the_optimizer_thread(model):
-    gate = RecordingGate()
+    gates = Gates()
+    gate = gates.weights = RecordingGate()
     gate.may_open.set()
-    side = OptimizerSide(model.named_parameters(), gate=gate)
+    side = OptimizerSide(model.named_parameters(), gates=gates)
     _, step_fn = make_step(side)
     weights = [weights_of(side)]
     for k, batch in enumerate(make_batches(3), start=1):
@@ -542,22 +543,72 @@ def test_weights_are_handed_over_in_the_optimizer_thread(model):
             gate.wait(model.parameters(), "a worker")
         gate._deadline_s = 10
         gate.may_open.set()
-        gate.wait(model.parameters(), "a worker")
+        for one in (gate, gates.gradients):
+            one.wait(model.parameters(), "a worker")
         side.wait()
         assert_same(weights_of(side), weights[k], rtol=0, atol=1e-15)
     side.synchronize()
     side.close()
 
 
+class Interrupting:
+    """Passes calls of some methods on and raises KeyboardInterrupt, as Ctrl-C does, before or behind one of them."""
+
+    def __init__(self, target, method, behind):
+        self._target, self._method, self._behind, self.left = target, method, behind, 1
+
+    def __getattr__(self, name):
+        real = getattr(self._target, name)
+        if name != self._method or not self.left:
+            return real
+
+        def call(*arguments):
+            self.left = 0
+            if self._behind:
+                real(*arguments)
+            raise KeyboardInterrupt
+
+        return call
+
+
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("where", ["_gates.close", "_scalers.begin_step", "_worker.submit"])
+def test_an_interrupted_step_was_made_or_not(model, where, behind):
+    """Nobody waits for ever, and no gradient is lost: a step that was not made can be made again."""
+    gates = Gates(deadline_s=10)
+    side = OptimizerSide(model.named_parameters(), gates=gates, deadline_s=10)
+    _, step_fn = make_step(side)
+    holder, method = where.split(".")
+    before, batch = weights_of(side), make_batches(1)[0]
+    gradient = gradient_at(before, batch)
+    loss_of(model, batch).backward()
+    real = getattr(side, holder)
+    setattr(side, holder, Interrupting(real, method, behind))
+    with pytest.raises(KeyboardInterrupt):
+        side.step(step_fn)
+    setattr(side, holder, real)
+    for gate in (gates.weights, gates.gradients):
+        gate.wait(model.parameters(), "a worker")
+    if side._num_steps == 0:
+        assert_same(weights_of(side), before)
+        assert all(p.grad is not None for p in model.parameters())
+        side.step(step_fn)
+    side.synchronize()
+    assert side._num_steps == 1
+    assert_same(weights_of(side), {n: w - LR * gradient[n] for n, w in before.items()}, rtol=0, atol=1e-15)
+    side.close()
+
+
 def test_every_parameter_is_opened_after_an_error(model, monkeypatch):
-    gate = WeightGate(deadline_s=10)
-    side = OptimizerSide(model.named_parameters(), gate=gate)
+    gates = Gates(deadline_s=10)
+    side = OptimizerSide(model.named_parameters(), gates=gates)
 
     def fail(pair):
         raise ZeroDivisionError
 
     monkeypatch.setattr("roundpipe.runtime.optimizer._Pair.take_gradient", fail)
     side.step(lambda: pytest.fail("must not run"))
-    gate.wait(model.parameters(), "a worker")
+    for gate in (gates.weights, gates.gradients):
+        gate.wait(model.parameters(), "a worker")
     with pytest.raises(ZeroDivisionError):
         side.close()

@@ -167,14 +167,18 @@ def test_peak_is_the_written_formula():
         LayerCost(weight_bytes=40, gradient_bytes=40, activation_bytes=70, workspace_bytes=9, carry_bytes=3),
     ]
     chosen = ExecutePlan([(0, 2)], (2, 3), [(0, 2)])
-    forward = 0 + 60 + 4 * 2
-    fused = 40 + 70 + 4 * 3
-    backward = 8 + 150 + 4 * 2
+    forward, fused, backward = (
+        60 + 4 * 2,
+        40 + 70 + 4 * 2 + 3,
+        8 + 150 + 4 * 2,
+    )  # U: gradients of what it takes, outputs
     weights = {1: 30 + 40, 2: 30 + 30, 3: 40}  # the largest two visits that follow each other on a worker
+    gradients = {1: (8, 0, 40), 2: (40, 8, 0), 3: (0, 40, 8)}  # of the visit before, in the order F, U, B
     for num_workers, arena in weights.items():
-        assert peak_bytes(chosen, costs, num_workers=num_workers) == arena + max(forward, fused, backward)
-    by_layer = 8 + 100 + 4 * 2
-    expected = 30 + 40 + max(by_layer, forward, fused)
+        needs = [need + before for need, before in zip((forward, fused, backward), gradients[num_workers], strict=True)]
+        assert peak_bytes(chosen, costs, num_workers=num_workers) == arena + max(needs)
+    by_layer = 8 + 100 + 4 * 2 + 40
+    expected = 30 + 40 + max(by_layer, forward + 8, fused)
     assert peak_bytes(chosen, costs, num_workers=1, recompute_grain="layer") == expected
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
 
-from roundpipe.errors import ConfigError
+from roundpipe.errors import ConfigError, ScheduleError
 from roundpipe.layers import LayerCost
-from roundpipe.runtime.planner import peak_bytes, plan, round_seconds
-from roundpipe.runtime.schedule import ExecutePlan, make_schedule
+from roundpipe.runtime.planner import peak_bytes, plan, plan_greedy, round_seconds
+from roundpipe.runtime.schedule import ExecutePlan, check, make_schedule
 from roundpipe.runtime.simulate import HardwareProfile, simulate
-from tests.runtime.chains import published_chain, random_chain
+from tests.runtime.chains import PUBLISHED, published_chain, random_chain
 
 UNIFORM = [
     LayerCost(
@@ -39,10 +40,20 @@ def test_without_transfers_it_is_the_recurrence():
         assert all(idle.weights == idle.activations == idle.optimizer == 0 for idle in found.idle)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 4])
-def test_peak_is_the_planners(num_workers):
-    found = simulate(make_schedule(PLAN, num_workers, num_workers + 1), UNIFORM)
-    assert max(found.peak_bytes) == peak_bytes(PLAN, UNIFORM, num_workers=num_workers)
+@pytest.mark.parametrize("num_workers", [1, 2, 4])
+def test_peak_is_the_planners_when_gradients_come_down_slowly(num_workers):
+    schedule = make_schedule(PLAN, num_workers, num_workers + 1)
+    planned = peak_bytes(PLAN, UNIFORM, num_workers=num_workers)
+    slow = simulate(schedule, UNIFORM, HardwareProfile(download_bytes_per_s=20.0))
+    assert max(slow.peak_bytes) == planned
+    at_once = simulate(schedule, UNIFORM)
+    assert max(at_once.peak_bytes) < planned
+
+
+def test_carried_values_wait_on_the_host():
+    found = simulate(make_schedule(ExecutePlan([(0, 4)], (4, 8), [(0, 4)]), 1, 3), UNIFORM)
+    assert found.peak_carried_bytes == 3 + 1  # on one device: all inputs of U, and the gradient of the first
+    assert simulate(make_schedule(ExecutePlan((), (0, 8), ()), 1, 3), UNIFORM).peak_carried_bytes == 0
 
 
 def test_idle_time_and_work_are_all_the_time():
@@ -66,7 +77,7 @@ def test_a_slow_upload_binds_and_is_named():
     found = simulate(make_schedule(PLAN, 2, 3), UNIFORM, HardwareProfile(upload_bytes_per_s=bandwidth))
     at_least_s = found.uploaded_bytes / (2 * bandwidth)
     assert at_least_s * 0.98 <= found.seconds_per_round <= at_least_s * 1.3
-    assert all(idle.weights > 0.5 * idle.total > 0.1 for idle in found.idle)
+    assert found.mean_idle.weights > 0.5 * found.mean_idle.total > 0.1
 
 
 def test_the_hosts_bandwidth_is_shared():
@@ -105,21 +116,108 @@ def test_forward_and_backward_alone(kind):
     assert found.seconds_per_round >= 3 * 8 * seconds / 2 * 0.99
 
 
-def test_published_links_cost_little():
-    costs = published_chain("qwen3-1.7b")
-    chosen = ExecutePlan(
-        [(0, 9), (9, 17), (17, 28)],
-        (28, 30),
-        [(24, 28), (20, 24), (16, 20), (12, 16), (8, 12), (4, 8), (0, 4)],
+PCIE_4_X16 = 25e9
+"""Bytes per second that copies reach of 31.5 GB/s."""
+HOST_BYTES_PER_S = 200e9
+"""Two sockets of eight channels of DDR4-3200 have 410 GB/s; half of it is taken as sustained."""
+ADAM_BYTES = 44
+"""Per parameter: copy, gradient and Adam in three passes."""
+
+
+def throughput_error(name, num_workers, host_bytes_per_s=HOST_BYTES_PER_S):
+    """Predicted tokens per second over published ones, less 1."""
+    profile = HardwareProfile(PCIE_4_X16, PCIE_4_X16, host_bytes_per_s, host_bytes_per_s, ADAM_BYTES)
+    run = PUBLISHED["throughput"]["models"][name]
+    rounds, num_microbatches = run["rounds_per_step"], run["num_microbatches"]
+    tokens = run["sequences"] * 2048 / rounds
+    costs = [cost.scaled(tokens / num_microbatches / PUBLISHED["tokens"]) for cost in published_chain(name)]
+    machine = {"num_workers": num_workers, "num_microbatches": num_microbatches}
+    chosen = plan_greedy(costs, **machine, memory_budget_bytes=PUBLISHED["device_memory_bytes"])
+    found = simulate(make_schedule(chosen, **machine), costs, profile, rounds_per_step=rounds)
+    measured = run["tokens_per_s"][PUBLISHED["throughput"]["num_workers"].index(num_workers)]
+    return tokens / found.seconds_per_round / measured - 1
+
+
+def test_published_throughput():
+    """From layer times, run shapes and link speeds alone; nothing is fitted."""
+    counts = PUBLISHED["throughput"]["num_workers"]
+    errors = {num: [abs(throughput_error(name, num)) for name in PUBLISHED["models"]] for num in counts}
+    everywhere = [error for each in errors.values() for error in each]
+    assert sum(everywhere) / len(everywhere) <= 0.02  # 0.010 when this was written; 0.03 is the aim
+    assert max(errors[8]) <= 0.04  # 0.028; 0.05 is the aim
+    assert max(everywhere) <= 0.05
+
+
+def test_published_throughput_hardly_depends_on_the_hosts_bandwidth():
+    full = throughput_error("qwen3-1.7b", 8)
+    assert throughput_error("qwen3-1.7b", 8, HOST_BYTES_PER_S / 4) == pytest.approx(full, abs=0.01)
+
+
+def test_greedy_is_the_published_reference():
+    machine = {"num_workers": 8, "num_microbatches": 9}
+    for name, published_s in (("qwen3-1.7b", 1.143), ("llama3.1-8b", 3.022), ("qwen3-32b", 12.78)):
+        costs = published_chain(name)
+        chosen = plan_greedy(costs, **machine, memory_budget_bytes=PUBLISHED["device_memory_bytes"])
+        assert peak_bytes(chosen, costs, num_workers=8) <= PUBLISHED["device_memory_bytes"]
+        assert 0.98 * published_s <= round_seconds(chosen, costs, **machine) <= 1.001 * published_s
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_replicas_without_transfers_are_the_recurrence(seed):
+    random = Random(seed)
+    costs = random_chain(random, 8)
+    machine = {"num_workers": random.randint(2, 4), "num_microbatches": random.randint(4, 7)}
+    chosen = ExecutePlan([(0, 2), (2, 5)], (5, 8), [(3, 5), (0, 3)])
+    replicas = [random.randint(1, 2) for _ in range(5)]
+    schedule = make_schedule(chosen, **machine, replicas=replicas)
+    check(schedule)
+    found = simulate(schedule, costs)
+    assert found.seconds_per_round == pytest.approx(
+        round_seconds(chosen, costs, **machine, replicas=replicas), rel=0.002
     )
-    schedule = make_schedule(chosen, 8, 9)
-    computed_s = round_seconds(chosen, costs, num_workers=8, num_microbatches=9)
-    found = simulate(schedule, costs, HardwareProfile(25e9, 25e9, 200e9))
-    assert computed_s < found.seconds_per_round < computed_s * 1.05
+
+
+def test_replicas_bring_weights_and_gradients_several_times():
+    replicated = make_schedule(PLAN, 4, 6, replicas=[1, 1, 2, 1, 1, 2])
+    once, twice = simulate(make_schedule(PLAN, 4, 6), UNIFORM), simulate(replicated, UNIFORM)
+    assert twice.uploaded_bytes - once.uploaded_bytes == 200 + 200
+    assert twice.downloaded_bytes - once.downloaded_bytes == 200 + 200
+
+
+def test_frozen_layers_are_not_updated():
+    profile = HardwareProfile(optimizer_bytes_per_s=100.0, optimizer_bytes_per_parameter=44)
+    half_frozen = [replace(cost, gradient_bytes=0) if index % 2 else cost for index, cost in enumerate(UNIFORM)]
+    found = simulate(make_schedule(PLAN, 2, 3), half_frozen, profile)
+    assert found.optimizer_bytes == 44 * 50 * 4
+    frozen = [replace(cost, gradient_bytes=0) for cost in UNIFORM]
+    assert simulate(make_schedule(PLAN, 2, 3), frozen, profile).optimizer_bytes == 0
+
+
+def test_rounds_that_share_a_step_share_the_optimizers_time():
+    profile = HardwareProfile(optimizer_bytes_per_s=100.0, optimizer_bytes_per_parameter=44)
+    schedule = make_schedule(PLAN, 2, 3)
+    found = simulate(schedule, UNIFORM, profile, rounds_per_step=4)
+    compute_s = simulate(schedule, UNIFORM).seconds_per_round
+    assert found.optimizer_bytes == 44 * 50 * 8 / 4
+    at_least_s = max(44 * 50 * 8 / 100.0 / 4, compute_s)
+    assert at_least_s * 0.999 <= found.seconds_per_round <= at_least_s * 1.1
+
+
+@pytest.mark.parametrize("replicas", [None, [1, 2, 1, 1, 2, 1]])
+def test_idle_causes_and_work_are_all_the_time_of_every_device(replicas):
+    profile = HardwareProfile(60.0, 50.0, 150.0, 2000.0, 44)
+    schedule = make_schedule(PLAN, 3, 4, replicas=replicas)
+    found = simulate(schedule, UNIFORM, profile)
+    work_s = 4 * (6 * 1.0 + 2 * 3.0 + 6 * 3.0) / 3
+    assert found.mean_idle.total + work_s / found.seconds_per_round == pytest.approx(1.0, abs=0.01)
 
 
 def test_misuse_is_told():
     with pytest.raises(ConfigError, match="costs of 7 layers for a schedule of 8"):
         simulate(make_schedule(PLAN, 2, 3), UNIFORM[:7])
+    with pytest.raises(ConfigError, match="rounds_per_step is 0"):
+        simulate(make_schedule(PLAN, 2, 3), UNIFORM, rounds_per_step=0)
+    with pytest.raises(ScheduleError, match="one count per stage, from 1 to 2"):
+        make_schedule(PLAN, 2, 3, replicas=[3] + [1] * 5)
     with pytest.raises(ConfigError, match="upload_bytes_per_s is 0"):
         HardwareProfile(upload_bytes_per_s=0)

@@ -1,0 +1,365 @@
+"""What a forward can change besides tensors: containers, objects, closures, globals and class attributes.
+
+A graph runs no Python, and a recomputation runs a leaf's Python twice, so whoever counts, caches or remembers in
+plain Python must be found out. Module attributes are `roundpipe.fx.leaves.TreeState`'s affair; here is everything
+that is reached from them, and from the code of the modules' classes.
+
+Invariant: `PythonState.restore` leaves every place found as it was, so that tracing leaves no trace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import types
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_CONTAINERS = (list, dict, set, deque, OrderedDict)
+_MAX_PLACES = 3000
+"""Places looked at; a model with more has tables, not counters."""
+_MAX_ITEMS = 256
+"""A container with more is a table that no forward changes."""
+_MAX_DEPTH = 4
+_LIBRARIES = frozenset(
+    "torch torchvision builtins collections functools typing types inspect logging math os sys re abc enum copy json "
+    "warnings contextlib dataclasses itertools operator numpy sympy roundpipe importlib threading random".split()
+)
+
+
+def _is_library(owner: Any) -> bool:
+    return str(getattr(owner, "__module__", None) or "builtins").partition(".")[0] in _LIBRARIES
+
+
+@dataclass(slots=True)
+class _Place:
+    """One place that holds something, and what it held."""
+
+    words: str
+    kind: str
+    """``"container"``, ``"cell"``, ``"global"`` or ``"class"``."""
+    owner: Any
+    key: Any
+    held: Any
+    counts: bool
+    """Whether a change is the forward's own; what a user's hook writes down is not."""
+
+
+class PythonState:
+    """Everything outside of tensors and module attributes that the code of some modules can change, at one moment.
+
+    Args:
+        modules: whose attributes and classes are looked through; torch's own have none.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._places: list[_Place] = []
+        self._caches: list[tuple[Any, int]] = []
+        self._seen: set[int] = set()
+        self._globals: set[tuple[int, str]] = set()
+        self._kept: list[Any] = []
+        self._counts = True
+        modules = list(modules)
+        for module in modules:
+            if type(module).__module__.startswith("torch.nn.modules."):
+                continue
+            name = type(module).__name__
+            for key, value in list(module.__dict__.items()):
+                if key not in ("_parameters", "_buffers", "_modules") and "_hooks" not in key:
+                    self._visit(value, f"{name}.{key}", 0)
+            self._visit_class(type(module), 0)
+        self._counts = False
+        for module in modules:
+            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+                self._visit(hook, f"a hook of {type(module).__name__}", 0)
+
+    # ------------------------------------------------------------------ what is found
+
+    def _new(self, value: Any) -> bool:
+        """Whether a value was not looked at before; it is kept, so that its identity stays its own."""
+        if id(value) in self._seen or len(self._places) >= _MAX_PLACES:
+            return False
+        self._seen.add(id(value))
+        self._kept.append(value)
+        return True
+
+    def _visit(self, value: Any, words: str, depth: int) -> None:
+        if isinstance(value, (*_PLAIN, torch.Tensor, nn.Module, types.ModuleType)) or depth > _MAX_DEPTH:
+            return
+        if isinstance(value, types.FunctionType):
+            self._visit_function(value, depth)
+        elif isinstance(value, (types.MethodType, functools.partial, staticmethod, classmethod, property)):
+            for inner in (getattr(value, name, None) for name in ("__func__", "func", "fget")):
+                self._visit(inner, words, depth)
+        elif hasattr(value, "cache_info") and hasattr(value, "cache_clear"):
+            if self._new(value):
+                self._caches.append((value, value.cache_info().currsize))
+                self._visit(getattr(value, "__wrapped__", None), words, depth)
+        elif isinstance(value, _CONTAINERS):
+            self._visit_container(value, words, depth)
+        elif isinstance(value, tuple):
+            for item in value[:_MAX_ITEMS]:
+                self._visit(item, words, depth + 1)
+        elif isinstance(value, type):
+            if issubclass(value, nn.Module) and not _is_library(value):
+                self._visit_class(value, depth + 1)
+        elif type(getattr(value, "__dict__", None)) is dict and not _is_library(type(value)) and self._new(value):
+            self._add_container(value.__dict__, words)
+            for key, item in list(value.__dict__.items()):
+                self._visit(item, f"{words}.{key}", depth + 1)
+
+    def _visit_container(self, value: Any, words: str, depth: int) -> None:
+        if len(value) > _MAX_ITEMS or not self._new(value):
+            return
+        self._add_container(value, words)
+        for item in list(value.values() if isinstance(value, dict) else value):
+            self._visit(item, words, depth + 1)
+
+    def _add(self, words: str, kind: str, owner: Any, key: Any, held: Any) -> None:
+        self._places.append(_Place(words, kind, owner, key, held, self._counts))
+
+    def _add_container(self, value: Any, words: str) -> None:
+        held = dict(dict.items(value)) if isinstance(value, dict) else value.copy()  # as stored: [] may be overridden
+        self._add(words, "container", value, None, held)
+
+    def _visit_class(self, kind: type, depth: int) -> None:
+        for owner in kind.__mro__:
+            if _is_library(owner) or not self._new(owner):
+                continue
+            for key, value in list(vars(owner).items()):
+                if isinstance(value, _PLAIN) and not key.startswith("__"):
+                    self._add(f"{owner.__name__}.{key}", "class", owner, key, value)
+                elif not key.startswith("__") or key == "__call__":
+                    self._visit(value, f"{owner.__name__}.{key}", depth)
+            self._add(owner.__name__, "names", owner, None, set(vars(owner)))
+
+    def _visit_function(self, function: types.FunctionType, depth: int) -> None:
+        if _is_library(function) or depth > _MAX_DEPTH or not self._new(function):
+            return
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                held = cell.cell_contents
+            except ValueError:  # not filled yet
+                continue
+            if isinstance(held, _PLAIN):
+                self._add(f"{name} of {function.__qualname__}", "cell", cell, None, held)
+            self._visit(held, f"{name} of {function.__qualname__}", depth + 1)
+        for name in _names_in(function.__code__):
+            if name in function.__globals__:
+                held = function.__globals__[name]
+                place = (id(function.__globals__), name)
+                if isinstance(held, _PLAIN) and place not in self._globals:
+                    self._globals.add(place)
+                    self._add(f"global {name}", "global", function.__globals__, name, held)
+                self._visit(held, f"global {name}", depth + 1)
+
+    # ------------------------------------------------------------------ what changed
+
+    def changed(self) -> list[str]:
+        """The places that hold something else now, in words; tensors put into a container don't count."""
+        return list(
+            dict.fromkeys(place.words for place in self._changed_places() if place.counts and not _only_tensors(place))
+        )
+
+    def gained(self) -> Iterator[tuple[str, Any]]:
+        """The places that hold something else now, tensors included, in words and as they are."""
+        for place in self._changed_places():
+            if place.counts:
+                yield place.words, _now(place)
+
+    def restore(self, tensors_only: bool = False) -> None:
+        """Puts back what every place held.
+
+        Args:
+            tensors_only: only where there are tensors now.
+        """
+        for place in list(self._changed_places()):
+            if tensors_only and not _holds_tensors(_now(place)):
+                continue
+            if place.kind == "container":
+                place.owner.clear()
+                if isinstance(place.owner, dict):
+                    dict.update(place.owner, place.held)
+                else:
+                    (place.owner.update if isinstance(place.owner, set) else place.owner.extend)(place.held)
+            elif place.kind == "cell":
+                place.owner.cell_contents = place.held
+            elif place.kind == "global":
+                place.owner[place.key] = place.held
+            elif place.kind == "class":
+                setattr(place.owner, place.key, place.held)
+            else:
+                for name in set(vars(place.owner)) - place.held:
+                    delattr(place.owner, name)
+        for cache, size in self._caches:
+            if cache.cache_info().currsize != size:
+                cache.cache_clear()  # it may hold fakes
+
+    def _changed_places(self) -> Iterator[_Place]:
+        for place in self._places:
+            if not _same(place.held, _now(place)):
+                yield place
+
+
+@contextlib.contextmanager
+def python_state_kept(model: nn.Module) -> Iterator[None]:
+    """Whatever a model's code does inside, such as to put fakes into a cache, is taken back."""
+    state = PythonState(model.modules())
+    try:
+        yield
+    finally:
+        state.restore()
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    """Names that a function's code may look up, nested functions included."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
+
+
+def _now(place: _Place) -> Any:
+    if place.kind == "container":
+        return place.owner
+    if place.kind == "cell":
+        try:
+            return place.owner.cell_contents
+        except ValueError:
+            return None
+    if place.kind == "global":
+        return place.owner.get(place.key)
+    if place.kind == "names":
+        return {name for name in vars(place.owner) if not name.startswith(("__", "_abc"))} | place.held
+    return getattr(place.owner, place.key, None)
+
+
+def _same(was: Any, now: Any) -> bool:
+    if isinstance(was, dict):
+        held = dict(dict.items(now))
+        return was.keys() == held.keys() and all(_same_item(value, held[key]) for key, value in was.items())
+    if isinstance(was, set):
+        return bool(was == now)
+    if isinstance(was, (list, deque)):
+        return len(was) == len(now) and all(map(_same_item, was, now))
+    return _same_item(was, now)
+
+
+def _same_item(was: Any, now: Any) -> bool:
+    return was is now or (isinstance(was, _PLAIN) and type(was) is type(now) and was == now)
+
+
+def _holds_tensors(value: Any, depth: int = 0) -> bool:
+    if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return True
+    if depth > 3:
+        return False
+    if isinstance(value, dict):
+        return any(_holds_tensors(item, depth + 1) for pair in value.items() for item in pair)
+    if isinstance(value, (list, tuple, set, deque)):
+        return any(_holds_tensors(item, depth + 1) for item in value)
+    return False
+
+
+def _only_tensors(place: _Place) -> bool:
+    """Whether a container gained tensors and is else what it was, as a cache of tables does."""
+    now = _now(place)
+    if place.kind != "container" or not isinstance(now, dict):
+        return False
+    held = dict(dict.items(now))
+    return all(key in held and _same_item(value, held[key]) for key, value in place.held.items()) and all(
+        _holds_tensors(value) for key, value in held.items() if key not in place.held
+    )
+
+
+_READ: dict[type, frozenset[str]] = {}
+
+
+def attributes_read(kind: type) -> frozenset[str]:
+    """Names of attributes that the methods of a class read, of whatever object."""
+    if kind not in _READ:
+        _READ[kind] = _Uses.of(code for name, code in _methods(kind).items() if name != "__init__").read
+    return _READ[kind]
+
+
+def _methods(kind: type) -> dict[str, types.CodeType]:
+    """The code of a class's own methods, not counting those it has from torch."""
+    return {
+        name: function.__code__
+        for owner in reversed(kind.__mro__)
+        if owner.__module__ != "builtins" and not owner.__module__.startswith("torch.")
+        for name, function in vars(owner).items()
+        if isinstance(function, types.FunctionType)
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Uses:
+    """What some code does to attributes, variables and items."""
+
+    read: frozenset[str]
+    set: frozenset[str]
+    rebinds: bool
+    """Whether it assigns to globals or to variables of an enclosing function."""
+    changes_items: bool
+    """Whether it assigns items or calls methods that change containers."""
+
+    @staticmethod
+    def of(codes: Iterable[types.CodeType]) -> _Uses:
+        pending = list(codes)
+        read: set[str] = set()
+        stored: set[str] = set()
+        rebinds = items = False
+        while pending:
+            code = pending.pop()
+            pending += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+            for instruction in dis.get_instructions(code):
+                name = str(instruction.argval)
+                if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                    read.add(name)
+                    items |= name in _CHANGING
+                elif instruction.opname == "STORE_ATTR":
+                    stored.add(name)
+                rebinds |= instruction.opname == "STORE_GLOBAL"
+                rebinds |= instruction.opname == "STORE_DEREF" and name in code.co_freevars
+                items |= instruction.opname == "STORE_SUBSCR"
+            if "getattr" in code.co_names:
+                read.update(constant for constant in code.co_consts if isinstance(constant, str))
+        return _Uses(frozenset(read), frozenset(stored), rebinds, items)
+
+
+_CHANGING = frozenset("append extend update pop popleft setdefault add insert clear remove popitem".split())
+_ASKING = frozenset({"is_grad_enabled", "requires_grad", "is_leaf", "grad_fn"})
+
+
+def must_run_once(module: nn.Module) -> bool:
+    """Whether a module's forward, as far as its code tells, remembers something or asks whether gradients are recorded.
+
+    For modules that were never traced: too careful rather than too bold.
+    """
+    methods = _methods(type(module))
+    reached: dict[str, types.CodeType] = {}
+    pending = ["forward"]
+    while pending:
+        name = pending.pop()
+        if name in methods and name not in reached:
+            reached[name] = methods[name]
+            pending += list(_names_in(methods[name]))
+    uses = _Uses.of(reached.values())
+    if uses.set & uses.read or uses.rebinds or uses.read & _ASKING:
+        return True
+    held = [module.__dict__.get(name) for name in uses.read]
+    functions = [getattr(type(module), name, None) for name in reached]
+    for function in functions:
+        held += [function.__globals__.get(name) for name in _names_in(function.__code__)] if function else []
+    if uses.changes_items and any(isinstance(value, _CONTAINERS) for value in held):
+        return True
+    closures = [value for value in held if isinstance(value, types.FunctionType) and not _is_library(value)]
+    return any(_Uses.of([function.__code__]).rebinds for function in closures)

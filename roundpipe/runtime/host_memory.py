@@ -1,0 +1,58 @@
+"""Host memory for what is walked through from end to end at each step: copies of weights, gradients, packed layers.
+
+Large blocks ask the system for huge pages before they are touched. That makes 512 times fewer page faults at the first
+touch and fewer misses of the address cache afterwards, which a pass over gigabytes feels. It is advice: where the
+system has no huge pages, or none left, the memory is ordinary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import mmap
+import sys
+from collections.abc import Callable
+
+import torch
+
+HUGE_PAGE_BYTES = 2 * 1024**2
+"""Blocks below this size are left alone; the usual size of a huge page."""
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    """The C library's function, where huge pages can be asked for with it."""
+    if not sys.platform.startswith("linux") or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    with contextlib.suppress(OSError, AttributeError):
+        function = ctypes.CDLL(None).madvise
+        function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        function.restype = ctypes.c_int
+        return function
+    return None
+
+
+def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
+    """Ask for huge pages below a tensor whose memory nobody has touched yet.
+
+    Args:
+        tensor: in host memory, dense; any shape and dtype.
+
+    Returns:
+        The tensor itself.
+    """
+    madvise = _madvise()
+    if madvise is None or tensor.nbytes < HUGE_PAGE_BYTES or tensor.device.type != "cpu":
+        return tensor
+    page = mmap.PAGESIZE
+    start = -(-tensor.data_ptr() // page) * page
+    stop = (tensor.data_ptr() + tensor.nbytes) // page * page
+    if start < stop:
+        madvise(start, stop - start, mmap.MADV_HUGEPAGE)  # refused: ordinary pages
+    return tensor
+
+
+def empty_bytes(num_bytes: int) -> torch.Tensor:
+    """A byte buffer in host memory, `[num_bytes]`; its contents are arbitrary."""
+    return on_huge_pages(torch.empty(num_bytes, dtype=torch.uint8))

@@ -1,0 +1,230 @@
+"""Discrete events: compute on workers, transfers on links, and what waits for what.
+
+    Node        something that takes time once all it waits for is over: an op, a transfer, or neither (a join)
+    worker      runs its ops one at a time, in the order in which they were added
+    link        one transfer at a time, the lowest priority number first; a later one with a lower number interrupts
+    host        what all links together may take of the host's memory; past it all of them slow down alike
+
+Invariant: equal calls give equal times; nothing starts before what it waits for is over.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable
+from math import inf
+
+
+class Node:
+    """Something that takes time, and those that wait for it."""
+
+    __slots__ = ("_followers", "_num_missing", "over_s", "started_s", "then")
+
+    def __init__(self, then: Callable[[], None] | None = None) -> None:
+        self.over_s: float | None = None
+        """When it was over; None: not yet."""
+        self.started_s = 0.0
+        """When all that it waits for was over; for an op, when the worker began it."""
+        self.then = then
+        """Called when it is over."""
+        self._followers: list[Node] = []
+        self._num_missing = 0
+
+    def after(self, others: Iterable[Node]) -> None:
+        """Waits for others; before it is added to a clock."""
+        for other in others:
+            if other.over_s is None:
+                other._followers.append(self)
+                self._num_missing += 1
+
+    @property
+    def is_ready(self) -> bool:
+        return self._num_missing == 0
+
+    def begin(self, clock: Clock) -> None:
+        """All that it waits for is over."""
+        clock.finish(self)
+
+
+class Op(Node):
+    """Compute on a worker."""
+
+    __slots__ = ("seconds", "worker")
+
+    def __init__(self, worker: int, seconds: float, then: Callable[[], None] | None = None) -> None:
+        super().__init__(then)
+        self.worker = worker
+        self.seconds = seconds
+
+    def begin(self, clock: Clock) -> None:
+        clock.start_next(self.worker)
+
+
+class Transfer(Node):
+    """Bytes over a link."""
+
+    __slots__ = ("bytes_left", "link", "number", "priority", "sent_s")
+
+    def __init__(self, link: Link, num_bytes: float, priority: int = 0) -> None:
+        super().__init__()
+        self.link = link
+        self.bytes_left = num_bytes
+        self.priority = priority
+        self.number = 0
+        self.sent_s: float | None = None
+        """When its first byte was sent; None: it took no time, or its turn has not come."""
+
+    def begin(self, clock: Clock) -> None:
+        self.started_s = clock.now_s
+        clock.send(self)
+
+    def __lt__(self, other: Transfer) -> bool:
+        return (self.priority, self.number) < (other.priority, other.number)
+
+
+class Link:
+    """A link, or anything else that moves bytes through host memory."""
+
+    __slots__ = ("bytes_per_s", "moved_bytes", "queue", "sent_since", "version")
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.bytes_per_s = bytes_per_s
+        self.moved_bytes = 0.0
+        """Given to it so far."""
+        self.queue: list[Transfer] = []
+        self.sent_since = 0.0
+        """Of the transfer at the head: since when, on the clock that runs slower where the host is the limit."""
+        self.version = 0
+        """Counts heads, so that the planned end of one that was interrupted is known to be out of date."""
+
+
+class Clock:
+    """Time, and all that goes on in it.
+
+    Args:
+        num_workers: that run ops.
+        host_bytes_per_s: what all links together may move.
+    """
+
+    def __init__(self, num_workers: int, host_bytes_per_s: float = inf) -> None:
+        self.now_s = 0.0
+        self._host_bytes_per_s = host_bytes_per_s
+        self._ops: list[deque[Op]] = [deque() for _ in range(num_workers)]
+        self._running: list[Op | None] = [None] * num_workers
+        self._ends: list[tuple[float, int, Op]] = []
+        self._number = 0
+        # Links all slow down by the same share, so their ends are planned on a clock of their own.
+        self._link_now = 0.0
+        self._link_ends: list[tuple[float, int, Link, int]] = []
+        self._active_rate = 0.0
+        self._over: deque[Node] = deque()
+        self._is_settling = False
+
+    # Adding
+
+    def add(self, node: Node, *after: Node) -> None:
+        """Adds a node that waits for others; an op joins its worker's queue now."""
+        node.after(after)
+        if isinstance(node, Op):
+            self._ops[node.worker].append(node)
+        if node.is_ready:
+            node.begin(self)
+
+    # What nodes ask for
+
+    def finish(self, node: Node) -> None:
+        """A node is over; those that waited for it alone begin."""
+        node.over_s = self.now_s
+        self._over.append(node)
+        if self._is_settling:
+            return
+        self._is_settling = True
+        while self._over:
+            done = self._over.popleft()
+            then, done.then = done.then, None  # or it and the node keep each other alive
+            if then is not None:
+                then()
+            followers, done._followers = done._followers, []
+            for follower in followers:
+                follower._num_missing -= 1
+                if follower._num_missing == 0:
+                    follower.begin(self)
+        self._is_settling = False
+
+    def start_next(self, worker: int) -> None:
+        """Starts a worker's next op, if it is free and the op waits for nothing more."""
+        queue = self._ops[worker]
+        if self._running[worker] is not None or not queue or not queue[0].is_ready:
+            return
+        op = queue.popleft()
+        op.started_s = self.now_s
+        self._running[worker] = op
+        self._number += 1
+        heapq.heappush(self._ends, (self.now_s + op.seconds, self._number, op))
+
+    def send(self, transfer: Transfer) -> None:
+        """Queues a transfer whose turn on the link comes by priority; one that takes no time is over at once."""
+        link = transfer.link
+        link.moved_bytes += transfer.bytes_left
+        if not transfer.bytes_left or link.bytes_per_s == self._host_bytes_per_s == inf:
+            self.finish(transfer)
+            return
+        self._number += 1
+        transfer.number = self._number
+        head = link.queue[0] if link.queue else None
+        heapq.heappush(link.queue, transfer)
+        if head is None:
+            self._active_rate += self._rate(link)
+        elif link.queue[0] is head:
+            return
+        else:
+            head.bytes_left -= self._rate(link) * (self._link_now - link.sent_since)
+        self._begin_head(link)
+
+    # Time goes on
+
+    def advance(self) -> bool:
+        """Moves on to the next end of an op or a transfer; False: there is none."""
+        share = self._share()
+        while self._link_ends and self._link_ends[0][3] != self._link_ends[0][2].version:
+            heapq.heappop(self._link_ends)
+        transfer_s = self.now_s + max(self._link_ends[0][0] - self._link_now, 0.0) / share if self._link_ends else inf
+        op_s = self._ends[0][0] if self._ends else inf
+        if op_s == transfer_s == inf:
+            return False
+        moment = min(op_s, transfer_s)
+        self._link_now += (moment - self.now_s) * share
+        self.now_s = moment
+        if op_s <= transfer_s:
+            _, _, op = heapq.heappop(self._ends)
+            self._running[op.worker] = None
+            self.finish(op)
+            self.start_next(op.worker)
+        else:
+            _, _, link, _ = heapq.heappop(self._link_ends)
+            transfer = heapq.heappop(link.queue)
+            if link.queue:
+                self._begin_head(link)
+            else:
+                link.version += 1
+                self._active_rate = max(self._active_rate - self._rate(link), 0.0)
+            self.finish(transfer)
+        return True
+
+    def _rate(self, link: Link) -> float:
+        return min(link.bytes_per_s, self._host_bytes_per_s)
+
+    def _share(self) -> float:
+        if self._active_rate <= self._host_bytes_per_s:
+            return 1.0
+        return self._host_bytes_per_s / self._active_rate
+
+    def _begin_head(self, link: Link) -> None:
+        link.version += 1
+        link.sent_since = self._link_now
+        if link.queue[0].sent_s is None:
+            link.queue[0].sent_s = self.now_s
+        self._number += 1
+        seconds = max(link.queue[0].bytes_left, 0.0) / self._rate(link)
+        heapq.heappush(self._link_ends, (self._link_now + seconds, self._number, link, link.version))

@@ -1,0 +1,1 @@
+"""What checks the library against the models of other packages; nothing here is needed to train."""

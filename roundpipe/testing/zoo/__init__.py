@@ -1,0 +1,1 @@
+"""Tiny models of other packages, compiled and compared with eager PyTorch; ``python -m roundpipe.testing.zoo``."""

@@ -1,0 +1,485 @@
+"""What went wrong in earlier attempts at tracing: each is handled, or refused loudly.
+
+1. code that takes another path for fakes, so that attention gets an explicit mask: `test_attention_runs_...`
+2. sizes that are equal in the example are taken for one, or fixed for no reason: `test_equal_sizes_are_not_one_size`
+3. functions below vmap escape: `test_a_mask_made_by_vmap_is_recorded_below_it`
+4. custom backwards vanish: `test_a_custom_backward_is_one_node`
+5. an activation becomes a constant: `test_an_activation_that_escapes_is_refused`, and those behind it
+6. buffers assigned, attributes changed: `test_shapes.py` (WritesBuffers), and the tests of state below
+7. hooks, `retain_grad`, `__setitem__`, versions: `test_shapes.py` (Hooks, WritesInPlace), and below
+8. device literals: `test_a_device_literal_is_an_attribute_of_the_layer`
+9. no fake kernel: `test_tracer.py` (qwen3_moe); arguments frozen by torch.fx: `test_leaves_get_plain_lists_and_dicts`
+10. contexts, counters, `autograd.grad`, hooks on carried values: `test_shapes.py` (AttentionKernels, Hooks), and below
+11. roots that branch on activations: `test_shapes.py`; Python's random numbers: `test_random_numbers_...`
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import random
+import warnings
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import roundpipe
+from roundpipe.errors import TraceError
+from roundpipe.fx.operations import ApplyFunction
+from roundpipe.fx.source import RETRACES_BEFORE_WARNING, TracedSource
+from roundpipe.fx.tracer import trace
+from tests.fx.against_eager import check, vectors
+from tests.fx.models import CustomFunction, VmapMask, attention_inputs, causal_inputs, llama, padded_inputs
+from tests.fx.models import vectors as flat_vectors
+from tests.fx.test_shapes import Layers
+
+Kernel = tuple[bool, bool]
+
+# ---------------------------------------------------------------------------------- 1: other paths for fakes
+
+
+def kernels(monkeypatch: pytest.MonkeyPatch, call: Any) -> set[Kernel]:
+    """Of every attention call: whether it has a mask, and whether it is causal by itself."""
+    seen: set[Kernel] = set()
+    original = F.scaled_dot_product_attention
+
+    def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
+        mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+        seen.add((mask is not None, bool(kwargs.get("is_causal", False))))
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(F, "scaled_dot_product_attention", watched)
+        call()
+    return seen
+
+
+@pytest.mark.parametrize("num_layers", [4, 13])  # blocks that are looked into, and blocks kept whole
+@pytest.mark.parametrize("inputs", [causal_inputs, padded_inputs])
+def test_attention_runs_the_same_kernels_as_eager(
+    monkeypatch: pytest.MonkeyPatch, num_layers: int, inputs: Any
+) -> None:
+    pytest.importorskip("transformers")
+    model, given = llama(num_layers), inputs(4, 16)
+    chain = TracedSource(model, "time", on_failure=_raise).chain_for((), given)
+    assert chain is not None and len(chain) > 3
+    eager = kernels(monkeypatch, lambda: model(**given))
+    assert eager == {(False, True) if inputs is causal_inputs else (True, False)}
+    assert kernels(monkeypatch, lambda: chain.run(**given)) == eager
+
+
+def _raise(error: TraceError) -> None:
+    raise error
+
+
+# ---------------------------------------------------------------------------------- 2: sizes
+
+
+def test_equal_sizes_are_not_one_size() -> None:
+    class Model(Layers):
+        def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            return self.layers[1](torch.tanh(self.layers[0](x))).mean(1) + F.one_hot(ids, 8).sum(1)
+
+    def inputs(batch: int, length: int) -> dict[str, Any]:
+        return {"x": torch.randn(batch, 4, 8).double(), "ids": torch.randint(0, 8, (batch, length))}
+
+    seen = check(Model, inputs, sizes=[(8, 8), (4, 4), (6, 3), (2, 8)])
+    assert seen.trace_count == 1
+
+
+# ---------------------------------------------------------------------------------- 3, 4: vmap, autograd functions
+
+
+def test_a_mask_made_by_vmap_is_recorded_below_it() -> None:
+    traced = trace(VmapMask(), (), attention_inputs(2, 6))
+    assert not any("vmap" in str(node.target) for node in traced.body)
+    assert traced.guards is not None and traced.guards.check((), attention_inputs(3, 6)) is None
+
+
+def test_a_custom_backward_is_one_node() -> None:
+    traced = trace(CustomFunction(), (), flat_vectors(4, 0))
+    assert sum(isinstance(node.target, ApplyFunction) for node in traced.body) == 4
+
+
+# ---------------------------------------------------------------------------------- 5: what is no node
+
+
+def test_an_activation_that_escapes_is_refused() -> None:
+    kept: list[torch.Tensor] = []
+
+    class Model(Layers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept.append(self.layers[0](x))
+            return self.layers[1](kept[0])
+
+    with pytest.raises(TraceError, match="kept"):
+        trace(Model().double(), (), vectors(4, 6))
+    assert not kept
+
+
+def test_a_tensor_of_the_outside_is_a_constant() -> None:
+    offset = torch.arange(8).double()
+
+    class Model(Layers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[1](self.layers[0](x) + offset)
+
+    assert not check(Model).fell_back
+
+
+def test_a_parameter_of_the_outside_is_refused() -> None:
+    outside = nn.Parameter(torch.randn(8).double())
+
+    class Model(Layers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[1](self.layers[0](x) + outside)
+
+    with pytest.raises(TraceError, match="neither a parameter"):
+        trace(Model().double(), (), vectors(4, 6))
+
+
+# ---------------------------------------------------------------------------------- 6: what a forward remembers
+
+
+class Counts(Layers):
+    """Multiplies by how often it was called."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.calls = {"attribute": 0, "dict": {"n": 0}, "list": [0]}.get(where, 0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.calls, int):
+            self.calls += 1
+            number = self.calls
+        elif isinstance(self.calls, dict):
+            self.calls["n"] += 1
+            number = self.calls["n"]
+        else:
+            self.calls[0] += 1
+            number = self.calls[0]
+        return self.layers[0](x) * number
+
+
+def counting_closure() -> Any:
+    calls = 0
+
+    def times_calls(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return x * calls
+
+    return times_calls
+
+
+class CountsInAClosure(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.times_calls = counting_closure()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.times_calls(self.layers[0](x))
+
+
+class Holds(Layers):
+    """A module that remembers, between two that don't."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[1](self.inner(self.layers[0](x)))
+
+
+@pytest.mark.parametrize("where", ["attribute", "dict", "list", "closure"])
+@pytest.mark.parametrize("at_root", [True, False])
+def test_state_that_decides_is_never_burned_in(where: str, at_root: bool) -> None:
+    def build() -> nn.Module:
+        counts = CountsInAClosure() if where == "closure" else Counts(where)
+        return counts if at_root else Holds(counts)
+
+    assert check(build).fell_back
+
+
+def test_an_attribute_set_before_it_is_read_is_no_state() -> None:
+    class Scratch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.scale, self.last = 1, None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.scale = 1
+            self.last = self.linear(x)
+            self.scale *= 2
+            return self.last * self.scale
+
+    class Model(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.ModuleList(Scratch() for _ in range(5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in (*self.layers, *self.inner):
+                x = layer(x)
+            return x
+
+    seen = check(Model)
+    assert not seen.fell_back and seen.num_layers > 1
+
+
+def test_state_that_decides_nothing_is_said_to_stay(caplog: pytest.LogCaptureFixture) -> None:
+    class Model(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: dict[str, int] = {}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen["calls"] = self.seen.get("calls", 0) + 1
+            return self.layers[1](self.layers[0](x))
+
+    model = Model().double()
+    with caplog.at_level(logging.WARNING):
+        trace(model, (), vectors(4, 6))
+    assert "Model.seen" in caplog.text and not model.seen
+
+
+def test_tracing_leaves_closures_and_globals_as_they_were() -> None:
+    model = CountsInAClosure().double()
+    with pytest.raises(TraceError, match="calls of counting_closure"):
+        trace(model, (), vectors(4, 6))
+    assert torch.equal(model.times_calls(torch.ones(1)), torch.ones(1))
+
+
+@functools.lru_cache
+def positions(length: int) -> torch.Tensor:
+    return torch.arange(length).double()[:, None]
+
+
+def test_no_fakes_are_left_in_caches() -> None:
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) + positions(x.shape[1])
+
+    class Model(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.adds = nn.ModuleList(Adds() for _ in range(5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for adds in self.adds:
+                x = adds(x)
+            return x
+
+    assert not check(Model, sizes=[(4, 6), (1, 6), (3, 6)], num_microbatches=1).fell_back
+    assert type(positions(6)) is torch.Tensor
+
+
+def test_an_attribute_set_between_calls_traces_again() -> None:
+    class Model(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = 2.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[1](self.layers[0](x) * self.gain)
+
+    model = Model().double()
+    guards = trace(model, (), vectors(4, 6)).guards
+    assert guards is not None and guards.check((), vectors(3, 6)) is None
+    model.gain = 3.0
+    assert "gain is 3.0, traced with 2.0" in str(guards.check((), vectors(3, 6)))
+
+
+def test_a_buffer_that_a_leaf_writes_decides_nothing() -> None:
+    class Model(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layers[0](x) * 2 if self.norm.num_batches_tracked > 1 else self.layers[0](x)
+            return self.norm(x.transpose(1, 2))
+
+    assert check(Model).fell_back
+
+
+# ---------------------------------------------------------------------------------- 7: writes, hooks
+
+
+def test_writes_through_methods_are_marked() -> None:
+    class Model(Layers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.layers[0](x)
+            h[:, 0] = 1.0
+            h.data.mul_(2.0)
+            h.retain_grad()
+            return self.layers[1](h)
+
+    traced = trace(Model().double(), (), vectors(4, 6))
+    effects = [str(getattr(node.target, "__name__", node.target)) for node in traced.body if node.meta.get("effect")]
+    assert effects == ["set_item", "mul_", "retain_grad"]
+
+
+def test_a_write_to_a_parameter_is_refused() -> None:
+    class Clamps(Layers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.weight.clamp_(-0.1, 0.1)
+            return x @ self.weight
+
+    with pytest.raises(TraceError, match="writes a parameter"):
+        trace(Clamps().double(), (), vectors(4, 6))
+
+
+def test_memory_layout_of_activations_is_never_burned_in() -> None:
+    class Model(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.norm(x.transpose(1, 2)).transpose(1, 2)  # fakes lie in another order here than real ones
+            return self.layers[0](x) if x.is_contiguous() else self.layers[1](x)
+
+    assert check(Model).fell_back
+
+
+# ---------------------------------------------------------------------------------- 8, 9: devices, arguments
+
+
+def test_a_device_literal_is_an_attribute_of_the_layer() -> None:
+    class Model(Layers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.layers[0](x) + torch.ones(8, device=x.device, dtype=x.dtype)
+            return self.layers[1](h)
+
+    chain = TracedSource(Model().double(), "time", on_failure=_raise).chain_for((), vectors(4, 6))
+    assert chain is not None and any(spec.execution_device for spec in chain.specs)
+
+
+def test_leaves_get_plain_lists_and_dicts() -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, items: list[torch.Tensor], options: dict[str, Any]) -> torch.Tensor:
+            assert type(items) is list and type(options) is dict and type(options["scales"]) is list
+            return self.linear(items[0]) * options["scales"][0] + items[1]
+
+    class Model(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.ModuleList(Inner() for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer, inner in zip(self.layers, self.inner, strict=False):
+                x = inner([layer(x), x], {"scales": [0.5, 2], "of": x})
+            return x
+
+    assert check(Model).num_layers > 1
+
+
+# ---------------------------------------------------------------------------------- 10: autograd inside a forward
+
+
+class Penalty(nn.Module):
+    """Scales by the gradient of its own output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            given = x.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(self.linear(given).pow(2).sum(), given, create_graph=True)
+        return x + gradient * 0.1
+
+
+@pytest.mark.parametrize("at_root", [True, False])
+def test_autograd_inside_a_forward_falls_back(at_root: bool) -> None:
+    assert check(Penalty if at_root else lambda: Holds(Penalty())).fell_back
+
+
+def test_requires_grad_of_a_parameter_is_not_changed_in_a_forward() -> None:
+    class Freezes(Layers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.layers[0].weight.requires_grad_(False)
+            return self.layers[1](self.layers[0](x))
+
+    with pytest.raises(TraceError, match="requires_grad_ changes a parameter"):
+        trace(Freezes().double(), (), vectors(4, 6))
+
+
+def test_python_numbers_among_the_arguments_are_guarded() -> None:
+    class Model(Layers):
+        def forward(self, x: torch.Tensor, scale: float = 1.0, options: Any = None) -> torch.Tensor:
+            return self.layers[1](self.layers[0](x) * scale) * (options or {"gain": 1})["gain"]
+
+    guards = trace(Model().double(), (), {**vectors(4, 6), "scale": 0.5, "options": {"gain": 2}}).guards
+    assert guards is not None
+    assert guards.check((), {**vectors(2, 6), "scale": 0.5, "options": {"gain": 2}}) is None
+    assert guards.check((), {**vectors(2, 6), "scale": 0.25, "options": {"gain": 2}}) is not None
+    assert guards.check((), {**vectors(2, 6), "scale": 0.5, "options": {"gain": 3}}) is not None
+    assert guards.check((), {**vectors(2, 6), "scale": 0.5}) is not None
+
+
+def test_what_is_read_of_an_input_itself_is_read_at_every_call() -> None:
+    class Model(Layers):
+        def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            x = self.layers[0](x) if 3 in ids else self.layers[1](x)
+            return self.layers[2](x) * ids.tolist()[0][0]
+
+    ids = torch.tensor([[1, 3], [2, 2]])
+    guards = trace(Model().double(), (), {**vectors(2, 2), "ids": ids}).guards
+    assert guards is not None and guards.check((), {**vectors(2, 2), "ids": ids}) is None
+    assert guards.check((), {**vectors(2, 2), "ids": torch.tensor([[1, 2], [2, 2]])}) is not None
+    assert guards.check((), {**vectors(2, 2), "ids": torch.tensor([[5, 3], [2, 2]])}) is not None
+
+
+# ---------------------------------------------------------------------------------- 11: random numbers of Python
+
+
+@pytest.mark.parametrize("draw", [random.random, numpy.random.rand])
+def test_random_numbers_of_python_and_numpy_fall_back(draw: Any) -> None:
+    class Model(Layers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[1](self.layers[0](x) * (1.0 if draw() < 2 else 0.0))
+
+    model = Model().double()
+    with pytest.raises(TraceError, match="random"):
+        trace(model, (), vectors(4, 6))
+    assert check(Model).fell_back
+
+
+# ---------------------------------------------------------------------------------- guards at run time
+
+
+def test_five_traces_in_a_row_name_the_input_that_varies(caplog: pytest.LogCaptureFixture) -> None:
+    class Model(Layers):
+        def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+            return self.layers[1](self.layers[0](x) * scale)
+
+    with warnings.catch_warnings(record=True) as caught, caplog.at_level(logging.INFO, "roundpipe.fx.source"):
+        warnings.simplefilter("always")
+        with roundpipe.compile(Model().double(), devices=["cpu"], name="varies") as pipe:
+            for index in range(RETRACES_BEFORE_WARNING + 1):
+                pipe.forward_backward(
+                    input_kwargs={**vectors(2, 3), "scale": 1.0 + index}, loss_fn=lambda out, _: out.sum()
+                )
+            assert pipe.trace_count == RETRACES_BEFORE_WARNING + 1
+    lines = [record.message for record in caplog.records if "again" in record.message]
+    assert len(lines) == RETRACES_BEFORE_WARNING and all("argument scale is" in line for line in lines)
+    said = [str(one.message) for one in caught if "one after the other" in str(one.message)]
+    assert len(said) == 1 and "scale is 6.0" in said[0]

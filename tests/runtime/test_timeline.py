@@ -1,0 +1,428 @@
+"""Timelines: every task once, lanes without overlap, links that take their time, files that Perfetto reads."""
+
+import builtins
+import json
+import sys
+import time
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+import roundpipe
+from roundpipe.errors import ClosedError, ConfigError
+from roundpipe.layers import LayerCost
+from roundpipe.runtime.backend import Device, Lane
+from roundpipe.runtime.cpu import CpuBackend
+from roundpipe.runtime.schedule import ExecutePlan, Phase, Task, TaskKind, make_schedule
+from roundpipe.runtime.simulate import HardwareProfile, simulate
+from roundpipe.runtime.simulated_timeline import round_alone_s, simulate_timeline, steady
+from roundpipe.runtime.timeline import Recorder, Span, Timeline, waiting
+from tests.runtime.models import batch, config, mlp, square_loss
+
+pytestmark = pytest.mark.timeout(60)
+
+PLAN = ExecutePlan([(0, 2), (2, 4)], (4, 6), [(2, 4), (0, 2)])
+NUM_MICROBATCHES = 3
+LINK = 4e5
+"""Bytes per second: slow enough that no copy of memory takes as long."""
+
+
+def open_pipe(workers=2, speed=None, depth=6):
+    torch.manual_seed(0)
+    entry = Device("cpu", upload_bytes_per_s=speed, download_bytes_per_s=speed)
+    return roundpipe.RoundPipe(mlp(depth), devices=[entry] * workers, name="net")
+
+
+def train(piped, rounds=2, grain=None, is_async=True, loss_fn=square_loss):
+    optimizer = torch.optim.SGD(piped.optim_parameters(), lr=0.01)
+    for _ in range(rounds):
+        piped.forward_backward(
+            (batch(),), loss_fn=loss_fn, run_config=config(NUM_MICROBATCHES, grain, PLAN, preserve_rng_state=False)
+        )
+        piped.step(optimizer.step, is_async)
+
+
+def recorded(**settings):
+    """A timeline of two rounds, after one that warms up; and the schedule of the first of them."""
+    run = {name: settings.pop(name) for name in ("grain", "is_async") if name in settings}
+    with open_pipe(**settings) as piped:
+        train(piped, 1, **run)
+        piped.synchronize()
+        schedule = make_schedule(
+            PLAN, len(piped._state.engine.backends), NUM_MICROBATCHES, first_job=piped._state.engine.next_job
+        )
+        with piped.record_timeline() as timeline:
+            train(piped, 2, **run)
+    return timeline, schedule
+
+
+def assert_lanes_do_not_overlap(timeline):
+    assert timeline.spans
+    for device in timeline.devices:
+        for lane in timeline.lanes(device):
+            for one, following in pairwise(timeline.on(device, lane)):
+                assert one.end_s <= following.start_s + 1e-9, (device, lane, one, following)
+
+
+def both_rounds(schedule):
+    again = make_schedule(PLAN, schedule.num_workers, NUM_MICROBATCHES, first_job=schedule.next_job)
+    return [schedule, again]
+
+
+def computed(timeline):
+    return [span for span in timeline.spans if span.lane == "compute"]
+
+
+# -------------------------------------------------------------------------------------- what ran
+
+
+@pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_each_task_is_there_once(workers, is_async):
+    timeline, schedule = recorded(workers=workers, is_async=is_async)
+    assert_lanes_do_not_overlap(timeline)
+    expected, recomputed, moved = Counter(), Counter(), Counter()
+    for one in both_rounds(schedule):
+        for worker in range(workers):
+            for task in one.tasks(worker):
+                job = one.job(task.job_index)
+                device = f"cpu (worker {worker})"
+                if task.kind is TaskKind.PREFETCH:
+                    moved[device, "weights", f"weights of {job}", job.index] += 1
+                elif task.kind is TaskKind.RELEASE and job.phase is not Phase.FORWARD:
+                    moved[device, "gradients", f"gradients of {job}", job.index] += 1
+                elif task.kind is TaskKind.RUN:
+                    name = f"{job} m{task.microbatch}"
+                    expected[device, name, job.index, task.microbatch] += 1
+                    if job.phase is Phase.BACKWARD:
+                        recomputed[device, f"{name} recompute", job.index, task.microbatch] += 1
+    found = Counter((s.device, s.name, s.args["job"], s.args["microbatch"]) for s in computed(timeline))
+    assert found == expected + recomputed
+    bulk = [span for span in timeline.spans if span.lane in ("weights", "gradients")]
+    assert Counter((s.device, s.lane, s.name, s.args["job"]) for s in bulk) == moved
+
+
+def test_layer_grain_computes_each_layer_of_a_backward_stage_by_itself():
+    timeline, schedule = recorded(grain="layer")
+    assert_lanes_do_not_overlap(timeline)
+    backward = [job for one in both_rounds(schedule) for job in one.jobs if job.phase is Phase.BACKWARD]
+    expected = Counter(
+        (job.index, microbatch, (layer, layer + 1), part)
+        for job in backward
+        for layer in job.layers
+        for microbatch in range(NUM_MICROBATCHES)
+        for part in ("recompute", "backward")
+    )
+    parts = [span.args for span in computed(timeline) if span.args["part"] in ("recompute", "backward")]
+    assert Counter((a["job"], a["microbatch"], tuple(a["layers"]), a["part"]) for a in parts) == expected
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_the_order_is_the_schedules(workers):
+    timeline, schedule = recorded(workers=workers, speed=5e6)
+    spans = {}
+    for span in computed(timeline):
+        key = Task(TaskKind.RUN, span.args["job"], span.args["microbatch"])
+        spans.setdefault(key, {})["recompute" if span.args["part"] == "recompute" else "main"] = span
+    uploads = {span.args["job"]: span for span in timeline.spans if span.lane == "weights"}
+    checked = 0
+    for one in both_rounds(schedule):
+        for worker in range(workers):
+            for task in one.tasks(worker):
+                if task.kind is not TaskKind.RUN:
+                    continue
+                own = spans[task]
+                first = own.get("recompute", own["main"])
+                for before in one.waits(task):
+                    if before.kind is TaskKind.PREFETCH:
+                        assert uploads[before.job_index].end_s <= first.start_s + 1e-9
+                    elif before.job_index == task.job_index - 1:  # what it recomputes it has already
+                        assert spans[before]["main"].end_s <= own["main"].start_s
+                    else:
+                        assert spans[before]["main"].end_s <= first.start_s
+                    checked += 1
+    assert checked > 2 * len(schedule.jobs) * NUM_MICROBATCHES
+
+
+def test_computing_and_waiting_fill_a_workers_time():
+    timeline, _ = recorded(workers=2, speed=2e6)
+    for device in timeline.devices[:2]:
+        busy = timeline.on(device, "compute")
+        spans = sorted([*busy, *timeline.on(device, "waits")], key=lambda span: span.start_s)
+        for one, following in pairwise(spans):
+            assert abs(following.start_s - one.end_s) < 1e-6, (one, following)
+    assert {span.name for span in timeline.spans if span.lane == "waits"} >= {"wait for weights", "overhead"}
+
+
+def test_uploads_take_the_links_time():
+    timeline, _ = recorded(workers=2, speed=LINK)
+    bulk = [span for span in timeline.spans if span.lane in ("weights", "gradients")]
+    assert bulk
+    for span in bulk:
+        assert span.args["bytes"] / LINK == pytest.approx(span.seconds, abs=2e-3)
+    values = [span for span in timeline.spans if span.lane in ("upload", "download") and span.args["bytes"] > 100]
+    assert values
+    for span in values:
+        assert span.args["bytes"] / LINK == pytest.approx(span.seconds, abs=2e-3)
+
+
+def test_bytes_are_those_of_the_weights():
+    timeline, schedule = recorded()
+    layer_bytes = sum(-(-p.nbytes // 64) * 64 for p in mlp(1).parameters())
+    for span in timeline.spans:
+        if span.lane == "weights":
+            start, stop = span.args["layers"]
+            assert span.args["bytes"] == (stop - start) * layer_bytes
+
+
+def test_the_optimizers_thread_is_a_device():
+    timeline, _ = recorded()
+    assert timeline.devices[-1] == "optimizer"
+    assert [span.name for span in timeline.on("optimizer", "update")] == ["optimizer step 2", "optimizer step 3"]
+    taken = [span for span in timeline.on("optimizer", "hand-over") if span.name == "gradients to the optimizer"]
+    assert len(taken) == 2 and all(span.args["bytes"] == sum(p.nbytes for p in mlp(6).parameters()) for span in taken)
+
+
+def test_a_step_that_waits_is_recorded_too():
+    timeline, _ = recorded(is_async=False)
+    assert [span.name for span in timeline.on("optimizer", "update")] == ["optimizer step 2", "optimizer step 3"]
+
+
+def test_forward_alone_is_recorded():
+    with open_pipe() as piped, torch.no_grad():
+        with piped.record_timeline() as timeline:
+            piped(batch(), roundpipe_run_config=config(2, plan=PLAN))
+    assert {span.args["part"] for span in computed(timeline)} == {"forward"}
+    assert len(computed(timeline)) == 3 * 2
+
+
+def test_parts_of_a_model_that_is_not_traced_are_recorded():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = mlp(2)
+
+        def forward(self, value):
+            return self.inner(value) if value.sum() > -1e9 else value
+
+    model = roundpipe.wrap_model_to_roundpipe(Branches(), use_sequential_preset=False, lower_threshold=1, devices=["cpu"])
+    with model, model.record_timeline() as timeline:
+        with pytest.warns(UserWarning, match="nothing overlaps"):
+            model.forward_backward((batch(),), loss_fn=square_loss, run_config=config(2))
+    assert {"forward", "backward"} <= {span.args["part"] for span in computed(timeline)}
+
+
+# -------------------------------------------------------------------------------- the context itself
+
+
+def test_an_error_inside_leaves_the_timeline_of_what_ran():
+    def failing(output, label):
+        raise ZeroDivisionError("in the loss")
+
+    with open_pipe() as piped:
+        with pytest.raises(ZeroDivisionError), piped.record_timeline() as timeline:
+            train(piped, 1)
+            train(piped, 1, loss_fn=failing)
+        assert sum(span.args["part"] == "fused" for span in computed(timeline)) >= NUM_MICROBATCHES + 1
+        assert_lanes_do_not_overlap(timeline)
+        train(piped, 1)  # and the model goes on, unrecorded
+        count = len(timeline.spans)
+        with piped.record_timeline() as again:
+            pass
+        assert len(timeline.spans) == count and not computed(again)
+
+
+def test_an_error_of_the_users_own_writes_the_file_too(tmp_path):
+    with open_pipe() as piped, pytest.raises(KeyError), piped.record_timeline(tmp_path / "run.json"):
+        train(piped, 1)
+        raise KeyError("mine")
+    assert json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+
+
+def test_one_timeline_at_a_time():
+    with open_pipe() as piped:
+        with piped.record_timeline():
+            with pytest.raises(ConfigError, match="already"), piped.record_timeline():
+                pass
+        with piped.record_timeline():
+            pass
+    with pytest.raises(ClosedError), piped.record_timeline():
+        pass
+
+
+def test_the_model_may_be_closed_inside():
+    piped = open_pipe()
+    with piped.record_timeline() as timeline:
+        train(piped, 1)
+        piped.close()
+    assert len(computed(timeline)) == 7 * NUM_MICROBATCHES
+
+
+@pytest.mark.parametrize("name, match", [("run.txt", "json or .png"), ("none/run.json", "no folder")])
+def test_a_file_that_cannot_be_written_is_refused_at_the_beginning(tmp_path, name, match):
+    with open_pipe() as piped, pytest.raises(ConfigError, match=match), piped.record_timeline(tmp_path / name):
+        raise AssertionError("not reached")
+
+
+def test_a_picture_without_matplotlib_names_the_extra(tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    real = builtins.__import__
+
+    class Refuses:
+        def find_spec(self, name, path=None, target=None):
+            if name.split(".")[0] == "matplotlib":
+                raise ImportError(name)
+
+    monkeypatch.setattr(sys, "meta_path", [Refuses(), *sys.meta_path])
+    assert builtins.__import__ is real
+    with open_pipe() as piped:
+        with pytest.raises(ConfigError, match=r"roundpipe\[plot\]"), piped.record_timeline(tmp_path / "run.png"):
+            pass
+        with piped.record_timeline(tmp_path / "run.json"):
+            train(piped, 1)
+
+
+def test_recording_changes_no_numbers():
+    results = []
+    for records in (False, True):
+        with open_pipe(workers=3) as piped:
+            if records:
+                with piped.record_timeline():
+                    train(piped, 3)
+            else:
+                train(piped, 3)
+            piped.synchronize()
+            results.append([p.detach().clone() for p in piped.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+# ------------------------------------------------------------------------------------------- files
+
+
+def test_the_trace_has_what_perfetto_needs(tmp_path):
+    timeline, _ = recorded()
+    timeline.save(tmp_path / "run.json")
+    trace = json.loads((tmp_path / "run.json").read_text())
+    events = trace["traceEvents"]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    devices = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert list(devices.values()) == ["cpu (worker 0)", "cpu (worker 1)", "optimizer"]
+    complete = [event for event in events if event["ph"] == "X"]
+    assert len(complete) == len(timeline.spans)
+    for event, span in zip(complete, timeline.spans, strict=True):
+        assert devices[event["pid"]] == span.device and names[event["pid"], event["tid"]] == span.lane
+        assert event["name"] == span.name and event["args"] == dict(span.args)
+        assert event["ts"] == pytest.approx(span.start_s * 1e6, abs=0.01) and event["ts"] >= 0
+        assert event["dur"] == pytest.approx(span.seconds * 1e6, abs=0.01) and event["dur"] >= 0
+    assert all({"ph", "pid", "tid", "name"} <= event.keys() for event in events)
+
+
+def test_the_picture_is_a_png(tmp_path):
+    pytest.importorskip("matplotlib", reason="pictures need the extra [plot]")
+    timeline, _ = recorded(speed=2e6)
+    timeline.save(tmp_path / "run.png")
+    data = (tmp_path / "run.png").read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n") and len(data) > 5000
+    with pytest.raises(ConfigError, match="no spans"):
+        Timeline().save(tmp_path / "none.png")
+
+
+def test_devices_and_lanes_are_in_the_order_of_people():
+    spans = [Span(f"cpu (worker {n})", lane, "x", 0, 1) for n in (10, 9, 0) for lane in ("weights", "compute", "new")]
+    timeline = Timeline([*spans, Span("optimizer", "update", "x", 0, 1)])
+    assert timeline.devices == ["cpu (worker 0)", "cpu (worker 9)", "cpu (worker 10)", "optimizer"]
+    assert timeline.lanes("cpu (worker 9)") == ["compute", "weights", "new"]
+
+
+# ----------------------------------------------------------------------------------------- pieces
+
+
+@pytest.mark.parametrize(
+    "marks, parts",
+    [
+        ([], [("overhead", 0, 10)]),
+        ([("weights", 4)], [("weights", 0, 4), ("overhead", 4, 10)]),
+        ([("weights", -3), ("no_work", 6)], [("no_work", 0, 6), ("overhead", 6, 10)]),
+        ([("no_work", 6), ("weights", 4)], [("no_work", 0, 6), ("overhead", 6, 10)]),
+        ([("overhead", 2), ("weights", 5), ("weights", 7), ("no_work", 99)],
+         [("overhead", 0, 2), ("weights", 2, 7), ("no_work", 7, 10)]),
+    ],
+)  # fmt: skip
+def test_time_between_computations_is_dealt_out(marks, parts):
+    assert [tuple(part) for part in waiting(marks, 10, "overhead")] == parts
+
+
+def test_moments_of_a_link_are_in_its_time():
+    one = CpuBackend(Device("cpu", upload_bytes_per_s=1000), "here")
+    began = one.moment(Lane.WEIGHTS)
+    one.upload(torch.zeros(25), lane=Lane.WEIGHTS)
+    ended = one.moment(Lane.WEIGHTS)
+    assert ended.seconds_since(began) == pytest.approx(0.1, abs=5e-3)
+    later = one.moment(Lane.WEIGHTS)
+    assert later.at_s == ended.at_s  # a further copy begins when the link is free
+    assert one.moved_bytes[Lane.WEIGHTS] == 100 and one.moved_bytes[Lane.UPLOAD] == 0
+
+
+def test_what_began_before_the_recording_is_shown_from_its_start_on():
+    one = CpuBackend(Device("cpu"), "here")
+    began = one.moment()
+    gone = one.moment()
+    time.sleep(0.002)
+    recorder = Recorder({"cpu": one})
+    recorder.add("cpu", "compute", "before", began, gone, {})
+    recorder.add("cpu", "compute", "across", began, one.moment(), {})
+    (span,) = recorder.finish()
+    assert span.name == "across" and span.start_s == 0
+
+
+# -------------------------------------------------------------------------------------- simulated
+
+
+COST = LayerCost(
+    forward_s=0.01,
+    backward_s=0.02,
+    num_parameters=1000,
+    weight_bytes=4000,
+    gradient_bytes=4000,
+    activation_bytes=100,
+    workspace_bytes=10,
+    carry_bytes=500,
+)
+
+
+@pytest.mark.parametrize("link", [float("inf"), 1e6, 2e5])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_simulated_run_has_the_same_spans(workers, link):
+    schedule = make_schedule(PLAN, workers, NUM_MICROBATCHES)
+    profile = HardwareProfile(link, link, optimizer_bytes_per_s=1e6, optimizer_bytes_per_parameter=10)
+    found, timeline = simulate_timeline(schedule, [COST] * 6, profile)
+    assert found == simulate(schedule, [COST] * 6, profile)
+    assert_lanes_do_not_overlap(timeline)
+    first = [span for span in computed(timeline) if span.args["job"] < schedule.next_job]
+    names = Counter(span.name for span in first)
+    for job in schedule.jobs:
+        for microbatch in range(NUM_MICROBATCHES):
+            assert names.pop(f"{job} m{microbatch}") == 1
+            if job.phase is Phase.BACKWARD:
+                assert names.pop(f"{job} m{microbatch} recompute") == 1
+    assert not names
+    for span in timeline.spans:
+        if span.lane == "weights":
+            assert span.seconds >= span.args["bytes"] / link * (1 - 1e-9)  # values interrupt it
+    assert {span.name for span in timeline.on("optimizer", "update")} >= {"optimizer step 1", "optimizer step 2"}
+    assert round_alone_s(timeline, schedule) >= max(span.end_s for span in first)
+
+
+def test_steady_rounds_take_what_the_simulator_says():
+    schedule = make_schedule(PLAN, 3, NUM_MICROBATCHES)
+    found, timeline = simulate_timeline(schedule, [COST] * 6)
+    shown = steady(timeline, schedule, 2)
+    jobs = {span.args["job"] for span in computed(shown)}
+    starts = [min(s.start_s for s in computed(shown) if s.args["job"] == job) for job in sorted(jobs)]
+    length = len(schedule.jobs)
+    assert starts[length + 2] - starts[2] == pytest.approx(found.seconds_per_round, rel=1e-6)
+    assert min(starts) <= 1e-12
