@@ -8,8 +8,10 @@ Four ways to train the same model on the same batches, one after the other in on
     budget         the same within ``--budget`` GB, as on a smaller card
 
 Plain trains bfloat16 weights with bfloat16 AdamW states; roundpipe keeps float32 copies on the host, one step behind.
+With several numbers of devices the last two ways run on each of them, on the same batches; plain stays on one.
 
     python benchmarks/throughput.py --json benchmarks/results/throughput.json
+    python benchmarks/throughput.py --num-devices 1,2,4 --ways plain,roundpipe
 """
 
 from __future__ import annotations
@@ -83,9 +85,13 @@ def plain(model: nn.Module, ids: torch.Tensor, options: argparse.Namespace, chec
     return {"seconds": seconds, "tokens_per_s": ids.numel() / seconds, "peak_device_bytes": peak_bytes}
 
 
-def rotated(model: nn.Module, ids: torch.Tensor, options: argparse.Namespace, budget: int | None) -> dict[str, Any]:
+def rotated(
+    model: nn.Module, ids: torch.Tensor, options: argparse.Namespace, budget: int | None, num_devices: int
+) -> dict[str, Any]:
     """Stages in rotation, the optimizer on the host."""
-    devices = [roundpipe.Device(options.device, memory_bytes=budget)]
+    kind = torch.device(options.device).type
+    names = [options.device] if num_devices == 1 else [f"{kind}:{index}" for index in range(num_devices)]
+    devices = [roundpipe.Device(name, memory_bytes=budget) for name in names]
     config = roundpipe.RoundPipeRunConfig(num_microbatch=options.microbatches)
     start = time.perf_counter()
     with roundpipe.compile(
@@ -111,21 +117,11 @@ def rotated(model: nn.Module, ids: torch.Tensor, options: argparse.Namespace, bu
         first_s = time.perf_counter() - start
         pipe.peak_device_bytes(reset=True)
         seconds = timed(step, pipe.synchronize, options.warmups, options.steps)
-        rounds_s = timed(
-            lambda: pipe.forward_backward(
-                input_kwargs={"input_ids": ids, "labels": ids},
-                loss_fn=lambda outputs, _: outputs.loss / options.microbatches,
-            ),
-            lambda: None,
-            1,
-            options.steps,
-        )
         print(pipe.partition_table())
         return {
             "seconds": seconds,
             "tokens_per_s": ids.numel() / seconds,
             "peak_device_bytes": pipe.peak_device_bytes(),
-            "forward_backward_s": rounds_s,
             "update_s": sum(update_s) / len(update_s),
             "first_step_s": first_s,
         }
@@ -142,34 +138,42 @@ def main() -> None:
     parser.add_argument("--warmups", type=int, default=1)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--budget", type=float, default=24, help="GB of the smaller card")
+    parser.add_argument("--num-devices", default="1", help="numbers of devices, such as 1,2,4")
     parser.add_argument("--ways", default="plain,checkpointed,roundpipe,budget")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
     ids = torch.randint(0, 32000, (options.batch, options.seq))
     results: dict[str, Any] = {"options": {k: v for k, v in vars(options).items() if k != "json"}}
-    for way in options.ways.split(","):
+    numbers = [int(number) for number in options.num_devices.split(",")]
+    runs = [
+        (way, way if number == 1 else f"{way}_x{number}", number)
+        for way in options.ways.split(",")
+        for number in (numbers if way in ("roundpipe", "budget") else [1])
+    ]
+    for way, name, number in runs:
         model = build(options.size)
         results["num_parameters"] = sum(parameter.numel() for parameter in model.parameters())
         if way in ("plain", "checkpointed"):
             found = plain(model, ids, options, checkpointed=way == "checkpointed")
         else:
-            found = rotated(model, ids, options, int(options.budget * 1e9) if way == "budget" else None)
-        results[way] = found
+            found = rotated(model, ids, options, int(options.budget * 1e9) if way == "budget" else None, number)
+        results[name] = found
         print(
-            f"{way:13} {found['tokens_per_s']:,.0f} tokens/s, {found['seconds']:.2f} s per step, "
+            f"{name:13} {found['tokens_per_s']:,.0f} tokens/s, {found['seconds']:.2f} s per step, "
             f"peak {found['peak_device_bytes'] / 1e9:.1f} GB on the device",
-            {name: round(value, 2) for name, value in found.items() if name.endswith("_s") and name != "tokens_per_s"},
+            {key: round(value, 2) for key, value in found.items() if key.endswith("_s") and key != "tokens_per_s"},
             flush=True,
         )
         del model
         gc.collect()
         torch.accelerator.empty_cache()
-    for way in ("roundpipe", "budget"):
+    for way, name, number in runs:
         for base in ("plain", "checkpointed"):
-            if way in results and base in results:
-                results[f"{way}_to_{base}"] = results[way]["tokens_per_s"] / results[base]["tokens_per_s"]
-                print(f"{way} to {base}: {results[f'{way}_to_{base}']:.3f}")
+            if way not in ("plain", "checkpointed") and base in results:
+                ratio = results[name]["tokens_per_s"] / (number * results[base]["tokens_per_s"])
+                results[f"{name}_to_{base}"] = ratio
+                print(f"{name}, per device, to {base}: {ratio:.3f}")
     report(options.json, results)
 
 

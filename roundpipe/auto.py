@@ -150,6 +150,7 @@ class AutoRoundPipe(RoundPipe):
                 made = structure.map_tensors(made, lambda tensor: tensor.to(config.output_device))
                 outputs = microbatch.merge(made, config)
         self._state.optimizer.raise_pending()
+        self._note_call(args, kwargs, config)
         return outputs
 
     def forward_backward(
@@ -181,8 +182,10 @@ class AutoRoundPipe(RoundPipe):
 
         def cut_off(tensor: torch.Tensor) -> torch.Tensor:
             """The same tensor as a leaf: backward stops there, and goes through what is in front once, at the end."""
-            if not (tensor.requires_grad and is_differentiable(tensor)):
+            if not is_differentiable(tensor):
                 return tensor
+            if not tensor.requires_grad:
+                return tensor.detach()  # a forward that writes into its slice must not make the others require grad
             leaf = tensor.detach().requires_grad_()
             leaves.append((tensor, leaf))
             return leaf.view_as(leaf)
@@ -202,6 +205,7 @@ class AutoRoundPipe(RoundPipe):
                     outputs.append(structure.map_tensors(output, lambda one: one.detach().to(config.output_device)))
         flow_back([tensor for tensor, _ in leaves], [leaf.grad for _, leaf in leaves])
         self._state.optimizer.raise_pending()
+        self._note_call(tuple(input_args), input_kwargs, config)
         total = sum_losses(losses)
         return (total, microbatch.merge(outputs, config)) if return_outputs else total
 

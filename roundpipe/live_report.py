@@ -23,7 +23,7 @@ from roundpipe.report import format_bytes, format_count, format_seconds, summary
 from roundpipe.runtime.backend import Lane
 from roundpipe.runtime.config import RecomputeGrain
 from roundpipe.runtime.engine import Engine
-from roundpipe.runtime.meter import WAIT_CAUSES, MeterReading, WaitCause
+from roundpipe.runtime.meter import WAIT_CAUSES, MeterReading
 from roundpipe.runtime.optimizer import OptimizerSide, ParameterPair
 from roundpipe.runtime.planner import peak_bytes
 from roundpipe.runtime.plans import Plans
@@ -45,7 +45,7 @@ class WorkerReport:
     device: str
     busy: float
     """Share of the measured time in which it computed; NaN: nothing was measured."""
-    idle: Mapping[WaitCause, float]
+    idle: Mapping[str, float]
     """Shares of the measured time in which it did not, by cause; see `roundpipe.runtime.meter`."""
     measured_s: float
     """Seconds that the shares are of; on accelerators, those of one round of several."""

@@ -39,6 +39,7 @@ SCHEDULE = "runtime/test_schedule.py::"
 MEMORY = "runtime/test_memory.py::"
 RESIDENCY = "runtime/test_residency.py::"
 PINNING = "runtime/test_pinning.py::"
+TIMELINE = "runtime/test_timeline.py::"
 TRAINING = "runtime/test_training.py::"
 LOADING = "runtime/test_loading.py::"
 REPLICA = "runtime/test_replica.py::"
@@ -75,7 +76,11 @@ RUNTIME_ROWS: dict[str, Row] = {
         OPTIMIZER + "test_equal_dtypes_hand_the_gradient_over",
         TRAINING + "test_mixed_precision_tracks_plain_pytorch_for_200_steps",
     ),
-    "A3": _row("the name is the caller's line by default", PIPE + "test_the_name_is_the_callers_line_by_default"),
+    "A3": _row(
+        "the name is the caller's line by default; it is in traces",
+        PIPE + "test_the_name_is_the_callers_line_by_default",
+        TIMELINE + "test_the_trace_has_what_perfetto_needs",
+    ),
     "A4": _row(
         "three ways to pin, never more than 1.1 times the model's bytes",
         RESIDENCY + "test_host_memory_of_packed_weights",

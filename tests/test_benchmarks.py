@@ -66,3 +66,15 @@ def test_simulator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert abs(row["peak_error"]) <= results["target"], "bytes don't depend on the clock"
     assert results["cases"]["optimizer"]["idle"]["optimizer"] > 0.3
     assert capsys.readouterr().out.count("predicted") == 6
+
+
+def test_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.json"
+    sizes = ["--width", "8", "--blocks", "4", "--tokens", "8", "--warm-up", "1", "--steps", "1", "--link", "1"]
+    assert importlib.import_module("timeline").main([*sizes, "--save", str(path)]) == 0
+    events = json.loads(path.read_text())["traceEvents"]
+    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {
+        *(f"cpu (worker {index})" for index in range(4)),
+        "optimizer",
+    }
+    assert "tokens/s (elements of input_ids)" in capsys.readouterr().out

@@ -354,6 +354,32 @@ def forecast_of(target: Target, on: Machine, training: Training) -> Forecast:
     return found
 
 
+def test_a_timeline_is_written(run: Output, tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    command = ("plan", tiny, *SMALL, "--devices", 2, "--batch", 6, "--seq", 16, "--json", "--timeline", path)
+    found = json_of(run(*command))
+    events = json.loads(path.read_text())["traceEvents"]
+    computed = [event for event in events if event.get("cat") == "compute"]
+    assert {event["pid"] for event in computed} == {1, 2}
+    fused = [event for event in computed if event["args"]["part"] == "fused"]
+    assert len(fused) == 3 * found["microbatches"]
+    starts = sorted({event["args"]["job"]: event["ts"] for event in reversed(fused)}.values())
+    assert (starts[2] - starts[0]) / 2e6 == pytest.approx(found["step"]["seconds"], rel=0.02)
+    assert any(event["name"].startswith("optimizer step") for event in events)
+
+
+def test_a_timeline_that_cannot_be_written(run: Output, tiny: Path, tmp_path: Path) -> None:
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps(even_layers(3)))
+    for given, message in (
+        ((tiny, *SMALL, "--timeline", tmp_path / "run.txt"), "json or .png"),
+        (("--costs", costs, "--timeline", tmp_path / "run.json"), "--timeline has no meaning with --costs"),
+    ):
+        code, out, err = run("plan", *given)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert message in err
+
+
 def test_the_plan_is_the_one_that_runs(tiny: Path) -> None:
     target = load_target(str(tiny), dtype=torch.float32, seq=16, lora_rank=None)
     on = machine(2, 1_000_000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -112,6 +113,17 @@ def test_eager_bytes_counts_weights_gradients_moments_and_activations(finetune: 
     for parameter in model.parameters():
         parameter.requires_grad = False
     assert finetune.eager_bytes(model, small) < fixed
+
+
+def test_a_short_run_is_recorded(
+    finetune: ModuleType, checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.json"
+    given = ["--model", str(checkpoint), "--data", str(text), "--timeline", str(path)]
+    assert finetune.main([*TINY, *given]) == 0
+    names = [event["name"] for event in json.loads(path.read_text())["traceEvents"]]
+    assert sum(name.startswith("optimizer step") for name in names) == 3
+    assert re.search(rf"^timeline +{re.escape(str(path))}$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_trains_the_default_model(finetune: ModuleType, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -344,8 +356,11 @@ def test_adapters_wrong_arguments(
 # train_vision
 
 
-def test_vision_learns(vision: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    assert vision.main(["--devices", "cpu,cpu", "--epochs", "12"]) == 0
+def test_vision_learns(vision: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    timeline = tmp_path / "run.json"
+    assert vision.main(["--devices", "cpu,cpu", "--epochs", "12", "--timeline", str(timeline)]) == 0
+    names = [event["name"] for event in json.loads(timeline.read_text())["traceEvents"]]
+    assert sum(name.startswith("optimizer step") for name in names) in (4, 5)  # the one before may still be running
     printed = capsys.readouterr().out
     accuracy = re.search(r"test accuracy +([\d.]+)%", printed)
     assert accuracy is not None
@@ -360,6 +375,7 @@ def test_vision_learns(vision: ModuleType, capsys: pytest.CaptureFixture[str]) -
         (["--batch", "100000"], "--batch 100000 is more than the 1438 training images"),
         (["--lr", "0"], "--lr must be positive, not 0.0"),
         (["--devices", "tpu"], "--devices tpu: 'tpu' can't be used here"),
+        (["--timeline", "run.txt"], "argument --timeline: a timeline is written as .json or .png"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),
     ],
 )

@@ -59,13 +59,21 @@ Dimension = tuple[structure.Path, int]
 """A dimension of an input: the path to its tensor, and which one."""
 
 
+def _never() -> bool:
+    return False
+
+
+def _nothing() -> None:
+    pass
+
+
 class ShapeWorld(ShapeEnv):
     """A shape environment that knows which of its answers the model's own Python asked for."""
 
-    def __init__(self, in_glue: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, in_glue: Callable[[], bool] = _never) -> None:
         super().__init__(duck_shape=False, specialize_zero_one=False)
         self.in_glue = in_glue
-        self.on_fixed_size: Callable[[], None] = lambda: None
+        self.on_fixed_size: Callable[[], None] = _nothing
         """Called when glue turns a size into a plain number, such as for a loop over it."""
         self.glue_guards: dict[sympy.Basic, str] = {}
         """What held when glue asked, in the order asked, and where it asked."""
@@ -84,6 +92,10 @@ class ShapeWorld(ShapeEnv):
             else:
                 self.recent.append(holds)
         return answer
+
+    def forget_listeners(self) -> None:
+        """Tracing is over; torch's caches keep this object, which must not keep the model."""
+        self.in_glue, self.on_fixed_size = _never, _nothing
 
     def promote_recent(self) -> None:
         """Counts what the call just made asked as asked by glue: its result was a Python value."""
@@ -236,6 +248,7 @@ class FakeWorld:
     def entered(self) -> Iterator[None]:
         """Runs torch in this world."""
         with ExitStack() as stack:
+            stack.callback(self.shapes.forget_listeners)
             for name in _NOISY_LOGGERS:
                 log = logging.getLogger(name)
                 stack.callback(log.setLevel, log.level)

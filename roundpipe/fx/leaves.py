@@ -1,18 +1,14 @@
 """Runs leaf modules on fakes, for the shapes of their outputs, and watches what they do.
 
-Models repeat one block many times. A leaf that equals one that ran before (class, attributes, shapes
-of its weights, arguments) gets copies of that one's outputs instead of a run of its own.
-
 Invariant: an activation that a leaf uses is one of its arguments, and one that it makes and that is
 used outside is in what it returns.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +19,10 @@ from torch.overrides import TorchFunctionMode
 
 from roundpipe import structure
 from roundpipe.errors import TraceError
-from roundpipe.fx.ambient import Ambient
 from roundpipe.fx.builder import flat_tensors, flat_values
-from roundpipe.fx.fakes import Symbolic, expression_of, is_data_dependent, is_model_file, model_location
+from roundpipe.fx.fakes import is_model_file, model_location
 from roundpipe.fx.python_state import attributes_read
 
-_COUNTING_NAME = re.compile(r"(idx|index|layer_?id|number)$")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _CONTAINERS = (list, tuple, set, dict, OrderedDict, deque)
 
@@ -102,134 +96,41 @@ class LeafRun:
     """Arguments that it wrote in place."""
 
 
-class Same:
-    """An object by identity, as part of a key."""
+class Unread:
+    """Stands in an attribute that must be set before anything is done with it, and tells whether anything was.
 
-    __slots__ = ("value",)
+    Args:
+        instead_of: what stood there, whose class it gives as its own to ``isinstance``.
+    """
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    def __init__(self, instead_of: Any = None) -> None:
+        state = {"used": False, "kind": Unread if instead_of is None else type(instead_of)}
+        object.__setattr__(self, "_state", state)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other.value is self.value
+    def is_used(self) -> bool:
+        """Whether anything was done with it."""
+        return bool(object.__getattribute__(self, "_state")["used"])
 
-    def __hash__(self) -> int:
-        return object.__hash__(self.value)
-
-
-class SiblingCache:
-    """Runs of leaves in one world, shared by leaves that can't differ."""
-
-    def __init__(self) -> None:
-        self._modules: dict[nn.Module, Any] = {}
-        self._runs: dict[Any, LeafRun] = {}
-
-    def key(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Equal for calls with equal outcome; None for a call that must run by itself."""
-        if module not in self._modules:
-            self._modules[module] = module_key(module)
-        if self._modules[module] is None:
-            return None
-        return self._modules[module], arguments_key(args, kwargs), Ambient.current()
-
-    def get(self, key: Any) -> LeafRun | None:
-        """A run under that key, with outputs of its own."""
-        run = self._runs.get(key) if key is not None else None
-        if run is None:
-            return None
-        out = structure.map_tensors(run.out, _like)
-        return LeafRun(out, run.random, run.buffers_written, ())
-
-    def put(self, key: Any, run: LeafRun, args: Any, kwargs: Any) -> None:
-        """Keeps a run, unless its outputs share memory with its arguments or each other, or have sizes of their own.
-
-        A size that data determine (how many tokens go to an expert) is another one in every call.
-        """
-        outs = flat_tensors(run.out)
-        if any(is_data_dependent(expression_of(size)) for size in _sizes(run.out)):
-            return
-        storages = [tensor.untyped_storage()._cdata for tensor in (*outs, *flat_tensors(args, kwargs))]
-        outside = set(storages[len(outs) :])
-        inside = storages[: len(outs)]
-        if key is None or run.written or len(set(inside)) < len(inside) or outside & set(inside):
-            return
-        self._runs[key] = run
+    def __getattribute__(self, name: str) -> Any:
+        if name == "__class__":
+            return object.__getattribute__(self, "_state")["kind"]
+        if name == "is_used":
+            return object.__getattribute__(self, name)
+        return _refuse(self)
 
 
-def _sizes(value: Any) -> Iterator[Any]:
-    """Every size in a value: symbolic numbers, and dimensions of tensors."""
-    for item in flat_values(value):
-        yield from item.shape if isinstance(item, torch.Tensor) else (item,)
+def _refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+    object.__getattribute__(self, "_state")["used"] = True
+    raise LookupError("this attribute was to be set first")
 
 
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    """A fake of the same form, made by an operation if the other one was."""
-    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return fake.requires_grad_().clone() if tensor.requires_grad else fake
-
-
-def arguments_key(args: Any, kwargs: Any) -> Any:
-    """What of a call's arguments can change its outcome on fakes."""
-    key: list[Any] = []
-    seen: dict[torch.Tensor, int] = {}
-    for path, leaf in structure.walk((args, kwargs)):
-        if isinstance(leaf, torch.Tensor):
-            shape = tuple(expression_of(size) for size in leaf.shape)
-            stride = tuple(expression_of(step) for step in leaf.stride())
-            first = seen.setdefault(leaf, len(key))
-            key.append((path, shape, stride, leaf.dtype, leaf.requires_grad, first))
-        elif isinstance(leaf, Symbolic):
-            key.append((path, expression_of(leaf)))
-        else:
-            key.append((path, _value_key(leaf)))
-    return tuple(key)
-
-
-def module_key(module: nn.Module) -> Any:
-    """What of a module can change the outcome of a call on fakes; None if hooks can."""
-    key: list[Any] = []
-    for name, inner in module.named_modules(remove_duplicate=False):
-        if isinstance(inner, torch.jit.ScriptModule) or inner._forward_hooks or inner._forward_pre_hooks:
-            return None
-        attributes = [
-            (attribute, _value_key(value))
-            for attribute, value in inner.__dict__.items()
-            if attribute not in ("_modules", "_parameters", "_buffers")
-            and not (isinstance(value, int) and _COUNTING_NAME.search(attribute))
-        ]
-        tensors = [
-            (attribute, None if t is None else (tuple(t.shape), t.dtype, t.requires_grad))
-            for attribute, t in (*inner._parameters.items(), *inner._buffers.items())
-        ]
-        key.append((name, type(inner), tuple(attributes), tuple(tensors)))
-    return tuple(key)
-
-
-def _value_key(value: Any, depth: int = 0) -> Any:
-    if isinstance(value, _PLAIN):
-        return type(value), value
-    if isinstance(value, torch.Tensor):
-        return tuple(expression_of(size) for size in value.shape), value.dtype
-    if isinstance(value, torch.Size):
-        return torch.Size, tuple(expression_of(size) for size in value)
-    if type(value) in _CONTAINERS and depth < 3:
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        return type(value), tuple((_value_key(k, depth + 1), _value_key(item, depth + 1)) for k, item in items)
-    if isinstance(value, nn.Module):
-        return type(value)
-    return Same(value)
-
-
-class _Unread:
-    """Stands in an attribute that must be set before anything is done with it."""
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise LookupError("this attribute was to be set first")
-
-    __getattr__ = __bool__ = __len__ = __iter__ = __getitem__ = __call__ = __contains__ = __index__ = _refuse
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __str__ = __float__ = __int__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
-    __hash__ = object.__hash__
+_NOT_REFUSED = frozenset(
+    "__class__ __new__ __init__ __getattribute__ __init_subclass__ __subclasshook__ __class_getitem__ __doc__".split()
+)
+_FURTHER = frozenset("__call__ __enter__ __exit__ __next__ __matmul__ __rmatmul__ __complex__ __fspath__".split())
+for _name in {name for kind in (int, float, str, list, dict, set, tuple) for name in dir(kind)} | _FURTHER:
+    if _name.startswith("__") and _name not in _NOT_REFUSED:
+        setattr(Unread, _name, _refuse)
 
 
 def sets_before_reading(places: list[tuple[nn.Module, str, Any]], call: Callable[[], Any]) -> bool:
@@ -240,7 +141,7 @@ def sets_before_reading(places: list[tuple[nn.Module, str, Any]], call: Callable
         call: calls again.
     """
     for module, name, _ in places:
-        module.__dict__[name] = _Unread()
+        module.__dict__[name] = Unread()
     try:
         call()
         return all(_same_kind(value, module.__dict__.get(name)) for module, name, value in places)

@@ -22,9 +22,11 @@ from roundpipe import structure
 from roundpipe.errors import TraceError
 from roundpipe.fx.builder import flat_values
 from roundpipe.fx.fakes import FakeWorld, Symbolic, compiled, expression_of, real_world
-from roundpipe.fx.leaves import TreeState
+from roundpipe.fx.leaves import TreeState, sets_before_reading
 from roundpipe.fx.python_state import PythonState
 
+MAX_DIVISOR = 64
+"""Sizes are looked for up to this part of another size, as pooling and striding make them."""
 _PLAIN = (type(None), bool, int, float, str)
 
 
@@ -62,15 +64,16 @@ class _Sizes:
     Args:
         enlarged: whether larger.
         in_steps: larger by a factor, for code that takes only multiples of some number.
+        again: larger still, to see whether what was found at the other sizes holds.
     """
 
-    def __init__(self, values: list[Any], enlarged: bool, in_steps: bool = False) -> None:
+    def __init__(self, values: list[Any], enlarged: bool, in_steps: bool = False, again: bool = False) -> None:
         self._symbols = _symbols_of(values)
         self._numbers: list[int] = []
         hints = _hints_of(values)
         for index, symbol in enumerate(self._symbols):
             number = hints.get(symbol, 2)
-            larger = number * (index + 2) if in_steps else number + 2 * index + 3
+            larger = number * (index + 2 + again) if in_steps else number + (2 + again) * index + 3 + 7 * again
             self._numbers.append(larger if enlarged else number)
 
     def number(self, size: Any) -> Any:
@@ -182,24 +185,61 @@ def _probe_module(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwarg
             before = {key: buffer.clone() for key, buffer in module.named_buffers()}
             state = torch.random.get_rng_state()
             tree, python = TreeState(list(module.modules())), PythonState(module.modules())
-            results.append(
-                module(
-                    *(_map_values(arg, numbers.real) for arg in args),
-                    **{key: _map_values(value, numbers.real) for key, value in kwargs.items()},
-                )
-            )
+            results.append(_called(module, args, kwargs, numbers))
             random |= not torch.equal(state, torch.random.get_rng_state())
             written |= any(
                 key not in before or not torch.equal(before[key], buffer) for key, buffer in module.named_buffers()
             )
             sizes.append(numbers)
-            changed += [f"{type(owner).__name__}.{key}" for owner, key, _ in tree.remembered()]
-            changed += python.changed()
+            changed += _kept_for_later(module, tree, python, args, kwargs, numbers)
             python.restore()
     has_grad = any(isinstance(v, torch.Tensor) and v.requires_grad for v in values) or any(
         parameter.requires_grad for parameter in twin.parameters()
     )
-    return Probe(_fitted(results, sizes, values, has_grad), random, written, tuple(dict.fromkeys(changed)))
+    out = _fitted(results, sizes, values, has_grad)
+    numbers = _Sizes(values, enlarged=True, in_steps=in_steps, again=True)
+    if _is_guessed(out, values):
+        with _real_world():
+            module = _real_copy(world.model.get_submodule(name))
+            module.train(twin.training)
+            _check(out, _called(module, args, kwargs, numbers), numbers)
+    return Probe(out, random, written, tuple(dict.fromkeys(changed)))
+
+
+def _is_guessed(out: Any, values: list[Any]) -> bool:
+    """Whether sizes of an output are made of those of the inputs by more than copying and multiplying."""
+    known = {expression_of(size) for value in values for size in getattr(value, "shape", (value,))}
+    return any(
+        isinstance(expression, sympy.Basic) and expression not in known and not expression.is_Mul
+        for tensor in structure.tensors(out)
+        for expression in map(expression_of, tensor.shape)
+    )
+
+
+def _check(out: Any, real: Any, numbers: _Sizes) -> None:
+    """Raises if a result at further sizes is not what the fitted sizes say."""
+    for fake, tensor in zip(structure.tensors(out), structure.tensors(real), strict=True):
+        expected = [numbers.number(size) for size in fake.shape]
+        if expected != list(tensor.shape):
+            raise TraceError(f"the sizes of an output can't be told: expected {expected}, found {list(tensor.shape)}")
+
+
+def _called(module: nn.Module, args: Any, kwargs: Any, numbers: _Sizes) -> Any:
+    """The output of a module on random data."""
+    return module(
+        *(_map_values(arg, numbers.real) for arg in args),
+        **{key: _map_values(value, numbers.real) for key, value in kwargs.items()},
+    )
+
+
+def _kept_for_later(
+    module: nn.Module, tree: TreeState, python: PythonState, args: Any, kwargs: Any, numbers: _Sizes
+) -> list[str]:
+    """What a call has left that another call reads, in words; attributes that each call sets anew don't count."""
+    changed, remembered = python.changed(), tree.remembered()
+    if remembered and (changed or not sets_before_reading(remembered, lambda: _called(module, args, kwargs, numbers))):
+        changed += [f"{type(owner).__name__}.{key}" for owner, key, _ in remembered]
+    return changed
 
 
 def probe_function(func: Any, args: Any, kwargs: Any, data_of: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
@@ -268,6 +308,14 @@ def _fit(first: int, second: int, candidates: list[tuple[int, int, Any]]) -> Any
         for c, d, other in candidates:
             if (a * c, b * d) == (first, second):
                 return size * other
+    for a, b, size in candidates:
+        if a - first == b - second:
+            return size - (a - first)
+        for part in range(2, MAX_DIVISOR + 1):
+            if (a // part, b // part) == (first, second):
+                return size // part
+            if (-(-a // part), -(-b // part)) == (first, second):
+                return (size + part - 1) // part
     raise TraceError(
         f"an output dimension is {first} at the example's sizes and {second} at others, which matches no "
         f"dimension of the inputs"

@@ -19,7 +19,6 @@ from roundpipe.fx.leaves import (
     HiddenInput,
     LeafRun,
     LeafWatch,
-    SiblingCache,
     TreeState,
     containers_mutated,
     refuse_mutated,
@@ -29,6 +28,7 @@ from roundpipe.fx.policy import Decision, LeafPolicy, is_of_torch
 from roundpipe.fx.probe import probe_module
 from roundpipe.fx.python_state import PythonState, attributes_read
 from roundpipe.fx.recorder import Recorder, Restart, StatefulError
+from roundpipe.fx.siblings import SiblingCache
 from roundpipe.layers import weight_bytes_of
 
 ASKS_FOR_GRAD = frozenset({"requires_grad", "is_leaf", "grad_fn"})
@@ -65,10 +65,10 @@ class LeafRunner:
 
     def run(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> LeafRun:
         """The outcome of a leaf's call on fakes, and what else it does."""
-        key = self._siblings.key(module, args, kwargs)
-        known = self._siblings.get(key)
-        if known is not None:
-            return known
+        if not self.is_probed(module):
+            known = self._known(module, args, kwargs)
+            if known is not None:
+                return known
         if self.is_probed(module):
             run = self._probe(module, name, args, kwargs)
             state = None
@@ -76,8 +76,20 @@ class LeafRunner:
             state = TreeState(list(module.modules()))
             run = self._watched(module, name, args, kwargs, state)
         if state is None or not state.holds_new_values():
-            self._siblings.put(key, run, args, kwargs)
+            self._siblings.put(module, run, args, kwargs)
         return run
+
+    def forget(self, module: nn.Module) -> None:
+        """Runs each of a module's kin by itself from now on."""
+        self._siblings.forget(module)
+
+    def _known(self, module: nn.Module, args: Any, kwargs: Any) -> LeafRun | None:
+        """The run of a leaf that can't differ."""
+        asks_for_grad = self._recorder.asks_for_grad
+        try:
+            return self._siblings.find(module, args, kwargs, lambda: ORIGINAL_CALL(module, *args, **kwargs))
+        finally:
+            self._recorder.asks_for_grad = asks_for_grad
 
     def _watched(self, module: nn.Module, name: str, args: Any, kwargs: Any, state: TreeState) -> LeafRun:
         """Runs a leaf on fakes."""
@@ -176,6 +188,8 @@ class LeafRunner:
         try:
             probe = probe_module(self._world, name, module, args, kwargs)
         except Exception as error:
+            if (name, Decision.DESCEND) not in self._history and not is_of_torch(type(module)):
+                raise Restart(Decision.DESCEND, name, error) from error  # as glue it may serve one size
             raise self._recorder.give_up(error) from error
         self._refuse_state(module, name, list(probe.changed))
         asking = [kind.__name__ for kind in map(type, module.modules()) if attributes_read(kind) & ASKS_FOR_GRAD]

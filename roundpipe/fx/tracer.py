@@ -393,6 +393,8 @@ class _Attempt:
             self._outside.note_own(module)
         draws_python_random = _python_random_state() != python_random
         _set_python_random_state(python_random)
+        if draws_python_random:
+            self._runner.forget(module)
         node = recorder.builder.add("call_module", name, node_args, node_kwargs)
         mutates = tuple(dict.fromkeys(recorder.builder.tensor_argument(tensor) for tensor in run.written))
         node.meta.update(

@@ -23,8 +23,9 @@ from roundpipe.fx.builder import flat_tensors
 from roundpipe.fx.fakes import Dimension, FakeWorld, compiled, expression_of, is_data_dependent
 from roundpipe.fx.graph import TracedGraph, ambient_of, is_accessor, producer_of, value_of
 from roundpipe.fx.guards import SizeSystem, size_assumptions
-from roundpipe.fx.leaves import LeafRun, SiblingCache, TreeState
+from roundpipe.fx.leaves import LeafRun, TreeState
 from roundpipe.fx.python_state import python_state_kept
+from roundpipe.fx.siblings import SiblingCache
 from roundpipe.fx.values import plain
 
 
@@ -114,8 +115,7 @@ class _Run:
 
     def _call_leaf(self, name: str, args: Any, kwargs: Any) -> Any:
         module = self._world.twin.get_submodule(name)
-        key = self._siblings.key(module, args, kwargs)
-        known = self._siblings.get(key)
+        known = self._siblings.find(module, args, kwargs, lambda: module(*args, **kwargs))
         if known is not None:
             return known.out
         versions = [(tensor, tensor._version) for tensor in flat_tensors(args, kwargs)]
@@ -123,7 +123,7 @@ class _Run:
         out = module(*args, **kwargs)
         written = tuple(tensor for tensor, version in versions if tensor._version != version)
         if not state.holds_new_values():
-            self._siblings.put(key, LeafRun(out, False, False, written), args, kwargs)
+            self._siblings.put(module, LeafRun(out, False, False, written), args, kwargs)
         return out
 
     def _as_traced(self, node: Node) -> Any:

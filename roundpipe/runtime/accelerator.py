@@ -176,12 +176,15 @@ class AcceleratorBackend:
 
     @contextlib.contextmanager
     def annotate(self, name: str) -> Iterator[None]:
-        with torch.profiler.record_function(name), self._marked(name):
-            yield
-
-    def _marked(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        """A range for NVIDIA's tools; torch's own end at the thread in which they were switched on."""
-        return torch.cuda.nvtx.range(name) if self.device.type == "cuda" else contextlib.nullcontext()
+        is_cuda = self.device.type == "cuda"
+        if is_cuda:  # torch's own ranges for NVIDIA's tools end at the thread in which they were switched on
+            torch.cuda.nvtx.range_push(name)
+        try:
+            with torch.profiler.record_function(name):
+                yield
+        finally:
+            if is_cuda:
+                torch.cuda.nvtx.range_pop()
 
     def wait(self, lane: Lane, event: Event) -> None:
         if isinstance(event, AcceleratorEvent):

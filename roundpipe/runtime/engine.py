@@ -71,7 +71,7 @@ class RoundLog:
     def seconds_per_round(self, kind: ScheduleKind) -> float | None:
         """Median seconds from the end of the round before, or from the call if that was later; None: there was none."""
         found = sorted(seconds for one, seconds in list(self._seconds) if one == kind)
-        return found[len(found) // 2] if found else None
+        return found[(len(found) - 1) // 2] if found else None
 
 
 class Engine:

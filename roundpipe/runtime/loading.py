@@ -10,8 +10,10 @@ has none.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from roundpipe.runtime.optimizer import OptimizerSide
@@ -42,7 +44,15 @@ class _Before(_Hook):
 class _After(_Hook):
     def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
         if self.optimizer is not None:
-            self.optimizer.after_load(module.named_parameters(self._name, recurse=False, remove_duplicate=False))
+            self.optimizer.after_load(_own_parameters(self._name, module))
+
+
+def _own_parameters(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """A module's own parameters, and those of script modules right below it, which take no hooks."""
+    yield from module.named_parameters(name, recurse=False, remove_duplicate=False)
+    for child_name, child in module.named_children():
+        if isinstance(child, torch.jit.ScriptModule):
+            yield from child.named_parameters(f"{name}.{child_name}" if name else child_name, remove_duplicate=False)
 
 
 class LoadWatch:
@@ -57,6 +67,7 @@ class LoadWatch:
         self._handles = [
             handle
             for name, module in model.named_modules(remove_duplicate=False)
+            if not isinstance(module, torch.jit.ScriptModule)
             for handle in (
                 module.register_load_state_dict_pre_hook(_Before(optimizer, name)),
                 module.register_load_state_dict_post_hook(_After(optimizer, name)),

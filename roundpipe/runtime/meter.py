@@ -78,7 +78,7 @@ class Meter:
         self._unread: deque[_Computation | _Transfer] = deque()
         self._lock = threading.Lock()
         self._busy_s = 0.0
-        self._idle_s: dict[WaitCause, float] = dict.fromkeys(WAIT_CAUSES, 0.0)
+        self._idle_s: dict[str, float] = dict.fromkeys(WAIT_CAUSES, 0.0)
         self._link_s = [0.0] * len(Lane)
         self._link_bytes = [0] * len(Lane)
 
@@ -163,9 +163,9 @@ class Meter:
                 if one.before is None:
                     continue
                 before = one.before
-                marks = [(cause, moment.seconds_since(before)) for cause, moment in one.marks]
-                for wait in waiting(marks, one.began.seconds_since(before), "overhead"):
-                    self._idle_s[wait.cause] += wait.end_s - wait.start_s  # type: ignore[index]
+                marks = ((cause, moment.seconds_since(before)) for cause, moment in one.marks)
+                for cause, start_s, end_s in waiting(marks, one.began.seconds_since(before), "overhead"):
+                    self._idle_s[cause] += end_s - start_s
 
     # What it found
 
@@ -182,7 +182,8 @@ class MeterReading(NamedTuple):
     """A worker's seconds and bytes since it began."""
 
     busy_s: float
-    idle_s: dict[WaitCause, float]
+    idle_s: dict[str, float]
+    """By `WaitCause`."""
     moved_bytes: tuple[int, ...]
     """By lane; of all rounds."""
     link: tuple[tuple[int, float], ...]

@@ -623,7 +623,7 @@ class RoundPipe(nn.Module):
             raise ClosedError(f"{state.name} was closed; compile the model again to go on")
         if path is not None:
             check_path(path)
-        timeline = Timeline()
+        timeline = Timeline(name=state.name)
         recorder = state.optimizer.log.recorder = state.engine.start_recording()
         try:
             yield timeline

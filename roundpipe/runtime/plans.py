@@ -185,7 +185,9 @@ class Plans:
 
     def is_measured(self, chain: LayerChain) -> bool:
         """Whether costs rest on measured times."""
-        return self._of(chain).times.num_rounds > 0 and not torch.are_deterministic_algorithms_enabled()
+        known = self._of(chain)
+        self._learn(known)
+        return known.times.num_rounds > 0 and not torch.are_deterministic_algorithms_enabled()
 
     def _choose(self, call: Call, costs: list[LayerCost]) -> ExecutePlan:
         choose = functools.partial(

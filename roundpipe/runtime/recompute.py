@@ -155,11 +155,20 @@ class BufferHistory:
             self._keep(bound.buffer_values(), layer_index, microbatch, backend)
             yield
             return
-        before = [None if buffer is None else buffer.detach().clone() for buffer in bound.buffer_values()]
-        yield
-        bound.writes_buffers = any(map(_differ, before, bound.buffer_values()))
+        with self.learning(bound) as before:
+            yield
         if bound.writes_buffers:
             self._keep(before, layer_index, microbatch, backend)
+
+    @contextlib.contextmanager
+    def learning(self, bound: BoundLayer) -> Iterator[list[torch.Tensor | None]]:
+        """Find out whether the forward inside writes buffers, if that is not known; gives them as they were."""
+        if not bound.has_buffers or bound.writes_buffers is not None:
+            yield []
+            return
+        before = [None if buffer is None else buffer.detach().clone() for buffer in bound.buffer_values()]
+        yield before
+        bound.writes_buffers = any(map(_differ, before, bound.buffer_values()))
 
     def _keep(self, buffers: list[torch.Tensor | None], layer_index: int, microbatch: int, backend: Backend) -> None:
         backend.wait(Lane.DOWNLOAD, backend.record(Lane.COMPUTE))

@@ -12,7 +12,7 @@ runs, and no allocator call stands in the way.
 A visit's states, each set here and nowhere else:
 
     state      set by                 awaited by
-    UPLOADING  `Arena.begin` (issued) `Visit.ready`, through the WEIGHTS event
+    UPLOADING  `Arena.begin` (issued) `Visit.arrive`, through the WEIGHTS event
     RESIDENT   `Visit.ready`          the stage, before its first microbatch
     RELEASED   `Visit.release`        the next upload into the same memory, through the last reader's event
 
@@ -564,6 +564,7 @@ class Visit:
         self._parts: list[tuple[torch.Tensor, dict[int, torch.Tensor | None]]] = []
         self._copies: list[torch.Tensor] = []
         offset = 0
+        moved_bytes = backend.moved_bytes[Lane.WEIGHTS]
         self.began = backend.moment(Lane.WEIGHTS)
         """When the copies began."""
         for layer in layers:
@@ -574,6 +575,7 @@ class Visit:
             offset += _aligned(layer.weights.num_bytes)
         self.uploaded = backend.record(Lane.WEIGHTS)
         """The event after which the weights are on the device."""
+        self.uploaded_bytes = backend.moved_bytes[Lane.WEIGHTS] - moved_bytes
         self.arrived = backend.moment(Lane.WEIGHTS)
         """When they were."""
         self._held = contextlib.ExitStack()
@@ -588,16 +590,19 @@ class Visit:
         """The device memory that the weights are in."""
         return self._region
 
+    def arrive(self) -> None:
+        """Let the COMPUTE stream wait for the weights."""
+        self._backend.wait(Lane.COMPUTE, self.uploaded)
+        self._backend.check_ready(self._copies)
+        self._copies.clear()
+
     def ready(self, with_gradients: bool, frozen: Frozen | None = None) -> None:
-        """Let the COMPUTE stream wait for the weights and bind them.
+        """Bind the weights, behind `arrive`.
 
         Args:
             with_gradients: whether a backward follows.
             frozen: the user's modules as they are to be taken; None: as they are now.
         """
-        self._backend.wait(Lane.COMPUTE, self.uploaded)
-        self._backend.check_ready(self._copies)
-        self._copies.clear()
         for layer, (part, loose) in zip(self.layers, self._parts, strict=True):
             layer.bind(part, loose, with_gradients, frozen)
         gradient_bytes = sum(p.nbytes for layer in self.layers for _, p in layer.parameters)

@@ -204,7 +204,7 @@ class Rotor:
             self._wait_open(layer.weights.parameters(), round_.closings[0])
         visit, side = self.arena.begin(layers)
         self.meter.at(job, None)
-        self.meter.moved(Lane.WEIGHTS, "weights of", visit.num_bytes, visit.began, visit.arrived)
+        self.meter.moved(Lane.WEIGHTS, "weights of", visit.uploaded_bytes, visit.began, visit.arrived)
         self._open[job.index] = _OpenVisit(job, visit, side)
         round_.progress.uploading(job.index, visit.uploaded)
 
@@ -233,7 +233,9 @@ class Rotor:
 
     def _enter(self, round_: Round, opened: _OpenVisit) -> Stage:
         job, visit = opened.job, opened.visit
-        visit.ready(job.phase is not Phase.FORWARD, round_.frozen)
+        visit.arrive()
+        with round_.binding:
+            visit.ready(job.phase is not Phase.FORWARD, round_.frozen)
         self.meter.until("weights", visit.arrived)
         layers = [
             StageLayer(index, round_.chain.specs[index], bound)

@@ -250,6 +250,8 @@ class Round:
     before: Sequence[Progress] = ()
     """Rounds that were running then; their gradients are added first."""
     frozen: Frozen | None = None
+    binding: threading.Lock = field(default_factory=threading.Lock)
+    """Held by whoever reads the user's modules, or freezes what will be read of them."""
     unattended: bool = False
     """Whether the call has returned."""
     progress: Progress = field(init=False)
@@ -280,7 +282,8 @@ class Round:
         The caller may change all of these as soon as the call returns.
         """
         remaining = {i for job in self.schedule.jobs if job.phase is Phase.BACKWARD for i in job.layers}
-        self.frozen = Frozen.of(self.weights[index].layer for index in sorted(remaining))
+        with self.binding:
+            self.frozen = Frozen.of(self.weights[index].layer for index in sorted(remaining))
         devices = set()
         for values in self.values:
             for name in self.given & values.keys():

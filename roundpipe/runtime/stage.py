@@ -141,7 +141,9 @@ class Stage:
             last = {name: i for i in segment.layers for name in self.layers[i].spec.reads}
             last.update((name, len(self.layers) + segment.layers[-1]) for name in exit.reads)
             for index in segment.layers:
-                made = self._call(self.layers[index], values, microbatch, "forward")
+                layer = self.layers[index]
+                with around.buffers.learning(layer.bound):
+                    made = self._call(layer, values, microbatch, "forward")
                 values.update((name, value) for name, value in made.items() if last.get(name, -1) > index)
                 for name in self.layers[index].spec.reads:
                     if last[name] == index:

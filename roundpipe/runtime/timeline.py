@@ -61,9 +61,11 @@ class Timeline:
 
     Args:
         spans: in any order; while a model is recorded there are none yet.
+        name: of the model.
     """
 
-    def __init__(self, spans: Iterable[Span] = ()) -> None:
+    def __init__(self, spans: Iterable[Span] = (), name: str = "") -> None:
+        self.name = name
         self.spans: list[Span] = []
         """In the order of their starts; empty until recording has ended."""
         self.fill(spans)
@@ -93,7 +95,7 @@ class Timeline:
             for one in self.spans
             if one.end_s > start_s and one.start_s < end_s
         )
-        return Timeline(moved)
+        return Timeline(moved, self.name)
 
     def chrome_trace(self) -> dict[str, Any]:
         """The spans in the Trace Event Format: a process per device, a thread per lane, times in microseconds."""
@@ -109,7 +111,7 @@ class Timeline:
             times = {"ts": round(span.start_s * 1e6, 3), "dur": round(span.seconds * 1e6, 3)}
             place = {"pid": pid, "tid": tid, "cat": span.lane}
             events.append({"ph": "X", "name": span.name, **times, **place, "args": dict(span.args)})
-        return {"traceEvents": events, "displayTimeUnit": "ms"}
+        return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"model": self.name}}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the spans to a file.
@@ -172,15 +174,11 @@ Mark = tuple[str, Moment]
 """A cause, and until when it kept a computation from beginning."""
 
 
-class Part(NamedTuple):
-    """A piece of the time between two computations."""
-
-    cause: str
-    start_s: float
-    end_s: float
+Part = tuple[str, float, float]
+"""A cause, and the piece of the time between two computations that it took."""
 
 
-def waiting(marks: Iterable[tuple[str, float]], start_s: float, rest: str) -> list[Part]:
+def waiting(marks: Iterable[tuple[str, float]], start_s: float, rest: str) -> Iterator[Part]:
     """Deals the time from 0, where a computation ended, to the start of the next one out to causes.
 
     Args:
@@ -188,17 +186,25 @@ def waiting(marks: Iterable[tuple[str, float]], start_s: float, rest: str) -> li
         start_s: of the next computation.
         rest: the cause of what no mark covers.
     """
-    parts: list[Part] = []
-    since = 0.0
-    for cause, until in (*marks, (rest, start_s)):
-        until = min(until, start_s)
-        if until > since:
-            if parts and parts[-1].cause == cause:
-                parts[-1] = Part(cause, parts[-1].start_s, until)
-            else:
-                parts.append(Part(cause, since, until))
-            since = until
-    return parts
+    since_s = 0.0
+    for cause, until_s in marks:
+        if until_s > start_s:
+            until_s = start_s
+        if until_s > since_s:
+            yield cause, since_s, until_s
+            since_s = until_s
+    if start_s > since_s:
+        yield rest, since_s, start_s
+
+
+def _joined(parts: Iterable[Part]) -> list[Part]:
+    """Parts with neighbours of one cause made one."""
+    found: list[Part] = []
+    for cause, start_s, end_s in parts:
+        if found and found[-1][0] == cause:
+            start_s = found.pop()[1]
+        found.append((cause, start_s, end_s))
+    return found
 
 
 class _Entry(NamedTuple):
@@ -268,10 +274,9 @@ class Recorder:
                 continue
             at_s = self._at(gap.device, gap.before)
             marks = [(cause, moment.seconds_since(gap.before)) for cause, moment in gap.marks]
-            for part in waiting(marks, gap.start.seconds_since(gap.before), gap.rest):
-                name = gap.names[part.cause]
-                args = {"cause": part.cause}
-                spans.append(Span(gap.device, "waits", name, at_s + part.start_s, at_s + part.end_s, args))
+            for cause, start_s, end_s in _joined(waiting(marks, gap.start.seconds_since(gap.before), gap.rest)):
+                args = {"cause": cause}
+                spans.append(Span(gap.device, "waits", gap.names[cause], at_s + start_s, at_s + end_s, args))
         return [
             Span(one.device, one.lane, one.name, max(one.start_s, 0.0), one.end_s, one.args)
             for one in spans

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import gc
 import linecache
 import logging
 import random
@@ -23,17 +24,20 @@ import re
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
+from torch.fx import Node
 
 import roundpipe
 from roundpipe import ExecutePlan, RoundPipeError, RoundPipeRunConfig, structure
 from roundpipe.auto import AutoRoundPipe
+from roundpipe.fx.graph import NodeCost, TracedGraph, is_accessor, value_bytes
 
 WIDTH = 8
 
@@ -562,6 +566,8 @@ _STATE = """
         self.gain = 1.0
         self.settings = collections.namedtuple("Settings", "gain")(1.25)
         self.inner_calls = type("Calls", (), {{"n": 0}})()
+        self.label = "block 0"
+        self.act = torch.tanh
 """
 
 _SECONDS = [
@@ -584,6 +590,35 @@ _EXTRAS = [
     "self.weight.register_hook(lambda g: g * 2)",
     "self.first.register_full_backward_hook(lambda m, gi, go: tuple(g * 2 for g in gi))",
     "self.first.weight = self.weight",
+]
+_TWINS_DIFFER = [
+    "pass",
+    "twin.gain = 1.0 + index",
+    "twin.count = index",
+    "twin.settings = twin.settings._replace(gain=1.0 + index)",
+    "twin.state['n'] = index",
+    "twin.history.extend(range(index))",
+    "twin.label = f'block {index}'",
+    "twin.act = (torch.tanh, torch.sigmoid, torch.relu)[index]",
+    "twin.first.weight.requires_grad_(index > 0)",
+    "twin.second = nn.Identity() if index == 1 else twin.second",
+    "twin.first.register_forward_hook(scale_gradient) if index == 2 else None",
+    "twin.norm.eps = 0.1 * (index + 1)",
+    "twin.norm.momentum = 0.2 * (index + 1)",
+    "twin.first = self.twins[0].first",
+]
+"""How the modules of one class differ."""
+_READS_ITSELF = [
+    "h = h * self.gain",
+    "h = h * self.settings.gain",
+    "h = h * (1 + self.count)",
+    "h = h * (1 + self.state['n'])",
+    "h = h * (1 + len(self.history))",
+    "h = h * 2 if '1' in self.label else h",
+    "h = h * {'block 0': 0.5, 'block 1': 1.5}.get(self.label, 1.0)",
+    "h = self.act(h)",
+    "h = h if isinstance(self.second, nn.Identity) else h * 0.5",
+    "h = h * (1.0 if self.first.weight.requires_grad else 0.5)",
 ]
 _OWN_CALLS = [
     "self.first({BLD})",
@@ -616,6 +651,8 @@ def write_class(choose: random.Random, name: str, blocks: list[str], nasty: floa
         writer.emit("h = h + sum(others)")
     if style == 4:
         writer.emit("h = h if extra is None else h + extra")
+    if choose.random() < 0.4:
+        writer.emit(choose.choice(_READS_ITSELF))
     writer.emit("d = h.mean(1)")
     writer.define("BD", "d")
     writer.emit("s = h.pow(2).mean()")
@@ -638,6 +675,9 @@ def write_source(choose: random.Random) -> str:
         classes.append(source)
         calls.append(call)
     stack = choose.randint(2, 4)
+    has_twins = choose.random() < 0.4
+    if has_twins:
+        calls += [calls[0].replace("self.block0(", f"self.twins[{index}](") for index in range(3)]
     writer = Writer(choose, True, [*calls, *calls, *_OWN_CALLS, "self.stack[{i}]({BLD})"], nasty)
     writer.modules = [text.replace("{i}", str(choose.randrange(stack))) for text in writer.modules]
     writer.emit("e = self.emb(ids) + x")
@@ -650,6 +690,12 @@ def write_source(choose: random.Random) -> str:
     if choose.random() < 0.4:
         writer.emit("for block in self.stack:\n    e = e + block(e)")
         writer.define("BLD", "e")
+    if has_twins and choose.random() < 0.6:
+        call = calls[0].replace("self.block0(", "twin(")
+        for kind, name in [("{BLD}", "e"), ("{MBL}", "mask"), ("{P}", "scale")]:
+            call = call.replace(kind, name)
+        writer.emit(f"for twin in self.twins:\n    e = {call}")
+        writer.define("BLD", "e")
     returns = choose.choice(RETURNS).replace("{n}", "len(self.stack)")
     body = writer.write(choose.randint(3, 8), returns, choose.random() < 0.1)
     source = "class Root(nn.Module):\n    def __init__(self):\n        super().__init__()"
@@ -658,6 +704,9 @@ def write_source(choose: random.Random) -> str:
     source += f"        self.stack = nn.ModuleList(nn.Linear(8, 8) for _ in range({stack}))\n"
     for index in range(len(classes)):
         source += f"        self.block{index} = Block{index}()\n"
+    if has_twins:
+        source += "        self.twins = nn.ModuleList(Block0() for _ in range(3))\n"
+        source += f"        for index, twin in enumerate(self.twins):\n            {choose.choice(_TWINS_DIFFER)}\n"
     source += f"        {choose.choice(_EXTRAS) or 'pass'}\n"
     source += f"\n    def forward(self, x, ids, mask, scale=1.0, *, extra=None):\n{body}\n"
     return "\n\n".join([PREAMBLE, *classes, source])
@@ -679,6 +728,8 @@ class Step:
     seed: int = 0
     gain: float | None = None
     """Set on the model before the call."""
+    joined: bool = False
+    """Whether it is ``model(...)``, in one microbatch, and a backward through what that returns."""
 
 
 @dataclass(frozen=True)
@@ -691,6 +742,8 @@ class Scenario:
     one_layer_per_stage: bool = True
     with_example: bool = True
     grain: str = "stage"
+    drawn_costs: int | None = None
+    """Seed of nodes' costs that are drawn, not measured: layers end anywhere they may, and tracing is quicker."""
 
 
 @dataclass
@@ -724,15 +777,21 @@ def make_case(choose: random.Random) -> Case:
                 gain=2.0 if gain and index == 1 else None,
             )
         )
+    scenario = Scenario(
+        tuple(steps),
+        num_microbatches=choose.choice([1, 2, 2, 3]),
+        num_workers=choose.choice([1, 1, 2]),
+        one_layer_per_stage=choose.random() < 0.7,
+        with_example=choose.random() < 0.7,
+        grain=choose.choice(["stage", "layer"]),
+    )
+    joined = choose.randrange(len(steps)) if choose.random() < 0.3 else None
     return Case(
         source,
-        Scenario(
-            tuple(steps),
-            num_microbatches=choose.choice([1, 2, 2, 3]),
-            num_workers=choose.choice([1, 1, 2]),
-            one_layer_per_stage=choose.random() < 0.7,
-            with_example=choose.random() < 0.7,
-            grain=choose.choice(["stage", "layer"]),
+        replace(
+            scenario,
+            steps=tuple(replace(step, joined=index == joined) for index, step in enumerate(steps)),
+            drawn_costs=choose.randrange(1000) if choose.random() < 0.9 else None,
         ),
     )
 
@@ -820,7 +879,7 @@ def run_eager(model: nn.Module, case: Case) -> Iterator[Observed]:
     for step in case.scenario.steps:
         prepare(model, step)
         inputs = inputs_of(step)
-        number = min(case.scenario.num_microbatches, step.batch)
+        number = 1 if step.joined else min(case.scenario.num_microbatches, step.batch)
         seen = Observed(torch.zeros((), dtype=torch.float64))
         pieces = {
             name: value.tensor_split(number) if isinstance(value, torch.Tensor) else [value] * number
@@ -877,7 +936,31 @@ def run_compiled(model: nn.Module, case: Case, info: Compiled) -> Iterator[Obser
     options: dict[str, Any] = {"devices": ["cpu"] * scenario.num_workers, "model_run_config": config, "name": "fuzz"}
     if scenario.with_example:
         options["example_kwargs"] = inputs_of(scenario.steps[0])
-    pipe = info.pipe = roundpipe.compile(model, **options)
+    costs = _drawn_costs(scenario.drawn_costs)
+    with mock.patch("roundpipe.fx.source.measure", costs) if costs is not None else contextlib.nullcontext():
+        pipe = info.pipe = roundpipe.compile(model, **options)
+        yield from _run_steps(pipe, model, scenario, info)
+
+
+def _drawn_costs(seed: int | None) -> Callable[[TracedGraph], dict[Node, NodeCost]] | None:
+    """A stand-in for `roundpipe.fx.cost.measure`; what a node costs decides nothing but where layers end."""
+    if seed is None:
+        return None
+    choose = random.Random(seed)
+
+    def draw(node: Node) -> NodeCost:
+        if node.op in ("placeholder", "get_attr") or is_accessor(node):
+            return NodeCost(value_bytes=value_bytes(node))
+        seconds = choose.choice([1e-6, 1e-4, 1e-3]) * (0.5 + choose.random())
+        return NodeCost(value_bytes=value_bytes(node), forward_s=seconds, backward_s=2 * seconds)
+
+    def measure(traced: TracedGraph) -> dict[Node, NodeCost]:
+        return {node: draw(node) for node in traced.graph.nodes if node.op != "output"}
+
+    return measure
+
+
+def _run_steps(pipe: Any, model: nn.Module, scenario: Scenario, info: Compiled) -> Iterator[Observed]:
     with pipe:
         maker = pipe._state.maker
         if scenario.one_layer_per_stage:
@@ -896,7 +979,12 @@ def _compiled_step(pipe: Any, model: nn.Module, step: Step, inputs: dict[str, An
         seen.outputs[int(start[0])] = _snapshot(outputs)
         return loss_of(outputs)
 
-    seen.loss = pipe.forward_backward(input_kwargs=inputs, label=label, loss_fn=loss_fn)
+    if step.joined:
+        loss = loss_fn(pipe(**inputs, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=1)), label)
+        loss.backward()
+        seen.loss = loss.detach()
+    else:
+        seen.loss = pipe.forward_backward(input_kwargs=inputs, label=label, loss_fn=loss_fn)
     pipe.synchronize()
     source = pipe._state.source
     info.trace_count = max(info.trace_count, pipe.trace_count)
@@ -1049,6 +1137,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     counts: collections.Counter[str] = collections.Counter()
     layers: collections.Counter[bool] = collections.Counter()
+    gc.freeze()  # what is imported need not be looked through after every few cases
     start, index = time.monotonic(), given.start
     while sum(counts.values()) - counts["invalid"] < given.cases and time.monotonic() - start < given.seconds:
         outcome = run(case_of(given.seed, index))

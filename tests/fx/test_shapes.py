@@ -228,6 +228,17 @@ class BranchAtRoot(Layers):
         return x
 
 
+class BranchThenWritesAnInput(Layers):
+    """Its input gets an activation in place, and so a history that other microbatches must not share."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.layers[0](x.clone())
+        if h.sum() > 0:
+            h = h * 2
+        x.add_(self.layers[1](h))
+        return self.layers[2](x)
+
+
 class EarlyExit(Layers):
     def forward(self, x: torch.Tensor, ids: torch.Tensor, depth: int = 4) -> torch.Tensor:
         for index, layer in enumerate(self.layers):
@@ -357,3 +368,4 @@ def test_a_graph_shape_equals_eager(build: Callable[[], nn.Module], inputs: Inpu
 
 def test_a_branch_at_the_root_equals_eager_without_a_graph() -> None:
     assert check(BranchAtRoot).fell_back
+    assert check(BranchThenWritesAnInput, needs_grad=False).fell_back

@@ -16,9 +16,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import random
 import warnings
+import weakref
 from typing import Any
 
 import numpy
@@ -282,6 +284,19 @@ def test_no_fakes_are_left_in_caches() -> None:
 
     assert not check(Model, sizes=[(4, 6), (1, 6), (3, 6)], num_microbatches=1).fell_back
     assert type(positions(6)) is torch.Tensor
+
+
+def test_tracing_keeps_no_model_alive() -> None:
+    class Model(Layers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[1](self.layers[0](x).reshape(-1, 8)).view(x.shape)
+
+    model = Model().double()
+    trace(model, (), vectors(4, 6))
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 def test_an_attribute_set_between_calls_traces_again() -> None:

@@ -180,3 +180,14 @@ def test_an_optimizer_that_is_gone_is_no_error() -> None:
     watch.end()
     watch.end()
     assert num_hooks(model) == 0
+
+
+def test_a_load_into_a_script_module_counts():
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
+    with roundpipe.RoundPipe(model, devices=["cpu"]) as piped:
+        copies = dict(piped.optim_named_parameters())
+        loaded = {name: torch.full_like(value, 3.0) for name, value in model.state_dict().items()}
+        model.load_state_dict(loaded)
+        piped.step(lambda: None, is_async=False)
+        for name, value in loaded.items():
+            assert torch.equal(copies[name], value) and torch.equal(model.state_dict()[name], value)

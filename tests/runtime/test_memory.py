@@ -10,7 +10,7 @@ from torch import nn
 
 import roundpipe
 from roundpipe.errors import DeviceMemoryError
-from roundpipe.runtime import rounds
+from roundpipe.runtime import plans
 from roundpipe.runtime.backend import Device
 from roundpipe.runtime.cpu import Ledger
 from tests.runtime.models import (
@@ -237,8 +237,8 @@ def test_closing_gives_everything_back():
 def test_a_budget_that_does_not_fit_is_planned_for_once(monkeypatch, guessed):
     """A second time only where the first was on guesses."""
     calls = []
-    real = rounds.choose_plan
-    monkeypatch.setattr(rounds, "choose_plan", lambda *args, **options: (calls.append(1), real(*args, **options))[1])
+    real = plans.choose_plan
+    monkeypatch.setattr(plans, "choose_plan", lambda *args, **options: (calls.append(1), real(*args, **options))[1])
     model = chain(["x"], [(nn.Linear(64, 64), ["x"], ["y"]), (nn.Linear(64, 64), ["y"], ["z"])], ["z"])
     model.costs = tuple(cost_of(layer, activation_bytes=0 if guessed else 512) for layer in model)
     with roundpipe.RoundPipe(model, devices=[Device("cpu", memory_bytes=9000)]) as piped:

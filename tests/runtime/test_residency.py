@@ -195,6 +195,7 @@ def test_visits_lie_at_alternating_ends():
         visits.append((visit, side))
         if len(visits) == 2:  # the next one comes up only when the one before is done
             earlier, earlier_side = visits.pop(0)
+            earlier.arrive()
             earlier.ready(with_gradients=False)
             assert earlier.state is State.RESIDENT
             arena.released(earlier_side, earlier.release(keep_buffers=False)[1])
@@ -225,6 +226,7 @@ def test_gradients_are_counted_while_the_visit_lasts():
     for with_gradients, expected in ((True, 256), (False, 0)):
         visit, side = arena.begin([bound(host, target, layer)])
         assert target.ledger.by_purpose["gradients"] == 0
+        visit.arrive()
         visit.ready(with_gradients)
         assert target.ledger.by_purpose["gradients"] == expected
         arena.released(side, visit.release(keep_buffers=False)[1])
@@ -239,6 +241,7 @@ def test_released_layers_hold_no_device_memory():
     arena = Arena(target)
     arena.reserve([one.weights.num_bytes])
     visit, _ = arena.begin([one])
+    visit.arrive()
     visit.ready(with_gradients=True)
     assert all(p is not None for p in one.module[0]._parameters.values())
     visit.release(keep_buffers=True)
@@ -255,6 +258,7 @@ def test_gradients_settle_by_addition():
     arena.reserve([layer.weight.nbytes + 64])
     for repeat in (1, 2, 3):
         visit, side = arena.begin([bound(host, target, layer)])
+        visit.arrive()
         visit.ready(with_gradients=True)
         visit.layers[0].module(torch.ones(2, 3)).sum().backward()
         pending, events, _ = visit.release(keep_buffers=False)

@@ -1,6 +1,5 @@
 """Timelines: every task once, lanes without overlap, links that take their time, files that Perfetto reads."""
 
-import builtins
 import json
 import sys
 import time
@@ -148,7 +147,7 @@ def test_the_order_is_the_schedules(workers):
 
 
 def test_computing_and_waiting_fill_a_workers_time():
-    timeline, _ = recorded(workers=2, speed=2e6)
+    timeline, _ = recorded(workers=2, speed=1e5)
     for device in timeline.devices[:2]:
         busy = timeline.on(device, "compute")
         spans = sorted([*busy, *timeline.on(device, "waits")], key=lambda span: span.start_s)
@@ -159,19 +158,17 @@ def test_computing_and_waiting_fill_a_workers_time():
 
 def test_uploads_take_the_links_time():
     timeline, _ = recorded(workers=2, speed=LINK)
-    bulk = [span for span in timeline.spans if span.lane in ("weights", "gradients")]
-    assert bulk
-    for span in bulk:
-        assert span.args["bytes"] / LINK == pytest.approx(span.seconds, abs=2e-3)
-    values = [span for span in timeline.spans if span.lane in ("upload", "download") and span.args["bytes"] > 100]
-    assert values
-    for span in values:
-        assert span.args["bytes"] / LINK == pytest.approx(span.seconds, abs=2e-3)
+    for lane in ("weights", "gradients", "upload", "download"):
+        spans = [span for span in timeline.spans if span.lane == lane]
+        over_s = sorted(span.seconds - span.args["bytes"] / LINK for span in spans)
+        assert over_s[0] > -1e-6, lane
+        assert over_s[len(over_s) // 2] < 1e-3, lane  # a thread may be put aside between two lines
 
 
 def test_bytes_are_those_of_the_weights():
     timeline, schedule = recorded()
-    layer_bytes = sum(-(-p.nbytes // 64) * 64 for p in mlp(1).parameters())
+    weight, bias = mlp(1).parameters()
+    layer_bytes = -(-weight.nbytes // 64) * 64 + bias.nbytes  # one copy, in which each is aligned
     for span in timeline.spans:
         if span.lane == "weights":
             start, stop = span.args["layers"]
@@ -208,7 +205,9 @@ def test_parts_of_a_model_that_is_not_traced_are_recorded():
         def forward(self, value):
             return self.inner(value) if value.sum() > -1e9 else value
 
-    model = roundpipe.wrap_model_to_roundpipe(Branches(), use_sequential_preset=False, lower_threshold=1, devices=["cpu"])
+    model = roundpipe.wrap_model_to_roundpipe(
+        Branches(), use_sequential_preset=False, lower_threshold=1, devices=["cpu"]
+    )
     with model, model.record_timeline() as timeline:
         with pytest.warns(UserWarning, match="nothing overlaps"):
             model.forward_backward((batch(),), loss_fn=square_loss, run_config=config(2))
@@ -229,6 +228,7 @@ def test_an_error_inside_leaves_the_timeline_of_what_ran():
         assert sum(span.args["part"] == "fused" for span in computed(timeline)) >= NUM_MICROBATCHES + 1
         assert_lanes_do_not_overlap(timeline)
         train(piped, 1)  # and the model goes on, unrecorded
+        piped.synchronize()
         count = len(timeline.spans)
         with piped.record_timeline() as again:
             pass
@@ -270,7 +270,6 @@ def test_a_file_that_cannot_be_written_is_refused_at_the_beginning(tmp_path, nam
 def test_a_picture_without_matplotlib_names_the_extra(tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
-    real = builtins.__import__
 
     class Refuses:
         def find_spec(self, name, path=None, target=None):
@@ -278,7 +277,6 @@ def test_a_picture_without_matplotlib_names_the_extra(tmp_path, monkeypatch):
                 raise ImportError(name)
 
     monkeypatch.setattr(sys, "meta_path", [Refuses(), *sys.meta_path])
-    assert builtins.__import__ is real
     with open_pipe() as piped:
         with pytest.raises(ConfigError, match=r"roundpipe\[plot\]"), piped.record_timeline(tmp_path / "run.png"):
             pass
@@ -307,6 +305,7 @@ def test_the_trace_has_what_perfetto_needs(tmp_path):
     timeline, _ = recorded()
     timeline.save(tmp_path / "run.json")
     trace = json.loads((tmp_path / "run.json").read_text())
+    assert trace["otherData"]["model"] == "net"
     events = trace["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     devices = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
@@ -349,11 +348,11 @@ def test_devices_and_lanes_are_in_the_order_of_people():
         ([("weights", -3), ("no_work", 6)], [("no_work", 0, 6), ("overhead", 6, 10)]),
         ([("no_work", 6), ("weights", 4)], [("no_work", 0, 6), ("overhead", 6, 10)]),
         ([("overhead", 2), ("weights", 5), ("weights", 7), ("no_work", 99)],
-         [("overhead", 0, 2), ("weights", 2, 7), ("no_work", 7, 10)]),
+         [("overhead", 0, 2), ("weights", 2, 5), ("weights", 5, 7), ("no_work", 7, 10)]),
     ],
 )  # fmt: skip
 def test_time_between_computations_is_dealt_out(marks, parts):
-    assert [tuple(part) for part in waiting(marks, 10, "overhead")] == parts
+    assert list(waiting(marks, 10, "overhead")) == parts
 
 
 def test_moments_of_a_link_are_in_its_time():
@@ -361,7 +360,7 @@ def test_moments_of_a_link_are_in_its_time():
     began = one.moment(Lane.WEIGHTS)
     one.upload(torch.zeros(25), lane=Lane.WEIGHTS)
     ended = one.moment(Lane.WEIGHTS)
-    assert ended.seconds_since(began) == pytest.approx(0.1, abs=5e-3)
+    assert 0.1 <= ended.seconds_since(began) < 0.2
     later = one.moment(Lane.WEIGHTS)
     assert later.at_s == ended.at_s  # a further copy begins when the link is free
     assert one.moved_bytes[Lane.WEIGHTS] == 100 and one.moved_bytes[Lane.UPLOAD] == 0
@@ -426,3 +425,93 @@ def test_steady_rounds_take_what_the_simulator_says():
     length = len(schedule.jobs)
     assert starts[length + 2] - starts[2] == pytest.approx(found.seconds_per_round, rel=1e-6)
     assert min(starts) <= 1e-12
+
+
+# ----------------------------------------------------------------------------------- accelerators
+
+
+cuda = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none"),
+]
+
+
+def wide(devices, width=512, **settings):
+    """A pipe whose computations take longer than giving them to the device does."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(6)))
+    return roundpipe.RoundPipe(net, devices=devices, **settings), torch.randn(30_000, width)
+
+
+def run_wide(piped, value, rounds):
+    for _ in range(rounds):
+        piped.forward_backward(
+            (value,), loss_fn=square_loss, run_config=config(NUM_MICROBATCHES, plan=PLAN, preserve_rng_state=False)
+        )
+        piped.step(lambda: None)
+
+
+@pytest.mark.parametrize("devices", [["cuda:0"], ["cuda:0", "cuda:0"], ["cuda:0", "cpu"]], ids=["one", "two", "mixed"])
+class TestOnAnAccelerator:
+    pytestmark = cuda
+
+    def test_spans_are_those_of_the_devices_streams(self, devices):
+        piped, value = wide(devices)
+        with piped:
+            run_wide(piped, value, 2)
+            piped.synchronize()
+            first_job = piped._state.engine.next_job
+            started = time.perf_counter()
+            with piped.record_timeline() as timeline:
+                run_wide(piped, value, 2)
+            wall_s = time.perf_counter() - started
+        schedule = make_schedule(PLAN, len(devices), NUM_MICROBATCHES, first_job=first_job)
+        for device in timeline.devices:
+            for lane in timeline.lanes(device):
+                for one, following in pairwise(timeline.on(device, lane)):
+                    assert one.end_s <= following.start_s + 2e-5, (device, lane, one, following)
+        runs = Counter(
+            (s.args["job"], s.args["microbatch"]) for s in computed(timeline) if s.args["part"] != "recompute"
+        )
+        assert runs == Counter(
+            (job.index, m) for one in both_rounds(schedule) for job in one.jobs for m in range(NUM_MICROBATCHES)
+        )
+        assert max(span.end_s for span in timeline.spans) < wall_s + 0.01
+        ends = {(s.args["job"], s.args["microbatch"]): s for s in computed(timeline) if s.args["part"] != "recompute"}
+        uploads = {span.args["job"]: span for span in timeline.spans if span.lane == "weights"}
+        for (job, microbatch), span in ends.items():
+            assert span.seconds > 0
+            before = ends.get((job - 1, microbatch))
+            if before is not None and schedule.first_job < job:
+                assert before.end_s <= span.start_s + 1e-3, (before, span)  # clocks of two devices
+            if job in uploads and microbatch == 0:
+                assert uploads[job].end_s <= span.start_s + 1e-3
+
+    def test_the_report_knows_busy_and_idle_time(self, devices):
+        piped, value = wide(devices)
+        with piped:
+            run_wide(piped, value, 9)
+            piped.synchronize()
+            report = piped.report()
+        assert report.num_rounds == 9 and report.num_samples == 9 * len(value)
+        for worker in report.workers:
+            assert worker.measured_s > 0
+            assert 0 < worker.busy <= 1
+            assert worker.busy + sum(worker.idle.values()) == pytest.approx(1)
+            assert worker.moved_bytes["weights"] > 0
+        assert report.predicted is not None and report.predicted.round_s is not None
+        assert str(report)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none")
+def test_layers_are_ranges_of_nvidias_tools(monkeypatch):
+    pushed = []
+    real = torch.cuda.nvtx.range_push
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: (pushed.append(name), real(name))[1])
+    piped, value = wide(["cuda:0"])
+    with piped, torch.autograd.profiler.emit_nvtx():
+        run_wide(piped, value, 1)
+        piped.synchronize()
+    assert sum(name.startswith("roundpipe layer 3 (3) m1") for name in pushed) == 2  # forward, recomputation
+    assert any("layers 4 to 5" in name and name.endswith("backward") for name in pushed)

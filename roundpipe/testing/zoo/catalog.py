@@ -56,6 +56,12 @@ TASKS: dict[str, Task] = {
         }
     ),
     "zero-shot-image-classification": Task({**_TEXT, "pixel_values": inputs.pixels}, constants={"return_loss": True}),
+    "image-text-to-text": Task(
+        {"input_ids": inputs.ids_with_images, "pixel_values": inputs.pixels, "labels": inputs.labels_with_images}
+    ),
+    "time-series-prediction": Task({"past_values": inputs.series}, has_length=False),
+    "time-series-classification": Task({"past_values": inputs.series}, has_length=False),
+    "time-series-regression": Task({"past_values": inputs.series}, has_length=False),
 }
 """Task -> its inputs."""
 
@@ -77,8 +83,29 @@ MAPPINGS: dict[str, str] = {
     "speech-seq2seq": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
     "audio-classification": "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
     "zero-shot-image-classification": "MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    "image-text-to-text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "time-series-prediction": "MODEL_FOR_TIME_SERIES_PREDICTION_MAPPING_NAMES",
+    "time-series-classification": "MODEL_FOR_TIME_SERIES_CLASSIFICATION_MAPPING_NAMES",
+    "time-series-regression": "MODEL_FOR_TIME_SERIES_REGRESSION_MAPPING_NAMES",
 }
 """Task -> the table of transformers that lists its model classes."""
+
+SELECTED: dict[str, tuple[str, ...]] = {
+    "image-text-to-text": (
+        "AyaVisionForConditionalGeneration",
+        "Cohere2VisionForConditionalGeneration",
+        "Florence2ForConditionalGeneration",
+        "GotOcr2ForConditionalGeneration",
+        "InternVLForConditionalGeneration",
+        "LlavaForConditionalGeneration",
+        "Ovis2ForConditionalGeneration",
+        "PaliGemmaForConditionalGeneration",
+        "QianfanOCRForConditionalGeneration",
+        "UnlimitedOcrForConditionalGeneration",
+        "VideoLlavaForConditionalGeneration",
+    ),
+}
+"""Tasks of which only some classes are rows: the others take images that only their own processors can prepare."""
 
 MAIN_TASKS = tuple(MAPPINGS)[:5]
 
@@ -109,7 +136,8 @@ def transformers_rows() -> list[Row]:
         for model_type, names in getattr(modeling_auto, table).items():
             for name in (names,) if isinstance(names, str) else names:
                 row = Row(task, name, {"model_type": model_type})
-                rows.setdefault(row.key, row)
+                if name in SELECTED.get(task, (name,)):
+                    rows.setdefault(row.key, row)
     return list(rows.values())
 
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import sys
 import time
 import zlib
 from dataclasses import asdict, dataclass, field, replace
@@ -127,7 +129,7 @@ def _examine(row: Row, result: Result) -> None:
         result.status, result.cause = "not traced", describe(error)
         return
     result.num_layers = len(chain)
-    result.opaque = source.opaque
+    result.opaque = {name: without_paths(why) for name, why in source.opaque.items()}
     result.num_blocks, result.most_carried = cuts_between_blocks(model, chain)
     result.status = "right"
     with RoundPipe.from_source(model, source, devices=["cpu"], model_run_config=config) as pipe:
@@ -152,8 +154,15 @@ def _raise(error: TraceError) -> None:
 
 def describe(error: BaseException) -> str:
     """An error as one line, cut at 400 characters."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
+    text = without_paths(" ".join(f"{type(error).__name__}: {error}".split()))
     return text if len(text) <= 400 else text[:397] + "..."
+
+
+def without_paths(text: str) -> str:
+    """A text with files named from the folder that their package is in."""
+    for folder in sorted(map(os.path.abspath, sys.path), key=len, reverse=True):
+        text = text.replace(folder + os.sep, "")
+    return text
 
 
 def _is_random(specimen: Specimen) -> bool:
@@ -266,15 +275,19 @@ def _relative(found: torch.Tensor | None, expected: torch.Tensor | None, floor: 
 
 
 def cuts_between_blocks(model: nn.Module, chain: LayerChain) -> tuple[int, int | None]:
-    """How many blocks a model repeats, and how many values cross the cuts between them at most."""
+    """How many repeated blocks a chain runs, and how many values cross the cuts between them at most."""
     blocks = {
         f"{name}.{index}" if name else index: name
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList | nn.Sequential) and is_repeated(module)
         for index in module._modules
     }
+    covered = [name for spec in chain.specs for name in spec.module_names]
     outermost = {
-        name: owner for name, owner in blocks.items() if not any(name.startswith(other + ".") for other in blocks)
+        name: owner
+        for name, owner in blocks.items()
+        if not any(name.startswith(other + ".") for other in blocks)
+        and any(f"{one}.".startswith(f"{name}.") or f"{name}.".startswith(f"{one}.") for one in covered)
     }
     carried = [
         _num_carried(chain, index)

@@ -85,6 +85,30 @@ def token_ids(request: Request) -> torch.Tensor:
     return ids
 
 
+def ids_with_images(request: Request) -> torch.Tensor:
+    """Ids with a run of the image token as long as the features of one image, ``[B, L + features]``."""
+    ids = token_ids(request)
+    token = request.setting("image_token_id", "image_token_index")
+    with torch.no_grad():
+        features = request.model.get_image_features(pixel_values=pixels(request))
+    features = getattr(features, "pooler_output", features)
+    rows = sum(part.shape[:-1].numel() for part in ([features] if isinstance(features, torch.Tensor) else features))
+    images = torch.full((request.size.batch, rows // request.size.batch), int(token))
+    return torch.cat([ids[:, :1], images, ids[:, 1:]], 1)
+
+
+def labels_with_images(request: Request) -> torch.Tensor:
+    """Targets as long as `ids_with_images`."""
+    return torch.randint(FIRST_TOKEN, text_vocab(request), ids_with_images(request).shape, generator=request.generator)
+
+
+def series(request: Request) -> torch.Tensor:
+    """Observed values, ``[B, T, C]``."""
+    names = ("num_input_channels", "input_size")
+    shape = (int(request.setting("context_length", default=32)), int(request.setting(*names, default=1)))
+    return request.normal(request.size.batch, *shape)
+
+
 def text_vocab(request: Request) -> int:
     """The number of token ids of the text side."""
     config = request.config

@@ -93,11 +93,8 @@ def shrunk(cls: type, overrides: Mapping[str, Any], base: Any = None) -> Any:
     Raises:
         Exception: whatever the config's own validation raises.
     """
-    given = dict(overrides)
-    if base is None:
-        base = cls() if "*" not in given else cls(**given.pop("*"))
-    fields = shrunk_fields(base, given)
-    return type(base)(**fields)
+    base = cls() if base is None else base
+    return type(base)(**shrunk_fields(base, overrides))
 
 
 def shrunk_fields(base: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,17 +135,13 @@ def shrunk_fields(base: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
     fields |= {name: value for name, value in overrides.items() if not isinstance(value, Mapping) or name not in fields}
     num_layers = next((len(values) for values in picked.values()), None)
     if num_layers is not None:
-        name = _field_of_layers(base)
-        if name is not None and name not in overrides:
-            fields[name] = num_layers
-    return {name: value for name, value in fields.items() if value is not DEFAULT}
+        counted = _field_of_layers(base)
+        if counted is not None and counted not in overrides:
+            fields[counted] = num_layers
+    return fields
 
 
-DEFAULT = object()
-"""As an override: the class's own default, unshrunk."""
-
-
-def _made(cls: Any, overrides: Mapping[str, Any]) -> Any:
+def _made(cls: type, overrides: Mapping[str, Any]) -> Any:
     """A config for a field that has none by default; None if its class is not fixed and none is named."""
     kind = overrides.get("model_type")
     if kind is not None:
@@ -210,7 +203,7 @@ def _small_number(name: str, value: int) -> int | None:
 
 def _small_list(name: str, values: Sequence[Any]) -> Any:
     """A list of sizes, one per stage: depths of one, widths and heads in proportion."""
-    kind = type(values)
+    kind: Any = type(values)
     if name in _SPECIAL or _is_token(name):
         return _SPECIAL.get(name)
     if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
@@ -300,9 +293,9 @@ def _value(base: Any, name: str) -> Any:
 
 def _rotary(base: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary sections, which must add up to half of what is rotated of a head."""
-    found = {}
+    found: dict[str, Any] = {}
     for name in ("rope_parameters", "rope_scaling"):
-        value = getattr(base, name, None)
+        value: Any = getattr(base, name, None)
         sections = value.get("mrope_section") if isinstance(value, Mapping) else None
         if sections and name in {field.name for field in dataclasses.fields(base)}:
             head_dim = fields.get("head_dim") or HEAD_DIM

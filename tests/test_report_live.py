@@ -1,0 +1,320 @@
+"""`model.report()`: counts against what was done, shares that add up, predictions; and ranges in profilers' traces."""
+
+import json
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import roundpipe
+from roundpipe.runtime import backend as backend_module
+from roundpipe.runtime.backend import Device, Lane
+from roundpipe.runtime.cpu import CpuBackend
+from roundpipe.runtime.meter import WAIT_CAUSES, Meter
+from roundpipe.runtime.schedule import ExecutePlan, make_schedule
+from tests.runtime.models import batch, config, mlp, square_loss
+
+pytestmark = pytest.mark.timeout(60)
+
+PLAN = ExecutePlan([(0, 2), (2, 4)], (4, 6), [(2, 4), (0, 2)])
+
+
+class Sleeps(nn.Module):
+    """A linear layer that takes a known time."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.seconds = seconds
+
+    def forward(self, value):
+        time.sleep(self.seconds)
+        return self.linear(value)
+
+
+def sleepy(seconds=0.004):
+    return nn.Sequential(*(Sleeps(seconds) for _ in range(6))).double()
+
+
+def train(piped, rounds=2, is_async=True, num=3, value=None, **options):
+    optimizer = torch.optim.SGD(piped.optim_parameters(), lr=0.01)
+    settings = config(num, plan=PLAN, preserve_rng_state=False, **options)
+    for _ in range(rounds):
+        piped.forward_backward((batch() if value is None else value,), loss_fn=square_loss, run_config=settings)
+        piped.step(optimizer.step, is_async)
+    piped.synchronize()
+
+
+# ------------------------------------------------------------------------------------------ counts
+
+
+def test_before_the_first_call():
+    with roundpipe.RoundPipe(mlp(6), devices=["cpu"], name="net") as piped:
+        report = piped.report()
+    assert (report.num_calls, report.num_rounds, report.num_steps, report.wall_s) == (0, 0, 0, 0.0)
+    assert report.samples_per_s is None and report.tokens_per_s is None
+    assert report.round_s is None and report.predicted is None
+    assert report.workers[0].busy != report.workers[0].busy  # not a number
+    assert str(report).startswith("net\n")
+
+
+def test_counts_are_of_what_was_done_since_the_last_report():
+    with roundpipe.RoundPipe(mlp(6), devices=["cpu"] * 2) as piped:
+        started = time.perf_counter()
+        train(piped, 3)
+        first = piped.report()
+        assert (first.num_calls, first.num_rounds, first.num_steps, first.num_samples) == (3, 3, 3, 21)
+        assert first.num_tokens is None and first.tokens_of is None
+        assert 0 < first.wall_s < time.perf_counter() - started
+        assert first.samples_per_s == pytest.approx(21 / first.wall_s)
+        train(piped, 1)
+        with torch.no_grad():
+            piped(batch())
+        second = piped.report()
+        assert (second.num_calls, second.num_rounds, second.num_steps, second.num_samples) == (2, 2, 1, 14)
+        third = piped.report()
+        assert (third.num_calls, third.num_rounds, third.num_steps, third.wall_s) == (0, 0, 0, 0.0)
+        assert third.uploaded_bytes == third.downloaded_bytes == 0 and not third.optimizer_s
+
+
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(10, 6)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, scale, input_ids):
+        return self.head(self.embed(input_ids)) * scale
+
+
+def test_tokens_are_the_elements_of_the_first_argument_of_integers_with_two_dimensions():
+    with roundpipe.RoundPipe(Tagger(), devices=["cpu"]) as piped:
+        ids = torch.zeros(4, 5, dtype=torch.long)
+        for _ in range(2):
+            piped.forward_backward(
+                (torch.ones(4, 5, 1),), {"input_ids": ids}, loss_fn=lambda out, _: out.sum(), run_config=config(2)
+            )
+        report = piped.report()
+    assert (report.num_tokens, report.tokens_of, report.num_samples) == (40, "input_ids", 8)
+    assert report.tokens_per_s == pytest.approx(40 / report.wall_s)
+    assert "tokens/s (elements of input_ids)" in str(report)
+
+
+def test_bytes_are_those_of_weights_and_gradients():
+    weight, bias = mlp(1).parameters()
+    layer_bytes = -(-weight.nbytes // 64) * 64 + bias.nbytes  # one copy, in which each is aligned
+    own_bytes = sum(p.nbytes for p in mlp(1).parameters())
+    with roundpipe.RoundPipe(mlp(6), devices=["cpu"] * 3) as piped:
+        train(piped, 2)
+        workers = piped.report().workers
+    visited = sum(stop - start for start, stop in (*PLAN.forward, PLAN.fused, *PLAN.backward))
+    assert sum(one.moved_bytes["weights"] for one in workers) == 2 * visited * layer_bytes
+    assert sum(one.moved_bytes["gradients"] for one in workers) == 2 * 6 * own_bytes
+    value_bytes = batch().nbytes
+    # up: F0, F1, U and both B stages take what they run on; B1 and B2 gradients, too
+    assert sum(one.moved_bytes["upload"] for one in workers) == 2 * 7 * value_bytes
+    losses_bytes = 3 * 8
+    assert sum(one.moved_bytes["download"] for one in workers) == 2 * (2 * value_bytes + 2 * value_bytes + losses_bytes)
+
+
+def test_memory_of_the_host():
+    model = mlp(6)
+    weights = sum(p.nbytes for p in model.parameters())
+    with roundpipe.RoundPipe(model, devices=["cpu"], optim_dtype=torch.float32) as piped:
+        assert piped.report().host_memory.optimizer_copies == 0
+        optimizer = torch.optim.SGD(piped.optim_parameters(), lr=0.1)
+        piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(2))
+        memory = piped.report().host_memory
+        assert (memory.weights, memory.gradients) == (weights, weights)
+        assert (memory.optimizer_copies, memory.optimizer_gradients) == (weights // 2, 0)
+        piped.step(optimizer.step, is_async=False)
+        memory = piped.report().host_memory
+        assert (memory.gradients, memory.optimizer_gradients, memory.total) == (0, weights // 2, 2 * weights)
+
+
+def test_gradients_that_are_shown_are_counted_once():
+    model = mlp(6)
+    weights = sum(p.nbytes for p in model.parameters())
+    with roundpipe.RoundPipe(model, devices=["cpu"]) as piped:
+        list(piped.optim_parameters())
+        piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(2))
+        piped.synchronize()
+        memory = piped.report().host_memory
+    assert memory.gradients + memory.optimizer_gradients == weights
+
+
+# -------------------------------------------------------------------------------------------- time
+
+
+def test_shares_add_up_and_busy_is_what_layers_take():
+    with roundpipe.RoundPipe(sleepy(), devices=["cpu"] * 2) as piped:
+        train(piped, 1)
+        piped.report()
+        train(piped, 3)
+        report = piped.report()
+    slept_s = 3 * 3 * (6 + 4) * 0.004  # rounds, microbatches, layers forward and again for backward
+    busy_s = sum(one.busy * one.measured_s for one in report.workers)
+    assert slept_s <= busy_s < 3 * slept_s
+    for one in report.workers:
+        assert one.busy + sum(one.idle.values()) == pytest.approx(1)
+        assert set(one.idle) == set(WAIT_CAUSES) and min(one.idle.values()) >= 0
+    assert 0 < report.busy <= 1
+
+
+def test_waiting_for_weights_is_seen():
+    entry = Device("cpu", upload_bytes_per_s=3e4)
+    with roundpipe.RoundPipe(mlp(6), devices=[entry]) as piped:
+        train(piped, 2, num=1, value=batch(1))  # values are small
+        (worker,) = piped.report().workers
+    assert max(worker.idle, key=lambda cause: worker.idle[cause]) == "weights"
+    assert worker.idle["weights"] > 0.5
+
+
+def test_waiting_for_the_stage_before_is_seen():
+    with roundpipe.RoundPipe(sleepy(), devices=["cpu"] * 2) as piped:
+        train(piped, 2, num=1)
+        report = piped.report()
+    assert sum(one.idle["no_work"] for one in report.workers) > 0.25  # one microbatch: one worker at a time
+
+
+def test_time_between_calls_is_the_callers():
+    with roundpipe.RoundPipe(mlp(6), devices=["cpu"]) as piped:
+        train(piped, 1)
+        piped.report()
+        time.sleep(0.3)
+        train(piped, 1)
+        (worker,) = piped.report().workers
+    assert worker.idle["caller"] * worker.measured_s > 0.25
+
+
+def test_waiting_for_the_optimizer_is_seen():
+    with roundpipe.RoundPipe(mlp(6), devices=["cpu"]) as piped:
+        list(piped.optim_parameters())
+        settings = config(2, plan=PLAN, preserve_rng_state=False)
+
+        def slow():
+            time.sleep(0.15)
+
+        for _ in range(3):
+            piped.forward_backward((batch(),), loss_fn=square_loss, run_config=settings)
+            piped.step(slow)
+        piped.synchronize()
+        report = piped.report()
+    assert report.optimizer_s["update"] >= 0.45
+    assert report.num_steps == 3
+
+
+def test_a_meter_measures_some_rounds_of_an_accelerator():
+    one = CpuBackend(Device("cpu"), "here")
+    meter = Meter(one, "here")
+    meter._each = 3
+    job = make_schedule(PLAN, 1, 1).jobs[0]
+    for _ in range(6):
+        meter.begin_round(was_idle=False)
+        meter.at(job, 0)
+        meter.until("overhead")
+        with meter.computing("forward", (0, 1)):
+            time.sleep(0.02)
+    reading = meter.read()
+    assert 0.04 <= reading.busy_s < 0.08
+    assert sum(reading.idle_s.values()) < 0.04  # what lies between two measured rounds counts for nothing
+
+
+# ------------------------------------------------------------------------------------- predictions
+
+
+@pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
+def test_predicted_and_measured_rounds_agree(is_async):
+    with roundpipe.RoundPipe(sleepy(0.01), devices=["cpu"] * 2) as piped:
+        train(piped, 3, is_async)
+        assert piped.report().predicted is not None
+        train(piped, 4, is_async)
+        report = piped.report()
+    predicted = report.predicted
+    assert predicted is not None and "measured" in predicted.rests_on
+    work_s = 3 * (6 + 4) * 0.01 / 2
+    assert predicted.round_s == pytest.approx(work_s, rel=0.5)
+    assert report.round_s == pytest.approx(predicted.round_s, rel=0.5)
+    assert 0 <= predicted.idle < 0.6
+    assert predicted.peak_device_bytes is None  # nobody knows what these layers keep
+    assert "predicted" in str(report)
+
+
+def test_memory_is_predicted_for_a_traced_model():
+    torch.manual_seed(0)
+    value = torch.randn(64, 64)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
+    with roundpipe.compile(net, example_args=(value,), devices=["cpu"] * 2) as model:
+        for _ in range(2):
+            model.forward_backward((value,), loss_fn=square_loss)
+        report = model.report()
+    assert report.predicted is not None and report.predicted.peak_device_bytes
+    assert report.peak_device_bytes == max(one.peak_bytes for one in report.workers)
+    assert 0.4 < report.peak_device_bytes / report.predicted.peak_device_bytes < 1.1
+    assert "planned for" in str(report)
+
+
+def test_a_model_that_runs_by_parts_has_a_report_too():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = mlp(2)
+
+        def forward(self, value):
+            return self.inner(value) if value.sum() > -1e9 else value
+
+    model = roundpipe.wrap_model_to_roundpipe(Branches(), use_sequential_preset=False, devices=["cpu"])
+    with model, pytest.warns(UserWarning, match="nothing overlaps"):
+        model.forward_backward((batch(),), loss_fn=square_loss, run_config=config(2))
+        report = model.report()
+    assert (report.num_calls, report.num_samples) == (1, 7)
+    assert report.num_rounds == 4  # forward and backward of the part, per microbatch
+    assert report.uploaded_bytes > 0 and report.predicted is None
+
+
+# ------------------------------------------------------------------------------- profilers' ranges
+
+
+def names_in_trace(piped, tmp_path, everywhere=True):
+    settings = config(2, plan=PLAN, preserve_rng_state=False)
+    experimental = torch.profiler._ExperimentalConfig(profile_all_threads=True) if everywhere else None
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=experimental
+    ) as profiler:
+        piped.forward_backward((batch(),), loss_fn=square_loss, run_config=settings)
+        piped.synchronize()
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    return [event["name"] for event in events if str(event.get("name", "")).startswith("roundpipe")]
+
+
+def test_every_layer_call_is_a_range_in_a_profilers_trace(tmp_path):
+    with roundpipe.RoundPipe(mlp(6), devices=["cpu"] * 2) as piped:
+        names = names_in_trace(piped, tmp_path)
+    expected = [f"roundpipe layer {layer} ({layer}) m{m} forward" for layer in range(6) for m in range(2)]
+    expected += [f"roundpipe layer {layer} ({layer}) m{m} recomputation" for layer in range(4) for m in range(2)]
+    stages = ((4, 5), (2, 3), (0, 1))
+    expected += [f"roundpipe layers {a} to {b} ({a} .. {b}) m{m} backward" for a, b in stages for m in range(2)]
+    assert sorted(names) == sorted(expected)
+
+
+def test_without_a_profiler_there_are_no_ranges(monkeypatch):
+    made = []
+    monkeypatch.setattr(CpuBackend, "annotate", lambda self, name: made.append(name))
+    assert backend_module.is_profiled() is False
+    with roundpipe.RoundPipe(mlp(6), devices=["cpu"]) as piped:
+        train(piped, 1)
+    assert not made
+
+
+def test_torch_says_whether_a_profiler_is_on():
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert backend_module.is_profiled() is True
+    assert backend_module.is_profiled() is False
+
+
+def test_lanes_of_a_report_are_those_of_the_backends():
+    with roundpipe.RoundPipe(mlp(2), devices=["cpu"]) as piped:
+        (worker,) = piped.report().workers
+    assert set(worker.moved_bytes) == {str(lane) for lane in Lane if lane is not Lane.COMPUTE}
