@@ -116,7 +116,11 @@ class AutoRoundPipe(RoundPipe):
             return
         model, options = self._target, own["_options"]
         names = {module: name for name, module in model.named_modules()}
-        made = {one: Part.of(self, names[one], one, given, options) for one, given in parts.on_devices.items()}
+        in_lists = _followed_in_lists(model)
+        made = {
+            one: Part.of(self, names[one], one, given, options, merges_later=one in in_lists)
+            for one, given in parts.on_devices.items()
+        }
         tree = HostTree(model, {**made, **{module: module for module in parts.left}})
         tree.attach_loss_functions(self, options)
         self._state.model = tree.module
@@ -255,6 +259,12 @@ class AutoRoundPipe(RoundPipe):
         parts = [(part._state.name, part.model) for part in tree.parts]
         title = f"{self._state.name}: own forward on the CPU, parts on the devices"
         return partition_table(chain_of_modules(parts), None, title=title)
+
+
+def _followed_in_lists(model: nn.Module) -> set[nn.Module]:
+    """The elements of lists of modules, but for the last of each."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return {element for one in lists for element in list(one)[:-1]}
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

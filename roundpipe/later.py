@@ -14,14 +14,14 @@ Invariant: whatever is done with a `MergedLater` gives what the merged tensor wo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from roundpipe import structure
 from roundpipe.runtime.microbatch_merge import merge_value
-from roundpipe.runtime.microbatch_spec import RoundPipePackedData, holds_tensor, with_children
+from roundpipe.runtime.microbatch_spec import RoundPipePackedData, with_children
 
 
 class MergedLater(torch.Tensor):
@@ -30,65 +30,79 @@ class MergedLater(torch.Tensor):
     _pieces: list[torch.Tensor]
     _events: list[Any]
     _whole: torch.Tensor | None
-    _version_merged: int
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def of(pieces: list[torch.Tensor], events: list[Any]) -> MergedLater:
-        """The tensor that these pieces make up along dim 0, not yet in the autograd graph."""
+    def of(pieces: Sequence[torch.Tensor], events: Sequence[Any]) -> MergedLater:
+        """The tensor that these pieces make up along dim 0, in no autograd graph."""
         form = torch.cat(
             [torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta") for one in pieces]
         )
         first = pieces[0]
-        tensor: MergedLater = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        tensor: MergedLater = torch.Tensor._make_wrapper_subclass(
             MergedLater, form.shape, form.stride(), dtype=first.dtype, device=first.device
         )
         tensor._pieces, tensor._events = [one.detach() for one in pieces], list(events)
-        tensor._whole, tensor._version_merged = None, 0
+        tensor._whole = None
         return tensor
 
     @property
-    def num_pieces(self) -> int:
-        """Microbatches that it consists of."""
-        return len(self._pieces)
-
-    @property
-    def piece_sizes(self) -> list[int]:
-        """Samples of each."""
+    def sizes(self) -> list[int]:
+        """Samples of each piece."""
         return [len(one) for one in self._pieces]
 
-    @property
-    def is_merged(self) -> bool:
-        """Whether somebody looked."""
-        return self._whole is not None
+    def pieces(self) -> list[torch.Tensor]:
+        """What it consists of, without gradients; see ``events`` for when they may be read."""
+        return [one.detach() for one in self._pieces]
 
-    def is_written(self) -> bool:
-        """Whether somebody wrote into it, so that the pieces are out of date."""
-        return self._whole is not None and self._whole._version != self._version_merged
+    @property
+    def events(self) -> list[Any]:
+        """End of the transfer of each piece."""
+        return self._events
 
     def whole(self) -> torch.Tensor:
         """The data of all, without gradients."""
         if self._whole is None:
             packed = RoundPipePackedData(self._pieces, self._events)
             packed.synchronize()
-            with torch.no_grad():
+            with torch.no_grad(), torch.inference_mode(False):
                 self._whole = torch.cat(self._pieces)
-            self._version_merged = self._whole._version
+                self._pieces = list(self._whole.split(self.sizes))  # what is written into the one, the others have too
         return self._whole
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         given = {id(one.whole()): one for one in structure.tensors((args, kwargs)) if isinstance(one, MergedLater)}
         args, kwargs = structure.map_tensors((args, kwargs or {}), _whole_of)
         result = func(*args, **kwargs)
         return structure.map_tensors(result, lambda one: given.get(id(one), one))  # what was written in place
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:
         return repr(settled(self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.whole().requires_grad_(False).__reduce_ex__(protocol)
+        return settled(self).detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
+    # what reads memory without calling an operation
+
+    def tolist(self) -> Any:
+        """See `torch.Tensor.tolist`."""
+        return self.whole().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """See `torch.Tensor.numpy`."""
+        return settled(self).numpy(force=force)
+
+    def data_ptr(self) -> int:
+        """See `torch.Tensor.data_ptr`."""
+        return self.whole().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """See `torch.Tensor.untyped_storage`."""
+        return self.whole().untyped_storage()
 
 
 def _whole_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -98,3 +112,98 @@ def _whole_of(tensor: torch.Tensor) -> torch.Tensor:
 def settled(tensor: torch.Tensor) -> torch.Tensor:
     """An ordinary tensor in place of a `MergedLater`, in the same autograd graph; other tensors as they are."""
     return tensor.view_as(tensor) if isinstance(tensor, MergedLater) else tensor
+
+
+class _Merge(torch.autograd.Function):
+    """Pieces to a batch."""
+
+    @staticmethod
+    def forward(ctx: Any, events: Sequence[Any], *pieces: torch.Tensor) -> torch.Tensor:
+        ctx.sizes = [len(piece) for piece in pieces]
+        return MergedLater.of(pieces, events)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        if isinstance(gradient, MergedLater) and gradient.sizes == ctx.sizes:
+            return None, *gradient.pieces()
+        return None, *gradient.split(ctx.sizes)
+
+
+class _Pieces(torch.autograd.Function):
+    """A batch to the pieces that it was made of."""
+
+    @staticmethod
+    def forward(ctx: Any, batch: MergedLater) -> tuple[torch.Tensor, ...]:
+        return tuple(batch.pieces())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return MergedLater.of(gradients, [None] * len(gradients))
+
+
+def merged_later(value: Any) -> Any:
+    """An output with every packed tensor in it put together, when somebody looks; other packed values at once.
+
+    Args:
+        value: an output as ``merge_output=False`` gives it.
+
+    Raises:
+        MicrobatchError: the values of the microbatches can't be put together.
+    """
+    if isinstance(value, RoundPipePackedData):
+        if len(value) > 1 and _are_pieces(value):
+            return _Merge.apply(value.events, *value)
+        value.synchronize()
+        return value[0] if len(value) == 1 else merge_value(list(value), None, ())
+    if not _holds_packed(value, 0):
+        return value
+    return with_children(value, [merged_later(child) for _, child in structure.children(value) or ()])
+
+
+def _holds_packed(value: Any, depth: int) -> bool:
+    if isinstance(value, RoundPipePackedData):
+        return True
+    below = structure.children(value) if depth < structure.MAX_DEPTH else None
+    return any(_holds_packed(child, depth + 1) for _, child in below or ())
+
+
+def _are_pieces(values: Sequence[Any]) -> bool:
+    """Whether these are tensors that differ in their number of samples at most."""
+    first = values[0]
+    return all(
+        type(one) is torch.Tensor
+        and one.ndim > 0
+        and (one.dtype, one.device, one.shape[1:]) == (first.dtype, first.device, first.shape[1:])
+        for one in values
+    )
+
+
+def packed_again(value: Any, sizes: list[int] | None) -> Any:
+    """Arguments with the pieces of what is still in pieces of these sizes, and ordinary tensors for the rest.
+
+    Args:
+        value: any structure.
+        sizes: samples of each microbatch; None: no pieces.
+    """
+
+    def replaced(leaf: Any) -> Any:
+        if not isinstance(leaf, MergedLater):
+            return leaf
+        if leaf.sizes != sizes:
+            return settled(leaf)
+        return RoundPipePackedData(_Pieces.apply(leaf), leaf.events)
+
+    if not holds_later(value):
+        return value
+    return structure.map_leaves(value, replaced)
+
+
+def holds_later(value: Any) -> bool:
+    """Whether anything in a structure is still in pieces."""
+    return any(isinstance(tensor, MergedLater) for tensor in structure.tensors(value))
+
+
+def all_settled(value: Any) -> Any:
+    """A structure with ordinary tensors only."""
+    return structure.map_tensors(value, settled) if holds_later(value) else value

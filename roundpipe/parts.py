@@ -26,8 +26,10 @@ from torch import nn
 
 from roundpipe import structure
 from roundpipe.errors import ConfigError
+from roundpipe.later import all_settled, holds_later, merged_later, packed_again
 from roundpipe.layers import FixedChain, chain_of_modules
-from roundpipe.runtime.config import RoundPipeRunConfig
+from roundpipe.runtime import microbatch
+from roundpipe.runtime.config import RoundPipeRunConfig, resolve
 from roundpipe.runtime.pipe import RoundPipe
 from roundpipe.runtime.replica import Replica
 
@@ -147,6 +149,8 @@ class CallOptions:
 class _PartState:
     given: RoundPipeRunConfig
     options: CallOptions
+    merges_later: bool
+    """Whether its outputs are put together only when host code looks at them."""
     why_on_host: str | None = None
     is_proven: bool = False
     """Whether it ran on the devices once."""
@@ -160,7 +164,14 @@ class Part(RoundPipe):
 
     @classmethod
     def of(
-        cls, whole: RoundPipe, name: str, module: nn.Module, given: RoundPipeRunConfig, options: CallOptions
+        cls,
+        whole: RoundPipe,
+        name: str,
+        module: nn.Module,
+        given: RoundPipeRunConfig,
+        options: CallOptions,
+        *,
+        merges_later: bool = False,
     ) -> Self:
         """The part of a whole.
 
@@ -170,13 +181,15 @@ class Part(RoundPipe):
             module: a `nn.Sequential` has one layer per child.
             given: options of this part alone.
             options: those of the whole's running call.
+            merges_later: whether its outputs, unless ``merge_output`` is given, are put together only when host code
+                looks at them.
         """
         modules = [(name, module)]
         if is_sequential(module):
             modules = [(f"{name}.{key}", child) for key, child in module._modules.items() if child is not None]
         layers = [(key, _Watched(one, index == 0)) for index, (key, one) in enumerate(modules)]
         part = cls.inside(whole, module, FixedChain(chain_of_modules(layers)), name)
-        part.__dict__["_part"] = _PartState(given, options)
+        part.__dict__["_part"] = _PartState(given, options, merges_later)
         return part
 
     def forward(
@@ -193,7 +206,7 @@ class Part(RoundPipe):
             config = overlaid(roundpipe_run_config, options.forced, part.given, options.default)
             buffers = [] if part.is_proven else [(buffer, buffer.clone()) for buffer in self.model.buffers()]
             try:
-                outputs = super().forward(*args, roundpipe_run_config=config, **kwargs)
+                outputs = self._run_on_devices(args, kwargs, config)
             except _HandsOnOtherwise as error:
                 why = str(error)
                 with torch.no_grad():
@@ -206,6 +219,17 @@ class Part(RoundPipe):
             part.why_on_host = why
             warnings.warn(f"{self._state.name or 'the model'} runs on the CPU from now on: {why}", stacklevel=2)
         return self.model(*args, **kwargs)
+
+    def _run_on_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any], config: RoundPipeRunConfig) -> Any:
+        """The module's outputs; a neighbour's pieces are taken, and the own ones given, as they are."""
+        resolved = resolve(config, self._state.config, num_devices=self._state.engine.num_workers)
+        if holds_later((args, kwargs)):
+            args, kwargs = packed_again((args, kwargs), microbatch.automatic_sizes(args, kwargs, resolved))
+        later = self.__dict__["_part"].merges_later and config.merge_output is None
+        if later:
+            config = overlaid(RoundPipeRunConfig(merge_output=False), config)
+        outputs = super().forward(*args, roundpipe_run_config=config, **kwargs)
+        return merged_later(outputs) if later else outputs
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -280,7 +304,7 @@ class HostTree(Replica):
         """The model's outputs; what its forwards leave in attributes and buffers is left in the model."""
         self._take_over()
         try:
-            return self.module(*args, **kwargs)
+            return all_settled(self.module(*args, **kwargs))
         finally:
             self._hand_back()
 
@@ -307,7 +331,7 @@ class HostTree(Replica):
 
     def _hand_back(self) -> None:
         for original, name, value in self.changed_attributes():
-            original.__dict__[name] = value
+            original.__dict__[name] = all_settled(value)
         for original in self._originals:
             twin = self.twin(original)
             original._buffers.update(twin._buffers)

@@ -61,8 +61,10 @@ def wrap_model_to_roundpipe(
 
     Each pipeline splits what it is given on dim 0, or gets other options from ``override_config``: say
     ``num_microbatch=1`` for a module whose inputs have something else than the batch there. Elements of a
-    ``nn.ModuleList`` merge their outputs, since the code around may read them; ``merge_output=False`` for an element
-    whose outputs are only handed to the next one saves the merging.
+    ``nn.ModuleList``, all but the last, hand on their outputs in pieces, which the next pipeline takes as they are,
+    without a copy; to the code around them they are tensors, put together when it first uses their data. With
+    ``merge_output=True`` for an element they are put together at once; with ``merge_output=False`` that code gets
+    `RoundPipePackedData`.
 
     Args:
         model: any module; on the CPU.

@@ -32,6 +32,8 @@ PIPE = "runtime/test_pipe.py::"
 ENGINE = "runtime/test_engine.py::"
 AUTOGRAD = "runtime/test_autograd.py::"
 OPTIMIZER = "runtime/test_optimizer.py::"
+OVERLAP = "runtime/test_overlap.py::"
+TIMES = "runtime/test_layer_times.py::"
 SCALER = "runtime/test_grad_scaler.py::"
 MICROBATCH = "runtime/test_microbatch.py::"
 CONFIG = "runtime/test_config.py::"
@@ -58,6 +60,7 @@ FUZZ = "fx/test_fuzz.py::"
 ADVICE = "fx/test_advice.py::"
 FORWARDING = "test_forwarding.py::"
 WRAP = "test_wrap.py::"
+LATER = "test_later.py::"
 AUTO = "test_auto.py::"
 EXPLAIN = "test_explain.py::"
 CLI = "test_cli.py::"
@@ -190,6 +193,7 @@ RUNTIME_ROWS: dict[str, Row] = {
         RECOMPUTE + "test_each_layer_runs_once_more_and_the_fused_tail_does_not",
         ENGINE + "test_two_workers_compute_at_the_same_time",
         SCHEDULE + "test_the_table_is_the_one_in_the_docstring",
+        OVERLAP + "test_the_next_round_begins_beside_the_last_backward_stages",
     ),
     "C6": _row("a scaled loss, divided by the number of microbatches", EXAMPLES + "test_patterns_of_step"),
     "D1": _row(
@@ -210,6 +214,8 @@ RUNTIME_ROWS: dict[str, Row] = {
         OPTIMIZER + "test_async_steps_are_one_step_behind",
         OPTIMIZER + "test_mixed_steps",
         OPTIMIZER + "test_an_interrupted_step_was_made_or_not",
+        OVERLAP + "test_the_trajectory_is_that_of_one_step_of_staleness",
+        OVERLAP + "test_what_the_caller_changes_after_the_call_is_not_seen",
         EQUALITY + "test_five_steps_equal_eager",
         EXAMPLES + "test_arguments_of_step_reach_the_function",
     ),
@@ -232,6 +238,8 @@ RUNTIME_ROWS: dict[str, Row] = {
         PIPE + "test_synchronize_before_step_loses_nothing",
         OPTIMIZER + "test_synchronize_before_step_loses_nothing",
         OPTIMIZER + "test_synchronize_shows_what_the_step_left",
+        OVERLAP + "test_gradients_are_whole_wherever_they_are_asked_for",
+        OVERLAP + "test_buffers_are_there_with_the_losses",
         EXAMPLES + "test_evaluation_saving_and_inspection",
     ),
     "D6": _row(
@@ -267,12 +275,15 @@ RUNTIME_ROWS: dict[str, Row] = {
         "one microbatch more than devices; more of them peak lower",
         EXAMPLES + "test_built_in_number_of_microbatches_is_one_more_than_devices",
         MEMORY + "test_more_microbatches_peak_lower",
+        TIMES + "test_without_a_limit_there_are_few_microbatches",
+        TIMES + "test_before_the_layers_are_known_the_built_in_number_serves",
     ),
     "G3": _row(
         "both grains give the same numbers, 'layer' peaks lower",
         EXAMPLES + "test_the_grain_of_recomputation_changes_no_number",
         ENGINE + "test_bits_of_the_stages_do_not_depend_on_the_grain",
         MEMORY + "test_layer_grain_peaks_below_stage_grain",
+        TIMES + "test_a_limit_asks_for_more_microbatches_or_layer_by_layer",
     ),
     "G4": _row(
         "outputs are on the CPU, or on the device asked for",
@@ -420,7 +431,7 @@ COMPILER_ROWS: dict[str, Row] = {
         EXPLAIN + "test_the_graph_as_a_picture",
         CLI + "test_explain_a_config",
         CLI + "test_explain_a_factory",
-        gap="nothing measures times while training, so the table shows FLOPs",
+        TIMES + "test_measured_seconds_are_those_of_the_layers",
     ),
     "P7": _row(
         "layers are balanced by time, size or a function",
@@ -429,7 +440,8 @@ COMPILER_ROWS: dict[str, Row] = {
         "fx/test_chains.py::test_balance_by_size_and_by_function",
         "fx/test_partition.py::test_balance_decides_what_weighs",
         "fx/test_cost.py::test_a_profile_turns_counts_into_seconds",
-        gap="'time' goes by FLOPs and bytes only: no call measures times for a later cut",
+        TIMES + "test_the_plan_changes_behind_a_step_alone_and_says_so",
+        gap="measured times decide how layers are packed into stages; layers are cut by FLOPs and bytes",
     ),
     "P8": _row(
         "numbers equal eager's for the same microbatches; draws are fixed by the seed",
@@ -484,9 +496,13 @@ WRAP_ROWS: dict[str, Row] = {
         WRAP + "test_thresholds",
         WRAP + "test_small_parts_and_parts_with_the_batch_elsewhere_stay_in_one_piece",
         WRAP + "test_outputs_of_list_elements_kept_apart",
+        LATER + "test_what_is_handed_on_is_never_put_together",
+        LATER + "test_any_code_around_gives_eagers_numbers",
+        LATER + "test_options_of_single_elements",
+        LATER + "test_kinds_of_what_the_code_around_sees",
+        LATER + "test_skipped_elements_run_on_the_host",
         WRAP + "test_recursion_trains_like_eager",
         WRAP + "test_a_hugging_face_model",
-        gap="elements of a ModuleList merge their outputs unless told not to, since the code around may read them",
     ),
     "E3": _row(
         "thresholds by default, and options of single modules",

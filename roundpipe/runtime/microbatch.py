@@ -103,6 +103,14 @@ def batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any], config: Resolve
     return _batch_size(inputs, (None, None) if rule is None else _checked_pair(rule))
 
 
+def automatic_sizes(args: tuple[Any, ...], kwargs: Mapping[str, Any], config: ResolvedConfig) -> list[int] | None:
+    """Samples of each microbatch that the automatic rule makes of tensors; None if others decide, or nothing tells."""
+    if config.split_input is not None:
+        return None
+    size = batch_size(args, kwargs, config)
+    return None if size is None else _even_sizes(size, min(config.num_microbatch, size))
+
+
 def _checked_pair(rule: Any) -> tuple[Any, Any]:
     if is_spec(rule):
         raise MicrobatchError(

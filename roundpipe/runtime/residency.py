@@ -443,7 +443,7 @@ class BoundLayer:
             tensor = loose[index] if index in loose else entry.view(region)
             if entry.is_parameter and tensor is not None:
                 trained = entry.tensor.requires_grad if frozen is None else entry.tensor in frozen.trained
-                tensor = self._as_parameter(tensor, entry, with_gradients and trained)
+                tensor = self._as_parameter(tensor, entry, trained, with_gradients)
             bound.append((entry, tensor))
         tensors = {id(entry.tensor): tensor for entry, tensor in bound if tensor is not None and entry.fits}
         self.replica.refresh(tensors, frozen)
@@ -458,10 +458,11 @@ class BoundLayer:
         for place in self.weights.empty:
             self._bind_buffer([place], None)
 
-    def _as_parameter(self, tensor: torch.Tensor, entry: Entry, trainable: bool) -> nn.Parameter:
-        if not isinstance(tensor, nn.Parameter) or tensor.requires_grad != trainable:
-            tensor = nn.Parameter(tensor.detach(), requires_grad=trainable)
-        if trainable:
+    def _as_parameter(self, tensor: torch.Tensor, entry: Entry, trained: bool, with_gradients: bool) -> nn.Parameter:
+        """The parameter to call with; it requires grad also where no backward follows, for code that asks."""
+        if not isinstance(tensor, nn.Parameter) or tensor.requires_grad != trained:
+            tensor = nn.Parameter(tensor.detach(), requires_grad=trained)
+        if trained and with_gradients:
             self.parameters.append((entry, tensor))
             if tensor is not entry.tensor:
                 for hook in (entry.tensor._backward_hooks or {}).values():

@@ -289,12 +289,10 @@ class _Replay:
         visits = list(self.visits[job.worker])
         needs = [] if gate is None else [gate]
         is_first = position < made.schedule.num_workers
-        if is_first and not self.profile.prefetch_across_rounds:
+        if is_first:  # a round's weights are asked for when it is made, with the losses of the round before
             needs.append(made.start)
-        elif len(visits) == 2:
-            visits.pop()
-        else:
-            visits = []
+        if not is_first or self.profile.prefetch_across_rounds:
+            visits = visits[:-1] if len(visits) == 2 else []
         for visit in visits:
             needs += [visit.last_op, *([visit.gradients] if visit.gradients is not None else [])]
         weights = Transfer(self.up[job.worker], self.stages[position].weight_bytes, 1)

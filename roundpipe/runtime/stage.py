@@ -101,6 +101,8 @@ class Stage:
                 if given and self.layers[index].spec.may_write_reads:  # what is being copied must not change
                     backend.wait(Lane.COMPUTE, backend.record(Lane.DOWNLOAD))
                 made = self._first_call(self.layers[index], carry, microbatch, "forward")
+                if any(tensor.requires_grad for tensor in structure.tensors(made)):  # the model turned autograd on
+                    made = structure.map_tensors(made, torch.Tensor.detach)
                 kept = {name: value for name, value in made.items() if name in keep}
                 given = bool(kept)
                 if kept:

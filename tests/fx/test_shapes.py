@@ -321,6 +321,30 @@ class AsksForGradients(Layers):
         return x
 
 
+class AsksItsWeight(Layers):
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_buffer("mean", torch.zeros(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.enable_grad():
+                x = self.linear(x) * (2.0 if self.linear.weight.requires_grad else 1.0)
+            self.mean.copy_(x.detach().mean((0, 1)))
+            return x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asks = nn.ModuleList(AsksItsWeight.Asks() for _ in range(3))
+        self.asks[1].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for asks, layer in zip(self.asks, self.layers, strict=False):
+            x = layer(asks(x))
+        return x
+
+
 def masked(batch: int, length: int) -> dict[str, Any]:
     return {**vectors(batch, length), "mask": torch.rand(batch, length) > (0.5 if batch % 2 else -1.0)}
 
@@ -351,6 +375,7 @@ SHAPES: list[tuple[Callable[[], nn.Module], Inputs, dict[str, Any]]] = [
     (ReturnsItsInput, vectors, {}),
     (ChangesTheGraph, vectors, {}),
     (AsksForGradients, vectors, {}),
+    (AsksItsWeight, vectors, {}),
 ]
 
 

@@ -111,9 +111,9 @@ def _merged(table: dict[str, dict[str, Any]], *names: str) -> dict[str, Any]:
 
 
 def _make_packages_known() -> None:
-    """Lets transformers import timm, where that needs help."""
-    if is_installed("timm") and is_installed("torchvision"):
-        imported("timm")
+    """Lets other packages import torchvision, where that needs help."""
+    if is_installed("torchvision"):
+        imported("torchvision")
 
 
 # The other packages
@@ -136,6 +136,7 @@ def _of_timm(row: Row) -> Specimen:
 
 
 def _of_diffusers(row: Row) -> Specimen:
+    _make_packages_known()
     diffusers = imported("diffusers")
     options, extra = DIFFUSERS[row.name]
     model = getattr(diffusers, row.name)(**options)

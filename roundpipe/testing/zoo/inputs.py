@@ -20,7 +20,7 @@ from roundpipe.testing.zoo.shrink import FIRST_TOKEN, VOCAB
 
 NUM_LABELS = 3
 IMAGE_SIZE = 64
-AUDIO_SAMPLES_PER_POSITION = 100
+AUDIO_SAMPLES_PER_POSITION = 400
 
 
 @dataclass(frozen=True, slots=True)
