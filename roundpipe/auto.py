@@ -133,6 +133,7 @@ class AutoRoundPipe(RoundPipe):
         pipe._run_parts(copy.deepcopy(self.__dict__["_parts"], memo))
         return pipe
 
+    @torch.compiler.disable(reason="a call of a RoundPipe is the work of many threads")
     def forward(
         self,
         *args: Any,

@@ -80,7 +80,7 @@ class MergedLater(torch.Tensor):
         result = func(*args, **kwargs)
         return structure.map_tensors(result, lambda one: given.get(id(one), one))  # what was written in place
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return repr(settled(self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from roundpipe.report import format_bytes, format_count, format_seconds, summary
 from roundpipe.runtime.backend import Lane
 from roundpipe.runtime.config import RecomputeGrain
 from roundpipe.runtime.engine import Engine
-from roundpipe.runtime.meter import WAIT_CAUSES, MeterReading
+from roundpipe.runtime.meter import WAIT_CAUSES, MeterReading, bytes_per_s
 from roundpipe.runtime.optimizer import OptimizerSide, ParameterPair
 from roundpipe.runtime.planner import peak_bytes
 from roundpipe.runtime.plans import Plans
@@ -363,7 +362,7 @@ def _predict(
         plan_peak = peak_bytes(plan_of(schedule)[0], costs, num_workers=schedule.num_workers, recompute_grain=grain)
     if not plans.is_measured(chain):
         return Prediction(None, None, None, None, plan_peak, "bytes of layers; their seconds are not measured yet")
-    up, down = (_bytes_per_s(meters, lane) for lane in (Lane.WEIGHTS, Lane.GRADIENTS))
+    up, down = (bytes_per_s(meters, lane) for lane in (Lane.WEIGHTS, Lane.GRADIENTS))
     trained = sum(num_trained(cost) for cost in costs)
     profile = HardwareProfile(
         upload_bytes_per_s=up,
@@ -392,9 +391,3 @@ def _predict(
         plan_peak,
         "measured times of layers, links and the optimizer",
     )
-
-
-def _bytes_per_s(meters: Sequence[MeterReading], lane: Lane) -> float:
-    """How fast whole stages moved, over all workers."""
-    num_bytes, seconds = (sum(one.link[lane][position] for one in meters) for position in (0, 1))
-    return num_bytes / seconds if num_bytes and seconds > 0 else inf

@@ -50,6 +50,7 @@ SAVED = "runtime/test_saved_data.py::"
 ERRORS = "runtime/test_errors.py::"
 CUDA = "runtime/test_accelerator.py::"
 EQUALITY = "test_equality.py::"
+ZOO = "zoo/"
 CHECKPOINT = "test_checkpoint.py::"
 IMPORTS = "test_imports.py::"
 TRACER = "fx/test_tracer.py::"
@@ -114,6 +115,7 @@ RUNTIME_ROWS: dict[str, Row] = {
         FORWARDING + "test_a_compiled_model_is_converted_and_loaded",
         FORWARDING + "test_generate_after_synchronize_is_the_trained_models",
         FORWARDING + "test_torch_compile_of_the_original",
+        FORWARDING + "test_torch_compile_of_the_wrapper_runs_it_as_it_is",
         FORWARDING + "test_a_deep_copy_is_another_wrapper_of_another_model",
         FORWARDING + "test_what_can_not_be_copied_says_what_to_do",
     ),
@@ -321,6 +323,7 @@ RUNTIME_ROWS: dict[str, Row] = {
         EXAMPLES + "test_split_spec_with_a_replicated_argument",
         EXAMPLES + "test_split_spec_along_another_dimension",
         EXAMPLES + "test_split_functions",
+        WRAP + "test_functions_of_the_users_split_a_call_once",
         EXAMPLES + "test_labels_are_split_beside_the_inputs",
         EXAMPLES + "test_class_weights_are_replicated",
     ),
@@ -371,6 +374,10 @@ COMPILER_ROWS: dict[str, Row] = {
         API + "test_any_module_becomes_a_chain_of_generated_layers",
         EQUALITY + "test_loss_gradients_and_buffers_equal_eager",
         "fx/test_chains.py::test_every_block_has_a_layer_of_its_own",
+        ZOO + "test_rows.py::test_equals_eager",
+        ZOO + "test_cut.py::test_one_hidden_tensor_crosses_from_block_to_block",
+        ZOO + "test_cut.py::test_the_encoder_output_is_carried_once",
+        ZOO + "test_cut.py::test_a_large_embedding_and_a_large_head_are_layers_of_their_own",
     ),
     "P2": _row(
         "example inputs may be omitted",
@@ -462,6 +469,11 @@ COMPILER_ROWS: dict[str, Row] = {
         PIPE + "test_recomputation_repeats_the_draws",
         API + "test_dropout_is_fixed_by_the_seed_for_any_rotation",
         "fx/test_codegen.py::test_outputs_are_new_containers_of_the_same_types",
+        ZOO + "test_rows.py::test_equals_eager",
+        ZOO + "test_found.py::test_sizes_that_data_determine_are_those_of_each_layer",
+        ZOO + "test_found.py::test_attributes_that_other_code_sets_are_seen",
+        ZOO + "test_found.py::test_a_module_as_an_argument",
+        ZOO + "test_found.py::test_output_sizes_found_by_running",
     ),
     "P9": _row(
         "keys of state_dict are the original's, and the original saves what was trained",

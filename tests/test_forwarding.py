@@ -15,7 +15,7 @@ from torch import nn
 
 import roundpipe
 from roundpipe import AutoRoundPipe, ConfigError, NotCopyableError, RoundPipe, RoundPipeError
-from tests.equality import eager_forward_backward
+from tests.equality import assert_same_gradients, eager_forward_backward
 
 DEVICES = ["cpu", "cpu"]
 
@@ -387,6 +387,40 @@ def test_torch_compile_of_the_original() -> None:
         with pytest.raises(ConfigError, match="before it is wrapped"):
             pipe.compile()
         torch.testing.assert_close(model(x), pipe(x))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_torch_compile_of_the_wrapper_runs_it_as_it_is(backend: str) -> None:
+    """Called by itself, and in the middle of a compiled function."""
+    model, pipe = made("compiled")
+    reference = copy.deepcopy(model).eval()
+    with pipe.eval():
+        x = inputs()
+        fast = torch.compile(pipe, backend=backend)
+
+        @torch.compile(backend=backend)
+        def function(x: torch.Tensor) -> torch.Tensor:
+            return (pipe(2 * x) - 1).sin()
+
+        torch.testing.assert_close(fast(x), reference(x))
+        torch.testing.assert_close(fast(x[:3]), reference(x[:3]))
+        torch.testing.assert_close(function(x), (reference(2 * x) - 1).sin())
+        (fast(x) ** 2).sum().backward()
+        function(x).sum().backward()
+        pipe.synchronize()
+        (reference(x) ** 2).sum().backward()
+        (reference(2 * x) - 1).sin().sum().backward()
+        assert_same_gradients(model, reference, 1e-10)
+        torch.testing.assert_close(pipe(x), reference(x))
+    torch._dynamo.reset()
+
+
+def test_torch_compile_of_a_wrapper_in_parts() -> None:
+    model, x = Model().double().eval(), inputs()
+    reference = copy.deepcopy(model)
+    with roundpipe.wrap_model_to_roundpipe(model, use_sequential_preset=False, devices=DEVICES) as pipe:
+        torch.testing.assert_close(torch.compile(pipe, backend="eager")(x), reference(x))
     torch._dynamo.reset()
 
 

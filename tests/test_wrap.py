@@ -525,3 +525,39 @@ def test_a_hugging_face_model(upper_threshold: int | None) -> None:
         assert_same_gradients(model, reference, 1e-10)
         assert list(pipe.state_dict()) == list(reference.state_dict())
         assert pipe.generate(ids[:1], max_new_tokens=2, do_sample=False).shape == (1, 11)
+
+
+def test_functions_of_the_users_split_a_call_once() -> None:
+    """Also the call in which the model is found to be untraceable."""
+    model = Branching().double()
+    calls: list[str] = []
+
+    def split_input(args: Any, kwargs: Any, number: int) -> Any:
+        calls.append("input")
+        return [(one,) for one in args[0].tensor_split(number)], [kwargs] * number
+
+    def split_label(label: torch.Tensor, number: int) -> list[torch.Tensor]:
+        calls.append("label")
+        return list(label.tensor_split(number))
+
+    def loss_fn(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return ((output - label) ** 2).sum()
+
+    config = RoundPipeRunConfig(split_input=split_input, split_label=split_label, num_microbatch=3)
+    x, label = inputs()["x"], torch.randn(12, 4, dtype=torch.float64)
+    reference = copy.deepcopy(model)
+    with wrap_model_to_roundpipe(model, devices=DEVICES, model_run_config=config) as pipe:
+        for _ in range(2):
+            calls.clear()
+            torch.testing.assert_close(pipe(x), torch.cat([reference(one) for one in x.tensor_split(3)]))
+            assert calls == ["input"]
+    model = copy.deepcopy(reference)
+    with wrap_model_to_roundpipe(model, devices=DEVICES, model_run_config=config) as pipe:
+        calls.clear()
+        quiet(lambda: pipe.forward_backward((x,), label=label, loss_fn=loss_fn))
+        assert calls == ["input", "label"]
+        pipe.synchronize()
+    reference.zero_grad()
+    for one, wanted in zip(x.tensor_split(3), label.tensor_split(3), strict=True):
+        loss_fn(reference(one), wanted).backward()
+    assert_same_gradients(model, reference, 1e-10)

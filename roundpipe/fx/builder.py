@@ -175,6 +175,8 @@ class GraphBuilder:
             return slice(self.argument(value.start), self.argument(value.stop), self.argument(value.step))
         if type(value) is dict and all(isinstance(key, str) for key in value):
             return {key: self.argument(item) for key, item in value.items()}
+        if isinstance(value, torch.Generator):
+            raise UntracedValue("a torch.Generator is an argument, and each call of the graph would find it further on")
         if value is None or isinstance(value, structure.ATOMS):
             return value
         return self._object_argument(value)

@@ -123,6 +123,8 @@ class Flags:
     ambient: Ambient
     attributes: tuple[tuple[nn.Module, str, Any], ...] = ()
     """Plain attributes that the traced code of these modules may have read, with their values."""
+    weights: tuple[tuple[nn.Module, str, torch.Tensor], ...] = ()
+    """Parameters and buffers that traced code used itself, with the module and the name that they had there."""
 
     @staticmethod
     def of(model: nn.Module) -> Flags:
@@ -147,6 +149,12 @@ class Flags:
         ]
         return replace(self, attributes=tuple(found))
 
+    def with_weights(self, names: Iterable[str]) -> Flags:
+        """The same with the parameters and buffers of these qualified names, which must stay the same objects."""
+        places = [name.rpartition(".") for name in names]
+        owners = [(self.modules[0].get_submodule(path), name) for path, _, name in places]
+        return replace(self, weights=tuple((owner, name, getattr(owner, name)) for owner, name in owners))
+
     def failure(self) -> Failure | None:
         """Which switch is set otherwise now."""
         if list(map(_TRAINING, self.modules)) != self.training:
@@ -162,6 +170,9 @@ class Flags:
             now = module.__dict__.get(name, self)
             if now is not was and (type(now) is not type(was) or now != was):
                 return Failure(f"{type(module).__name__}.{name} is {now!r}, traced with {was!r}")
+        for module, name, tensor in self.weights:
+            if module._buffers.get(name) is not tensor and module._parameters.get(name) is not tensor:
+                return Failure(f"{type(module).__name__}.{name} is another tensor now")
         change = Ambient.current().changes_from(self.ambient)
         if change is not None:
             return Failure(f"the model is now called with {change.describe()}")

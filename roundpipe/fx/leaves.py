@@ -7,6 +7,7 @@ used outside is in what it returns.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -56,12 +57,14 @@ class LeafWatch(TorchFunctionMode):
         self.runs_autograd = False
         self.asks_for_grad = ""
         """Where the model's own code asked whether an activation requires grad, if it did."""
+        self._generators: list[weakref.ref[torch.Generator]] = []
         self.computed: set[torch.Tensor] = set()
         """Tensors made inside of arguments, parameters or buffers; what is made of sizes alone is not among them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = flat_tensors(args, kwargs)
+        self._generators += [weakref.ref(one) for one in (*args, *kwargs.values()) if isinstance(one, torch.Generator)]
         self.runs_autograd |= func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
         for tensor in given:
             node = self._node_of.get(tensor)
@@ -78,6 +81,10 @@ class LeafWatch(TorchFunctionMode):
             if tensor not in self._node_of:
                 self._born_in[tensor] = self._name
         return out
+
+    def drew_from_kept(self) -> bool:
+        """Whether it drew random numbers from a generator that outlives the call."""
+        return any(generator() is not None for generator in self._generators)
 
     def _note_attribute(self, attribute: str, tensor: torch.Tensor) -> None:
         asks = attribute in ("requires_grad", "is_leaf", "grad_fn") and not getattr(tensor, "_is_param", False)

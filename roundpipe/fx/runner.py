@@ -122,6 +122,8 @@ class LeafRunner:
             or not sets_before_reading(remembered, lambda: ORIGINAL_CALL(module, *args, **kwargs))
         ):
             changed += [f"{type(owner).__name__}.{attribute}" for owner, attribute, _ in remembered]
+        if watch.drew_from_kept():
+            changed.append("the state of a torch.Generator")
         self._refuse_state(module, name, changed)
         for owner, attribute, value in state.changed_attributes():
             if any(tensor in watch.computed for tensor in flat_tensors(value)):

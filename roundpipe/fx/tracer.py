@@ -35,7 +35,7 @@ from roundpipe.fx.advice import advice, set_at, where_set
 from roundpipe.fx.ambient import Ambient
 from roundpipe.fx.binding import Arguments, CallForm
 from roundpipe.fx.builder import UntracedValue, flat_values
-from roundpipe.fx.fakes import DATA_DEPENDENT, Dimension, FakeWorld, is_fake
+from roundpipe.fx.fakes import DATA_DEPENDENT, Dimension, FakeWorld, expression_of, is_fake
 from roundpipe.fx.graph import OutputValue, TracedGraph, assign_buffer
 from roundpipe.fx.guards import Flags, Guards
 from roundpipe.fx.intercept import ORIGINAL_CALL, exclusive, intercepting
@@ -326,14 +326,20 @@ class _Attempt:
         builder = self._recorder.builder
         for key, buffer in module._buffers.items():
             old = before.get(key)
-            if buffer is old or buffer is None:
+            if buffer is old:
                 continue
             full_name = f"{name}.{key}" if name else key
+            if buffer is None:
+                raise self._recorder.give_up(TraceError(f"buffer {full_name} is set to None in the forward"))
             if full_name not in self._world.real:
                 raise self._recorder.give_up(
                     TraceError(f"buffer {full_name}, which did not exist or was None, is set in the forward")
                 )
             target = builder.attribute(full_name, self._world.fake(full_name))
+            if not _alike(buffer, target.meta["value"]):
+                raise self._recorder.give_up(
+                    TraceError(f"buffer {full_name} is set to a tensor of another shape or dtype in the forward")
+                )
             node = builder.add("call_function", assign_buffer, (target, builder.tensor_argument(buffer)))
             node.meta.update(ambient=None, effect=True, mutates=(target,), value=target.meta["value"])
             builder.written_storages.add(target.meta["value"].untyped_storage()._cdata)
@@ -464,7 +470,8 @@ class _Attempt:
         )
         verifier = ShapeVerifier(traced, world, self._form, set(recorder.probed_nodes), self._learned.dynamic)
         glue = [world.model.get_submodule(world.name_of_module[module]) for module in self._glue_modules]
-        flags = self._flags.with_attributes(glue)
+        held = {str(node.target) for node in traced.graph.nodes if node.op == "get_attr"} - set(traced.constants)
+        flags = self._flags.with_attributes(glue).with_weights(sorted(held))
         traced.guards = Guards(self._form, world, flags, values, verifier, recorder.input_grad_matters)
         traced.lint()
         return traced
@@ -525,6 +532,12 @@ def _copied(value: Any) -> Any:
 
 
 # ---------------------------------------------------------------------------------- random state
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same shape, for every size of the inputs, and dtype."""
+    sizes = [list(map(expression_of, tensor.shape)) for tensor in (one, other)]
+    return one.dtype == other.dtype and sizes[0] == sizes[1]
 
 
 def _python_random_state() -> tuple[Any, ...]:

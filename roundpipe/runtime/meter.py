@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
+from math import inf
 from typing import Any, Literal, NamedTuple, get_args
 
 from roundpipe.runtime.backend import Backend, Lane, Moment
@@ -197,6 +199,17 @@ class MeterReading(NamedTuple):
             tuple(now - then for now, then in zip(self.moved_bytes, earlier.moved_bytes, strict=True)),
             tuple((a - c, b - d) for (a, b), (c, d) in zip(self.link, earlier.link, strict=True)),
         )
+
+
+def bytes_per_s(readings: Sequence[MeterReading], lane: Lane) -> float:
+    """How fast whole stages moved, over all workers; infinity before any was measured."""
+    num_bytes, seconds = (sum(one.link[lane][position] for one in readings) for position in (0, 1))
+    return num_bytes / seconds if num_bytes and seconds > 0 else inf
+
+
+def link_speeds(readings: Sequence[MeterReading]) -> tuple[float, float]:
+    """Bytes per second up and down, of weights and gradients."""
+    return bytes_per_s(readings, Lane.WEIGHTS), bytes_per_s(readings, Lane.GRADIENTS)
 
 
 class _Computing:

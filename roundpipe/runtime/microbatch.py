@@ -13,6 +13,7 @@ is given.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ import torch
 
 from roundpipe import structure
 from roundpipe.errors import MicrobatchError
-from roundpipe.runtime.config import ResolvedConfig, microbatch_count, num_microbatches
+from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, microbatch_count, num_microbatches
 from roundpipe.runtime.microbatch_merge import merge, merge_value
 from roundpipe.runtime.microbatch_spec import (
     Event,
@@ -62,6 +63,22 @@ class Split:
         """The actual number, which may be less than asked for."""
         return len(self.args)
 
+    def kept_in(self, call: RoundPipeRunConfig, resolved: ResolvedConfig) -> RoundPipeRunConfig:
+        """Options for the same call once more, in which functions of the user's that made these pieces don't run again.
+
+        Args:
+            call: options given for the call.
+            resolved: what these, and those of the model, came to.
+        """
+        given: dict[str, Any] = {}
+        if _is_function(resolved.split_input):
+            given["split_input"] = lambda args, kwargs, number: (self.args, self.kwargs)
+        if _is_function(resolved.split_label) and any(label is not None for label in self.labels):
+            given["split_label"] = lambda label, number: self.labels
+        if given:
+            given["num_microbatch"] = self.num_microbatches
+        return dataclasses.replace(call, **given)
+
 
 def split(args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any, config: ResolvedConfig) -> Split:
     """The microbatches of one call.
@@ -81,7 +98,7 @@ def split(args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any, config: 
     """
     inputs = (tuple(args), dict(kwargs))
     rule = config.split_input
-    if rule is not None and callable(rule) and not is_spec(rule):
+    if _is_function(rule):
         args_list, kwargs_list = _call_split_input(rule, inputs, config.num_microbatch)
         plan = _plan_of(list(zip(args_list, kwargs_list, strict=True)))
     else:
@@ -98,14 +115,18 @@ def batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any], config: Resolve
     """Samples in a batch, if its number of microbatches is free to choose; None if it is not, or not known."""
     rule = config.split_input
     inputs = (tuple(args), dict(kwargs))
-    if (callable(rule) and not is_spec(rule)) or next(iter(_packed_leaves(inputs)), None) is not None:
+    if _is_function(rule) or next(iter(_packed_leaves(inputs)), None) is not None:
         return None
     return _batch_size(inputs, (None, None) if rule is None else _checked_pair(rule))
 
 
+def _is_function(rule: Any) -> bool:
+    return callable(rule) and not is_spec(rule)
+
+
 def automatic_sizes(args: tuple[Any, ...], kwargs: Mapping[str, Any], config: ResolvedConfig) -> list[int] | None:
     """Samples of each microbatch that the automatic rule makes of tensors; None if others decide, or nothing tells."""
-    if config.split_input is not None:
+    if config.split_input is not None or "num_microbatch" in config.auto:
         return None
     size = batch_size(args, kwargs, config)
     return None if size is None else _even_sizes(size, min(config.num_microbatch, size))
@@ -323,7 +344,7 @@ def _split_labels(label: Any, rule: Any, plan: _Plan) -> list[Any]:
     number = plan.num_microbatches
     if label is None:
         return [None] * number
-    if rule is not None and callable(rule) and not is_spec(rule):
+    if _is_function(rule):
         for packed in _packed_leaves(label):
             packed.synchronize()
         return _checked_list(rule(label, number), number, "split_label(label, num_microbatch)", "labels")

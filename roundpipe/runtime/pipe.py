@@ -49,6 +49,7 @@ from roundpipe.runtime.timeline import Timeline, check_path
 
 _PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _MODULE_FILE = nn.Module._call_impl.__code__.co_filename
+_DISABLE_FILE = torch.compiler.disable(lambda: None).__code__.co_filename
 
 
 def caller_name() -> str:
@@ -67,7 +68,7 @@ def caller_level() -> int:
 
 def _is_between(file: str) -> bool:
     """Whether a frame of this file is part of a call: the package's, or torch's way to a module's forward."""
-    return file.startswith(_PACKAGE_FOLDER) or file == _MODULE_FILE
+    return file.startswith(_PACKAGE_FOLDER) or file in (_MODULE_FILE, _DISABLE_FILE)
 
 
 def check_training_call(input_args: Any, input_kwargs: Any, loss_fn: Any) -> None:
@@ -240,6 +241,7 @@ class RoundPipe(nn.Module):
 
     # Calls
 
+    @torch.compiler.disable(reason="a call of a RoundPipe is the work of many threads")
     def forward(
         self,
         *args: Any,
@@ -262,9 +264,10 @@ class RoundPipe(nn.Module):
         """
         config = resolve(roundpipe_run_config, self._state.config, num_devices=self._state.engine.num_workers)
         state = self._ready(adds_gradients=config.requires_grad)
-        calls = self._calls(args, kwargs, None, config)
+        calls, pieces = self._calls(args, kwargs, None, config)
         if calls is None:
-            merged = self._instead().forward(*args, roundpipe_run_config=roundpipe_run_config, **kwargs)
+            options = roundpipe_run_config if pieces is None else pieces.kept_in(roundpipe_run_config, config)
+            merged = self._instead().forward(*args, roundpipe_run_config=options, **kwargs)
             self._note_call(args, kwargs, config)
             return merged
         outputs: list[Any] = []
@@ -315,11 +318,10 @@ class RoundPipe(nn.Module):
         outputs: list[Any] = []
         arguments: list[tuple[int, str, int, torch.Tensor]] = []
         gradients: list[torch.Tensor | None] = []
-        calls = self._calls(tuple(input_args), input_kwargs, label, config)
+        calls, pieces = self._calls(tuple(input_args), input_kwargs, label, config)
         if calls is None:
-            result = self._instead().forward_backward(
-                input_args, input_kwargs, label, loss_fn, return_outputs, run_config
-            )
+            options = run_config if pieces is None else pieces.kept_in(run_config, config)
+            result = self._instead().forward_backward(input_args, input_kwargs, label, loss_fn, return_outputs, options)
             self._note_call(tuple(input_args), input_kwargs, config)
             return result
         for call in calls:
@@ -346,11 +348,14 @@ class RoundPipe(nn.Module):
 
     def _calls(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], label: Any, config: ResolvedConfig
-    ) -> list[Call] | None:
-        """The microbatches, grouped where neighbours share a chain; None if one of them has no chain."""
+    ) -> tuple[list[Call] | None, microbatch.Split | None]:
+        """The microbatches, grouped where neighbours share a chain; None if one of them has no chain.
+
+        Beside them the pieces that they were made of, if the call was split.
+        """
         state = self._state
         if state.instead is not None and state.source.latest is None:
-            return None  # there never was one
+            return None, None  # there never was one
         if config.auto:
             elements = sum(tensor.numel() for tensor in structure.tensors([args, kwargs]))
             samples = microbatch.batch_size(args, kwargs, config)
@@ -365,14 +370,14 @@ class RoundPipe(nn.Module):
             chain = state.source.chain_for(one_args, one_kwargs)
             if chain is None:
                 state.last_chain = None
-                return None
+                return None, pieces
             if not calls or calls[-1].chain is not chain:
                 calls.append(Call(chain, config, [], [], [], pieces.num_microbatches))
             calls[-1].args.append(one_args)
             calls[-1].kwargs.append(one_kwargs)
             calls[-1].labels.append(one_label)
         state.last_chain = calls[-1].chain
-        return calls
+        return calls, pieces
 
     def _instead(self) -> RoundPipe:
         state = self._state
@@ -877,7 +882,10 @@ class RoundPipe(nn.Module):
         return self
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: a call is the work of many threads, which no graph of torch.compile holds."""
+        """Refused: a call is the work of many threads, which no graph of torch.compile holds.
+
+        ``torch.compile(pipe)``, and a compiled function that calls the wrapper, run it as it is.
+        """
         raise ConfigError(
             "torch can't compile a wrapper; compile modules of the model before it is wrapped (module.compile()), or "
             "the model itself for use without the wrapper (torch.compile(model.model))"

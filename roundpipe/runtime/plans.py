@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 import torch
@@ -21,10 +22,11 @@ from roundpipe.errors import DeviceMemoryError
 from roundpipe.layers import LayerChain, LayerCost
 from roundpipe.runtime.config import RECOMPUTE_GRAINS, RecomputeGrain, ResolvedConfig
 from roundpipe.runtime.layer_times import LayerTimes, RoundTimes
-from roundpipe.runtime.planner import plan as choose_plan
 from roundpipe.runtime.planner import peak_bytes, round_seconds
+from roundpipe.runtime.planner import plan as choose_plan
 from roundpipe.runtime.round import Progress, Round
-from roundpipe.runtime.schedule import ExecutePlan
+from roundpipe.runtime.schedule import ExecutePlan, make_schedule
+from roundpipe.runtime.simulate import HardwareProfile, simulate
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +40,8 @@ MEASURED_IN_A_ROW = 5
 """Rounds of a chain that are measured from the start on; then every `MEASURED_EACH`-th."""
 MEASURED_EACH = 8
 
+MOST_SIMULATED = 1000
+"""Visits of layers, times microbatches, of the largest rounds that are simulated to choose among the best plans."""
 TASK_S = 150e-6
 """Seconds that a worker needs for a microbatch of a stage beside what layers take; tells many small microbatches from
 few large ones, which cost the same otherwise."""
@@ -106,12 +110,19 @@ class Plans:
     Args:
         num_workers: in the rotation.
         budgets_bytes: per worker, what may be used of its device; None: no limit.
+        link_speeds: measured bytes per second up and down, per worker; infinity before anything was measured.
     """
 
-    def __init__(self, num_workers: int, budgets_bytes: Iterable[int | None]) -> None:
+    def __init__(
+        self,
+        num_workers: int,
+        budgets_bytes: Iterable[int | None],
+        link_speeds: Callable[[], tuple[float, float]] = lambda: (inf, inf),
+    ) -> None:
         limits = [one for one in budgets_bytes if one is not None]
         self._num_workers = num_workers
         self._budget_bytes = min(limits) if limits else None
+        self._link_speeds = link_speeds
         self._known: weakref.WeakKeyDictionary[LayerChain, _Known] = weakref.WeakKeyDictionary()
         self._may_replan = False
 
@@ -189,7 +200,9 @@ class Plans:
         self._learn(known)
         return known.times.num_rounds > 0 and not torch.are_deterministic_algorithms_enabled()
 
-    def _choose(self, call: Call, costs: list[LayerCost]) -> ExecutePlan:
+    def _choose(
+        self, call: Call, costs: list[LayerCost], predict: Callable[[ExecutePlan], float] | None = None
+    ) -> ExecutePlan:
         choose = functools.partial(
             choose_plan,
             num_workers=self._num_workers,
@@ -197,6 +210,7 @@ class Plans:
             memory_budget_bytes=self._budget_bytes,
             recompute_grain=call.config.recompute_grain,
             names=[spec.name for spec in call.chain.specs],
+            predict=predict,
         )
         guessed = _with_guessed_activations(costs, call) if self._budget_bytes else costs
         try:
@@ -211,13 +225,11 @@ class Plans:
         if not self.is_measured(call.chain) or present.fused is None:
             return present
         costs = self.costs(call.chain, call.elements())
-        seconds = functools.partial(
-            round_seconds, costs=costs, num_workers=self._num_workers, num_microbatches=call.num_microbatches
-        )
+        seconds = self._prediction(call, costs)
         present_s = seconds(present)
         if present_s < SHORTEST_ROUND_S:
             return present
-        found = self._choose(call, costs)
+        found = self._choose(call, costs, seconds)
         found_s = seconds(found)
         if found_s > (1 - REPLAN_GAIN) * present_s:
             return present
@@ -229,6 +241,21 @@ class Plans:
             present_s,
         )
         return found
+
+    def _prediction(self, call: Call, costs: list[LayerCost]) -> Callable[[ExecutePlan], float]:
+        """Seconds per round of a plan: of the simulator, with links as fast as measured, unless that takes long."""
+        number, workers = call.num_microbatches, self._num_workers
+        up, down = self._link_speeds()
+        profile = HardwareProfile(upload_bytes_per_s=up, download_bytes_per_s=down)
+
+        @functools.cache
+        def seconds(plan: ExecutePlan) -> float:
+            if 2 * len(costs) * number > MOST_SIMULATED:
+                return round_seconds(plan, costs, num_workers=workers, num_microbatches=number)
+            schedule = make_schedule(plan, workers, number)
+            return simulate(schedule, costs, profile, recompute_grain=call.config.recompute_grain).seconds_per_round
+
+        return seconds
 
     def measure(self, made: Round, call: Call) -> None:
         """Have a training round measured, if it is its turn."""

@@ -19,6 +19,7 @@ from roundpipe.runtime.ambient import caller_ambient
 from roundpipe.runtime.config import microbatch_count
 from roundpipe.runtime.engine import Engine
 from roundpipe.runtime.flow import flow, names_with_gradient, reads_of_backward
+from roundpipe.runtime.meter import link_speeds
 from roundpipe.runtime.plans import Call, Plans
 from roundpipe.runtime.recompute import BufferHistory, SavedData, draw_base_seed
 from roundpipe.runtime.round import HostValue, Round
@@ -37,7 +38,11 @@ class RoundMaker:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.plans = Plans(engine.num_workers, (one.memory_budget_bytes for one in engine.backends))
+        self.plans = Plans(
+            engine.num_workers,
+            (one.memory_budget_bytes for one in engine.backends),
+            lambda: link_speeds(engine.read_meters()),
+        )
         self.last_plan: ExecutePlan | None = None
         """The plan of the latest round, for the partition table."""
         self._shared: weakref.WeakKeyDictionary[LayerChain, list[frozenset[int]]] = weakref.WeakKeyDictionary()

@@ -329,6 +329,7 @@ ACTIONS: list[str] = [
     "{new} = {BLD} + self.mean; {BLD=new}",
     "{new} = {BLD} * self.steps; {BLD=new}",
     "self._buffers['mean'] = {BD}.detach().mean(0)",
+    "{new} = {BLD} + self.memory.sum(0); {BLD=new}",
     # parameters in glue
     "{new} = {BLD} @ self.weight; {BLD=new}",
     "{new} = F.linear({BLD}, self.weight.t(), self.bias); {BLD=new}",
@@ -361,6 +362,9 @@ STATE_ACTIONS: list[str] = [
     "{new} = {BLD} * self.gain; {BLD=new}",
     "{new} = {BLD} * self.settings.gain; {BLD=new}",
     "self.gain = 1.0 if self.gain == 2.0 else 2.0",
+    "self.memory = torch.cat([self.memory, {BD}.detach().mean(0)[None]])",
+    "self.memory = {BD}.detach()",
+    "{new} = {BLD} + torch.rand({BLD}.shape, generator=self.generator, dtype=torch.float64); {BLD=new}",
     "self.inner_calls.n += 1; {new} = {BLD} * self.inner_calls.n; {BLD=new}",
 ]
 
@@ -558,6 +562,8 @@ _STATE = """
         self.norm = nn.BatchNorm1d(8)
         self.register_buffer("mean", torch.zeros(8))
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.register_buffer("memory", torch.zeros(1, 8))
+        self.generator = torch.Generator().manual_seed(5)
         self.count = 0
         self.state = {{"n": 0}}
         self.history = []
@@ -728,6 +734,8 @@ class Step:
     seed: int = 0
     gain: float | None = None
     """Set on the model before the call."""
+    mean: float | None = None
+    """What a new buffer is filled with that is put in the place of every ``mean`` before the call."""
     joined: bool = False
     """Whether it is ``model(...)``, in one microbatch, and a backward through what that returns."""
 
@@ -786,11 +794,15 @@ def make_case(choose: random.Random) -> Case:
         grain=choose.choice(["stage", "layer"]),
     )
     joined = choose.randrange(len(steps)) if choose.random() < 0.3 else None
+    renewed = choose.randrange(len(steps)) if choose.random() < 0.1 else None
     return Case(
         source,
         replace(
             scenario,
-            steps=tuple(replace(step, joined=index == joined) for index, step in enumerate(steps)),
+            steps=tuple(
+                replace(step, joined=index == joined, mean=0.25 if index == renewed else None)
+                for index, step in enumerate(steps)
+            ),
             drawn_costs=choose.randrange(1000) if choose.random() < 0.9 else None,
         ),
     )
@@ -909,6 +921,10 @@ def prepare(model: nn.Module, step: Step) -> None:
         for module in model.modules():
             if "gain" in module.__dict__:
                 module.gain = step.gain
+    if step.mean is not None:
+        for module in model.modules():
+            if "mean" in module._buffers:
+                module.mean = torch.full((WIDTH,), step.mean, dtype=torch.float64)
 
 
 def one_layer_per_stage(num_layers: int) -> ExecutePlan:
@@ -981,7 +997,8 @@ def _compiled_step(pipe: Any, model: nn.Module, step: Step, inputs: dict[str, An
 
     if step.joined:
         loss = loss_fn(pipe(**inputs, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=1)), label)
-        loss.backward()
+        if loss.requires_grad:  # not if no output depends on a weight or an input, such as a detached leaf
+            loss.backward()
         seen.loss = loss.detach()
     else:
         seen.loss = pipe.forward_backward(input_kwargs=inputs, label=label, loss_fn=loss_fn)

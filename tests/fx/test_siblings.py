@@ -143,7 +143,7 @@ def test_attributes_of_other_paths_are_not_taken_for_unused() -> None:
     """What the first kind never looks at, the second does."""
 
     def decide(block: Block) -> int:
-        return int(block.rows) if block.kind == "wide" else 0
+        return int(vars(block)["rows"]) if block.kind == "wide" else 0
 
     kinds = ["deep", "deep", "wide", "wide", "deep", "wide"]
     num_runs(Apart([Block(decide, kind=kind, rows=index) for index, kind in enumerate(kinds)]))

@@ -315,6 +315,51 @@ def test_an_attribute_set_between_calls_traces_again() -> None:
     assert "gain is 3.0, traced with 2.0" in str(guards.check((), vectors(3, 6)))
 
 
+class Grows(Layers):
+    """Assigns a buffer that is longer than the one before."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        self.mean = torch.cat([self.mean, x.detach().mean((0, 1))[:1]])
+        return x + self.mean.sum()
+
+
+@pytest.mark.parametrize("at_root", [True, False])
+def test_a_buffer_that_grows_is_no_value_of_the_graph(at_root: bool) -> None:
+    assert check(Grows if at_root else lambda: Holds(Grows())).fell_back == at_root
+
+
+@pytest.mark.parametrize("by_the_user", [True, False])
+def test_a_buffer_that_becomes_another_tensor_is_taken(by_the_user: bool) -> None:
+    """By an assignment between calls, or by a call of the model's own forward, where its code can't be traced."""
+
+    class Model(Layers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layers[1](self.layers[0](x))
+            if x.shape[1] == 5 and x.sum() > 0:
+                x = x * 2
+            self.mean = self.mean * 0.9 + x.detach().mean((0, 1)) * 0.1
+            return self.layers[2](x + self.mean)
+
+    models = [Model().double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    config = roundpipe.RoundPipeRunConfig(num_microbatch=2)
+    calls = [vectors(4, length)["x"] for length in ((6, 6) if by_the_user else (6, 5, 6))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pipe = roundpipe.compile(models[0], example_args=(calls[0],), devices="cpu", name="b", model_run_config=config)
+        with pipe:
+            for x in calls:
+                if by_the_user:
+                    for model in models:
+                        model.mean = torch.ones(8, dtype=torch.float64)
+                loss = pipe.forward_backward(input_args=(x,), loss_fn=lambda out, label: out.pow(2).mean())
+                pipe.synchronize()
+                expected = sum(models[1](part).pow(2).mean() for part in x.tensor_split(2))
+                torch.testing.assert_close(loss, expected.detach())
+                torch.testing.assert_close(models[0].mean, models[1].mean)
+
+
 def test_a_buffer_that_a_leaf_writes_decides_nothing() -> None:
     class Model(Layers):
         def __init__(self) -> None:
@@ -479,6 +524,25 @@ def test_random_numbers_of_python_and_numpy_fall_back(draw: Any) -> None:
 
 
 # ---------------------------------------------------------------------------------- guards at run time
+
+
+class NoiseOfAGenerator(Layers):
+    """Adds numbers from a generator that is made anew in every call, or lives on."""
+
+    def __init__(self, lives_on: bool) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3) if lives_on else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        generator = self.generator or torch.Generator().manual_seed(3)
+        return self.layers[0](x) + torch.rand((1, 1, 8), generator=generator, dtype=x.dtype)
+
+
+@pytest.mark.parametrize("lives_on", [True, False])
+@pytest.mark.parametrize("at_root", [True, False])
+def test_a_generator_of_ones_own_is_where_eager_has_it(at_root: bool, lives_on: bool) -> None:
+    seen = check(lambda: NoiseOfAGenerator(lives_on) if at_root else Holds(NoiseOfAGenerator(lives_on)))
+    assert seen.fell_back == (at_root or lives_on)
 
 
 def test_five_traces_in_a_row_name_the_input_that_varies(caplog: pytest.LogCaptureFixture) -> None:

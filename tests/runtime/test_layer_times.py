@@ -9,6 +9,8 @@ from torch import nn
 
 import roundpipe
 from roundpipe.layers import LayerCost
+from roundpipe.runtime import plans as plans_of_calls
+from roundpipe.runtime.backend import Device, Lane
 from roundpipe.runtime.cpu import CpuBackend
 from roundpipe.runtime.layer_times import LATEST_SHARE, LayerTimes, RoundTimes
 from tests.runtime.models import DTYPE, batch, config, square_loss
@@ -81,7 +83,12 @@ CLOCK = Clock()
 
 @pytest.fixture
 def made_up_clock(monkeypatch):
-    monkeypatch.setattr(CpuBackend, "moment", lambda *_: At(CLOCK.now_s))
+    real = CpuBackend.moment
+
+    def moment(self, lane=Lane.COMPUTE):
+        return At(CLOCK.now_s) if lane is Lane.COMPUTE else real(self, lane)
+
+    monkeypatch.setattr(CpuBackend, "moment", moment)
 
 
 class _Rest(torch.autograd.Function):
@@ -159,6 +166,22 @@ def test_the_plan_changes_behind_a_step_alone_and_says_so(made_up_clock, caplog)
         assert piped._state.maker.last_plan != first
         (record,) = [record for record in caplog.records if "new plan" in record.message]
         assert "predicted" in record.message
+
+
+def test_plans_are_compared_with_links_as_fast_as_measured(made_up_clock, monkeypatch):
+    real, profiles = plans_of_calls.simulate, []
+
+    def simulate(schedule, costs, profile, **options):
+        profiles.append(profile)
+        return real(schedule, costs, profile, **options)
+
+    monkeypatch.setattr(plans_of_calls, "simulate", simulate)
+    device = Device("cpu", upload_bytes_per_s=1e5, download_bytes_per_s=2e5)
+    with roundpipe.RoundPipe(uneven(), devices=[device] * 2) as piped:
+        train(piped, 9)
+    assert profiles
+    assert profiles[0].upload_bytes_per_s == pytest.approx(1e5, rel=0.2)
+    assert profiles[0].download_bytes_per_s == pytest.approx(2e5, rel=0.2)
 
 
 def test_deterministic_algorithms_keep_the_plan(made_up_clock):

@@ -261,11 +261,11 @@ def test_a_row_that_kills_its_process_and_one_that_hangs_cost_a_row_each(
     monkeypatch.setattr(run, "START_S", 20.0)
     written = tmp_path / "rows.jsonl"
     keys = ["kind/a", "kind/kills", "kind/b", "kind/hangs", "kind/c"]
-    found = {row["key"]: row for row in run.results_of(keys, written, 0.5)}
+    found = {row["key"]: row for row in run.results_of(keys, written, 4.0)}
     assert [found[key]["status"] for key in keys] == ["right", "crashed", "right", "crashed", "right"]
     assert found["kind/kills"]["cause"] == "it was me" and "took more than" in found["kind/hangs"]["cause"]
     monkeypatch.setattr(run.subprocess, "Popen", None)  # the second time nothing is started
-    assert {row["key"]: row for row in run.results_of(keys, written, 0.5)} == found
+    assert {row["key"]: row for row in run.results_of(keys, written, 4.0)} == found
 
 
 def test_the_command_examines_rows_and_writes_json(tmp_path: Path) -> None:

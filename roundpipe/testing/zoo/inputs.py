@@ -90,7 +90,7 @@ def ids_with_images(request: Request) -> torch.Tensor:
     ids = token_ids(request)
     token = request.setting("image_token_id", "image_token_index")
     with torch.no_grad():
-        features = request.model.get_image_features(pixel_values=pixels(request))
+        features = getattr(request.model, "get_image_features")(pixel_values=pixels(request))  # noqa: B009
     features = getattr(features, "pooler_output", features)
     rows = sum(part.shape[:-1].numel() for part in ([features] if isinstance(features, torch.Tensor) else features))
     images = torch.full((request.size.batch, rows // request.size.batch), int(token))

@@ -358,7 +358,7 @@ DIFFUSERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "text_embedding_mask": ("B 4", "ones"),
             "encoder_hidden_states_t5": ("B 4 24",),
             "text_embedding_mask_t5": ("B 4", "ones"),
-            "image_meta_size": ("B 6", 8),
+            "image_meta_size": ("B 6",),
             "style": ("B", 1),
         },
     ),

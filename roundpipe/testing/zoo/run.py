@@ -127,6 +127,8 @@ class _Examiner:
         self._selector.close()
         self._process.kill()
         self._process.wait()
+        assert self._process.stderr is not None
+        self._errors += self._process.stderr.read() or b""
         for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
             if stream is not None:
                 stream.close()
