@@ -255,6 +255,7 @@ def _measured(target: Target, kwargs: dict[str, Any], profile: DeviceProfile, no
 @dataclass(frozen=True, slots=True)
 class _Budget:
     memory_budget_bytes: int
+    device: torch.device = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)

@@ -239,6 +239,8 @@ def _kept_for_later(
     changed, remembered = python.changed(), tree.remembered()
     if remembered and (changed or not sets_before_reading(remembered, lambda: _called(module, args, kwargs, numbers))):
         changed += [f"{type(owner).__name__}.{key}" for owner, key, _ in remembered]
+    if python.take_back_draws():
+        changed.append("the state of a torch.Generator")
     return changed
 
 

@@ -62,6 +62,7 @@ class PythonState:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._places: list[_Place] = []
         self._caches: list[tuple[Any, int]] = []
+        self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
         self._seen: set[int] = set()
         self._globals: set[tuple[int, str]] = set()
         self._kept: list[Any] = []
@@ -93,7 +94,10 @@ class PythonState:
     def _visit(self, value: Any, words: str, depth: int) -> None:
         if isinstance(value, (*_PLAIN, torch.Tensor, nn.Module, types.ModuleType)) or depth > _MAX_DEPTH:
             return
-        if isinstance(value, types.FunctionType):
+        if isinstance(value, torch.Generator):
+            if self._new(value):
+                self._generators.append((value, value.get_state()))
+        elif isinstance(value, types.FunctionType):
             self._visit_function(value, depth)
         elif isinstance(value, (types.MethodType, functools.partial, staticmethod, classmethod, property)):
             for inner in (getattr(value, name, None) for name in ("__func__", "func", "fget")):
@@ -201,6 +205,13 @@ class PythonState:
         for cache, size in self._caches:
             if cache.cache_info().currsize != size:
                 cache.cache_clear()  # it may hold fakes
+
+    def take_back_draws(self) -> bool:
+        """Puts random generators back to where they were; says whether any had drawn. On fakes, none draws."""
+        drew = [(generator, was) for generator, was in self._generators if not torch.equal(generator.get_state(), was)]
+        for generator, was in drew:
+            generator.set_state(was)
+        return bool(drew)
 
     def _changed_places(self) -> Iterator[_Place]:
         for place in self._places:
@@ -359,6 +370,8 @@ def must_run_once(module: nn.Module) -> bool:
     functions = [getattr(type(module), name, None) for name in reached]
     for function in functions:
         held += [function.__globals__.get(name) for name in _names_in(function.__code__)] if function else []
+    if any(isinstance(value, torch.Generator) for value in held):
+        return True
     if uses.changes_items and any(isinstance(value, _CONTAINERS) for value in held):
         return True
     closures = [value for value in held if isinstance(value, types.FunctionType) and not _is_library(value)]

@@ -7,6 +7,7 @@ left to choice (``"auto"``) are settled here too, before a batch is split.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import weakref
@@ -111,6 +112,8 @@ class Plans:
         num_workers: in the rotation.
         budgets_bytes: per worker, what may be used of its device; None: no limit.
         link_speeds: measured bytes per second up and down, per worker; infinity before anything was measured.
+        counts_temporaries: whether what a layer needs while it runs, and does not keep, is in the devices' memory too;
+            CPU workers don't count it.
     """
 
     def __init__(
@@ -118,11 +121,13 @@ class Plans:
         num_workers: int,
         budgets_bytes: Iterable[int | None],
         link_speeds: Callable[[], tuple[float, float]] = lambda: (inf, inf),
+        counts_temporaries: bool = False,
     ) -> None:
         limits = [one for one in budgets_bytes if one is not None]
         self._num_workers = num_workers
         self._budget_bytes = min(limits) if limits else None
         self._link_speeds = link_speeds
+        self._counts_temporaries = counts_temporaries
         self._known: weakref.WeakKeyDictionary[LayerChain, _Known] = weakref.WeakKeyDictionary()
         self._may_replan = False
 
@@ -172,7 +177,7 @@ class Plans:
         if key not in spare:
             costs = self.costs(call.chain, elements)
             needed = peak_bytes(plan, costs, num_workers=self._num_workers, recompute_grain=grain)
-            spare[key] = max(self._budget_bytes - needed, 0)
+            spare[key] = max(self._budget_bytes - needed - self._temporary_bytes(costs), 0)
         return spare[key]
 
     def step_made(self) -> None:
@@ -200,6 +205,17 @@ class Plans:
         self._learn(known)
         return known.times.num_rounds > 0 and not torch.are_deterministic_algorithms_enabled()
 
+    def _temporary_bytes(self, costs: Sequence[LayerCost]) -> int:
+        """Device memory for what comes and goes within a layer; a backward's temporaries are like its forward's."""
+        return max(cost.workspace_bytes for cost in costs) if self._counts_temporaries else 0
+
+    def _careful_bytes(self, costs: Sequence[LayerCost]) -> int | None:
+        """The budget without what temporaries need, if that leaves any."""
+        if self._budget_bytes is None:
+            return None
+        left = self._budget_bytes - self._temporary_bytes(costs)
+        return left if left > 0 else self._budget_bytes
+
     def _choose(
         self, call: Call, costs: list[LayerCost], predict: Callable[[ExecutePlan], float] | None = None
     ) -> ExecutePlan:
@@ -207,18 +223,24 @@ class Plans:
             choose_plan,
             num_workers=self._num_workers,
             num_microbatches=call.num_microbatches,
-            memory_budget_bytes=self._budget_bytes,
             recompute_grain=call.config.recompute_grain,
             names=[spec.name for spec in call.chain.specs],
             predict=predict,
         )
-        guessed = _with_guessed_activations(costs, call) if self._budget_bytes else costs
+        budget_bytes = self._budget_bytes
+        if budget_bytes is None:
+            return choose(costs)
+        guessed = _with_guessed_activations(costs, call)
+        careful_bytes = self._careful_bytes(costs)
+        if careful_bytes != budget_bytes:
+            with contextlib.suppress(DeviceMemoryError):
+                return choose(guessed, memory_budget_bytes=careful_bytes)
         try:
-            return choose(guessed)
+            return choose(guessed, memory_budget_bytes=budget_bytes)
         except DeviceMemoryError:
             if guessed is costs:
                 raise
-            return choose(costs)  # a guess must not refuse what may fit
+            return choose(costs, memory_budget_bytes=budget_bytes)  # a guess must not refuse what may fit
 
     def _replanned(self, call: Call, present: ExecutePlan) -> ExecutePlan:
         """The best plan by what was measured, if it is better by enough; else the present one."""
@@ -304,7 +326,7 @@ class Plans:
                         costs,
                         num_workers=self._num_workers,
                         num_microbatches=number,
-                        memory_budget_bytes=self._budget_bytes,
+                        memory_budget_bytes=self._careful_bytes(costs),
                         recompute_grain=grain,
                     )
                 except DeviceMemoryError:

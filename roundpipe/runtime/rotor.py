@@ -37,6 +37,9 @@ from roundpipe.runtime.worker import Worker
 
 logger = logging.getLogger(__name__)
 
+RUNS_AHEAD = 3
+"""Microbatches of stages that are given to an accelerator before the first of them is done: enough to keep it busy, and
+few, since the values of each are on the device."""
 REST_S = 0.0005
 """How often a worker with nothing to do looks whether device tensors can be let go of."""
 
@@ -78,6 +81,8 @@ class Rotor:
         self._on_the_way: threading.Event | None = None
         """Set once the gradients given to the other thread last are in host memory."""
         self._in_flight: deque[tuple[Event, Any]] = deque()
+        self._issued: deque[Event] = deque()
+        """After each of the latest runs; stays empty where they are done when they are issued."""
         self._was_idle = True
 
     # For the engine
@@ -142,6 +147,7 @@ class Rotor:
         self._open.clear()
         self.meter.abandon()
         self._in_flight.clear()
+        self._issued.clear()
 
     def _sizes(self, round_: Round) -> list[int]:
         """Bytes of this worker's visits of a round, in their order."""
@@ -193,10 +199,19 @@ class Rotor:
             self.meter.until("overhead")
             if opened.stage is None:
                 opened.stage = self._enter(round_, opened)
+            self._keep_pace()
             self._run(round_, opened, task.microbatch)
             round_.progress.advance(job.index)
         else:
             self._release(round_, self._open.pop(job.index))
+
+    def _keep_pace(self) -> None:
+        """Wait until the device is no further behind than it should be."""
+        if self.backend.device.type == "cpu":
+            return
+        self._issued.append(self.backend.record(Lane.COMPUTE))
+        while len(self._issued) > RUNS_AHEAD:
+            self._issued.popleft().synchronize()
 
     def _prefetch(self, round_: Round, job: Job) -> None:
         layers = [self._bound(round_, index) for index in job.layers]

@@ -53,7 +53,12 @@ def measure(
     model: nn.Module, call: Callable[..., Any], inputs: dict[str, Any], loss_of: Callable[[Any], torch.Tensor]
 ) -> dict[str, torch.Tensor | None]:
     """Loss, gradients and buffers after one call and its backward; the model's buffers are put back."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    buffers = [
+        (module, key, buffer, buffer.clone())
+        for module in model.modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None
+    ]
     model.zero_grad(set_to_none=True)
     torch.manual_seed(7)
     random.seed(7)
@@ -66,9 +71,9 @@ def measure(
         result[f"gradient of {name}"] = None if parameter.grad is None else parameter.grad.clone()
     result.update({f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()})
     with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            if name in buffers:
-                buffer.data = buffers[name]
+        for module, key, buffer, was in buffers:
+            buffer.data = was
+            module._buffers[key] = buffer  # a forward may have put another in its place
     return result
 
 

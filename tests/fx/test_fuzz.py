@@ -14,8 +14,8 @@ from hypothesis import strategies
 
 from tests.fx.fuzz import Case, Outcome, Scenario, Step, make_case, run
 
-NUM_CASES = 40
-"""A second or so each; more with the script."""
+NUM_CASES = 60
+"""Half a second or so each; more with the script."""
 
 SEEN: collections.Counter[str] = collections.Counter()
 

@@ -2,6 +2,8 @@
 
 import logging
 import threading
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,9 +13,12 @@ import roundpipe
 from roundpipe.layers import LayerCost
 from roundpipe.runtime import plans as plans_of_calls
 from roundpipe.runtime.backend import Device, Lane
+from roundpipe.runtime.config import resolve
 from roundpipe.runtime.cpu import CpuBackend
 from roundpipe.runtime.layer_times import LATEST_SHARE, LayerTimes, RoundTimes
-from tests.runtime.models import DTYPE, batch, config, square_loss
+from roundpipe.runtime.planner import peak_bytes
+from roundpipe.runtime.plans import Call, Plans
+from tests.runtime.models import DTYPE, batch, chain, config, square_loss
 
 
 class At:
@@ -287,3 +292,28 @@ def test_before_the_layers_are_known_the_built_in_number_serves():
 
         piped.forward_backward((torch.randn(8, 64),), loss_fn=loss)
         assert numbers[0] == 3
+
+
+def test_where_temporaries_count_a_plan_leaves_room_for_them():
+    """Unless nothing fits then: what is not kept is only estimated."""
+    costs = [replace(COSTS[0], activation_bytes=400, workspace_bytes=200)] * 4
+    model = chain(["x"], [(nn.Identity(), [a], [b]) for a, b in pairwise("xabcd")], ["d"], draws_random=False)
+    model.costs, model.example_elements = tuple(costs), 6
+    call = Call(model, resolve(None, None, num_devices=1), [(torch.ones(6),)] * 2, [{}] * 2, [None] * 2, 2)
+
+    def peak(budget, **options):
+        plans = Plans(1, [budget], **options)
+        return peak_bytes(plans.plan(call), costs, num_workers=1)
+
+    largest = peak(10**6)
+    assert 0 < largest - 200 < peak(largest) <= largest
+    assert peak(largest, counts_temporaries=True) <= largest - 200
+    smallest = min(budget for budget in range(400, largest, 25) if fits(peak, budget))
+    assert peak(smallest, counts_temporaries=True) <= smallest
+
+
+def fits(peak, budget):
+    try:
+        return bool(peak(budget))
+    except roundpipe.DeviceMemoryError:
+        return False
