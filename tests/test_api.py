@@ -317,6 +317,11 @@ def test_a_root_found_untraceable_at_the_first_call_falls_back_with_its_optimize
             torch.testing.assert_close(pipe(x), torch.cat([reference(piece) for piece in x.tensor_split(3)]))
 
 
+def layers_shown(table: str) -> list[list[str]]:
+    """The first layers of a partition table and what they cover; their times may be measured by now."""
+    return [re.split("  +", line)[:2] for line in table.splitlines()[4:6]]
+
+
 def test_only_the_calls_that_can_not_be_traced_fall_back() -> None:
     model = BranchingInEval().to(DTYPE)
     with compiled(model, example_args=(batch(),)) as pipe:
@@ -331,7 +336,7 @@ def test_only_the_calls_that_can_not_be_traced_fall_back() -> None:
             warnings.simplefilter("error")
             assert_a_call_is_eager(pipe, model, batch())  # not a fallback: it would warn that nothing overlaps
         assert pipe.trace_count == 2
-        assert str(pipe).partition("\n")[2].splitlines()[:4] == table.partition("\n")[2].splitlines()[:4]
+        assert layers_shown(str(pipe)) == layers_shown(table)
 
 
 def test_options_of_the_fallback_hold_at_the_first_call() -> None:

@@ -187,6 +187,11 @@ class PythonState:
         for place in list(self._changed_places()):
             if tensors_only and not _holds_tensors(_now(place)):
                 continue
+            if tensors_only and place.kind == "container" and isinstance(place.owner, (list, deque)):
+                if not any(isinstance(item, torch.Tensor) for item in place.owner):  # sizes only: how many still counts
+                    for index, item in enumerate(place.owner):
+                        place.owner[index] = 0 if _holds_tensors(item) else item
+                    continue
             if place.kind == "container":
                 place.owner.clear()
                 if isinstance(place.owner, dict):

@@ -38,7 +38,7 @@ from roundpipe.runtime.devices import DeviceLike, open_backends, open_registrar,
 from roundpipe.runtime.engine import Engine
 from roundpipe.runtime.gate import Gates
 from roundpipe.runtime.loading import LoadWatch
-from roundpipe.runtime.optimizer import OptimizerSide, inside_optimizer
+from roundpipe.runtime.optimizer import OptimizerSide
 from roundpipe.runtime.pinning import Registrar
 from roundpipe.runtime.plans import Call
 from roundpipe.runtime.residency import HostWeights, PinMode
@@ -46,6 +46,7 @@ from roundpipe.runtime.round import HostValue, Round
 from roundpipe.runtime.rounds import RoundMaker, finished, input_gradients, input_tensors, sum_losses
 from roundpipe.runtime.stage import LossFunction
 from roundpipe.runtime.timeline import Timeline, check_path
+from roundpipe.runtime.view import ModelView
 
 _PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _MODULE_FILE = nn.Module._call_impl.__code__.co_filename
@@ -122,7 +123,7 @@ MakeInstead = Callable[["RoundPipe"], "RoundPipe"]
 """Makes, of a wrapper that has no chain for a call, one inside it that runs the call."""
 
 
-class RoundPipe(nn.Module):
+class RoundPipe(ModelView):
     """A model that trains in rotation: weights in host memory, any stage on any device.
 
     Args:
@@ -141,6 +142,8 @@ class RoundPipe(nn.Module):
     Raises:
         ConfigError: an argument can't be used as given.
     """
+
+    _state: _State
 
     def __init__(
         self,
@@ -690,44 +693,7 @@ class RoundPipe(nn.Module):
         state.writer.raise_pending()
         return state
 
-    # The original model shines through
-
-    @property
-    def model(self) -> nn.Module:
-        """The wrapped module."""
-        return self._state.model
-
-    def set_original_model(self, original_model: nn.Module) -> None:
-        """Answer attribute access with another model than the wrapped one."""
-        if not isinstance(original_model, nn.Module):
-            raise ConfigError(f"the original model must be an nn.Module, got {type(original_model).__name__}")
-        self._state.original = original_model
-
-    @property
-    def _target(self) -> nn.Module:
-        state = self._state
-        return state.model if state.original is None else state.original
-
-    def __getattr__(self, name: str) -> Any:
-        state = self.__dict__.get("_state")
-        if state is None:
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        target = state.model if state.original is None else state.original
-        return getattr(target, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if "_state" not in self.__dict__:
-            super().__setattr__(name, value)
-        elif name == "training":
-            self.__dict__["training"] = value
-        else:
-            setattr(self._target, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self._target, name)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self._target)})
+    # Copies
 
     def __repr__(self) -> str:
         return self.partition_table()
@@ -751,9 +717,8 @@ class RoundPipe(nn.Module):
 
     def _copied(self, memo: dict[int, Any]) -> Self:
         state = self._state
-        model, original, source, make_instead = (
-            copy.deepcopy(one, memo) for one in (state.model, state.original, state.source, state.make_instead)
-        )
+        model, original = copy.deepcopy(state.model, memo), copy.deepcopy(state.original, memo)
+        source, make_instead = copy.deepcopy(state.source, memo), copy.deepcopy(state.make_instead, memo)
         pipe = type(self).from_source(model, source, make_instead=make_instead, **state.settings)
         pipe._state.original = original
         return pipe
@@ -765,147 +730,6 @@ class RoundPipe(nn.Module):
             "torch.save(model.state_dict(), file) or torch.save(model.model, file) after synchronize(), and compile "
             "that again; copy.deepcopy(model) makes an independent one"
         )
-
-    def train(self, mode: bool = True) -> RoundPipe:
-        """Set training mode on the wrapper and the model."""
-        self._target.train(mode)
-        self._state.model.train(mode)
-        self.__dict__["training"] = mode
-        return self
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The model's parameters; inside ``step_fn``, the optimizer's copies."""
-        if inside_optimizer():
-            return self.optim_named_parameters(prefix, remove_duplicate)
-        self._state.engine.finish()  # whoever asks may read gradients
-        return self._target.named_parameters(prefix, recurse, remove_duplicate)
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The model's parameters; inside ``step_fn``, the optimizer's copies."""
-        return (parameter for _, parameter in self.named_parameters(recurse=recurse))
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """The model's buffers."""
-        return self._target.named_buffers(*args, **kwargs)
-
-    def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
-        """The model's buffers."""
-        return self._target.buffers(recurse)
-
-    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """The model's children."""
-        return self._target.named_children()
-
-    def children(self) -> Iterator[nn.Module]:
-        """The model's children."""
-        return self._target.children()
-
-    def modules(self, *args: Any, **kwargs: Any) -> Iterator[nn.Module]:
-        """The model's modules."""
-        return self._target.modules(*args, **kwargs)
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """The model's modules by name."""
-        return self._target.named_modules(*args, **kwargs)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's state with its own keys; call `synchronize` first for the latest update."""
-        return self._target.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load the model's state and take it over into the optimizer's copies."""
-        state = self._state
-        state.optimizer.synchronize()
-        result = self._target.load_state_dict(state_dict, strict=strict, assign=assign)
-        state.optimizer.refresh()
-        return result
-
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """What torch calls where the wrapper is a submodule of what loads."""
-        own = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
-        try:
-            found = self.load_state_dict(own, False, bool(local_metadata.get("assign_to_params_buffers")))
-        except RuntimeError as error:  # sizes
-            error_msgs.append(str(error))
-            return
-        missing_keys += [prefix + key for key in found.missing_keys]
-        unexpected_keys += [prefix + key for key in found.unexpected_keys]
-
-    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
-        """Register a buffer with the model."""
-        self._target.register_buffer(name, tensor, persistent)
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter with the model; the optimizer's side has those that were there when it was wrapped."""
-        if param is not None:
-            raise ConfigError(
-                f"parameter {name!r} would have no copy on the optimizer's side, which was made with the wrapper; "
-                "register it with the model before wrapping it"
-            )
-        self._target.register_parameter(name, param)
-
-    def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Refused if the module has parameters; see `register_parameter`."""
-        if module is not None and next(module.parameters(), None) is not None:
-            raise ConfigError(
-                f"the parameters of module {name!r} would have no copies on the optimizer's side, which was made with "
-                "the wrapper; add the module to the model before wrapping it"
-            )
-        self._target.add_module(name, module)
-
-    register_module = add_module
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop accumulated gradients, on the model's side and on the optimizer's."""
-        self._state.optimizer.zero_grad(set_to_none)
-
-    def requires_grad_(self, requires_grad: bool = True) -> RoundPipe:
-        """Switch gradients of all parameters on or off."""
-        self._target.requires_grad_(requires_grad)
-        return self
-
-    def apply(self, fn: Callable[[nn.Module], None]) -> RoundPipe:
-        """Apply a function to every module of the model."""
-        self._state.engine.finish()
-        self._target.apply(fn)
-        return self
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: a call is the work of many threads, which no graph of torch.compile holds.
-
-        ``torch.compile(pipe)``, and a compiled function that calls the wrapper, run it as it is.
-        """
-        raise ConfigError(
-            "torch can't compile a wrapper; compile modules of the model before it is wrapped (module.compile()), or "
-            "the model itself for use without the wrapper (torch.compile(model.model))"
-        )
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> RoundPipe:
-        try:
-            device, problem = str(fn(torch.empty(0)).device), None
-        except (RuntimeError, AssertionError, NotImplementedError) as error:  # a device that torch does not have
-            device, problem = "another device", error
-        if device != "cpu":
-            example = "cuda:0" if problem is not None else device
-            raise ConfigError(
-                f"the model's weights stay in host memory and are streamed to the devices; moving them to {device} "
-                f"is not possible. Choose devices with compile(model, devices=[{example!r}])"
-            ) from problem
-        self._state.optimizer.synchronize()
-        self._target._apply(fn, recurse)
-        self._state.optimizer.refresh()
-        return self
 
 
 def _chain_of(model: nn.Module) -> LayerChain:

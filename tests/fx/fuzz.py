@@ -1105,6 +1105,8 @@ def run(case: Case) -> Outcome:
             return Outcome("invalid", f"{type(error).__name__}: {error}")
         if not all(one.loss is not None and one.loss.isfinite() for one in expected):
             return Outcome("invalid", "the loss is not finite")
+        if not all(g is None or g.isfinite().all() for one in expected for g in one.gradients.values()):
+            return Outcome("invalid", "a gradient is not finite")
         info = Compiled()
         tolerance = 3e-2 if "bfloat16" in case.source else 1e-5
         try:

@@ -14,7 +14,7 @@ from hypothesis import strategies
 
 from tests.fx.fuzz import Case, Outcome, Scenario, Step, make_case, run
 
-NUM_CASES = 60
+NUM_CASES = 40
 """Half a second or so each; more with the script."""
 
 SEEN: collections.Counter[str] = collections.Counter()

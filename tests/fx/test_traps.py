@@ -208,6 +208,23 @@ def test_state_that_decides_is_never_burned_in(where: str, at_root: bool) -> Non
     assert check(build).fell_back
 
 
+class LogsSizes(Layers):
+    """Keeps the sizes that it saw, and multiplies by how many they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.sizes.append(x.shape[0])
+        return self.layers[0](x) * len(self.sizes)
+
+
+@pytest.mark.parametrize("at_root", [True, False])
+def test_how_many_sizes_were_kept_is_never_burned_in(at_root: bool) -> None:
+    assert check(LogsSizes if at_root else lambda: Holds(LogsSizes())).fell_back
+
+
 def test_an_attribute_set_before_it_is_read_is_no_state() -> None:
     class Scratch(nn.Module):
         def __init__(self) -> None:
