@@ -10,6 +10,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PYTEST_ARGS ?=
+# Processes that share the test files.
+TEST_JOBS ?= 2
 DEMO_ARGS ?=
 
 # One thread per operator: the workers are threads themselves, and small operators gain nothing from more.
@@ -42,7 +44,7 @@ demo: $(INSTALLED)
 	OMP_NUM_THREADS=$${DEMO_THREADS:-1} $(BIN)/python examples/finetune_llm.py $(DEMO_ARGS)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
 
 test-contract: $(INSTALLED)
 	$(BIN)/python -m pytest $$($(BIN)/python -m tests.contract) $(PYTEST_ARGS)
