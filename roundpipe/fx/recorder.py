@@ -83,6 +83,8 @@ class Restart(BaseException):
         self.decision = decision
         self.name = name
         self.cause = cause
+        self.hands_on = False
+        """Whether the module leaves values in its attributes that others take in the same forward."""
 
     def where(self) -> str:
         """The line of the model's code that raised the cause; if it was ours, that ran when it was raised."""
@@ -458,7 +460,9 @@ class Recorder(TorchFunctionMode):
         if leaf is None:
             return self.give_up(TraceError(str(error)))
         cause = TraceError(f"a tensor made inside {leaf} is used outside, but {leaf} did not return it")
-        return Restart(Decision.DESCEND, leaf, cause)
+        restart = Restart(Decision.DESCEND, leaf, cause)
+        restart.hands_on = True
+        return restart
 
 
 def _tensor_of_sizes(data: Any, **options: Any) -> torch.Tensor:

@@ -110,6 +110,8 @@ class _Learned:
     burn_sizes: bool = False
     stateful: dict[str | type, None] = field(default_factory=dict)
     """Modules, and their classes, whose forward changes Python state."""
+    handing_on: set[str] = field(default_factory=set)
+    """Modules from whose attributes others take values in the same forward."""
 
 
 def _trace(model: nn.Module, form: CallForm, arguments: Arguments, learned: _Learned) -> TracedGraph:
@@ -169,6 +171,8 @@ def _learn(model: nn.Module, learned: _Learned, restart: Restart) -> None:
         raise _root_error(model, restart.cause, location, learned) from restart.cause
     if isinstance(restart.cause, StatefulError):
         learned.stateful.update({name: None, type(model.get_submodule(name)): None})
+    if restart.hands_on:
+        learned.handing_on.add(name)
     if (name, decision) in learned.history:
         parent = name.rpartition(".")[0]
         while parent and isinstance(model.get_submodule(parent), (nn.ModuleList, nn.ModuleDict)):
@@ -367,7 +371,7 @@ class _Attempt:
         """Whether another module takes a value from this one's attributes in the same forward, so that it is glue."""
         name = self._world.name_of_module[module]
         is_stateful = name in self._learned.stateful or type(module) in self._learned.stateful
-        return self._learned.decisions.get(name) is Decision.DESCEND and not is_stateful
+        return name in self._learned.handing_on and not is_stateful
 
     def _is_activation(self, value: Any) -> bool:
         """Whether a value is a fake that the parameters have a part in."""

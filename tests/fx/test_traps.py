@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import logging
@@ -584,3 +585,47 @@ def test_five_traces_in_a_row_name_the_input_that_varies(caplog: pytest.LogCaptu
     assert len(lines) == RETRACES_BEFORE_WARNING and all("argument scale is" in line for line in lines)
     said = [str(one.message) for one in caught if "one after the other" in str(one.message)]
     assert len(said) == 1 and "scale is 6.0" in said[0]
+
+
+class Remembers(nn.Module):
+    """Its second call depends on its first, should the data not decide against that."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.last = None
+
+    def forward(self, x):
+        mean = x.mean(1)
+        moved = x + (0.0 if self.last is None else self.last.mean())
+        self.last = mean.detach()
+        if mean[0, 0] > mean[0, 1]:
+            return self.linear(x)
+        return self.linear(moved)
+
+
+def test_what_a_branch_keeps_for_the_next_call_is_never_lost():
+    """In the traced branch nothing depends on it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Remembers()).double()
+    model[0].requires_grad_(False)
+    reference = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with roundpipe.compile(_Beside(model), devices=["cpu"]) as piped:
+            twin = _Beside(reference)
+            for seed in range(5):
+                torch.manual_seed(seed)
+                x = torch.randn(4, 6, 8, dtype=torch.float64)
+                with torch.no_grad():
+                    found = piped(x, roundpipe_run_config=roundpipe.RoundPipeRunConfig(num_microbatch=1))
+                    torch.testing.assert_close(found, twin(x))
+
+
+class _Beside(nn.Module):
+    def __init__(self, parts):
+        super().__init__()
+        self.before, self.block = parts
+
+    def forward(self, x):
+        return self.before(x) + self.block(x)
