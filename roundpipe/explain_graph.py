@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.fx import Node
 from roundpipe.errors import ConfigError
 from roundpipe.fx.graph import TracedGraph, hint, module_of, value_bytes, value_of
 from roundpipe.fx.partition import Partition
+from roundpipe.plotting import matplotlib_modules
 from roundpipe.report import format_bytes
 
 FORMATS = (".dot", ".png")
@@ -197,16 +199,8 @@ def _quoted(text: str) -> str:
 # ---------------------------------------------------------------------------------- the picture
 
 
-def _matplotlib() -> tuple[Any, Any, Any]:
-    try:
-        figure = importlib.import_module("matplotlib.figure")
-        patches = importlib.import_module("matplotlib.patches")
-        agg = importlib.import_module("matplotlib.backends.backend_agg")
-    except ImportError as error:
-        raise ConfigError(
-            "a graph as .png needs the package matplotlib: pip install 'roundpipe[plot]'; .dot needs nothing"
-        ) from error
-    return figure, patches, agg
+def _matplotlib() -> list[ModuleType]:
+    return matplotlib_modules("a graph", ".dot", "figure", "patches", "backends.backend_agg")
 
 
 def _draw(path: Path, traced: TracedGraph, parts: Partition) -> None:

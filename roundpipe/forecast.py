@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 
@@ -27,9 +27,8 @@ from roundpipe.fx.tracer import trace
 from roundpipe.layers import LayerChain, LayerCost
 from roundpipe.runtime.accelerator import PLANNED_SHARE
 from roundpipe.runtime.config import RecomputeGrain, RoundPipeRunConfig, resolve
-from roundpipe.runtime.engine import Engine
 from roundpipe.runtime.planner import stage_needs
-from roundpipe.runtime.rounds import Call, RoundMaker
+from roundpipe.runtime.plans import Call, Plans
 from roundpipe.runtime.schedule import ExecutePlan, make_schedule
 from roundpipe.runtime.simulate import HardwareProfile, Idle, simulate
 from roundpipe.runtime.simulated_timeline import simulate_timeline, steady
@@ -252,23 +251,6 @@ def _measured(target: Target, kwargs: dict[str, Any], profile: DeviceProfile, no
 # One setting
 
 
-@dataclass(frozen=True, slots=True)
-class _Budget:
-    memory_budget_bytes: int
-    device: torch.device = torch.device("cpu")
-
-
-@dataclass(frozen=True, slots=True)
-class _AbsentEngine:
-    """What planning asks an engine: how many workers, and how much memory each has."""
-
-    backends: tuple[_Budget, ...]
-
-    @property
-    def num_workers(self) -> int:
-        return len(self.backends)
-
-
 def _at(
     target: Target,
     measured: _Measured,
@@ -289,11 +271,10 @@ def _at(
     call = Call(chain, config, [()] * number, [kwargs] * number, [None] * number, number)
     factor = call.elements() / chain.example_elements if chain.example_elements else 1.0
     costs = tuple(cost.scaled(factor) for cost in measured.device_costs)
-    engine = _AbsentEngine((_Budget(machine.budget_bytes),) * machine.num_devices)
     reasons, plan, speed = [], None, None
     stages: tuple[JobNeed, ...] = ()
     try:
-        plan = RoundMaker(cast(Engine, engine)).plan(call)
+        plan = Plans(machine.num_devices, [machine.budget_bytes]).plan(call)
     except DeviceMemoryError as error:
         reasons.append(str(error))
     else:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
-from roundpipe.errors import ConfigError
+from roundpipe.plotting import matplotlib_modules
 
 Row = tuple[str, str, Sequence[tuple[str, float, float]]]
 """Device, lane, and name, start and end in seconds of each span."""
@@ -41,16 +40,8 @@ def check_plot() -> None:
     _matplotlib()
 
 
-def _matplotlib() -> tuple[Any, Any, Any]:
-    try:
-        figure = importlib.import_module("matplotlib.figure")
-        collections = importlib.import_module("matplotlib.collections")
-        agg = importlib.import_module("matplotlib.backends.backend_agg")
-    except ImportError as error:
-        raise ConfigError(
-            "a timeline as .png needs the package matplotlib: pip install 'roundpipe[plot]'; .json needs nothing"
-        ) from error
-    return figure, collections, agg
+def _matplotlib() -> list[ModuleType]:
+    return matplotlib_modules("a timeline", ".json", "figure", "collections", "backends.backend_agg")
 
 
 def draw(path: Path, rows: Sequence[Row]) -> None:

@@ -476,14 +476,18 @@ def test_explain_a_config(run: Output, tiny: Path, tmp_path: Path) -> None:
     assert (tmp_path / "tiny.dot").read_text().startswith("digraph model {")
 
 
-def test_the_readme_shows_what_explain_prints(run: Output) -> None:
-    blocks = re.findall(
-        r"^```text\n\$ python -m roundpipe (explain .*?)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S
-    )
-    ((command, shown),) = blocks
-    arguments = [str(QWEN) if word.endswith("config.json") else word for word in command.split("|")[0].split()]
+def as_in_readme(run: Output, command: str) -> tuple[str, str]:
+    """What the README's one example of a command prints, and what the README says it prints."""
+    pattern = rf"^```text\n\$ python -m roundpipe ({command} .*?)\n(.*?)^```$"
+    ((line, shown),) = re.findall(pattern, (ROOT / "README.md").read_text(), re.M | re.S)
+    arguments = [str(QWEN) if word.endswith("config.json") else word for word in line.split("|")[0].split()]
     code, out, _ = run(*arguments)
     assert code == 0
+    return out, shown
+
+
+def test_the_readme_shows_what_explain_prints(run: Output) -> None:
+    out, shown = as_in_readme(run, "explain")
     assert [line for line in out.splitlines() if "asked at" not in line] == shown.splitlines()
 
 
@@ -569,13 +573,7 @@ def test_the_module_runs_as_a_program() -> None:
 
 
 def test_the_readme_shows_what_is_printed(run: Output) -> None:
-    blocks = re.findall(
-        r"^```text\n\$ python -m roundpipe (plan .*?)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S
-    )
-    ((command, shown),) = blocks
-    arguments = [str(QWEN) if word.endswith("config.json") else word for word in command.split("|")[0].split()]
-    code, out, _ = run(*arguments)
-    assert code == 0
+    out, shown = as_in_readme(run, "plan")
     printed = out[out.index("\nstep") + 1 :]
     number = r"\d[\d,]*(?:\.\d+)?"
     assert re.sub(number, "#", printed.strip()) == re.sub(number, "#", shown.strip())

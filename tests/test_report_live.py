@@ -13,7 +13,7 @@ from roundpipe.runtime.backend import Device, Lane
 from roundpipe.runtime.cpu import CpuBackend
 from roundpipe.runtime.meter import WAIT_CAUSES, Meter
 from roundpipe.runtime.schedule import ExecutePlan, make_schedule
-from tests.runtime.models import batch, config, mlp, square_loss
+from tests.runtime.models import Branches, batch, config, mlp, square_loss
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -256,14 +256,6 @@ def test_memory_is_predicted_for_a_traced_model():
 
 
 def test_a_model_that_runs_by_parts_has_a_report_too():
-    class Branches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = mlp(2)
-
-        def forward(self, value):
-            return self.inner(value) if value.sum() > -1e9 else value
-
     model = roundpipe.wrap_model_to_roundpipe(Branches(), use_sequential_preset=False, devices=["cpu"])
     with model, pytest.warns(UserWarning, match="nothing overlaps"):
         model.forward_backward((batch(),), loss_fn=square_loss, run_config=config(2))

@@ -185,10 +185,10 @@ class Engine:
         progress.on_over = lambda: self._is_over(round_)
         busy = [rotor for rotor in self._rotors if round_.schedule.tasks(rotor.index)]
         progress.enter(len(busy))
+        self.rounds.begin(round_)
         for rotor in busy:
             rotor.submit(round_)
         self.next_job = round_.schedule.next_job
-        self.rounds.begin(round_)
 
     def _leave_alone(self, round_: Round) -> None:
         """The round's call returns, unless the round has failed; if it fails now, the next call says so."""
@@ -203,7 +203,6 @@ class Engine:
             if progress.failed and round_.unattended:
                 self._unattended.append(round_)
         round_.before = ()
-        progress.on_over = _nothing
 
     def start_recording(self) -> Recorder:
         """A recorder that is told what the workers do from now on.
@@ -262,7 +261,3 @@ def _raise_error(round_: Round) -> None:
         raise error
     finally:
         del error, round_
-
-
-def _nothing() -> None:
-    pass

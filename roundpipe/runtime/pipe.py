@@ -595,7 +595,7 @@ class RoundPipe(ModelView):
         if state.last_chain is None:
             config = resolve(None, state.config, num_devices=state.engine.num_workers)
             with contextlib.suppress(DeviceMemoryError):  # the call will say so; the layers can be shown
-                plan = state.maker.plan(Call.like_example(chain, config))
+                plan = state.maker.plans.plan(Call.like_example(chain, config))
         return partition_table(chain, plan, title=state.name, measured=state.maker.plans.measured(chain))
 
     def peak_device_bytes(self, reset: bool = False) -> int:

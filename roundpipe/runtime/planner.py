@@ -71,8 +71,7 @@ def plan(
     search = Search(table, num_workers, num_microbatches, memory_budget_bytes)
     found = search.run()
     if not found:
-        assert memory_budget_bytes is not None, "without a budget every plan fits"
-        raise DeviceMemoryError(_explain_misfit(table, num_workers, memory_budget_bytes, names))
+        raise _misfit(table, num_workers, memory_budget_bytes, names)
     if predict is None:
         return _to_plan(found[0], len(costs))
     within_s = search.values[found[0]] * _PREDICT_WITHIN
@@ -102,8 +101,7 @@ def plan_replicated(
     table = StageCosts(costs, recompute_grain)
     found = Search(table, num_workers, num_microbatches, memory_budget_bytes, replicate=True).run()
     if not found:
-        assert memory_budget_bytes is not None, "without a budget every plan fits"
-        raise DeviceMemoryError(_explain_misfit(table, num_workers, memory_budget_bytes, names))
+        raise _misfit(table, num_workers, memory_budget_bytes, names)
     return ReplicatedPlan(_to_plan(found[0], len(costs)), found[0].replicas)
 
 
@@ -128,8 +126,7 @@ def plan_greedy(
     for cap_bytes in search.caps_bytes():
         best = _fill_greedily(search, cap_bytes, best)
     if best is None:
-        assert memory_budget_bytes is not None, "without a budget every plan fits"
-        raise DeviceMemoryError(_explain_misfit(table, num_workers, memory_budget_bytes, names))
+        raise _misfit(table, num_workers, memory_budget_bytes, names)
     return _to_plan(best[1], len(costs))
 
 
@@ -261,8 +258,11 @@ def _check(
         raise ConfigError(f"{len(names)} names for {len(costs)} layers; give one per layer or none")
 
 
-def _explain_misfit(table: StageCosts, num_workers: int, budget_bytes: int, names: Sequence[str] | None) -> str:
+def _misfit(
+    table: StageCosts, num_workers: int, budget_bytes: int | None, names: Sequence[str] | None
+) -> DeviceMemoryError:
     """Why not even stages of one layer fit: the worst layer, its bytes and what to do."""
+    assert budget_bytes is not None, "without a budget every plan fits"
     num_layers = len(table.layers)
     singles = [(index, index + 1) for index in range(num_layers)]
     plan_of_singles = ExecutePlan(singles[:-1], singles[-1], singles[-2::-1] if num_layers > 1 else ())
@@ -281,7 +281,7 @@ def _explain_misfit(table: StageCosts, num_workers: int, budget_bytes: int, name
     if table.grain == "stage":
         remedies.insert(1, "recompute_grain='layer'")
     needed_bytes, next_bytes = needs[position], needs[position] - stage.own_bytes
-    return (
+    return DeviceMemoryError(
         f"layer {layer_index}{name} does not fit the device budget of {budget_bytes:,} bytes even as a stage "
         f"of its own: it needs {needed_bytes:,} bytes, of which weights {layer.weight_bytes:,}, gradients "
         f"{stage.gradient_bytes:,}, activations and carried values {stage.working_bytes:,}, and "

@@ -150,11 +150,13 @@ class Plans:
             return config.execute_plan
         known = self._of(chain)
         self._learn(known)
-        budget = self._budget_bytes
         elements = call.elements()
-        factor = elements / chain.example_elements if chain.example_elements else 1.0
-        size = factor if chain.example_elements or not budget else call.argument_bytes()
-        key = (call.num_microbatches, config.recompute_grain, budget, size if budget else round(size, 1))
+        size = _factor(chain, elements)
+        if self._budget_bytes is None:
+            size = round(size, 1)
+        elif not chain.example_elements:
+            size = call.argument_bytes()
+        key = (call.num_microbatches, config.recompute_grain, size)
         present = known.plans.get(key)
         if present is None:
             known.plans[key] = self._choose(call, self.costs(chain, elements))
@@ -192,8 +194,7 @@ class Plans:
         """
         if self.is_measured(chain):
             return self._of(chain).times.costs(elements)
-        factor = elements / chain.example_elements if chain.example_elements else 1.0
-        return [cost.scaled(factor) for cost in chain.costs]
+        return [cost.scaled(_factor(chain, elements)) for cost in chain.costs]
 
     def measured(self, chain: LayerChain) -> list[LayerCost] | None:
         """Measured costs for a microbatch like the example, or like the first one; None before there are any."""
@@ -349,6 +350,11 @@ class Plans:
             known.unread.pop(0)
             if not progress.failed:
                 known.times.learn(times, elements)
+
+
+def _factor(chain: LayerChain, elements: int) -> float:
+    """How many times the example a microbatch of so many elements is."""
+    return elements / chain.example_elements if chain.example_elements else 1.0
 
 
 def _numbers_of_microbatches(num_workers: int, batch_size: int) -> list[int]:

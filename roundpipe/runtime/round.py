@@ -141,7 +141,8 @@ class Progress:
             if self._running or self._homecoming or self._ending:
                 return
             self._ending = True
-        self.on_over()
+        on_over, self.on_over = self.on_over, _nothing  # it knows the round, which has this board
+        on_over()
         with self._condition:
             self.is_over = True
             self._outside.notify_all()
@@ -286,7 +287,7 @@ class Round:
             self.frozen = Frozen.of(self.weights[index].layer for index in sorted(remaining))
         devices = set()
         for values in self.values:
-            for name in self.given & values.keys():
+            for name in self.given:
                 held = values.get(name)
                 if held is not None:
                     values[name] = HostValue(structure.map_tensors(held.value, _copied), held.events)

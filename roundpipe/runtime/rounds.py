@@ -63,10 +63,6 @@ class RoundMaker:
             found = self._shared[chain] = [frozenset(one) for one in shared]
         return found
 
-    def plan(self, call: Call) -> ExecutePlan:
-        """The plan of a call; see `Plans.plan`."""
-        return self.plans.plan(call)
-
     def enter_values(self, call: Call) -> MicrobatchValues:
         """The first carry of each microbatch."""
         for tensor in structure.tensors([call.args, call.kwargs, call.labels]):
@@ -79,7 +75,7 @@ class RoundMaker:
 
     def train_round(self, call: Call, loss_fn: LossFunction, return_outputs: bool) -> Round:
         """The round of a ``forward_backward``."""
-        plan = self.plan(call)
+        plan = self.plans.plan(call)
         values = self.enter_values(call)
         made = self._round(call, plan, "train", values, self._around(call, values, keep_history=True))
         made.spare_bytes = self.plans.spare_bytes(call, plan)
@@ -95,7 +91,7 @@ class RoundMaker:
 
     def forward_round(self, call: Call, *, with_backward: bool) -> Round:
         """The round of a ``forward``; with what a later `backward_round` needs kept on the host."""
-        plan = self.plan(call)
+        plan = self.plans.plan(call)
         values = self.enter_values(call)
         around = self._around(call, values, keep_history=with_backward)
         kept: Iterable[str] = ()

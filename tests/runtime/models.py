@@ -92,6 +92,17 @@ def assert_equal_bits(found, expected):
         assert value is None or torch.equal(found[name], value), name
 
 
+class Branches(nn.Module):
+    """Its own forward can't be traced."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = mlp(2)
+
+    def forward(self, value):
+        return self.inner(value) if value.sum() > -1e9 else value
+
+
 def config(num_microbatch, grain=None, plan=None, **options):
     return RoundPipeRunConfig(num_microbatch=num_microbatch, recompute_grain=grain, execute_plan=plan, **options)
 

@@ -19,7 +19,7 @@ from roundpipe.runtime.schedule import ExecutePlan, Phase, Task, TaskKind, make_
 from roundpipe.runtime.simulate import HardwareProfile, simulate
 from roundpipe.runtime.simulated_timeline import round_alone_s, simulate_timeline, steady
 from roundpipe.runtime.timeline import Recorder, Span, Timeline, waiting
-from tests.runtime.models import batch, config, mlp, square_loss
+from tests.runtime.models import Branches, batch, config, mlp, square_loss
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -197,14 +197,6 @@ def test_forward_alone_is_recorded():
 
 
 def test_parts_of_a_model_that_is_not_traced_are_recorded():
-    class Branches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = mlp(2)
-
-        def forward(self, value):
-            return self.inner(value) if value.sum() > -1e9 else value
-
     model = roundpipe.wrap_model_to_roundpipe(
         Branches(), use_sequential_preset=False, lower_threshold=1, devices=["cpu"]
     )
