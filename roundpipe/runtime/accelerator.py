@@ -68,6 +68,16 @@ class AcceleratorMoment:
         return float(earlier._event.elapsed_time(self._event)) * 1e-3
 
 
+def memory_budget_bytes(given: Device, num_sharing: int = 1) -> int:
+    """What may be planned for of an entry's device: its limit, or a share of what is free there now."""
+    usable_bytes = given.memory_bytes
+    if usable_bytes is None:
+        device = torch.device(given.device)
+        free_bytes, _ = torch.get_device_module(device).mem_get_info(device.index)
+        usable_bytes = free_bytes // num_sharing
+    return int(usable_bytes * PLANNED_SHARE)
+
+
 class AcceleratorBackend:
     """One worker on an accelerator.
 
@@ -82,11 +92,7 @@ class AcceleratorBackend:
         index = torch.accelerator.current_device_index() if device.index is None else device.index
         self.device = torch.device(device.type, index)
         self.name = name
-        usable_bytes = given.memory_bytes
-        if usable_bytes is None:
-            free_bytes, _ = torch.get_device_module(self.device).mem_get_info(index)
-            usable_bytes = free_bytes // num_sharing
-        self.memory_budget_bytes: int | None = int(usable_bytes * PLANNED_SHARE)
+        self.memory_budget_bytes: int | None = memory_budget_bytes(given, num_sharing)
         idle = _idle_streams.setdefault(self.device, [])
         self._streams = idle.pop() if idle else tuple(torch.Stream(self.device) for _ in Lane)
         weakref.finalize(self, idle.append, self._streams)
@@ -132,7 +138,7 @@ class AcceleratorBackend:
 
     def peak_bytes(self, reset: bool = False) -> int:
         peak = torch.accelerator.max_memory_allocated(self.device)
-        if reset:
+        if reset and peak:  # before the first allocation the allocator may not know the device
             torch.accelerator.reset_peak_memory_stats(self.device)
         return peak
 

@@ -83,6 +83,8 @@ class Rotor:
         self._in_flight: deque[tuple[Event, Any]] = deque()
         self._issued: deque[Event] = deque()
         """After each of the latest runs; stays empty where they are done when they are issued."""
+        self._read_by_run: list[Any] = []
+        """Uploaded tensors that the present run reads."""
         self._was_idle = True
 
     # For the engine
@@ -148,6 +150,7 @@ class Rotor:
         self.meter.abandon()
         self._in_flight.clear()
         self._issued.clear()
+        self._read_by_run.clear()
 
     def _sizes(self, round_: Round) -> list[int]:
         """Bytes of this worker's visits of a round, in their order."""
@@ -201,17 +204,25 @@ class Rotor:
                 opened.stage = self._enter(round_, opened)
             self._keep_pace()
             self._run(round_, opened, task.microbatch)
+            self._issued_run()
             round_.progress.advance(job.index)
         else:
             self._release(round_, self._open.pop(job.index))
 
     def _keep_pace(self) -> None:
-        """Wait until the device is no further behind than it should be."""
-        if self.backend.device.type == "cpu":
-            return
-        self._issued.append(self.backend.record(Lane.COMPUTE))
+        """Wait until the device is no further behind than it should be, and let go of what it has done with."""
         while len(self._issued) > RUNS_AHEAD:
             self._issued.popleft().synchronize()
+        self._reap()
+
+    def _issued_run(self) -> None:
+        """Keep what the run reads until the device is past it."""
+        if self.backend.device.type == "cpu":
+            return
+        done = self.backend.record(Lane.COMPUTE)
+        self._issued.append(done)
+        self._in_flight.append((done, self._read_by_run))
+        self._read_by_run = []
 
     def _prefetch(self, round_: Round, job: Job) -> None:
         layers = [self._bound(round_, index) for index in job.layers]
@@ -315,7 +326,6 @@ class Rotor:
     def _run(self, round_: Round, opened: _OpenVisit, microbatch: int) -> None:
         assert opened.stage is not None
         job, stage = opened.job, opened.stage
-        self._reap()
         if job.phase is Phase.BACKWARD:
             self._run_backward(round_, job, stage, opened.visit, microbatch)
         else:
@@ -483,28 +493,9 @@ class Rotor:
         self._in_flight.append((copied, gradients))
 
     def _retain(self, tensors: Any) -> None:
-        """Keep uploaded tensors until COMPUTE is past what is given to it next (see `_reap`)."""
+        """Keep uploaded tensors until COMPUTE is past the present run (see `_issued_run`)."""
         if self.backend.device.type != "cpu":
-            self._in_flight.append((_After(self.backend), tensors))
-
-
-class _After:
-    """The event after the work that follows: recorded at the first question, which comes behind that work."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._event: Event | None = None
-
-    def _recorded(self) -> Event:
-        if self._event is None:
-            self._event = self._backend.record(Lane.COMPUTE)
-        return self._event
-
-    def synchronize(self) -> None:
-        self._recorded().synchronize()
-
-    def is_done(self) -> bool:
-        return self._recorded().is_done()
+            self._read_by_run.append(tensors)
 
 
 def num_bytes(tensors: Sequence[torch.Tensor]) -> int:

@@ -3,6 +3,7 @@
 import copy
 import gc
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -122,6 +123,7 @@ def copies_and_kernels(trace):
     return copies, kernels
 
 
+@pytest.mark.skipif("TORCH_CUDA_SANITIZER" in os.environ, reason="the sanitizer serialises what it checks")
 def test_uploads_overlap_the_computation(tmp_path):
     width = 4096
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(8))).requires_grad_(False)
@@ -159,6 +161,38 @@ def test_training_within_a_budget():
         peak_bytes = piped.peak_device_bytes() - others_bytes
         assert peak_bytes <= budget + (80 << 20), "libraries have workspaces of their own"
         assert torch.cuda.memory_allocated() <= before + (1 << 20), "nothing stays but the arena"
+
+
+def test_carried_values_do_not_pile_up_over_rounds_that_overlap():
+    width = 4096
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(6)))
+    singles = [(i, i + 1) for i in range(6)]
+    plan = roundpipe.ExecutePlan(singles[:-1], singles[-1], singles[:-1][::-1])
+    given = torch.randn(8 * 2048, width)  # 32 MiB a microbatch, and slower to compute with than to hand out
+    peaks = []
+    with roundpipe.RoundPipe(model, devices=["cuda:0"]) as piped:
+        optimizer = torch.optim.SGD(piped.optim_parameters(), lr=1e-6)
+        piped.peak_device_bytes(reset=True)  # whatever else the process did so far
+
+        def update():
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(8):
+            piped.forward_backward((given,), loss_fn=square_loss, run_config=config(8, plan=plan))
+            piped.step(update)
+            peaks.append(piped.peak_device_bytes(reset=True))
+    assert max(peaks[4:]) <= 1.1 * max(peaks[1:4]), peaks
+
+
+def test_the_peak_can_be_asked_for_before_anything_ran():
+    code = (
+        "import torch, roundpipe\n"
+        "with roundpipe.RoundPipe(torch.nn.Sequential(torch.nn.Linear(2, 2)), devices=['cuda:0']) as piped:\n"
+        "    print(piped.peak_device_bytes(reset=True))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "0", done.stderr
 
 
 def test_a_layer_larger_than_the_budget_is_named():
