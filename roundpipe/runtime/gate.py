@@ -16,7 +16,7 @@ a parameter is written once these have uploaded it for the last time, and its gr
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -107,17 +107,21 @@ class Gates:
         self.gradients.open(parameters)
 
 
+Question = Callable[[], bool]
+"""May be asked again and again; never waits."""
+
+
 class Uses(Protocol):
     """What a running round does to parameters, as the optimizer's thread sees it."""
 
     def turns(self, parameter: torch.Tensor) -> tuple[int, int]:
         """When the round is done with a parameter's weights and with its gradient, as numbers to sort by."""
 
-    def wait_uploaded(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Until the round has uploaded these for the last time, or has failed."""
+    def ask_uploaded(self, parameters: Iterable[torch.Tensor]) -> Question:
+        """Asks whether the round has uploaded these for the last time, or is over."""
 
-    def wait_added(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Until the round has added all it will to the gradients of these, or has failed."""
+    def ask_added(self, parameters: Iterable[torch.Tensor]) -> Question:
+        """Asks whether the round has added all it will to the gradients of these, or is over."""
 
     @property
     def failed(self) -> bool:

@@ -24,6 +24,7 @@ import contextlib
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ import torch
 from torch import nn
 
 from roundpipe.errors import ClosedError, ConfigError, DeadlockError
-from roundpipe.runtime.gate import Gates, Rounds, Uses
+from roundpipe.runtime.gate import Gates, Question, Rounds, Uses
 from roundpipe.runtime.grad_scaler import GradScaler, ScalerScope
 from roundpipe.runtime.host_memory import on_huge_pages
 from roundpipe.runtime.timeline import OPTIMIZER, HostLog
@@ -45,6 +46,8 @@ DEADLINE_S = 1800.0
 """How long a call waits for an update before it gives up."""
 HAND_OVER_BYTES = 16 * 1024**2
 """Parameters are handed over in groups of this size: few calls for small ones, early uploads of the first layers."""
+REST_S = 0.001
+"""How often the optimizer's thread looks whether a round is done with more parameters."""
 
 _INSIDE: ContextVar[bool] = ContextVar("roundpipe_inside_optimizer", default=False)
 _RUNNING: ContextVar[OptimizerSide | None] = ContextVar("roundpipe_running_optimizer", default=None)
@@ -409,10 +412,6 @@ class OptimizerSide:
         changed, self._weights_changed = self._weights_changed, False
 
         def give_weights(group: list[_Pair]) -> None:
-            if rounds:
-                with self.log.doing("waits", "wait for uploads"):
-                    for round_ in rounds:
-                        round_.wait_uploaded(pair.parameter for pair in group)
             if changed:
                 with self.log.doing("hand-over", "weights into the model", bytes=_bytes(group)):
                     _copy_in(group)
@@ -420,28 +419,39 @@ class OptimizerSide:
                 self._gates.weights.open(pair.parameter for pair in group)
 
         def take_gradients(group: list[_Pair]) -> None:
-            if rounds:
-                with self.log.doing("waits", "wait for gradients"):
-                    for round_ in rounds:
-                        round_.wait_added(pair.parameter for pair in group)
             if not any(round_.failed for round_ in rounds):
                 with self.log.doing("hand-over", "gradients to the optimizer", bytes=_bytes(group)):
                     _take_gradients(group)
             if self._gates is not None:
                 self._gates.gradients.open(pair.parameter for pair in group)
 
-        def turn(pair: _Pair) -> tuple[int, int]:
+        def turns(pair: _Pair) -> tuple[int, int]:
             given, taken = zip((0, 0), *(round_.turns(pair.parameter) for round_ in rounds), strict=True)
             return max(given), max(taken)
 
-        turns = {pair: turn(pair) for pair in pairs}
-        acts: list[tuple[int, Callable[[list[_Pair]], None], list[_Pair]]] = []
-        for group in _groups(sorted(pairs, key=lambda pair: turns[pair][1])):
-            acts.append((max(turns[pair][0] for pair in group), give_weights, group))
-            acts.append((max(turns[pair][1] for pair in group), take_gradients, group))
+        groups = list(_groups(pairs, turns))
+        to_give = deque(
+            (group, [round_.ask_uploaded(pair.parameter for pair in group) for round_ in rounds])
+            for _, group in sorted(groups, key=lambda one: one[0][0])
+        )
+        to_take = deque(
+            (group, [round_.ask_added(pair.parameter for pair in group) for round_ in rounds])
+            for _, group in sorted(groups, key=lambda one: one[0][1])
+        )
+
+        def may_go(queue: deque[tuple[list[_Pair], list[Question]]]) -> bool:
+            return bool(queue) and all(is_done() for is_done in queue[0][1])
+
         try:
-            for _, act, group in sorted(acts, key=lambda one: one[0]):
-                act(group)
+            while to_give or to_take:
+                if may_go(to_give):
+                    give_weights(to_give.popleft()[0])
+                elif may_go(to_take):
+                    take_gradients(to_take.popleft()[0])
+                else:
+                    with self.log.doing("waits", "wait for uploads" if to_give else "wait for gradients"):
+                        while not may_go(to_give) and not may_go(to_take):
+                            time.sleep(REST_S)
         finally:
             if self._gates is not None:
                 self._gates.open(pair.parameter for pair in pairs)
@@ -449,7 +459,7 @@ class OptimizerSide:
     @torch.no_grad()
     def _copy_in(self, pairs: list[_Pair]) -> None:
         self._weights_changed = False
-        for group in _groups(pairs):
+        for _, group in _groups(pairs):
             with self.log.doing("hand-over", "weights into the model", bytes=_bytes(group)):
                 _copy_in(group)
 
@@ -635,19 +645,26 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
 
 
-def _groups(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
-    """The pairs that have copies, in order, in groups of about `HAND_OVER_BYTES`."""
-    group: list[_Pair] = []
-    num_bytes = 0
+def _groups(
+    pairs: Iterable[_Pair], turns: Callable[[_Pair], tuple[int, int]] = lambda pair: (0, 0)
+) -> Iterator[tuple[tuple[int, int], list[_Pair]]]:
+    """The pairs that have copies and the same turns, in order, in groups of about `HAND_OVER_BYTES`."""
+    found: dict[tuple[int, int], list[_Pair]] = {}
     for pair in pairs:
         if pair.copy is not None:
+            found.setdefault(turns(pair), []).append(pair)
+    for turn, alike in found.items():
+        group: list[_Pair] = []
+        num_bytes = 0
+        for pair in alike:
+            assert pair.copy is not None
             group.append(pair)
             num_bytes += pair.copy.nbytes
-        if num_bytes >= HAND_OVER_BYTES:
-            yield group
-            group, num_bytes = [], 0
-    if group:
-        yield group
+            if num_bytes >= HAND_OVER_BYTES:
+                yield turn, group
+                group, num_bytes = [], 0
+        if group:
+            yield turn, group
 
 
 def _bytes(group: list[_Pair]) -> int:

@@ -24,6 +24,7 @@ from roundpipe.errors import DeadlockError
 from roundpipe.layers import LayerChain
 from roundpipe.runtime.backend import Event
 from roundpipe.runtime.flow import JobFlow
+from roundpipe.runtime.gate import Question
 from roundpipe.runtime.replica import Frozen
 from roundpipe.runtime.residency import LayerWeights
 from roundpipe.runtime.schedule import Job, Phase, Schedule
@@ -107,9 +108,7 @@ class Progress:
 
     def uploading(self, job_index: int, event: Event) -> None:
         """A job's weights are on their way to the device, and there at the event."""
-        with self._condition:
-            self._uploads[job_index - self._first_job] = event
-            self._outside.notify_all()
+        self._uploads[job_index - self._first_job] = event
 
     def loss_known(self) -> None:
         """One more microbatch has its loss, and its outputs if they are wanted."""
@@ -197,15 +196,16 @@ class Progress:
         with self._outside:
             self._outside.wait_for(lambda: self.failed or self._losses >= num_microbatches)
 
-    def wait_uploaded(self, jobs: Iterable[int]) -> None:
-        """Until the weights of these jobs are on their devices, or the round is over."""
-        for position in (index - self._first_job for index in jobs):
-            with self._outside:
-                while self._uploads[position] is None and not self.is_over:
-                    self._outside.wait()
-            event = self._uploads[position]
-            if event is not None:
-                event.synchronize()
+    def has_uploaded(self, jobs: Iterable[int]) -> bool:
+        """Whether the weights of these jobs are on their devices, or the round is over."""
+        if self.is_over:
+            return True
+        events = [self._uploads[index - self._first_job] for index in jobs]
+        return all(event is not None and event.is_done() for event in events)
+
+    def has_settled(self, jobs: Iterable[int]) -> bool:
+        """Whether the gradients and buffers of these jobs are in host memory, or the round is over."""
+        return self.is_over or all(self._settled[index - self._first_job] for index in jobs)
 
     def wait_over(self) -> None:
         """Until nobody works for the round any more."""
@@ -310,17 +310,17 @@ class Round:
         # a job's weights come up while the worker's job before it runs
         return max(uploads, default=first) - self.schedule.num_workers, max(adds, default=first)
 
-    def wait_uploaded(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Until the round has uploaded these for the last time."""
+    def ask_uploaded(self, parameters: Iterable[torch.Tensor]) -> Question:
+        """Asks whether the round has uploaded these for the last time, or is over."""
         uses = self._uses()
-        self.progress.wait_uploaded({job for one in parameters if one in uses for job in uses[one][0]})
+        jobs = sorted({job for one in parameters if one in uses for job in uses[one][0]})
+        return lambda: self.progress.has_uploaded(jobs)
 
-    def wait_added(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Until the round has added all it will to the gradients of these."""
+    def ask_added(self, parameters: Iterable[torch.Tensor]) -> Question:
+        """Asks whether the round has added all it will to the gradients of these, or is over."""
         uses = self._uses()
-        self.progress.wait_settled({job for one in parameters if one in uses for job in uses[one][1]})
-        if self.failed:
-            self.progress.wait_over()
+        jobs = sorted({job for one in parameters if one in uses for job in uses[one][1]})
+        return lambda: self.progress.has_settled(jobs)
 
     def _uses(self) -> dict[torch.Tensor, tuple[list[int], list[int]]]:
         if self._jobs_of is None:
