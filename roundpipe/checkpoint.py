@@ -34,7 +34,7 @@ from torch import nn
 from roundpipe import checkpoint_files as files
 from roundpipe import checkpoint_state as portable
 from roundpipe.errors import CheckpointError, CheckpointNotFoundError, ConfigError
-from roundpipe.runtime.optimizer import ParameterPair
+from roundpipe.runtime.parameter_pairs import ParameterPair
 
 logger = logging.getLogger(__name__)
 

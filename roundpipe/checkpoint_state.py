@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from roundpipe.errors import ConfigError
-from roundpipe.runtime.optimizer import ParameterPair
+from roundpipe.runtime.parameter_pairs import ParameterPair
 
 _LEAVES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 

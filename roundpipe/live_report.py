@@ -23,7 +23,8 @@ from roundpipe.runtime.backend import Lane
 from roundpipe.runtime.config import RecomputeGrain
 from roundpipe.runtime.engine import Engine
 from roundpipe.runtime.meter import WAIT_CAUSES, MeterReading, bytes_per_s
-from roundpipe.runtime.optimizer import OptimizerSide, ParameterPair
+from roundpipe.runtime.optimizer import OptimizerSide
+from roundpipe.runtime.parameter_pairs import ParameterPair
 from roundpipe.runtime.planner import peak_bytes
 from roundpipe.runtime.plans import Plans
 from roundpipe.runtime.schedule import Schedule

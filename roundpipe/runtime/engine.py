@@ -24,8 +24,8 @@ from roundpipe.errors import ClosedError, ConfigError
 from roundpipe.layers import LayerChain
 from roundpipe.runtime.backend import Backend
 from roundpipe.runtime.gate import Gates
+from roundpipe.runtime.host_weights import HostWeights
 from roundpipe.runtime.meter import MeterReading
-from roundpipe.runtime.residency import HostWeights
 from roundpipe.runtime.rotor import Rotor
 from roundpipe.runtime.round import Round
 from roundpipe.runtime.schedule import ScheduleKind

@@ -40,7 +40,7 @@ NAMES = {
     "overhead": "overhead",
 }
 MEASURED_EACH = 8
-"""On accelerators one round of so many is measured, the first one too."""
+"""On accelerators one round of so many is measured, the first two too."""
 
 
 class _Computation(NamedTuple):
@@ -88,7 +88,8 @@ class Meter:
 
     def begin_round(self, was_idle: bool) -> None:
         """A round begins here; ``was_idle``: the worker had none before."""
-        was_on, self._is_on = self._is_on, self.recorder is not None or self._num_rounds % self._each == 0
+        is_due = self._num_rounds < 2 or self._num_rounds % self._each == 0
+        was_on, self._is_on = self._is_on, self.recorder is not None or is_due
         self._num_rounds += 1
         if not was_on:
             self._marks.clear()
@@ -122,7 +123,7 @@ class Meter:
         """Copies on a lane that were given to it between two moments of it."""
         if not num_bytes:
             return
-        if self._is_on:
+        if self._is_on and self._num_rounds > 1:  # in the first round pinned memory is allocated between copies
             self._unread.append(_Transfer(lane, num_bytes, began, ended))
         if self.recorder is not None:
             name, args = self._described(f"{what} ", {"bytes": num_bytes})

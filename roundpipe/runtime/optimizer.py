@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,16 +36,22 @@ from torch import nn
 from roundpipe.errors import ClosedError, ConfigError, DeadlockError
 from roundpipe.runtime.gate import Gates, Question, Rounds, Uses
 from roundpipe.runtime.grad_scaler import GradScaler, ScalerScope
-from roundpipe.runtime.host_memory import on_huge_pages
+from roundpipe.runtime.parameter_pairs import (
+    Pair,
+    ParameterPair,
+    copy_in,
+    groups_of,
+    make_pairs,
+    num_bytes,
+    take_gradients,
+)
 from roundpipe.runtime.timeline import OPTIMIZER, HostLog
 from roundpipe.runtime.worker import Worker
 
-__all__ = ["GradScaler", "OptimizerCtx", "OptimizerSide", "ParameterPair", "inside_optimizer"]
+__all__ = ["GradScaler", "OptimizerCtx", "OptimizerSide", "inside_optimizer"]
 
 DEADLINE_S = 1800.0
 """How long a call waits for an update before it gives up."""
-HAND_OVER_BYTES = 16 * 1024**2
-"""Parameters are handed over in groups of this size: few calls for small ones, early uploads of the first layers."""
 REST_S = 0.001
 """How often the optimizer's thread looks whether a round is done with more parameters."""
 
@@ -70,111 +76,6 @@ class OptimizerCtx:
 
     def __exit__(self, *exception: object) -> None:
         _INSIDE.reset(self._tokens.pop())
-
-
-class ParameterPair(Protocol):
-    """A parameter of the model and the optimizer's copy of it, as others see them."""
-
-    @property
-    def names(self) -> Sequence[str]:
-        """All of the parameter's names, in the model's order."""
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        """The model's."""
-
-    @property
-    def copy(self) -> nn.Parameter | None:
-        """The optimizer's, once it was asked for; it stays when the parameter is frozen."""
-
-
-@dataclass(slots=True, eq=False)
-class _Pair:
-    """A parameter of the model and the optimizer's copy of it."""
-
-    names: list[str]
-    parameter: nn.Parameter
-    copy: nn.Parameter | None = None
-    spare: torch.Tensor | None = None
-    """Memory for the copy's gradient, kept from step to step where dtypes differ."""
-    shown: tuple[torch.Tensor, int, torch.Tensor] | None = None
-    """What `synchronize` put into the model's ``.grad``, its version, and the copy's gradient then."""
-
-    def make_copy(self, optim_dtype: torch.dtype | None) -> None:
-        """Start the copy from the model's weights."""
-        source = self.parameter.detach()
-        if source.is_meta:
-            raise ConfigError(
-                f"parameter {self.names[0]} is on the meta device, so the optimizer can't start from it; "
-                "load the model's weights (model.to_empty, from_pretrained) before"
-            )
-        dtype = source.dtype if optim_dtype is None or not source.is_floating_point() else optim_dtype
-        if _is_plain(source):
-            memory = on_huge_pages(torch.empty_like(source, device="cpu", dtype=dtype))
-            self.copy = nn.Parameter(memory.copy_(source))
-        else:
-            self.copy = nn.Parameter(source.to("cpu", dtype, copy=True))
-
-    def needs_conversion(self, gradient: torch.Tensor) -> bool:
-        """Whether a gradient of the model is to be written into the spare memory, as it is the first of a step."""
-        copy = self.copy
-        return (
-            copy is not None
-            and copy.grad is None
-            and gradient.layout is torch.strided
-            and (gradient.dtype != copy.dtype or gradient.device != copy.device)
-        )
-
-    def take_gradient(self) -> None:
-        """The model's gradient into the copy's, added to what is there."""
-        gradient, self.parameter.grad = self.parameter.grad, None
-        if gradient is None or self.copy is None:
-            return
-        if self.copy.grad is None:
-            self.copy.grad = self._converted(gradient)
-        elif self.copy.grad.layout is torch.strided:
-            self.copy.grad.add_(gradient.to(self.copy.device))
-        else:
-            self.copy.grad = self.copy.grad + gradient.to(self.copy.device, self.copy.dtype)
-
-    def _converted(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A gradient of the model as one of the copy: itself if it can be, else in the spare memory."""
-        assert self.copy is not None
-        gradient = gradient.detach()
-        if gradient.dtype == self.copy.dtype and gradient.device == self.copy.device:
-            return gradient
-        if gradient.layout is not torch.strided:
-            return gradient.to(self.copy.device, self.copy.dtype)
-        return self.spare_memory().copy_(gradient)
-
-    def spare_memory(self) -> torch.Tensor:
-        """Memory for the copy's gradient."""
-        assert self.copy is not None
-        if self.spare is None:
-            self.spare = on_huge_pages(torch.empty_like(self.copy.detach()))
-        return self.spare
-
-    def show_gradient(self) -> None:
-        """The copy's gradient as the model's."""
-        if self.copy is None or self.copy.grad is None:
-            return
-        of_copy = self.copy.grad
-        shown = of_copy.to(self.parameter.device, self.parameter.dtype)
-        self.parameter.grad = shown
-        self.shown = shown, shown._version, of_copy
-
-    def take_back(self) -> None:
-        """End what `show_gradient` began; what the user did to the model's ``.grad`` holds for the copy's."""
-        if self.shown is None or self.copy is None:
-            return
-        (shown, version, of_copy), self.shown = self.shown, None
-        gradient, self.parameter.grad = self.parameter.grad, None
-        if gradient is None:
-            self.copy.grad = None
-        elif gradient is not shown:
-            self.copy.grad = self._converted(gradient)
-        elif self.copy.grad is of_copy and shown is not of_copy and shown._version != version:
-            self.copy.grad = self._converted(gradient)
 
 
 @dataclass(slots=True)
@@ -223,7 +124,7 @@ class OptimizerSide:
             optim_dtype is None or optim_dtype.is_floating_point
         ):
             raise ConfigError(f"optim_dtype is {optim_dtype!r}; give a floating-point torch.dtype, or None")
-        self._pairs, self._by_name = _make_pairs(named_parameters)
+        self._pairs, self._by_name = make_pairs(named_parameters)
         self._optim_dtype = optim_dtype
         self._name = name
         self._gates = gates
@@ -278,7 +179,7 @@ class OptimizerSide:
         """Every parameter once, frozen ones too; makes no copies, and shows those that are made later."""
         return tuple(self._pairs)
 
-    def _trainable(self) -> list[_Pair]:
+    def _trainable(self) -> list[Pair]:
         """The pairs of trainable parameters; those that had no copy get one."""
         chosen = [pair for pair in self._pairs if pair.parameter.requires_grad]
         for pair in chosen:
@@ -337,7 +238,7 @@ class OptimizerSide:
             self._scalers.publish()
 
     def _submit(
-        self, pairs: list[_Pair], step_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, pairs: list[Pair], step_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         """Hand an update to the optimizer's thread, or, if interrupted, leave all as it was before the step."""
         exchanged = None if self._gates is None else pairs
@@ -367,7 +268,7 @@ class OptimizerSide:
     def _run_update(
         self,
         update: _Update,
-        exchanged: list[_Pair] | None,
+        exchanged: list[Pair] | None,
         rounds: Sequence[Uses],
         step_fn: Callable[..., Any],
         args: tuple[Any, ...],
@@ -402,7 +303,7 @@ class OptimizerSide:
             _RUNNING.reset(token)
 
     @torch.no_grad()
-    def _exchange(self, pairs: list[_Pair], rounds: Sequence[Uses] = ()) -> None:
+    def _exchange(self, pairs: list[Pair], rounds: Sequence[Uses] = ()) -> None:
         """Latest weights into the model, gradients out of it; opens the gates of parameters as they are done.
 
         Args:
@@ -411,25 +312,25 @@ class OptimizerSide:
         """
         changed, self._weights_changed = self._weights_changed, False
 
-        def give_weights(group: list[_Pair]) -> None:
+        def give(group: list[Pair]) -> None:
             if changed:
-                with self.log.doing("hand-over", "weights into the model", bytes=_bytes(group)):
-                    _copy_in(group)
+                with self.log.doing("hand-over", "weights into the model", bytes=num_bytes(group)):
+                    copy_in(group)
             if self._gates is not None:
                 self._gates.weights.open(pair.parameter for pair in group)
 
-        def take_gradients(group: list[_Pair]) -> None:
+        def take(group: list[Pair]) -> None:
             if not any(round_.failed for round_ in rounds):
-                with self.log.doing("hand-over", "gradients to the optimizer", bytes=_bytes(group)):
-                    _take_gradients(group)
+                with self.log.doing("hand-over", "gradients to the optimizer", bytes=num_bytes(group)):
+                    take_gradients(group)
             if self._gates is not None:
                 self._gates.gradients.open(pair.parameter for pair in group)
 
-        def turns(pair: _Pair) -> tuple[int, int]:
+        def turns(pair: Pair) -> tuple[int, int]:
             given, taken = zip((0, 0), *(round_.turns(pair.parameter) for round_ in rounds), strict=True)
             return max(given), max(taken)
 
-        groups = list(_groups(pairs, turns))
+        groups = list(groups_of(pairs, turns))
         to_give = deque(
             (group, [round_.ask_uploaded(pair.parameter for pair in group) for round_ in rounds])
             for _, group in sorted(groups, key=lambda one: one[0][0])
@@ -439,15 +340,15 @@ class OptimizerSide:
             for _, group in sorted(groups, key=lambda one: one[0][1])
         )
 
-        def may_go(queue: deque[tuple[list[_Pair], list[Question]]]) -> bool:
+        def may_go(queue: deque[tuple[list[Pair], list[Question]]]) -> bool:
             return bool(queue) and all(is_done() for is_done in queue[0][1])
 
         try:
             while to_give or to_take:
                 if may_go(to_give):
-                    give_weights(to_give.popleft()[0])
+                    give(to_give.popleft()[0])
                 elif may_go(to_take):
-                    take_gradients(to_take.popleft()[0])
+                    take(to_take.popleft()[0])
                 else:
                     with self.log.doing("waits", "wait for uploads" if to_give else "wait for gradients"):
                         while not may_go(to_give) and not may_go(to_take):
@@ -457,11 +358,11 @@ class OptimizerSide:
                 self._gates.open(pair.parameter for pair in pairs)
 
     @torch.no_grad()
-    def _copy_in(self, pairs: list[_Pair]) -> None:
+    def _copy_in(self, pairs: list[Pair]) -> None:
         self._weights_changed = False
-        for _, group in _groups(pairs):
-            with self.log.doing("hand-over", "weights into the model", bytes=_bytes(group)):
-                _copy_in(group)
+        for _, group in groups_of(pairs):
+            with self.log.doing("hand-over", "weights into the model", bytes=num_bytes(group)):
+                copy_in(group)
 
     # --------------------------------------------------------------------------------------- calls
 
@@ -500,7 +401,7 @@ class OptimizerSide:
         if _RUNNING.get() is self:
             self._exchange(self._with_copies())
 
-    def _with_copies(self) -> list[_Pair]:
+    def _with_copies(self) -> list[Pair]:
         return [pair for pair in self._pairs if pair.copy is not None and pair.parameter.requires_grad]
 
     @contextlib.contextmanager
@@ -638,82 +539,3 @@ class OptimizerSide:
             self._closed = True
             self._finalizer()
         self.raise_pending()
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is no subclass and has dense memory, so that many can be copied by one call."""
-    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
-
-
-def _groups(
-    pairs: Iterable[_Pair], turns: Callable[[_Pair], tuple[int, int]] = lambda pair: (0, 0)
-) -> Iterator[tuple[tuple[int, int], list[_Pair]]]:
-    """The pairs that have copies and the same turns, in order, in groups of about `HAND_OVER_BYTES`."""
-    found: dict[tuple[int, int], list[_Pair]] = {}
-    for pair in pairs:
-        if pair.copy is not None:
-            found.setdefault(turns(pair), []).append(pair)
-    for turn, alike in found.items():
-        group: list[_Pair] = []
-        num_bytes = 0
-        for pair in alike:
-            assert pair.copy is not None
-            group.append(pair)
-            num_bytes += pair.copy.nbytes
-            if num_bytes >= HAND_OVER_BYTES:
-                yield turn, group
-                group, num_bytes = [], 0
-        if group:
-            yield turn, group
-
-
-def _bytes(group: list[_Pair]) -> int:
-    """Bytes of the model's parameters."""
-    return sum(pair.parameter.nbytes for pair in group)
-
-
-def _copy_in(group: list[_Pair]) -> None:
-    """The optimizer's weights into the model's."""
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    for pair in group:
-        assert pair.copy is not None
-        if _is_plain(pair.parameter) and _is_plain(pair.copy):
-            targets.append(pair.parameter)
-            sources.append(pair.copy)
-        else:
-            pair.parameter.copy_(pair.copy)
-    if targets:
-        torch._foreach_copy_(targets, sources)
-
-
-def _take_gradients(group: list[_Pair]) -> None:
-    """The model's gradients into the copies'; where dtypes differ, into memory kept from step to step."""
-    converted: list[_Pair] = []
-    gradients: list[torch.Tensor] = []
-    for pair in group:
-        gradient = pair.parameter.grad
-        if gradient is not None and _is_plain(gradient) and pair.needs_conversion(gradient):
-            converted.append(pair)
-            gradients.append(gradient)
-        else:
-            pair.take_gradient()
-    if converted:
-        spares = [pair.spare_memory() for pair in converted]
-        torch._foreach_copy_(spares, gradients)
-        for pair, spare in zip(converted, spares, strict=True):
-            assert pair.copy is not None
-            pair.copy.grad, pair.parameter.grad = spare, None
-
-
-def _make_pairs(
-    named_parameters: Iterable[tuple[str, nn.Parameter]],
-) -> tuple[list[_Pair], dict[str, _Pair]]:
-    """One pair per parameter object, and the pair of each name."""
-    pairs: dict[nn.Parameter, _Pair] = {}
-    by_name: dict[str, _Pair] = {}
-    for name, parameter in named_parameters:
-        pair = pairs.setdefault(parameter, _Pair([], parameter))
-        pair.names.append(name)
-        by_name[name] = pair
-    return list(pairs.values()), by_name

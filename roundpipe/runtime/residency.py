@@ -1,11 +1,6 @@
-"""Where a layer's weights are: host memory, on the way, on a device; and where its gradients go.
+"""Where a layer's weights are on a device, and where its gradients go.
 
-*Host.* A layer's parameters and buffers lie in one byte buffer, each aligned to 64 bytes, pinned once;
-the user's parameter objects become views of it, so an upload is one copy. What can't be moved (tied to
-another layer's buffer, a tensor subclass, ``pin_model="off"``) stays where it is and is copied by itself; so
-does all but the small with ``pin_model="register"``, which is pinned where it lies.
-
-*Device.* Each worker has one arena, as large as the two largest consecutive visits together: odd visits
+Each worker has one arena, as large as the two largest consecutive visits together: odd visits
 lie at its low end, even ones at its high end, so the weights of the next visit come up while this one
 runs, and no allocator call stands in the way.
 
@@ -23,25 +18,17 @@ down once and `Pending.settle` adds them to the host parameters' ``.grad``.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import enum
-import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
-from roundpipe.errors import ConfigError
 from roundpipe.runtime.backend import Backend, Event, Lane, Moment
-from roundpipe.runtime.pinning import Registrar
+from roundpipe.runtime.host_weights import ALIGNMENT, Entry, LayerWeights, aligned
 from roundpipe.runtime.replica import Frozen, Replica
-
-logger = logging.getLogger(__name__)
-
-ALIGNMENT = 64
-PinMode = Literal["alloc", "register", "off"]
 
 
 class State(enum.Enum):
@@ -50,317 +37,6 @@ class State(enum.Enum):
     UPLOADING = "uploading"
     RESIDENT = "resident"
     RELEASED = "released"
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
-def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The tensor's strides if its memory is dense, else those of a contiguous copy."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return torch.empty(tensor.shape, device="meta").stride()
-            expected *= size
-    return tensor.stride()
-
-
-@dataclass(slots=True)
-class Entry:
-    """One parameter or buffer of a layer and its place in the layer's layout."""
-
-    places: list[tuple[nn.Module, str]]
-    """Modules of the original tree that hold it, with the attribute's name."""
-    is_parameter: bool
-    offset: int
-    num_bytes: int
-    shape: torch.Size
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    loose: bool
-    """A tensor subclass: not laid out, moved as a whole."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether the original module still has a tensor there that goes into this place."""
-        module, name = self.places[0]
-        now = _held(module._parameters if self.is_parameter else module._buffers, name)
-        return now is not None and now.shape == self.shape and now.dtype == self.dtype
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The tensor as the original module has it now."""
-        module, name = self.places[0]
-        found = (module._parameters if self.is_parameter else module._buffers)[name]
-        assert found is not None
-        return found
-
-    def view(self, region: torch.Tensor) -> torch.Tensor:
-        """The entry's part of a byte region, with a version counter of its own."""
-        flat = region[self.offset : self.offset + self.num_bytes].view(self.dtype)
-        return torch.as_strided(flat, self.shape, self.strides, flat.storage_offset()).data
-
-    def own_view(self, region: torch.Tensor) -> torch.Tensor:
-        """The same, with a storage of its own too: what saves or copies a tensor takes the whole storage."""
-        if not self.num_bytes:
-            return self.view(region)
-        part = region[self.offset : self.offset + self.num_bytes]
-        block = (ctypes.c_ubyte * self.num_bytes).from_address(part.data_ptr())
-        block.memory = part  # type: ignore[attr-defined]  # keeps it
-        return torch.as_strided(torch.frombuffer(block, dtype=torch.uint8).view(self.dtype), self.shape, self.strides)
-
-
-def _collect(layer: nn.Module) -> list[tuple[torch.Tensor, bool, list[tuple[nn.Module, str]]]]:
-    found: dict[int, tuple[torch.Tensor, bool, list[tuple[nn.Module, str]]]] = {}
-    for module in layer.modules():
-        for is_parameter, held in ((True, module._parameters), (False, module._buffers)):
-            for name, tensor in held.items():
-                if tensor is not None:
-                    found.setdefault(id(tensor), (tensor, is_parameter, []))[2].append((module, name))
-    return list(found.values())
-
-
-def _held(held: Any, name: str) -> torch.Tensor | None:
-    """What a module has under a name; the dicts of script modules can do no more than this."""
-    found: torch.Tensor | None = held[name] if name in held else None
-    return found
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
-
-
-class LayerWeights:
-    """One layer's weights on the host.
-
-    Args:
-        name: the layer's name, for messages.
-        layer: its module.
-        num_packed_bytes: filled by `HostWeights`.
-    """
-
-    def __init__(self, name: str, layer: nn.Module) -> None:
-        self.name = name
-        self.layer = layer
-        self.entries: list[Entry] = []
-        self.empty: list[tuple[nn.Module, str]] = []
-        """Buffers that are None."""
-        self.packed: torch.Tensor | None = None
-        self.num_packed = 0
-        self.num_bytes = 0
-        self.writes_buffers: dict[bool, bool] = {}
-        """Whether a forward writes buffers, by whether any module of the layer is in training mode; learned
-        by comparing values, since some operators (batch_norm) write without a change of version."""
-        self.leaves_traces: dict[bool, bool] = {}
-        """Whether a forward leaves other buffers or attributes behind, by the same; learned at each release."""
-        self.draws_python: dict[bool, bool] = {}
-        """Whether a forward draws from Python's or NumPy's generators, by the same; learned at the first call."""
-
-    def lay_out(self, may_pack: Callable[[torch.Tensor], bool]) -> None:
-        """Place every tensor; those that may be packed come first."""
-        found = _collect(self.layer)
-        self.empty = [
-            (module, name) for module in self.layer.modules() for name, held in module._buffers.items() if held is None
-        ]
-        ordered = [one for one in found if may_pack(one[0])] + [one for one in found if not may_pack(one[0])]
-        self.num_packed = sum(1 for one in found if may_pack(one[0]))
-        offset = 0
-        for tensor, is_parameter, places in ordered:
-            if tensor.is_meta:
-                raise ConfigError(
-                    f"{self.name}.{places[0][1]} is on the meta device, so it has no values to train or run with; "
-                    "load the model's weights (model.to_empty, from_pretrained) before the first call"
-                )
-            loose = not _is_plain(tensor)
-            num_bytes = 0 if loose else tensor.numel() * tensor.element_size()
-            strides = tensor.stride() if loose else _dense_strides(tensor)
-            entry = Entry(places, is_parameter, offset, num_bytes, tensor.shape, strides, tensor.dtype, loose)
-            self.entries.append(entry)
-            offset += _aligned(num_bytes)
-        self.num_bytes = offset
-
-    def is_current(self) -> bool:
-        """Whether the layer's tensors still are as they were laid out; their values and memory may differ."""
-        return all(_held(module._buffers, name) is None for module, name in self.empty) and all(
-            entry.fits for entry in self.entries
-        )
-
-    def pack(self, buffer: torch.Tensor) -> None:
-        """Move the packed tensors into ``buffer`` and make the user's objects views of it."""
-        with torch.no_grad():
-            for entry in self.entries[: self.num_packed]:
-                tensor = entry.tensor
-                view = entry.own_view(buffer)
-                view.copy_(tensor)
-                tensor.data = view
-        self.packed = buffer
-
-    def is_packed(self) -> bool:
-        """Whether the user's tensors still are the views that `pack` made."""
-        if self.packed is None:
-            return False
-        base = self.packed.data_ptr()
-        return all(
-            entry.fits and (entry.tensor.data_ptr() == base + entry.offset or not entry.num_bytes)
-            for entry in self.entries[: self.num_packed]
-        )
-
-    def may_leave_traces(self) -> bool:
-        """Whether a forward in the present mode leaves buffers or attributes changed, as far as is known."""
-        return self.leaves_traces.get(any(module.training for module in self.layer.modules()), True)
-
-    def parameters(self) -> list[torch.Tensor]:
-        """The layer's parameters as the original modules have them now."""
-        return [entry.tensor for entry in self.entries if entry.is_parameter and entry.fits]
-
-    @property
-    def packed_bytes(self) -> int:
-        """Bytes of the packed prefix of the layout."""
-        if self.num_packed == 0:
-            return 0
-        last = self.entries[self.num_packed - 1]
-        return last.offset + last.num_bytes
-
-    def upload(
-        self, backend: Backend, region: torch.Tensor
-    ) -> tuple[dict[int, torch.Tensor | None], list[torch.Tensor]]:
-        """Copy all weights into a device region.
-
-        Returns:
-            what does not lie in the region, by entry index (None: gone since), and all copies made.
-        """
-        start = 0
-        copies = []
-        if self.is_packed():
-            assert self.packed is not None
-            source, target = self.packed[: self.packed_bytes], region[: self.packed_bytes]
-            copies.append(backend.upload(source, target, Lane.WEIGHTS))
-            start = self.num_packed
-        loose: dict[int, torch.Tensor | None] = {}
-        for index in range(start, len(self.entries)):
-            entry = self.entries[index]
-            if entry.loose or not entry.fits:  # a buffer may get another shape while a round runs
-                module, name = entry.places[0]
-                now = _held(module._parameters if entry.is_parameter else module._buffers, name)
-                loose[index] = None if now is None else backend.upload(now, lane=Lane.WEIGHTS)
-                copies += [tensor for tensor in (loose[index],) if tensor is not None]
-            elif entry.num_bytes:
-                copies.append(backend.upload(entry.tensor.detach(), entry.view(region), Lane.WEIGHTS))
-        return loose, copies
-
-
-class HostWeights:
-    """All weights on the host: packs layers once, also when a later trace cuts them again.
-
-    Args:
-        pin: how to pin; see `roundpipe.RoundPipe`.
-        allocate: makes a (pinned) host byte buffer.
-        registrar: pins memory where it lies; for ``"register"``.
-        model: all that will ever be asked for; with a registrar, its tensors are pinned at the first layer asked for,
-            together, since some may share pages.
-    """
-
-    def __init__(
-        self,
-        pin: PinMode,
-        allocate: Callable[[int], torch.Tensor],
-        registrar: Registrar | None = None,
-        model: nn.Module | None = None,
-    ) -> None:
-        assert (pin == "register") == (registrar is not None)
-        self._pin = pin
-        self._allocate = allocate
-        self.registrar = registrar
-        self._model = model
-        self._to_register = True
-        self._said_where = False
-        self._packed: dict[tuple[int, ...], torch.Tensor] = {}
-        self._owner: dict[int, tuple[int, ...]] = {}
-        self._layers: dict[int, LayerWeights] = {}
-
-    def is_prepared(self, layer: nn.Module) -> bool:
-        """Whether `prepare` would change nothing."""
-        known = self._layers.get(id(layer))
-        pinned = self.registrar is None or not self.registrar.has_lost
-        return pinned and known is not None and known.layer is layer and known.is_current()
-
-    def prepare(self, name: str, layer: nn.Module) -> None:
-        """Pack a layer at first sight, and again if its tensors got other shapes or dtypes since."""
-        known = self._layers.get(id(layer))
-        if known is not None and known.layer is layer and not known.is_current():
-            self._unpack(self._layers.pop(id(layer)))
-        if self.registrar is not None and self.registrar.has_lost:
-            self._to_register = True
-            self._register(())
-        with torch.inference_mode(False):  # also if the first call is for inference, the weights can be trained later
-            self.layer(name, layer)
-
-    def forget(self, layer: nn.Module) -> None:
-        """Drop what is known of a layer, and its buffer if no other layer known here has the same tensors."""
-        weights = self._layers.pop(id(layer), None)
-        if weights is not None and all(other.packed is not weights.packed for other in self._layers.values()):
-            self._unpack(weights)
-
-    def _unpack(self, weights: LayerWeights) -> None:
-        for key in [key for key, buffer in self._packed.items() if buffer is weights.packed]:
-            del self._packed[key]
-            self._owner = {one: owner for one, owner in self._owner.items() if owner != key}
-
-    def layer(self, name: str, layer: nn.Module) -> LayerWeights:
-        """The host side of a layer, packed at first sight."""
-        known = self._layers.get(id(layer))
-        if known is not None and known.layer is layer:
-            return known
-        weights = LayerWeights(name, layer)
-        tensors = [tensor for tensor, *_ in _collect(layer)]
-        key = tuple(id(tensor) for tensor in tensors)
-        ids = set(key)
-
-        def may_pack(tensor: torch.Tensor) -> bool:
-            if self._pin == "off" or not _is_plain(tensor):
-                return False
-            if self.registrar is not None and self.registrar.suits(tensor):
-                return False
-            owner = self._owner.get(id(tensor))
-            return owner is None or owner == key
-
-        if not ids:
-            weights.lay_out(may_pack)
-        elif key in self._packed:
-            weights.lay_out(may_pack)
-            weights.packed = self._packed[key]
-        else:
-            for tensor in tensors:
-                if not tensor.is_meta and tensor.device.type != "cpu":
-                    logger.warning("%s: moving weights from %s to host memory", name, tensor.device)
-                    tensor.data = tensor.data.cpu()
-            self._register(tensors)
-            weights.lay_out(may_pack)
-            if weights.num_packed:
-                buffer = self._allocate(weights.packed_bytes)
-                self._say_where(buffer)
-                weights.pack(buffer)
-                self._packed[key] = buffer
-                for entry in weights.entries[: weights.num_packed]:
-                    self._owner[id(entry.tensor)] = key
-        self._layers[id(layer)] = weights
-        return weights
-
-    def _say_where(self, buffer: torch.Tensor) -> None:
-        if not self._said_where:
-            self._said_where = True
-            kind = "pinned" if buffer.is_pinned() else "unpinned"
-            logger.info("pin_model=%r: weights are packed into %s host memory", self._pin, kind)
-
-    def _register(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Pin a layer's tensors where they lie, and the whole model's, if that is due."""
-        if self.registrar is None:
-            return
-        is_due, self._to_register = self._to_register, False
-        whole = [*self._model.parameters(), *self._model.buffers()] if is_due and self._model is not None else []
-        self.registrar.register(tensor for tensor in [*whole, *tensors] if _is_plain(tensor))
 
 
 @dataclass(slots=True)
@@ -551,7 +227,7 @@ class BoundLayer:
 
 def visit_bytes(layers: Iterable[LayerWeights]) -> int:
     """Device memory for the weights of some layers, one after the other."""
-    return sum(_aligned(weights.num_bytes) for weights in layers)
+    return sum(aligned(weights.num_bytes) for weights in layers)
 
 
 class Visit:
@@ -573,7 +249,7 @@ class Visit:
             loose, copies = layer.weights.upload(backend, part)
             self._parts.append((part, loose))
             self._copies += copies
-            offset += _aligned(layer.weights.num_bytes)
+            offset += aligned(layer.weights.num_bytes)
         self.uploaded = backend.record(Lane.WEIGHTS)
         """The event after which the weights are on the device."""
         self.uploaded_bytes = backend.moved_bytes[Lane.WEIGHTS] - moved_bytes
@@ -674,7 +350,7 @@ class Arena:
     @staticmethod
     def room(sizes_bytes: Sequence[int]) -> int:
         """Bytes for visits of which at most two, one after the other, are there at once."""
-        sizes = [_aligned(size) for size in sizes_bytes] or [0]
+        sizes = [aligned(size) for size in sizes_bytes] or [0]
         return max(a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True))
 
     def has_room(self, sizes_bytes: Sequence[int]) -> bool:

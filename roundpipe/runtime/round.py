@@ -25,8 +25,8 @@ from roundpipe.layers import LayerChain
 from roundpipe.runtime.backend import Event
 from roundpipe.runtime.flow import JobFlow
 from roundpipe.runtime.gate import Question
+from roundpipe.runtime.host_weights import LayerWeights
 from roundpipe.runtime.replica import Frozen
-from roundpipe.runtime.residency import LayerWeights
 from roundpipe.runtime.schedule import Job, Phase, Schedule
 from roundpipe.runtime.stage import LossFunction, Surroundings
 

@@ -606,7 +606,7 @@ def test_every_parameter_is_opened_after_an_error(model, monkeypatch):
     def fail(pair):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("roundpipe.runtime.optimizer._Pair.take_gradient", fail)
+    monkeypatch.setattr("roundpipe.runtime.parameter_pairs.Pair.take_gradient", fail)
     side.step(lambda: pytest.fail("must not run"))
     for gate in (gates.weights, gates.gradients):
         gate.wait(model.parameters(), "a worker")

@@ -16,8 +16,8 @@ import roundpipe
 from roundpipe.runtime import accelerator, pinning
 from roundpipe.runtime.backend import Device
 from roundpipe.runtime.cpu import CpuBackend
+from roundpipe.runtime.host_weights import HostWeights
 from roundpipe.runtime.pinning import MIN_REGISTERED_BYTES, Registrar
-from roundpipe.runtime.residency import HostWeights
 from tests.runtime.models import batch, mlp, square_loss
 
 PAGE = mmap.PAGESIZE
@@ -271,7 +271,7 @@ from torch import nn
 from roundpipe.runtime.backend import Device
 from roundpipe.runtime.cpu import CpuBackend
 from roundpipe.runtime.pinning import Registrar
-from roundpipe.runtime.residency import HostWeights
+from roundpipe.runtime.host_weights import HostWeights
 
 def resident():
     with open("/proc/self/statm") as statm:

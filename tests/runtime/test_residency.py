@@ -11,8 +11,9 @@ from torch import nn
 import roundpipe
 from roundpipe.runtime.backend import Device, Lane
 from roundpipe.runtime.cpu import CpuBackend
+from roundpipe.runtime.host_weights import ALIGNMENT, HostWeights
 from roundpipe.runtime.replica import Replica
-from roundpipe.runtime.residency import ALIGNMENT, Arena, BoundLayer, HostWeights, State
+from roundpipe.runtime.residency import Arena, BoundLayer, State
 from tests.runtime.models import DTYPE, assert_round_is_eager, batch, config, mlp, square_loss
 
 

@@ -1,0 +1,200 @@
+"""Parameters of the model and the optimizer's copies of them: weights in, gradients out, one by one or many at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from roundpipe.errors import ConfigError
+from roundpipe.runtime.host_memory import on_huge_pages
+
+HAND_OVER_BYTES = 16 * 1024**2
+"""Parameters are handed over in groups of this size: few calls for small ones, early uploads of the first layers."""
+
+
+class ParameterPair(Protocol):
+    """A parameter of the model and the optimizer's copy of it, as others see them."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """All of the parameter's names, in the model's order."""
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The model's."""
+
+    @property
+    def copy(self) -> nn.Parameter | None:
+        """The optimizer's, once it was asked for; it stays when the parameter is frozen."""
+
+
+@dataclass(slots=True, eq=False)
+class Pair:
+    """A parameter of the model and the optimizer's copy of it."""
+
+    names: list[str]
+    parameter: nn.Parameter
+    copy: nn.Parameter | None = None
+    spare: torch.Tensor | None = None
+    """Memory for the copy's gradient, kept from step to step where dtypes differ."""
+    shown: tuple[torch.Tensor, int, torch.Tensor] | None = None
+    """What `synchronize` put into the model's ``.grad``, its version, and the copy's gradient then."""
+
+    def make_copy(self, optim_dtype: torch.dtype | None) -> None:
+        """Start the copy from the model's weights."""
+        source = self.parameter.detach()
+        if source.is_meta:
+            raise ConfigError(
+                f"parameter {self.names[0]} is on the meta device, so the optimizer can't start from it; "
+                "load the model's weights (model.to_empty, from_pretrained) before"
+            )
+        dtype = source.dtype if optim_dtype is None or not source.is_floating_point() else optim_dtype
+        if _is_plain(source):
+            memory = on_huge_pages(torch.empty_like(source, device="cpu", dtype=dtype))
+            self.copy = nn.Parameter(memory.copy_(source))
+        else:
+            self.copy = nn.Parameter(source.to("cpu", dtype, copy=True))
+
+    def needs_conversion(self, gradient: torch.Tensor) -> bool:
+        """Whether a gradient of the model is to be written into the spare memory, as it is the first of a step."""
+        copy = self.copy
+        return (
+            copy is not None
+            and copy.grad is None
+            and gradient.layout is torch.strided
+            and (gradient.dtype != copy.dtype or gradient.device != copy.device)
+        )
+
+    def take_gradient(self) -> None:
+        """The model's gradient into the copy's, added to what is there."""
+        gradient, self.parameter.grad = self.parameter.grad, None
+        if gradient is None or self.copy is None:
+            return
+        if self.copy.grad is None:
+            self.copy.grad = self._converted(gradient)
+        elif self.copy.grad.layout is torch.strided:
+            self.copy.grad.add_(gradient.to(self.copy.device))
+        else:
+            self.copy.grad = self.copy.grad + gradient.to(self.copy.device, self.copy.dtype)
+
+    def _converted(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient of the model as one of the copy: itself if it can be, else in the spare memory."""
+        assert self.copy is not None
+        gradient = gradient.detach()
+        if gradient.dtype == self.copy.dtype and gradient.device == self.copy.device:
+            return gradient
+        if gradient.layout is not torch.strided:
+            return gradient.to(self.copy.device, self.copy.dtype)
+        return self.spare_memory().copy_(gradient)
+
+    def spare_memory(self) -> torch.Tensor:
+        """Memory for the copy's gradient."""
+        assert self.copy is not None
+        if self.spare is None:
+            self.spare = on_huge_pages(torch.empty_like(self.copy.detach()))
+        return self.spare
+
+    def show_gradient(self) -> None:
+        """The copy's gradient as the model's."""
+        if self.copy is None or self.copy.grad is None:
+            return
+        of_copy = self.copy.grad
+        shown = of_copy.to(self.parameter.device, self.parameter.dtype)
+        self.parameter.grad = shown
+        self.shown = shown, shown._version, of_copy
+
+    def take_back(self) -> None:
+        """End what `show_gradient` began; what the user did to the model's ``.grad`` holds for the copy's."""
+        if self.shown is None or self.copy is None:
+            return
+        (shown, version, of_copy), self.shown = self.shown, None
+        gradient, self.parameter.grad = self.parameter.grad, None
+        if gradient is None:
+            self.copy.grad = None
+        elif gradient is not shown:
+            self.copy.grad = self._converted(gradient)
+        elif self.copy.grad is of_copy and shown is not of_copy and shown._version != version:
+            self.copy.grad = self._converted(gradient)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is no subclass and has dense memory, so that many can be copied by one call."""
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+
+
+def groups_of(
+    pairs: Iterable[Pair], turns: Callable[[Pair], tuple[int, int]] = lambda pair: (0, 0)
+) -> Iterator[tuple[tuple[int, int], list[Pair]]]:
+    """The pairs that have copies and the same turns, in order, in groups of about `HAND_OVER_BYTES`."""
+    found: dict[tuple[int, int], list[Pair]] = {}
+    for pair in pairs:
+        if pair.copy is not None:
+            found.setdefault(turns(pair), []).append(pair)
+    for turn, alike in found.items():
+        group: list[Pair] = []
+        so_far = 0
+        for pair in alike:
+            assert pair.copy is not None
+            group.append(pair)
+            so_far += pair.copy.nbytes
+            if so_far >= HAND_OVER_BYTES:
+                yield turn, group
+                group, so_far = [], 0
+        if group:
+            yield turn, group
+
+
+def num_bytes(group: list[Pair]) -> int:
+    """Bytes of the model's parameters."""
+    return sum(pair.parameter.nbytes for pair in group)
+
+
+def copy_in(group: list[Pair]) -> None:
+    """The optimizer's weights into the model's."""
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    for pair in group:
+        assert pair.copy is not None
+        if _is_plain(pair.parameter) and _is_plain(pair.copy):
+            targets.append(pair.parameter)
+            sources.append(pair.copy)
+        else:
+            pair.parameter.copy_(pair.copy)
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def take_gradients(group: list[Pair]) -> None:
+    """The model's gradients into the copies'; where dtypes differ, into memory kept from step to step."""
+    converted: list[Pair] = []
+    gradients: list[torch.Tensor] = []
+    for pair in group:
+        gradient = pair.parameter.grad
+        if gradient is not None and _is_plain(gradient) and pair.needs_conversion(gradient):
+            converted.append(pair)
+            gradients.append(gradient)
+        else:
+            pair.take_gradient()
+    if converted:
+        spares = [pair.spare_memory() for pair in converted]
+        torch._foreach_copy_(spares, gradients)
+        for pair, spare in zip(converted, spares, strict=True):
+            assert pair.copy is not None
+            pair.copy.grad, pair.parameter.grad = spare, None
+
+
+def make_pairs(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+) -> tuple[list[Pair], dict[str, Pair]]:
+    """One pair per parameter object, and the pair of each name."""
+    pairs: dict[nn.Parameter, Pair] = {}
+    by_name: dict[str, Pair] = {}
+    for name, parameter in named_parameters:
+        pair = pairs.setdefault(parameter, Pair([], parameter))
+        pair.names.append(name)
+        by_name[name] = pair
+    return list(pairs.values()), by_name
