@@ -4,7 +4,8 @@
 
 Published layer times: seconds per round and idle share of the planner, with and without replicas, and of the
 published greedy method. Synthetic chains: processor time of the planner, and how far the plan is above the
-time that its work alone would take.
+time that its work alone would take. Short chains: how far plans are above the best of all plans, as the planner makes
+them and as its search, which longer chains get, would.
 """
 
 from __future__ import annotations
@@ -18,9 +19,18 @@ from typing import Any
 
 from benchmarks.environment import report
 from roundpipe.layers import LayerCost
+from roundpipe.runtime import plan_search
 from roundpipe.runtime.planner import peak_bytes, plan, plan_replicated, round_seconds
 from roundpipe.runtime.schedule import ExecutePlan
-from tests.runtime.chains import PUBLISHED, greedy_plan, published_chain, stage_times
+from tests.runtime.chains import (
+    PUBLISHED,
+    all_plans,
+    brute_force_s,
+    greedy_plan,
+    published_chain,
+    random_chain,
+    stage_times,
+)
 
 MACHINE = {"num_workers": PUBLISHED["num_workers"], "num_microbatches": PUBLISHED["num_microbatches"]}
 LARGEST_STAGE = {"qwen3-1.7b": 12, "llama3.1-8b": 10, "qwen3-32b": 4}
@@ -85,14 +95,36 @@ def synthetic() -> dict[str, Any]:
     return rows
 
 
+def short(num_chains: int = 200, num_layers: int = 7) -> dict[str, Any]:
+    """Random chains that are short enough to evaluate every plan; gaps in percent."""
+    rows, plans, every_plan_up_to = {}, list(all_plans(num_layers)), plan_search._EXHAUSTIVE_LAYERS
+    for name, layers in (("planned", every_plan_up_to), ("searched", 0)):
+        plan_search._EXHAUSTIVE_LAYERS = layers
+        random, gaps, took_s = Random(7), [], 0.0
+        for _ in range(num_chains):
+            costs, num_workers = random_chain(random, num_layers), random.randint(2, 5)
+            machine = {"num_workers": num_workers, "num_microbatches": num_workers + random.randint(0, 4)}
+            start_s = time.process_time()
+            seconds = round_seconds(plan(costs, **machine), costs, **machine)
+            took_s += time.process_time() - start_s
+            gaps.append(100 * (seconds / brute_force_s(costs, plans, **machine) - 1))
+        rows[f"{num_chains} chains of {num_layers}, {name}"] = {
+            "mean_gap_percent": round(sum(gaps) / num_chains, 3),
+            "worst_gap_percent": round(max(gaps), 3),
+            "planning_s": round(took_s / num_chains, 4),
+        }
+    plan_search._EXHAUSTIVE_LAYERS = every_plan_up_to
+    return rows
+
+
 def main() -> None:
     """Runs both parts and prints them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="file for the results as JSON")
     arguments = parser.parse_args()
-    rows = published() | synthetic()
+    rows = published() | synthetic() | short()
     for name, row in rows.items():
-        print(f"{name:24}", "  ".join(f"{key} {value}" for key, value in row.items()))
+        print(f"{name:27}", "  ".join(f"{key} {value}" for key, value in row.items()))
     report(arguments.out, rows)
 
 

@@ -28,11 +28,11 @@ from roundpipe.layers import LayerChain, LayerCost
 from roundpipe.runtime.accelerator import PLANNED_SHARE
 from roundpipe.runtime.config import RecomputeGrain, RoundPipeRunConfig, resolve
 from roundpipe.runtime.planner import stage_needs
-from roundpipe.runtime.plans import Call, Plans
+from roundpipe.runtime.plans import Call, Plans, with_temporaries
 from roundpipe.runtime.schedule import ExecutePlan, make_schedule
 from roundpipe.runtime.simulate import HardwareProfile, Idle, simulate
 from roundpipe.runtime.simulated_timeline import simulate_timeline, steady
-from roundpipe.runtime.stage_cost import JobNeed
+from roundpipe.runtime.stage_cost import JobNeed, largest_layer_bytes
 from roundpipe.runtime.timeline import Timeline
 from roundpipe.target import Target
 
@@ -183,6 +183,11 @@ class Forecast:
         """Device memory of the stage that needs the most."""
         return max(self.stages, key=lambda need: need.total, default=None)
 
+    @property
+    def fits_devices(self) -> bool:
+        """Whether there is a plan that leaves room for all that is counted."""
+        return self.device is not None and self.device.total <= self.machine.budget_bytes
+
     def samples_per_s(self) -> float:
         """Samples in a second; 0 if it doesn't run."""
         return self.training.batch / self.speed.seconds_per_step if self.speed else 0.0
@@ -202,18 +207,20 @@ def forecast(target: Target, machine: Machine, training: Training) -> Forecast:
     """
     kwargs = target.kwargs_for(training.microbatch)
     notes: list[str] = []
-    measured = _measured(target, kwargs, machine.profile, notes)
+    measured = _measured(target, kwargs, machine, notes)
     if not target.has_loss:
         notes.append("the loss is not part of the model's call: its time and memory are left out")
     result = _at(target, measured, machine, training, notes)
     for changed in _alternatives(training, result):
-        other = _at(target, measured, machine, changed, notes, replay=result.plan is not None)
-        if other.plan is None or other.samples_per_s() < result.samples_per_s() * WORTH_NAMING:
+        other = _at(target, measured, machine, changed, notes, replay=result.fits_devices)
+        if not other.fits_devices:
+            continue
+        if result.fits_devices and other.samples_per_s() < result.samples_per_s() * WORTH_NAMING:
             continue
         result.changes.append(_describe(training, changed, other, result))
-        if result.plan is None:
+        if not result.fits_devices:
             break  # the first that fits is the cheapest
-    if result.plan is None and not result.changes:
+    if not result.fits_devices and not result.changes:
         result.changes.append("shorter sequences, a device with more memory, or --lora (no gradients of the weights)")
     host_bytes = machine.host_memory_bytes
     if host_bytes is not None and result.host.total > host_bytes:
@@ -230,11 +237,12 @@ class _Measured:
     device_costs: tuple[LayerCost, ...]
 
 
-def _measured(target: Target, kwargs: dict[str, Any], profile: DeviceProfile, notes: list[str]) -> _Measured:
+def _measured(target: Target, kwargs: dict[str, Any], machine: Machine, notes: list[str]) -> _Measured:
     """The layers, with costs for a microbatch like the keyword arguments."""
+    limit_bytes = largest_layer_bytes(machine.budget_bytes)
     try:
         with torch.enable_grad():
-            traced = trace(target.model, (), kwargs)
+            traced = trace(target.model, (), kwargs, max_leaf_bytes=limit_bytes)
     except TraceError as error:
         raise TraceError(f"there is no forecast for a model that runs whole, which this one would: {error}") from error
     costs = measure(traced)
@@ -243,8 +251,8 @@ def _measured(target: Target, kwargs: dict[str, Any], profile: DeviceProfile, no
     estimated = sum(cost.estimated for cost in costs.values())
     if estimated:
         notes.append(f"the costs of {estimated} of {len(costs)} nodes are guessed from sizes")
-    parts = partition(traced, costs)
-    on_device = generate(traced, parts, measure(traced, profile))
+    parts = partition(traced, costs, max_layer_bytes=limit_bytes)
+    on_device = generate(traced, parts, measure(traced, machine.profile))
     return _Measured(generate(traced, parts, costs), on_device.costs)
 
 
@@ -270,17 +278,24 @@ def _at(
     )
     call = Call(chain, config, [()] * number, [kwargs] * number, [None] * number, number)
     factor = call.elements() / chain.example_elements if chain.example_elements else 1.0
-    costs = tuple(cost.scaled(factor) for cost in measured.device_costs)
+    costs = tuple(with_temporaries([cost.scaled(factor) for cost in measured.device_costs]))
+    plans = Plans(machine.num_devices, [machine.budget_bytes], accelerators=True)
     reasons, plan, speed = [], None, None
     stages: tuple[JobNeed, ...] = ()
     try:
-        plan = Plans(machine.num_devices, [machine.budget_bytes]).plan(call)
+        plan = plans.plan(call)
     except DeviceMemoryError as error:
         reasons.append(str(error))
     else:
         grain = training.recompute_grain
         stages = tuple(stage_needs(plan, costs, num_workers=machine.num_devices, recompute_grain=grain))
         speed = _speed(plan, costs, machine, training) if replay else None
+        needed_bytes = max(need.total for need in stages)
+        if needed_bytes > machine.budget_bytes:
+            reasons.append(
+                f"a device needs {needed_bytes:,} bytes with what comes and goes within layers, and its budget is "
+                f"{machine.budget_bytes:,} bytes"
+            )
     host = _host_need(target, training, plan, costs, speed)
     if machine.host_memory_bytes is not None and host.total > machine.host_memory_bytes:
         reasons.append(f"the host needs {host.total:,} bytes of memory and has {machine.host_memory_bytes:,}")
@@ -381,10 +396,10 @@ def compared(result: Forecast) -> list[ComparedSchedule]:
 
 
 def _alternatives(training: Training, result: Forecast) -> Iterator[Training]:
-    """Settings to try: for memory if no plan fits the devices, the cheapest first; otherwise for speed."""
+    """Settings to try: for memory if nothing fits the devices, the cheapest first; otherwise for speed."""
     other_grain: RecomputeGrain = "layer" if training.recompute_grain == "stage" else "stage"
     number, batch = training.num_microbatches, training.batch
-    if result.speed is not None:
+    if result.speed is not None and result.fits_devices:
         if result.speed.idle.total > MUCH_IDLE:
             yield replace(training, batch=2 * batch, num_microbatches=2 * number)
             yield replace(training, recompute_grain=other_grain)
@@ -408,7 +423,7 @@ def _describe(training: Training, changed: Training, other: Forecast, result: Fo
         options.append(f"--microbatches {changed.num_microbatches}")
     if changed.recompute_grain != training.recompute_grain:
         options.append(f"--recompute {changed.recompute_grain}")
-    if result.plan is None:
+    if not result.fits_devices:
         return f"{' '.join(options)}: fits the devices"
     gain = other.samples_per_s() / result.samples_per_s() - 1
     return f"{' '.join(options)}: {gain:+.0%} throughput"

@@ -27,6 +27,9 @@ from roundpipe import structure
 
 Carry = dict[str, Any]
 
+ESTIMATED_LINK_BYTES_PER_S = 25e9
+"""Between host and device, one direction, of the device that estimated seconds are for."""
+
 EXECUTION_DEVICE = "execution_device"
 """Attribute of a generated layer that names the device it runs on; each worker sets it on its copy."""
 
@@ -76,6 +79,8 @@ class LayerCost:
     """Largest number of bytes that its forward holds at once without autograd, its inputs not counted."""
     carry_bytes: int = 0
     """Bytes of the values live at the cut behind it."""
+    temporary_bytes: int = 0
+    """Bytes that come and go while it runs with autograd, beside what is kept: 0 where no device accounts for them."""
 
     def scaled(self, factor: float) -> LayerCost:
         """The cost for a microbatch ``factor`` times the example's size; weights stay."""
@@ -88,6 +93,7 @@ class LayerCost:
             activation_bytes=round(self.activation_bytes * factor),
             workspace_bytes=round(self.workspace_bytes * factor),
             carry_bytes=round(self.carry_bytes * factor),
+            temporary_bytes=round(self.temporary_bytes * factor),
         )
 
 
@@ -218,6 +224,11 @@ def weight_bytes_of(module: nn.Module) -> int:
     """Bytes of a module's parameters and buffers, shared ones once."""
     unique = {id(t): t for t in (*module.parameters(), *module.buffers())}
     return sum(t.numel() * t.element_size() for t in unique.values())
+
+
+def training_bytes_of(module: nn.Module) -> int:
+    """Bytes of a module's parameters and buffers and of the gradients of those that are trained, shared ones once."""
+    return weight_bytes_of(module) + sum(t.numel() * t.element_size() for t in module.parameters() if t.requires_grad)
 
 
 _RANDOM_MODULES = ("Dropout", "RReLU", "FractionalMaxPool", "Transformer", "MultiheadAttention", "RNN", "LSTM", "GRU")

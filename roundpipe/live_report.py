@@ -85,7 +85,10 @@ class Prediction:
     downloaded_bytes: float | None
     """Per round, all devices."""
     peak_device_bytes: int | None
-    """None: nothing is known of what layers keep for backward, as of a model that was not traced."""
+    """What the plan counts with on any device; None: nothing is known of what layers keep for backward, as of a model
+    that was not traced."""
+    device_bytes: tuple[int, ...] | None
+    """Per worker, the most that is in use at once."""
     rests_on: str
     """Where the costs of layers come from."""
 
@@ -189,6 +192,9 @@ class RunReport:
         causes = [cause for cause in WAIT_CAUSES if any(one.idle.get(cause, 0.0) >= 5e-4 for one in self.workers)]
         lanes = [str(lane) for lane in Lane if lane is not Lane.COMPUTE]
         headers = ["worker", "busy", *(cause.replace("_", " ") for cause in causes), *lanes, "peak"]
+        expected = None if self.predicted is None else self.predicted.device_bytes
+        if expected is not None:
+            headers.append("predicted")
         body = [
             [
                 one.device,
@@ -196,8 +202,9 @@ class RunReport:
                 *(_percent(one.idle.get(cause, 0.0)) for cause in causes),
                 *(format_bytes(one.moved_bytes[lane]) for lane in lanes),
                 format_bytes(one.peak_bytes),
+                *([] if expected is None else [format_bytes(expected[index])]),
             ]
-            for one in self.workers
+            for index, one in enumerate(self.workers)
         ]
         return worker_table(headers, body)
 
@@ -358,19 +365,23 @@ def _predict(
     if latest is None or chain is None:
         return None
     schedule, grain, costs = latest.schedule, latest.recompute_grain, plans.costs(chain, latest.elements)
+    knows_memory = any(cost.activation_bytes for cost in costs)
+    has_accelerators = any(backend.device.type != "cpu" for backend in engine.backends)
+    profile = HardwareProfile(
+        prefetch_across_rounds=latest.overlaps,
+        gradients_stay=has_accelerators,
+        inputs_ahead=int(has_accelerators),
+    )
     plan_peak = None
-    if any(cost.activation_bytes for cost in costs):
+    if knows_memory:
         plan_peak = peak_bytes(plan_of(schedule)[0], costs, num_workers=schedule.num_workers, recompute_grain=grain)
     if not plans.is_measured(chain):
-        return Prediction(None, None, None, None, plan_peak, "bytes of layers; their seconds are not measured yet")
+        device_bytes = simulate(schedule, costs, profile, recompute_grain=grain).peak_bytes if knows_memory else None
+        rests_on = "bytes of layers; their seconds are not measured yet"
+        return Prediction(None, None, None, None, plan_peak, device_bytes, rests_on)
     up, down = (bytes_per_s(meters, lane) for lane in (Lane.WEIGHTS, Lane.GRADIENTS))
     trained = sum(num_trained(cost) for cost in costs)
-    profile = HardwareProfile(
-        upload_bytes_per_s=up,
-        download_bytes_per_s=down,
-        prefetch_across_rounds=latest.overlaps,
-        inputs_ahead=int(any(backend.device.type != "cpu" for backend in engine.backends)),
-    )
+    profile = replace(profile, upload_bytes_per_s=up, download_bytes_per_s=down)
     if update_s and num_steps and trained:
         rate = trained * num_steps / update_s
         profile = replace(profile, optimizer_bytes_per_parameter=1, optimizer_bytes_per_s=rate)
@@ -390,5 +401,6 @@ def _predict(
         found.uploaded_bytes,
         found.downloaded_bytes,
         plan_peak,
+        found.peak_bytes if knows_memory else None,
         "measured times of layers, links and the optimizer",
     )

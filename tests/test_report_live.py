@@ -255,6 +255,28 @@ def test_memory_is_predicted_for_a_traced_model():
     assert "planned for" in str(report)
 
 
+@pytest.mark.parametrize("rounds", [1, 4], ids=["estimated", "measured"])
+def test_memory_is_predicted_per_device(rounds):
+    """Two stages, two devices: each has the same two jobs in every round, and their memory is not the same."""
+    torch.manual_seed(0)
+    value = torch.randn(12, 64)
+    widths = [64, 512, 512, 64, 64]
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.GELU()) for a, b in zip(widths, widths[1:], strict=False)))
+    settings = roundpipe.RoundPipeRunConfig(num_microbatch=3)
+    with roundpipe.compile(net, example_args=(value,), devices=["cpu"] * 2, model_run_config=settings) as model:
+        layers = len(model._state.source.latest)
+        plan = ExecutePlan([(0, 1), (1, 2)], (2, layers), [(0, 2)])
+        for _ in range(rounds):
+            model.forward_backward((value,), loss_fn=square_loss, run_config=config(3, plan=plan))
+        report = model.report()
+    assert report.predicted is not None and report.predicted.device_bytes is not None
+    measured = [one.peak_bytes for one in report.workers]
+    assert measured == pytest.approx(list(report.predicted.device_bytes), rel=0.1)
+    assert max(measured) > 1.2 * min(measured)
+    header, *rows = [line.split() for line in str(report).split("worker", 1)[1].splitlines()]
+    assert header[-2:] == ["peak", "predicted"] and all(len(row) > 2 for row in rows if row)
+
+
 def test_a_model_that_runs_by_parts_has_a_report_too():
     model = roundpipe.wrap_model_to_roundpipe(Branches(), use_sequential_preset=False, devices=["cpu"])
     with model, pytest.warns(UserWarning, match="nothing overlaps"):

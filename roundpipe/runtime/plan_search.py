@@ -14,18 +14,18 @@ counted in operations instead of time), and every plan found is within the budge
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise, product
 from math import ceil, gcd, inf, log
 from random import Random
+from typing import Literal, NamedTuple
 
-from roundpipe.runtime.stage_cost import StageCost, StageCosts, peak_bytes, round_seconds
+from roundpipe.runtime.stage_cost import StageCost, StageCosts, StagePhase, peak_bytes, round_seconds
 
-_SEARCH_OPS = 3_500_000
-"""Effort of one search at most; an op takes 0.1 to 0.2 microseconds."""
+_SEARCH_OPS = 5_000_000
+"""Effort of one search at most; an op takes about 0.1 microseconds."""
 
-_OPS_PER_LAYER_CUBED = 400
+_OPS_PER_LAYER_CUBED = 700
 """Effort of one search of a short chain."""
 
 _EXHAUSTIVE_LAYERS = 7
@@ -37,8 +37,12 @@ _REPLICAS_EFFORT = 2
 _PACKING_SHARE = 0.4
 """Share of the effort that packing may take."""
 
-_BOUND_OPS, _ROUND_OPS, _STEP_OPS, _FIT_OPS = 3, 16, 15, 3
-"""Effort of a lower bound and of an evaluation per job, of making a step, and of asking if a range fits."""
+_VISIT_OPS, _CANDIDATE_OPS, _BOUND_OPS, _ROUND_OPS, _REPLICAS_OPS = 40, 60, 4, 20, 8
+"""Effort of a look at a candidate, of one that is new, of a lower bound and of an evaluation per job, and per
+microbatch of a job if there are replicas."""
+
+_STEP_OPS, _REACH_OPS, _PACK_OPS = 3, 25, 40
+"""Effort of a step that may be gone, of the reach of ranges per layer, and of packing per range."""
 
 _NUM_STARTS = 12
 """Starts of the fused tail that are packed for."""
@@ -64,8 +68,14 @@ _AS_FAST = 1 + 1e-9
 _MAX_REPLICAS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Cuts:
+Recut = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+"""Ranges from one to before another, and what takes their place: the edges between, and replicas per range."""
+
+Step = tuple[Literal["forward", "backward"], Recut] | tuple[Literal["start", "copies"], int]
+"""A range is cut otherwise, or the fused tail starts elsewhere or has more or fewer replicas."""
+
+
+class Cuts(NamedTuple):
     """Ranges that cover the layers before the fused tail, all forward or all backward, ascending."""
 
     edges: tuple[int, ...]
@@ -78,24 +88,31 @@ class Cuts:
         """Cuts without replicas."""
         return cls(tuple(edges), (1,) * (len(edges) - 1))
 
-    def neighbours(self, replicate: bool) -> Iterator[Cuts]:
-        """The cuts one step away: a moved edge, a merged or split range, a replica more or less."""
+    def recuts(self, replicate: bool) -> Iterator[Recut]:
+        """The ways to the cuts one step away: a moved edge, a merged or split range, a replica more or less."""
         edges, replicas = self.edges, self.replicas
         for index in range(1, len(edges) - 1):
             before, edge, behind = edges[index - 1 : index + 2]
             for moved in sorted({edge - 1, edge + 1, (before + edge) // 2, (edge + behind + 1) // 2}):
                 if before < moved < behind and moved != edge:
-                    yield Cuts((*edges[:index], moved, *edges[index + 1 :]), replicas)
-            merged = (*replicas[: index - 1], 1, *replicas[index + 1 :])
-            yield Cuts((*edges[:index], *edges[index + 1 :]), merged)
+                    yield index - 1, index + 1, (moved,), replicas[index - 1 : index + 1]
+            yield index - 1, index + 1, (), (1,)
         for index, (start, stop) in enumerate(pairwise(edges)):
-            for middle in sorted({start + 1, (start + stop) // 2, stop - 1}):
-                if start < middle < stop:
-                    split = (*replicas[:index], 1, 1, *replicas[index + 1 :])
-                    yield Cuts((*edges[: index + 1], middle, *edges[index + 1 :]), split)
-            for count in (replicas[index] - 1, replicas[index] + 1):
-                if replicate and 1 <= count <= _MAX_REPLICAS:
-                    yield Cuts(edges, (*replicas[:index], count, *replicas[index + 1 :]))
+            if stop - start > 1:
+                for middle in sorted({start + 1, (start + stop) // 2, stop - 1}):
+                    yield index, index + 1, (middle,), (1, 1)
+            if replicate:
+                for count in (replicas[index] - 1, replicas[index] + 1):
+                    if 1 <= count <= _MAX_REPLICAS:
+                        yield index, index + 1, (), (count,)
+
+    def recut(self, recut: Recut) -> Cuts:
+        """The cuts at the end of such a way."""
+        first, last, inner, counts = recut
+        return Cuts(
+            (*self.edges[: first + 1], *inner, *self.edges[last:]),
+            (*self.replicas[:first], *counts, *self.replicas[last:]),
+        )
 
     def ended_at(self, stop: int) -> Cuts:
         """The same cuts with another start of the fused tail: the deepest range grows or shrinks."""
@@ -105,8 +122,7 @@ class Cuts:
         return Cuts((*edges, stop), (*self.replicas, 1)[: len(edges)])
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A plan as cuts; both end at the start of the fused tail."""
 
     forward: Cuts
@@ -128,19 +144,40 @@ class Candidate:
         """Per job, in the order of the round."""
         return (*self.forward.replicas, self.fused_replicas, *reversed(self.backward.replicas))
 
-    def steps(self, num_layers: int, replicate: bool) -> Iterator[Candidate]:
-        """The candidates one step away."""
+    def steps(self, num_layers: int, replicate: bool) -> list[Step]:
+        """The ways to the candidates one step away; most are never gone."""
         start = self.fused_start
-        for moved in (start - 1, start + 1, start - 2, start + 2):
-            if 0 <= moved < num_layers:
-                yield replace(self, forward=self.forward.ended_at(moved), backward=self.backward.ended_at(moved))
-        for forward in self.forward.neighbours(replicate):
-            yield replace(self, forward=forward)
-        for backward in self.backward.neighbours(replicate):
-            yield replace(self, backward=backward)
-        for count in (self.fused_replicas - 1, self.fused_replicas + 1):
-            if replicate and 1 <= count <= _MAX_REPLICAS:
-                yield replace(self, fused_replicas=count)
+        steps: list[Step] = [
+            ("start", moved) for moved in (start - 1, start + 1, start - 2, start + 2) if 0 <= moved < num_layers
+        ]
+        steps += [("forward", recut) for recut in self.forward.recuts(replicate)]
+        steps += [("backward", recut) for recut in self.backward.recuts(replicate)]
+        if replicate:
+            counts = (self.fused_replicas - 1, self.fused_replicas + 1)
+            steps += [("copies", count) for count in counts if 1 <= count <= _MAX_REPLICAS]
+        return steps
+
+    def after(self, step: Step) -> Candidate:
+        """The candidate at the end of a step."""
+        forward, backward, count = self.forward, self.backward, self.fused_replicas
+        if step[0] == "forward":
+            forward = forward.recut(step[1])
+        elif step[0] == "backward":
+            backward = backward.recut(step[1])
+        elif step[0] == "start":
+            forward, backward = forward.ended_at(step[1]), backward.ended_at(step[1])
+        else:
+            count = step[1]
+        return Candidate(forward, backward, count)
+
+
+class _Reach(NamedTuple):
+    """How far ranges go that are within memory."""
+
+    ahead: list[int]
+    """Per first layer, the last stop."""
+    back: list[int]
+    """Per stop, the first start."""
 
 
 class Search:
@@ -176,6 +213,10 @@ class Search:
         self.num_ops_left = min(_SEARCH_OPS, _OPS_PER_LAYER_CUBED * self.num_layers**3)
         self.num_ops_left *= _REPLICAS_EFFORT if replicate else 1
         both = zip(costs.forward_s, costs.backward_s, strict=True)
+        self._forward: tuple[tuple[int, ...] | None, list[StageCost]] = (None, [])
+        self._backward: tuple[tuple[int, ...] | None, list[StageCost]] = (None, [])
+        """Of the latest candidate: its edges and stages."""
+        self._reaches: dict[tuple[str, int | None], _Reach] = {}
         self._times = {"F": costs.forward_s, "B": [forward_s + backward_s for forward_s, backward_s in both]}
 
     def run(self) -> list[Candidate]:
@@ -199,30 +240,47 @@ class Search:
 
     def stages(self, candidate: Candidate) -> list[StageCost]:
         """The costs of a candidate's jobs, in the order of the round."""
-        stages = [self.costs.forward(start, stop) for start, stop in pairwise(candidate.forward.edges)]
-        stages.append(self.costs.fused(candidate.fused_start, self.num_layers))
-        backward = [self.costs.backward(start, stop) for start, stop in pairwise(candidate.backward.edges)]
-        return stages + backward[::-1]
+        forward, backward = candidate.forward.edges, candidate.backward.edges
+        if self._forward[0] is not forward:  # most steps leave one side as it was
+            self._forward = forward, [*map(self.costs.forward, forward, forward[1:])]
+        if self._backward[0] is not backward:
+            self._backward = backward, [*map(self.costs.backward, backward, backward[1:])][::-1]
+        return [*self._forward[1], self.costs.fused(forward[-1], self.num_layers), *self._backward[1]]
 
     def lower_bound_s(self, candidate: Candidate, stages: list[StageCost]) -> float:
         """A round takes no less: the work of the busiest workers, and the way to the losses."""
-        num_microbatches = self.num_microbatches
+        num_microbatches, num_workers = self.num_microbatches, self.num_workers
         replicas = candidate.replicas
         num_to_loss = len(candidate.forward.edges)
+        seconds = [stage.seconds for stage in stages]
         if max(replicas) == 1:
-            work = [num_microbatches * stage.seconds for stage in stages]
-            repeated_s = (num_microbatches - 1) * max(stage.seconds for stage in stages[:num_to_loss])
+            num_slots, work_s = len(seconds), seconds
+            repeated_s = (num_microbatches - 1) * max(seconds[:num_to_loss])
         else:
             work, repeated_s = [], 0.0
-            for position, (stage, count) in enumerate(zip(stages, replicas, strict=True)):
+            for position, (one_s, count) in enumerate(zip(seconds, replicas, strict=True)):
                 shares = [(num_microbatches - replica + count - 1) // count for replica in range(count)]
-                work += [share * stage.seconds for share in shares]
+                work += [share * one_s / num_microbatches for share in shares]
                 if position < num_to_loss:
-                    repeated_s = max(repeated_s, (shares[0] - 1) * stage.seconds)
-        num_classes = gcd(len(work), self.num_workers)
-        busiest_s = max(sum(work[first::num_classes]) for first in range(num_classes))
-        to_loss_s = sum(stage.seconds for stage in stages[:num_to_loss])
-        return max(busiest_s * num_classes / self.num_workers, to_loss_s + repeated_s)
+                    repeated_s = max(repeated_s, (shares[0] - 1) * one_s)
+            num_slots, work_s = len(work), work
+        num_classes = gcd(num_slots, num_workers)
+        busiest_s = max(sum(work_s[first::num_classes]) for first in range(num_classes)) * num_microbatches
+        return max(busiest_s * num_classes / num_workers, sum(seconds[:num_to_loss]) + repeated_s)
+
+    def with_transfers_s(self, candidate: Candidate, link_bytes_per_s: float) -> float:
+        """A guess at the seconds per round of an evaluated candidate whose weights and gradients take time to move.
+
+        While a job runs, the weights of its worker's next job come up and the gradients of the one before go down.
+        """
+        stages, num_workers = self.stages(candidate), self.num_workers
+        turn = num_workers % len(stages)
+        total_s = 0.0
+        for position, stage in enumerate(stages):
+            following, before = stages[position - len(stages) + turn], stages[position - turn]
+            moved_bytes = max(following.weight_bytes, before.gradient_bytes)
+            total_s += max(self.num_microbatches * stage.seconds, moved_bytes / link_bytes_per_s)
+        return max(total_s / num_workers, self.values[candidate])
 
     def fits(self, candidate: Candidate, stages: list[StageCost]) -> bool:
         """Whether the peak is within the budget."""
@@ -233,18 +291,19 @@ class Search:
 
     def evaluate(self, candidate: Candidate, limit_s: float = inf) -> float:
         """Seconds per round; infinite if the plan does not fit or its bound is above the limit."""
+        self.num_ops_left -= _VISIT_OPS
         known = self.values.get(candidate)
         if known is not None:
             return known
         if self._refuted.get(candidate, 0.0) > limit_s:
             return inf
         stages = self.stages(candidate)
-        self.num_ops_left -= _BOUND_OPS * len(stages)
+        self.num_ops_left -= _CANDIDATE_OPS + _BOUND_OPS * len(stages)
         if self.lower_bound_s(candidate, stages) > limit_s or not self.fits(candidate, stages):
             return inf
         replicas = candidate.replicas
-        by_op = max(self.num_microbatches // 3, 1) if max(replicas) > 1 else 1
-        self.num_ops_left -= _ROUND_OPS * len(stages) * by_op
+        per_job = _REPLICAS_OPS * self.num_microbatches if max(replicas) > 1 else _ROUND_OPS
+        self.num_ops_left -= _VISIT_OPS + _CANDIDATE_OPS + per_job * len(stages)
         value = round_seconds(
             stages,
             len(candidate.forward.replicas),
@@ -265,7 +324,7 @@ class Search:
     def _pack_all(self) -> None:
         """Evaluates packings for each start of the fused tail, the most promising start first."""
         share = int(self.num_ops_left * _PACKING_SHARE / _NUM_STARTS)
-        starts = self._fused_starts()
+        starts = self.fused_starts()
         self.floor_s = starts[0][1] if starts else 0.0
         for start, bound_s in starts[:_NUM_STARTS]:
             if bound_s > self.best_s:
@@ -291,7 +350,7 @@ class Search:
                 even[phase].update((len(edges), edges) for edges in packed[-1:])
         yield from product(even["F"].values(), even["B"].values())
 
-    def _fused_starts(self) -> list[tuple[int, float]]:
+    def fused_starts(self) -> list[tuple[int, float]]:
         """Starts of the fused tail that may fit, and a lower bound for each, the lowest first."""
         bounds = []
         copies = max(self._fused_counts)
@@ -329,56 +388,76 @@ class Search:
             caps_bytes.append(cap_bytes)
         return caps_bytes[::-1]
 
-    def allowed(self, phase: str, start: int, stop: int, cap_bytes: int | None) -> bool:
+    def allowed(self, phase: StagePhase, start: int, stop: int, cap_bytes: int | None) -> bool:
         """Whether a range is within memory."""
         if cap_bytes is None or self.budget_bytes is None:
             return True
-        self.num_ops_left -= _FIT_OPS
-        phases = {"F": self.costs.forward, "U": self.costs.fused, "B": self.costs.backward}
-        stage = phases[phase](start, stop)
-        own_bytes = 2 * stage.gradient_bytes + stage.working_bytes  # the visit before brings about as many down
-        return stage.weight_bytes <= cap_bytes and 2 * cap_bytes + own_bytes <= self.budget_bytes
+        costs = self.costs
+        if costs.weight_bytes(start, stop) > cap_bytes:
+            return False
+        gradient_bytes = 2 * costs.gradient_bytes(phase, start, stop)  # the visit before brings about as many down
+        return 2 * cap_bytes + gradient_bytes + costs.working_bytes(phase, start, stop) <= self.budget_bytes
 
-    def _longest(self, phase: str, edge: int, direction: int, in_time: int, cap_bytes: int | None) -> int:
-        """Length of the longest range from an edge, ahead or back, that is within time and memory; 0: none."""
+    def _reach(self, phase: StagePhase, cap_bytes: int | None) -> _Reach:
+        """How far ranges go within memory; as a wider range needs no less, two edges move along the layers."""
+        known = self._reaches.get((phase, cap_bytes))
+        if known is not None:
+            return known
+        num_layers = self.num_layers
+        if cap_bytes is None:
+            found = _Reach([num_layers] * num_layers, [0] * (num_layers + 1))
+        else:
+            ahead, back, stop, start = [], [0], 0, 0
+            for edge in range(num_layers):
+                stop = max(stop, edge)
+                while stop < num_layers and self.allowed(phase, edge, stop + 1, cap_bytes):
+                    stop += 1
+                ahead.append(stop)
+            for edge in range(1, num_layers + 1):
+                while start < edge and not self.allowed(phase, start, edge, cap_bytes):
+                    start += 1
+                back.append(start)
+            found = _Reach(ahead, back)
+            self.num_ops_left -= _REACH_OPS * num_layers
+        self._reaches[phase, cap_bytes] = found
+        return found
 
-        def allowed(length: int) -> bool:
-            other = edge + direction * length
-            return self.allowed(phase, min(edge, other), max(edge, other), cap_bytes)
-
-        return _largest(in_time, allowed)
-
-    def _pack(self, phase: str, layers: int, target_s: float, cap_bytes: int | None) -> list[tuple[int, ...]]:
+    def _pack(self, phase: StagePhase, layers: int, target_s: float, cap_bytes: int | None) -> list[tuple[int, ...]]:
         """Edges of ranges over the first layers: filled from the left, from the right, and evenly.
 
         A range ends before it takes longer than the target or outgrows memory; one layer may take longer.
         """
         if layers == 0:
             return [(0,)]
-        times, left, right = self._times[phase], [0], [layers]
-        while left[-1] < layers:
-            start = left[-1]
-            in_time = max(bisect_right(times, times[start] + target_s, 0, layers + 1) - 1 - start, 1)
-            length = self._longest(phase, start, 1, in_time, cap_bytes)
-            if length == 0:
+        times, reach, left, right = self._times[phase], self._reach(phase, cap_bytes), [0], [layers]
+        edge = 0
+        while edge < layers:
+            in_time = bisect_right(times, times[edge] + target_s, edge + 1, layers + 1) - 1
+            stop = min(max(in_time, edge + 1), reach.ahead[edge])
+            while stop > edge and not self.allowed(phase, edge, stop, cap_bytes):
+                stop -= 1
+            if stop == edge:
                 return []
-            left.append(start + length)
-        while right[-1] > 0:
-            stop = right[-1]
-            in_time = max(stop - bisect_left(times, times[stop] - target_s, 0, stop), 1)
-            length = self._longest(phase, stop, -1, in_time, cap_bytes)
-            if length == 0:
+            left.append(stop)
+            edge = stop
+        while edge > 0:
+            in_time = bisect_left(times, times[edge] - target_s, 0, edge)
+            start = max(min(in_time, edge - 1), reach.back[edge])
+            while start < edge and not self.allowed(phase, start, edge, cap_bytes):
+                start += 1
+            if start == edge:
                 return []
-            right.append(stop - length)
-        self.num_ops_left -= _STEP_OPS * len(left)
+            right.append(start)
+            edge = start
         packed = {tuple(left): None, tuple(reversed(right)): None}
         for count in (len(left), len(left) - 1):
             even = self._even(phase, layers, count)
             if all(self.allowed(phase, start, stop, cap_bytes) for start, stop in pairwise(even)):
                 packed[even] = None
+        self.num_ops_left -= _PACK_OPS * len(left)
         return list(packed)
 
-    def _even(self, phase: str, layers: int, count: int) -> tuple[int, ...]:
+    def _even(self, phase: StagePhase, layers: int, count: int) -> tuple[int, ...]:
         """Edges of at most ``count`` ranges, each cut nearest to where equal times would end."""
         times, edges = self._times[phase], [0]
         for part in range(1, min(count, layers)):
@@ -409,8 +488,9 @@ class Search:
         """Evaluates the plans with the least memory: one layer per stage, and those one step from it."""
         singles = Cuts.single(range(self.num_layers))
         candidate = Candidate(singles, singles)
-        for step in (candidate, *candidate.steps(self.num_layers, self.replicate)):
-            self.evaluate(step)
+        self.evaluate(candidate)
+        for step in candidate.steps(self.num_layers, self.replicate):
+            self.evaluate(candidate.after(step))
 
     # --------------------------------------------------------------------------------- climbing
 
@@ -425,17 +505,21 @@ class Search:
 
     def _climb(self, candidate: Candidate) -> Candidate:
         """Where a climb ends: no single step leads to a better plan."""
-        steps = list(candidate.steps(self.num_layers, self.replicate))
+        steps = self._steps(candidate)
         position, num_refuted = 0, 0
         while num_refuted < len(steps) and self.num_ops_left > 0:
-            step = steps[position % len(steps)]
+            step = candidate.after(steps[position % len(steps)])
             position, num_refuted = position + 1, num_refuted + 1
             limit_s = self.values[candidate] * _AS_FAST
             if self.evaluate(step, limit_s) < inf and self.rank(step) < self.rank(candidate):
                 candidate, num_refuted = step, 0
-                steps = list(candidate.steps(self.num_layers, self.replicate))
-                self.num_ops_left -= _STEP_OPS * len(steps)
+                steps = self._steps(candidate)
         return candidate
+
+    def _steps(self, candidate: Candidate) -> list[Step]:
+        steps = candidate.steps(self.num_layers, self.replicate)
+        self.num_ops_left -= _STEP_OPS * len(steps)
+        return steps
 
     def _kick(self, leaders: list[Candidate]) -> None:
         """Leaves the ends of the climbs by random steps and climbs again."""
@@ -444,23 +528,11 @@ class Search:
             chosen = min(random.sample(leaders, min(2, len(leaders))), key=self.rank)
             kicked = chosen
             for _ in range(random.randint(1, _MAX_KICK)):
-                steps = list(kicked.steps(self.num_layers, self.replicate))
-                self.num_ops_left -= _STEP_OPS * len(steps)
+                steps = self._steps(kicked)
                 if not steps:
                     return
-                kicked = random.choice(steps)
+                kicked = kicked.after(random.choice(steps))
             if self.evaluate(kicked, self.values[chosen] * _KICK_WITHIN) < inf:
                 end = self._climb(kicked)
                 if end not in leaders:
                     leaders = sorted([*leaders, end], key=self.rank)[:_NUM_LEADERS]
-
-
-def _largest(high: int, allowed: Callable[[int], bool]) -> int:
-    """The largest number up to ``high`` that is allowed, where all below an allowed one are; 0: none."""
-    if allowed(high):
-        return high
-    low = 0
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if allowed(middle) else (low, middle)
-    return low

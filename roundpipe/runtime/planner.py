@@ -10,25 +10,29 @@ Invariant: a plan covers every layer, its peak is within the budget, and equal a
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 
 from roundpipe.errors import ConfigError, DeviceMemoryError
 from roundpipe.layers import LayerCost
 from roundpipe.runtime import stage_cost
 from roundpipe.runtime.plan_search import Candidate, Cuts, Search
 from roundpipe.runtime.schedule import ExecutePlan
-from roundpipe.runtime.stage_cost import JobNeed, RecomputeGrain, StageCost, StageCosts
+from roundpipe.runtime.stage_cost import JobNeed, RecomputeGrain, StageCost, StageCosts, StagePhase
 
-_NUM_PREDICTED = 5
-"""Plans of different shape that a prediction chooses among."""
+_MOST_PREDICTED = 800
+"""Visits, times microbatches, of the plans that a prediction chooses among: it takes about 0.2 ms for each."""
+
+_LEAST_PREDICTED = 2
+"""Plans that it chooses among however many visits they have."""
+
+_ALIKE = 0.005
+"""Share of a round's time by which plans may differ that are taken to be equally fast."""
 
 _ROUNDING = 1 + 1e-8
 """Factor within which a range keeps a target time."""
-
-_PREDICT_WITHIN = 1.03
-"""How much slower, by the recurrence, a plan may be that a prediction chooses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,7 @@ def plan(
     recompute_grain: RecomputeGrain = "stage",
     names: Sequence[str] | None = None,
     predict: Callable[[ExecutePlan], float] | None = None,
+    link_bytes_per_s: float = inf,
 ) -> ExecutePlan:
     """The fastest plan found for a chain of layers.
 
@@ -59,8 +64,9 @@ def plan(
         memory_budget_bytes: what a plan may use of each device; None = no limit.
         recompute_grain: whose activations a backward stage holds at once, ``"stage"`` or ``"layer"``.
         names: of the layers, for errors.
-        predict: seconds per round of a plan by a finer model, such as the simulator; it chooses among
-            the best few plans.
+        predict: seconds per round of a plan by a finer model, such as the simulator; it chooses among plans of
+            different shape, those first that are most likely the best. Without it, transfers are left out.
+        link_bytes_per_s: between host and device, one direction; tells which plans are likely.
 
     Raises:
         ConfigError: an argument out of range.
@@ -74,13 +80,42 @@ def plan(
         raise _misfit(table, num_workers, memory_budget_bytes, names)
     if predict is None:
         return _to_plan(found[0], len(costs))
-    within_s = search.values[found[0]] * _PREDICT_WITHIN
+    return _best_predicted(search, found, predict, link_bytes_per_s)
+
+
+def _best_predicted(
+    search: Search, found: Sequence[Candidate], predict: Callable[[ExecutePlan], float], link_bytes_per_s: float
+) -> ExecutePlan:
+    """The plan that is predicted to be the fastest among the best of each shape, as many as there is time for.
+
+    A prediction only adds to what the recurrence says, so plans that are slower by the recurrence alone are left out.
+    """
     shapes: dict[tuple[int, int, int], Candidate] = {}
     for candidate in found:
-        if search.values[candidate] > within_s or len(shapes) == _NUM_PREDICTED:
-            break
         shapes.setdefault(candidate.shape, candidate)
-    return min((_to_plan(candidate, len(costs)) for candidate in shapes.values()), key=predict)
+    likely_s = {one: search.with_transfers_s(one, link_bytes_per_s) for one in shapes.values()}
+    predicted_s: dict[Candidate, float] = {}
+    best_s, visits_left = inf, _MOST_PREDICTED
+    for candidate in _fewest_stages_first(likely_s):
+        if search.values[candidate] >= best_s:
+            continue
+        visits_left -= len(candidate.replicas) * search.num_microbatches
+        if visits_left < 0 and len(predicted_s) >= _LEAST_PREDICTED:
+            break
+        predicted_s[candidate] = predict(_to_plan(candidate, search.num_layers))
+        best_s = min(best_s, predicted_s[candidate])
+    return _to_plan(_fewest_stages_first(predicted_s)[0], search.num_layers)
+
+
+def _fewest_stages_first(seconds: Mapping[Candidate, float]) -> list[Candidate]:
+    """Candidates by time; of those alike the ones with the fewest stages, which move and wait the least."""
+    least_s = min(seconds.values())
+
+    def key(candidate: Candidate) -> tuple[float, int, float, Candidate]:
+        steps = (seconds[candidate] / least_s - 1) // _ALIKE if least_s else 0.0
+        return steps, len(candidate.replicas), seconds[candidate], candidate
+
+    return sorted(seconds, key=key)
 
 
 def plan_replicated(
@@ -103,6 +138,20 @@ def plan_replicated(
     if not found:
         raise _misfit(table, num_workers, memory_budget_bytes, names)
     return ReplicatedPlan(_to_plan(found[0], len(costs)), found[0].replicas)
+
+
+def least_seconds(
+    costs: Sequence[LayerCost],
+    *,
+    num_workers: int,
+    num_microbatches: int,
+    memory_budget_bytes: int | None = None,
+    recompute_grain: RecomputeGrain = "stage",
+) -> float:
+    """Seconds per round that no plan without replicas goes below; infinite if none fits. Arguments as for `plan`."""
+    _check(costs, num_workers, num_microbatches, recompute_grain, None)
+    search = Search(StageCosts(costs, recompute_grain), num_workers, num_microbatches, memory_budget_bytes)
+    return min((bound_s for _, bound_s in search.fused_starts()), default=inf)
 
 
 def plan_greedy(
@@ -138,7 +187,7 @@ def _fill_greedily(
     num_layers = len(table.layers)
     both_s = [forward + backward for forward, backward in zip(table.forward_s, table.backward_s, strict=True)]
 
-    def fill(phase: str, layers: int, target_s: float) -> Cuts | None:
+    def fill(phase: StagePhase, layers: int, target_s: float) -> Cuts | None:
         edges, times = [0], table.forward_s if phase == "F" else both_s
         while edges[-1] < layers:
             start = edges[-1]

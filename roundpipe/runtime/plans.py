@@ -13,6 +13,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from math import inf
 from typing import Any
 
@@ -20,10 +21,10 @@ import torch
 
 from roundpipe import structure
 from roundpipe.errors import DeviceMemoryError
-from roundpipe.layers import LayerChain, LayerCost
+from roundpipe.layers import ESTIMATED_LINK_BYTES_PER_S, LayerChain, LayerCost
 from roundpipe.runtime.config import RECOMPUTE_GRAINS, RecomputeGrain, ResolvedConfig
 from roundpipe.runtime.layer_times import LayerTimes, RoundTimes
-from roundpipe.runtime.planner import peak_bytes, round_seconds
+from roundpipe.runtime.planner import least_seconds, peak_bytes, round_seconds
 from roundpipe.runtime.planner import plan as choose_plan
 from roundpipe.runtime.round import Progress, Round
 from roundpipe.runtime.schedule import ExecutePlan, make_schedule
@@ -41,14 +42,20 @@ MEASURED_IN_A_ROW = 5
 """Rounds of a chain that are measured from the start on; then every `MEASURED_EACH`-th."""
 MEASURED_EACH = 8
 
-MOST_SIMULATED = 1000
-"""Visits of layers, times microbatches, of the largest rounds that are simulated to choose among the best plans."""
+MOST_SIMULATED = 4000
+"""Visits of layers, times microbatches, of the largest rounds that are simulated to choose among plans."""
 TASK_S = 150e-6
 """Seconds that a worker needs for a microbatch of a stage beside what layers take; tells many small microbatches from
-few large ones, which cost the same otherwise."""
+few large ones, and many small stages from few large ones, which cost the same otherwise."""
+
+ROOM_SHARES = (0.5, 0.0)
+"""Shares of what temporaries are estimated at that a plan leaves room for if it can't leave all of it."""
 
 GUESSED_ACTIVATIONS = 4
 """Values as large as the arguments that a layer of a chain without measured costs is taken to keep."""
+
+Prediction = Callable[[ExecutePlan], float]
+"""Seconds per round of a plan."""
 
 
 @dataclass(slots=True)
@@ -112,8 +119,9 @@ class Plans:
         num_workers: in the rotation.
         budgets_bytes: per worker, what may be used of its device; None: no limit.
         link_speeds: measured bytes per second up and down, per worker; infinity before anything was measured.
-        counts_temporaries: whether what a layer needs while it runs, and does not keep, is in the devices' memory too;
-            CPU workers don't count it.
+        accelerators: whether some devices are not CPU workers. Then what a layer needs while it runs, and does not
+            keep, is in their memory too, and estimated seconds, which are an accelerator's, can be compared with what
+            its link takes.
     """
 
     def __init__(
@@ -121,13 +129,13 @@ class Plans:
         num_workers: int,
         budgets_bytes: Iterable[int | None],
         link_speeds: Callable[[], tuple[float, float]] = lambda: (inf, inf),
-        counts_temporaries: bool = False,
+        accelerators: bool = False,
     ) -> None:
         limits = [one for one in budgets_bytes if one is not None]
         self._num_workers = num_workers
         self._budget_bytes = min(limits) if limits else None
         self._link_speeds = link_speeds
-        self._counts_temporaries = counts_temporaries
+        self._accelerators = accelerators
         self._known: weakref.WeakKeyDictionary[LayerChain, _Known] = weakref.WeakKeyDictionary()
         self._may_replan = False
 
@@ -159,7 +167,8 @@ class Plans:
         key = (call.num_microbatches, config.recompute_grain, size)
         present = known.plans.get(key)
         if present is None:
-            known.plans[key] = self._choose(call, self.costs(chain, elements))
+            costs = self.costs(chain, elements)
+            known.plans[key] = self._choose(call, costs, self._prediction(call, costs))
             known.looked_at[key] = known.times.num_rounds
         elif self._may_replan and known.times.num_rounds >= max(FIRST_REPLAN, 4 * known.looked_at[key]):
             known.looked_at[key] = known.times.num_rounds
@@ -179,7 +188,7 @@ class Plans:
         if key not in spare:
             costs = self.costs(call.chain, elements)
             needed = peak_bytes(plan, costs, num_workers=self._num_workers, recompute_grain=grain)
-            spare[key] = max(self._budget_bytes - needed - self._temporary_bytes(costs), 0)
+            spare[key] = max(self._budget_bytes - needed, 0)
         return spare[key]
 
     def step_made(self) -> None:
@@ -193,8 +202,10 @@ class Plans:
         summation, are the same in every run.
         """
         if self.is_measured(chain):
-            return self._of(chain).times.costs(elements)
-        return [cost.scaled(_factor(chain, elements)) for cost in chain.costs]
+            found = self._of(chain).times.costs(elements)
+        else:
+            found = [cost.scaled(_factor(chain, elements)) for cost in chain.costs]
+        return with_temporaries(found) if self._accelerators else found
 
     def measured(self, chain: LayerChain) -> list[LayerCost] | None:
         """Measured costs for a microbatch like the example, or like the first one; None before there are any."""
@@ -206,20 +217,7 @@ class Plans:
         self._learn(known)
         return known.times.num_rounds > 0 and not torch.are_deterministic_algorithms_enabled()
 
-    def _temporary_bytes(self, costs: Sequence[LayerCost]) -> int:
-        """Device memory for what comes and goes within a layer; a backward's temporaries are like its forward's."""
-        return max(cost.workspace_bytes for cost in costs) if self._counts_temporaries else 0
-
-    def _careful_bytes(self, costs: Sequence[LayerCost]) -> int | None:
-        """The budget without what temporaries need, if that leaves any."""
-        if self._budget_bytes is None:
-            return None
-        left = self._budget_bytes - self._temporary_bytes(costs)
-        return left if left > 0 else self._budget_bytes
-
-    def _choose(
-        self, call: Call, costs: list[LayerCost], predict: Callable[[ExecutePlan], float] | None = None
-    ) -> ExecutePlan:
+    def _choose(self, call: Call, costs: list[LayerCost], predict: Prediction | None) -> ExecutePlan:
         choose = functools.partial(
             choose_plan,
             num_workers=self._num_workers,
@@ -227,32 +225,30 @@ class Plans:
             recompute_grain=call.config.recompute_grain,
             names=[spec.name for spec in call.chain.specs],
             predict=predict,
+            link_bytes_per_s=min(self._links(call.chain)),
         )
-        budget_bytes = self._budget_bytes
-        if budget_bytes is None:
+        if self._budget_bytes is None:
             return choose(costs)
         guessed = _with_guessed_activations(costs, call)
-        careful_bytes = self._careful_bytes(costs)
-        if careful_bytes != budget_bytes:
+        attempts = [guessed, *(with_temporaries(guessed, share) for share in ROOM_SHARES if self._accelerators)]
+        if guessed is not costs:
+            attempts.append(costs)  # a guess must not refuse what may fit
+        for attempt in attempts[:-1]:
             with contextlib.suppress(DeviceMemoryError):
-                return choose(guessed, memory_budget_bytes=careful_bytes)
-        try:
-            return choose(guessed, memory_budget_bytes=budget_bytes)
-        except DeviceMemoryError:
-            if guessed is costs:
-                raise
-            return choose(costs, memory_budget_bytes=budget_bytes)  # a guess must not refuse what may fit
+                return choose(attempt, memory_budget_bytes=self._budget_bytes)
+        return choose(attempts[-1], memory_budget_bytes=self._budget_bytes)
 
     def _replanned(self, call: Call, present: ExecutePlan) -> ExecutePlan:
         """The best plan by what was measured, if it is better by enough; else the present one."""
         if not self.is_measured(call.chain) or present.fused is None:
             return present
         costs = self.costs(call.chain, call.elements())
-        seconds = self._prediction(call, costs)
+        predict = self._prediction(call, costs)
+        seconds = predict or self._recurrence(call, costs)
         present_s = seconds(present)
         if present_s < SHORTEST_ROUND_S:
             return present
-        found = self._choose(call, costs, seconds)
+        found = self._choose(call, costs, predict)
         found_s = seconds(found)
         if found_s > (1 - REPLAN_GAIN) * present_s:
             return present
@@ -265,20 +261,42 @@ class Plans:
         )
         return found
 
-    def _prediction(self, call: Call, costs: list[LayerCost]) -> Callable[[ExecutePlan], float]:
-        """Seconds per round of a plan: of the simulator, with links as fast as measured, unless that takes long."""
-        number, workers = call.num_microbatches, self._num_workers
-        up, down = self._link_speeds()
-        profile = HardwareProfile(upload_bytes_per_s=up, download_bytes_per_s=down)
+    def _links(self, chain: LayerChain) -> tuple[float, float]:
+        """Bytes per second up and down that go with a chain's costs: measured, or of the device they are estimated for.
+
+        What CPU workers take is not known before it is measured: nothing is said of their links until then.
+        """
+        if self.is_measured(chain):
+            return self._link_speeds()
+        if self._accelerators and chain.example_elements:
+            return ESTIMATED_LINK_BYTES_PER_S, ESTIMATED_LINK_BYTES_PER_S
+        return inf, inf
+
+    def _prediction(self, call: Call, costs: Sequence[LayerCost]) -> Prediction | None:
+        """The simulator's seconds per round of a plan; None if transfers take no time, or the simulator too much."""
+        number, workers, grain = call.num_microbatches, self._num_workers, call.config.recompute_grain
+        up, down = self._links(call.chain)
+        if min(up, down) == inf or 2 * len(costs) * number > MOST_SIMULATED:
+            return None
+        profile = HardwareProfile(
+            upload_bytes_per_s=up,
+            download_bytes_per_s=down,
+            gradients_stay=self._accelerators,
+            inputs_ahead=int(self._accelerators),
+        )
 
         @functools.cache
         def seconds(plan: ExecutePlan) -> float:
-            if 2 * len(costs) * number > MOST_SIMULATED:
-                return round_seconds(plan, costs, num_workers=workers, num_microbatches=number)
-            schedule = make_schedule(plan, workers, number)
-            return simulate(schedule, costs, profile, recompute_grain=call.config.recompute_grain).seconds_per_round
+            found = simulate(make_schedule(plan, workers, number), costs, profile, recompute_grain=grain)
+            return found.seconds_per_round + TASK_S * plan.num_stages * number / workers
 
         return seconds
+
+    def _recurrence(self, call: Call, costs: Sequence[LayerCost]) -> Prediction:
+        """Seconds per round of a plan, transfers left out."""
+        return functools.partial(
+            round_seconds, costs=costs, num_workers=self._num_workers, num_microbatches=call.num_microbatches
+        )
 
     def measure(self, made: Round, call: Call) -> None:
         """Have a training round measured, if it is its turn."""
@@ -318,28 +336,37 @@ class Plans:
         self, chain: LayerChain, numbers: Sequence[int], grains: Sequence[RecomputeGrain], elements: int
     ) -> tuple[int, RecomputeGrain] | None:
         """The fastest options that are predicted to fit, the first of equals; None if none does."""
-        best: tuple[float, int, RecomputeGrain] | None = None
-        for number in numbers:
-            costs = self.costs(chain, -(-elements // number))
-            for grain in grains:
-                try:
-                    found = choose_plan(
-                        costs,
-                        num_workers=self._num_workers,
-                        num_microbatches=number,
-                        memory_budget_bytes=self._careful_bytes(costs),
-                        recompute_grain=grain,
-                    )
-                except DeviceMemoryError:
-                    continue
-                seconds = round_seconds(found, costs, num_workers=self._num_workers, num_microbatches=number)
-                seconds += TASK_S * found.num_stages * number / self._num_workers
-                if best is None or seconds < best[0]:
-                    best = seconds, number, grain
+        pairs = list(product(numbers, grains))
+        costs = {number: self.costs(chain, -(-elements // number)) for number in numbers}
+
+        def options(number: int, grain: RecomputeGrain) -> dict[str, Any]:
+            limits = {"memory_budget_bytes": self._budget_bytes, "recompute_grain": grain}
+            return {"num_workers": self._num_workers, "num_microbatches": number, **limits}
+
+        def tasks_s(num_stages: int, number: int) -> float:
+            return TASK_S * num_stages * number / self._num_workers
+
+        least_s = [
+            least_seconds(costs[number], **options(number, grain)) + tasks_s(1, number) for number, grain in pairs
+        ]
+        best: tuple[float, int] | None = None
+        for position in sorted(range(len(pairs)), key=least_s.__getitem__):
+            if best is not None and least_s[position] > best[0]:
+                break
+            number, grain = pairs[position]
+            try:
+                found = choose_plan(costs[number], **options(number, grain))
+            except DeviceMemoryError:
+                continue
+            seconds = round_seconds(found, costs[number], num_workers=self._num_workers, num_microbatches=number)
+            seconds += tasks_s(found.num_stages, number)
+            if best is None or (seconds, position) < best:
+                best = seconds, position
         if best is None:
             return None
-        logger.info("num_microbatch=%d, recompute_grain=%r: predicted %.3g s per round", best[1], best[2], best[0])
-        return best[1:]
+        number, grain = pairs[best[1]]
+        logger.info("num_microbatch=%d, recompute_grain=%r: predicted %.3g s per round", number, grain, best[0])
+        return number, grain
 
     def _learn(self, known: _Known) -> None:
         """Take in the measured rounds that are over."""
@@ -365,6 +392,11 @@ def _numbers_of_microbatches(num_workers: int, batch_size: int) -> list[int]:
         found.add(number)
         number *= 2
     return sorted({min(number, batch_size) for number in (*found, batch_size)})
+
+
+def with_temporaries(costs: Sequence[LayerCost], share: float = 1.0) -> list[LayerCost]:
+    """Costs that count what comes and goes within a layer: a backward's temporaries are like its forward's."""
+    return [replace(cost, temporary_bytes=round(share * cost.workspace_bytes)) for cost in costs]
 
 
 def _with_guessed_activations(costs: list[LayerCost], call: Call) -> list[LayerCost]:

@@ -42,7 +42,7 @@ class RoundMaker:
             engine.num_workers,
             (one.memory_budget_bytes for one in engine.backends),
             lambda: link_speeds(engine.read_meters()),
-            counts_temporaries=any(one.device.type != "cpu" for one in engine.backends),
+            accelerators=any(one.device.type != "cpu" for one in engine.backends),
         )
         self.last_plan: ExecutePlan | None = None
         """The plan of the latest round, for the partition table."""

@@ -10,19 +10,30 @@ Invariant: `round_seconds` is the exact steady state of that recurrence, its max
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, repeat
 from math import inf
-from typing import Literal, NamedTuple
+from operator import add, sub
+from typing import Any, Literal, NamedTuple
 
 from roundpipe.layers import LayerCost
 
 RecomputeGrain = Literal["stage", "layer"]
 
+StagePhase = Literal["F", "U", "B"]
+"""Of a range: forward, fused or backward."""
+
 BOUNDARY_BUFFERS = 4
 """Copies of the values at a stage's cuts on a device: in and out, one in use and one on its way."""
 
+WEIGHTS_SHARE = 0.9
+"""Share of a device's budget that weights and gradients may take; the rest is for activations."""
+
 _EQUAL = 1e-9
 """Relative difference below which two states of the recurrence count as one."""
+
+_NO_LINES: tuple[Any, ...] = (inf, -inf, -inf, ())
+"""The bottom of a stack of lines: steeper than any."""
 
 
 class StageCost(NamedTuple):
@@ -36,7 +47,7 @@ class StageCost(NamedTuple):
     gradient_bytes: int
     """0 in a forward stage."""
     working_bytes: int
-    """Activations kept or in use, and the values at the stage's cuts."""
+    """Activations kept or in use, temporaries, and the values at the stage's cuts."""
 
     @property
     def own_bytes(self) -> int:
@@ -60,11 +71,42 @@ class StageCosts:
         self._weight_bytes = list(accumulate((cost.weight_bytes for cost in costs), initial=0))
         self._gradient_bytes = list(accumulate((cost.gradient_bytes for cost in costs), initial=0))
         self._activation_bytes = list(accumulate((cost.activation_bytes for cost in costs), initial=0))
+        self._carry_bytes = [cost.carry_bytes for cost in costs]
+        self._has_temporaries = any(cost.temporary_bytes for cost in costs)
+        self._maxima: dict[str, _RangeMaximum] = {}
         self._known: dict[tuple[str, int, int], StageCost] = {}
 
     def weight_bytes(self, start: int, stop: int) -> int:
         """Bytes of the weights of a range."""
         return self._weight_bytes[stop] - self._weight_bytes[start]
+
+    def gradient_bytes(self, phase: StagePhase, start: int, stop: int) -> int:
+        """Bytes of the gradients that a range in a phase makes."""
+        return 0 if phase == "F" else self._gradient_bytes[stop] - self._gradient_bytes[start]
+
+    def working_bytes(self, phase: StagePhase, start: int, stop: int) -> int:
+        """Activations that a range in a phase keeps or has in use, temporaries, and the values at its cuts."""
+        carry_in, carry_out = self._carry_bytes[start - 1 if start else 0], self._carry_bytes[stop - 1]
+        if phase == "U":
+            # The fused tail hands on no values, only gradients of those it takes. What the last layer makes is there
+            # once: while the loss is computed, and then as its gradients.
+            boundary_bytes = BOUNDARY_BUFFERS * carry_in + carry_out
+        else:
+            boundary_bytes = BOUNDARY_BUFFERS * (carry_in if carry_in > carry_out else carry_out)
+        if phase == "F":
+            return self._most("workspace_bytes", start, stop) + boundary_bytes
+        if self._has_temporaries:
+            boundary_bytes += self._most("temporary_bytes", start, stop)
+        if phase == "B" and self.grain == "layer":
+            return self._most("activation_bytes", start, stop) + boundary_bytes
+        return self._activation_bytes[stop] - self._activation_bytes[start] + boundary_bytes
+
+    def _most(self, name: str, start: int, stop: int) -> int:
+        """What the layer needs that needs the most, where only one is active at a time."""
+        found = self._maxima.get(name)
+        if found is None:
+            found = self._maxima[name] = _RangeMaximum([getattr(layer, name) for layer in self.layers])
+        return found.of(start, stop)
 
     def forward(self, start: int, stop: int) -> StageCost:
         """A range as a forward stage."""
@@ -78,36 +120,43 @@ class StageCosts:
         """A range as a backward stage."""
         return self._known.get(("B", start, stop)) or self._compute("B", start, stop)
 
-    def _compute(self, phase: str, start: int, stop: int) -> StageCost:
-        layers = self.layers[start:stop]
+    def _compute(self, phase: StagePhase, start: int, stop: int) -> StageCost:
         forward_s = self.forward_s[stop] - self.forward_s[start]
-        backward_s = self.backward_s[stop] - self.backward_s[start]
-        gradient_bytes = self._gradient_bytes[stop] - self._gradient_bytes[start]
-        carry_in, carry_out = self.layers[max(start - 1, 0)].carry_bytes, self.layers[stop - 1].carry_bytes
-        # The fused tail hands on no values, only gradients of those it takes. What the last layer makes is there once:
-        # while the loss is computed, and then as its gradients.
-        boundary_bytes = BOUNDARY_BUFFERS * (carry_in if phase == "U" else max(carry_in, carry_out))
-        if phase == "U":
-            boundary_bytes += carry_out
-        early_s = 0.0
-        if phase == "F":
-            backward_s, gradient_bytes = 0.0, 0
-            active_bytes = max(layer.workspace_bytes for layer in layers)
-        elif phase == "B" and self.grain == "layer":
-            active_bytes = max(layer.activation_bytes for layer in layers)
-        else:
-            active_bytes = self._activation_bytes[stop] - self._activation_bytes[start]
-        if phase == "B":
-            early_s = forward_s
+        backward_s = 0.0 if phase == "F" else self.backward_s[stop] - self.backward_s[start]
         cost = StageCost(
             seconds=forward_s + backward_s,
-            early_s=early_s,
+            early_s=forward_s if phase == "B" else 0.0,
             weight_bytes=self.weight_bytes(start, stop),
-            gradient_bytes=gradient_bytes,
-            working_bytes=active_bytes + boundary_bytes,
+            gradient_bytes=self.gradient_bytes(phase, start, stop),
+            working_bytes=self.working_bytes(phase, start, stop),
         )
         self._known[phase, start, stop] = cost
         return cost
+
+
+class _RangeMaximum:
+    """The largest of any run of numbers, without looking at them all: the maxima of runs of 1, 2, 4, .. are kept."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self._runs = [list(numbers)]
+        length = 1
+        while 2 * length <= len(numbers):
+            shorter = self._runs[-1]
+            self._runs.append(list(map(max, shorter, shorter[length:])))
+            length *= 2
+
+    def of(self, start: int, stop: int) -> int:
+        """The largest from ``start`` to before ``stop``."""
+        level = (stop - start).bit_length() - 1
+        run = self._runs[level]
+        return max(run[start], run[stop - (1 << level)])
+
+
+def largest_layer_bytes(budget_bytes: int) -> int:
+    """The most bytes of weights and gradients a layer should have: as a stage of its own it shares the device with
+    the weights that come up and the gradients that go down meanwhile, which may be those of a layer as large.
+    """
+    return int(budget_bytes * WEIGHTS_SHARE / 2)
 
 
 def num_trained(cost: LayerCost) -> int:
@@ -132,7 +181,7 @@ class JobNeed(NamedTuple):
     gradients: int
     """Of the visit, and of the worker's visit before, which are still on their way down."""
     working: int
-    """Activations kept or in use, and the values at the stage's cuts."""
+    """Activations kept or in use, temporaries, and the values at the stage's cuts."""
 
     @property
     def total(self) -> int:
@@ -159,13 +208,12 @@ def job_needs(stages: Sequence[StageCost], num_workers: int) -> list[JobNeed]:
 
 def peak_bytes(stages: Sequence[StageCost], num_workers: int) -> int:
     """The largest of `job_needs`."""
-    arena_bytes = _arena_bytes(stages, num_workers)
-    turn = num_workers % len(stages)
-    before = [*stages[len(stages) - turn :], *stages[: len(stages) - turn]]
-    return arena_bytes + max(
-        stage.gradient_bytes + earlier.gradient_bytes + stage.working_bytes
-        for stage, earlier in zip(stages, before, strict=True)
-    )
+    _, _, weights, gradients, working = zip(*stages, strict=True)
+    # The last jobs of a round have none behind them that share their worker's memory.
+    arena_bytes = max(map(add, weights, (*weights[num_workers:], *repeat(0, min(num_workers, len(weights))))))
+    turn = len(gradients) - num_workers % len(gradients)
+    before = (*gradients[turn:], *gradients[:turn])
+    return arena_bytes + max(map(add, map(add, gradients, before), working))
 
 
 def round_seconds(
@@ -191,19 +239,16 @@ def round_seconds(
             replica m mod r); None = one each.
         limit_s: what is of interest; above it the result may be any lower bound that is also above it.
     """
-    free = [0.0] * num_workers
-    states: list[list[float]] = []
-    slot, start = 0, 0.0
+    if replicas is None:
+        run_round = partial(_run_round, [(one.seconds, one.early_s, one.seconds - one.early_s) for one in stages])
+    else:
+        run_round = partial(_run_replicated_round, list(zip(stages, replicas, strict=True)))
+    state = [0.0] * (num_workers + 1)
+    states = [state]
     for _ in range(max(24, 3 * num_workers)):
-        if replicas is None:
-            start = _run_round(stages, num_forward, num_microbatches, free, slot, start)
-            slot = (slot + len(stages)) % num_workers
-        else:
-            start = _run_replicated_round(stages, replicas, num_forward, num_microbatches, free, slot, start)
-            slot = (slot + sum(replicas)) % num_workers
-        state = [start, *free[slot:], *free[:slot]]
+        state = run_round(num_forward, num_microbatches, state)
         for age, old in enumerate(reversed(states), 1):
-            gains = [now - then for now, then in zip(state, old, strict=True)]
+            gains = [*map(sub, state, old)]
             slowest, fastest = min(gains), max(gains)
             if fastest - slowest <= _EQUAL * fastest:
                 return fastest / age
@@ -214,65 +259,64 @@ def round_seconds(
 
 
 def _run_round(
-    stages: Sequence[StageCost],
-    num_forward: int,
-    num_microbatches: int,
-    free: list[float],
-    slot: int,
-    start: float,
-) -> float:
-    """Runs one round: updates when each worker is free and returns when the losses are known.
+    times: Sequence[tuple[float, float, float]], num_forward: int, num_microbatches: int, state: Sequence[float]
+) -> list[float]:
+    """Runs one round.
 
     The end of op (K, m) is the largest of a few lines in m: a stage takes over the lines steeper than its own
     time and makes one line of the others. So a job costs the same however many microbatches there are. The
-    lines are a stack, the least steep on top: where each begins, how steep it is, and the end of the last
-    microbatch by it and those below; all less ``shift``.
+    lines are a stack, the least steep on top: how steep it is, where it begins, the end of the last microbatch by
+    it and those below, and these; all less ``shift``.
+
+    Args:
+        times: per stage its seconds, the early part of them, and the rest.
+        num_forward: as of `round_seconds`.
+        num_microbatches: as of `round_seconds`.
+        state: when the losses of the round before are known, and when each worker is free, that of the first job first.
+
+    Returns:
+        The state behind the round.
     """
-    repeats, num_workers = num_microbatches - 1, len(free)
-    heads, slopes, ends = [start], [0.0], [start]
-    shift, losses_known = 0.0, start
-    for position, (seconds, early_s, *_) in enumerate(stages):
-        head = free[slot] + early_s - shift
-        while slopes and slopes[-1] <= seconds:
-            slopes.pop()
-            ends.pop()
-            head = max(head, heads.pop())
-        end = head + repeats * seconds
-        if ends and ends[-1] > end:
-            end = ends[-1]
-        heads.append(head)
-        slopes.append(seconds)
-        ends.append(end)
-        shift += seconds - early_s
-        free[slot] = end + shift
-        slot = (slot + 1) % num_workers
-        if position == num_forward:
-            losses_known = end + shift
-    return losses_known
+    repeats, shift = num_microbatches - 1, 0.0
+    ends = list(state[1:])
+    add_end, num_workers = ends.append, len(ends)
+    slope, head, end, below = 0.0, state[0], state[0], _NO_LINES
+    # Job K runs where job K - N ran: the list grows by the end of each job while the ends of earlier ones are read.
+    for (seconds, early_s, late_s), free in zip(times, ends, strict=False):
+        begin = free + early_s - shift
+        while slope <= seconds:
+            if head > begin:
+                begin = head
+            slope, head, end, below = below
+        below = (slope, head, end, below)
+        slope, head = seconds, begin
+        begin += repeats * seconds
+        if begin > end:
+            end = begin
+        shift += late_s
+        add_end(end + shift)
+    return [ends[num_workers + num_forward], *ends[-num_workers:]]
 
 
 def _run_replicated_round(
-    stages: Sequence[StageCost],
-    replicas: Sequence[int],
-    num_forward: int,
-    num_microbatches: int,
-    free: list[float],
-    slot: int,
-    start: float,
-) -> float:
-    """The same, op by op, where stages have replicas."""
-    previous, losses_known = [start] * num_microbatches, start
-    for position, (stage, count) in enumerate(zip(stages, replicas, strict=True)):
-        late_s = stage.seconds - stage.early_s
+    stages: Sequence[tuple[StageCost, int]], num_forward: int, num_microbatches: int, state: Sequence[float]
+) -> list[float]:
+    """The same, op by op, where stages have replicas: takes pairs of a stage and its count."""
+    previous, losses_known, free = [state[0]] * num_microbatches, state[0], list(state[1:])
+    slot, num_workers = 0, len(free)
+    for position, (stage, count) in enumerate(stages):
+        seconds, early_s = stage.seconds, stage.early_s
+        late_s = seconds - early_s
         done = [0.0] * num_microbatches
         for replica in range(count):
             end = free[slot]
             for microbatch in range(replica, num_microbatches, count):
-                end = max(end + stage.early_s, previous[microbatch]) + late_s
+                begin, given = end + early_s, previous[microbatch]
+                end = (begin if begin > given else given) + late_s
                 done[microbatch] = end
             free[slot] = end
-            slot = (slot + 1) % len(free)
+            slot = (slot + 1) % num_workers
         if position == num_forward:
             losses_known = max(done)
         previous = done
-    return losses_known
+    return [losses_known, *free[slot:], *free[:slot]]

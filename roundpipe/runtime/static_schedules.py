@@ -209,4 +209,5 @@ def _peak_bytes(
         peak = max(peak, held + (activations[stage] if recompute and way == "B" else 0))
         if way == "B":
             held -= kept
-    return fixed + round(states) + peak + boundary
+    temporary = max(cost.temporary_bytes for stage in mine for cost in costs[slice(*stages[stage])])
+    return fixed + round(states) + peak + boundary + temporary

@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 from roundpipe.layers import LayerCost
+from roundpipe.runtime import stage_cost
 from roundpipe.runtime.schedule import ExecutePlan
 
 PUBLISHED: dict[str, Any] = json.loads(
@@ -159,3 +160,25 @@ def greedy_plan(costs: Sequence[LayerCost], num_workers: int, largest_stage: int
                 best = value, ExecutePlan(forward, (start, len(costs)), backward[::-1])
     assert best is not None
     return best[1]
+
+
+def brute_force_s(
+    costs: Sequence[LayerCost], plans: Sequence[ExecutePlan], num_workers: int, num_microbatches: int
+) -> float:
+    """The best of all plans; those whose work, or way to the losses, alone takes longer are left out."""
+    table, entries = stage_cost.StageCosts(costs), []
+    for one in plans:
+        assert one.fused is not None
+        stages = [table.forward(*r) for r in one.forward] + [table.fused(*one.fused)]
+        times = [stage.seconds for stage in stages]
+        to_losses_s = sum(times) + (num_microbatches - 1) * max(times)
+        stages += [table.backward(*r) for r in one.backward]
+        work_s = sum(stage.seconds for stage in stages) * num_microbatches / num_workers
+        entries.append((max(work_s, to_losses_s), len(one.forward), stages))
+    best_s = float("inf")
+    for bound_s, num_forward, stages in sorted(entries, key=lambda entry: entry[0]):
+        if bound_s > best_s:
+            break
+        value = stage_cost.round_seconds(stages, num_forward, num_workers, num_microbatches, limit_s=best_s)
+        best_s = min(best_s, value)
+    return best_s

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import roundpipe
+from roundpipe.fx.cost import DEFAULT_PROFILE
 from roundpipe.layers import LayerCost
 from roundpipe.runtime import plans as plans_of_calls
 from roundpipe.runtime.backend import Device, Lane
@@ -17,7 +18,8 @@ from roundpipe.runtime.config import resolve
 from roundpipe.runtime.cpu import CpuBackend
 from roundpipe.runtime.layer_times import LATEST_SHARE, LayerTimes, RoundTimes
 from roundpipe.runtime.planner import peak_bytes
-from roundpipe.runtime.plans import Call, Plans
+from roundpipe.runtime.plans import Call, Plans, with_temporaries
+from roundpipe.runtime.schedule import make_schedule
 from tests.runtime.models import DTYPE, batch, chain, config, square_loss
 
 
@@ -272,6 +274,30 @@ def test_a_limit_asks_for_more_microbatches_or_layer_by_layer():
     assert found != [(1, "stage")] * 3
 
 
+def test_options_that_cannot_be_the_fastest_are_not_planned_for(monkeypatch):
+    real, asked = plans_of_calls.choose_plan, []
+
+    def choose(costs, **options):
+        asked.append(options["num_microbatches"])
+        return real(costs, **options)
+
+    monkeypatch.setattr(plans_of_calls, "choose_plan", choose)
+    cost = LayerCost(forward_s=0.01, backward_s=0.02, activation_bytes=4096)
+    model = chain(["x"], [(nn.Identity(), [a], [b]) for a, b in pairwise("xabcdefgh")], ["h"], draws_random=False)
+    model.costs, model.example_elements = (cost,) * 8, 64
+    auto = resolve(roundpipe.RoundPipeRunConfig(num_microbatch="auto"), None, num_devices=3)
+
+    def settled():
+        asked.clear()
+        chosen = Plans(3, [None]).settle(auto, model, 256, 64 * 256).num_microbatch
+        return chosen, len(asked)
+
+    chosen, num_planned = settled()
+    monkeypatch.setattr(plans_of_calls, "least_seconds", lambda costs, **options: 0.0)
+    assert settled() == (chosen, 10)
+    assert num_planned < 7
+
+
 def test_what_fits_in_no_way_is_an_error():
     with compiled(100_000, **AUTO) as piped, pytest.raises(roundpipe.DeviceMemoryError, match="does not fit"):
         used(piped)
@@ -295,21 +321,51 @@ def test_before_the_layers_are_known_the_built_in_number_serves():
 
 
 def test_where_temporaries_count_a_plan_leaves_room_for_them():
-    """Unless nothing fits then: what is not kept is only estimated."""
-    costs = [replace(COSTS[0], activation_bytes=400, workspace_bytes=200)] * 4
+    """As much as fits: what is not kept is only estimated."""
+    costs = [replace(COSTS[0], activation_bytes=400, workspace_bytes=200)] * 3
+    costs.append(replace(COSTS[1], activation_bytes=400, workspace_bytes=600))
     model = chain(["x"], [(nn.Identity(), [a], [b]) for a, b in pairwise("xabcd")], ["d"], draws_random=False)
     model.costs, model.example_elements = tuple(costs), 6
     call = Call(model, resolve(None, None, num_devices=1), [(torch.ones(6),)] * 2, [{}] * 2, [None] * 2, 2)
 
-    def peak(budget, **options):
-        plans = Plans(1, [budget], **options)
-        return peak_bytes(plans.plan(call), costs, num_workers=1)
+    def peak(budget, share=0.0, **options):
+        plan = Plans(1, [budget], **options).plan(call)
+        return peak_bytes(plan, with_temporaries(costs, share), num_workers=1)
 
     largest = peak(10**6)
-    assert 0 < largest - 200 < peak(largest) <= largest
-    assert peak(largest, counts_temporaries=True) <= largest - 200
+    for budget in (largest, largest - 300, 1100):
+        assert peak(budget, 1.0) > budget >= peak(budget)
+        assert peak(budget, 1.0, accelerators=True) <= budget
+    assert peak(800, 1.0, accelerators=True) > 800 >= peak(800, 0.5, accelerators=True)
     smallest = min(budget for budget in range(400, largest, 25) if fits(peak, budget))
-    assert peak(smallest, counts_temporaries=True) <= smallest
+    assert peak(smallest, accelerators=True) <= smallest
+
+
+def test_a_first_plan_for_accelerators_is_chosen_by_the_simulator(monkeypatch):
+    """With the link that goes with estimated seconds; of CPU workers nothing is known before they are measured."""
+    real, profiles = plans_of_calls.simulate, []
+
+    def simulate(schedule, costs, profile, **options):
+        profiles.append(profile)
+        return real(schedule, costs, profile, **options)
+
+    monkeypatch.setattr(plans_of_calls, "simulate", simulate)
+    link_bytes = DEFAULT_PROFILE.link_bytes_per_s
+    cost = LayerCost(forward_s=0.01, backward_s=0.02, weight_bytes=int(0.03 * link_bytes), gradient_bytes=10**6)
+    costs = [replace(cost, forward_s=share * 0.01) for share in (1, 2, 1, 1, 2, 1, 1, 2, 1, 1, 1, 1)]
+    names = "xabcdefghijkl"
+    model = chain(["x"], [(nn.Identity(), [a], [b]) for a, b in pairwise(names)], ["l"], draws_random=False)
+    model.costs, model.example_elements = tuple(costs), 6
+    call = Call(model, resolve(None, None, num_devices=2), [(torch.ones(6),)] * 3, [{}] * 3, [None] * 3, 3)
+    by_recurrence = Plans(2, [None]).plan(call)
+    assert not profiles
+    chosen = Plans(2, [None], accelerators=True).plan(call)
+    assert {(one.upload_bytes_per_s, one.download_bytes_per_s) for one in profiles} == {(link_bytes, link_bytes)}
+    seconds = [
+        real(make_schedule(plan, 2, 3), costs, profiles[0]).seconds_per_round for plan in (by_recurrence, chosen)
+    ]
+    assert seconds[1] < 0.97 * seconds[0]
+    assert Plans(2, [None], accelerators=True).plan(call) == chosen
 
 
 def fits(peak, budget):

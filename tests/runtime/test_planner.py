@@ -5,18 +5,21 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from random import Random
 
 import pytest
 
 from roundpipe.errors import ConfigError, DeviceMemoryError, ScheduleError
 from roundpipe.layers import LayerCost
-from roundpipe.runtime import plan_search, stage_cost
+from roundpipe.runtime import plan_search, planner, stage_cost
 from roundpipe.runtime.planner import peak_bytes, plan, plan_replicated, round_seconds
 from roundpipe.runtime.schedule import ExecutePlan, check, make_schedule
+from roundpipe.runtime.simulate import HardwareProfile, simulate
 from tests.runtime.chains import (
     PUBLISHED,
     all_plans,
+    brute_force_s,
     greedy_plan,
     plain_round_seconds,
     published_chain,
@@ -102,26 +105,6 @@ def test_close_to_brute_force_on_short_chains(monkeypatch, exhaustive, num_chain
     assert min(gaps) > -1e-6
     assert sum(gaps) / len(gaps) <= most_mean
     assert max(gaps) <= 0.025
-
-
-def brute_force_s(costs: list[LayerCost], plans: list[ExecutePlan], num_workers: int, num_microbatches: int) -> float:
-    """The best of all plans; those whose work, or way to the losses, alone takes longer are left out."""
-    table, entries = stage_cost.StageCosts(costs), []
-    for one in plans:
-        assert one.fused is not None
-        stages = [table.forward(*r) for r in one.forward] + [table.fused(*one.fused)]
-        times = [stage.seconds for stage in stages]
-        to_losses_s = sum(times) + (num_microbatches - 1) * max(times)
-        stages += [table.backward(*r) for r in one.backward]
-        work_s = sum(stage.seconds for stage in stages) * num_microbatches / num_workers
-        entries.append((max(work_s, to_losses_s), len(one.forward), stages))
-    best_s = float("inf")
-    for bound_s, num_forward, stages in sorted(entries, key=lambda entry: entry[0]):
-        if bound_s > best_s:
-            break
-        value = stage_cost.round_seconds(stages, num_forward, num_workers, num_microbatches, limit_s=best_s)
-        best_s = min(best_s, value)
-    return best_s
 
 
 def test_one_worker_without_a_budget_runs_everything_in_one_visit():
@@ -217,20 +200,43 @@ def test_misuse_is_told():
         peak_bytes(ExecutePlan([(0, 2)], None, [(1, 2), (0, 1)]), [cost, cost], num_workers=1)
 
 
-def test_a_finer_prediction_chooses_among_the_best():
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_finer_prediction_chooses_where_transfers_bind(num_workers):
+    """Short microbatches: the weights of the fastest plan by compute alone come too late."""
+    costs = [
+        replace(cost, forward_s=cost.forward_s / 4, backward_s=cost.backward_s / 4)
+        for cost in published_chain("llama3.1-8b")
+    ]
+    machine = {"num_workers": num_workers, "num_microbatches": num_workers + 1}
+    profile = HardwareProfile(upload_bytes_per_s=25e9, download_bytes_per_s=25e9)
+    asked: dict[ExecutePlan, float] = {}
+
+    def predict(one: ExecutePlan) -> float:
+        asked[one] = simulate(make_schedule(one, **machine), costs, profile).seconds_per_round
+        return asked[one]
+
+    limits = {"memory_budget_bytes": BUDGET_BYTES}
+    by_compute = plan(costs, **machine, **limits)
+    chosen = plan(costs, **machine, **limits, predict=predict, link_bytes_per_s=25e9)
+    assert asked[chosen] == min(asked.values())
+    assert asked[chosen] < 0.95 * simulate(make_schedule(by_compute, **machine), costs, profile).seconds_per_round
+    assert peak_bytes(chosen, costs, num_workers=num_workers) <= BUDGET_BYTES
+    visits = [one.num_stages * machine["num_microbatches"] for one in asked]
+    assert sum(visits) <= planner._MOST_PREDICTED or len(visits) == planner._LEAST_PREDICTED
+
+
+def test_a_prediction_that_adds_nothing_changes_nothing():
     costs = random_chain(Random(2), 12)
     machine = {"num_workers": 3, "num_microbatches": 4}
     asked: list[ExecutePlan] = []
 
     def predict(one: ExecutePlan) -> float:
         asked.append(one)
-        return -one.num_stages
+        return round_seconds(one, costs, **machine)
 
     chosen = plan(costs, **machine, predict=predict)
-    assert len(asked) > 1
-    assert chosen.num_stages == max(one.num_stages for one in asked)
-    best_s = round_seconds(plan(costs, **machine), costs, **machine)
-    assert all(round_seconds(one, costs, **machine) <= best_s * 1.03 for one in asked)
+    assert chosen == plan(costs, **machine)
+    assert asked == [chosen], "others are slower by the recurrence alone"
 
 
 def test_the_same_arguments_give_the_same_plan_in_another_process():
@@ -244,7 +250,7 @@ def test_the_same_arguments_give_the_same_plan_in_another_process():
     assert output.strip() == str(expected)
 
 
-def test_five_hundred_layers_take_about_a_second():
+def test_five_hundred_layers_take_less_than_a_second():
     random = Random(0)
     costs = []
     for _ in range(500):
@@ -266,4 +272,4 @@ def test_five_hundred_layers_take_about_a_second():
     took_s = time.process_time() - before_s
     work_s = sum(2 * cost.forward_s + cost.backward_s for cost in costs) * 9 / 8
     assert round_seconds(chosen, costs, **MACHINE) <= work_s * 1.05
-    assert took_s < 3, f"planning took {took_s:.1f} s of processor time; 1 s on an idle core is the aim"
+    assert took_s < 2, f"planning took {took_s:.1f} s of processor time; below 0.7 s on an idle core is the aim"
