@@ -17,6 +17,7 @@ import copy
 import math
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,9 @@ def with_adapters(model: nn.Module, rank: int) -> nn.Module:
     except ImportError as error:
         raise Refused("--lora needs the package peft: pip install 'roundpipe[hf]'") from error
     config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    return peft.get_peft_model(model, config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft asks by a name that transformers gives up
+        return peft.get_peft_model(model, config)
 
 
 def eager_bytes(model: nn.Module, options: argparse.Namespace) -> int:

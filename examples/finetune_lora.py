@@ -4,7 +4,7 @@ Without arguments: the byte-level Llama of finetune_llm.py first learns from the
 weights; then adapters of it learn English from the language reference that comes with Python. With ``--model DIR``:
 adapters of any Hugging Face causal language model on disk.
 
-    python examples/finetune_lora.py
+    python examples/finetune_lora.py                       # some minutes on two cores
     python examples/finetune_lora.py --model ~/models/Qwen3-1.7B --data notes.txt --save adapters
 
 The weights below the adapters are frozen: they have no gradients, no optimizer state and no copy, and devices only
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import pydoc_data.topics
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import torch
 import transformers
 from command_line import Parser, parse_devices, recorded
 from torch import nn
+from tqdm import tqdm
 
 import roundpipe
 from roundpipe.report import format_bytes, format_count, summary_table
@@ -46,7 +48,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="sequences per step")
     parser.add_argument("--seq", type=int, default=128, help="tokens per sequence")
     parser.add_argument("--lr", type=float, default=2e-3, help="of the adapters")
-    parser.add_argument("--sample", type=int, default=120, metavar="N", help="tokens to generate")
+    parser.add_argument("--sample", type=int, default=120, metavar="N", help="tokens to generate, before and after")
     parser.add_argument("--save", type=Path, metavar="DIR", help="write the adapters here")
     parser.add_argument("--merge", type=Path, metavar="DIR", help="write the model with its adapters merged in here")
     options = parser.parse_args(argv)
@@ -60,6 +62,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def language_reference() -> str:
     """The texts that Python's ``help()`` shows, in a fixed order."""
     return "\n\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
+
+
+def beginning(text: str) -> str:
+    """Some words that a paragraph of prose begins with, to be continued."""
+    found = re.search(r"\n\n(\w+ [a-z]+ .{24})", text)
+    return text[:40] if found is None else found[1]
 
 
 def tokens_of(text: str, tokenizer: Any) -> torch.Tensor:
@@ -77,23 +85,36 @@ def compiled(llm: nn.Module, tokens: torch.Tensor, options: argparse.Namespace) 
     )
 
 
-def train(model: Any, data: Iterator[torch.Tensor], steps: int, lr: float, timeline: Path | None = None) -> None:
-    """An ordinary training loop; the update of one step runs while the next is computed."""
+def train(
+    model: Any, data: Iterator[torch.Tensor], what: str, steps: int, lr: float, timeline: Path | None = None
+) -> None:
+    """An ordinary training loop; the update of one step runs while the next is computed.
+
+    Args:
+        model: the compiled model.
+        data: batches of token numbers, `[B, S + 1]`.
+        what: the name of the progress bar.
+        steps: how many batches to train on.
+        lr: learning rate of AdamW.
+        timeline: where to write a recording of some steps; None: nowhere.
+    """
     optimizer = torch.optim.AdamW(model.optim_parameters(), lr=lr)
 
     def update() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    for _ in recorded(range(steps), model, timeline, steps):
+    bar = tqdm(range(steps), desc=what, unit="step", dynamic_ncols=True)
+    for _ in recorded(bar, model, timeline, steps):
         tokens = next(data)
         labels = tokens[:, 1:]
-        model.forward_backward(
+        loss = model.forward_backward(
             input_kwargs={"input_ids": tokens[:, :-1], "use_cache": False},
             label=labels,
             loss_fn=lambda outputs, piece, total=labels.numel(): finetune_llm.loss_function(outputs, piece, total),  # noqa: B008
         )
         model.step(update)
+        bar.set_postfix(loss=f"{float(loss):.3f}")
     model.synchronize()
 
 
@@ -110,15 +131,16 @@ def evaluate(model: Any, data: Iterator[torch.Tensor]) -> float:
     return sum(losses) / len(losses)
 
 
-def generate(model: Any, tokenizer: Any, prompt: torch.Tensor, num_new: int) -> str:
+def generate(model: Any, tokenizer: Any, prompt: torch.Tensor, options: argparse.Namespace) -> str:
     """What the model writes after a prompt, `[T]`; ``generate`` is the original model's, in plain PyTorch."""
+    torch.manual_seed(options.seed)
     model.eval()
     text = model.generate(
         input_ids=prompt[None],
         attention_mask=torch.ones_like(prompt)[None],
-        max_new_tokens=num_new,
-        do_sample=False,
-        repetition_penalty=1.2,
+        max_new_tokens=options.sample,
+        do_sample=True,
+        temperature=0.7,
         pad_token_id=tokenizer.eos_token_id,
     )
     model.train()
@@ -132,7 +154,8 @@ def pretrained(options: argparse.Namespace) -> tuple[nn.Module, Any]:
     llm, tokenizer = finetune_llm.byte_llama()
     tokens = finetune_llm.load_tokens(None, tokenizer, options.seq)
     with compiled(llm, tokens, options) as model:
-        train(model, finetune_llm.batches(tokens, options.batch, options.seq, options.seed), options.pretrain, 1e-3)
+        data = finetune_llm.batches(tokens, options.batch, options.seq, options.seed)
+        train(model, data, "all weights, source code", options.pretrain, 1e-3)
     return llm, tokenizer
 
 
@@ -156,15 +179,15 @@ def run(argv: list[str] | None) -> int:
     adapted = finetune_llm.with_adapters(llm, options.rank)
     num_adapters = sum(one.numel() for one in adapted.parameters() if one.requires_grad)
     with compiled(adapted, trained_on, options) as model:
-        prompt = held_out[: min(48, options.seq)]
+        prompt = tokens_of(beginning(tokenizer.decode(held_out)), tokenizer)[: options.seq]
 
         def loss() -> float:
             return evaluate(model, finetune_llm.batches(held_out, options.batch, options.seq, options.seed))
 
-        loss_before, text_before = loss(), generate(model, tokenizer, prompt, options.sample)
+        loss_before, text_before = loss(), generate(model, tokenizer, prompt, options)
         data = finetune_llm.batches(trained_on, options.batch, options.seq, options.seed)
-        train(model, data, options.steps, options.lr, options.timeline)
-        loss_after, text_after = loss(), generate(model, tokenizer, prompt, options.sample)
+        train(model, data, "adapters", options.steps, options.lr, options.timeline)
+        loss_after, text_after = loss(), generate(model, tokenizer, prompt, options)
         peak_bytes = model.peak_device_bytes()
         if options.save is not None:
             model.save_pretrained(options.save)
@@ -175,6 +198,10 @@ def run(argv: list[str] | None) -> int:
         "loss after": f"{loss_after:.3f}",
         "peak device memory": format_bytes(peak_bytes),
     }
+    if options.save is not None:
+        summary["saved to"] = str(options.save)
+    if options.timeline is not None:
+        summary["timeline"] = str(options.timeline)
     if options.merge is not None:
         merged: Any = adapted.merge_and_unload()  # type: ignore[operator]
         merged.save_pretrained(options.merge)

@@ -16,7 +16,6 @@ import command_line
 import torch
 import torch.nn.functional as F
 from command_line import Parser, Refused, parse_devices, recorded
-from sklearn.datasets import load_digits
 from torch import nn
 from tqdm import tqdm
 
@@ -77,6 +76,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def load_images() -> tuple[torch.Tensor, torch.Tensor]:
     """All images `[N, 1, 8, 8]` in 0 .. 1 and their classes `[N]`, in a fixed random order."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise Refused("the images come with the package scikit-learn: pip install scikit-learn") from error
     digits = load_digits()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
     images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16

@@ -7,7 +7,6 @@ trace -> measure -> partition -> generate      roundpipe.fx, through its `Traced
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,13 +14,14 @@ import torch
 from torch import nn
 
 from roundpipe.auto import AutoRoundPipe
+from roundpipe.caller import caller_name, warn
 from roundpipe.errors import ConfigError, TraceError
 from roundpipe.fx.partition import Balance
 from roundpipe.fx.source import TracedSource
 from roundpipe.runtime.config import RoundPipeRunConfig
-from roundpipe.runtime.devices import DeviceLike
-from roundpipe.runtime.pipe import RoundPipe, caller_level, caller_name
-from roundpipe.runtime.residency import PinMode
+from roundpipe.runtime.devices import DeviceLike, largest_layer_bytes
+from roundpipe.runtime.host_weights import PinMode
+from roundpipe.runtime.pipe import RoundPipe
 from roundpipe.wrap import PartsChoice, check_model
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def compile(
         name: for logs and traces; None: ``filename:line`` of the caller.
         model_run_config: defaults for every call.
         pin_model: how host weights are pinned; see `RoundPipe`.
-        devices: the rotation; see `RoundPipe`.
+        devices: the rotation; see `RoundPipe`. Blocks too large for the memory of one of them are cut inside.
         balance: what layers are balanced by: ``"time"`` (FLOPs and bytes), ``"size"`` (weight bytes), or a
             function from a module to a weight.
         fallback: what to do when the model's own forward can't be traced: True warns and returns an
@@ -98,13 +98,11 @@ def compile(
         if not fallback:
             raise error
         choice.leave(error.stateful)
-        warnings.warn(
-            f"{kind} runs module by module, as an AutoRoundPipe, because its forward can't be traced: {error}",
-            stacklevel=caller_level() + 1,
-        )
+        warn(f"{kind} runs module by module, as an AutoRoundPipe, because its forward can't be traced: {error}")
 
     has_example = bool(example_args) or example_kwargs is not None
-    source = TracedSource(model, balance, on_failure, None if has_example else _dummy_inputs(model))
+    preview = None if has_example else _dummy_inputs(model)
+    source = TracedSource(model, balance, on_failure, preview, largest_layer_bytes(devices))
     if has_example and source.chain_for(example_args, example_kwargs or {}) is None:
         return choice.wrap(settings)
     pipe = RoundPipe.from_source(model, source, make_instead=choice.inside_of, **settings)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -12,23 +11,15 @@ import torch
 from torch import nn
 
 from roundpipe import structure
+from roundpipe.caller import warn
 from roundpipe.errors import ConfigError
 from roundpipe.fx.ambient import autocast_as_on_accelerator
-from roundpipe.layers import FixedChain, chain_of_modules, is_differentiable
+from roundpipe.layers import FixedChain, LayerChain, chain_of_modules, is_differentiable
 from roundpipe.parts import IN_ONE_PIECE, CallOptions, HostTree, Part, overlaid
 from roundpipe.report import partition_table
 from roundpipe.runtime import microbatch
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, microbatch_count, resolve
-from roundpipe.runtime.devices import DeviceLike
-from roundpipe.runtime.pipe import (
-    RoundPipe,
-    caller_level,
-    caller_name,
-    check_training_call,
-    flow_back,
-    pass_outputs,
-)
-from roundpipe.runtime.residency import PinMode
+from roundpipe.runtime.pipe import RoundPipe, check_training_call, flow_back, pass_outputs
 from roundpipe.runtime.rounds import sum_losses
 from roundpipe.runtime.stage import LossFunction
 
@@ -54,19 +45,13 @@ class AutoRoundPipe(RoundPipe):
     model that can't be traced. Made directly, the whole model is one layer: all of it must fit on a device at once.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optim_dtype: torch.dtype | None = None,
-        name: str | None = None,
-        model_run_config: RoundPipeRunConfig = RoundPipeRunConfig(),  # noqa: B008 - frozen
-        pin_model: PinMode = "alloc",
-        *,
-        devices: Sequence[DeviceLike] | DeviceLike | None = None,
-    ) -> None:
-        nn.Module.__init__(self)
-        source = FixedChain(chain_of_modules([("", model)]))
-        self._set_up(model, source, optim_dtype, name or caller_name(), model_run_config, pin_model, devices)
+    def _layers_of(self, model: nn.Module) -> LayerChain:
+        """One, whatever the model is."""
+        return chain_of_modules([("", model)])
+
+    def _set_up(self, *args: Any) -> None:
+        """As for a `RoundPipe`; parts, if there are to be some, come later."""
+        super()._set_up(*args)
         self._run_parts(None)
 
     @classmethod
@@ -170,10 +155,9 @@ class AutoRoundPipe(RoundPipe):
         """See `RoundPipe.forward_backward`; warns once that nothing overlaps between layers."""
         if not self.__dict__["_warned"]:
             self.__dict__["_warned"] = True
-            warnings.warn(
+            warn(
                 "forward_backward of an AutoRoundPipe runs the model microbatch by microbatch: "
-                "nothing overlaps between layers",
-                stacklevel=caller_level() + 1,
+                "nothing overlaps between layers"
             )
         if self.__dict__["_tree"] is None:
             return super().forward_backward(input_args, input_kwargs, label, loss_fn, return_outputs, run_config)

@@ -42,6 +42,14 @@ HOST_BYTES_PER_S = 100e9
 FLOPS_PER_BYTE = 150.0
 """Peak compute per memory bandwidth, for a device of which only the compute is given."""
 
+MOST_DEVICES = 256
+MOST_MICROBATCHES = 4096
+"""More of either than one machine has use for; planning for as many still takes seconds, not minutes."""
+MOST_SAMPLES = 10**9
+MOST_TOKENS = 10**7
+MOST_RANK = 65536
+LARGEST_QUANTITY = 1e24
+
 EXPLAINED_SAMPLES = 2
 """One is not like others: dimensions of one are broadcast."""
 
@@ -85,27 +93,33 @@ _UNITS |= {f"{unit}i": 1024.0 ** (1 + power) for power, unit in enumerate("KMGTP
 
 
 def quantity(text: str) -> float:
-    """A number with a unit, such as ``24GiB``, ``25GB/s``, ``165T`` or ``1.65e14``."""
+    """A number with a unit, such as ``24GiB``, ``25GB/s``, ``165T`` or ``1.65e14``: from 1 to `LARGEST_QUANTITY`."""
     found = re.fullmatch(r"([\d.]+(?:e[+-]?\d+)?)\s*([KMGTP]?i?)(?:B|FLOPS?)?(?:/s)?", text.strip(), re.IGNORECASE)
     unit = found[2].upper().replace("I", "i") if found else ""
     try:
         value = float(found[1]) * _UNITS[unit] if found else 0.0
     except (ValueError, KeyError):
         value = 0.0
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no quantity above 0, such as 24GiB, 25GB/s or 165T")
+    if not 1 <= value <= LARGEST_QUANTITY:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no quantity from 1 to {LARGEST_QUANTITY:.0e}, such as 24GiB, 25GB/s or 165T"
+        )
     return value
 
 
-def count(text: str) -> int:
-    """A number of things, at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
-    return value
+def count(most: int) -> Callable[[str], int]:
+    """The type of a number of things: from 1 to ``most``."""
+
+    def checked(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = 0
+        if not 1 <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to {most:,}")
+        return value
+
+    return checked
 
 
 def share(text: str) -> float:
@@ -134,6 +148,7 @@ def add_plan(commands: Any) -> None:
         help="what training a model on given devices will take",
         description="What training a model on given devices will take; no weights and no devices are needed. Exit code "
         "1: it doesn't fit.",
+        epilog="Example: python -m roundpipe plan Qwen3-8B/config.json --device-profile RTX-4090 --devices 2",
     )
     parser.add_argument(
         "target",
@@ -142,8 +157,12 @@ def add_plan(commands: Any) -> None:
         help=_TARGET_HELP,
     )
     parser.add_argument("--costs", type=Path, metavar="FILE", help="plan for layers given as numbers, in JSON")
-    parser.add_argument("--devices", type=count, default=1, metavar="N", help="devices in the rotation (default: 1)")
-    parser.add_argument("--microbatches", type=count, metavar="M", help="default: devices + 1, at most the batch")
+    parser.add_argument(
+        "--devices", type=count(MOST_DEVICES), default=1, metavar="N", help="devices in the rotation (default: 1)"
+    )
+    parser.add_argument(
+        "--microbatches", type=count(MOST_MICROBATCHES), metavar="M", help="default: devices + 1, at most the batch"
+    )
     parser.add_argument("--recompute", choices=("stage", "layer"), default="stage", help="layer: less device memory")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--compare", action="store_true", help="the same on other schedules: GPipe, 1F1B, ...")
@@ -154,22 +173,32 @@ def add_plan(commands: Any) -> None:
     profiles = ", ".join(device.name for device in DEVICES)
     device = parser.add_argument_group("devices, with TARGET", f"profiles: {profiles}")
     device.add_argument("--device-profile", metavar="NAME", help="figures of a known device; options override them")
-    device.add_argument("--flops", type=quantity, help="dense peak in the model's dtype, such as 165T")
-    device.add_argument("--memory", type=quantity, help="of one device, such as 24GiB")
-    device.add_argument("--link", type=quantity, help="host to device, one direction, such as 31GB/s")
-    device.add_argument("--bandwidth", type=quantity, help=f"device memory; default: flops / {FLOPS_PER_BYTE:.0f}")
-    device.add_argument("--efficiency", type=share, help=f"sustained share of the FLOPs; default: {EFFICIENCY.compute}")
+    device.add_argument("--flops", type=quantity, metavar="RATE", help="dense peak in the model's dtype, such as 165T")
+    device.add_argument("--memory", type=quantity, metavar="SIZE", help="of one device, such as 24GiB")
+    device.add_argument("--link", type=quantity, metavar="RATE", help="host to device, one direction, such as 31GB/s")
+    device.add_argument(
+        "--bandwidth", type=quantity, metavar="RATE", help=f"device memory; default: flops / {FLOPS_PER_BYTE:.0f}"
+    )
+    device.add_argument(
+        "--efficiency", type=share, metavar="SHARE", help=f"of the FLOPs, sustained; default: {EFFICIENCY.compute}"
+    )
     device.add_argument(
         "--host-memory", type=quantity, metavar="SIZE", help="it fits only within this; default: no limit"
     )
     device.add_argument("--host-bandwidth", type=quantity, metavar="RATE", help="host memory; default: 100GB/s")
     training = parser.add_argument_group("training, with TARGET")
-    training.add_argument("--batch", type=count, help="samples per step; default: one per microbatch")
-    training.add_argument("--seq", type=count, help=f"tokens per sample; default: {DEFAULT_SEQ}")
+    training.add_argument(
+        "--batch", type=count(MOST_SAMPLES), metavar="N", help="samples per step; default: one per microbatch"
+    )
+    training.add_argument(
+        "--seq", type=count(MOST_TOKENS), metavar="N", help=f"tokens per sample; default: {DEFAULT_SEQ}"
+    )
     training.add_argument("--dtype", choices=DTYPES, help="of the weights; default: bfloat16")
     training.add_argument("--optimizer", choices=("adamw", "sgd"), help="default: adamw")
     training.add_argument("--optim-dtype", choices=DTYPES, help="of the optimizer's copies; default: float32")
-    training.add_argument("--lora", type=count, metavar="RANK", help="train adapters of this rank, not the weights")
+    training.add_argument(
+        "--lora", type=count(MOST_RANK), metavar="RANK", help="train adapters of this rank, not the weights"
+    )
     parser.set_defaults(run=run_plan)
 
 
@@ -182,8 +211,8 @@ _WITH_TARGET = (
 def run_plan(options: argparse.Namespace) -> int:
     """``plan``."""
     if (options.target is None) == (options.costs is None):
-        given = "neither" if options.costs is None else "both"
-        raise ConfigError(f"give TARGET or --costs FILE, one of them; {given} was given")
+        given = "neither was" if options.costs is None else "both were"
+        raise ConfigError(f"give TARGET or --costs FILE, one of them; {given} given")
     if options.costs is not None:
         wrong = [name for name in _WITH_TARGET if getattr(options, name) is not None]
         if wrong:
@@ -279,7 +308,9 @@ def _device(options: argparse.Namespace) -> DeviceSpec:
         known = find_device(options.device_profile)
         if not given:
             return known
-        return dataclasses.replace(known, name=f"{known.name} (changed)", source=f"{known.source}; options", **given)
+        checked = {name: where for name, where in known.checked.items() if name not in given}
+        source = f"{known.source}; options"
+        return dataclasses.replace(known, name=f"{known.name} (changed)", source=source, checked=checked, **given)
     missing = [_option(name) for name in ("flops", "memory", "link") if getattr(options, name) is None]
     if missing:
         raise ConfigError(
@@ -302,10 +333,14 @@ def add_explain(commands: Any) -> None:
         "each cut, and when a call traces again; no weights are needed. Exit code 1: it can't be cut.",
     )
     parser.add_argument("target", metavar="TARGET", help=_TARGET_HELP)
-    parser.add_argument("--batch", type=count, help=f"samples of the example; default: {EXPLAINED_SAMPLES}")
-    parser.add_argument("--seq", type=count, help=f"tokens per sample; default: {DEFAULT_SEQ}")
+    parser.add_argument(
+        "--batch", type=count(MOST_SAMPLES), metavar="N", help=f"samples of the example; default: {EXPLAINED_SAMPLES}"
+    )
+    parser.add_argument(
+        "--seq", type=count(MOST_TOKENS), metavar="N", help=f"tokens per sample; default: {DEFAULT_SEQ}"
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default: bfloat16")
-    parser.add_argument("--lora", type=count, metavar="RANK", help="with adapters of this rank")
+    parser.add_argument("--lora", type=count(MOST_RANK), metavar="RANK", help="with adapters of this rank")
     parser.add_argument("--eval", action="store_true", help="the model in evaluation mode; default: in training mode")
     parser.add_argument("--graph", type=Path, metavar="FILE", help="write the graph to FILE.dot or FILE.png")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -4,12 +4,17 @@ Figures are those of the named documents: dense bf16 with float32 accumulation (
 bandwidth, and one direction of the host link. Vendors' "GB" of device memory are binary here, as drivers report them;
 of the H200's 141 GB that is 140 GiB (143,771 MiB).
 
+GeForce cards run tensor cores at half their rate when they accumulate in float32, which is what training does: theirs
+are the halves. The figures were compared with a second source each (`DeviceSpec.checked`), and peak compute with cores
+times clock.
+
 Invariant: the figures are the vendors'; what is expected of them in practice is `EFFICIENCY`, and only that.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from roundpipe.errors import ConfigError
 
@@ -33,6 +38,10 @@ EFFICIENCY = Efficiency(compute=0.8, bandwidth=0.8, link=0.8)
 reads and writes counted; so blocks of Llama 8B and Qwen3 32B take up to a quarter longer than published on RTX 4090."""
 
 
+FIGURES = ("memory_bytes", "flops_per_s", "bytes_per_s", "link_bytes_per_s")
+"""Of a `DeviceSpec`."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
     """One kind of device.
@@ -51,11 +60,13 @@ class DeviceSpec:
     """Between host and device, one direction, peak."""
     source: str
     """Where the figures are from."""
+    checked: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    """By the name of a figure: where else it was found, or what it follows from."""
 
     def __post_init__(self) -> None:
-        for field in ("memory_bytes", "flops_per_s", "bytes_per_s", "link_bytes_per_s"):
-            if not getattr(self, field) > 0:
-                raise ConfigError(f"{self.name}: {field} is {getattr(self, field)}; it must be above 0")
+        for name in FIGURES:
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{self.name}: {name} is {getattr(self, name)}; it must be above 0")
 
 
 _GA102 = (
@@ -81,15 +92,148 @@ _MI300X = (
     "data-sheets/amd-instinct-mi300x-data-sheet.pdf"
 )
 
+_TABLE_OF_CARDS = (
+    "PCIe 4.0 x16, gpu_specs.csv of the Lambda LLM Calculator, "
+    "https://huggingface.co/spaces/lambdabrendan/Lambda-LLM-Calculator/blame/main/data/gpu_specs.csv"
+)
+_SPECS_3090 = (
+    "Nvidia GeForce RTX 3090 Specifications, "
+    "https://holynerdvana.blogspot.com/2022/10/nvidia-geforce-rtx-3090-specifications.html"
+)
+_SPECS_4090 = "NVIDIA GeForce RTX 4090, https://waredb.com/processor/nvidia-geforce-rtx-4090"
+_SPECS_5090 = "NVIDIA RTX 5090 Specs, https://www.spheron.network/blog/nvidia-rtx-5090-specs/"
+_SPECS_A6000 = (
+    "NVIDIA RTX A6000 48GB GPU Drops Quadro Designation, "
+    "https://servethehome.com/nvidia-rtx-a6000-48gb-gpu-drops-quadro-designation"
+)
+_SPECS_A100 = "A100, https://glennklockwood.com/garden/processors/A100"
+_SPECS_H100 = "NVIDIA H100, https://archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html"
+_SPECS_H200 = (
+    "NVIDIA H200 vs B300: precisions, cores, and what the datasheet numbers mean, "
+    "https://itkb.uw.cz/2026/06/nvidia-h200-vs-b300-precisions-cores.html"
+)
+_SPECS_MI300X = "AMD Instinct MI300X, https://aiwiki.ai/wiki/amd_instinct_mi300x"
+
+
+def _checked(memory: str, flops: str, bandwidth: str, link: str) -> Mapping[str, str]:
+    return dict(zip(FIGURES, (memory, flops, bandwidth, link), strict=True))
+
+
 DEVICES = (
-    DeviceSpec("RTX-3090", 24 * _GIB, 71e12, 936e9, PCIE_4_X16, _GA102),
-    DeviceSpec("RTX-4090", 24 * _GIB, 165.2e12, 1008e9, PCIE_4_X16, _ADA),
-    DeviceSpec("RTX-5090", 32 * _GIB, 209.5e12, 1792e9, PCIE_5_X16, _BLACKWELL),
-    DeviceSpec("A6000", 48 * _GIB, 154.8e12, 768e9, PCIE_4_X16, _GA102),
-    DeviceSpec("A100-80G", 80 * _GIB, 312e12, 2039e9, PCIE_4_X16, _A100),
-    DeviceSpec("H100", 80 * _GIB, 989e12, 3350e9, PCIE_5_X16, _H100),
-    DeviceSpec("H200", 140 * _GIB, 989e12, 4800e9, PCIE_5_X16, _H200),
-    DeviceSpec("MI300X", 192 * _GIB, 1307.4e12, 5300e9, PCIE_5_X16, _MI300X),
+    DeviceSpec(
+        name="RTX-3090",
+        memory_bytes=24 * _GIB,
+        flops_per_s=71e12,
+        bytes_per_s=936e9,
+        link_bytes_per_s=PCIE_4_X16,
+        source=_GA102,
+        checked=_checked(
+            memory=_SPECS_3090,
+            flops=f"half of 142 TFLOP/s with float16 accumulation, {_SPECS_3090}",
+            bandwidth=_SPECS_3090,
+            link=_TABLE_OF_CARDS,
+        ),
+    ),
+    DeviceSpec(
+        name="RTX-4090",
+        memory_bytes=24 * _GIB,
+        flops_per_s=165.2e12,
+        bytes_per_s=1008e9,
+        link_bytes_per_s=PCIE_4_X16,
+        source=_ADA,
+        checked=_checked(
+            memory=_SPECS_4090,
+            flops=f"165.15 TFLOP/s, {_SPECS_4090}",
+            bandwidth=_SPECS_4090,
+            link="PCI Express 4.0, GIGABYTE GeForce RTX 4090, http://item.wiki/en/item/2912854",
+        ),
+    ),
+    DeviceSpec(
+        name="RTX-5090",
+        memory_bytes=32 * _GIB,
+        flops_per_s=209.5e12,
+        bytes_per_s=1792e9,
+        link_bytes_per_s=PCIE_5_X16,
+        source=_BLACKWELL,
+        checked=_checked(
+            memory=_SPECS_5090,
+            flops=f"a quarter of 838 TFLOP/s, sparse and with float16 accumulation, {_SPECS_5090}",
+            bandwidth=_SPECS_5090,
+            link=f"Gen 5 x16, {_SPECS_5090}",
+        ),
+    ),
+    DeviceSpec(
+        name="A6000",
+        memory_bytes=48 * _GIB,
+        flops_per_s=154.8e12,
+        bytes_per_s=768e9,
+        link_bytes_per_s=PCIE_4_X16,
+        source=_GA102,
+        checked=_checked(
+            memory=_SPECS_A6000,
+            flops="NVIDIA RTX A6000, https://llmperf.net/categories/gpu/Nvidia-A6000-GPUs",
+            bandwidth=_SPECS_A6000,
+            link=f"PCI Express 4.0 x16, {_SPECS_A6000}",
+        ),
+    ),
+    DeviceSpec(
+        name="A100-80G",
+        memory_bytes=80 * _GIB,
+        flops_per_s=312e12,
+        bytes_per_s=2039e9,
+        link_bytes_per_s=PCIE_4_X16,
+        source=_A100,
+        checked=_checked(
+            memory=_SPECS_A100,
+            flops=_SPECS_A100,
+            bandwidth=_SPECS_A100,
+            link=f"32 GB/s each way, PCIe Gen4, {_SPECS_A100}",
+        ),
+    ),
+    DeviceSpec(
+        name="H100",
+        memory_bytes=80 * _GIB,
+        flops_per_s=989e12,
+        bytes_per_s=3350e9,
+        link_bytes_per_s=PCIE_5_X16,
+        source=_H100,
+        checked=_checked(
+            memory=_SPECS_H100,
+            flops=f"half of 1,979 TFLOP/s, sparse, {_SPECS_H100}",
+            bandwidth=_SPECS_H100,
+            link=f"PCIe Gen5, 128 GB/s both ways together, {_SPECS_H100}",
+        ),
+    ),
+    DeviceSpec(
+        name="H200",
+        memory_bytes=140 * _GIB,
+        flops_per_s=989e12,
+        bytes_per_s=4800e9,
+        link_bytes_per_s=PCIE_5_X16,
+        source=_H200,
+        checked=_checked(
+            memory=f"141 GB, {_SPECS_H200}",
+            flops=_SPECS_H200,
+            bandwidth=_SPECS_H200,
+            link=f"PCIe Gen5, {_SPECS_H200}",
+        ),
+    ),
+    DeviceSpec(
+        name="MI300X",
+        memory_bytes=192 * _GIB,
+        flops_per_s=1307.4e12,
+        bytes_per_s=5300e9,
+        link_bytes_per_s=PCIE_5_X16,
+        source=_MI300X,
+        checked=_checked(
+            memory=_SPECS_MI300X,
+            flops="1.3 PFLOP/s, AMD Instinct MI300 Series, "
+            "https://www.jaredwatkins.com/research/ai-accelerators/amd-instinct/mi300-series/",
+            bandwidth=_SPECS_MI300X,
+            link="PCIe Gen5 x16, 8xMI300X of MLPerf Inference v4.1, https://raw.githubusercontent.com/mlcommons/"
+            "inference_results_v4.1/main/closed/AMD/systems/8xMI300X_2xEPYC-9374F.json",
+        ),
+    ),
 )
 
 

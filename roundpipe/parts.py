@@ -16,7 +16,6 @@ import dataclasses
 import enum
 import sys
 import types
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
@@ -25,6 +24,7 @@ import torch
 from torch import nn
 
 from roundpipe import structure
+from roundpipe.caller import warn
 from roundpipe.errors import ConfigError
 from roundpipe.later import all_settled, holds_later, merged_later, packed_again
 from roundpipe.layers import FixedChain, chain_of_modules
@@ -35,6 +35,7 @@ from roundpipe.runtime.replica import Replica
 
 IN_ONE_PIECE = RoundPipeRunConfig(num_microbatch=1)
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _IMMUTABLE = (
     *(bool, int, float, complex, str, bytes, type, type(None), slice, range, frozenset, enum.Enum),
     *(torch.Tensor, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator),
@@ -154,6 +155,10 @@ class _PartState:
     why_on_host: str | None = None
     is_proven: bool = False
     """Whether it ran on the devices once."""
+    is_split: bool = False
+    """Whether its children are its layers, and it itself is never called."""
+    in_forward: bool = False
+    """Whether a forward around it is running."""
 
 
 class Part(RoundPipe):
@@ -172,7 +177,7 @@ class Part(RoundPipe):
         options: CallOptions,
         *,
         merges_later: bool = False,
-    ) -> Self:
+    ) -> Part:
         """The part of a whole.
 
         Args:
@@ -185,11 +190,13 @@ class Part(RoundPipe):
                 looks at them.
         """
         modules = [(name, module)]
-        if is_sequential(module):
+        is_split = is_sequential(module)
+        if is_split:
             modules = [(f"{name}.{key}", child) for key, child in module._modules.items() if child is not None]
         layers = [(key, _Watched(one, index == 0)) for index, (key, one) in enumerate(modules)]
-        part = cls.inside(whole, module, FixedChain(chain_of_modules(layers)), name)
-        part.__dict__["_part"] = _PartState(given, options, merges_later)
+        kind: type[Part] = SequencePart if isinstance(module, nn.Sequential) else cls
+        part = kind.inside(whole, module, FixedChain(chain_of_modules(layers)), name)
+        part.__dict__["_part"] = _PartState(given, options, merges_later, is_split=is_split)
         return part
 
     def forward(
@@ -201,6 +208,8 @@ class Part(RoundPipe):
         """See `RoundPipe.forward`."""
         part: _PartState = self.__dict__["_part"]
         why = part.why_on_host or _unfit(args, kwargs)
+        if part.is_split and not is_sequential(self.model):
+            why = why or "it got hooks or a forward of its own"
         if why is None:
             options = part.options
             config = overlaid(roundpipe_run_config, options.forced, part.given, options.default)
@@ -215,9 +224,7 @@ class Part(RoundPipe):
             else:
                 part.is_proven = True
                 return outputs
-        if part.why_on_host is None:
-            part.why_on_host = why
-            warnings.warn(f"{self._state.name or 'the model'} runs on the CPU from now on: {why}", stacklevel=2)
+        self._leave_devices(why)
         return self.model(*args, **kwargs)
 
     def _run_on_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any], config: RoundPipeRunConfig) -> Any:
@@ -231,6 +238,30 @@ class Part(RoundPipe):
         outputs = super().forward(*args, roundpipe_run_config=config, **kwargs)
         return merged_later(outputs) if later else outputs
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A tensor in a parameter's place, as `torch.func.functional_call` sets one, is there on the host only."""
+        part: _PartState | None = self.__dict__.get("_part")
+        is_weight = part is not None and isinstance(self.model._parameters.get(name), torch.Tensor)
+        if part is None or not is_weight or not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
+            super().__setattr__(name, value)
+            return
+        self._leave_devices(f"another tensor is put in the place of its parameter {name!r}")
+        self.model._parameters[name] = value  # type: ignore[assignment]
+
+    def train(self, mode: bool = True) -> Self:
+        """Sets the mode; in a forward, on the host only, since a recomputation would find buffers of other calls."""
+        part: _PartState = self.__dict__["_part"]
+        if part.in_forward and mode is not self.model.training:
+            self._leave_devices("its mode of training is set in the forward")
+        return super().train(mode)
+
+    def _leave_devices(self, why: str) -> None:
+        """Runs on the host from now on."""
+        part: _PartState = self.__dict__["_part"]
+        if part.why_on_host is None:
+            part.why_on_host = why
+            warn(f"{self._state.name or 'the model'} runs on the CPU from now on: {why}")
+
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         """The module's own, so that code around it which asks ``isinstance`` decides as it would in eager."""
@@ -241,9 +272,29 @@ class Part(RoundPipe):
         """Nothing: the whole is closed."""
 
 
+class SequencePart(Part):
+    """A part that forwards may also take the children of, as `nn.Sequential` lets them; those run on the host."""
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return self._sequence[index]
+
+    def __len__(self) -> int:
+        return len(self._sequence)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._sequence)
+
+    @property
+    def _sequence(self) -> nn.Sequential:
+        assert isinstance(self.model, nn.Sequential)
+        return self.model
+
+
 def is_sequential(module: nn.Module) -> bool:
-    """Whether calling a module is calling its children in turn."""
-    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and len(module) > 0
+    """Whether calling a module is calling its children in turn, and nothing else."""
+    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
+        return False
+    return len(module) > 0 and "forward" not in module.__dict__ and not any(module.__dict__[name] for name in _HOOKS)
 
 
 class _LossFunction(nn.Module):
@@ -303,13 +354,19 @@ class HostTree(Replica):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's outputs; what its forwards leave in attributes and buffers is left in the model."""
         self._take_over()
+        for part in self.parts:
+            part.__dict__["_part"].in_forward = True
         try:
             return all_settled(self.module(*args, **kwargs))
         finally:
+            for part in self.parts:
+                part.__dict__["_part"].in_forward = False
             self._hand_back()
 
     def _take_over(self) -> None:
         self.refresh({})
+        for part in self.parts:
+            part.__dict__["training"] = part.model.training  # which code around it may ask
         configs: dict[int, Any] = {}
         for original, names in zip(self._originals, self._children, strict=True):
             if names != _children_of(original):

@@ -9,6 +9,8 @@ Invariant: nothing is downloaded, no code that comes with a checkpoint is run, a
 from __future__ import annotations
 
 import importlib
+import inspect
+import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +24,8 @@ from roundpipe import structure
 from roundpipe.errors import ConfigError
 
 DEFAULT_SEQ = 2048
+MOST_ELEMENTS = 2**28
+"""Of an example's tensors; they are real ones, of up to eight bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +131,7 @@ def _of_transformers(name: str, model: Any, seq: int | None) -> Target:
     per_sample = "SequenceClassification" in kind
 
     def kwargs_for(num_samples: int) -> dict[str, Any]:
+        _check_size(num_samples, length)
         kwargs: dict[str, Any] = {"input_ids": torch.ones(num_samples, length, dtype=torch.long)}
         if per_token:
             kwargs["labels"] = torch.ones(num_samples, length, dtype=torch.long)
@@ -145,6 +150,7 @@ def _of_images(name: str, model: Any) -> Target:
     dtype = next(model.parameters()).dtype
 
     def kwargs_for(num_samples: int) -> dict[str, Any]:
+        _check_size(num_samples, channels * height * width)
         kwargs: dict[str, Any] = {"pixel_values": torch.zeros(num_samples, channels, height, width, dtype=dtype)}
         if classifies:
             kwargs["labels"] = torch.zeros(num_samples, dtype=torch.long)
@@ -153,20 +159,35 @@ def _of_images(name: str, model: Any) -> Target:
     return Target(name, model, kwargs_for, None, None, classifies)
 
 
+def _check_size(num_samples: int, num_elements: int) -> None:
+    """Refuses to make up an example that would fill the memory."""
+    if num_samples * num_elements > MOST_ELEMENTS:
+        raise ConfigError(
+            f"an example of {num_samples:,} samples of {num_elements:,} elements has more than {MOST_ELEMENTS:,} in "
+            "all; give a smaller --batch or --seq, or more --microbatches"
+        )
+
+
 # Functions of the user's
 
 
 def _from_factory(text: str, seq: int | None) -> Target:
     module_name, _, function_name = text.partition(":")
+    if not module_name or not function_name:
+        raise ConfigError(f"{text!r} names no function; give package.module:factory")
     try:
-        factory = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(f"{text}: {module_name!r} can't be imported: {_first_line(error)}") from error
-    except AttributeError as error:
-        raise ConfigError(f"{text}: {module_name} has no {function_name!r}") from error
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # it is the user's code
+        raise ConfigError(f"{text}: {module_name!r} can't be imported: {_in_words(error)}") from error
+    factory = getattr(module, function_name, None)
+    if factory is None:
+        raise ConfigError(f"{text}: {module_name} has no {function_name!r}")
     if not callable(factory):
         raise ConfigError(f"{text} is {type(factory).__name__}; name a function that returns a model")
-    made = factory()
+    try:
+        made = factory()
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{text} is called without arguments, and failed: {_in_words(error)}") from error
     model, kwargs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module) or not isinstance(kwargs, dict | None):
         raise ConfigError(
@@ -186,11 +207,16 @@ def _of_example(text: str, model: nn.Module, kwargs: dict[str, Any]) -> Target:
     batch = next((len(tensor) for tensor in structure.tensors(kwargs) if tensor.ndim), 0)
     if not batch:
         raise ConfigError(f"{text}: the keyword arguments have no tensor with samples along dimension 0")
+    try:
+        inspect.signature(model.forward).bind(**kwargs)
+    except TypeError as error:
+        raise ConfigError(f"{text}: {type(model).__name__} can't be called with these arguments: {error}") from error
 
     def kwargs_for(num_samples: int) -> dict[str, Any]:
         def resized(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.ndim or len(tensor) != batch:
                 return tensor
+            _check_size(num_samples, tensor.numel() // batch)
             return tensor[torch.arange(num_samples, device=tensor.device) % batch]
 
         return structure.map_tensors(kwargs, resized)
@@ -228,5 +254,15 @@ def _imported(package: str, what: str) -> Any:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    """What an error says, up to its first line that doesn't announce another."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    last = next((index for index, line in enumerate(lines) if not line.rstrip().endswith(":")), len(lines) - 1)
+    return " ".join(line.strip() for line in lines[: last + 1])
+
+
+def _in_words(error: BaseException) -> str:
+    """An error of the user's code: its type, what it says, and the line it is from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename != __file__ and "importlib" not in frame.filename]
+    where = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {_first_line(error)}{where}"

@@ -7,7 +7,6 @@ wrap_model_to_roundpipe ---- the graph compiler, unless refused; a `RoundPipe` i
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,13 +14,14 @@ from typing import Any
 from torch import nn
 
 from roundpipe.auto import AutoRoundPipe, Parts
+from roundpipe.caller import caller_name, warn
 from roundpipe.errors import ConfigError, TraceError
 from roundpipe.fx.source import TracedSource
 from roundpipe.layers import weight_bytes_of
 from roundpipe.parts import IN_ONE_PIECE, is_sequential, overlaid
 from roundpipe.runtime.config import RoundPipeRunConfig
-from roundpipe.runtime.devices import resolve_devices
-from roundpipe.runtime.pipe import RoundPipe, caller_level, caller_name
+from roundpipe.runtime.devices import largest_layer_bytes, resolve_devices
+from roundpipe.runtime.pipe import RoundPipe
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,8 @@ def _traced(
         choice.leave(error.stateful)
         logger.info("%s can't be traced, so it is not cut by the graph compiler: %s", kind, error)
 
-    source = TracedSource(model, balance, on_failure)
+    limit_bytes = largest_layer_bytes(settings.get("devices"))
+    source = TracedSource(model, balance, on_failure, max_layer_bytes=limit_bytes)
     if not example_args and example_kwargs is None:
         dummy = getattr(model, "dummy_inputs", None)
         example_kwargs = dict(dummy) if isinstance(dummy, dict) else None
@@ -272,16 +273,12 @@ class _Choice:
         for name, module in model.named_modules():
             inside = module not in self.parts and module not in self.left and module not in self.opened
             if inside and module in self.skip:
-                warnings.warn(
+                warn(
                     f"skip_modules: {name} is inside a module that becomes one pipeline and runs with it on the "
-                    "devices; skip that one, or lower the thresholds",
-                    stacklevel=caller_level() + 1,
+                    "devices; skip that one, or lower the thresholds"
                 )
             if module in self.override and module not in self.parts and module is not model:
-                warnings.warn(
-                    f"override_config: the options of {name} have no effect, since it is no pipeline of its own",
-                    stacklevel=caller_level() + 1,
-                )
+                warn(f"override_config: the options of {name} have no effect, since it is no pipeline of its own")
 
 
 def _is_inplace_activation(module: nn.Module) -> bool:

@@ -24,6 +24,7 @@ def _row(promise: str, *tests: str, gap: str = "") -> Row:
 
 
 API = "test_api.py::"
+CALLER = "test_caller.py::"
 EXAMPLES = "test_documented_examples.py::"
 NOTEBOOK = "test_notebook.py::"
 JUPYTER = "test_jupyter.py::"
@@ -57,6 +58,7 @@ TRACER = "fx/test_tracer.py::"
 GUARDS = "fx/test_guards.py::"
 SHAPES = "fx/test_shapes.py::"
 TRAPS = "fx/test_traps.py::"
+LAYOUT = "fx/test_layout.py::"
 FUZZ = "fx/test_fuzz.py::"
 ADVICE = "fx/test_advice.py::"
 FORWARDING = "test_forwarding.py::"
@@ -279,6 +281,7 @@ RUNTIME_ROWS: dict[str, Row] = {
         MEMORY + "test_more_microbatches_peak_lower",
         TIMES + "test_without_a_limit_there_are_few_microbatches",
         TIMES + "test_before_the_layers_are_known_the_built_in_number_serves",
+        TIMES + "test_options_that_cannot_be_the_fastest_are_not_planned_for",
     ),
     "G3": _row(
         "both grains give the same numbers, 'layer' peaks lower",
@@ -308,12 +311,14 @@ RUNTIME_ROWS: dict[str, Row] = {
         MICROBATCH + "test_sizes_differ_by_at_most_one_and_lose_nothing",
         MICROBATCH + "test_scalars_and_others_are_replicated",
         EXAMPLES + "test_twelve_pictures_in_four_microbatches",
+        CALLER + "test_a_warning_about_microbatches_points_at_the_call",
     ),
     "H2": _row(
         "a small batch has fewer microbatches, with one warning; an empty one is an error",
         MICROBATCH + "test_a_small_batch_has_fewer_microbatches_and_one_warning",
         MICROBATCH + "test_an_empty_batch_is_an_error",
         ENGINE + "test_num_microbatches_is_known_in_loss_fn",
+        CALLER + "test_a_warning_about_microbatches_points_at_the_call",
     ),
     "H3": _row(
         "specs and functions split inputs and labels",
@@ -378,6 +383,8 @@ COMPILER_ROWS: dict[str, Row] = {
         ZOO + "test_cut.py::test_one_hidden_tensor_crosses_from_block_to_block",
         ZOO + "test_cut.py::test_the_encoder_output_is_carried_once",
         ZOO + "test_cut.py::test_a_large_embedding_and_a_large_head_are_layers_of_their_own",
+        "test_budget.py::test_a_block_that_is_too_large_for_the_device_is_cut_inside",
+        "test_budget.py::test_a_block_that_is_too_large_and_can_not_be_cut_is_named",
     ),
     "P2": _row(
         "example inputs may be omitted",
@@ -391,6 +398,8 @@ COMPILER_ROWS: dict[str, Row] = {
         API + "test_one_trace_serves_every_batch_size",
         API + "test_one_trace_serves_every_length_of_token_ids",
         API + "test_a_second_trace_serves_every_length_of_float_inputs",
+        "fx/test_lengths.py::test_a_contrastive_loss_is_one_trace_for_every_batch_size",
+        "fx/test_lengths.py::test_a_decision_on_a_length_is_guarded",
         API + "test_a_failed_guard_traces_again_is_logged_and_counted",
         API + "test_traces_one_after_the_other_are_warned_of",
         API + "test_training_and_evaluation_take_a_trace_each",
@@ -422,6 +431,9 @@ COMPILER_ROWS: dict[str, Row] = {
         SHAPES + "test_a_branch_at_the_root_equals_eager_without_a_graph",
         TRAPS + "test_state_that_decides_is_never_burned_in",
         TRAPS + "test_memory_layout_of_activations_is_never_burned_in",
+        LAYOUT + "test_an_answer_that_every_kernel_gives_is_traced",
+        LAYOUT + "test_what_kernels_choose_is_refused_and_falls_back",
+        LAYOUT + "test_a_kernel_that_lays_its_output_otherwise_after_all_is_found_out",
         TRAPS + "test_what_is_read_of_an_input_itself_is_read_at_every_call",
     ),
     "P6": _row(
@@ -439,6 +451,7 @@ COMPILER_ROWS: dict[str, Row] = {
         CLI + "test_explain_a_config",
         CLI + "test_explain_a_factory",
         TIMES + "test_measured_seconds_are_those_of_the_layers",
+        CLI + "test_the_plan_is_the_one_that_runs",
     ),
     "P7": _row(
         "layers are balanced by time, size or a function",
@@ -486,6 +499,7 @@ COMPILER_ROWS: dict[str, Row] = {
     "P10": _row(
         "a meta model is planned without memory for its weights",
         API + "test_a_meta_model_is_planned_without_memory",
+        "test_forecast.py::test_host_memory_is_what_a_run_with_adamw_holds",
         TRACER + "test_a_meta_model_takes_no_memory",
         ENGINE + "test_weights_on_the_meta_device_are_refused_by_name",
     ),

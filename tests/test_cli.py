@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
@@ -18,9 +19,10 @@ import torch
 import roundpipe
 from roundpipe import cli
 from roundpipe.cost_file import lower_bound_s, parse_costs, plan_costs
-from roundpipe.devices_data import DEVICES, EFFICIENCY, find_device
+from roundpipe.devices_data import DEVICES, EFFICIENCY, FIGURES, find_device
 from roundpipe.errors import ConfigError
 from roundpipe.forecast import Forecast, Machine, Training, forecast
+from roundpipe.runtime.plans import Plans
 from roundpipe.target import Target, load_target
 
 transformers = pytest.importorskip("transformers")
@@ -206,6 +208,15 @@ H100 = ("--device-profile", "H100")
         (("plan", QWEN, "--device-profile", "TPU"), "RTX-4090"),
         (("plan", QWEN, "--device-profile", "H100", "--memory", "lots"), "'lots'"),
         (("plan", QWEN, "--devices", 0, *H100), "--devices"),
+        (("plan", QWEN, "--devices", 10**6, *H100), "from 1 to 256"),
+        (("plan", QWEN, "--microbatches", 10**9, *H100), "from 1 to 4,096"),
+        (("plan", QWEN, "--batch", 10**20, *H100), "--batch"),
+        (("plan", QWEN, "--batch", 10**9, *H100), "500,000,000 samples"),
+        (("plan", QWEN, "--lora", 10**12, *H100), "--lora"),
+        (("plan", QWEN, "--flops", "1e400", *H100), "--flops"),
+        (("plan", QWEN, "--link", "nan", *H100), "--link"),
+        (("plan", QWEN, "--bandwidth", "1e-300", *H100), "--bandwidth"),
+        (("plan", QWEN, "--efficiency", "nan", *H100), "--efficiency"),
         (("plan", QWEN, "--efficiency", 2, *H100), "--efficiency"),
         (("plan", QWEN, "--seq", 10**6, *H100), "40960"),
         (("plan", QWEN, "--batch", 2, "--microbatches", 3, *H100), "--microbatches"),
@@ -215,6 +226,11 @@ H100 = ("--device-profile", "H100")
         (("plan", "no_such_package:factory", *H100), "no_such_package"),
         (("plan", "json:no_such_function", *H100), "no_such_function"),
         (("plan", "json:JSONDecoder", *H100), "nn.Module"),
+        (("plan", ":factory", *H100), "package.module:factory"),
+        (("plan", "json:", *H100), "package.module:factory"),
+        (("plan", "../json:load", *H100), "can't be imported"),
+        (("plan", "json:load", *H100), "called without arguments"),
+        (("plan", "torch.nn:Identity", *H100), "return (model, kwargs)"),
         (("explain",), "TARGET"),
         (("explain", "no/such/folder"), "no/such/folder"),
         (("explain", QWEN, "--graph", "graph.svg"), ".dot or .png"),
@@ -387,9 +403,13 @@ def test_the_plan_is_the_one_that_runs(tiny: Path) -> None:
     real = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(str(tiny)))
     real.config.use_cache = False
     devices = [roundpipe.Device("cpu", memory_bytes=on.budget_bytes)] * 2
-    with roundpipe.compile(real, devices=devices) as pipe:
-        pipe.forward_backward(input_kwargs=target.kwargs_for(6), loss_fn=lambda out, _: out.loss)
+    inputs = target.kwargs_for(6)
+    with roundpipe.compile(real, example_kwargs=inputs, devices=devices) as pipe:
+        pipe._state.maker.plans = Plans(2, [on.budget_bytes], accelerators=True)  # forecasts are for those
+        table = pipe.partition_table()
+        pipe.forward_backward(input_kwargs=inputs, loss_fn=lambda out, _: out.loss)
         assert pipe._state.maker.last_plan == found.plan
+        assert pipe.partition_table() == table
         assert pipe._state.last_chain.specs == found.chain.specs
 
 
@@ -418,7 +438,61 @@ def untraceable():
 def on_meta():
     with torch.device("meta"):
         return nn.Sequential(nn.Linear(64, 4), nn.ReLU()), {"input": torch.zeros(4, 64, device="cpu")}
+
+def misnamed():
+    return nn.Linear(64, 4), {"inputs": torch.zeros(4, 64)}
+
+def raises():
+    raise ValueError("no such\\nweights")
+
+def exits():
+    raise SystemExit("enough")
 """
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("misnamed", "Linear can't be called with these arguments: missing a required argument: 'input'"),
+        ("raises", "ValueError: no such (wrong_factories.py:"),
+        ("exits", "SystemExit: enough (wrong_factories.py:"),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "explain"])
+def test_wrong_factories(
+    run: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, name: str, named: str
+) -> None:
+    (tmp_path / "wrong_factories.py").write_text(FACTORY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code, out, err = run(command, f"wrong_factories:{name}", *(H100 if command == "plan" else ()))
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert named in err
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        ("def broken(:\n", "SyntaxError: invalid syntax"),
+        ("raise RuntimeError('too early')\n", "RuntimeError: too early (bad_code_1.py:1)"),
+    ],
+)
+def test_code_that_cannot_be_imported(
+    run: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, named: str
+) -> None:
+    name = f"bad_code_{int('early' in source)}"
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code, out, err = run("explain", f"{name}:factory")
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert named in err
+
+
+def test_a_config_that_is_refused_says_why(run: Output, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", "hidden_size": "big"}))
+    code, out, err = run("plan", path, *H100)
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert re.search(r"hidden_size.*: .*\bint\b.*'?big", err), err
 
 
 def test_a_factory(run: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -543,13 +617,42 @@ def test_device_profiles() -> None:
         *("RTX-3090", "RTX-4090", "RTX-5090", "A6000", "A100-80G", "H100", "H200", "MI300X"),
     }
     for device in DEVICES:
-        assert device.source
+        assert "https://" in device.source
+        assert set(device.checked) == set(FIGURES)
+        for name, where in device.checked.items():
+            assert re.search(r"\S, https?://\S+\.\S+$", where), f"{device.name}, {name}: {where!r} names no page"
         assert 10e12 < device.flops_per_s < 3e15
         assert device.link_bytes_per_s < device.bytes_per_s < inf
         assert find_device(device.name.lower().replace("-", " ")) is device
     assert find_device("4090") is find_device("RTX4090")
     with pytest.raises(ConfigError, match="MI300X"):
         find_device("abacus")
+
+
+@pytest.mark.parametrize(
+    ("name", "num_units", "clock_hz", "flops_per_clock", "num_bits", "bits_per_s"),
+    [  # of a tensor core (AMD: a compute unit), dense, float32 accumulation, which GeForce cards do at half rate
+        ("RTX-3090", 328, 1.695e9, 128, 384, 19.5e9),
+        ("RTX-4090", 512, 2.520e9, 128, 384, 21e9),
+        ("RTX-5090", 680, 2.407e9, 128, 512, 28e9),
+        ("A6000", 336, 1.800e9, 256, 384, 16e9),
+        ("A100-80G", 432, 1.410e9, 512, 5120, 3.186e9),
+        ("H100", 528, 1.830e9, 1024, 5120, 5.23e9),
+        ("H200", 528, 1.830e9, 1024, 6144, 6.25e9),
+        ("MI300X", 304, 2.100e9, 2048, 8192, 5.2e9),
+    ],
+)
+def test_profiles_are_what_cores_and_clocks_give(
+    name: str, num_units: int, clock_hz: float, flops_per_clock: int, num_bits: int, bits_per_s: float
+) -> None:
+    device = find_device(name)
+    assert device.flops_per_s == pytest.approx(num_units * clock_hz * flops_per_clock, rel=3e-3)
+    assert device.bytes_per_s == pytest.approx(num_bits / 8 * bits_per_s, rel=6e-3)
+
+
+def test_links_are_what_lanes_give() -> None:
+    for gigatransfers, device in ((16, find_device("4090")), (32, find_device("5090"))):
+        assert device.link_bytes_per_s == pytest.approx(gigatransfers * 1e9 * 16 / 8 * 128 / 130, rel=3e-3)
 
 
 def test_doctor(run: Output) -> None:
@@ -564,12 +667,18 @@ def test_doctor(run: Output) -> None:
     assert "pinning" in out
 
 
-def test_the_module_runs_as_a_program() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "roundpipe", "plan", "--help"], capture_output=True, text=True, cwd=ROOT, timeout=120
-    )
+def test_the_module_runs_as_a_program_and_stops_quietly() -> None:
+    command = [sys.executable, "-m", "roundpipe", "plan", "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert result.returncode == 0
     assert "--device-profile" in result.stdout
+    read, write = os.pipe()
+    os.close(read)  # whoever reads is gone already, as behind ``| head``
+    try:
+        result = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=120)
+    finally:
+        os.close(write)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_the_readme_shows_what_is_printed(run: Output) -> None:

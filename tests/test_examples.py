@@ -385,6 +385,13 @@ def test_vision_wrong_arguments(
     assert_one_line(vision, arguments, message, capsys)
 
 
+def test_vision_without_its_data(
+    vision: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    assert_one_line(vision, ["--devices", "cpu"], "pip install scikit-learn", capsys)
+
+
 # as programs
 
 

@@ -220,6 +220,31 @@ def test_errors_of_a_part_keep_their_type_and_the_next_call_works() -> None:
         assert pipe(torch.randn(4, WIDTH)).shape == (4, WIDTH)
 
 
+class TakesApart(nn.Module):
+    """Calls a stack as a whole, and its children one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stack(self.stack[0](x))
+        for module in self.stack:
+            x = module(x)
+        return self.stack[-2:](x) * len(self.stack)
+
+
+def test_children_of_a_sequential_part_can_be_taken() -> None:
+    model = TakesApart()
+    eager = copy.deepcopy(model)
+    x = torch.randn(4, WIDTH)
+    eager(x).square().mean().backward()
+    with auto(model) as pipe:
+        pipe.forward_backward((x,), loss_fn=lambda outputs, _: outputs.square().mean(), run_config=IN_ONE_PIECE)
+        pipe.synchronize()
+        assert_same_gradients(model, eager, 1e-6)
+
+
 def test_a_part_does_not_close_the_whole() -> None:
     model = Caller()
     with auto(model) as pipe:

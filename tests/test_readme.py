@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,7 +86,14 @@ def test_make_targets_exist(line: str) -> None:
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("line", [line for line in SHELL_LINES if line.startswith("python ")])
+@pytest.mark.parametrize("line", [line for line in SHELL_LINES if line.startswith("python -m pip ")])
+def test_extras_to_install_exist(line: str) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = re.findall(r"\[([\w,]+)\]", line)
+    assert named and set(",".join(named).split(",")) <= set(extras)
+
+
+@pytest.mark.parametrize("line", [line for line in SHELL_LINES if re.match(r"python (?!-m pip )", line)])
 def test_example_lines_use_options_that_exist(line: str) -> None:
     _, script, *arguments = shlex.split(line)
     source = (ROOT / script).read_text() + (ROOT / "examples" / "command_line.py").read_text()
@@ -113,9 +122,35 @@ def test_names_of_the_package_in_the_text_exist() -> None:
             value = getattr(value, name)
 
 
-def test_the_training_loop_is_short() -> None:
+def test_the_first_screen_says_what_it_is_how_to_install_it_and_how_to_use_it() -> None:
+    screen = "\n".join(README.splitlines()[:50])
+    assert "It is for people who" in screen
+    assert "tokens/s" in screen and "-m pip install" in screen and "forward_backward" in screen
     loop = next(block for block in BLOCKS if block.language == "python")
-    assert len([line for line in loop.text.splitlines() if line.strip()]) <= 20
+    assert loop.text in screen
+    assert len([line for line in loop.text.splitlines() if line.strip()]) <= 16
+
+
+def test_figures_in_the_text_are_those_that_were_measured() -> None:
+    """The table of the first screen, and the throughput on several devices."""
+    results = ROOT / "benchmarks" / "results"
+    one = json.loads((results / "throughput_h200.json").read_text())["results"]
+    for name, way in {
+        "plain PyTorch, everything on the device": "plain",
+        "the same with activation checkpointing": "checkpointed",
+        "roundpipe, all of the device's memory": "roundpipe",
+        "roundpipe, told to use 24 GB": "budget",
+    }.items():
+        speed, peak_bytes = one[way]["tokens_per_s"], one[way]["peak_device_bytes"]
+        share = f"{speed / one['plain']['tokens_per_s']:.2f}".replace("1.00", "1")
+        assert f"| {name} | {speed / 1e3:.1f} K | {share} | {peak_bytes / 1e9:.1f} GB |" in README
+    several = json.loads((results / "throughput_h200_x4.json").read_text())["results"]
+    speeds = {number: several[f"roundpipe_x{number}"]["tokens_per_s"] for number in (2, 4)}
+    share = speeds[4] / (4 * one["checkpointed"]["tokens_per_s"])
+    assert f"gives {speeds[2] / 1e3:.1f} K and {speeds[4] / 1e3:.1f} K tokens/s, {share:.2f} of four cards" in README
+    losses = json.loads((results / "long_run.json").read_text())["results"]
+    waiting, stale = (sum(losses[mode]["ours"][-10:]) / 10 for mode in ("sync", "async"))
+    assert f"at a loss of {waiting:.2f} with\n  `is_async=False` and of {stale:.2f} without" in README
 
 
 @pytest.mark.skipif(os.name != "posix", reason="file modes are POSIX")

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from roundpipe.errors import ConfigError
-from roundpipe.runtime.accelerator import AcceleratorBackend
+from roundpipe.runtime import stage_cost
+from roundpipe.runtime.accelerator import AcceleratorBackend, memory_budget_bytes
 from roundpipe.runtime.backend import Backend, Device
 from roundpipe.runtime.cpu import CpuBackend
 from roundpipe.runtime.pinning import Registrar
@@ -66,6 +67,27 @@ def _resolve_one(given: DeviceLike) -> Device:
     if device.index is not None and device.index >= torch.accelerator.device_count():
         raise ConfigError(f"devices: {given!r} is not there; torch sees {torch.accelerator.device_count()} devices")
     return entry
+
+
+def largest_layer_bytes(given: Sequence[DeviceLike] | DeviceLike | None) -> int | None:
+    """The most bytes of weights and gradients that a layer should have on the smallest of some devices.
+
+    Args:
+        given: as for `resolve_devices`.
+
+    Returns:
+        None if none of them has a limit.
+    """
+    entries = resolve_devices(given)
+    sharing = Counter(torch.device(entry.device) for entry in entries)
+    budgets_bytes = [
+        entry.memory_bytes
+        if torch.device(entry.device).type == "cpu"
+        else memory_budget_bytes(entry, sharing[torch.device(entry.device)])
+        for entry in entries
+    ]
+    limited = [one for one in budgets_bytes if one is not None]
+    return stage_cost.largest_layer_bytes(min(limited)) if limited else None
 
 
 def open_backends(entries: Sequence[Device]) -> list[Backend]:

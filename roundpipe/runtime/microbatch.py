@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 
 from roundpipe import structure
+from roundpipe.caller import warn
 from roundpipe.errors import MicrobatchError
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, microbatch_count, num_microbatches
 from roundpipe.runtime.microbatch_merge import merge, merge_value
@@ -173,16 +173,14 @@ class _Plan:
     def warn(self) -> None:
         """Say once what the user may not expect."""
         if self.asked:
-            warnings.warn(
+            warn(
                 f"the batch has {self.num_microbatches} samples, so it runs as {self.num_microbatches} "
-                f"microbatches instead of {self.asked}",
-                stacklevel=5,
+                f"microbatches instead of {self.asked}"
             )
         if self.replicated:
-            warnings.warn(
+            warn(
                 f"{', '.join(self.replicated)}: dim 0 is not as long as the batch, so every microbatch "
-                "gets the whole tensor; say with split_input or split_label how it is split, if it is",
-                stacklevel=5,
+                "gets the whole tensor; say with split_input or split_label how it is split, if it is"
             )
 
 

@@ -18,12 +18,13 @@ import contextlib
 import logging
 import mmap
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
+
+from roundpipe.caller import warn
 
 logger = logging.getLogger(__name__)
 
@@ -55,12 +56,11 @@ def warn_unpinned(num_bytes: int, reason: str) -> None:
     logger.info("%s", text)
     if not _refused.is_set():
         _refused.set()
-        warnings.warn(
+        warn(
             f"{text}: it stays unpinned, and copies between it and the devices are slower. The limit of locked memory "
             f"is {locked_memory_limit()}; raise it (ulimit -l, or memlock in /etc/security/limits.conf or the "
             "container's settings), or pass pin_model='off'. Further refusals are only logged",
             RuntimeWarning,
-            stacklevel=2,
         )
 
 

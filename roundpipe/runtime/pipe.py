@@ -16,9 +16,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import sys
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +26,7 @@ import torch
 from torch import nn
 
 from roundpipe import checkpoint, structure
+from roundpipe.caller import caller_name, warn
 from roundpipe.errors import ClosedError, ConfigError, DeviceMemoryError, NotCopyableError
 from roundpipe.layers import ChainSource, FixedChain, LayerChain, chain_of_modules
 from roundpipe.live_report import LatestRound, RunLog, RunReport, make_report
@@ -37,39 +36,17 @@ from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, resolve
 from roundpipe.runtime.devices import DeviceLike, open_backends, open_registrar, resolve_devices
 from roundpipe.runtime.engine import Engine
 from roundpipe.runtime.gate import Gates
+from roundpipe.runtime.host_weights import HostWeights, PinMode
 from roundpipe.runtime.loading import LoadWatch
 from roundpipe.runtime.optimizer import OptimizerSide
 from roundpipe.runtime.pinning import Registrar
 from roundpipe.runtime.plans import Call
-from roundpipe.runtime.residency import HostWeights, PinMode
+from roundpipe.runtime.replica import Frozen
 from roundpipe.runtime.round import HostValue, Round
 from roundpipe.runtime.rounds import RoundMaker, finished, input_gradients, input_tensors, sum_losses
 from roundpipe.runtime.stage import LossFunction
 from roundpipe.runtime.timeline import Timeline, check_path
 from roundpipe.runtime.view import ModelView
-
-_PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_MODULE_FILE = nn.Module._call_impl.__code__.co_filename
-_DISABLE_FILE = torch.compiler.disable(lambda: None).__code__.co_filename
-
-
-def caller_name() -> str:
-    """``filename:line`` of the code outside the package that called into it."""
-    frame = sys._getframe(caller_level())
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-
-
-def caller_level() -> int:
-    """How many frames up the code outside the package is: ``stacklevel`` less one, for whoever calls this."""
-    level, frame = 0, sys._getframe(1)
-    while frame.f_back is not None and _is_between(frame.f_code.co_filename):
-        level, frame = level + 1, frame.f_back
-    return level
-
-
-def _is_between(file: str) -> bool:
-    """Whether a frame of this file is part of a call: the package's, or torch's way to a module's forward."""
-    return file.startswith(_PACKAGE_FOLDER) or file in (_MODULE_FILE, _DISABLE_FILE)
 
 
 def check_training_call(input_args: Any, input_kwargs: Any, loss_fn: Any) -> None:
@@ -157,8 +134,13 @@ class RoundPipe(ModelView):
     ) -> None:
         super().__init__()
         if not isinstance(model, nn.Module):
-            raise ConfigError(f"RoundPipe wraps an nn.Module, got {type(model).__name__}")
-        self._set_up(model, FixedChain(_chain_of(model)), optim_dtype, name, model_run_config, pin_model, devices)
+            raise ConfigError(f"{type(self).__name__} wraps an nn.Module, got {type(model).__name__}")
+        source = FixedChain(self._layers_of(model))
+        self._set_up(model, source, optim_dtype, name, model_run_config, pin_model, devices)
+
+    def _layers_of(self, model: nn.Module) -> LayerChain:
+        """The layers of a model that is given as it is."""
+        return _chain_of(model)
 
     @classmethod
     def from_source(
@@ -418,6 +400,7 @@ class RoundPipe(ModelView):
         ]
         if call.config.requires_grad and outs:
             backward_round = maker.backward_round(made, call, plan)
+            backward_round.frozen = Frozen.of(call.chain)  # the caller may set other modes before the backward
 
             def run_backward(gradients: Sequence[torch.Tensor | None], accumulates: bool) -> list[torch.Tensor | None]:
                 for m, carry in enumerate(carries):
@@ -750,11 +733,10 @@ def _warn_of_shared_buffers(children: Sequence[tuple[str, nn.Module]]) -> None:
             holders.setdefault(id(buffer), []).append(name)
     shared = {tuple(names) for names in holders.values() if len(names) > 1}
     for names in sorted(shared):
-        warnings.warn(
+        warn(
             f"layers {', '.join(names)} share buffers, but each runs on a copy of its own: if their forward writes "
             "them (BatchNorm in training), what one writes is not seen by the others, and the last one's values stay. "
-            "roundpipe.compile keeps such layers together",
-            stacklevel=4,
+            "roundpipe.compile keeps such layers together"
         )
 
 
