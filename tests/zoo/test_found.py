@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import roundpipe
 from roundpipe import RoundPipeRunConfig
@@ -115,6 +117,26 @@ def test_attributes_that_other_code_sets_are_seen() -> None:
     assert_equals_eager(Switching(Switched, num_blocks=8), short, (torch.randn(6, WIDTH),), long, short, traces=2)
 
 
+class Replacing(Stack):
+    """Puts new modules with the old weights into its layers when it is first called."""
+
+    was_called = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.was_called:
+            for block in self.blocks:
+                new = nn.Linear(WIDTH, 16)
+                new.weight, new.bias = block.up.weight, block.up.bias
+                block.up = new
+            self.was_called = True
+        return super().forward(x)
+
+
+def test_modules_that_the_first_call_makes() -> None:
+    """The first run initialises weights that it drops at once, and is else the run of all other calls."""
+    assert_equals_eager(Replacing(Switched), (torch.randn(12, WIDTH),), (torch.randn(9, WIDTH),))
+
+
 class Head(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -190,6 +212,71 @@ def test_output_sizes_found_by_running(inner: type[nn.Module]) -> None:
 
     pipe = assert_equals_eager(Embedded(inner), batch(3, 16), batch(5, 16), batch(3, 20))
     assert "inner" in pipe._state.source.opaque
+
+
+class Listed(nn.Module):
+    """Reaches its modules through a list."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.layers = [nn.AdaptiveAvgPool2d(size), nn.Sequential(nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4))]
+        for index, layer in enumerate(self.layers):
+            self.add_module(str(index), layer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Scales(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = [Listed(size) for size in (1, 2, 3)]
+        for index, block in enumerate(self.blocks):
+            self.add_module(str(index), block)
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [nn.functional.interpolate(block(x), size=x.shape[2:], mode="bilinear") for block in self.blocks]
+
+
+class Pyramid(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scales, self.last = nn.Conv2d(4, 4, 1), Scales(), nn.Conv2d(12, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.cat(self.scales(self.first(x)), 1))
+
+
+def test_modules_in_lists_are_not_run_to_find_their_cost() -> None:
+    model = Pyramid()
+    pipe = roundpipe.compile(model, example_args=(torch.randn(3, 4, 6, 6),), devices=["cpu"])
+    pipe.close()
+    assert {int(b) for name, b in model.named_buffers() if "num_batches" in name} == {0}
+    assert_equals_eager(Pyramid(), (torch.randn(3, 4, 6, 6),), (torch.randn(5, 4, 6, 6),))
+
+
+@functools.lru_cache(maxsize=1)
+def table(size: int) -> torch.Tensor:
+    return torch.arange(size, dtype=torch.float32)
+
+
+class Remembering(Stack):
+    """Keeps its last table, as models keep position embeddings."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + table(WIDTH))
+
+
+def test_a_full_cache_is_rid_of_fakes() -> None:
+    """It is as large as before when all that it held was replaced."""
+    table(WIDTH + 1)
+    pipe = roundpipe.compile(Remembering(Switched), example_args=(torch.ones(3, WIDTH),), devices=["cpu"])
+    pipe.close()
+    assert not isinstance(table(WIDTH), FakeTensor)
+    table.cache_clear()
+    assert_equals_eager(Remembering(Switched), (torch.ones(3, WIDTH),))
 
 
 def test_fakes_are_not_cached() -> None:

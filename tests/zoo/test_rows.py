@@ -25,12 +25,18 @@ ROWS = {
     "token-classification": ["BertForTokenClassification"],
     "question-answering": ["RobertaForQuestionAnswering"],
     "multiple-choice": ["BertForMultipleChoice"],
-    "object-detection": ["YolosForObjectDetection"],
+    "object-detection": ["YolosForObjectDetection", "PPOCRV6SmallDetForObjectDetection"],
+    "semantic-segmentation": ["Data2VecVisionForSemanticSegmentation"],
+    "universal-segmentation": ["EomtForUniversalSegmentation"],
+    "depth-estimation": ["DepthAnythingForDepthEstimation"],  # four outputs of a backbone
+    "video-classification": ["VivitForVideoClassification"],
     "speech-recognition": ["HubertForCTC"],
     "speech-seq2seq": ["WhisperForConditionalGeneration"],
     "audio-classification": ["Wav2Vec2ForSequenceClassification"],
     "zero-shot-image-classification": ["CLIPModel"],
     "image-text-to-text": ["LlavaForConditionalGeneration"],
+    "time-series-prediction": ["TimesFm2_5ModelForPrediction"],
+    "time-series-classification": ["PatchTSTForClassification"],
     "time-series-regression": ["PatchTSTForRegression"],
     "timm": ["resnet", "vision_transformer", "convnext"],
     "diffusers": ["UNet2DModel", "DiTTransformer2DModel"],
@@ -39,8 +45,8 @@ ROWS = {
 }
 """Kind -> rows."""
 RETRACED = {
-    "zero-shot-image-classification/CLIPModel": "its loss asks for the length of a tensor, a plain number",
     "image-text-to-text/LlavaForConditionalGeneration": "it compares the numbers of image tokens and features",
+    "time-series-prediction/TimesFm2_5ModelForPrediction": "it takes the batch apart into a list of series",
 }
 """Rows that another batch size traces again, with why."""
 
@@ -52,6 +58,10 @@ def row_of(key: str) -> Row:
     if not is_installed(package):
         pytest.skip(f"{package} is not installed; docs/zoo.md says how to install it")
     return next(row for row in all_rows() if row.key == key)
+
+
+def test_every_kind_has_a_row() -> None:
+    assert {row.kind for row in all_rows()} <= set(ROWS)
 
 
 @pytest.mark.parametrize("key", [f"{kind}/{name}" for kind, names in ROWS.items() for name in names])

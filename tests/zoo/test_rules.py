@@ -14,19 +14,22 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe.testing.zoo import build, inputs, overrides, report, run
-from roundpipe.testing.zoo.catalog import MAPPINGS, TASKS, all_rows
+from roundpipe.testing.zoo import build, compare, inputs, overrides, report, run
+from roundpipe.testing.zoo.__main__ import main as main_command
+from roundpipe.testing.zoo.catalog import MAPPINGS, TASKS, Row, all_rows
 from roundpipe.testing.zoo.compare import (
     EXAMPLE,
     Result,
     calls_of,
     cuts_between_blocks,
+    describe,
+    examine,
     is_repeated,
     largest_difference,
     one_layer_per_stage,
 )
 from roundpipe.testing.zoo.inputs import Size, Task
-from roundpipe.testing.zoo.shrink import shrunk
+from roundpipe.testing.zoo.shrink import _undeclared, shrunk
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -93,6 +96,52 @@ def test_overrides_win_and_reach_configs_inside() -> None:
     assert config.vision_config.image_size == 96 and config.vision_config.hidden_size == 32
 
 
+@dataclasses.dataclass
+class BackboneConfig:
+    model_type = "backbone"
+    num_hidden_layers: int = 24
+    out_indices: tuple[int, ...] = (6, 12, 18, 24)
+    hidden_sizes: tuple[int, ...] = (256, 512, 1024, 2048)
+    stem_channels: tuple[int, ...] = (3, 48, 96)
+    returns_token: dataclasses.InitVar[bool] = False
+
+    def __post_init__(self, returns_token: bool) -> None:
+        if returns_token:
+            self.returns_token = True
+
+
+@dataclasses.dataclass
+class DetectorConfig:
+    model_type = "detector"
+    backbone_config: BackboneConfig = dataclasses.field(default_factory=lambda: BackboneConfig(returns_token=True))
+    encoder_in_channels: tuple[int, ...] = (512, 1024, 2048)
+    decoder_in_channels: tuple[int, ...] = (256, 256, 256)
+    backbone_out_indices: tuple[int, ...] = (1, 2)
+
+
+def test_a_backbone_keeps_as_many_outputs_at_its_last_layers() -> None:
+    config = shrunk(BackboneConfig, {})
+    assert config.num_hidden_layers == 4 and config.out_indices == (1, 2, 3, 4)
+    assert config.stem_channels == (3, 16, 32)  # an image has three channels
+    fewer = shrunk(BackboneConfig, {}, BackboneConfig(out_indices=(11, 23)))
+    assert fewer.num_hidden_layers == 3 and fewer.out_indices == (1, 2)
+    assert shrunk(BackboneConfig, {"out_indices": (2, 4)}).num_hidden_layers == 3
+
+
+def test_widths_that_a_backbone_hands_over_shrink_with_it() -> None:
+    config = shrunk(DetectorConfig, {})
+    assert config.backbone_config.hidden_sizes == (16, 32, 64, 128)
+    assert config.encoder_in_channels == (32, 64, 128) and config.decoder_in_channels == (32, 32, 32)
+    assert config.backbone_out_indices == (1, 2)  # of stages, which are all kept
+
+
+def test_switches_beyond_the_class_are_kept() -> None:
+    base = BackboneConfig(returns_token=True)
+    base.num_extra = 3  # type: ignore[attr-defined]
+    assert _undeclared(base) == {"returns_token": True} and not _undeclared(BackboneConfig())
+    assert shrunk(DetectorConfig, {}).backbone_config.returns_token
+
+
 class Taker(nn.Module):
     main_input_name = "input_ids"
 
@@ -126,13 +175,57 @@ def test_extra_inputs_come_from_data() -> None:
     assert batch["noise"].is_floating_point() and batch["all"].all()
 
 
+class Hearing(nn.Module):
+    """Takes ids with placeholders for sound, which it turns into one feature per two frames."""
+
+    main_input_name = "input_ids"
+
+    def forward(self, input_ids: Any = None, input_features: Any = None, labels: Any = None) -> None: ...
+
+    num_read = 0
+
+    def get_audio_features(self, input_features: torch.Tensor) -> torch.Tensor:
+        self.num_read += 1
+        return input_features[:, ::2]
+
+
+@dataclasses.dataclass
+class HearingConfig(TextConfig):
+    audio_token_id: int = 7
+    image_token_id: int | None = None  # type: ignore[assignment]
+
+
+def test_placeholders_are_as_many_as_the_features_of_the_sound() -> None:
+    config = HearingConfig()
+    task = TASKS["speech-seq2seq"]
+    model = Hearing()
+    batch = inputs.make(task, "speech-seq2seq", model, config, Size(3, 8), {}, seed=1)
+    assert model.num_read == 0  # the model that is compared is not the one that is asked
+    assert batch["input_features"].shape == (3, 32, 16)
+    assert ((batch["input_ids"] == config.audio_token_id).sum(1) == 16).all()
+    assert batch["input_ids"].shape == batch["labels"].shape == (3, 8 + 16)
+
+
+class Needing(nn.Module):
+    def forward(
+        self, pixel_values_videos: Any, input_ids: Any, other: Any, input_values: Any = None, input_features: Any = None
+    ) -> None: ...
+
+
+def test_inputs_that_a_forward_needs_are_made_whatever_the_task() -> None:
+    batch = inputs.make(TASKS["speech-seq2seq"], "", Needing(), TextConfig(), Size(3, 8), {}, seed=1)
+    assert set(batch) == {"pixel_values_videos", "input_ids", "input_values"}  # one of two forms of the sound
+    assert batch["pixel_values_videos"].ndim == 5
+
+
 def test_every_override_is_for_a_class_that_there_is() -> None:
     transformers = pytest.importorskip("transformers", reason="the classes are those of transformers")
     rows = {row.key for row in all_rows()}
     assert set(overrides.NOT_TRACED) <= rows
-    configs = {kind.__name__ for kind in transformers.CONFIG_MAPPING.values()}
-    for name in {*overrides.CONFIGS, *overrides.INPUTS} - configs:
-        assert hasattr(transformers, name), name
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    known = {*CONFIG_MAPPING_NAMES.values(), *dir(transformers)}  # by name: importing all of them takes long
+    assert not {*overrides.CONFIGS, *overrides.INPUTS} - known - rows
 
 
 def test_rows_have_names_of_their_own_and_a_builder() -> None:
@@ -162,6 +255,13 @@ def pair() -> tuple[nn.Module, nn.Module]:
     return one, other
 
 
+def test_causes_name_files_from_their_package_on() -> None:
+    inside = f"{Path(torch.__file__).parent}/nn/modules/linear.py:3"
+    assert describe(ValueError(f"at {inside} (x)")) == "ValueError: at torch/nn/modules/linear.py:3 (x)"
+    other = "/some/where/lib/python3.11/site-packages/other/file.py:7"
+    assert describe(ValueError(other)) == "ValueError: site-packages/other/file.py:7"
+
+
 def test_equal_models_differ_by_nothing() -> None:
     one, other = pair()
     assert largest_difference(torch.tensor(2.0), one, torch.tensor(2.0), other) == (0.0, "loss")
@@ -185,6 +285,77 @@ def test_every_difference_is_found(what: str) -> None:
         one.running_mean[2] += 1
     found, where = largest_difference(loss, one, torch.tensor(2.0), other)
     assert not found <= 0.01 and where == what
+
+
+class Shift(nn.Module):
+    """Adds a large number and takes it away again; a copy of it does that in another order, or by another number."""
+
+    def __init__(self, taken: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.is_copy, self.taken = False, taken
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x + (1e5 - self.taken) if self.is_copy else (x + 1e5) - 1e5
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shift:
+        copied = Shift(self.taken)
+        copied.load_state_dict(self.state_dict())
+        copied.is_copy = True
+        return copied.to(next(self.parameters()).dtype)
+
+
+def shifted(monkeypatch: pytest.MonkeyPatch, taken: float) -> Result:
+    def built(row: Row) -> build.Specimen:
+        torch.manual_seed(0)
+        return build.Specimen(
+            Shift(taken), lambda size, seed: {"x": torch.linspace(-1, 1, size.batch * 8).view(-1, 8)}, False
+        )
+
+    monkeypatch.setattr(compare, "build", built)
+    return examine(Row("kind", "shift"))
+
+
+def test_what_is_off_by_rounding_is_right_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = shifted(monkeypatch, 1e5)
+    assert result.status == "right", result.cause
+    assert result.differences["example"] > 1e-3 and 0 < result.differences_float64["example"] < 1e-9
+    assert "in float64" in result.cause
+    numbers = report.summary([result.as_dict()])["kind"]
+    assert numbers["right_in_float64_only"] == 1 and numbers["right"] == 1
+
+
+def test_what_is_off_by_more_than_rounding_stays_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real difference of one in ten thousand beside the rounding is found, although float32 hides it."""
+    result = shifted(monkeypatch, 1e5 - 1e-4)
+    assert result.status == "wrong" and result.differences["example"] > 1e-3
+    assert 1e-5 < result.differences_float64["example"] < 1e-3
+    assert "in float64 example:" in result.cause
+
+
+def test_a_model_that_multiplies_rounding_is_known_by_it() -> None:
+    class Waves(nn.Module):
+        def __init__(self, frequency: float) -> None:
+            super().__init__()
+            self.layer, self.frequency = nn.Linear(8, 8), frequency
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.sin(self.layer(x) * self.frequency)
+
+    found = []
+    for frequency in (1.0, 1e10):
+        torch.manual_seed(0)
+        specimen = build.Specimen(Waves(frequency), lambda size, seed: {"x": torch.ones(size.batch, 8)}, False)
+        found.append(compare.sensitivity(compare.in_float64(specimen), EXAMPLE))
+    assert 0 < found[0] < 1e-12 and 1e-7 < found[1] < 1e-2
+
+
+def test_what_is_wrong_in_shape_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "largest_difference", lambda *arguments: (float("inf"), "loss"))
+    result = shifted(monkeypatch, 1e5)
+    assert result.status == "wrong" and not result.differences_float64
 
 
 def test_a_plan_with_a_stage_per_layer() -> None:
@@ -230,6 +401,42 @@ def test_totals_count_what_eager_can_train() -> None:
     text = report.totals(results)
     assert "timm" in text and "all" in text and "main tasks" not in text
     assert "loss" in report.table(results)
+
+
+def test_model_types_are_right_when_all_their_rows_are() -> None:
+    traces = {"example": 1, "batch": 1}
+    results = [
+        result("causal-lm/A", "right", num_layers=4, traces=traces, model_type="a"),
+        result("masked-lm/A", "not traced", model_type="a"),
+        result("causal-lm/B", "right", num_layers=4, traces=traces, model_type="b"),
+        result("seq2seq-lm/B", "eager fails", model_type="b"),
+        result("causal-lm/C", "not built"),
+        result("object-detection/D", "wrong", num_layers=4, model_type="d"),
+    ]
+    main = report.summary(results)["main tasks"]
+    assert (main["model_types"], main["model_types_right"], main["share_model_types_right"]) == (2, 1, 0.5)
+    text = report.totals(results)
+    assert "five main tasks: 2, all rows right for 1 of them (50.00%)" in text and "Not right: a." in text
+
+
+def test_figures_replace_what_is_between_the_marks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    first.write_text("".join(json.dumps(result(key, "wrong", cause="a|b")) + "\n" for key in ("timm/a", "timm/b")))
+    second.write_text(json.dumps(result("timm/a", "eager fails", cause="no")) + "\n")
+    document, numbers = tmp_path / "zoo.md", tmp_path / "zoo.json"
+    document.write_text(f"before\n{report.START}\nold\n{report.END}\nafter\n")
+    command = ["--merge", str(first), str(second), "--json", str(numbers), "--document", str(document)]
+    assert main_command(command) == 1  # timm/b is wrong
+    assert "timm" in capsys.readouterr().out
+    text = document.read_text()
+    assert text.startswith("before") and text.endswith("after\n") and "old" not in text
+    assert "| timm/a | eager fails | no |" in text and "| timm/b | wrong | a\\|b |" in text
+    assert json.loads(numbers.read_text())["summary"]["timm"]["eager_trains"] == 1
+    rounding = result("timm/c", "right", differences_float64={"example": 1e-9}, cause="by 1e-09", traces={})
+    rounding["sensitivity_float64"] = 2e-9
+    assert "| by 1e-09, where rounding moves eager itself by 2e-09 |" in report.figures([rounding])
+    with pytest.raises(ValueError, match="no <!-- figures -->"):
+        report.with_figures("nothing", [])
 
 
 # Processes

@@ -8,10 +8,11 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from roundpipe.testing.zoo.catalog import all_rows
-from roundpipe.testing.zoo.report import summary, table, totals
-from roundpipe.testing.zoo.run import results_of
+from roundpipe.testing.zoo.report import summary, table, totals, with_figures
+from roundpipe.testing.zoo.run import read_results, results_of
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -26,10 +27,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, help="lines of JSON, one per finished row; a second run goes on there")
     parser.add_argument("--json", type=Path, help="write totals and rows to this file")
     parser.add_argument("--seconds", type=float, default=120.0, help="that a row may take")
+    parser.add_argument(
+        "--merge",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="run nothing; take rows from such files, the last one wins",
+    )
+    parser.add_argument("--document", type=Path, help="write the figures between the marks of this Markdown file")
     parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.answer:
         return _answer()
+    if options.merge:
+        merged: dict[str, dict[str, Any]] = {}
+        for path in options.merge:
+            merged |= read_results(path)
+        return _finish([result for key, result in merged.items() if _chosen(key, options.rows)], options)
     rows = [row for row in all_rows() if _chosen(row.key, options.rows)]
     kinds: dict[str, int] = {}
     keys = []
@@ -44,9 +58,16 @@ def main(arguments: list[str] | None = None) -> int:
     for result in results_of(keys, options.results, options.seconds):
         found.append(result)
         _write(table([result], header=len(found) == 1))
+    return _finish(found, options)
+
+
+def _finish(found: list[dict[str, Any]], options: argparse.Namespace) -> int:
+    """Prints the totals and writes the files asked for."""
     _write("\n" + totals(found))
     if options.json is not None:
         options.json.write_text(json.dumps({"summary": summary(found), "rows": found}, indent=1) + "\n")
+    if options.document is not None:
+        options.document.write_text(with_figures(options.document.read_text(), found))
     return int(any(result["status"] in ("wrong", "crashed") for result in found))
 
 

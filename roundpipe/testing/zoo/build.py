@@ -68,7 +68,7 @@ def loss_of(outputs: Any, label: Any = None) -> torch.Tensor:
     if isinstance(loss, torch.Tensor) and loss.requires_grad:
         return loss.sum()
     terms = [
-        tensor.float().square().mean()
+        tensor.to(torch.promote_types(tensor.dtype, torch.float32)).square().mean()
         for tensor in structure.tensors(outputs)
         if tensor.requires_grad and tensor.is_floating_point() and tensor.numel()
     ]
@@ -97,7 +97,7 @@ def _transformer(task_name: str, class_name: str, model_type: str = "") -> Speci
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 1
     model = model_class(config)
-    extra = _merged(overrides.INPUTS, config_class.__name__, class_name)
+    extra = _merged(overrides.INPUTS, config_class.__name__, class_name, f"{task_name}/{class_name}")
     task = TASKS[task_name]
     make = functools.partial(inputs.make, task, task_name, model, config)
     return Specimen(model, lambda size, seed: make(size, extra, seed), task.has_length)

@@ -30,9 +30,14 @@ TASKS: dict[str, Task] = {
     "multiple-choice": Task({"input_ids": inputs.choices, "labels": inputs.choice_labels}),
     "object-detection": Task({"pixel_values": inputs.pixels}, has_length=False),
     "semantic-segmentation": Task({"pixel_values": inputs.pixels, "labels": inputs.pixel_labels}, has_length=False),
-    "universal-segmentation": Task({"pixel_values": inputs.pixels}, has_length=False),
+    "universal-segmentation": Task(
+        {"pixel_values": inputs.pixels, "pixel_values_videos": inputs.video}, has_length=False
+    ),
     "depth-estimation": Task({"pixel_values": inputs.pixels}, has_length=False),
-    "video-classification": Task({"pixel_values": inputs.video, "labels": inputs.sample_labels}, has_length=False),
+    "video-classification": Task(
+        {"pixel_values": inputs.video, "pixel_values_videos": inputs.video, "labels": inputs.sample_labels},
+        has_length=False,
+    ),
     "speech-recognition": Task(
         {
             "input_values": inputs.waveform,
@@ -44,8 +49,10 @@ TASKS: dict[str, Task] = {
     "speech-seq2seq": Task(
         {
             "input_values": inputs.waveform,
-            "input_features": inputs.mel_bands_first,
-            "labels": inputs.target_ids,
+            "input_features": inputs.mel_bands,
+            "input_features_mask": inputs.feature_mask,
+            "input_ids": inputs.ids_with_media,
+            "labels": inputs.labels_like_ids,
         }
     ),
     "audio-classification": Task(
@@ -57,7 +64,7 @@ TASKS: dict[str, Task] = {
     ),
     "zero-shot-image-classification": Task({**_TEXT, "pixel_values": inputs.pixels}, constants={"return_loss": True}),
     "image-text-to-text": Task(
-        {"input_ids": inputs.ids_with_images, "pixel_values": inputs.pixels, "labels": inputs.labels_with_images}
+        {"pixel_values": inputs.pixels, "input_ids": inputs.ids_with_media, "labels": inputs.labels_like_ids}
     ),
     "time-series-prediction": Task({"past_values": inputs.series}, has_length=False),
     "time-series-classification": Task({"past_values": inputs.series}, has_length=False),

@@ -8,6 +8,7 @@ Invariant: the same arguments give the same inputs.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -43,6 +44,8 @@ class Request:
     size: Size
     task: str
     generator: torch.Generator
+    made: dict[str, Any] = field(default_factory=dict)
+    """The inputs that are made already."""
 
     def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
         """Random integers in ``[low, high)``."""
@@ -85,27 +88,54 @@ def token_ids(request: Request) -> torch.Tensor:
     return ids
 
 
-def ids_with_images(request: Request) -> torch.Tensor:
-    """Ids with a run of the image token as long as the features of one image, ``[B, L + features]``."""
+_READERS = ("get_image_features", "get_audio_features", "get_video_features")
+"""Methods that turn images or sound into what stands in the place of tokens."""
+
+
+def ids_with_media(request: Request) -> torch.Tensor:
+    """Ids with a run of the placeholder token as long as the features of a sample, ``[B, L + features]``.
+
+    The features are those of the images or the sound among the inputs; plain ids if the model has no placeholders.
+    """
     ids = token_ids(request)
-    token = request.setting("image_token_id", "image_token_index")
+    names = (("image_token_id", "image_token_index"), ("audio_token_id", "audio_token_index"))
+    token = next((found for pair in names if (found := request.setting(*pair)) is not None), None)
+    reader = _reader(request)
+    if reader is None or token is None:
+        return ids
+    parameters = inspect.signature(reader).parameters
+    takes_all = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values())
+    media = {name: value for name, value in request.made.items() if name in parameters or takes_all}
     with torch.no_grad():
-        features = getattr(request.model, "get_image_features")(pixel_values=pixels(request))  # noqa: B009
+        features = reader(**media)
     features = getattr(features, "pooler_output", features)
     rows = sum(part.shape[:-1].numel() for part in ([features] if isinstance(features, torch.Tensor) else features))
-    images = torch.full((request.size.batch, rows // request.size.batch), int(token))
-    return torch.cat([ids[:, :1], images, ids[:, 1:]], 1)
+    places = torch.full((request.size.batch, rows // request.size.batch), int(token))
+    return torch.cat([ids[:, :1], places, ids[:, 1:]], 1)
 
 
-def labels_with_images(request: Request) -> torch.Tensor:
-    """Targets as long as `ids_with_images`."""
-    return torch.randint(FIRST_TOKEN, text_vocab(request), ids_with_images(request).shape, generator=request.generator)
+def _reader(request: Request) -> Callable[..., Any] | None:
+    """What reads images or sound: a method of a copy of the model, or of a module inside; models may count calls."""
+    for module in copy.deepcopy(request.model).float().modules():
+        for name in _READERS:
+            if hasattr(module, name):
+                method: Callable[..., Any] = getattr(module, name)
+                return method
+    return None
+
+
+def labels_like_ids(request: Request) -> torch.Tensor:
+    """Targets as long as the ids among the inputs; those of a decoder where there are none, or it has its own."""
+    ids = request.made.get("input_ids")
+    if ids is None or getattr(request.config, "is_encoder_decoder", False):
+        return target_ids(request)
+    return torch.randint(FIRST_TOKEN, text_vocab(request), ids.shape, generator=request.generator)
 
 
 def series(request: Request) -> torch.Tensor:
-    """Observed values, ``[B, T, C]``."""
-    names = ("num_input_channels", "input_size")
-    shape = (int(request.setting("context_length", default=32)), int(request.setting(*names, default=1)))
+    """Observed values, ``[B, T, C]``, or ``[B, T]`` for a model that knows no channels."""
+    channels = request.setting("num_input_channels", "input_size")
+    shape = [int(request.setting("context_length", default=32)), *([int(channels)] if channels else [])]
     return request.normal(request.size.batch, *shape)
 
 
@@ -197,6 +227,18 @@ def mel_bands_last(request: Request) -> torch.Tensor:
     return request.normal(request.size.batch, 4 * request.size.length, int(bands or 16))
 
 
+def mel_bands(request: Request) -> torch.Tensor:
+    """A spectrogram: bands first if the model has positions for frames, as Whisper does, else bands last."""
+    return (mel_bands_first if request.setting("max_source_positions") else mel_bands_last)(request)
+
+
+def feature_mask(request: Request) -> torch.Tensor:
+    """Ones for every frame of the spectrogram among the inputs, ``[B, T]``."""
+    features = request.made["input_features"]
+    bands = int(request.setting("num_mel_bins", default=16))
+    return torch.ones(features.shape[0], features.shape[1 if features.shape[2] == bands else 2], dtype=torch.long)
+
+
 def token_labels(request: Request) -> torch.Tensor:
     """A class per position, ``[B, L]``."""
     return request.integers(0, NUM_LABELS, request.size.batch, request.size.length)
@@ -238,6 +280,14 @@ def choices(request: Request) -> torch.Tensor:
     return request.integers(FIRST_TOKEN, text_vocab(request), size.batch, 2, size.length)
 
 
+BY_NAME: dict[str, Maker] = {"input_ids": token_ids, "pixel_values": pixels, "pixel_values_videos": video}
+"""Inputs that a forward can't do without, whatever the task."""
+LAST = ("input_features_mask", "input_ids", "labels")
+"""Inputs that may be made to fit the others, in the order in which they need each other."""
+EITHER = (("input_values", "input_features"),)
+"""Two forms of the same input: a model that takes both gets the first."""
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """What a task gives to a model beyond its main input."""
@@ -268,16 +318,25 @@ def make(
     request = Request(model, config, size, task_name, torch.Generator().manual_seed(seed))
     parameters = inspect.signature(model.forward).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    made: dict[str, Any] = {}
-    for name, maker in task.makers.items():
-        if name in extra or name not in parameters and not (takes_all and name == "labels"):
-            continue
-        made[name] = maker(request)
-    for name, rule in extra.items():
-        if rule is not None:
-            made[name] = _extra(rule, request)
+    made = request.made
+    rules: dict[str, Any] = {name: maker for name, maker in task.makers.items() if _is_taken(name, parameters)}
+    needed = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
+    rules |= {name: BY_NAME[name] for name in needed if name in BY_NAME and name not in rules}
+    for first, other in EITHER:
+        if first in rules:
+            rules.pop(other, None)
+    rules |= extra
+    for name in sorted(rules, key=lambda name: LAST.index(name) if name in LAST else -1):
+        if (rule := rules[name]) is not None:
+            made[name] = rule(request) if callable(rule) else _extra(rule, request)
     made |= {name: value for name, value in task.constants.items() if name in parameters or takes_all}
     return made
+
+
+def _is_taken(name: str, parameters: Mapping[str, inspect.Parameter]) -> bool:
+    """Whether a forward takes an input; one with ``**kwargs`` takes labels, too."""
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return name in parameters or takes_all and name == "labels"
 
 
 def _extra(rule: Any, request: Request) -> Any:

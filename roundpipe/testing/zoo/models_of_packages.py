@@ -340,7 +340,7 @@ DIFFUSERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "sample_size": 8,
             "patch_size": 2,
             "in_channels": 4,
-            "num_layers": 3,
+            "num_layers": 4,
             "attention_head_dim": 8,
             "num_attention_heads": 2,
             "cross_attention_dim": 24,
@@ -353,7 +353,7 @@ DIFFUSERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {
             "hidden_states": ("B 4 8 8",),
-            "timestep": ("B", 100),
+            "timestep": ("B", "uniform"),
             "encoder_hidden_states": ("B 4 24",),
             "text_embedding_mask": ("B 4", "ones"),
             "encoder_hidden_states_t5": ("B 4 24",),

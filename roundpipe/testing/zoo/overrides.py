@@ -1,11 +1,46 @@
 """What the rules of the zoo can't know about a model, as data.
 
-Keys are names of model classes or config classes of transformers; a class's own entry is merged over its config's.
+Keys are names of model classes or config classes of transformers; a class's own entry is merged over its config's,
+and inputs for one row only over both.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+_INTRACLASS_BLOCK = {
+    "reduce_channel": [1, 1, 0],
+    "return_channel": [1, 1, 0],
+    **{
+        f"{shape}_{ratio}ratio": [
+            [size if high else 1, size if wide else 1],
+            1,
+            [pad if high else 0, pad if wide else 0],
+        ]
+        for shape, high, wide in (
+            ("vertical_long_to_small_conv", True, False),
+            ("horizontal_small_to_long_conv", False, True),
+            ("symmetric_conv_long", True, True),
+        )
+        for ratio, size, pad in (("long", 7, 3), ("mid", 5, 2), ("short", 3, 1))
+    },
+}
+_TEXT_DETECTOR = {
+    "intraclass_block_config": _INTRACLASS_BLOCK,
+    "kernel_list": [3, 2, 2],
+    "scale_factor_list": [1, 2, 4, 8],
+}
+
+_FOUR_STAGES = {
+    "stem_channels": [3, 8, 16],
+    "block_configs": [
+        [[3, 16, 16, 1, True]],
+        [[3, 16, 32, 2, False], [3, 32, 32, 1, False]],
+        [[3, 32, 48, 2, True]],
+        [[3, 48, 64, 2, False]],
+    ],
+    "out_indices": [1, 2, 3, 4],
+}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "BambaConfig": {"mamba_n_heads": 8, "attn_layer_indices": [1]},
@@ -54,6 +89,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "stage_in_channels": (16, 32, 64, 64),
         "stage_mid_channels": (8, 8, 16, 16),
         "stage_out_channels": (32, 64, 64, 128),
+        "hidden_sizes": (32, 64, 64, 128),
+    },
+    "PPOCRV5ServerDetConfig": _TEXT_DETECTOR,
+    "PPOCRV6MediumDetConfig": {**_TEXT_DETECTOR, "backbone_config": _FOUR_STAGES},
+    "PPOCRV6SmallDetConfig": {"backbone_config": _FOUR_STAGES, "layer_list_out_channels": [16, 32, 48, 64]},
+    "LwDetrConfig": {"projector_scale_factors": [1.0]},
+    "Mask2FormerConfig": {"feature_size": 32},
+    "DINOv3ViTConfig": {"pos_embed_rescale": None},
+    "EomtDinov3Config": {"pos_embed_rescale": None},
+    "Sapiens2Config": {"pos_embed_rescale": None},
+    "Sapiens2HeadConfig": {"upsample_out_channels": [32, 16], "conv_out_channels": [16, 16]},
+    "DepthProConfig": {
+        "patch_size": 64,
+        "intermediate_hook_ids": [2, 1],
+        "intermediate_feature_dims": [32, 32],
+        "scaled_images_feature_dims": [32, 32, 32],
+        "merge_padding_value": 1,
     },
     "LevitConfig": {"patch_size": 16},
     "PerceiverForImageClassificationFourier": {"num_cross_attention_heads": 1},
@@ -62,13 +114,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Wav2Vec2BertForCTC": {"vocab_size": 96},
     "Wav2Vec2ConformerForCTC": {"vocab_size": 96},
     "TimmBackboneConfig": {"backbone": "resnet10t"},
-    "DPTConfig": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]},
-    "DepthAnythingForDepthEstimation": {
-        "backbone_config": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4], "reshape_hidden_states": False}
-    },
     "BeitForSemanticSegmentation": {"num_hidden_layers": 4, "out_indices": [0, 1, 2, 3]},
     "Data2VecVisionForSemanticSegmentation": {"num_hidden_layers": 4, "out_indices": [0, 1, 2, 3]},
-    "GraniteSpeech5EncoderConfig": {"input_dim": 80},
+    "DetrForSegmentation": {"d_model": 128, "encoder_attention_heads": 8, "decoder_attention_heads": 8},
+    "BrosConfig": {"hidden_size": 128},
+    "VoxtralConfig": {"audio_token_id": 5},
+    "MoonshineStreamingConfig": {"num_key_value_heads": 4},
+    "VoxtralEncoderConfig": {"intermediate_size": 128},
+    "ShieldGemma2Config": {"mm_tokens_per_image": 16, "yes_token_index": 17, "no_token_index": 18},
+    "VibeVoiceAcousticTokenizerConfig": {"num_filters": 2},
+    "VibeVoiceAcousticTokenizerEncoderConfig": {"num_filters": 2},
+    "PPDocLayoutV2Config": {"class_thresholds": [0.5] * 3, "class_order": [0, 1, 2]},
+    "GraniteSpeechConfig": {"window_size": 15},
+    "GraniteSpeechPlusConfig": {"window_size": 15},
+    "Qwen3ASREncoderConfig": {"n_window": 50, "n_window_infer": 100},
+    "SpeechEncoderDecoderConfig": {"pad_token_id": 0, "decoder_start_token_id": 1},
+    "Blip2ForImageTextRetrieval": {"qformer_config": {"use_qformer_text_input": True}},
+    "FunAsrNanoConfig": {"adaptor_config": {"intermediate_size": 8}},
+    "KyutaiSpeechToTextConfig": {"codec_config": {"upsample_groups": 32}},
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 2]], "num_layers": 4},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention", "conv"]},
     "NemotronHConfig": {
@@ -90,7 +153,43 @@ CONFIGS: dict[str, dict[str, Any]] = {
 """Fields of configs; nested ones by nested mappings."""
 
 INPUTS: dict[str, dict[str, Any]] = {
+    "DepthProConfig": {"pixel_values": ("B 3 256 256",)},
+    "GraniteSpeech5CTCConfig": {"input_features": ("B 4L 320",)},
+    "Speech2TextForConditionalGeneration": {"input_features": "mel_bands_last"},
+    "SeamlessM4TForSpeechToText": {"input_features": "mel_bands_last"},
+    "speech-seq2seq/FunAsrNanoForConditionalGeneration": {
+        "input_features": ("B 4L 560",),
+        "input_features_mask": ("B 4L", "ones"),
+    },
+    "speech-seq2seq/Qwen3ASRForConditionalGeneration": {
+        "input_features": ("B 128 200",),
+        "input_features_mask": ("B 200", "ones"),
+    },
+    "GraniteSpeechForConditionalGeneration": {"input_features_mask": None},
+    "GraniteSpeechPlusForConditionalGeneration": {"input_features_mask": None},
+    "VoxtralRealtimeForConditionalGeneration": {"input_features": ("B 128 8L",), "input_ids": "token_ids"},
+    "KyutaiSpeechToTextForConditionalGeneration": {"input_ids": ("B L 33", 90), "labels": "target_ids"},
+    "DiaForConditionalGeneration": {
+        "decoder_input_ids": ("B L 9", 90),
+        "labels": ("9B L", 90),
+        "input_features": None,
+    },
+    "Pop2PianoForConditionalGeneration": {"input_features": ("B L 32",), "input_ids": None},
+    "VibeVoiceAsrForConditionalGeneration": {"sample": False},
+    "speech-seq2seq/VibeVoiceAsrForConditionalGeneration": {"input_values": ("B 1 12800",)},
+    "VibeVoiceForConditionalGeneration": {"input_values": None, "input_ids": "token_ids"},
+    "ShieldGemma2ForImageClassification": {"input_ids": "ids_with_media", "labels": None},
+    "OneFormerConfig": {"task_inputs": ("B 77", 90)},
+    "PromptDepthAnythingConfig": {"prompt_depth": ("B 1 16 16", "uniform")},
     "GitForCausalLM": {"pixel_values": "pixels"},
+    "LongformerForQuestionAnswering": {"global_attention_mask": ("B L", "ones")},
+    "LongformerForMultipleChoice": {"global_attention_mask": ("B 2 L", "ones")},
+    "LxmertForQuestionAnswering": {
+        "visual_feats": ("B 4 32",),
+        "visual_pos": ("B 4 4", "uniform"),
+        "start_positions": None,
+        "end_positions": None,
+    },
     "LayoutLMv3Config": {"bbox": "boxes"},
     "LiltConfig": {"bbox": "boxes"},
     "LayoutLMConfig": {"bbox": "boxes"},
@@ -114,10 +213,11 @@ INPUTS: dict[str, dict[str, Any]] = {
 """Inputs beyond those of the task, as `inputs.make` takes them; None: leave the task's own out."""
 
 NOT_TRACED: dict[str, str] = {
-    "seq2seq-lm/ProphetNetForConditionalGeneration": "its forward asks whether an activation is contiguous",
     "causal-lm/BltForCausalLM": "a small model inside decides from its activations where the input is split",
     "causal-lm/ReformerModelWithLMHead": "its layers reseed torch in the forward",
     "masked-lm/ReformerForMaskedLM": "its layers reseed torch in the forward",
     "sequence-classification/ReformerForSequenceClassification": "its layers reseed torch in the forward",
+    "question-answering/ReformerForQuestionAnswering": "its layers reseed torch in the forward",
+    "multiple-choice/ModernBertForMultipleChoice": "it indexes with a tensor of no dimensions, which reads its number",
 }
 """Rows whose own code can't be captured, with why; they run by the fallback."""

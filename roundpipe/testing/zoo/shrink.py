@@ -28,10 +28,14 @@ MAX_POSITIONS = 128
 STAGE_WIDTH = 16
 """Width of the first of several stages of growing width."""
 
+IMAGE_CHANNELS = 3
 NO_LIMIT = 1 << 40
 
 LIMITS: tuple[tuple[str, int], ...] = (
-    (r"num_encoder_blocks|num_stages|n_langs|langs|num_labels|num_channels|num_frames|seed", NO_LIMIT),
+    (
+        r"num_encoder_blocks|num_stages|n_langs|langs|num_labels|num_channels|num_frames|seed|.*sampl(e|ing)_rate",
+        NO_LIMIT,
+    ),
     (r"type_vocab_size|task_type_vocab_size", 2),
     (r".*vocab.*", VOCAB),
     (r".*(position|context_length|n_ctx|seq_len|seq_length|max_length).*(?<!bins)(?<!buckets)", MAX_POSITIONS),
@@ -40,6 +44,7 @@ LIMITS: tuple[tuple[str, int], ...] = (
     (r".*(num_key_value_heads|kv_heads|num_query_groups)", 2),
     (r"(.*_)?(num_attention_heads|attention_heads|num_heads|n_heads?|num_.*_heads|.*_n_heads?|nhead|heads)", NUM_HEADS),
     (r".*(head_dim|head_size|d_kv|dim_head|d_head|_headdim|key_dim|value_dim|kv_channels|rotary_dim)", HEAD_DIM),
+    (r"(encoder_|decoder_)?hidden_dim|.*(fpn|mask)_feature_size", HIDDEN),
     (r".*(intermediate|ffn_?dim|ffn_hidden|d_ff|dim_ff|dff|n_inner|feed_?forward|mlp_dim|hidden_dim|d_inner).*", 48),
     (r".*experts?_per_tok(en)?|.*topk|.*top_k|moe_k|num_selected_experts|index_topk.*", 2),
     (r".*(n_group|topk_group|num_expert_group)", 1),
@@ -51,13 +56,15 @@ LIMITS: tuple[tuple[str, int], ...] = (
     (r"(.*_)?(num_)?(hidden_|encoder_|decoder_|mid_)?(layers|n_layers?|blocks|depth|layer)", NUM_LAYERS),
     (r".*(layers|depth|num_self_attends_per_block)", NUM_LAYERS),
     (r"window_sizes?", 4),
+    (r"num_windows.*", NO_LIMIT),
+    (r"chunk_length", 16),
     (r".*(window|chunk|local_radius|block_size).*", 8),
     (r"(.*_)?image_size|input_size|pretrain_img_size", 64),
     (r".*patch_size", 8),
     (r".*(state_size|d_state|ssm_state)", 8),
     (r".*(num_mel_bins|feature_size|num_mels)", 16),
     (r".*(num_queries|num_latents|query_length|num_query_tokens|num_landmarks|segment_means.*)", 8),
-    (r".*(hidden|embed|emb|width|dim|d_model|channels|latents|filters|units).*", HIDDEN),
+    (r".*(hidden|embed|emb|width|dim|d_model|channels|latents|filters|units|bottleneck_features).*", HIDDEN),
 )
 """Field names (all of the name must match) and the largest value that a field of that name keeps; first match."""
 
@@ -93,8 +100,9 @@ def shrunk(cls: type, overrides: Mapping[str, Any], base: Any = None) -> Any:
     Raises:
         Exception: whatever the config's own validation raises.
     """
-    base = cls() if base is None else base
-    return type(base)(**shrunk_fields(base, overrides))
+    if base is None:
+        return cls(**shrunk_fields(cls(), overrides))
+    return type(base)(**_undeclared(base), **shrunk_fields(base, overrides))
 
 
 def shrunk_fields(base: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,7 +146,14 @@ def shrunk_fields(base: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
         counted = _field_of_layers(base)
         if counted is not None and counted not in overrides:
             fields[counted] = num_layers
-    return fields
+    fields |= _widths_of_backbone(base, fields, overrides)
+    return fields | _outputs(base, fields, overrides)
+
+
+def _undeclared(base: Any) -> dict[str, Any]:
+    """Switches that a config has beyond what its class declares: a config around it gave them."""
+    known = {field.name for field in dataclasses.fields(base)} | set(vars(type(base)()))
+    return {name: value for name, value in vars(base).items() if isinstance(value, bool) and name not in known}
 
 
 def _made(cls: type, overrides: Mapping[str, Any]) -> Any:
@@ -210,7 +225,11 @@ def _small_list(name: str, values: Sequence[Any]) -> Any:
         return None
     if _DEPTHS.fullmatch(name):
         return kind(min(value, 1 if len(values) > 2 else 2) for value in values)
+    if len(values) > 2 and values[0] == IMAGE_CHANNELS < values[1] and "channels" in name:  # starts with the image
+        return kind([values[0], *(_small_list(name, values[1:]) or values[1:])])
     limit = limit_of(name)
+    if "in_channels" in name and len(set(values)) == 1:
+        return kind(min(value, HIDDEN) for value in values)
     if "heads" in name:
         least = max(min(values), 1)
         return kind(max(value // least, 1) for value in values)
@@ -286,6 +305,43 @@ def _value(base: Any, name: str) -> Any:
     except AttributeError:
         pass
     return vars(base).get(name)
+
+
+# Backbones
+
+
+def _outputs(base: Any, fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """As many outputs of a backbone as the published model has, at the last of its layers; more layers if need be."""
+    found: dict[str, Any] = {}
+    counted = _field_of_layers(base)
+    num_published = getattr(base, counted, None) if counted else None
+    for name in ("out_indices", "backbone_out_indices"):
+        indices = getattr(base, name, None)
+        if name in overrides or not isinstance(indices, (list, tuple)) or len(indices) < 2:
+            continue
+        kind: Any = type(indices)
+        if counted is None or num_published not in (indices[-1], indices[-1] + 1):  # of stages, which are all kept
+            found[name] = kind(indices)
+            continue
+        num_layers = max(fields.get(counted, num_published), len(indices))
+        last = num_layers - (num_published - indices[-1])
+        found |= {counted: num_layers, name: kind(range(last - len(indices) + 1, last + 1))}
+    return found
+
+
+def _widths_of_backbone(base: Any, fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Lists of the widths that a backbone hands over, as wide as its stages became."""
+    published, small = getattr(base, "backbone_config", None), fields.get("backbone_config")
+    before, after = getattr(published, "hidden_sizes", None), getattr(small, "hidden_sizes", None)
+    if not before or not after:
+        return {}
+    became = dict(zip(before, after, strict=True))
+    lists = {name: getattr(base, name, None) for name in fields if "channels" in name and name not in overrides}
+    return {
+        name: type(widths)(became[width] for width in widths)
+        for name, widths in lists.items()
+        if isinstance(widths, (list, tuple)) and set(widths) <= set(became) and len(set(widths)) > 1
+    }
 
 
 # Rotary embeddings
