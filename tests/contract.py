@@ -59,6 +59,7 @@ GUARDS = "fx/test_guards.py::"
 SHAPES = "fx/test_shapes.py::"
 TRAPS = "fx/test_traps.py::"
 LAYOUT = "fx/test_layout.py::"
+CHANGES = "fx/test_changes.py::"
 FUZZ = "fx/test_fuzz.py::"
 ADVICE = "fx/test_advice.py::"
 FORWARDING = "test_forwarding.py::"
@@ -153,6 +154,8 @@ RUNTIME_ROWS: dict[str, Row] = {
         AUTOGRAD + "test_training_after_a_first_call_without_grad",
         MEMORY + "test_forward_without_grad_keeps_no_activations",
         MEMORY + "test_the_order_of_peaks",
+        CHANGES + "test_code_that_asks_for_gradients_gets_the_callers_answer",
+        CHANGES + "test_a_mode_set_before_the_backward_is_the_next_calls",
     ),
     "B3": _row(
         "outputs support backward, and gradients flow on into what made the inputs",
@@ -407,6 +410,8 @@ COMPILER_ROWS: dict[str, Row] = {
         GUARDS + "test_every_assumption_is_described",
         TRAPS + "test_five_traces_in_a_row_name_the_input_that_varies",
         TRAPS + "test_an_attribute_set_between_calls_traces_again",
+        CHANGES + "test_what_nobody_reads_may_change",
+        CHANGES + "test_the_forwards_own_changes_do_not_trace_again",
         gap="other dims of float inputs than the batch are fixed until they are seen to vary: one trace more",
     ),
     "P4": _row(
@@ -430,6 +435,8 @@ COMPILER_ROWS: dict[str, Row] = {
         FUZZ + "test_random_modules_equal_eager",
         SHAPES + "test_a_branch_at_the_root_equals_eager_without_a_graph",
         TRAPS + "test_state_that_decides_is_never_burned_in",
+        CHANGES + "test_what_changes_between_calls_is_found",
+        CHANGES + "test_state_that_one_mode_needs_is_never_lost_in_the_other",
         TRAPS + "test_memory_layout_of_activations_is_never_burned_in",
         LAYOUT + "test_an_answer_that_every_kernel_gives_is_traced",
         LAYOUT + "test_what_kernels_choose_is_refused_and_falls_back",
@@ -487,6 +494,12 @@ COMPILER_ROWS: dict[str, Row] = {
         ZOO + "test_found.py::test_attributes_that_other_code_sets_are_seen",
         ZOO + "test_found.py::test_a_module_as_an_argument",
         ZOO + "test_found.py::test_output_sizes_found_by_running",
+        CHANGES + "test_a_result_is_not_mistaken_for_the_argument",
+        CHANGES + "test_buffers_that_are_written_unseen",
+        CHANGES + "test_a_leaf_that_writes_its_weight_falls_back",
+        CHANGES + "test_weights_and_modes_set_around_a_call_are_seen",
+        CHANGES + "test_backward_hooks_of_what_would_be_looked_into",
+        CHANGES + "test_what_parts_of_an_uncut_model_do",
     ),
     "P9": _row(
         "keys of state_dict are the original's, and the original saves what was trained",

@@ -63,13 +63,81 @@ def test_a_quarter_of_weights_and_gradients_is_enough(model: Any, num_workers: i
     assert_same_gradients(model, reference, 1e-5)
 
 
-def test_below_the_largest_layer_it_is_named_with_its_bytes(model: Any) -> None:
+def test_below_the_largest_module_it_is_named_with_its_bytes(model: Any) -> None:
+    """Blocks are cut to single Linears, and the largest of those is the feed-forward's."""
     budget_bytes = weight_bytes(model) // 20
     ids = torch.randint(0, 256, (BATCH, 48))
-    head_bytes = sum(p.nbytes for p in [*model.model.layers[11].parameters(), *model.lm_head.parameters()])
+    linear_bytes = model.model.layers[0].mlp.down_proj.weight.nbytes
     with compiled(model, budget_bytes) as pipe, pytest.raises(DeviceMemoryError) as caught:
         pipe.forward_backward(input_kwargs={"input_ids": ids, "labels": ids}, loss_fn=language_loss)
     message = str(caught.value)
-    assert "layer 11 (model.layers.11 .. lm_head)" in message
+    assert "mlp.down_proj) does not fit" in message
     assert f"budget of {budget_bytes:,} bytes" in message
-    assert f"gradients {head_bytes + model.model.norm.weight.nbytes:,}" in message
+    assert f"weights {linear_bytes:,}, gradients {linear_bytes:,}" in message
+
+
+class Wide(torch.nn.Module):
+    """A residual around a wide MLP: narrow at its ends, six times as wide inside."""
+
+    def __init__(self, branches: bool) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(16, 96)
+        self.middle = torch.nn.Linear(96, 96)
+        self.last = torch.nn.Linear(96, 16)
+        self.branches = branches
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.first(x))
+        if self.branches and h.sum() > 1e9:
+            h = h * 2
+        return x + self.last(torch.tanh(self.middle(h)))
+
+
+def wide(branches: bool = False) -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(16, 16), *[Wide(branches) for _ in range(8)], torch.nn.Linear(16, 4))
+
+
+WIDE_BUDGET = int(3.7 * weight_bytes(Wide(False)))
+"""Less than a block of `wide` takes as a stage of its own beside the next one, and more than the Linears in it do."""
+
+
+def squares(outputs: torch.Tensor, label: Any = None) -> torch.Tensor:
+    return outputs.square().sum()
+
+
+@pytest.mark.parametrize(("num_workers", "has_example"), [(1, True), (2, False)])
+def test_a_block_that_is_too_large_for_the_device_is_cut_inside(num_workers: int, has_example: bool) -> None:
+    model = wide()
+    reference = copy.deepcopy(model)
+    x = torch.randn(BATCH, 16)
+    with roundpipe.compile(
+        model,
+        example_args=(x,) if has_example else (),
+        devices=[Device("cpu", memory_bytes=WIDE_BUDGET)] * num_workers,
+        model_run_config=RoundPipeRunConfig(num_microbatch=NUM_MICROBATCHES),
+    ) as pipe:
+        for _ in range(2):
+            loss = pipe.forward_backward(input_args=(x,), loss_fn=squares)
+            expected = eager_forward_backward(reference, {"input": x}, squares, NUM_MICROBATCHES)
+        assert 0.8 * WIDE_BUDGET < pipe.peak_device_bytes() <= WIDE_BUDGET
+        assert ": 24 layers" in pipe.partition_table()
+    assert difference(loss, expected) <= 1e-5
+    assert_same_gradients(model, reference, 1e-5)
+
+
+def test_a_block_stays_whole_where_it_fits() -> None:
+    x = torch.randn(BATCH, 16)
+    for devices in ("cpu", Device("cpu", memory_bytes=2 * WIDE_BUDGET)):
+        with roundpipe.compile(wide(), example_args=(x,), devices=devices) as pipe:
+            assert ": 8 layers" in pipe.partition_table()
+
+
+def test_a_block_that_is_too_large_and_can_not_be_cut_is_named() -> None:
+    x = torch.randn(BATCH, 16)
+    devices = [Device("cpu", memory_bytes=WIDE_BUDGET)]
+    with roundpipe.compile(wide(branches=True), example_args=(x,), devices=devices) as pipe:
+        with pytest.raises(
+            DeviceMemoryError, match=r"layer \d \(\d\) does not fit the device budget .* split the layer"
+        ):
+            pipe.forward_backward(input_args=(x,), loss_fn=squares)

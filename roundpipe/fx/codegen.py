@@ -46,6 +46,7 @@ from roundpipe.fx.graph import (
     writes_buffers,
 )
 from roundpipe.fx.legal_cuts import HOOK_METHODS, attribute_memory
+from roundpipe.fx.operations import call_leaf, overrides_call
 from roundpipe.fx.partition import Chunk, Partition
 from roundpipe.layers import (
     EXECUTION_DEVICE,
@@ -177,10 +178,6 @@ class _Method:
         return getattr(operand, self.name)(*args, **kwargs)
 
 
-def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return module(*args, **kwargs)
-
-
 class Layer(torch.fx.GraphModule):
     """A generated layer; exceptions pass through as they are, copies share the generated code."""
 
@@ -268,7 +265,11 @@ class _Writer:
             return self._write_in(ambient, node, args, kwargs)
         target = node.target
         if node.op == "call_module":
-            target = self._install(str(target), self.traced.attribute(str(target)))
+            module = self.traced.attribute(str(target))
+            target = self._install(str(target), module)
+            if overrides_call(type(module)):
+                args = (self.graph.get_attr(target), *args)
+                return self._node("call_function", _named(call_leaf), args, kwargs, node.name)
         elif node.op == "call_function":
             assert callable(target)
             target = _named(target)
@@ -279,7 +280,7 @@ class _Writer:
         if node.op == "call_module":
             name = self._install(str(node.target), self.traced.attribute(str(node.target)))
             args = (self.graph.get_attr(name), *args)
-            function: Any = _call
+            function: Any = call_leaf
             label = "call_module"
         elif node.op == "call_method":
             function, label = _Method(str(node.target)), str(node.target)

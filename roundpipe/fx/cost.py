@@ -21,9 +21,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from roundpipe import structure
 from roundpipe.fx.counting import Tally, Work, flop_counter
+from roundpipe.fx.fakes import twin_of
 from roundpipe.fx.graph import (
     NodeCost,
     TracedGraph,
@@ -34,7 +36,9 @@ from roundpipe.fx.graph import (
     value_bytes,
     value_of,
 )
+from roundpipe.fx.operations import call_leaf
 from roundpipe.fx.python_state import python_state_kept
+from roundpipe.layers import ESTIMATED_LINK_BYTES_PER_S
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +56,7 @@ class DeviceProfile:
     flops_per_s: float = 200e12
     bytes_per_s: float = 1.5e12
     """Device memory bandwidth."""
-    link_bytes_per_s: float = 25e9
+    link_bytes_per_s: float = ESTIMATED_LINK_BYTES_PER_S
     """Between host and device, one direction."""
     kernel_s: float = 3e-6
     """Least time of one kernel."""
@@ -176,7 +180,7 @@ class _Meter:
                 flop_counter() as flops,
             ):
                 args, kwargs = self._arguments(node, leaves)
-                result = function(*args, **kwargs)
+                result = _called(function, args, kwargs)
             forward = tally.work(flops)
             del args, kwargs
             with torch.enable_grad(), ambient.enter() if ambient else nullcontext():
@@ -189,7 +193,7 @@ class _Meter:
                     return tensor
 
                 with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept_tensor: kept_tensor):
-                    output = function(*args, **kwargs)
+                    output = _called(function, args, kwargs)
                 del args, kwargs
             saved = _saved(kept, passed, operands, output, self._weight_storages(node, function))
             backward = _backward(function, node, leaves, self, ambient)
@@ -198,7 +202,7 @@ class _Meter:
     def _callable(self, node: Node) -> Callable[..., Any]:
         if node.op == "call_module":
             module = self.traced.attribute(str(node.target))
-            return _with_fakes(module, self._fake_weight, {})
+            return twin_of(module, {t: self._fake_weight(t) for t in (*module.parameters(), *module.buffers())})
         if node.op == "call_method":
             return lambda operand, *args, **kwargs: getattr(operand, str(node.target))(*args, **kwargs)
         return node.target  # type: ignore[return-value]
@@ -276,7 +280,8 @@ class _Meter:
         elif node.op == "call_function":
             target = (id(target), getattr(target, "__name__", ""))
         arguments = (_argument_key(node.args), _argument_key(node.kwargs))
-        return node.op, target, arguments, _value_key(node), id(ambient_of(node)), bool(mutated_by(node))
+        value, state = _value_key(node), id(ambient_of(node))
+        return node.op, target, arguments, _sharing(node), value, state, bool(mutated_by(node))
 
 
 _NOTHING = _Reading(Work(), Work(), 0, (), False, 0, None)
@@ -288,7 +293,7 @@ def _backward(function: Any, node: Node, leaves: Mapping[Node, torch.Tensor], me
     with torch.enable_grad(), ambient.enter() if ambient else nullcontext():
         passed = {n: leaf.clone() if n in mutated else leaf for n, leaf in leaves.items()}
         args, kwargs = meter._arguments(node, passed)
-        output = function(*args, **kwargs)
+        output = _called(function, args, kwargs)
     results = [tensor for tensor in structure.tensors(output) if tensor.requires_grad]
     results = [t for t in results if not any(t is leaf for leaf in leaves.values())]
     inputs = [leaf for leaf in leaves.values() if leaf.requires_grad]
@@ -382,24 +387,16 @@ def _tensor_operands(node: Node) -> list[Node]:
     return [operand for operand in node.all_input_nodes if isinstance(value_of(operand), torch.Tensor)]
 
 
-def _with_fakes(module: nn.Module, fake: Callable[[torch.Tensor], torch.Tensor], memo: dict[int, Any]) -> nn.Module:
-    """A copy of a module tree that shares everything but its dicts of weights, which hold fakes."""
-    if id(module) in memo:
-        return memo[id(module)]
-    clone = object.__new__(type(module))
-    clone.__dict__ = dict(module.__dict__)
-    memo[id(module)] = clone
-    for kind in ("_parameters", "_buffers"):
-        weights = {}
-        for name, tensor in getattr(module, kind).items():
-            if tensor is not None and id(tensor) not in memo:
-                memo[id(tensor)] = fake(tensor)
-            weights[name] = None if tensor is None else memo[id(tensor)]
-        clone.__dict__[kind] = weights
-    clone.__dict__["_modules"] = {
-        name: None if child is None else _with_fakes(child, fake, memo) for name, child in module._modules.items()
-    }
-    return clone
+def _sharing(node: Node) -> tuple[int, ...]:
+    """Which operands are one value."""
+    first: dict[Node, int] = {}
+    places: list[int] = []
+    map_arg((node.args, node.kwargs), lambda one: places.append(first.setdefault(one, len(first))))
+    return tuple(places)
+
+
+def _called(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return call_leaf(function, *args, **kwargs) if isinstance(function, nn.Module) else function(*args, **kwargs)
 
 
 def _weights_of(traced: TracedGraph, node: Node) -> NodeCost:

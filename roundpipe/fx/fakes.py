@@ -15,6 +15,7 @@ This file is the only user of torch's fake tensors and shape environment.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 import sys
@@ -187,6 +188,31 @@ def is_fake(value: Any) -> bool:
     return isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and is_transformed(value))
 
 
+_NORMS = {
+    torch.nn.functional.batch_norm: inspect.signature(torch.nn.functional.batch_norm),
+    torch.nn.functional.instance_norm: inspect.signature(torch.nn.functional.instance_norm),
+    torch.batch_norm: inspect.Signature(
+        [
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
+            for name in "input weight bias running_mean running_var training momentum eps cudnn_enabled".split()
+        ]
+    ),
+}
+
+
+def written_unseen(function: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The arguments that a call writes although their versions stay the same: running statistics."""
+    signature = _NORMS.get(function)
+    if signature is None:
+        return []
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    writes = given["use_input_stats"] if "use_input_stats" in given else given["training"]
+    statistics = [given["running_mean"], given["running_var"]]
+    return [tensor for tensor in statistics if writes and isinstance(tensor, torch.Tensor)]
+
+
 def is_transformed(tensor: torch.Tensor) -> bool:
     """Whether a tensor is one that vmap or another function transform made."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
@@ -270,6 +296,10 @@ class FakeWorld:
     def fake(self, name: str) -> torch.Tensor:
         """The fake of a parameter or buffer."""
         return self._fake_of[self.real[name]]
+
+    def storage_of(self, name: str) -> int:
+        """Where the fake of a parameter or buffer lies."""
+        return self.fake(name).untyped_storage()._cdata
 
     @functools.cached_property
     def _parameter_storages(self) -> frozenset[int]:
@@ -365,6 +395,11 @@ def _make_twin(
         if twin is not module:
             twin.__dict__.update({key: adopt(value) for key, value in module.__dict__.items()})
     return twins[model], names
+
+
+def twin_of(module: nn.Module, fake_of: Mapping[torch.Tensor, torch.Tensor]) -> nn.Module:
+    """A copy of a module tree with fakes as its state, also where modules are reached through lists and the like."""
+    return _make_twin(module, fake_of)[0]
 
 
 class _Adoption:

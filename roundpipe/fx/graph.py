@@ -71,6 +71,16 @@ class Ambient(Protocol):
 class Guards(Protocol):
     """What must hold for a trace to be valid."""
 
+    @property
+    def grad_matters(self) -> bool:
+        """Whether traced code asked if something requires grad, or if gradients are recorded."""
+        ...
+
+    @property
+    def not_kept(self) -> list[str]:
+        """What the forward changes in Python at every call, and the graph does not, in words."""
+        ...
+
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """None if the trace serves these arguments, otherwise what fails."""
         ...

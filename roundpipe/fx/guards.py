@@ -28,7 +28,8 @@ from roundpipe import structure
 from roundpipe.fx.ambient import Ambient
 from roundpipe.fx.binding import CallForm
 from roundpipe.fx.fakes import Dimension, FakeWorld, InputSizes, compiled, expression_source
-from roundpipe.fx.python_state import attributes_read
+from roundpipe.fx.leaves import Write
+from roundpipe.fx.model_state import ModelState
 from roundpipe.fx.values import ValueProgram
 
 MAX_CACHED_SHAPES = 4096
@@ -121,8 +122,6 @@ class Flags:
     parameters: tuple[nn.Parameter, ...]
     requires_grad: list[bool]
     ambient: Ambient
-    attributes: tuple[tuple[nn.Module, str, Any], ...] = ()
-    """Plain attributes that the traced code of these modules may have read, with their values."""
     weights: tuple[tuple[nn.Module, str, torch.Tensor], ...] = ()
     """Parameters and buffers that traced code used itself, with the module and the name that they had there."""
 
@@ -139,24 +138,18 @@ class Flags:
             Ambient.current(),
         )
 
-    def with_attributes(self, modules: Iterable[nn.Module]) -> Flags:
-        """The same with the plain attributes of modules whose code was traced."""
-        found = [
-            (module, name, value)
-            for module in modules
-            for name, value in module.__dict__.items()
-            if isinstance(value, _PLAIN) and name != "training" and name in attributes_read(type(module))
-        ]
-        return replace(self, attributes=tuple(found))
-
     def with_weights(self, names: Iterable[str]) -> Flags:
         """The same with the parameters and buffers of these qualified names, which must stay the same objects."""
         places = [name.rpartition(".") for name in names]
         owners = [(self.modules[0].get_submodule(path), name) for path, _, name in places]
         return replace(self, weights=tuple((owner, name, getattr(owner, name)) for owner, name in owners))
 
-    def failure(self) -> Failure | None:
-        """Which switch is set otherwise now."""
+    def failure(self, grad_matters: bool) -> Failure | None:
+        """Which switch is set otherwise now.
+
+        Args:
+            grad_matters: whether it makes a difference that gradients are recorded.
+        """
         if list(map(_TRAINING, self.modules)) != self.training:
             changed = [m for m, was in zip(self.modules, self.training, strict=True) if m.training != was]
             mode = "train" if changed[0].training else "eval"
@@ -166,14 +159,11 @@ class Flags:
             )
         if list(map(_REQUIRES_GRAD, self.parameters)) != self.requires_grad:
             return Failure(f"parameter {self._changed_parameter()} has another requires_grad now")
-        for module, name, was in self.attributes:
-            now = module.__dict__.get(name, self)
-            if now is not was and (type(now) is not type(was) or now != was):
-                return Failure(f"{type(module).__name__}.{name} is {now!r}, traced with {was!r}")
         for module, name, tensor in self.weights:
             if module._buffers.get(name) is not tensor and module._parameters.get(name) is not tensor:
                 return Failure(f"{type(module).__name__}.{name} is another tensor now")
-        change = Ambient.current().changes_from(self.ambient)
+        now = Ambient.current()
+        change = now.changes_from(self.ambient if grad_matters else replace(self.ambient, grad=now.grad))
         if change is not None:
             return Failure(f"the model is now called with {change.describe()}")
         return None
@@ -201,7 +191,8 @@ class Guards:
         flags: the model's switches as traced.
         values: the data that traced code read.
         verifier: for sizes that break what operators assumed.
-        input_grad_matters: whether traced code asked if an input requires grad.
+        grad_matters: whether traced code asked if something requires grad, or if gradients are recorded.
+        weight_writes: what leaves do to weights, which must change nothing of them.
     """
 
     def __init__(
@@ -211,13 +202,14 @@ class Guards:
         flags: Flags,
         values: ValueProgram,
         verifier: Verifier,
-        input_grad_matters: bool = False,
+        grad_matters: bool = False,
+        weight_writes: Sequence[tuple[Write, torch.Tensor]] = (),
     ) -> None:
         self.values = values
         self._form = form
         self._flags = flags
         self._verifier = verifier
-        self._input_grad_matters = input_grad_matters
+        self.grad_matters = grad_matters
         self._inputs: list[InputSizes] = list(world.inputs)
         self._plain: list[tuple[structure.Path, Any]] = []
         self._paths: list[structure.Path] = []
@@ -228,12 +220,28 @@ class Guards:
         self._glue = SizeSystem(world, {**equalities(world), **world.shapes.glue_guards})
         self._operators = [SizeSystem(world, size_assumptions(world))]
         self._by_shapes: dict[Any, Failure | None] = {}
+        self._state: ModelState | None = None
+        self._weight_writes = list(weight_writes)
+
+    def remember(self, state: ModelState) -> None:
+        """From now on, what code of the model may find in Python must be what it is in this state."""
+        self._state = state
+
+    @property
+    def not_kept(self) -> list[str]:
+        """What the forward changes in Python at every call, and the graph does not, in words."""
+        return [] if self._state is None else self._state.counts
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Failure | None:
         """None if the trace serves a call with these arguments, otherwise why not."""
-        failure = self._flags.failure()
+        failure = self._flags.failure(self.grad_matters)
         if failure is not None:
             return failure
+        change = self._state.change() if self._state is not None else None
+        if change is not None:
+            return Failure(change)
+        if not all(write.leaves_alone(weight) for write, weight in self._weight_writes):
+            return Failure("the forward now changes a weight in place, which it left alone when it was traced")
         arguments = self._form.normalise(args, kwargs)
         tensors: list[torch.Tensor] = []
         failure = self._structure_failure(arguments, tensors)
@@ -281,7 +289,7 @@ class Guards:
         for (path, was), (other, now) in zip(self._plain, plain, strict=True):
             if path != other or not _same_plain(was, now):
                 return Failure(f"argument {_words(path)} is {now!r}, traced with {was!r}")
-        if self._input_grad_matters:
+        if self.grad_matters:
             for item, tensor in zip(self._inputs, tensors, strict=True):
                 if tensor.requires_grad is not item.requires_grad:
                     return Failure(f"input {_words(item.path)} now has requires_grad={tensor.requires_grad}")
@@ -328,7 +336,8 @@ class Guards:
         asked = self._in_words(first.source) if first is not None else "other sizes"
         if len(self._operators) >= MAX_VARIANTS:
             return Failure(f"an operator assumed {asked}, and {MAX_VARIANTS} other sets were tried already")
-        found = self._verifier(arguments)
+        with torch.set_grad_enabled(self._flags.ambient.grad is not False):
+            found = self._verifier(arguments)
         if isinstance(found, str):
             return Failure(f"an operator assumed {asked}, and without that {found}")
         self._operators.append(found)

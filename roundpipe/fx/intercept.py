@@ -12,7 +12,8 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
@@ -55,6 +56,10 @@ class Session(Protocol):
         """The model's code asks whether gradients are recorded."""
         ...
 
+    def length_of(self, tensor: torch.Tensor) -> Any:
+        """What ``len(tensor)`` gives in the model's own code."""
+        ...
+
     def has_readable_data(self, tensor: Any) -> bool:
         """Whether the data of a fake tensor can be read while tracing."""
         ...
@@ -80,8 +85,13 @@ def exclusive() -> Iterator[None]:
 
 
 @contextmanager
-def intercepting(session: Session) -> Iterator[None]:
-    """Sends the calls of this thread to ``session``."""
+def intercepting(session: Session, files: Iterable[types.ModuleType] = ()) -> Iterator[None]:
+    """Sends the calls of this thread to ``session``.
+
+    Args:
+        files: Python modules with code of the model's, in which ``len`` of a tensor is asked of the session too:
+            the builtin can't give a symbol.
+    """
     with _LOCK, ExitStack() as stack:
         _patch(stack, nn.Module, "__call__", _call_module)
         _patch_function_apply(stack)
@@ -95,6 +105,10 @@ def intercepting(session: Session) -> Iterator[None]:
             _patch(stack, owner, "manual_seed", _refused("torch", "manual_seed", torch.manual_seed))
         _patch(stack, torch, "is_grad_enabled", _noting_grad_mode(torch.is_grad_enabled))
         _patch_transformers(stack)
+        for file in files:
+            if "len" not in file.__dict__:
+                file.__dict__["len"] = _length
+                stack.callback(file.__dict__.pop, "len", None)
         stack.callback(setattr, _ACTIVE, "session", _session())
         _ACTIVE.session = session
         yield
@@ -110,6 +124,13 @@ def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if session is None:
         return ORIGINAL_CALL(module, *args, **kwargs)
     return session.call_module(module, args, kwargs)
+
+
+def _length(value: Any, /) -> Any:
+    session = _session()
+    if session is None or not isinstance(value, torch.Tensor) or not session.in_glue():
+        return len(value)
+    return session.length_of(value)
 
 
 def _patch_function_apply(stack: ExitStack) -> None:

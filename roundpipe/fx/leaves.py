@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,11 @@ from torch.overrides import TorchFunctionMode
 from roundpipe import structure
 from roundpipe.errors import TraceError
 from roundpipe.fx.builder import flat_tensors, flat_values
-from roundpipe.fx.fakes import is_model_file, model_location
+from roundpipe.fx.fakes import is_model_file, model_location, written_unseen
 from roundpipe.fx.python_state import attributes_read
 
+MAX_COMPARED_WEIGHT = 1 << 14
+"""Elements of a weight that is looked at in each call, since a forward may write it."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _CONTAINERS = (list, tuple, set, dict, OrderedDict, deque)
 
@@ -55,6 +57,9 @@ class LeafWatch(TorchFunctionMode):
         self._allowed = allowed
         self._born_in = born_in
         self.runs_autograd = False
+        self.written: set[int] = set()
+        """Storages of what was written in place, or given other data."""
+        self.writes: list[Write] = []
         self.asks_for_grad = ""
         """Where the model's own code asked whether an activation requires grad, if it did."""
         self._generators: list[weakref.ref[torch.Generator]] = []
@@ -70,9 +75,18 @@ class LeafWatch(TorchFunctionMode):
             node = self._node_of.get(tensor)
             if node is not None and node.op != "get_attr" and not self._allowed(tensor):
                 raise HiddenInput(f"{self._name} uses {node.name}, which is not one of its arguments")
+        versions = [tensor._version for tensor in given]
+        name = getattr(func, "__name__", "")
+        if name == "__set__" and func.__self__.__name__ == "data":
+            self.written.add(args[0].untyped_storage()._cdata)
         out = func(*args, **kwargs)
+        for tensor, version in zip(given, versions, strict=True):
+            if tensor._version != version:
+                self.written.add(tensor.untyped_storage()._cdata)
+                self.writes.append(Write(tensor, func, args, kwargs))
+        self.written.update(tensor.untyped_storage()._cdata for tensor in written_unseen(func, args, kwargs))
         made = flat_tensors(out)
-        if not made and getattr(func, "__name__", "") == "__get__":
+        if not made and name == "__get__":
             self._note_attribute(func.__self__.__name__, args[0])
         computed = any(tensor in self.computed or self._allowed(tensor) for tensor in given)
         for tensor in made:
@@ -90,6 +104,27 @@ class LeafWatch(TorchFunctionMode):
         asks = attribute in ("requires_grad", "is_leaf", "grad_fn") and not getattr(tensor, "_is_param", False)
         if asks and is_model_file(sys._getframe(2).f_code.co_filename):
             self.asks_for_grad = self.asks_for_grad or model_location()
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """A call that wrote a tensor in place."""
+
+    tensor: torch.Tensor
+    function: Callable[..., Any]
+    args: Any
+    kwargs: Any
+
+    def leaves_alone(self, real: torch.Tensor) -> bool:
+        """Whether it would change nothing of this tensor, as clamping weights that are small does."""
+        if real.is_meta or real.numel() > MAX_COMPARED_WEIGHT or self.tensor.shape != real.shape:
+            return False
+        if not self.args or self.args[0] is not self.tensor or flat_values(self.args[1:], self.kwargs):
+            return False
+        with torch.no_grad():
+            written = real.detach().clone()
+            self.function(written, *self.args[1:], **self.kwargs)
+            return torch.equal(written, real)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +273,18 @@ class TreeState:
                         module.__dict__[name] = attributes[name]
             module._buffers.clear()
             module._buffers.update(buffers)
+
+
+def handed_back(out: Any, args: Any, kwargs: Any, name_of: Mapping[torch.Tensor, str]) -> tuple[str, ...]:
+    """For each tensor that a call returned, the argument or weight that it is or lies in; nothing for a new one."""
+    given: dict[Any, str] = {}
+    for index, tensor in enumerate(flat_tensors(args, kwargs)):
+        given.setdefault(tensor, f"argument {index}")
+        given.setdefault(tensor.untyped_storage()._cdata, f"in argument {index}")
+    return tuple(
+        given.get(tensor) or name_of.get(tensor) or given.get(tensor.untyped_storage()._cdata, "")
+        for tensor in flat_tensors(out)
+    )
 
 
 class OutsideChanges:

@@ -12,8 +12,25 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.fx
+from torch import nn
 
 from roundpipe import structure
+from roundpipe.errors import TraceError
+
+
+def call_leaf(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What calling a leaf means: hooks and forward; a ``__call__`` of its class's own around them is glue, traced."""
+    if overrides_call(type(module)):
+        return nn.Module.__call__(module, *args, **kwargs)
+    return module(*args, **kwargs)
+
+
+def overrides_call(kind: type[nn.Module]) -> bool:
+    """Whether calling a module runs code of the user's around what `nn.Module` does."""
+    if issubclass(kind, (torch.fx.GraphModule, torch.jit.ScriptModule)):
+        return False
+    return any("__call__" in vars(owner) for owner in kind.__mro__ if not owner.__module__.startswith("torch."))
 
 
 def set_item(target: Any, index: Any, value: Any) -> Any:
@@ -33,6 +50,26 @@ def with_requires_grad(tensor: torch.Tensor, requires_grad: bool = True) -> torc
     if tensor.requires_grad is requires_grad or not torch.is_grad_enabled():
         return tensor
     return tensor.detach().requires_grad_(requires_grad)
+
+
+def as_traced(tensor: torch.Tensor, strides: tuple[int, ...], location: str) -> torch.Tensor:
+    """The tensor itself, whose layout the model's code asked for.
+
+    Args:
+        strides: those that it was traced with; empty: it is contiguous.
+        location: where the code asked.
+
+    Raises:
+        TraceError: it lies otherwise, so that the code might go another way.
+    """
+    pairs = zip(tensor.shape, tensor.stride(), strides, strict=False)
+    if all(size <= 1 or now == was for size, now, was in pairs) if strides else tensor.is_contiguous():
+        return tensor
+    raise TraceError(
+        f"the model's code at {location} asked how a tensor lies in memory, and was traced with strides "
+        f"{strides or 'of a contiguous tensor'}; on {tensor.device} its strides are {tuple(tensor.stride())}. Call "
+        "contiguous() on the tensor before asking, or keep the code that asks in a submodule"
+    )
 
 
 def take(value: Any, kind: str, key: Any) -> Any:

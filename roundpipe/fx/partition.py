@@ -20,7 +20,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from statistics import quantiles
 
 import torch
@@ -114,6 +114,7 @@ def partition(
     *,
     balance: Balance = "time",
     num_layers: int | None = None,
+    max_layer_bytes: int | None = None,
     limits: RecomputeLimits = RecomputeLimits(),
 ) -> Partition:
     """Cuts a graph into the finest chain of sensible layers.
@@ -123,6 +124,8 @@ def partition(
         costs: of its nodes, from `roundpipe.fx.cost.measure`.
         balance: what weighs: ``"time"``, ``"size"`` (bytes of weights) or a function of a leaf module.
         num_layers: at most so many layers, evenly weighted, instead of the finest chain.
+        max_layer_bytes: layers with more bytes of weights and gradients are cut wherever that is legal; None: a layer
+            may be of any size.
         limits: when glue is carried instead of recomputed.
 
     Raises:
@@ -141,6 +144,8 @@ def partition(
     legal = legal_cuts(traced, order, live)
     if num_layers is None:
         cuts = _finest(traced, order, weights, live, legal)
+        if max_layer_bytes is not None:
+            cuts = _within(max_layer_bytes, cuts, _loads(order, costs), _widths(weights, live, legal, max(weights)))
     else:
         parts = chain_balance.cut_into(weights, num_layers, _narrow(weights, live, legal, max(weights)))
         cuts = [stop for _, stop in parts[:-1]]
@@ -312,6 +317,35 @@ def _finest(
         cuts.append(candidates[index])
         index = best[index][1]
     return cuts[::-1]
+
+
+def _loads(order: Sequence[Node], costs: Mapping[Node, NodeCost]) -> list[int]:
+    """For each node the bytes of the weights that it uses, directly or through get_attr, and of their gradients."""
+
+    def load(node: Node) -> int:
+        return costs[node].parameter_bytes + costs[node].gradient_bytes
+
+    return [load(n) + sum(load(source) for source in n.all_input_nodes if source.op == "get_attr") for n in order]
+
+
+def _within(limit: int, cuts: Sequence[int], loads: Sequence[int], widths: Mapping[int, float]) -> list[int]:
+    """The cuts, with more of them in layers above a limit: narrow ones if they are enough, else any legal ones."""
+    result = list(cuts)
+    for start, stop in pairwise([0, *cuts, len(loads)]):
+        layer = loads[start:stop]
+        if sum(layer) <= limit:
+            continue
+        legal = [cut - start for cut in widths if start < cut < stop]
+        narrow = [cut for cut in legal if widths[start + cut] <= NARROW]
+        inner = narrow if _heaviest_between(narrow, layer) <= limit else legal
+        parts = chain_balance.cut_under(layer, max(limit, _heaviest_between(inner, layer)), inner)
+        result += [start + end for _, end in parts[:-1]]
+    return sorted(result)
+
+
+def _heaviest_between(cuts: Sequence[int], loads: Sequence[int]) -> int:
+    """The heaviest stretch without a cut."""
+    return max(sum(loads[start:stop]) for start, stop in pairwise([0, *cuts, len(loads)]))
 
 
 def _scale(blocks: Sequence[str], weights: Sequence[float]) -> tuple[float, float]:

@@ -24,7 +24,7 @@ from collections.abc import Collection, Mapping
 
 from torch import nn
 
-from roundpipe.layers import weight_bytes_of
+from roundpipe.layers import training_bytes_of
 
 LARGEST_SHARE = 1 / 6
 """Largest part of the model's parameters that one leaf may hold."""
@@ -60,7 +60,7 @@ class LeafPolicy:
         model: the module tree.
         names: qualified name of every module.
         decisions: module name or class -> what tracing learned; names win.
-        max_leaf_bytes: a leaf with more bytes of weights is looked into; None = no such limit.
+        max_leaf_bytes: a leaf with more bytes of weights and gradients is looked into; None = no such limit.
         hooked: names of modules with forward hooks of the user's, which fire only if the module is called.
     """
 
@@ -94,6 +94,10 @@ class LeafPolicy:
         """Whether a module could be kept whole although it is large: it holds no stack."""
         return module in self._equal_blocks or not _holds_stack(module)
 
+    def is_too_large(self, module: nn.Module) -> bool:
+        """Whether a module is larger than the caller's limit."""
+        return self._max_leaf_bytes is not None and training_bytes_of(module) > self._max_leaf_bytes
+
     def _decide(self, module: nn.Module) -> bool:
         if not self._names[module] or isinstance(module, _CONTAINERS):
             return False
@@ -112,7 +116,7 @@ class LeafPolicy:
             return True
         if _holds_stack(module) and module not in self._equal_blocks:
             return False
-        if self._max_leaf_bytes is not None and weight_bytes_of(module) > self._max_leaf_bytes:
+        if self.is_too_large(module):
             return False
         return size <= LARGEST_SHARE * self._total
 

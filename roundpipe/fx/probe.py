@@ -20,9 +20,9 @@ from torch import nn
 
 from roundpipe import structure
 from roundpipe.errors import TraceError
-from roundpipe.fx.builder import flat_values
+from roundpipe.fx.builder import flat_tensors, flat_values
 from roundpipe.fx.fakes import FakeWorld, Symbolic, compiled, expression_of, real_world
-from roundpipe.fx.leaves import TreeState, sets_before_reading
+from roundpipe.fx.leaves import TreeState, containers_mutated, sets_before_reading
 from roundpipe.fx.python_state import PythonState
 
 MAX_DIVISOR = 64
@@ -41,6 +41,10 @@ class Probe:
     buffers_written: bool
     changed: tuple[str, ...]
     """What its Python remembers for later calls, in words."""
+    sets: frozenset[tuple[type, str]] = frozenset()
+    """Attributes that it set: the owner's class and the name."""
+    not_kept: tuple[str, ...] = ()
+    """Those that hold tensors, in words."""
 
 
 @contextlib.contextmanager
@@ -176,6 +180,8 @@ def _probe_module(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwarg
     sizes: list[_Sizes] = []
     random = written = False
     changed: list[str] = []
+    sets: set[tuple[type, str]] = set()
+    not_kept: list[str] = []
     values = flat_values(args, kwargs)
     with _real_world():
         for enlarged in (False, True):
@@ -183,6 +189,7 @@ def _probe_module(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwarg
             module = _real_copy(world.model.get_submodule(name))
             module.train(twin.training)
             before = {key: buffer.clone() for key, buffer in module.named_buffers()}
+            weights = [(parameter, parameter.detach().clone()) for parameter in module.parameters()]
             state = torch.random.get_rng_state()
             tree, python = TreeState(list(module.modules())), PythonState(module.modules())
             results.append(_called(module, args, kwargs, numbers))
@@ -191,6 +198,14 @@ def _probe_module(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwarg
                 key not in before or not torch.equal(before[key], buffer) for key, buffer in module.named_buffers()
             )
             sizes.append(numbers)
+            if not all(torch.equal(parameter, was) for parameter, was in weights):
+                changed.append("a parameter")
+            not_kept += [
+                f"{type(owner).__name__}.{key}"
+                for owner, key, value in tree.changed_attributes()
+                if flat_tensors(value)
+            ]
+            sets |= {(type(owner), key) for owner, key, _ in tree.changed_attributes()}
             changed += _kept_for_later(module, tree, python, args, kwargs, numbers)
             python.restore()
     has_grad = any(isinstance(v, torch.Tensor) and v.requires_grad for v in values) or any(
@@ -203,7 +218,7 @@ def _probe_module(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwarg
             module = _real_copy(world.model.get_submodule(name))
             module.train(twin.training)
             _check(out, _called(module, args, kwargs, numbers), numbers)
-    return Probe(out, random, written, tuple(dict.fromkeys(changed)))
+    return Probe(out, random, written, tuple(dict.fromkeys(changed)), frozenset(sets), tuple(not_kept))
 
 
 def _is_guessed(out: Any, values: list[Any]) -> bool:
@@ -225,11 +240,19 @@ def _check(out: Any, real: Any, numbers: _Sizes) -> None:
 
 
 def _called(module: nn.Module, args: Any, kwargs: Any, numbers: _Sizes) -> Any:
-    """The output of a module on random data."""
-    return module(
-        *(_map_values(arg, numbers.real) for arg in args),
-        **{key: _map_values(value, numbers.real) for key, value in kwargs.items()},
-    )
+    """The output of a module on random data.
+
+    Raises:
+        TraceError: it changes one of its arguments.
+    """
+    given = [_map_values(arg, numbers.real) for arg in args]
+    named = {key: _map_values(value, numbers.real) for key, value in kwargs.items()}
+    before = list(structure.walk((given, named)))
+    versions = [(tensor, tensor._version) for tensor in structure.tensors([given, named])]
+    out = module(*given, **named)
+    if containers_mutated(before, given, named) or any(tensor._version != version for tensor, version in versions):
+        raise TraceError("it changes a tensor, list, dict or object that it takes as an argument")
+    return out
 
 
 def _kept_for_later(

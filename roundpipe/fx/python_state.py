@@ -10,9 +10,12 @@ Invariant: `PythonState.restore` leaves every place found as it was, so that tra
 from __future__ import annotations
 
 import contextlib
+import copy
 import dis
 import functools
+import operator
 import types
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -35,6 +38,8 @@ _LIBRARIES = frozenset(
 
 
 def _is_library(owner: Any) -> bool:
+    if owner is types.SimpleNamespace:  # holds a user's values
+        return False
     return str(getattr(owner, "__module__", None) or "builtins").partition(".")[0] in _LIBRARIES
 
 
@@ -52,6 +57,10 @@ class _Place:
     """Whether a change is the forward's own; what a user's hook writes down is not."""
 
 
+Settled = dict[tuple[str, int, Any], Any]
+"""What places held after a forward: kind, identity of the owner, key -> copy."""
+
+
 class PythonState:
     """Everything outside of tensors and module attributes that the code of some modules can change, at one moment.
 
@@ -62,11 +71,14 @@ class PythonState:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._places: list[_Place] = []
         self._caches: list[tuple[Any, int]] = []
+        self._quick: Any = None
         self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
         self._seen: set[int] = set()
         self._globals: set[tuple[int, str]] = set()
         self._kept: list[Any] = []
         self._counts = True
+        self.codes: list[types.CodeType] = []
+        """Of the functions that were looked into, beside methods of modules."""
         modules = list(modules)
         for module in modules:
             if type(module).__module__.startswith("torch.nn.modules."):
@@ -104,7 +116,7 @@ class PythonState:
                 self._visit(inner, words, depth)
         elif hasattr(value, "cache_info") and hasattr(value, "cache_clear"):
             if self._new(value):
-                self._caches.append((value, value.cache_info().currsize))
+                self._caches.append((value, value.cache_info().misses))
                 self._visit(getattr(value, "__wrapped__", None), words, depth)
         elif isinstance(value, _CONTAINERS):
             self._visit_container(value, words, depth)
@@ -138,7 +150,7 @@ class PythonState:
             if _is_library(owner) or not self._new(owner):
                 continue
             for key, value in list(vars(owner).items()):
-                if isinstance(value, _PLAIN) and not key.startswith("__"):
+                if isinstance(value, (*_PLAIN, torch.Tensor)) and not key.startswith("__"):
                     self._add(f"{owner.__name__}.{key}", "class", owner, key, value)
                 elif not key.startswith("__") or key == "__call__":
                     self._visit(value, f"{owner.__name__}.{key}", depth)
@@ -147,19 +159,20 @@ class PythonState:
     def _visit_function(self, function: types.FunctionType, depth: int) -> None:
         if _is_library(function) or depth > _MAX_DEPTH or not self._new(function):
             return
+        self.codes.append(function.__code__)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             try:
                 held = cell.cell_contents
             except ValueError:  # not filled yet
                 continue
-            if isinstance(held, _PLAIN):
+            if isinstance(held, (*_PLAIN, torch.Tensor)):
                 self._add(f"{name} of {function.__qualname__}", "cell", cell, None, held)
             self._visit(held, f"{name} of {function.__qualname__}", depth + 1)
         for name in _names_in(function.__code__):
             if name in function.__globals__:
                 held = function.__globals__[name]
                 place = (id(function.__globals__), name)
-                if isinstance(held, _PLAIN) and place not in self._globals:
+                if isinstance(held, (*_PLAIN, torch.Tensor)) and place not in self._globals:
                     self._globals.add(place)
                     self._add(f"global {name}", "global", function.__globals__, name, held)
                 self._visit(held, f"global {name}", depth + 1)
@@ -170,6 +183,49 @@ class PythonState:
         """The places that hold something else now, in words; tensors put into a container don't count."""
         return list(
             dict.fromkeys(place.words for place in self._changed_places() if place.counts and not _only_tensors(place))
+        )
+
+    def is_as_it_was(self) -> bool:
+        """Whether every place holds the same objects; quick, and too careful rather than too bold."""
+        if self._quick is None:
+            containers = [place for place in self._places if place.kind == "container"]
+            self._quick = (
+                [(p.owner, list(map(id, p.held.values()))) for p in containers if isinstance(p.owner, dict)],
+                [(p.owner, list(map(id, p.held))) for p in containers if isinstance(p.owner, (list, deque))],
+                [(p.owner, p.held) for p in containers if isinstance(p.owner, set)],
+                [(p.owner, p.key, p.held) for p in self._places if p.kind == "global"],
+                [(vars(p.owner), p.key, p.held) for p in self._places if p.kind == "class"],
+                [(vars(p.owner), len(p.held)) for p in self._places if p.kind == "names"],
+                [p for p in self._places if p.kind == "cell"],
+            )
+        dicts, lists, sets, variables, attributes, names, cells = self._quick
+        return (
+            all(list(map(id, dict.values(owner))) == held for owner, held in dicts)
+            and all(list(map(id, owner)) == held for owner, held in lists)
+            and all(owner == held for owner, held in sets)
+            and all(owner.get(key) is held for owner, key, held in (*variables, *attributes))
+            and all(len(owner) == number for owner, number in names)
+            and not any(_now(place) is not place.held for place in cells)
+        )
+
+    def settled(self) -> Settled:
+        """What the changed places hold now, for `changed_but`."""
+        return {
+            (place.kind, id(place.owner), place.key): dict(dict.items(now)) if isinstance(now, dict) else copy.copy(now)
+            for place in self._changed_places()
+            for now in [_now(place)]
+        }
+
+    def changed_but(self, settled: Settled) -> list[str]:
+        """As `changed`, without what a forward that changes nothing of the graph had put there."""
+        return list(
+            dict.fromkeys(
+                place.words
+                for place in self._changed_places()
+                if place.counts
+                and not _only_tensors(place)
+                and not _is_settled(place, settled.get((place.kind, id(place.owner), place.key)))
+            )
         )
 
     def gained(self) -> Iterator[tuple[str, Any]]:
@@ -207,8 +263,8 @@ class PythonState:
             else:
                 for name in set(vars(place.owner)) - place.held:
                     delattr(place.owner, name)
-        for cache, size in self._caches:
-            if cache.cache_info().currsize != size:
+        for cache, num_misses in self._caches:
+            if cache.cache_info().misses != num_misses:  # its size stays what it was when it was full
                 cache.cache_clear()  # it may hold fakes
 
     def take_back_draws(self) -> bool:
@@ -257,8 +313,22 @@ def _now(place: _Place) -> Any:
     return getattr(place.owner, place.key, None)
 
 
+def _is_settled(place: _Place, settled: Any) -> bool:
+    """Whether a place holds what it held, or what it held after a forward; a dict item by item."""
+    now = _now(place)
+    if not isinstance(now, dict) or not isinstance(settled, dict):
+        return _same(settled, now)
+    missing = object()
+    return all(
+        any(_same_item(held.get(key, missing), dict.get(now, key, missing)) for held in (place.held, settled))
+        for key in {*place.held, *settled, *dict.keys(now)}
+    )
+
+
 def _same(was: Any, now: Any) -> bool:
     if isinstance(was, dict):
+        if len(was) == dict.__len__(now) and all(map(operator.is_, was.values(), dict.values(now))):
+            return list(was) == list(dict.keys(now)) or was.keys() == dict.keys(now)
         held = dict(dict.items(now))
         return was.keys() == held.keys() and all(_same_item(value, held[key]) for key, value in was.items())
     if isinstance(was, set):
@@ -301,8 +371,54 @@ _READ: dict[type, frozenset[str]] = {}
 def attributes_read(kind: type) -> frozenset[str]:
     """Names of attributes that the methods of a class read, of whatever object."""
     if kind not in _READ:
-        _READ[kind] = _Uses.of(code for name, code in _methods(kind).items() if name != "__init__").read
+        _READ[kind] = Uses.of(code for name, code in _methods(kind).items() if name != "__init__").read
     return _READ[kind]
+
+
+_FORWARD: dict[type, Uses] = {}
+
+
+def uses_of_forward(kind: type) -> Uses:
+    """What the forward of a class does, with those of its methods that it may call."""
+    if kind not in _FORWARD:
+        _FORWARD[kind] = Uses.of(_reached(kind).values())
+    return _FORWARD[kind]
+
+
+class Readers:
+    """Tells which attributes of a module some other code reads, by their names.
+
+    Args:
+        kinds: classes of modules.
+        functions: other code.
+    """
+
+    def __init__(self, kinds: Iterable[type], functions: Iterable[types.CodeType]) -> None:
+        self._kinds = set(kinds)
+        self._functions = uses_of_functions(functions, self._kinds).read
+
+    def beside(self, kind: type) -> frozenset[str]:
+        """Names that code outside of a class reads."""
+        return self._functions.union(*(attributes_read(other) for other in self._kinds if other is not kind))
+
+
+def uses_of_functions(codes: Iterable[types.CodeType], kinds: Iterable[type]) -> Uses:
+    """What those functions do that are no methods of some classes."""
+    methods = {code for kind in kinds for code in _methods(kind).values()}
+    return Uses.of(code for code in codes if code not in methods)
+
+
+def _reached(kind: type) -> dict[str, types.CodeType]:
+    """The methods of a class that its forward may call, and those that run whatever it does."""
+    methods = _methods(kind)
+    reached: dict[str, types.CodeType] = {}
+    pending = ["forward", "__call__", "__getattr__", "__getattribute__"]
+    while pending:
+        name = pending.pop()
+        if name in methods and name not in reached:
+            reached[name] = methods[name]
+            pending += list(_names_in(methods[name]))
+    return reached
 
 
 def _methods(kind: type) -> dict[str, types.CodeType]:
@@ -317,7 +433,7 @@ def _methods(kind: type) -> dict[str, types.CodeType]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Uses:
+class Uses:
     """What some code does to attributes, variables and items."""
 
     read: frozenset[str]
@@ -326,33 +442,110 @@ class _Uses:
     """Whether it assigns to globals or to variables of an enclosing function."""
     changes_items: bool
     """Whether it assigns items or calls methods that change containers."""
+    reads_any_name: bool
+    """Whether it makes up names of attributes that it reads."""
 
     @staticmethod
-    def of(codes: Iterable[types.CodeType]) -> _Uses:
+    def of(codes: Iterable[types.CodeType]) -> Uses:
+        """What some functions do, and those that are written inside them."""
         pending = list(codes)
-        read: set[str] = set()
-        stored: set[str] = set()
-        rebinds = items = False
+        found = [Uses(frozenset(), frozenset(), False, False, False)]
         while pending:
             code = pending.pop()
             pending += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-            for instruction in dis.get_instructions(code):
-                name = str(instruction.argval)
-                if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-                    read.add(name)
-                    items |= name in _CHANGING
-                elif instruction.opname == "STORE_ATTR":
-                    stored.add(name)
-                rebinds |= instruction.opname == "STORE_GLOBAL"
-                rebinds |= instruction.opname == "STORE_DEREF" and name in code.co_freevars
-                items |= instruction.opname == "STORE_SUBSCR"
-            if "getattr" in code.co_names:
-                read.update(constant for constant in code.co_consts if isinstance(constant, str))
-        return _Uses(frozenset(read), frozenset(stored), rebinds, items)
+            found.append(_uses_of_code(code))
+        read = frozenset().union(*(uses.read for uses in found))
+        return Uses(
+            read,
+            frozenset().union(*(uses.set for uses in found)),
+            any(uses.rebinds for uses in found),
+            any(uses.changes_items for uses in found),
+            any(uses.reads_any_name for uses in found) or "__dict__" in read,
+        )
+
+
+_USES_OF_CODE: weakref.WeakKeyDictionary[types.CodeType, Uses] = weakref.WeakKeyDictionary()
+"""A model's code is thousands of functions, and taking one apart is slow."""
+
+
+def _uses_of_code(code: types.CodeType) -> Uses:
+    """What one function does, without those inside it."""
+    known = _USES_OF_CODE.get(code)
+    if known is not None:
+        return known
+    read: set[str] = set()
+    stored: set[str] = set()
+    rebinds = items = False
+    for instruction in dis.get_instructions(code):
+        name = str(instruction.argval)
+        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            read.add(name)
+            items |= name in _CHANGING
+        elif instruction.opname == "STORE_ATTR":
+            stored.add(name)
+        rebinds |= instruction.opname == "STORE_GLOBAL"
+        rebinds |= instruction.opname == "STORE_DEREF" and name in code.co_freevars
+        items |= instruction.opname == "STORE_SUBSCR"
+    if "getattr" in code.co_names:
+        read.update(constant for constant in code.co_consts if isinstance(constant, str))
+    asks_by_name = not {"getattr", "vars"}.isdisjoint((*code.co_names, *code.co_freevars, *code.co_cellvars))
+    uses = Uses(frozenset(read), frozenset(stored), rebinds, items, asks_by_name and _makes_up_names(code))
+    _USES_OF_CODE[code] = uses
+    return uses
+
+
+def _makes_up_names(code: types.CodeType) -> bool:
+    """Whether code calls ``vars``, or ``getattr`` with anything but a literal."""
+    found = [one for one in dis.get_instructions(code) if one.opname not in ("CACHE", "EXTENDED_ARG", "PUSH_NULL")]
+    for index, one in enumerate(found):
+        if one.opname not in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF") or one.argval not in ("getattr", "vars"):
+            continue
+        rest = found[index + 1 :]
+        while rest and rest[0].opname.startswith(("LOAD_FAST", "LOAD_ATTR", "LOAD_GLOBAL", "LOAD_DEREF")):
+            rest = rest[1:]
+        is_literal = bool(rest) and rest[0].opname == "LOAD_CONST" and isinstance(rest[0].argval, str)
+        default = rest[2:] if len(rest) > 1 and rest[1].opname.startswith("LOAD_") else rest[1:]
+        if one.argval == "vars" or not is_literal or not default or "CALL" not in default[0].opname:
+            return True
+    return False
 
 
 _CHANGING = frozenset("append extend update pop popleft setdefault add insert clear remove popitem".split())
 _ASKING = frozenset({"is_grad_enabled", "requires_grad", "is_leaf", "grad_fn"})
+
+
+def _forward_hooks_of(module: nn.Module) -> Iterator[Any]:
+    yield from module._forward_hooks.values()
+    yield from module._forward_pre_hooks.values()
+
+
+def _hands_on(hook: Any) -> bool:
+    """Whether a hook may leave something for a forward: in an attribute, a variable, or a container of a module."""
+    uses = _uses_of_hook(hook)
+    if uses.set or uses.rebinds:
+        return True
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    held = [getattr(function, "__self__", None), *(cell.cell_contents for cell in _filled_cells(function))]
+    return uses.changes_items and any(isinstance(one, nn.Module) for one in held)
+
+
+def _filled_cells(function: Any) -> Iterator[types.CellType]:
+    for cell in getattr(getattr(function, "__func__", function), "__closure__", None) or ():
+        with contextlib.suppress(ValueError):
+            cell.cell_contents  # noqa: B018 - raises if it is empty
+            yield cell
+
+
+def _uses_of_hook(hook: Any) -> Uses:
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, types.FunctionType):
+        function = vars(type(function)).get("__call__")
+    return Uses.of([function.__code__] if isinstance(function, types.FunctionType) else [])
+
+
+def _is_in_place(name: str) -> bool:
+    return name.endswith("_") and not name.startswith("_")
 
 
 def must_run_once(module: nn.Module) -> bool:
@@ -360,16 +553,13 @@ def must_run_once(module: nn.Module) -> bool:
 
     For modules that were never traced: too careful rather than too bold.
     """
-    methods = _methods(type(module))
-    reached: dict[str, types.CodeType] = {}
-    pending = ["forward"]
-    while pending:
-        name = pending.pop()
-        if name in methods and name not in reached:
-            reached[name] = methods[name]
-            pending += list(_names_in(methods[name]))
-    uses = _Uses.of(reached.values())
+    reached = _reached(type(module))
+    uses = Uses.of(reached.values())
     if uses.set & uses.read or uses.rebinds or uses.read & _ASKING:
+        return True
+    if "data" in uses.read or "no_grad" in uses.read and any(map(_is_in_place, uses.read)):  # weights may be written
+        return True
+    if any(map(_hands_on, _forward_hooks_of(module))):
         return True
     held = [module.__dict__.get(name) for name in uses.read]
     functions = [getattr(type(module), name, None) for name in reached]
@@ -380,4 +570,4 @@ def must_run_once(module: nn.Module) -> bool:
     if uses.changes_items and any(isinstance(value, _CONTAINERS) for value in held):
         return True
     closures = [value for value in held if isinstance(value, types.FunctionType) and not _is_library(value)]
-    return any(_Uses.of([function.__code__]).rebinds for function in closures)
+    return any(Uses.of([function.__code__]).rebinds for function in closures)

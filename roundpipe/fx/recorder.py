@@ -42,8 +42,11 @@ from roundpipe.fx.fakes import (
     is_transformed,
     model_location,
     real_world,
+    written_unseen,
 )
-from roundpipe.fx.operations import ApplyFunction, set_item, set_property, with_requires_grad
+from roundpipe.fx.layout import PLACES, QUESTIONS, LayoutLog, dense_strides
+from roundpipe.fx.leaves import Write
+from roundpipe.fx.operations import ApplyFunction, as_traced, set_item, set_property, with_requires_grad
 from roundpipe.fx.policy import Decision
 from roundpipe.fx.probe import probe_function
 from roundpipe.fx.values import UNKNOWN, ValueReader
@@ -53,8 +56,6 @@ DATA_READS = frozenset(
     " __contains__".split()
 )
 """Names of functions that turn a tensor's data into a Python value."""
-LAYOUT = frozenset("stride is_contiguous storage_offset data_ptr".split())
-"""Names of methods that tell how a tensor lies in memory."""
 HOOKS = frozenset("register_hook register_post_accumulate_grad_hook retain_grad backward".split())
 """Names of methods that act later or elsewhere: they count as effects."""
 
@@ -109,15 +110,21 @@ class BurnSizes(BaseException):
     """Ends an attempt: sizes that the inputs' data determine must be taken from the example."""
 
 
+class LogLayouts(BaseException):
+    """Ends an attempt: how tensors lie in memory is asked for, so that what makes them must be logged."""
+
+
 class OperatorWatch(TorchDispatchMode):
     """Sees every operator that runs.
 
     Args:
         on_transformed: called with each operator that runs below a function transform in glue.
+        layouts: gets every operator.
     """
 
-    def __init__(self, on_transformed: Callable[..., None]) -> None:
+    def __init__(self, on_transformed: Callable[..., None], layouts: LayoutLog | None = None) -> None:
         super().__init__()
+        self.layouts = layouts
         self.num_random_draws = 0
         self.below_transform = 0
         self._on_transformed = on_transformed
@@ -129,6 +136,8 @@ class OperatorWatch(TorchDispatchMode):
         out = func(*args, **kwargs)
         if self.below_transform:
             self._on_transformed(func, args, kwargs, out, random)
+        if self.layouts is not None:
+            self.layouts.note(func, flat_tensors(args, kwargs), flat_tensors(out))
         return out
 
 
@@ -153,9 +162,10 @@ class Recorder(TorchFunctionMode):
         world: the model's twin and the fake inputs.
         base: the state around the whole model.
         burn_sizes: whether sizes that depend on the inputs' data are taken from the example.
+        log_layouts: whether to keep what makes each tensor, for code that asks how one lies in memory.
     """
 
-    def __init__(self, world: FakeWorld, base: Ambient, burn_sizes: bool = False) -> None:
+    def __init__(self, world: FakeWorld, base: Ambient, burn_sizes: bool = False, log_layouts: bool = False) -> None:
         super().__init__()
         self.world = world
         self.base = base
@@ -163,12 +173,16 @@ class Recorder(TorchFunctionMode):
         """Names of the modules whose forwards are being recorded, outermost first."""
         self.paused = 0
         self.builder = GraphBuilder(world, self._common_meta)
-        self.watch = OperatorWatch(self._record_operator)
+        self.watch = OperatorWatch(self._record_operator, LayoutLog() if log_layouts else None)
         self.born_in: dict[torch.Tensor, str] = {}
         """Tensors made inside leaves, with the leaf's name."""
         self.probed_nodes: dict[Node, str] = {}
         """Nodes whose output sizes a probe found, with why."""
-        self.input_grad_matters = False
+        self.grad_matters = False
+        self.handed_back: dict[Node, tuple[str, ...]] = {}
+        """Leaves that return an argument or a weight itself, with which; at other sizes it may be something new."""
+        self.weight_writes: list[tuple[Any, torch.Tensor]] = []
+        """Writes of leaves to weights, with the weight, that change nothing of it now."""
         self.not_kept: dict[str, None] = {}
         """Attributes that leaves set to activations, which nobody reads."""
         self.asks_for_grad = ""
@@ -253,9 +267,11 @@ class Recorder(TorchFunctionMode):
             raise self.give_up(
                 StatefulError(f"{name} runs autograd inside the forward, which a first run does without")
             )
+        if name == "__set__" and args[0] in self.world.name_of:
+            raise self.give_up(TraceError(f"{func.__self__.__name__} of a parameter or buffer is set in the forward"))
         if name in GRAPH_CHANGES and args[0] in self.world.name_of:
             raise self.give_up(TraceError(f"{name} changes a parameter or buffer in the forward"))
-        if name in LAYOUT:
+        if name in QUESTIONS or name in PLACES:
             return self._layout(func, name, args, kwargs)
         if func is torch.Tensor.__iter__:
             return iter([args[0][index] for index in range(int(args[0].size(0)))])
@@ -269,6 +285,7 @@ class Recorder(TorchFunctionMode):
         with self.pause():
             out, why_probed = self._call(func, args, kwargs)
         written = [tensor for tensor, version in versions if tensor._version != version]
+        written += written_unseen(func, args, kwargs)
         produced = flat_values(out)
         if (out is not None or name == "__get__") and not any(isinstance(value, torch.Tensor) for value in produced):
             self._note_python_result(func, name, args)
@@ -276,19 +293,70 @@ class Recorder(TorchFunctionMode):
             return out
         if out is not None and not written and any(out is t and t in self.world.name_of for t in tensors):
             return out  # a parameter or buffer in the form it already has
+        if written and self._leaves_weights_alone(Write(written[0], func, args, kwargs), written):
+            return out
         node = self.record(func, args, kwargs, out, written)
         node.meta["random"] = self.watch.num_random_draws != draws
         if why_probed is not None:
             self.probed_nodes[node] = why_probed
         return out
 
+    def _leaves_weights_alone(self, write: Write, written: list[torch.Tensor]) -> bool:
+        """Whether a call in glue writes nothing but a weight, and changes nothing of it now; the guards look again."""
+        place = write.tensor.untyped_storage()._cdata
+        if len(written) > 1 or place not in self.world.parameter_storages():
+            return False
+        weight = next(real for name, real in self.world.real.items() if self.world.storage_of(name) == place)
+        with self.pause(), real_world():
+            if not write.leaves_alone(weight):
+                return False
+        self.weight_writes.append((write, weight))
+        return True
+
     def _layout(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """How a tensor lies in memory: fakes of activations may lie otherwise than real ones."""
+        """How a tensor lies in memory: known of weights and inputs, of activations where kernels have no choice."""
+        tensor = args[0]
         if name != "data_ptr":
-            answer = func(*args, **kwargs) if args[0] in self.world.name_of else self._read_data(func, args, kwargs)
+            answer = func(*args, **kwargs) if tensor in self.world.name_of else self._read_data(func, args, kwargs)
             if answer is not UNKNOWN:
                 return answer
+        if name in QUESTIONS and tensor in self.builder.node_of and not is_transformed(tensor):
+            if self.watch.layouts is None:
+                raise LogLayouts()
+            if self.watch.layouts.is_settled(tensor, self._of_known_layout()):
+                return self._settled_layout(func, args, kwargs)
         raise self.give_up(TraceError(f"{name} asks how an activation lies in memory, which is known when it is run"))
+
+    def _of_known_layout(self) -> set[torch.Tensor]:
+        """Weights, and inputs that are contiguous now and at every call of the graph."""
+        known = {tensor for tensor in self.world.name_of if is_fake(tensor) and dense_strides(tensor) is not None}
+        for tensor, node in list(self.builder.node_of.items()):
+            if node.op == "placeholder" and self._read_data(torch.Tensor.is_contiguous, (tensor,), {}) is True:
+                known.add(tensor)
+        return known
+
+    def _settled_layout(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The answer for a fake, and a node that makes sure of it."""
+        tensor, *rest = args
+        self.world.shapes.recent.clear()
+        with self.pause():  # of another fake: one that was asked before answers from memory, and assumes nothing
+            answer = func(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype), *rest, **kwargs)
+        self.world.shapes.promote_recent()
+        strides = dense_strides(tensor)
+        if strides is None:
+            if answer is not False:
+                raise self.give_up(TraceError("it asks for the strides of a part of a tensor, which a copy changes"))
+            return answer  # what has gaps is contiguous nowhere
+        if self.builder.node_of[tensor].target is as_traced:
+            return answer
+        try:
+            node_args, _ = self.builder.arguments((tensor, strides, model_location()), {})
+        except UntracedValue as error:
+            raise self.untraced(error) from error
+        node = self.builder.add("call_function", as_traced, node_args)
+        node.meta["effect"] = True  # it stays where nothing reads the tensor any more
+        self.builder.bind(tensor, node)
+        return answer
 
     def _note_python_result(self, func: Any, name: str, args: Any) -> None:
         """A call gave the model's code a Python value: what that took for granted must hold."""
@@ -296,7 +364,7 @@ class Recorder(TorchFunctionMode):
             self.world.shapes.promote_recent()
         if name != "__get__" or not args or func.__self__.__name__ not in ("requires_grad", "is_leaf", "grad_fn"):
             return
-        self.input_grad_matters = True  # what is computed of an input requires grad if that one does
+        self.grad_matters = True  # what is computed of an input requires grad if that one does
         node = self.builder.node_of.get(args[0])
         if func.__self__.__name__ != "requires_grad" and node is not None and node.op == "placeholder":
             if args[0].requires_grad:
@@ -407,7 +475,9 @@ class Recorder(TorchFunctionMode):
 
     def note_grad_mode_asked(self) -> None:
         """The model's code asks whether gradients are recorded."""
-        if self.paused and not self.asks_for_grad:
+        if not self.paused:
+            self.grad_matters = True
+        elif not self.asks_for_grad:
             self.asks_for_grad = model_location()
 
     def note_written(self, node: Node, written: Sequence[torch.Tensor]) -> None:

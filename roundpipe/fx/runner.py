@@ -13,7 +13,7 @@ from torch import nn
 from roundpipe import structure
 from roundpipe.errors import TraceError
 from roundpipe.fx.builder import flat_tensors
-from roundpipe.fx.fakes import DATA_DEPENDENT, FakeWorld
+from roundpipe.fx.fakes import DATA_DEPENDENT, FakeWorld, real_world
 from roundpipe.fx.intercept import ORIGINAL_CALL
 from roundpipe.fx.leaves import (
     HiddenInput,
@@ -26,12 +26,13 @@ from roundpipe.fx.leaves import (
 )
 from roundpipe.fx.policy import Decision, LeafPolicy, is_of_torch
 from roundpipe.fx.probe import probe_module
-from roundpipe.fx.python_state import PythonState, attributes_read
+from roundpipe.fx.python_state import PythonState, Readers, attributes_read
 from roundpipe.fx.recorder import Recorder, Restart, StatefulError
 from roundpipe.fx.siblings import SiblingCache
 from roundpipe.layers import weight_bytes_of
 
 ASKS_FOR_GRAD = frozenset({"requires_grad", "is_leaf", "grad_fn"})
+_OF_TORCH = frozenset(nn.Module().__dict__)
 MAX_PROBE_BYTES = 1 << 28
 """Largest leaf that is copied and run only to serve more sizes."""
 
@@ -44,6 +45,7 @@ class LeafRunner:
         recorder: what records the attempt.
         policy: what is known about the modules.
         history: what was tried in earlier attempts.
+        readers: who reads what.
     """
 
     def __init__(
@@ -52,11 +54,13 @@ class LeafRunner:
         recorder: Recorder,
         policy: LeafPolicy,
         history: set[tuple[str, Decision]],
+        readers: Readers,
     ) -> None:
         self._world = world
         self._recorder = recorder
         self._policy = policy
         self._history = history
+        self._readers = readers
         self._siblings = SiblingCache()
 
     def is_probed(self, module: nn.Module) -> bool:
@@ -65,7 +69,8 @@ class LeafRunner:
 
     def run(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> LeafRun:
         """The outcome of a leaf's call on fakes, and what else it does."""
-        if not self.is_probed(module):
+        logs_layouts = self._recorder.watch.layouts is not None
+        if not self.is_probed(module) and not logs_layouts:
             known = self._known(module, args, kwargs)
             if known is not None:
                 return known
@@ -124,8 +129,12 @@ class LeafRunner:
             changed += [f"{type(owner).__name__}.{attribute}" for owner, attribute, _ in remembered]
         if watch.drew_from_kept():
             changed.append("the state of a torch.Generator")
+        if watch.written & self._world.parameter_storages() and not self._leaves_weights_alone(module, watch):
+            changed.append("a parameter")
         self._refuse_state(module, name, changed)
         for owner, attribute, value in state.changed_attributes():
+            if attribute not in _OF_TORCH and attribute in self._readers.beside(type(owner)):
+                self._look_into_for_others(module, name, f"{type(owner).__name__}.{attribute}")
             if any(tensor in watch.computed for tensor in flat_tensors(value)):
                 recorder.not_kept[f"{type(owner).__name__}.{attribute}"] = None
         if watch.runs_autograd:
@@ -139,14 +148,36 @@ class LeafRunner:
         return LeafRun(
             out,
             recorder.watch.num_random_draws != draws,
-            state.buffers_written(),
+            state.buffers_written() or any(one.untyped_storage()._cdata in watch.written for one in module.buffers()),
             tuple(tensor for tensor, version in versions if tensor._version != version),
         )
+
+    def _leaves_weights_alone(self, module: nn.Module, watch: LeafWatch) -> bool:
+        """Whether a leaf's writes to its weights change nothing now; the guards look at that again."""
+        world = self._world
+        real = {world.storage_of(name): weight for name, weight in world.real.items()}
+        writes = [one for one in watch.writes if one.tensor.untyped_storage()._cdata in world.parameter_storages()]
+        weights = [real[one.tensor.untyped_storage()._cdata] for one in writes]
+        seen = {one.tensor.untyped_storage()._cdata for one in writes}
+        if watch.written & world.parameter_storages() != seen:  # given other data
+            return False
+        with real_world():
+            if not all(one.leaves_alone(weight) for one, weight in zip(writes, weights, strict=True)):
+                return False
+        self._siblings.forget(module)  # each of its kin has weights of its own
+        self._recorder.weight_writes += zip(writes, weights, strict=True)
+        return True
 
     def _refuse_state(self, module: nn.Module, name: str, changed: list[str]) -> None:
         """A recomputation would change once more what a leaf's Python remembers."""
         if changed:
             raise self._to_look_into(module, name, StatefulError(f"it changes {', '.join(changed)} in its forward"))
+
+    def _look_into_for_others(self, module: nn.Module, name: str, attribute: str) -> None:
+        """What a leaf leaves in an attribute may be read elsewhere, before or after."""
+        restart = self._to_look_into(module, name, TraceError(f"it sets {attribute}, which other code reads"))
+        restart.hands_on = restart.decision is Decision.DESCEND
+        raise restart
 
     def _refuse_asking(self, module: nn.Module, name: str, asks_at: str) -> None:
         """A first run of a leaf records no gradients, so that it must not ask."""
@@ -194,6 +225,10 @@ class LeafRunner:
                 raise Restart(Decision.DESCEND, name, error) from error  # as glue it may serve one size
             raise self._recorder.give_up(error) from error
         self._refuse_state(module, name, list(probe.changed))
+        self._recorder.not_kept.update(dict.fromkeys(probe.not_kept))
+        for owner, attribute in sorted(probe.sets, key=str):
+            if attribute not in _OF_TORCH and attribute in self._readers.beside(owner):
+                self._look_into_for_others(module, name, f"{owner.__name__}.{attribute}")
         asking = [kind.__name__ for kind in map(type, module.modules()) if attributes_read(kind) & ASKS_FOR_GRAD]
         self._refuse_asking(module, name, asking[0] if asking else "")
         return LeafRun(probe.out, probe.random, probe.buffers_written, ())

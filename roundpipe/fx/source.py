@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe.caller import warn
 from roundpipe.errors import TraceError
 from roundpipe.fx.ambient import autocast_as_on_accelerator
 from roundpipe.fx.codegen import generate
@@ -51,6 +51,7 @@ class TracedSource:
         on_failure: called with the error, once, when the model's own forward can't be traced; returns to go on
             without a chain, or raises.
         preview: arguments to trace if somebody asks for the chain before the first call.
+        max_layer_bytes: bytes of weights and gradients above which a layer is cut, inside blocks if need be.
     """
 
     def __init__(
@@ -59,11 +60,13 @@ class TracedSource:
         balance: Balance,
         on_failure: Callable[[TraceError], None],
         preview: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+        max_layer_bytes: int | None = None,
     ) -> None:
         self._model = model
         self._balance = balance
         self._on_failure = on_failure
         self._preview = preview
+        self._max_layer_bytes = max_layer_bytes
         self._kept: list[_Kept] = []
         self._failed_modes: set[bool] = set()
         """Values of ``model.training`` in which it could not be traced."""
@@ -72,6 +75,8 @@ class TracedSource:
         """Microbatches since the last trace."""
         self._varying: dict[Any, None] = {}
         """Dimensions of float inputs that were seen to vary, which later traces keep open."""
+        self._lost: dict[str, None] = {}
+        """What the forward changes in Python at every call, but calls of a chain did not."""
         self.trace_count = 0
 
     @property
@@ -93,7 +98,8 @@ class TracedSource:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedSource:
         """A source for the copy of the model; it traces anew."""
-        return TracedSource(copy.deepcopy(self._model, memo), self._balance, self._on_failure, self._preview)
+        model = copy.deepcopy(self._model, memo)
+        return TracedSource(model, self._balance, self._on_failure, self._preview, self._max_layer_bytes)
 
     def chain_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerChain | None:
         """The chain for these arguments of one microbatch; None if the model can't be traced.
@@ -112,16 +118,27 @@ class TracedSource:
                     return kept.chain
                 failure = failure or found
             if self._model.training in self._failed_modes:
+                self._refuse_lost_state()
                 return None
             if failure is not None:
                 self._note_retrace(failure)
             try:
                 return self._trace(args, kwargs)
             except TraceError as error:
+                self._refuse_lost_state(error)
                 if not self._failed_modes:
                     self._on_failure(error)
                 self._failed_modes.add(self._model.training)
                 return None
+
+    def _refuse_lost_state(self, cause: TraceError | None = None) -> None:
+        """The model's own Python must not go on from state that calls of a graph have not kept."""
+        if self._lost:
+            raise TraceError(
+                f"{type(self._model).__name__}: its forward changes {', '.join(self._lost)}, which the compiled calls "
+                "so far have not done. Now its Python has to run, and may find another state there than after as many "
+                "calls in eager mode. Keep what changes from call to call in a buffer"
+            ) from cause
 
     @staticmethod
     def _failure(traced: TracedGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -133,26 +150,39 @@ class TracedSource:
         self._served = 0
         self._varying.update(dict.fromkeys(failure.dimensions))
         if self._retraces_in_a_row == RETRACES_BEFORE_WARNING:
-            warnings.warn(
+            warn(
                 f"{type(self._model).__name__} was traced {self.trace_count + 1} times, the last "
                 f"{RETRACES_BEFORE_WARNING} one after the other. What varies: {failure}. "
-                "Keep it fixed (pad inputs, move it out of forward) to trace once",
-                stacklevel=4,
+                "Keep it fixed (pad inputs, move it out of forward) to trace once"
             )
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerChain:
         self.trace_count += 1
-        traced = trace(self._model, args, kwargs, dynamic=tuple(self._varying))
-        costs = measure(traced)
-        parts = partition(traced, costs, balance=self._balance)
-        chain = generate(traced, parts, costs)
+        records_gradients = torch.is_grad_enabled()
+        with torch.enable_grad():
+            traced = self._traced(args, kwargs)
+        if not records_gradients and traced.guards is not None and traced.guards.grad_matters:
+            traced = self._traced(args, kwargs)  # its code asked
+        with torch.enable_grad():
+            costs = measure(traced)
+            parts = partition(traced, costs, balance=self._balance, max_layer_bytes=self._max_layer_bytes)
+            chain = generate(traced, parts, costs)
+        not_kept = [] if traced.guards is None else traced.guards.not_kept
+        if not_kept and self._failed_modes:
+            raise TraceError(f"it changes {', '.join(not_kept)}, which its own Python may read in the other mode")
+        self._lost.update(dict.fromkeys(not_kept))
         self._kept.insert(0, _Kept(traced, chain))
         del self._kept[MAX_KEPT:]
         return chain
+
+    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedGraph:
+        dynamic = tuple(self._varying)
+        return trace(self._model, args, kwargs, max_leaf_bytes=self._max_layer_bytes, dynamic=dynamic)
 
 
 @contextmanager
 def _surroundings() -> Iterator[None]:
     """Those of a trace and of its guards; stages set their own grad mode."""
-    with torch.inference_mode(False), torch.enable_grad(), autocast_as_on_accelerator():
+    records_gradients = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(records_gradients), autocast_as_on_accelerator():
         yield

@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import random
 import sys
+import types
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -35,14 +36,15 @@ from roundpipe.fx.advice import advice, set_at, where_set
 from roundpipe.fx.ambient import Ambient
 from roundpipe.fx.binding import Arguments, CallForm
 from roundpipe.fx.builder import UntracedValue, flat_values
-from roundpipe.fx.fakes import DATA_DEPENDENT, Dimension, FakeWorld, expression_of, is_fake
-from roundpipe.fx.graph import OutputValue, TracedGraph, assign_buffer
+from roundpipe.fx.fakes import DATA_DEPENDENT, Dimension, FakeWorld, Symbolic, expression_of, is_fake
+from roundpipe.fx.graph import OutputValue, TracedGraph, assign_buffer, value_of
 from roundpipe.fx.guards import Flags, Guards
 from roundpipe.fx.intercept import ORIGINAL_CALL, exclusive, intercepting
-from roundpipe.fx.leaves import OutsideChanges, TreeState
+from roundpipe.fx.leaves import OutsideChanges, TreeState, handed_back
+from roundpipe.fx.model_state import ModelState, Own, hooks_by_code, kind_and_value
 from roundpipe.fx.policy import Decision, LeafPolicy, is_of_torch
-from roundpipe.fx.python_state import PythonState, must_run_once
-from roundpipe.fx.recorder import BurnSizes, Recorder, Restart, StatefulError
+from roundpipe.fx.python_state import PythonState, Readers, Settled, must_run_once
+from roundpipe.fx.recorder import BurnSizes, LogLayouts, Recorder, Restart, StatefulError
 from roundpipe.fx.runner import LeafRunner
 from roundpipe.fx.values import ValueProgram
 from roundpipe.fx.verify import ShapeVerifier
@@ -50,8 +52,8 @@ from roundpipe.fx.verify import ShapeVerifier
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 60
-MAX_SETTLING_RUNS = 3
-"""Runs until a model that sets plain attributes in its forward must give the same graph twice."""
+MAX_SETTLING_RUNS = 2
+"""Runs of a model that sets attributes in its forward; both must give the same graph, or its first call differs."""
 
 
 def trace(
@@ -69,7 +71,7 @@ def trace(
             autocast are those of the graph.
         args, kwargs: example arguments. Their data answer what the model's code asks of its inputs'
             data; dim 0 of floats and every dimension of integers become symbols.
-        max_leaf_bytes: look into modules with more bytes of weights than this; None = no such limit.
+        max_leaf_bytes: look into modules with more bytes of weights and gradients than this; None = no such limit.
         dynamic: further input dimensions that become symbols, as in `Failure.dimensions`.
 
     Returns:
@@ -98,6 +100,10 @@ def trace(
         return traced
 
 
+class PlainLengths(BaseException):
+    """Ends an attempt: the model's code does with ``len(tensor)`` what only a plain number can do."""
+
+
 @dataclass
 class _Learned:
     """What earlier attempts found out."""
@@ -108,10 +114,12 @@ class _Learned:
     reasons: dict[str | type, str] = field(default_factory=dict)
     history: set[tuple[str, Decision]] = field(default_factory=set)
     burn_sizes: bool = False
+    log_layouts: bool = False
+    plain_lengths: bool = False
     stateful: dict[str | type, None] = field(default_factory=dict)
     """Modules, and their classes, whose forward changes Python state."""
-    handing_on: set[str] = field(default_factory=set)
-    """Modules from whose attributes others take values in the same forward."""
+    handing_on: set[str | type] = field(default_factory=set)
+    """Modules, and their classes, from whose attributes others take values in the same forward."""
 
 
 def _trace(model: nn.Module, form: CallForm, arguments: Arguments, learned: _Learned) -> TracedGraph:
@@ -119,9 +127,16 @@ def _trace(model: nn.Module, form: CallForm, arguments: Arguments, learned: _Lea
     for _ in range(MAX_ATTEMPTS):
         world = FakeWorld(model, arguments, learned.dynamic)
         try:
-            return _settled(world, form, learned)
+            traced, model_state, changed = _settled(world, form, learned)
+            assert isinstance(traced.guards, Guards)
+            traced.guards.remember(model_state(*changed))  # now that the run's own traces are taken back
+            return traced
         except BurnSizes:
             learned.burn_sizes = True
+        except LogLayouts:
+            learned.log_layouts = True
+        except PlainLengths:
+            learned.plain_lengths = True
         except Restart as restart:
             _learn(model, learned, restart)
     raise TraceError(
@@ -130,30 +145,39 @@ def _trace(model: nn.Module, form: CallForm, arguments: Arguments, learned: _Lea
     )
 
 
-def _settled(world: FakeWorld, form: CallForm, learned: _Learned) -> TracedGraph:
-    """The graph that the model gives again and again, should its forward set attributes of its own."""
+def _settled(world: FakeWorld, form: CallForm, learned: _Learned) -> tuple[TracedGraph, Any, Any]:
+    """The graph that the model gives again and again, should its forward set attributes of its own.
+
+    Beside it `_Attempt.model_state` and its arguments, for when all is taken back.
+    """
     previous: str | None = None
     state = TreeState(list(world.twin.modules()))
     outside = OutsideChanges(world.twin)
     python = PythonState([*world.twin.modules(), *world.model.modules()])
+    changed: dict[tuple[nn.Module, str], str] = {}
+    values: dict[tuple[nn.Module, str], Any] = {}
+    places: Settled = {}
     try:
         for _ in range(MAX_SETTLING_RUNS):
-            attempt = _Attempt(world, form, learned, outside)
+            attempt = _Attempt(world, form, learned, outside, python.codes)
             traced = attempt.run()
             attempt.refuse_activations(python)
-            changed = attempt.changed_attributes()
+            changed.update(attempt.changed_attributes())
             words = list(dict.fromkeys([*changed.values(), *python.changed()]))
-            printed = "\n".join(node.format_node() or "output" for node in traced.graph.nodes)
+            printed = _printed(traced)
             if not words or printed == previous:
-                words += attempt.not_kept()
+                words = [one for one in words if one not in attempt.handed_on(changed)] + attempt.not_kept()
                 if words:
                     logger.warning(
                         "%s: its forward sets %s; the compiled model runs as if it had not",
                         type(world.model).__name__,
                         ", ".join(words),
                     )
-                return traced
+                counts = _counting(world, state, values, python.changed_but(places))
+                return traced, attempt.model_state, (state.changed_attributes(), python.settled(), counts)
             previous = printed
+            values = {(module, name): value for module, name, value in state.changed_attributes()}
+            places = python.settled()
             state.restore_tensors(keep=set(changed))
             python.restore(tensors_only=True)
     finally:
@@ -161,6 +185,63 @@ def _settled(world: FakeWorld, form: CallForm, learned: _Learned) -> TracedGraph
     learned.stateful.update(dict.fromkeys(world.name_of_module[module] for module, _ in changed))
     cause = TraceError(f"it sets {', '.join(words)}, and what it computes depends on that")
     raise _root_error(world.model, cause, where_set(world.model, words[0]), learned)
+
+
+def _counting(
+    world: FakeWorld, state: TreeState, values: dict[tuple[nn.Module, str], Any], places: list[str]
+) -> list[str]:
+    """What a second run changed once more, in words.
+
+    Args:
+        state: the attributes before the first run.
+        values: those that it changed, with what they held then.
+        places: what of containers, closures and globals changed once more.
+    """
+    again = [
+        f"{world.name_of_module[module]}.{name}".lstrip(".")
+        for module, name, value in state.changed_attributes()
+        if (module, name) in values and kind_and_value(value) != kind_and_value(values[module, name])
+    ]
+    return list(dict.fromkeys([*again, *places]))
+
+
+def _printed(traced: TracedGraph) -> str:
+    """A graph in words, sizes by what they are: a second run in a world knows which are equal from the start.
+
+    What a forward makes and drops, as the weights of a module that gets those of another at once, is left out.
+    """
+    idle = _idle(traced.graph)
+    nodes = [node for node in traced.graph.nodes if node not in idle and not isinstance(value_of(node), Symbolic)]
+    number = {node: f"%{index}" for index, node in enumerate(nodes)}
+
+    def word(node: Node) -> str:
+        value = value_of(node)
+        return str(expression_of(value)) if isinstance(value, Symbolic) else number[node]
+
+    lines = []
+    for node in nodes:
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), word)
+        lines.append(f"{number[node]} = {node.op} {node.target} {args} {kwargs}")
+    return "\n".join(lines)
+
+
+def _idle(graph: torch.fx.Graph) -> set[Node]:
+    """Calls that, with all they are connected with, neither read what the model has or gets nor reach its output."""
+    idle: set[Node] = set()
+    seen: set[Node] = set()
+    for start in graph.nodes:
+        if start in seen:
+            continue
+        connected, waiting = {start}, [start]
+        while waiting:
+            node = waiting.pop()
+            more = {*node.all_input_nodes, *node.users} - connected
+            connected |= more
+            waiting += more
+        seen |= connected
+        if all(node.op in ("call_function", "call_method") for node in connected):
+            idle |= connected
+    return idle
 
 
 def _learn(model: nn.Module, learned: _Learned, restart: Restart) -> None:
@@ -172,7 +253,7 @@ def _learn(model: nn.Module, learned: _Learned, restart: Restart) -> None:
     if isinstance(restart.cause, StatefulError):
         learned.stateful.update({name: None, type(model.get_submodule(name)): None})
     if restart.hands_on:
-        learned.handing_on.add(name)
+        learned.handing_on.update({name, type(model.get_submodule(name))})
     if (name, decision) in learned.history:
         parent = name.rpartition(".")[0]
         while parent and isinstance(model.get_submodule(parent), (nn.ModuleList, nn.ModuleDict)):
@@ -199,30 +280,51 @@ class _Attempt:
         form: the model's signature.
         learned: what earlier attempts found out.
         outside: what is set on leaves by other code.
+        functions: code that the model's code calls, beside methods of modules.
     """
 
-    def __init__(self, world: FakeWorld, form: CallForm, learned: _Learned, outside: OutsideChanges) -> None:
+    def __init__(
+        self,
+        world: FakeWorld,
+        form: CallForm,
+        learned: _Learned,
+        outside: OutsideChanges,
+        functions: Collection[types.CodeType] = (),
+    ) -> None:
         self._world = world
         self._form = form
         self._learned = learned
         self._outside = outside
         self._flags = Flags.of(world.model)
-        self._recorder = Recorder(world, Ambient.current(), learned.burn_sizes)
+        self._recorder = Recorder(world, Ambient.current(), learned.burn_sizes, learned.log_layouts)
         hooked = [
-            name for name, module in world.model.named_modules() if module._forward_hooks or module._forward_pre_hooks
+            name
+            for name, module in world.model.named_modules()
+            if module._forward_hooks or module._forward_pre_hooks or _has_backward_hooks(module)
         ]
         self._policy = LeafPolicy(world.twin, world.name_of_module, learned.decisions, learned.max_leaf_bytes, hooked)
-        self._runner = LeafRunner(world, self._recorder, self._policy, learned.history)
+        readers = Readers([type(module) for module in world.twin.modules()], functions)
+        self._runner = LeafRunner(world, self._recorder, self._policy, learned.history, readers)
+        self._gave_lengths = False
         self._glue_modules: dict[nn.Module, None] = {}
         self._leaves: dict[str, nn.Module] = {}
         self._before = TreeState(list(world.twin.modules()))
+        self._before_hooks = {module: hooks_by_code(real) for module, real in self._pairs()}
+        self._as_built = {module: _Built.of(module) for module in world.twin.modules()}
         self._python_random = _python_random_state()
+
+    def _pairs(self) -> Iterator[tuple[nn.Module, nn.Module]]:
+        """Each module of the twin with the user's; one that an earlier forward put there has none."""
+        names = self._world.name_of_module
+        for module in self._world.twin.modules():
+            if module in names:
+                yield module, self._world.model.get_submodule(names[module])
 
     def run(self) -> TracedGraph:
         """Records the forward and closes the graph."""
         recorder, world = self._recorder, self._world
         args, kwargs = world.arguments
-        with intercepting(self), world.entered(), recorder.watch, recorder:
+        with intercepting(self, _files_of(world.model)), world.entered(), recorder.watch, recorder:
             out = world.twin(*_copied(args), **_copied(kwargs))
             recorder.paused += 1
             try:
@@ -230,6 +332,7 @@ class _Attempt:
             except UntracedValue as error:
                 raise recorder.untraced(error) from error
         self._keep_whole_what_fixes_sizes()
+        self._refuse_changed_modes()
         recorder.builder.graph.output(tuple(nodes))
         return self._traced(template)
 
@@ -237,17 +340,57 @@ class _Attempt:
         """A small module that loops over a size serves every size as a leaf, and one as glue."""
         for name, cause in self._recorder.fixes_sizes.items():
             untried = name not in self._learned.decisions and (name, Decision.LEAF) not in self._learned.history
-            if name and untried and self._policy.may_be_leaf(self._world.twin.get_submodule(name)):
+            module = self._world.twin.get_submodule(name)
+            if name and untried and self._policy.may_be_leaf(module) and not self._policy.is_too_large(module):
                 raise Restart(Decision.LEAF, name, cause)
+
+    def _refuse_changed_modes(self) -> None:
+        """The next call would run in another mode, which no graph sets."""
+        for module, built in self._as_built.items():
+            if module.training is not built.training:
+                name = self._world.name_of_module[module] or type(module).__name__
+                raise Restart(None, "", StatefulError(f"the forward leaves {name} in another mode of training"))
 
     def changed_attributes(self) -> dict[tuple[nn.Module, str], str]:
         """Attributes of looked-into modules that the forward set, with their qualified names."""
         changed = {}
         for module, name, _ in self._before.changed_attributes():
-            if module in self._glue_modules and not self._hands_on(module):
-                owner = self._world.name_of_module[module]
-                changed[module, name] = f"{owner}.{name}" if owner else name
+            if module in self._glue_modules:
+                changed[module, name] = self._qualified(module, name)
         return changed
+
+    def handed_on(self, changed: dict[tuple[nn.Module, str], str]) -> set[str]:
+        """Those of the changed attributes that others take in the same forward."""
+        return {words for (module, _), words in changed.items() if self._hands_on(module)}
+
+    def _qualified(self, module: nn.Module, name: str) -> str:
+        owner = self._world.name_of_module[module]
+        return f"{owner}.{name}" if owner else name
+
+    def model_state(self, changed: list[tuple[nn.Module, str, Any]], places: Settled, counts: list[str]) -> ModelState:
+        """What the user's model holds in Python now.
+
+        Args:
+            changed: the attributes that the forward set, with their values.
+            places: what it put into containers, closures and globals.
+            counts: what it changes at every call, in words.
+        """
+        names = self._world.name_of_module
+        real = {module: self._world.model.get_submodule(names[module]) for module in self._before_hooks}
+        glue = {real[module] for module in self._glue_modules}
+        own = Own(places=places, counts=counts)
+        for module, name, value in changed:
+            if module in self._glue_modules:
+                own.values[real[module], name] = kind_and_value(value)
+            else:
+                own.attributes.add(name)
+        own.hooks.update(
+            (real[module], now)
+            for module, was in self._before_hooks.items()
+            for now in [hooks_by_code(module)]
+            if now != was
+        )
+        return ModelState(self._world.model, glue, own)
 
     def not_kept(self) -> list[str]:
         """Attributes that leaves set to activations, in words."""
@@ -281,6 +424,12 @@ class _Attempt:
     def note_grad_mode_asked(self) -> None:
         self._recorder.note_grad_mode_asked()
 
+    def length_of(self, tensor: torch.Tensor) -> Any:
+        if self._learned.plain_lengths or not tensor.dim():
+            return len(tensor)
+        self._gave_lengths = True
+        return tensor.shape[0]
+
     def has_readable_data(self, tensor: Any) -> bool:
         if not self.in_glue() or not isinstance(tensor, torch.Tensor) or not self._world.has_data:
             return False
@@ -307,6 +456,8 @@ class _Attempt:
     def _call_glue(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
         """Records the forward of a module."""
         recorder = self._recorder
+        if _has_backward_hooks(module):
+            raise Restart(Decision.LEAF, name, TraceError(f"{name or 'the model'} has backward hooks"))
         self._glue_modules[module] = None
         buffers = dict(module._buffers)
         attributes = dict(module.__dict__)
@@ -320,6 +471,8 @@ class _Attempt:
         except DATA_DEPENDENT as error:
             raise recorder.data_dependent(error) from error
         except Exception as error:
+            if self._gave_lengths and isinstance(error, TypeError):
+                raise PlainLengths() from error
             raise Restart(Decision.LEAF, name, error) from error
         finally:
             recorder.modules.pop()
@@ -371,7 +524,7 @@ class _Attempt:
         """Whether another module takes a value from this one's attributes in the same forward, so that it is glue."""
         name = self._world.name_of_module[module]
         is_stateful = name in self._learned.stateful or type(module) in self._learned.stateful
-        return name in self._learned.handing_on and not is_stateful
+        return bool({name, type(module)} & self._learned.handing_on) and not is_stateful
 
     def _is_activation(self, value: Any) -> bool:
         """Whether a value is a fake that the parameters have a part in."""
@@ -390,7 +543,7 @@ class _Attempt:
         except UntracedValue as error:
             raise recorder.untraced(error) from error
         self._refuse_modules_as_arguments(module, name, args, kwargs)
-        set_elsewhere = self._outside.on(module)
+        set_elsewhere = self._outside.on(module) or self._rebuilt(module)
         if set_elsewhere is not None:
             cause = TraceError(
                 f"{set_elsewhere} is set by other code in the forward, and would not be when the graph runs"
@@ -401,6 +554,10 @@ class _Attempt:
         with recorder.pause():
             run = self._runner.run(module, name, args, kwargs)
             self._outside.note_own(module)
+            for inner in module.modules():
+                if inner in self._as_built:
+                    self._as_built[inner].buffers = dict(inner._buffers)
+            returned = handed_back(run.out, args, kwargs, self._world.name_of)
         draws_python_random = _python_random_state() != python_random
         _set_python_random_state(python_random)
         if draws_python_random:
@@ -418,8 +575,19 @@ class _Attempt:
             recorder.builder.written_storages.update(buffer.untyped_storage()._cdata for buffer in module.buffers())
         if self._runner.is_probed(module):
             recorder.probed_nodes[node] = self._reason(name)
+        if any(returned):
+            recorder.handed_back[node] = returned
         recorder.builder.bind_output(run.out, node)
         return run.out
+
+    def _rebuilt(self, module: nn.Module) -> str | None:
+        """What of a leaf is not as the model has it, such as weights that `torch.func.functional_call` puts there."""
+        for inner in module.modules():
+            built = self._as_built.get(inner)
+            found = None if built is None else built.difference(inner)
+            if found is not None:
+                return f"{type(inner).__name__}.{found}"
+        return None
 
     def _refuse_modules_as_arguments(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> None:
         """A module that a leaf would be given is the twin's; looked into, its weights are the leaf's own affair."""
@@ -472,11 +640,14 @@ class _Attempt:
                 if self._policy.decision(module) is not None or name in recorder.probed_nodes.values()
             },
         )
-        verifier = ShapeVerifier(traced, world, self._form, set(recorder.probed_nodes), self._learned.dynamic)
-        glue = [world.model.get_submodule(world.name_of_module[module]) for module in self._glue_modules]
+        verifier = ShapeVerifier(
+            traced, world, self._form, set(recorder.probed_nodes), self._learned.dynamic, recorder.handed_back
+        )
         held = {str(node.target) for node in traced.graph.nodes if node.op == "get_attr"} - set(traced.constants)
-        flags = self._flags.with_attributes(glue).with_weights(sorted(held))
-        traced.guards = Guards(self._form, world, flags, values, verifier, recorder.input_grad_matters)
+        flags = self._flags.with_weights(sorted(held))
+        traced.guards = Guards(
+            self._form, world, flags, values, verifier, recorder.grad_matters, recorder.weight_writes
+        )
         traced.lint()
         return traced
 
@@ -526,6 +697,13 @@ def _doubled(arguments: Arguments) -> Arguments | None:
     )
 
 
+def _files_of(model: nn.Module) -> list[types.ModuleType]:
+    """The Python modules that the classes of a model are from, but for torch's."""
+    kinds = dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__)
+    names = dict.fromkeys(kind.__module__ for kind in kinds if kind.__module__.partition(".")[0] != "torch")
+    return [sys.modules[name] for name in names if name != "builtins" and name in sys.modules]
+
+
 def _copied(value: Any) -> Any:
     """Arguments in containers of their own, so that a forward which changes one changes no input."""
     if type(value) in (list, tuple):
@@ -533,6 +711,35 @@ def _copied(value: Any) -> Any:
     if type(value) is dict:
         return {key: _copied(item) for key, item in value.items()}
     return value
+
+
+# ---------------------------------------------------------------------------------- modules as they were built
+
+
+@dataclass(slots=True)
+class _Built:
+    """What code outside of a module may put into it for a while."""
+
+    parameters: dict[str, Any]
+    buffers: dict[str, Any]
+    training: bool
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Built:
+        return cls(dict(module._parameters), dict(module._buffers), module.training)
+
+    def difference(self, module: nn.Module) -> str | None:
+        if module.training is not self.training:
+            return "training"
+        for held, now in ((self.parameters, module._parameters), (self.buffers, module._buffers)):
+            for name, tensor in now.items():
+                if held.get(name) is not tensor:
+                    return name
+        return None
+
+
+def _has_backward_hooks(module: nn.Module) -> bool:
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 # ---------------------------------------------------------------------------------- random state
@@ -583,8 +790,9 @@ def _first_line(error: BaseException) -> str:
 def _root_error(model: nn.Module, cause: BaseException, location: str, learned: _Learned) -> TraceError:
     what, line = _first_line(cause).rstrip("."), location.partition(" (")[2].removesuffix(")")
     error = TraceError(f"can't trace {type(model).__name__}: at {location}: {what}. {advice(what, line)}")
-    unseen = [name for name, module in model.named_modules() if must_run_once(module)]
     error.stateful = tuple(
-        name for name in dict.fromkeys([*learned.stateful, *unseen]) if name and isinstance(name, str)
+        name
+        for name, module in model.named_modules()
+        if name and ({name, type(module)} & learned.stateful.keys() or must_run_once(module))
     )
     return error

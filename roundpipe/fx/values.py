@@ -222,7 +222,7 @@ class ValueReader:
             answer = self._answer(read)
         except Exception:  # the data are not there (meta) or eager would fail too: the caller's own way fails
             return UNKNOWN
-        expected = tuple(answer.shape) if isinstance(answer, torch.Tensor) else answer
+        expected = structure.map_tensors(answer, _shape)
         self.reads.append(replace(read, expected=expected))
         return answer
 
@@ -320,10 +320,15 @@ def _reads_data(read: ValueRead, nodes: list[Node]) -> bool:
     )
 
 
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
+
+
 def _same_answer(expected: Any, answer: Any) -> bool:
-    if isinstance(answer, torch.Tensor):
-        return tuple(answer.shape) == expected
     if isinstance(expected, float) and isinstance(answer, float):
         return expected == answer or (math.isnan(expected) and math.isnan(answer))
-    same = expected == answer
-    return bool(same.all()) if hasattr(same, "all") else bool(same)
+    try:
+        same = expected == structure.map_tensors(answer, _shape)
+        return bool(same.all()) if hasattr(same, "all") else bool(same)
+    except Exception:  # arrays of other sizes, say, can't be compared
+        return False

@@ -9,7 +9,7 @@ Invariant: the run is in a world of its own: the user's model and the traced wor
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import sympy
@@ -23,7 +23,8 @@ from roundpipe.fx.builder import flat_tensors
 from roundpipe.fx.fakes import Dimension, FakeWorld, compiled, expression_of, is_data_dependent
 from roundpipe.fx.graph import TracedGraph, ambient_of, is_accessor, producer_of, value_of
 from roundpipe.fx.guards import SizeSystem, size_assumptions
-from roundpipe.fx.leaves import LeafRun, TreeState
+from roundpipe.fx.leaves import LeafRun, TreeState, handed_back
+from roundpipe.fx.operations import call_leaf
 from roundpipe.fx.python_state import python_state_kept
 from roundpipe.fx.siblings import SiblingCache
 from roundpipe.fx.values import plain
@@ -38,6 +39,7 @@ class ShapeVerifier:
         form: the model's signature.
         probed: nodes that can't run on fakes; what the trace says of them is taken as given.
         dynamic: input dimensions that are symbols although the rule says they are not.
+        handed_back: leaves that return an argument or a weight itself, as `roundpipe.fx.leaves.handed_back` says it.
     """
 
     def __init__(
@@ -47,19 +49,21 @@ class ShapeVerifier:
         form: CallForm,
         probed: Collection[Node],
         dynamic: Collection[Dimension],
+        handed_back: Mapping[Node, tuple[str, ...]],
     ) -> None:
         self._traced = traced
         self._symbols = world.symbols()
         self._form = form
         self._probed = frozenset(probed)
         self._dynamic = dynamic
+        self._handed_back = dict(handed_back)
 
     def __call__(self, arguments: Any) -> SizeSystem | str:
         """What a run at these arguments' sizes assumed, or which node's shape is not the traced one."""
         world = FakeWorld(self._traced.model, arguments, self._dynamic)
         try:
             with python_state_kept(self._traced.model), world.entered():
-                problem = _Run(self._traced, world, self._symbols, self._probed).problem()
+                problem = _Run(self._traced, world, self._symbols, self._probed, self._handed_back).problem()
         except Exception as error:
             return f"the graph fails on fakes of these sizes: {type(error).__name__}: {error}"
         return problem if problem is not None else SizeSystem(world, size_assumptions(world))
@@ -74,10 +78,13 @@ class _Run:
         world: FakeWorld,
         symbols: dict[sympy.Symbol, tuple[int, int]],
         probed: Collection[Node],
+        handed_back: Mapping[Node, tuple[str, ...]],
     ) -> None:
         self._traced = traced
         self._world = world
         self._probed = probed
+        self._handed_back = handed_back
+        self._other_memory: str | None = None
         self._siblings = SiblingCache()
         self._values: dict[Node, Any] = {}
         inputs = [leaf for _, leaf in structure.walk(world.arguments) if isinstance(leaf, torch.Tensor)]
@@ -90,7 +97,7 @@ class _Run:
             if node.op == "output":
                 return None
             self._values[node] = self._value(node)
-            problem = self._difference(node)
+            problem = self._other_memory or self._difference(node)
             if problem is not None:
                 return problem
         return None
@@ -107,7 +114,11 @@ class _Run:
         ambient = ambient_of(node)
         with ambient.enter() if ambient is not None else contextlib.nullcontext():
             if node.op == "call_module":
-                return self._call_leaf(str(node.target), args, kwargs)
+                out = self._call_leaf(str(node.target), args, kwargs)
+                now = handed_back(out, args, kwargs, self._world.name_of)
+                if any(now) and now != self._handed_back.get(node) or not any(now) and node in self._handed_back:
+                    self._other_memory = f"{node.name} does not return the same of its arguments as when it was traced"
+                return out
             if node.op == "call_method":
                 return getattr(args[0], str(node.target))(*args[1:], **kwargs)
             assert callable(node.target)
@@ -115,12 +126,12 @@ class _Run:
 
     def _call_leaf(self, name: str, args: Any, kwargs: Any) -> Any:
         module = self._world.twin.get_submodule(name)
-        known = self._siblings.find(module, args, kwargs, lambda: module(*args, **kwargs))
+        known = self._siblings.find(module, args, kwargs, lambda: call_leaf(module, *args, **kwargs))
         if known is not None:
             return known.out
         versions = [(tensor, tensor._version) for tensor in flat_tensors(args, kwargs)]
         state = TreeState(list(module.modules()))
-        out = module(*args, **kwargs)
+        out = call_leaf(module, *args, **kwargs)
         written = tuple(tensor for tensor, version in versions if tensor._version != version)
         if not state.holds_new_values():
             self._siblings.put(module, LeafRun(out, False, False, written), args, kwargs)

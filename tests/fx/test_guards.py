@@ -76,7 +76,7 @@ def test_flags() -> None:
     assert "layers.1.weight" in str(failure_of(guards, vectors(4, 0)))
     model.layers[1].weight.requires_grad_(True)
     with torch.no_grad():
-        assert "grad mode off" in str(failure_of(guards, vectors(4, 0)))
+        assert guards.check((), vectors(4, 0)) is None  # none of its code asked
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert "autocast on cpu" in str(failure_of(guards, vectors(4, 0)))
     assert guards.check((), vectors(4, 0)) is None

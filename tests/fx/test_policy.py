@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from roundpipe.fx.policy import Decision, LeafPolicy
@@ -70,3 +72,13 @@ def test_a_byte_limit_opens_blocks() -> None:
 def test_decisions_win() -> None:
     assert "blocks.0" not in leaves(Stage(24), blocks_0=Decision.DESCEND)
     assert "blocks.0" in leaves(Stage(4), blocks_0=Decision.PROBE)
+
+
+def test_blocks_with_a_call_of_their_own_are_leaves() -> None:
+    class Guarded(Block):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return super().__call__(*args, **kwargs)
+
+    model = Stage(24)
+    model.blocks = nn.ModuleList(Guarded() for _ in range(24))
+    assert {f"blocks.{index}" for index in range(24)} <= leaves(model)

@@ -1,0 +1,101 @@
+"""How an activation lies in memory, for traced code that asks.
+
+Fakes say how a tensor lies, but not every real kernel lays its output as its fake does (batch norms, convolutions,
+fused attention). An answer is *settled* if it follows from the kind of every operator it rests on: views, copies, and
+operators that give contiguous outputs of contiguous inputs on every device. What is settled is checked again by
+`roundpipe.fx.operations.as_traced` when the graph runs, since a leaf may run other operators on another device.
+
+Invariant: an operator that is not listed here settles nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from roundpipe.fx.fakes import expression_of
+
+QUESTIONS = frozenset("stride is_contiguous dim_order".split())
+"""Names of methods whose answer follows from a tensor's sizes and strides."""
+PLACES = frozenset("storage_offset data_ptr".split())
+"""Names of methods that tell where a tensor lies, which is another place after every copy."""
+
+_KEEPING = frozenset("clone _to_copy _unsafe_view".split())
+"""Operators that lay their output as their input, or as they are told."""
+_ALWAYS_CONTIGUOUS = frozenset("mm addmm bmm baddbmm embedding".split())
+_CONTIGUOUS_OF_CONTIGUOUS = frozenset(
+    "native_layer_norm _fused_rms_norm _softmax _log_softmax native_dropout cat index_select gather sum mean amax amin"
+    " cumsum".split()
+)
+"""Besides pointwise operators and those that take no tensors."""
+
+
+class LayoutLog:
+    """What made each tensor of one run, in order."""
+
+    def __init__(self) -> None:
+        self._made: dict[torch.Tensor, tuple[Any, list[torch.Tensor]]] = {}
+
+    def note(self, func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
+        """An operator was called."""
+        for tensor in made:
+            if not any(tensor is one for one in given):
+                self._made[tensor] = (func, given)
+
+    def is_settled(self, tensor: torch.Tensor, known: Collection[torch.Tensor]) -> bool:
+        """Whether a fake's strides are those of the real tensor, whatever kernels run.
+
+        Args:
+            known: tensors that lie as their fakes do: weights, buffers and contiguous inputs.
+        """
+        settled = set(known)
+        for made, (func, given) in self._made.items():
+            if _settles(func, given, made, settled):
+                settled.add(made)
+            if made is tensor:
+                break
+        return tensor in settled
+
+
+def _settles(func: Any, given: list[torch.Tensor], made: torch.Tensor, settled: set[torch.Tensor]) -> bool:
+    name = func._opname if func.namespace == "aten" else ""
+    if name in _ALWAYS_CONTIGUOUS:
+        return is_contiguous(made)
+    if not all(tensor in settled for tensor in given):
+        return False
+    if name in _KEEPING or _is_view(func):
+        return True
+    is_plain = name in _CONTIGUOUS_OF_CONTIGUOUS or (name and torch.Tag.pointwise in func.tags) or (name and not given)
+    return bool(is_plain) and all(map(is_contiguous, (*given, made)))
+
+
+def _is_view(func: Any) -> bool:
+    aliases = [one.alias_info for one in func._schema.returns]
+    return func.namespace == "aten" and any(one is not None and not one.is_write for one in aliases)
+
+
+def dense_strides(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """The strides of a fake, symbols where they depend on sizes; empty if it is contiguous, None if it has gaps.
+
+    Asks nothing about symbolic sizes, and so takes nothing for granted.
+    """
+    sizes = [expression_of(size) for size in tensor.shape]
+    strides = [expression_of(stride) for stride in tensor.stride()]
+    left = [dim for dim, size in enumerate(sizes) if size != 1]
+    order: list[int] = []
+    expected: Any = 1
+    while left:
+        dim = next((dim for dim in reversed(left) if strides[dim] == expected), None)
+        if dim is None:
+            return None
+        left.remove(dim)
+        order.append(dim)
+        expected = expected * sizes[dim]
+    return () if order == sorted(order, reverse=True) else tuple(tensor.stride())
+
+
+def is_contiguous(tensor: torch.Tensor) -> bool:
+    """Whether a fake is contiguous at every size."""
+    return dense_strides(tensor) == ()

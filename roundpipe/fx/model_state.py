@@ -1,0 +1,173 @@
+"""What a trace took for granted about the user's own Python: looked at again before the trace is used.
+
+Code between two calls may set ``model.config.use_cache``, put another function into a module, add a hook, or change a
+global that the forward reads. A graph has burned in what it found, so each such place is compared:
+
+    modules       the same objects under the same names; else there is no way on but to compile again
+    hooks         of modules that were looked into; those of leaves run with them
+    attributes    that some code of the model reads, by its names
+    the rest      containers, objects, closures, globals and class attributes: `PythonState`
+
+Attributes that leaves set themselves are theirs, and are left out.
+
+Invariant: `ModelState.change` returns None only if the model's code would find what it found when it was traced.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from roundpipe.errors import ConfigError
+from roundpipe.fx.python_state import PythonState, Settled, Uses, attributes_read, uses_of_forward, uses_of_functions
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_TORCH = frozenset(nn.Module().__dict__)
+_MISSING = object()
+
+
+@dataclass(slots=True)
+class Own:
+    """What a forward changes in Python by itself, without any change to the graph."""
+
+    attributes: set[str] = field(default_factory=set)
+    """Names of attributes that leaves set."""
+    values: dict[tuple[nn.Module, str], tuple[type, Any]] = field(default_factory=dict)
+    """Kinds of what attributes of modules that were looked into hold afterwards; plain values themselves, too."""
+    hooks: dict[nn.Module, list[Any]] = field(default_factory=dict)
+    """Hooks that modules have afterwards, by their code."""
+    places: Settled = field(default_factory=dict)
+    counts: list[str] = field(default_factory=list)
+    """What it changes at every call, in words."""
+
+
+class ModelState:
+    """The Python side of a model at one moment.
+
+    Args:
+        model: the user's.
+        glue: those of its modules that were looked into.
+        own: what its forward was seen to change.
+    """
+
+    def __init__(self, model: nn.Module, glue: Collection[nn.Module], own: Own) -> None:
+        self._modules = list(model.modules())
+        self._child_dicts = [module._modules for module in self._modules]
+        self._children = [dict(module._modules) for module in self._modules]
+        self._glue = [module for module in self._modules if module in glue]
+        self._hook_dicts = [module.__dict__[name] for module in self._glue for name in _HOOKS]
+        self._hooks = list(map(dict, self._hook_dicts))
+        self._settled = own
+        self._python = PythonState(self._modules)
+        leaves = [module for module in self._modules if module not in glue]
+        own_names = own.attributes.union(*(uses_of_forward(type(module)).set for module in leaves))
+        self._own = {module: own_names if module not in glue else set() for module in self._modules}
+        self._read = self._names_read()
+        self._keys = [set(module.__dict__) for module in self._modules]
+        self._dicts = [module.__dict__ for module in self._modules]
+        self._lengths = list(map(len, self._dicts))
+        self._attributes: list[tuple[nn.Module, list[str], list[Any]]] = []
+        for module in self._modules:
+            names = sorted(self._relevant(module, module.__dict__))
+            if names:
+                self._attributes.append((module, names, [module.__dict__[name] for name in names]))
+
+    @property
+    def counts(self) -> list[str]:
+        """What the forward changes at every call, and the graph does not, in words."""
+        return self._settled.counts
+
+    def _relevant(self, module: nn.Module, names: Iterable[str]) -> set[str]:
+        """Those attributes of a module that its model's code may read, and that the graph would not set."""
+        found = set(names) - _OF_TORCH - self._own[module]
+        return found if self._read is None or _is_of_torch(module) else found & self._read
+
+    def _names_read(self) -> frozenset[str] | None:
+        """Names of the attributes that the model's code can read; None if it makes up names."""
+        kinds = {type(module) for module in self._modules}
+        uses = Uses.of(self._python.codes)
+        if uses_of_functions(self._python.codes, kinds).reads_any_name:
+            return None
+        if any(uses_of_forward(kind).reads_any_name for kind in kinds):
+            return None
+        return frozenset({"forward"}).union(uses.read, *map(attributes_read, kinds))
+
+    def change(self) -> str | None:
+        """What is otherwise now, in words.
+
+        Raises:
+            ConfigError: modules were replaced, added or removed.
+        """
+        if not all(map(operator.eq, self._child_dicts, self._children)):  # modules are equal by identity
+            kind = next(
+                type(module).__name__
+                for module, was in zip(self._modules, self._children, strict=True)
+                if module._modules != was
+            )
+            raise ConfigError(
+                f"submodules of a {kind} were replaced, added or removed since the model was compiled; compile it again"
+            )
+        if not all(map(operator.eq, self._hook_dicts, self._hooks)):
+            for index, module in enumerate(self._glue):
+                if self._other_hooks(index, module):
+                    return f"the hooks of a {type(module).__name__} are others now"
+        for module, names, held in self._attributes:
+            now = [module.__dict__.get(name, _MISSING) for name in names]
+            if not all(map(operator.is_, now, held)):
+                for name, one, was in zip(names, now, held, strict=True):
+                    if not _equal(was, one) and not self._is_own(module, name, one):
+                        return f"{type(module).__name__}.{name} is {_in_words(one)}, traced with {_in_words(was)}"
+        if list(map(len, self._dicts)) != self._lengths:
+            for module, keys in zip(self._modules, self._keys, strict=True):
+                for name in sorted(self._relevant(module, module.__dict__.keys() - keys)):
+                    if not self._is_own(module, name, module.__dict__[name]):
+                        return f"{type(module).__name__}.{name} is new"
+        if self._python.is_as_it_was():
+            return None
+        for words in self._python.changed_but(self._settled.places):
+            return f"{words} holds something else now"
+        return None
+
+    def _is_own(self, module: nn.Module, name: str, now: Any) -> bool:
+        """Whether the forward itself puts such a value there."""
+        return self._settled.values.get((module, name)) == kind_and_value(now)
+
+    def _other_hooks(self, index: int, module: nn.Module) -> bool:
+        """Whether a module has neither the hooks that it had nor those that its forward installs."""
+        first = index * len(_HOOKS)
+        if self._hook_dicts[first : first + len(_HOOKS)] == self._hooks[first : first + len(_HOOKS)]:
+            return False
+        return hooks_by_code(module) != self._settled.hooks.get(module)
+
+
+def kind_and_value(value: Any) -> tuple[type, Any]:
+    """A value's type, and the value if it is plain."""
+    return type(value), value if isinstance(value, _PLAIN) else None
+
+
+def hooks_by_code(module: nn.Module) -> list[Any]:
+    """A module's hooks, each by its code, which is the same for one that is installed again."""
+    return [
+        getattr(getattr(hook, "func", hook), "__code__", id(hook))
+        for name in _HOOKS
+        for hook in module.__dict__[name].values()
+    ]
+
+
+def _equal(held: Any, now: Any) -> bool:
+    return held is now or isinstance(held, _PLAIN) and type(held) is type(now) and bool(held == now)
+
+
+def _in_words(value: Any) -> str:
+    if value is _MISSING:
+        return "gone"
+    return repr(value) if isinstance(value, _PLAIN) else f"another {type(value).__name__}"
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.")

@@ -1,0 +1,587 @@
+"""What code changes behind a trace's back: a user's between two calls, the model's own where no graph shows it."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import roundpipe
+from roundpipe.errors import ConfigError
+from roundpipe.fx.guards import Guards
+from roundpipe.fx.tracer import trace
+from tests.fx.against_eager import check, vectors
+from tests.fx.test_shapes import Layers
+
+GAIN = 1.0
+TABLE = {"gain": 1.0}
+
+
+def doubled(module: Any, inputs: Any, output: Any) -> Any:
+    return output * 2
+
+
+def gain_of(module: Any) -> float:
+    return float(module.gain)
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.gain = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+class Reads(Layers):
+    """Reads all kinds of places in its forward."""
+
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = 1.0
+        self.config = types.SimpleNamespace(gain=1.0)
+        self.settings = collections.namedtuple("Settings", "gain")(1.0)
+        self.options: dict[str, Any] = {"gain": 1.0, "table": torch.ones(8).double()}
+        self.scales = [1.0, 1.0]
+        self.offset = torch.ones(8).double()
+        self.inner = Inner()
+        self.norm = nn.LayerNorm(8)
+        self.pair = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(self.layers[0](x)) * self.config.gain * self.settings.gain * self.options["gain"]
+        x = x * self.scales[1] + self.offset * self.options["table"]
+        x = x * GAIN * TABLE["gain"] * self.factor * gain_of(self) * getattr(self, "extra", 1.0)
+        return self.layers[1](self.pair(F.layer_norm(x * self.inner.gain, (8,), eps=self.norm.eps)))
+
+
+def _set_gain(model: Any) -> None:
+    globals()["GAIN"] = 2.0
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "an attribute": lambda m: setattr(m, "gain", 2.0),
+    "an attribute of another type": lambda m: setattr(m, "gain", 1),
+    "an object": lambda m: setattr(m.config, "gain", 2.0),
+    "another object": lambda m: setattr(m, "config", types.SimpleNamespace(gain=2.0)),
+    "a named tuple": lambda m: setattr(m, "settings", m.settings._replace(gain=2.0)),
+    "a dict": lambda m: m.options.update(gain=2.0),
+    "a tensor in a dict": lambda m: m.options.update(table=torch.zeros(8).double()),
+    "a list": lambda m: m.scales.insert(0, 2.0) or m.scales.reverse(),
+    "a tensor": lambda m: setattr(m, "offset", torch.zeros(8).double()),
+    "a leaf's attribute that another reads": lambda m: setattr(m.inner, "gain", 2.0),
+    "an attribute of torch's own module": lambda m: setattr(m.norm, "eps", 0.5),
+    "an attribute that was not there": lambda m: setattr(m, "extra", 2.0),
+    "a class attribute": lambda m: setattr(type(m), "factor", 2.0),
+    "a global": _set_gain,
+    "a global dict": lambda m: TABLE.update(gain=2.0),
+    "a hook of the root": lambda m: m.register_forward_hook(doubled),
+    "a hook of what was looked into": lambda m: m.pair.register_forward_hook(doubled),
+    "a backward hook": lambda m: m.pair.register_full_backward_pre_hook(lambda module, gradients: gradients),
+    "a forward of its own": lambda m: setattr(m.pair, "forward", lambda x: x),
+}
+
+
+@pytest.fixture
+def kept() -> Iterator[None]:
+    """Puts back what the changes leave outside of the model."""
+    yield
+    globals()["GAIN"], TABLE["gain"], Reads.factor = 1.0, 1.0, 1.0
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_changes_between_calls_is_found(what: str, kept: None) -> None:
+    model = Reads().double()
+    guards = trace(model, (), vectors(4, 6)).guards
+    assert isinstance(guards, Guards) and guards.check((), vectors(3, 6)) is None
+    model(**vectors(3, 6))
+    assert guards.check((), vectors(3, 6)) is None
+    CHANGES[what](model)
+    assert guards.check((), vectors(3, 6)) is not None
+
+
+def test_what_nobody_reads_may_change() -> None:
+    model = Reads().double()
+    guards = trace(model, (), vectors(4, 6)).guards
+    assert isinstance(guards, Guards)
+    model.number_of_steps = 3
+    model.layers[0].register_forward_hook(doubled)  # of a leaf: it runs with it
+    model.offset.mul_(2)  # the graph holds this very tensor
+    assert guards.check((), vectors(3, 6)) is None
+
+
+def test_the_forwards_own_changes_do_not_trace_again() -> None:
+    """A graph that is the same before and after them serves a model that ran in eager mode in between, too."""
+
+    class Model(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = types.SimpleNamespace(kind=None)
+            self.installed = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not self.installed:
+                self.layers[2].register_forward_hook(lambda module, inputs, output: None)
+                self.installed = True
+            self.config.kind = self.config.kind or "regression"
+            return self.layers[2](self.layers[1](self.layers[0](x)))
+
+    model = Model().double()
+    guards = trace(model, (), vectors(4, 6)).guards
+    assert isinstance(guards, Guards)
+    model(**vectors(4, 6))
+    assert guards.check((), vectors(3, 6)) is None
+
+
+class Inside(Layers):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[1](self.inner(self.layers[0](x)))
+
+
+def test_replaced_modules_are_refused() -> None:
+    model = Reads().double()
+    with roundpipe.compile(model, example_kwargs=vectors(4, 6), devices="cpu", name="replaced") as pipe:
+        model.layers[1] = nn.Linear(8, 8).double()
+        with pytest.raises(ConfigError, match="compile it again"):
+            pipe.forward_backward(input_kwargs=vectors(4, 6), loss_fn=lambda out, _: out.sum())
+
+
+# ---------------------------------------------------------------------------------- grad mode
+
+
+class Asks(Layers):
+    """Says whether gradients are recorded, by another factor."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        asked = torch.is_grad_enabled() if self.how == "mode" else x.requires_grad
+        return self.layers[1](x * 2 if asked else x)
+
+
+@pytest.mark.parametrize("how", ["mode", "tensor"])
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_code_that_asks_for_gradients_gets_the_callers_answer(how: str, context: Any) -> None:
+    model = Inside(Asks(how)).double()
+    x = vectors(4, 6)["x"]
+    with roundpipe.compile(model, example_kwargs={"x": x}, devices="cpu", name="asks") as pipe:
+        for around in (context, contextlib.nullcontext, context):
+            with around():
+                torch.testing.assert_close(pipe(x).detach(), model(x).detach())
+        assert pipe.trace_count == 2
+
+
+def test_a_mode_set_before_the_backward_is_the_next_calls() -> None:
+    class Model(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[1](self.norm(self.layers[0](x).transpose(1, 2)).transpose(1, 2))
+
+    gradients = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = Model().double()
+        x = torch.linspace(-1, 1, 4 * 6 * 8).double().view(4, 6, 8).sin()
+        with roundpipe.compile(model, example_kwargs={"x": x}, devices="cpu", name="m") as pipe:
+            one = roundpipe.RoundPipeRunConfig(num_microbatch=1)
+            out = pipe(x, roundpipe_run_config=one) if compiled else model(x)
+            model.eval()
+            out.pow(2).sum().backward()
+            pipe.synchronize()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for was, now in zip(*gradients, strict=True):
+        torch.testing.assert_close(now, was)
+
+
+# ---------------------------------------------------------------------------------- what leaves do
+
+
+class Gate(nn.Module):
+    """Hands its argument back, at some sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.shape[0] > 2 else self.linear(x)
+
+
+class Normalises(nn.Module):
+    """Keeps running statistics through a function, or a buffer through ``.data``: no version counter sees it."""
+
+    def __init__(self, by_function: bool) -> None:
+        super().__init__()
+        self.linear, self.by_function = nn.Linear(8, 8), by_function
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("var", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.by_function:
+            self.mean.data.add_(0.25)
+            return self.linear(x) + self.mean
+        return F.batch_norm(self.linear(x).transpose(1, 2), self.mean, self.var, training=True).transpose(1, 2)
+
+
+class Shrinks(nn.Module):
+    """Writes its weight in the forward."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(8, 8), how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.linear.weight
+        if self.how == "in place":
+            with torch.no_grad():
+                weight[0].mul_(0.5)
+        elif self.how == "data":
+            weight.data.mul_(0.9)
+        else:
+            weight.data = weight.data * 0.9
+        return self.linear(x)
+
+
+class Twice(nn.Linear):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(super().__call__(x)) * 2
+
+
+class Between(Layers):
+    """A few modules of one kind, each beside what goes into it."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(make() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        for part in self.parts:
+            x = torch.tanh(x) + part(x)
+        return self.layers[1](x)
+
+
+def test_a_result_is_not_mistaken_for_the_argument() -> None:
+    assert not check(lambda: Between(Gate), sizes=[(8, 6), (3, 6), (2, 6), (8, 5)]).fell_back
+
+
+@pytest.mark.parametrize("by_function", [True, False])
+@pytest.mark.parametrize("in_glue", [True, False])
+def test_buffers_that_are_written_unseen(by_function: bool, in_glue: bool) -> None:
+    inner = Inside(Normalises(by_function)) if in_glue else None
+    seen = check(lambda: Between(lambda: Normalises(by_function)) if inner is None else Inside(Normalises(by_function)))
+    assert not seen.fell_back
+
+
+@pytest.mark.parametrize("how", ["in place", "data", "other data"])
+def test_a_leaf_that_writes_its_weight_falls_back(how: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        models = [Between(lambda: Shrinks(how)).double() for _ in range(2)]
+        models[1].load_state_dict(models[0].state_dict())
+        x = vectors(4, 6)["x"]
+        with roundpipe.compile(models[0], example_kwargs={"x": x}, devices="cpu", name="shrinks") as pipe:
+            for _ in range(2):
+                one = roundpipe.RoundPipeRunConfig(num_microbatch=1)
+                loss = pipe.forward_backward((x,), loss_fn=lambda out, _: out.pow(2).sum(), run_config=one)
+                pipe.synchronize()
+                torch.testing.assert_close(loss, models[1](x).pow(2).sum().detach())
+            for parameter, expected in zip(models[0].parameters(), models[1].parameters(), strict=True):
+                torch.testing.assert_close(parameter, expected)
+
+
+def test_what_is_around_a_call_is_done_once() -> None:
+    assert not check(lambda: Between(lambda: Twice(8, 8))).fell_back
+
+
+# ---------------------------------------------------------------------------------- what is done to modules for a while
+
+
+class Borrows(Layers):
+    """Calls a module with other weights, and one in another mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = {"weight": self.layers[1].weight * 2, "bias": x.mean((0, 1))}
+        x = torch.func.functional_call(self.layers[0], weights, (self.layers[1](x),))
+        x = self.norm(x.transpose(1, 2))
+        self.norm.eval()
+        x = self.norm(x).transpose(1, 2)
+        self.norm.train(self.training)
+        return self.layers[2](x)
+
+
+def test_weights_and_modes_set_around_a_call_are_seen() -> None:
+    assert not check(Borrows).fell_back
+
+
+class LeavesAnotherMode(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.layers[0](x).transpose(1, 2)).transpose(1, 2)
+        self.norm.eval()
+        return self.layers[1](x)
+
+
+def test_a_forward_that_leaves_another_mode_falls_back() -> None:
+    assert check(LeavesAnotherMode, num_microbatches=1).fell_back
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_backward_hooks_of_what_would_be_looked_into(before: bool) -> None:
+    def build() -> nn.Module:
+        stack = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3)))
+        if before:
+            stack.register_full_backward_pre_hook(lambda module, gradients: tuple(g * 3 for g in gradients))
+        else:
+            stack.register_full_backward_hook(lambda module, gradients, _: tuple(g * 3 for g in gradients))
+        return Inside(stack)
+
+    assert not check(build).fell_back
+
+
+# ---------------------------------------------------------------------------------- attributes that others read
+
+
+class Keeps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.aux: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        self.aux = x.pow(2).mean()
+        return x
+
+
+class AddsUp(Layers):
+    """Takes from its modules what they keep, after they are called or also before."""
+
+    def __init__(self, before: bool) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Keeps() for _ in range(3))
+        self.before = before
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.layers[0](x)
+        if self.before:
+            return self.layers[1](x * (1 if self.parts[0].aux is None else 2)), self.parts[0](x.detach()).mean()
+        for part in self.parts:
+            x = x + part(x)
+        return self.layers[1](x), sum(part.aux for part in self.parts)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_what_modules_keep_for_others(before: bool) -> None:
+    assert check(lambda: AddsUp(before), sizes=[(4, 6), (3, 6)]).fell_back is before
+
+
+class ScalesItsFirstCall(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_new = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[1](self.layers[0](x))
+        if self.is_new:
+            self.is_new = False
+            x = x * 2
+        return x
+
+
+def test_a_first_call_that_differs_falls_back() -> None:
+    assert check(ScalesItsFirstCall, sizes=[(4, 6), (3, 6)]).fell_back
+
+
+# ---------------------------------------------------------------------------------- where the whole is not cut
+
+
+class Store:
+    def __init__(self) -> None:
+        self.items: list[torch.Tensor] = []
+
+    def add(self, x: torch.Tensor) -> torch.Tensor:
+        self.items.append(x)
+        return torch.stack(self.items).sum(0)
+
+
+class Undecided(nn.Module):
+    """What its data decides on fakes nobody knows; it changes an object that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, store: Store) -> torch.Tensor:
+        x = store.add(self.linear(x))
+        return x * 2 if x.sum() > 0 else x
+
+
+class Uncut(Layers):
+    """A root whose data decides, around modules of which one does something else beside computing."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.norm = nn.BatchNorm1d(8)
+        self.pair = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.shrinks = Shrinks("data")
+        if what == "a hook of a sequence":
+            self.pair.register_forward_hook(doubled)
+        if what == "a frozen weight":
+            self.shrinks.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.pair(self.layers[0](x))
+        if self.what == "a frozen weight":
+            x = self.shrinks(x)
+        if self.what == "other weights":
+            x = torch.func.functional_call(self.layers[1], {"bias": x.mean((0, 1))}, (x,))
+        if self.what == "another mode":
+            self.norm.eval()
+            x = self.norm(x.transpose(1, 2))
+            self.norm.train()
+            x = self.norm(x).transpose(1, 2)
+        return self.layers[2](x) * 2 if x.sum() > 1e9 else self.layers[2](x)
+
+
+@pytest.mark.parametrize("what", ["a hook of a sequence", "a frozen weight", "other weights", "another mode"])
+def test_what_parts_of_an_uncut_model_do(what: str) -> None:
+    assert check(lambda: Uncut(what), sizes=[(4, 6), (3, 6)]).fell_back
+
+
+def test_a_mode_set_on_the_users_module_is_its_parts() -> None:
+    class Model(Uncut):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * (2 if self.pair.training else 1)
+
+    model = Model("").double()
+    x = vectors(4, 6)["x"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with roundpipe.compile(model, example_kwargs={"x": x}, devices="cpu", name="uncut") as pipe, torch.no_grad():
+            for mode in (True, False):
+                model.pair.train(mode)
+                torch.testing.assert_close(pipe(x), model(x))
+
+
+def test_an_object_that_a_probed_leaf_changes() -> None:
+    class Model(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(Undecided() for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for part in self.parts:
+                x = x + part(self.layers[0](x), Store())
+            return self.layers[1](x)
+
+    check(Model, sizes=[(4, 6), (3, 6)])
+
+
+def test_equal_calls_of_which_one_repeats_its_operand() -> None:
+    class Model(Layers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x, y = self.layers[0](x), self.layers[1](x)
+            return F.scaled_dot_product_attention(x, y, x * 2) + F.scaled_dot_product_attention(x, x, x)
+
+    assert not check(Model, sizes=[(4, 6)]).fell_back
+
+
+class CountsInOneMode(Layers):
+    """Counts all calls, and takes a decision on that, and on its data, in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[1](self.layers[0](x))
+        self.calls += 1
+        return x if self.training else x * self.calls
+
+
+@pytest.mark.parametrize("trains_first", [True, False])
+def test_state_that_one_mode_needs_is_never_lost_in_the_other(trains_first: bool) -> None:
+    models = [CountsInOneMode().double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    x = vectors(4, 6)["x"]
+    one = roundpipe.RoundPipeRunConfig(num_microbatch=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with roundpipe.compile(models[0], devices="cpu", name="counts", model_run_config=one) as pipe, torch.no_grad():
+            for trains in (trains_first, not trains_first, trains_first):
+                for model in models:
+                    model.train(trains)
+                if trains_first and not trains:
+                    with pytest.raises(roundpipe.RoundPipeError, match="calls, which the compiled calls so far"):
+                        pipe(x)
+                    return
+                torch.testing.assert_close(pipe(x), models[1](x))
+
+
+class Clamps(Layers):
+    """Keeps a weight in bounds, in its own code or in a module's."""
+
+    def __init__(self, in_leaf: bool) -> None:
+        super().__init__()
+        self.clamped = nn.Linear(8, 8)
+        self.inner = ClampsItself() if in_leaf else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.inner is not None:
+            return self.layers[1](self.inner(self.layers[0](x)))
+        self.clamped.weight.data.clamp_(-5.0, 5.0)
+        return self.layers[1](self.clamped(self.layers[0](x)))
+
+
+class ClampsItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.linear.weight.data.clamp_(-5.0, 5.0)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("in_leaf", [True, False])
+def test_a_write_that_changes_no_weight_is_looked_at_again(in_leaf: bool) -> None:
+    assert not check(lambda: Clamps(in_leaf), sizes=[(4, 6)]).fell_back
+    model = Clamps(in_leaf).double()
+    guards = trace(model, (), vectors(4, 6)).guards
+    assert isinstance(guards, Guards) and guards.check((), vectors(3, 6)) is None
+    weight = model.clamped.weight if model.inner is None else model.inner.linear.weight
+    with torch.no_grad():
+        weight[0, 0] = 7.0
+    assert "changes a weight" in str(guards.check((), vectors(3, 6)))
+    assert weight[0, 0] == 7.0
