@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 import sys
 import types
 from collections.abc import Collection, Iterator
@@ -37,7 +38,15 @@ from roundpipe.fx.ambient import Ambient
 from roundpipe.fx.binding import Arguments, CallForm
 from roundpipe.fx.builder import UntracedValue, flat_values
 from roundpipe.fx.fakes import DATA_DEPENDENT, Dimension, FakeWorld, Symbolic, expression_of, is_fake
-from roundpipe.fx.graph import OutputValue, TracedGraph, assign_buffer, value_of
+from roundpipe.fx.graph import (
+    OutputValue,
+    TracedGraph,
+    assign_buffer,
+    draws_random,
+    has_effect,
+    mutated_by,
+    value_of,
+)
 from roundpipe.fx.guards import Flags, Guards
 from roundpipe.fx.intercept import ORIGINAL_CALL, exclusive, intercepting
 from roundpipe.fx.leaves import OutsideChanges, TreeState, handed_back
@@ -214,20 +223,37 @@ def _printed(traced: TracedGraph) -> str:
     nodes = [node for node in traced.graph.nodes if node not in idle and not isinstance(value_of(node), Symbolic)]
     number = {node: f"%{index}" for index, node in enumerate(nodes)}
 
-    def word(node: Node) -> str:
+    def word(node: Node) -> _Word:
         value = value_of(node)
-        return str(expression_of(value)) if isinstance(value, Symbolic) else number[node]
+        return _Word(expression_of(value) if isinstance(value, Symbolic) else number[node])
 
     lines = []
     for node in nodes:
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), word)
         lines.append(f"{number[node]} = {node.op} {node.target} {args} {kwargs}")
-    return "\n".join(lines)
+    sizes: dict[str, str] = {}  # those that data decides have other names in every run
+    return re.sub(r"\bu\d+\b", lambda found: sizes.setdefault(found[0], f"size {len(sizes)}"), "\n".join(lines))
+
+
+class _Word(str):
+    """Printed without quotes, so that a size that became a number looks like one."""
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def _idle(graph: torch.fx.Graph) -> set[Node]:
-    """Calls that, with all they are connected with, neither read what the model has or gets nor reach its output."""
+    """Calls that don't matter.
+
+    Those that do nothing and of whose results nothing but sizes is used, as what only a check in Python read; and those
+    that, with all they are connected with, neither read what the model has or gets nor reach its output.
+    """
     idle: set[Node] = set()
+    for node in reversed(graph.nodes):
+        is_pure = not (has_effect(node) or mutated_by(node) or draws_random(node))
+        if node.op in ("call_function", "call_method") and is_pure:
+            if all(user in idle or isinstance(value_of(user), Symbolic) for user in node.users):
+                idle.add(node)
     seen: set[Node] = set()
     for start in graph.nodes:
         if start in seen:

@@ -20,7 +20,13 @@ ROWS = {
     ],
     "masked-lm": ["BertForMaskedLM", "DistilBertForMaskedLM", "PerceiverForMaskedLM"],
     "seq2seq-lm": ["T5ForConditionalGeneration", "BartForConditionalGeneration"],
-    "sequence-classification": ["RobertaForSequenceClassification", "GPT2ForSequenceClassification"],
+    "sequence-classification": [
+        "RobertaForSequenceClassification",
+        "GPT2ForSequenceClassification",
+        "CanineForSequenceClassification",  # a second run knows sizes as numbers, and the config is set by the first
+        "XLMForSequenceClassification",  # the same, and a size of a tensor that is there for nothing else
+        "JetMoeForSequenceClassification",  # the same, and sizes that data decides
+    ],
     "image-classification": ["ViTForImageClassification", "ResNetForImageClassification"],
     "token-classification": ["BertForTokenClassification"],
     "question-answering": ["RobertaForQuestionAnswering"],
