@@ -55,6 +55,8 @@ class TraceError(RoundPipeError, RuntimeError):
 
     stateful: tuple[str, ...] = ()
     """Names of submodules whose forward changes Python state, so that running it again for a backward is wrong."""
+    changes: tuple[str, ...] = ()
+    """What the forward changes and computes with, in words."""
 
 
 class PartitionError(RoundPipeError, ValueError):

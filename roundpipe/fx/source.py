@@ -133,6 +133,8 @@ class TracedSource:
 
     def _refuse_lost_state(self, cause: TraceError | None = None) -> None:
         """The model's own Python must not go on from state that calls of a graph have not kept."""
+        if cause is not None and self._kept:
+            self._lost.update(dict.fromkeys(cause.changes))
         if self._lost:
             raise TraceError(
                 f"{type(self._model).__name__}: its forward changes {', '.join(self._lost)}, which the compiled calls "

@@ -193,7 +193,9 @@ def _settled(world: FakeWorld, form: CallForm, learned: _Learned) -> tuple[Trace
         python.restore()
     learned.stateful.update(dict.fromkeys(world.name_of_module[module] for module, _ in changed))
     cause = TraceError(f"it sets {', '.join(words)}, and what it computes depends on that")
-    raise _root_error(world.model, cause, where_set(world.model, words[0]), learned)
+    error = _root_error(world.model, cause, where_set(world.model, words[0]), learned)
+    error.changes = tuple(words)
+    raise error
 
 
 def _counting(
@@ -245,13 +247,13 @@ class _Word(str):
 def _idle(graph: torch.fx.Graph) -> set[Node]:
     """Calls that don't matter.
 
-    Those that do nothing and of whose results nothing but sizes is used, as what only a check in Python read; and those
-    that, with all they are connected with, neither read what the model has or gets nor reach its output.
+    Those that do nothing and that only sizes are taken of, which other tensors have, too; and those that, with all they
+    are connected with, neither read what the model has or gets nor reach its output.
     """
     idle: set[Node] = set()
     for node in reversed(graph.nodes):
         is_pure = not (has_effect(node) or mutated_by(node) or draws_random(node))
-        if node.op in ("call_function", "call_method") and is_pure:
+        if node.op in ("call_function", "call_method") and is_pure and node.users:
             if all(user in idle or isinstance(value_of(user), Symbolic) for user in node.users):
                 idle.add(node)
     seen: set[Node] = set()

@@ -551,8 +551,6 @@ FLAG_CONDITIONS = [
     "{BLD}.dtype == torch.float64",
     "{BLD}.stride(1) == 8",
     "{P} > 0.7",
-    "{BLD}.grad_fn is not None",
-    "{BLD}.is_leaf",
     "{BLD}.data_ptr() != 0",
     "self.gain > 1.0",
     "{BLD} is not None",

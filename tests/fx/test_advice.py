@@ -82,11 +82,11 @@ def with_numpy_changed(root: Root, x: torch.Tensor) -> torch.Tensor:
 
 
 def selected(root: Root, x: torch.Tensor) -> torch.Tensor:
-    return x * len(x[x > 0])
+    return x * [0.5, 2.0][len(x[x > 0]) % 2]
 
 
 def selected_changed(root: Root, x: torch.Tensor) -> torch.Tensor:
-    return x * (x > 0).sum()
+    return x * torch.where((x > 0).sum() % 2 == 1, 2.0, 0.5)
 
 
 def looping(root: Root, x: torch.Tensor) -> torch.Tensor:

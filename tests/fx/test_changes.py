@@ -585,3 +585,22 @@ def test_a_write_that_changes_no_weight_is_looked_at_again(in_leaf: bool) -> Non
         weight[0, 0] = 7.0
     assert "changes a weight" in str(guards.check((), vectors(3, 6)))
     assert weight[0, 0] == 7.0
+
+
+class Remembers(Layers):
+    """Uses what the call before left behind, for some sizes."""
+
+    seen: bool | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gain = 1.0 if self.seen is None else 2.0
+        self.seen = True
+        x = self.layers[1](self.layers[0](x))
+        return x * gain if x.shape[1] == 5 else x
+
+
+def test_state_that_a_graph_did_not_keep_is_not_computed_with() -> None:
+    with roundpipe.compile(Remembers().double(), devices=["cpu"]) as pipe, torch.no_grad():
+        pipe(**vectors(4, 6))
+        with pytest.raises(roundpipe.TraceError, match="changes seen, which the compiled calls so far"):
+            pipe(**vectors(4, 5))
