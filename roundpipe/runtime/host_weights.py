@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,6 +25,8 @@ from roundpipe.runtime.pinning import Registrar
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 64
+_UNSEEN_WRITES = frozenset({"data", "batch_norm", "instance_norm"})
+"""What Python code calls or reads to write a tensor without a change of its version."""
 PinMode = Literal["alloc", "register", "off"]
 
 
@@ -108,6 +111,18 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
 
 
+def _writes_data(kind: type) -> bool:
+    """Whether a class has Python that may write tensors without a change of their version."""
+    own = (vars(owner) for owner in kind.__mro__ if not owner.__module__.startswith("torch."))
+    waiting = [held.__code__ for names in own for held in names.values() if isinstance(held, types.FunctionType)]
+    while waiting:
+        code = waiting.pop()
+        if _UNSEEN_WRITES.intersection(code.co_names):
+            return True
+        waiting += [held for held in code.co_consts if isinstance(held, types.CodeType)]
+    return False
+
+
 class LayerWeights:
     """One layer's weights on the host.
 
@@ -133,6 +148,15 @@ class LayerWeights:
         """Whether a forward leaves other buffers or attributes behind, by the same; learned at each release."""
         self.draws_python: dict[bool, bool] = {}
         """Whether a forward draws from Python's or NumPy's generators, by the same; learned at the first call."""
+        self._writers: list[nn.Module] | None = None
+
+    @property
+    def may_write_unseen(self) -> bool:
+        """Whether a forward may write buffers without a change of version on a way that it has not gone so far."""
+        if self._writers is None:
+            modules = self.layer.modules()
+            self._writers = [one for one in modules if hasattr(one, "track_running_stats") or _writes_data(type(one))]
+        return any(one.training or not hasattr(one, "track_running_stats") for one in self._writers)
 
     def lay_out(self, may_pack: Callable[[torch.Tensor], bool]) -> None:
         """Place every tensor; those that may be packed come first."""

@@ -145,7 +145,7 @@ class BufferHistory:
     def recording(self, bound: BoundLayer, layer_index: int, microbatch: int, backend: Backend) -> Iterator[None]:
         """Keep the buffers that the forward inside sees, if the layer writes any in the current mode."""
         known = bound.writes_buffers
-        if known is False:
+        if known is False and not bound.may_write_unseen:
             versions = bound.buffer_versions()
             yield
             if bound.buffer_versions() != versions:
@@ -163,7 +163,8 @@ class BufferHistory:
     @contextlib.contextmanager
     def learning(self, bound: BoundLayer) -> Iterator[list[torch.Tensor | None]]:
         """Find out whether the forward inside writes buffers, if that is not known; gives them as they were."""
-        if not bound.has_buffers or bound.writes_buffers is not None:
+        known = bound.writes_buffers
+        if not bound.has_buffers or known or (known is False and not bound.may_write_unseen):
             yield []
             return
         before = [None if buffer is None else buffer.detach().clone() for buffer in bound.buffer_values()]

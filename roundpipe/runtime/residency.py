@@ -166,6 +166,11 @@ class BoundLayer:
     def writes_buffers(self, value: bool) -> None:
         self.weights.writes_buffers[self._is_training] = value
 
+    @property
+    def may_write_unseen(self) -> bool:
+        """Whether only their values tell if a forward has written buffers."""
+        return self.weights.may_write_unseen
+
     def left_traces(self, did: bool) -> None:
         """A forward in the current mode left other buffers or attributes behind, or did not."""
         known = self.weights.leaves_traces

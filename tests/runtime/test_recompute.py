@@ -112,3 +112,34 @@ def test_recomputation_does_not_overtake_the_forward(workers):
 
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), Slow(), nn.Linear(6, 6)).to(DTYPE)
     assert_round_is_eager(model, (batch(8),), num=4, workers=workers, plan=PLAN, calls=2)
+
+
+class DecaysSometimes(nn.Module):
+    """Writes a buffer without a change of its version, for some microbatches only."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.linear = nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.register_buffer("average", torch.ones(6))
+
+    def forward(self, x):
+        if float(x.detach().sum()) > 0:
+            if self.how == "data":
+                self.average.data.mul_(0.5)
+            else:
+                x = self.norm(x)
+        return self.linear(x) * self.average
+
+
+@grains
+@pytest.mark.parametrize("how", ["data", "norm"])
+def test_buffers_that_only_a_later_microbatch_writes(how, grain):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(DecaysSometimes(how) for _ in range(3))).to(DTYPE)
+    given = torch.cat([-torch.rand(3, 6), torch.rand(6, 6)]).to(DTYPE)
+    model[0].linear.weight.data.copy_(torch.eye(6))
+    model[1].linear.weight.data.copy_(torch.eye(6))
+    plan = roundpipe.ExecutePlan([(0, 1), (1, 2)], (2, 3), [(1, 2), (0, 1)])
+    assert_round_is_eager(model, (given,), workers=2, grain=grain, plan=plan)
