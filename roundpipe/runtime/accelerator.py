@@ -97,6 +97,7 @@ class AcceleratorBackend:
         self._streams = idle.pop() if idle else tuple(torch.Stream(self.device) for _ in Lane)
         weakref.finalize(self, idle.append, self._streams)
         self.moved_bytes = [0] * len(Lane)
+        self._uploaded: list[torch.Tensor] = []
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[None]:
@@ -150,9 +151,16 @@ class AcceleratorBackend:
         source = source.detach()
         self.moved_bytes[lane] += source.nbytes
         with self._on(lane):
-            if target is None:
-                return source.to(self.device, non_blocking=True, copy=True)
-            return target.copy_(source, non_blocking=True)
+            if target is not None:
+                return target.copy_(source, non_blocking=True)
+            made = source.to(self.device, non_blocking=True, copy=True)
+        if lane is Lane.UPLOAD:
+            self._uploaded.append(made)
+        return made
+
+    def take_uploads(self) -> list[torch.Tensor]:
+        uploaded, self._uploaded = self._uploaded, []
+        return uploaded
 
     def download(
         self, source: torch.Tensor, target: torch.Tensor | None = None, lane: Lane = Lane.DOWNLOAD

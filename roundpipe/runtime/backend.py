@@ -119,6 +119,11 @@ class Backend(Protocol):
     ) -> torch.Tensor:
         """Copy to the device on the UPLOAD or WEIGHTS stream; always a copy, also where both are the CPU."""
 
+    def take_uploads(self) -> list[torch.Tensor]:
+        """What `upload` made on the UPLOAD stream since the last call; whoever gives work to COMPUTE keeps them until
+        that is done, since their memory is the UPLOAD stream's.
+        """
+
     def download(
         self, source: torch.Tensor, target: torch.Tensor | None = None, lane: Lane = Lane.DOWNLOAD
     ) -> torch.Tensor:

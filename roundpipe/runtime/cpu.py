@@ -238,6 +238,9 @@ class CpuBackend:
     ) -> torch.Tensor:
         return self._copy(lane, source, target)
 
+    def take_uploads(self) -> list[torch.Tensor]:
+        return []  # whatever reads them is done when its call returns
+
     def download(
         self, source: torch.Tensor, target: torch.Tensor | None = None, lane: Lane = Lane.DOWNLOAD
     ) -> torch.Tensor:

@@ -144,8 +144,8 @@ class BufferHistory:
     @contextlib.contextmanager
     def recording(self, bound: BoundLayer, layer_index: int, microbatch: int, backend: Backend) -> Iterator[None]:
         """Keep the buffers that the forward inside sees, if the layer writes any in the current mode."""
-        known = bound.writes_buffers
-        if known is False and not bound.may_write_unseen:
+        known, is_unseen = bound.writes_buffers, bound.may_write_unseen
+        if known is False and not is_unseen:
             versions = bound.buffer_versions()
             yield
             if bound.buffer_versions() != versions:
@@ -157,7 +157,7 @@ class BufferHistory:
             return
         with self.learning(bound) as before:
             yield
-        if bound.writes_buffers:
+        if bound.writes_buffers or is_unseen:  # a later microbatch may write what this one has seen
             self._keep(before, layer_index, microbatch, backend)
 
     @contextlib.contextmanager

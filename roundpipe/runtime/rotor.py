@@ -83,8 +83,6 @@ class Rotor:
         self._in_flight: deque[tuple[Event, Any]] = deque()
         self._issued: deque[Event] = deque()
         """After each of the latest runs; stays empty where they are done when they are issued."""
-        self._read_by_run: list[Any] = []
-        """Uploaded tensors that the present run reads."""
         self._was_idle = True
 
     # For the engine
@@ -150,7 +148,7 @@ class Rotor:
         self.meter.abandon()
         self._in_flight.clear()
         self._issued.clear()
-        self._read_by_run.clear()
+        self.backend.take_uploads()
 
     def _sizes(self, round_: Round) -> list[int]:
         """Bytes of this worker's visits of a round, in their order."""
@@ -216,13 +214,12 @@ class Rotor:
         self._reap()
 
     def _issued_run(self) -> None:
-        """Keep what the run reads until the device is past it."""
+        """Keep what came up for the run until the device is past it."""
         if self.backend.device.type == "cpu":
             return
         done = self.backend.record(Lane.COMPUTE)
         self._issued.append(done)
-        self._in_flight.append((done, self._read_by_run))
-        self._read_by_run = []
+        self._in_flight.append((done, self.backend.take_uploads()))
 
     def _prefetch(self, round_: Round, job: Job) -> None:
         layers = [self._bound(round_, index) for index in job.layers]
@@ -353,7 +350,6 @@ class Rotor:
                 values[name] = self._bring_down(value)
 
         with self.backend.hold(num_bytes(held), "carried values"):
-            self._retain(held)
             del held
             with self.meter.computing("forward", segment.layers):
                 stage.forward(segment, carry, microbatch, flow.gives, give)
@@ -376,7 +372,6 @@ class Rotor:
             self.backend.activations([visit.weights_memory, *held]),
             round_.microbatch_context(),
         ):
-            self._retain(held)
             del held
             with self.meter.computing("fused", segment.layers):
                 gradients = stage.fused(segment, carry, microbatch, round_.chain.exit, round_.loss_fn, label, give)
@@ -395,7 +390,6 @@ class Rotor:
                 self.backend.hold(num_bytes(held), "carried values"),
                 self.backend.activations([visit.weights_memory, *held]),
             ):
-                self._retain(held)
                 del held
                 with self.meter.computing("recompute", segment.layers):
                     recorded = stage.recompute(segment, carry, microbatch)
@@ -473,7 +467,6 @@ class Rotor:
                 taken.setdefault(name, []).append(up)
         backend.wait(Lane.COMPUTE, backend.record(Lane.UPLOAD))
         backend.check_ready(structure.tensors(taken))
-        self._retain(taken)
         return {name: [_sum(parts) for parts in zip(*each, strict=True)] for name, each in taken.items()}
 
     def _give_gradients(self, round_: Round, gradients: dict[str, Gradients], microbatch: int) -> None:
@@ -491,11 +484,6 @@ class Rotor:
         for name, each in down.items():
             waiting.setdefault(name, []).append((each, copied))
         self._in_flight.append((copied, gradients))
-
-    def _retain(self, tensors: Any) -> None:
-        """Keep uploaded tensors until COMPUTE is past the present run (see `_issued_run`)."""
-        if self.backend.device.type != "cpu":
-            self._read_by_run.append(tensors)
 
 
 def num_bytes(tensors: Sequence[torch.Tensor]) -> int:

@@ -335,3 +335,18 @@ def test_a_refusal_to_pin_costs_speed_only(monkeypatch, pin_model):
         assert len(caught) == 1
         torch.testing.assert_close(loss, expected, rtol=0, atol=1e-9)
         assert not any(p.is_pinned() for p in model.parameters())
+
+
+def test_what_comes_up_for_a_run_stays_until_the_device_is_past_it():
+    """The device is behind the worker, and all uploads of a size would lie in the same memory."""
+    model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(3)))
+    given = torch.randn(12 * 1024, 4096)
+    labels = torch.arange(12.0)[:, None].repeat(1, 1024 * 64).reshape(12 * 1024, 64)
+    plan = roundpipe.ExecutePlan([], (0, 3), [])
+
+    def loss_fn(outputs, label):
+        return outputs.mean() * 0 + label.mean()
+
+    with roundpipe.RoundPipe(model, devices=["cuda:0"]) as piped:
+        loss = piped.forward_backward((given,), label=labels, loss_fn=loss_fn, run_config=config(12, plan=plan))
+    assert float(loss) == pytest.approx(66.0)
