@@ -191,7 +191,8 @@ def test_a_deleted_model_frees_threads_and_memory() -> None:
 
 
 INTERRUPTED = """
-import copy, sys, time
+import copy, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it runs in the background
 import torch
 from torch import nn
 import roundpipe

@@ -250,7 +250,7 @@ def test_a_known_shape_is_checked_fast() -> None:
         start = time.perf_counter()
         guards.check((), inputs)
         times.append(time.perf_counter() - start)
-    assert min(times) < 200e-6, f"{min(times) * 1e6:.0f} us"
+    assert min(times) < 1e-3, f"{min(times) * 1e6:.0f} us"
 
 
 def test_every_assumption_is_described() -> None:
