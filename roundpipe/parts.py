@@ -28,6 +28,7 @@ from roundpipe.caller import warn
 from roundpipe.errors import ConfigError
 from roundpipe.later import all_settled, holds_later, merged_later, packed_again
 from roundpipe.layers import FixedChain, chain_of_modules
+from roundpipe.own_code import HOOKS
 from roundpipe.runtime import microbatch
 from roundpipe.runtime.config import RoundPipeRunConfig, resolve
 from roundpipe.runtime.pipe import RoundPipe
@@ -35,7 +36,6 @@ from roundpipe.runtime.replica import Replica
 
 IN_ONE_PIECE = RoundPipeRunConfig(num_microbatch=1)
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _IMMUTABLE = (
     *(bool, int, float, complex, str, bytes, type, type(None), slice, range, frozenset, enum.Enum),
     *(torch.Tensor, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator),
@@ -294,7 +294,7 @@ def is_sequential(module: nn.Module) -> bool:
     """Whether calling a module is calling its children in turn, and nothing else."""
     if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
         return False
-    return len(module) > 0 and "forward" not in module.__dict__ and not any(module.__dict__[name] for name in _HOOKS)
+    return len(module) > 0 and "forward" not in module.__dict__ and not any(module.__dict__[name] for name in HOOKS)
 
 
 class _LossFunction(nn.Module):

@@ -225,6 +225,32 @@ def real_world() -> Iterator[None]:
         yield
 
 
+@functools.cache
+def _dropout_for_fakes() -> dict[Any, Any]:
+    """Torch's own Python for dropout, by dispatch key."""
+    return dict(torch.ops.aten.dropout.default.py_kernels)
+
+
+def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    return torch.ops.aten.native_dropout(input, p, train)[0] if train and p != 0 else input
+
+
+@contextmanager
+def _dropout_as_compiled() -> Iterator[None]:
+    """Inside, dropout that drops nothing returns its input, as it does on real tensors; torch's Python returns a copy.
+
+    Who writes the result in place writes the input.
+    """
+    operator, original = torch.ops.aten.dropout.default, _dropout_for_fakes()
+    operator.py_kernels.update(dict.fromkeys(original, _dropout))
+    operator._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        operator.py_kernels.update(original)
+        operator._dispatch_cache.clear()
+
+
 @dataclass(frozen=True, slots=True)
 class InputSizes:
     """One tensor input as the world has it."""
@@ -282,6 +308,7 @@ class FakeWorld:
             stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled modules trace as written
             stack.enter_context(self.mode)
             stack.enter_context(enable_python_dispatcher())
+            stack.enter_context(_dropout_as_compiled())
             yield
 
     def symbols(self) -> dict[sympy.Symbol, tuple[int, int]]:

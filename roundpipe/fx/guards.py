@@ -34,7 +34,6 @@ from roundpipe.fx.values import ValueProgram
 
 MAX_CACHED_SHAPES = 4096
 MAX_VARIANTS = 16
-_PLAIN = (type(None), bool, int, float, str)
 
 
 @dataclass(frozen=True, slots=True)

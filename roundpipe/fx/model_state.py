@@ -23,11 +23,19 @@ from typing import Any
 from torch import nn
 
 from roundpipe.errors import ConfigError
-from roundpipe.fx.python_state import PythonState, Settled, Uses, attributes_read, uses_of_forward, uses_of_functions
+from roundpipe.fx.python_state import (
+    OF_TORCH,
+    PLAIN,
+    PythonState,
+    Settled,
+    Uses,
+    attributes_read,
+    same_item,
+    uses_of_forward,
+    uses_of_functions,
+)
+from roundpipe.own_code import HOOKS
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_OF_TORCH = frozenset(nn.Module().__dict__)
 _MISSING = object()
 
 
@@ -60,7 +68,7 @@ class ModelState:
         self._child_dicts = [module._modules for module in self._modules]
         self._children = [dict(module._modules) for module in self._modules]
         self._glue = [module for module in self._modules if module in glue]
-        self._hook_dicts = [module.__dict__[name] for module in self._glue for name in _HOOKS]
+        self._hook_dicts = [module.__dict__[name] for module in self._glue for name in HOOKS]
         self._hooks = list(map(dict, self._hook_dicts))
         self._settled = own
         self._python = PythonState(self._modules)
@@ -84,7 +92,7 @@ class ModelState:
 
     def _relevant(self, module: nn.Module, names: Iterable[str]) -> set[str]:
         """Those attributes of a module that its model's code may read, and that the graph would not set."""
-        found = set(names) - _OF_TORCH - self._own[module]
+        found = set(names) - OF_TORCH - self._own[module]
         return found if self._read is None or _is_of_torch(module) else found & self._read
 
     def _names_read(self) -> frozenset[str] | None:
@@ -120,7 +128,7 @@ class ModelState:
             now = [module.__dict__.get(name, _MISSING) for name in names]
             if not all(map(operator.is_, now, held)):
                 for name, one, was in zip(names, now, held, strict=True):
-                    if not _equal(was, one) and not self._is_own(module, name, one):
+                    if not same_item(was, one) and not self._is_own(module, name, one):
                         return f"{type(module).__name__}.{name} is {_in_words(one)}, traced with {_in_words(was)}"
         if list(map(len, self._dicts)) != self._lengths:
             for module, keys in zip(self._modules, self._keys, strict=True):
@@ -139,34 +147,30 @@ class ModelState:
 
     def _other_hooks(self, index: int, module: nn.Module) -> bool:
         """Whether a module has neither the hooks that it had nor those that its forward installs."""
-        first = index * len(_HOOKS)
-        if self._hook_dicts[first : first + len(_HOOKS)] == self._hooks[first : first + len(_HOOKS)]:
+        first = index * len(HOOKS)
+        if self._hook_dicts[first : first + len(HOOKS)] == self._hooks[first : first + len(HOOKS)]:
             return False
         return hooks_by_code(module) != self._settled.hooks.get(module)
 
 
 def kind_and_value(value: Any) -> tuple[type, Any]:
     """A value's type, and the value if it is plain."""
-    return type(value), value if isinstance(value, _PLAIN) else None
+    return type(value), value if isinstance(value, PLAIN) else None
 
 
 def hooks_by_code(module: nn.Module) -> list[Any]:
     """A module's hooks, each by its code, which is the same for one that is installed again."""
     return [
         getattr(getattr(hook, "func", hook), "__code__", id(hook))
-        for name in _HOOKS
+        for name in HOOKS
         for hook in module.__dict__[name].values()
     ]
-
-
-def _equal(held: Any, now: Any) -> bool:
-    return held is now or isinstance(held, _PLAIN) and type(held) is type(now) and bool(held == now)
 
 
 def _in_words(value: Any) -> str:
     if value is _MISSING:
         return "gone"
-    return repr(value) if isinstance(value, _PLAIN) else f"another {type(value).__name__}"
+    return repr(value) if isinstance(value, PLAIN) else f"another {type(value).__name__}"
 
 
 def _is_of_torch(module: nn.Module) -> bool:

@@ -38,7 +38,6 @@ class Probe:
     """The output with fakes in place of its tensors."""
     random: bool
     """Whether it drew random numbers."""
-    buffers_written: bool
     changed: tuple[str, ...]
     """What its Python remembers for later calls, in words."""
     sets: frozenset[tuple[type, str]] = frozenset()
@@ -178,7 +177,7 @@ def _equate(values: list[Any]) -> bool:
 def _probe_module(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwargs: Any, in_steps: bool) -> Probe:
     results: list[Any] = []
     sizes: list[_Sizes] = []
-    random = written = False
+    random = False
     changed: list[str] = []
     sets: set[tuple[type, str]] = set()
     not_kept: list[str] = []
@@ -188,15 +187,11 @@ def _probe_module(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwarg
             numbers = _Sizes(values, enlarged, in_steps)
             module = _real_copy(world.model.get_submodule(name))
             module.train(twin.training)
-            before = {key: buffer.clone() for key, buffer in module.named_buffers()}
             weights = [(parameter, parameter.detach().clone()) for parameter in module.parameters()]
             state = torch.random.get_rng_state()
             tree, python = TreeState(list(module.modules())), PythonState(module.modules())
             results.append(_called(module, args, kwargs, numbers))
             random |= not torch.equal(state, torch.random.get_rng_state())
-            written |= any(
-                key not in before or not torch.equal(before[key], buffer) for key, buffer in module.named_buffers()
-            )
             sizes.append(numbers)
             if not all(torch.equal(parameter, was) for parameter, was in weights):
                 changed.append("a parameter")
@@ -218,7 +213,7 @@ def _probe_module(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwarg
             module = _real_copy(world.model.get_submodule(name))
             module.train(twin.training)
             _check(out, _called(module, args, kwargs, numbers), numbers)
-    return Probe(out, random, written, tuple(dict.fromkeys(changed)), frozenset(sets), tuple(not_kept))
+    return Probe(out, random, tuple(dict.fromkeys(changed)), frozenset(sets), tuple(not_kept))
 
 
 def _is_guessed(out: Any, values: list[Any]) -> bool:

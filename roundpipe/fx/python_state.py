@@ -24,7 +24,12 @@ from typing import Any
 import torch
 from torch import nn
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+from roundpipe.own_code import codes_of, names_in
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes)
+"""Types of values that are compared by what they are."""
+OF_TORCH = frozenset(nn.Module().__dict__)
+"""Names of attributes that every module has."""
 _CONTAINERS = (list, dict, set, deque, OrderedDict)
 _MAX_PLACES = 3000
 """Places looked at; a model with more has tables, not counters."""
@@ -104,7 +109,7 @@ class PythonState:
         return True
 
     def _visit(self, value: Any, words: str, depth: int) -> None:
-        if isinstance(value, (*_PLAIN, torch.Tensor, nn.Module, types.ModuleType)) or depth > _MAX_DEPTH:
+        if isinstance(value, (*PLAIN, torch.Tensor, nn.Module, types.ModuleType)) or depth > _MAX_DEPTH:
             return
         if isinstance(value, torch.Generator):
             if self._new(value):
@@ -150,7 +155,7 @@ class PythonState:
             if _is_library(owner) or not self._new(owner):
                 continue
             for key, value in list(vars(owner).items()):
-                if isinstance(value, (*_PLAIN, torch.Tensor)) and not key.startswith("__"):
+                if isinstance(value, (*PLAIN, torch.Tensor)) and not key.startswith("__"):
                     self._add(f"{owner.__name__}.{key}", "class", owner, key, value)
                 elif not key.startswith("__") or key == "__call__":
                     self._visit(value, f"{owner.__name__}.{key}", depth)
@@ -165,14 +170,14 @@ class PythonState:
                 held = cell.cell_contents
             except ValueError:  # not filled yet
                 continue
-            if isinstance(held, (*_PLAIN, torch.Tensor)):
+            if isinstance(held, (*PLAIN, torch.Tensor)):
                 self._add(f"{name} of {function.__qualname__}", "cell", cell, None, held)
             self._visit(held, f"{name} of {function.__qualname__}", depth + 1)
-        for name in _names_in(function.__code__):
+        for name in names_in(function.__code__):
             if name in function.__globals__:
                 held = function.__globals__[name]
                 place = (id(function.__globals__), name)
-                if isinstance(held, (*_PLAIN, torch.Tensor)) and place not in self._globals:
+                if isinstance(held, (*PLAIN, torch.Tensor)) and place not in self._globals:
                     self._globals.add(place)
                     self._add(f"global {name}", "global", function.__globals__, name, held)
                 self._visit(held, f"global {name}", depth + 1)
@@ -290,14 +295,6 @@ def python_state_kept(model: nn.Module) -> Iterator[None]:
         state.restore()
 
 
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    """Names that a function's code may look up, nested functions included."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)
-
-
 def _now(place: _Place) -> Any:
     if place.kind == "container":
         return place.owner
@@ -320,7 +317,7 @@ def _is_settled(place: _Place, settled: Any) -> bool:
         return _same(settled, now)
     missing = object()
     return all(
-        any(_same_item(held.get(key, missing), dict.get(now, key, missing)) for held in (place.held, settled))
+        any(same_item(held.get(key, missing), dict.get(now, key, missing)) for held in (place.held, settled))
         for key in {*place.held, *settled, *dict.keys(now)}
     )
 
@@ -330,16 +327,17 @@ def _same(was: Any, now: Any) -> bool:
         if len(was) == dict.__len__(now) and all(map(operator.is_, was.values(), dict.values(now))):
             return list(was) == list(dict.keys(now)) or was.keys() == dict.keys(now)
         held = dict(dict.items(now))
-        return was.keys() == held.keys() and all(_same_item(value, held[key]) for key, value in was.items())
+        return was.keys() == held.keys() and all(same_item(value, held[key]) for key, value in was.items())
     if isinstance(was, set):
         return bool(was == now)
     if isinstance(was, (list, deque)):
-        return len(was) == len(now) and all(map(_same_item, was, now))
-    return _same_item(was, now)
+        return len(was) == len(now) and all(map(same_item, was, now))
+    return same_item(was, now)
 
 
-def _same_item(was: Any, now: Any) -> bool:
-    return was is now or (isinstance(was, _PLAIN) and type(was) is type(now) and was == now)
+def same_item(was: Any, now: Any) -> bool:
+    """Whether two values are one object, or equal plain ones."""
+    return was is now or (isinstance(was, PLAIN) and type(was) is type(now) and was == now)
 
 
 def _holds_tensors(value: Any, depth: int = 0) -> bool:
@@ -360,7 +358,7 @@ def _only_tensors(place: _Place) -> bool:
     if place.kind != "container" or not isinstance(now, dict):
         return False
     held = dict(dict.items(now))
-    return all(key in held and _same_item(value, held[key]) for key, value in place.held.items()) and all(
+    return all(key in held and same_item(value, held[key]) for key, value in place.held.items()) and all(
         _holds_tensors(value) for key, value in held.items() if key not in place.held
     )
 
@@ -417,19 +415,13 @@ def _reached(kind: type) -> dict[str, types.CodeType]:
         name = pending.pop()
         if name in methods and name not in reached:
             reached[name] = methods[name]
-            pending += list(_names_in(methods[name]))
+            pending += list(names_in(methods[name]))
     return reached
 
 
 def _methods(kind: type) -> dict[str, types.CodeType]:
     """The code of a class's own methods, not counting those it has from torch."""
-    return {
-        name: function.__code__
-        for owner in reversed(kind.__mro__)
-        if owner.__module__ != "builtins" and not owner.__module__.startswith("torch.")
-        for name, function in vars(owner).items()
-        if isinstance(function, types.FunctionType)
-    }
+    return dict(codes_of(kind))
 
 
 @dataclass(frozen=True, slots=True)
@@ -564,7 +556,7 @@ def must_run_once(module: nn.Module) -> bool:
     held = [module.__dict__.get(name) for name in uses.read]
     functions = [getattr(type(module), name, None) for name in reached]
     for function in functions:
-        held += [function.__globals__.get(name) for name in _names_in(function.__code__)] if function else []
+        held += [function.__globals__.get(name) for name in names_in(function.__code__)] if function else []
     if any(isinstance(value, torch.Generator) for value in held):
         return True
     if uses.changes_items and any(isinstance(value, _CONTAINERS) for value in held):

@@ -26,13 +26,12 @@ from roundpipe.fx.leaves import (
 )
 from roundpipe.fx.policy import Decision, LeafPolicy, is_of_torch
 from roundpipe.fx.probe import probe_module
-from roundpipe.fx.python_state import PythonState, Readers, attributes_read
+from roundpipe.fx.python_state import OF_TORCH, PythonState, Readers, attributes_read
 from roundpipe.fx.recorder import Recorder, Restart, StatefulError
 from roundpipe.fx.siblings import SiblingCache
 from roundpipe.layers import weight_bytes_of
 
 ASKS_FOR_GRAD = frozenset({"requires_grad", "is_leaf", "grad_fn"})
-_OF_TORCH = frozenset(nn.Module().__dict__)
 MAX_PROBE_BYTES = 1 << 28
 """Largest leaf that is copied and run only to serve more sizes."""
 
@@ -133,7 +132,7 @@ class LeafRunner:
             changed.append("a parameter")
         self._refuse_state(module, name, changed)
         for owner, attribute, value in state.changed_attributes():
-            if attribute not in _OF_TORCH and attribute in self._readers.beside(type(owner)):
+            if attribute not in OF_TORCH and attribute in self._readers.beside(type(owner)):
                 self._look_into_for_others(module, name, f"{type(owner).__name__}.{attribute}")
             if any(tensor in watch.computed for tensor in flat_tensors(value)):
                 recorder.not_kept[f"{type(owner).__name__}.{attribute}"] = None
@@ -227,8 +226,9 @@ class LeafRunner:
         self._refuse_state(module, name, list(probe.changed))
         self._recorder.not_kept.update(dict.fromkeys(probe.not_kept))
         for owner, attribute in sorted(probe.sets, key=str):
-            if attribute not in _OF_TORCH and attribute in self._readers.beside(owner):
+            if attribute not in OF_TORCH and attribute in self._readers.beside(owner):
                 self._look_into_for_others(module, name, f"{owner.__name__}.{attribute}")
         asking = [kind.__name__ for kind in map(type, module.modules()) if attributes_read(kind) & ASKS_FOR_GRAD]
         self._refuse_asking(module, name, asking[0] if asking else "")
-        return LeafRun(probe.out, probe.random, probe.buffers_written, ())
+        may_write = any(True for _ in module.buffers())  # other data may take a way that writes them
+        return LeafRun(probe.out, probe.random, may_write, ())

@@ -27,7 +27,7 @@ from roundpipe.fx.ambient import Ambient
 from roundpipe.fx.builder import flat_tensors, flat_values
 from roundpipe.fx.fakes import Symbolic, expression_of, is_data_dependent
 from roundpipe.fx.leaves import LeafRun, Unread
-from roundpipe.fx.python_state import PythonState
+from roundpipe.fx.python_state import OF_TORCH, PythonState
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _MAY_GO_UNREAD = (int, float, str, list, tuple, set, dict, OrderedDict, deque)
@@ -36,7 +36,6 @@ _CONTAINERS = (list, tuple, set, dict, OrderedDict, deque)
 _MAX_DEPTH = 3
 _MAX_COMPARED = 16
 """Runs of one form that are compared attribute by attribute."""
-_OF_TORCH = frozenset(nn.Module().__dict__)
 
 
 class Same:
@@ -240,7 +239,7 @@ def module_key(module: nn.Module) -> ModuleKey | None:
             if attribute in ("_modules", "_parameters", "_buffers"):
                 continue
             key = _value_key(value, inside)
-            if type(value) in _MAY_GO_UNREAD and attribute not in _OF_TORCH and _is_plain(value):
+            if type(value) in _MAY_GO_UNREAD and attribute not in OF_TORCH and _is_plain(value):
                 values.append(key)
                 places.append((inner, attribute))
                 key = type(value)

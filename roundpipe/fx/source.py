@@ -76,7 +76,7 @@ class TracedSource:
         self._varying: dict[Any, None] = {}
         """Dimensions of float inputs that were seen to vary, which later traces keep open."""
         self._lost: dict[str, None] = {}
-        """What the forward changes in Python at every call, but calls of a chain did not."""
+        """What the forward changes in Python, but calls of a chain did not."""
         self.trace_count = 0
 
     @property

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 
 import torch
+from torch import nn
 
 HUGE_PAGE_BYTES = 2 * 1024**2
 """Blocks below this size are left alone; the usual size of a huge page."""
@@ -56,3 +57,8 @@ def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
 def empty_bytes(num_bytes: int) -> torch.Tensor:
     """A byte buffer in host memory, `[num_bytes]`; its contents are arbitrary."""
     return on_huge_pages(torch.empty(num_bytes, dtype=torch.uint8))
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is no subclass and has strided memory, so that it may be packed and copied with others."""
+    return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,7 +18,9 @@ import torch
 from torch import nn
 
 from roundpipe.errors import ConfigError
+from roundpipe.own_code import codes_of, names_in
 from roundpipe.runtime.backend import Backend, Lane
+from roundpipe.runtime.host_memory import is_plain
 from roundpipe.runtime.pinning import Registrar
 
 logger = logging.getLogger(__name__)
@@ -107,20 +108,9 @@ def _held(held: Any, name: str) -> torch.Tensor | None:
     return found
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
-
-
 def _writes_data(kind: type) -> bool:
     """Whether a class has Python that may write tensors without a change of their version."""
-    own = (vars(owner) for owner in kind.__mro__ if not owner.__module__.startswith("torch."))
-    waiting = [held.__code__ for names in own for held in names.values() if isinstance(held, types.FunctionType)]
-    while waiting:
-        code = waiting.pop()
-        if _UNSEEN_WRITES.intersection(code.co_names):
-            return True
-        waiting += [held for held in code.co_consts if isinstance(held, types.CodeType)]
-    return False
+    return any(not _UNSEEN_WRITES.isdisjoint(names_in(code)) for _, code in codes_of(kind))
 
 
 class LayerWeights:
@@ -173,7 +163,7 @@ class LayerWeights:
                     f"{self.name}.{places[0][1]} is on the meta device, so it has no values to train or run with; "
                     "load the model's weights (model.to_empty, from_pretrained) before the first call"
                 )
-            loose = not _is_plain(tensor)
+            loose = not is_plain(tensor)
             num_bytes = 0 if loose else tensor.numel() * tensor.element_size()
             strides = tensor.stride() if loose else _dense_strides(tensor)
             entry = Entry(places, is_parameter, offset, num_bytes, tensor.shape, strides, tensor.dtype, loose)
@@ -319,7 +309,7 @@ class HostWeights:
         ids = set(key)
 
         def may_pack(tensor: torch.Tensor) -> bool:
-            if self._pin == "off" or not _is_plain(tensor):
+            if self._pin == "off" or not is_plain(tensor):
                 return False
             if self.registrar is not None and self.registrar.suits(tensor):
                 return False
@@ -360,4 +350,4 @@ class HostWeights:
             return
         is_due, self._to_register = self._to_register, False
         whole = [*self._model.parameters(), *self._model.buffers()] if is_due and self._model is not None else []
-        self.registrar.register(tensor for tensor in [*whole, *tensors] if _is_plain(tensor))
+        self.registrar.register(tensor for tensor in [*whole, *tensors] if is_plain(tensor))

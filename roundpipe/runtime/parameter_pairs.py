@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from roundpipe.errors import ConfigError
-from roundpipe.runtime.host_memory import on_huge_pages
+from roundpipe.runtime.host_memory import is_plain, on_huge_pages
 
 HAND_OVER_BYTES = 16 * 1024**2
 """Parameters are handed over in groups of this size: few calls for small ones, early uploads of the first layers."""
@@ -53,7 +53,7 @@ class Pair:
                 "load the model's weights (model.to_empty, from_pretrained) before"
             )
         dtype = source.dtype if optim_dtype is None or not source.is_floating_point() else optim_dtype
-        if _is_plain(source):
+        if is_plain(source):
             memory = on_huge_pages(torch.empty_like(source, device="cpu", dtype=dtype))
             self.copy = nn.Parameter(memory.copy_(source))
         else:
@@ -121,11 +121,6 @@ class Pair:
             self.copy.grad = self._converted(gradient)
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is no subclass and has dense memory, so that many can be copied by one call."""
-    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
-
-
 def groups_of(
     pairs: Iterable[Pair], turns: Callable[[Pair], tuple[int, int]] = lambda pair: (0, 0)
 ) -> Iterator[tuple[tuple[int, int], list[Pair]]]:
@@ -159,7 +154,7 @@ def copy_in(group: list[Pair]) -> None:
     sources: list[torch.Tensor] = []
     for pair in group:
         assert pair.copy is not None
-        if _is_plain(pair.parameter) and _is_plain(pair.copy):
+        if is_plain(pair.parameter) and is_plain(pair.copy):
             targets.append(pair.parameter)
             sources.append(pair.copy)
         else:
@@ -174,7 +169,7 @@ def take_gradients(group: list[Pair]) -> None:
     gradients: list[torch.Tensor] = []
     for pair in group:
         gradient = pair.parameter.grad
-        if gradient is not None and _is_plain(gradient) and pair.needs_conversion(gradient):
+        if gradient is not None and is_plain(gradient) and pair.needs_conversion(gradient):
             converted.append(pair)
             gradients.append(gradient)
         else:

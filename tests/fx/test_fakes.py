@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -84,3 +85,16 @@ def test_a_model_anywhere_is_on_the_cpu_here() -> None:
         model = Tied()
     world = world_of(model, torch.randn(3, 4))
     assert world.twin.first.weight.device.type == "cpu" and model.first.weight.is_meta
+
+
+@pytest.mark.parametrize(("p", "train"), [(0.0, True), (0.5, False), (0.5, True)])
+def test_dropout_shares_memory_where_it_does_on_real_tensors(p: float, train: bool) -> None:
+    original = dict(torch.ops.aten.dropout.default.py_kernels)
+    for real in (torch.randn(3, 4), torch.randn(3, 4, requires_grad=True)):
+        world = world_of(Tied(), real)
+        with world.entered():
+            x = world.arguments[1]["x"]
+            shares = torch.nn.functional.dropout(x, p, train).untyped_storage()._cdata == x.untyped_storage()._cdata
+        dropped = torch.nn.functional.dropout(real, p, train)
+        assert shares == (dropped.untyped_storage()._cdata == real.untyped_storage()._cdata)
+    assert torch.ops.aten.dropout.default.py_kernels == original

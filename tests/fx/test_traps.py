@@ -629,3 +629,72 @@ class _Beside(nn.Module):
 
     def forward(self, x):
         return self.before(x) + self.block(x)
+
+
+class WritesWhatDropoutReturns(nn.Module):
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.dropout = nn.Dropout(p)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.linears[0](x)
+        kept = self.dropout(made)
+        for linear in self.linears[1:]:
+            x = linear(x).tanh()
+        kept.mul_(0.5)
+        return x + kept + made * 3
+
+
+@pytest.mark.parametrize(("p", "is_training"), [(0.0, True), (0.5, False)])
+def test_dropout_that_drops_nothing_hands_back_its_input(p: float, is_training: bool) -> None:
+    """Writing its output writes its input, in whatever layers the two are."""
+    seen = check(lambda: AsBuilt(WritesWhatDropoutReturns(p).train(is_training)))
+    assert seen.num_layers >= 3 and not seen.fell_back
+
+
+class AsBuilt(nn.Module):
+    """Keeps the training mode that its model was built in."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def train(self, mode: bool = True) -> AsBuilt:
+        self.training = mode
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x)
+
+
+class CountsSome(nn.Module):
+    """Writes its buffer only for some data, in a way that no version tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("average", torch.ones(8))
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        if h.mean() > 3:
+            self.average.data.mul_(0.9)
+            return self.linear(h) * self.average
+        return self.linear(h)
+
+
+class CountsTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.counts = CountsSome()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for linear in self.linears:
+            x = self.counts(linear(x).sin() + 5)
+        return x
+
+
+def test_a_leaf_that_some_data_make_write_a_buffer_stays_in_one_layer_with_its_other_calls() -> None:
+    seen = check(CountsTwice)
+    assert not seen.fell_back

@@ -1,5 +1,6 @@
 """Memory pinned where it lies, against a driver that counts pages, and what happens where pinning is refused."""
 
+import ctypes
 import gc
 import logging
 import mmap
@@ -25,6 +26,13 @@ WIDTH = 160
 """A square weight of this width is above `MIN_REGISTERED_BYTES`, and no multiple of a page."""
 
 
+def is_mapped(address, num_bytes):
+    """Whether the process has all of these pages, asked in one call: a listing of its mappings is not read at once."""
+    pages = (ctypes.c_ubyte * (num_bytes // PAGE))()
+    mincore = ctypes.CDLL(None).mincore
+    return mincore(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), pages) == 0
+
+
 class Driver:
     """Pins whole pages, each once; ``refusal`` is what it says instead."""
 
@@ -42,10 +50,7 @@ class Driver:
         return self.refusal
 
     def unpin(self, address):
-        size = self.ranges.pop(address)
-        with open("/proc/self/maps") as maps:
-            bounds = [[int(one, 16) for one in line.split()[0].split("-")] for line in maps]
-        self.gone.append(any(start <= address and address + size <= stop for start, stop in bounds))
+        self.gone.append(is_mapped(address, self.ranges.pop(address)))
 
     def covers(self, tensor):
         start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
