@@ -154,13 +154,12 @@ def predict(
     """The simulator's answer; the optimizer's speed is that of its measured step."""
     per_parameter = 44
     traffic = sum(cost.num_parameters for cost in costs) * per_parameter
-    profile = HardwareProfile(
+    profile = HardwareProfile.of_devices(
+        False,
         upload_bytes_per_s=case.link_bytes_per_s,
         download_bytes_per_s=case.link_bytes_per_s,
         optimizer_bytes_per_s=traffic / step_s,
         optimizer_bytes_per_parameter=per_parameter,
-        gradients_stay=False,
-        inputs_ahead=0,
     )
     return simulate(make_schedule(chosen, **machine), costs, profile)
 

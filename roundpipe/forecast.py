@@ -28,7 +28,7 @@ from roundpipe.layers import LayerChain, LayerCost
 from roundpipe.runtime.accelerator import PLANNED_SHARE
 from roundpipe.runtime.config import RecomputeGrain, RoundPipeRunConfig, resolve
 from roundpipe.runtime.planner import stage_needs
-from roundpipe.runtime.plans import Call, Plans, with_temporaries
+from roundpipe.runtime.plans import Call, Plans, times_the_example, with_temporaries
 from roundpipe.runtime.schedule import ExecutePlan, make_schedule
 from roundpipe.runtime.simulate import HardwareProfile, Idle, simulate
 from roundpipe.runtime.simulated_timeline import simulate_timeline, steady
@@ -277,7 +277,7 @@ def _at(
         num_devices=machine.num_devices,
     )
     call = Call(chain, config, [()] * number, [kwargs] * number, [None] * number, number)
-    factor = call.elements() / chain.example_elements if chain.example_elements else 1.0
+    factor = times_the_example(chain, call.elements())
     costs = tuple(with_temporaries([cost.scaled(factor) for cost in measured.device_costs]))
     plans = Plans(machine.num_devices, [machine.budget_bytes], accelerators=True)
     reasons, plan, speed = [], None, None

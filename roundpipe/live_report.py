@@ -22,7 +22,7 @@ from roundpipe.report import format_bytes, format_count, format_seconds, summary
 from roundpipe.runtime.backend import Lane
 from roundpipe.runtime.config import RecomputeGrain
 from roundpipe.runtime.engine import Engine
-from roundpipe.runtime.meter import WAIT_CAUSES, MeterReading, bytes_per_s
+from roundpipe.runtime.meter import WAIT_CAUSES, MeterReading, link_speeds
 from roundpipe.runtime.optimizer import OptimizerSide
 from roundpipe.runtime.parameter_pairs import ParameterPair
 from roundpipe.runtime.planner import peak_bytes
@@ -366,12 +366,7 @@ def _predict(
         return None
     schedule, grain, costs = latest.schedule, latest.recompute_grain, plans.costs(chain, latest.elements)
     knows_memory = any(cost.activation_bytes for cost in costs)
-    has_accelerators = any(backend.device.type != "cpu" for backend in engine.backends)
-    profile = HardwareProfile(
-        prefetch_across_rounds=latest.overlaps,
-        gradients_stay=has_accelerators,
-        inputs_ahead=int(has_accelerators),
-    )
+    profile = HardwareProfile.of_devices(engine.has_accelerators, prefetch_across_rounds=latest.overlaps)
     plan_peak = None
     if knows_memory:
         plan_peak = peak_bytes(plan_of(schedule)[0], costs, num_workers=schedule.num_workers, recompute_grain=grain)
@@ -379,7 +374,7 @@ def _predict(
         device_bytes = simulate(schedule, costs, profile, recompute_grain=grain).peak_bytes if knows_memory else None
         rests_on = "bytes of layers; their seconds are not measured yet"
         return Prediction(None, None, None, None, plan_peak, device_bytes, rests_on)
-    up, down = (bytes_per_s(meters, lane) for lane in (Lane.WEIGHTS, Lane.GRADIENTS))
+    up, down = link_speeds(meters)
     trained = sum(num_trained(cost) for cost in costs)
     profile = replace(profile, upload_bytes_per_s=up, download_bytes_per_s=down)
     if update_s and num_steps and trained:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import logging
 import random
-import re
 import sys
 import types
 from collections.abc import Collection, Iterator
@@ -37,16 +36,13 @@ from roundpipe.fx.advice import advice, set_at, where_set
 from roundpipe.fx.ambient import Ambient
 from roundpipe.fx.binding import Arguments, CallForm
 from roundpipe.fx.builder import UntracedValue, flat_values
-from roundpipe.fx.fakes import DATA_DEPENDENT, Dimension, FakeWorld, Symbolic, expression_of, is_fake
+from roundpipe.fx.fakes import DATA_DEPENDENT, Dimension, FakeWorld, expression_of, is_fake
 from roundpipe.fx.graph import (
     OutputValue,
     TracedGraph,
     assign_buffer,
-    draws_random,
-    has_effect,
-    mutated_by,
-    value_of,
 )
+from roundpipe.fx.graph_print import printed_graph
 from roundpipe.fx.guards import Flags, Guards
 from roundpipe.fx.intercept import ORIGINAL_CALL, exclusive, intercepting
 from roundpipe.fx.leaves import OutsideChanges, TreeState, handed_back
@@ -173,7 +169,7 @@ def _settled(world: FakeWorld, form: CallForm, learned: _Learned) -> tuple[Trace
             attempt.refuse_activations(python)
             changed.update(attempt.changed_attributes())
             words = list(dict.fromkeys([*changed.values(), *python.changed()]))
-            printed = _printed(traced)
+            printed = printed_graph(traced)
             if not words or printed == previous:
                 words = [one for one in words if one not in attempt.handed_on(changed)] + attempt.not_kept()
                 if words:
@@ -214,62 +210,6 @@ def _counting(
         if (module, name) in values and kind_and_value(value) != kind_and_value(values[module, name])
     ]
     return list(dict.fromkeys([*again, *places]))
-
-
-def _printed(traced: TracedGraph) -> str:
-    """A graph in words, sizes by what they are: a second run in a world knows which are equal from the start.
-
-    What a forward makes and drops, as the weights of a module that gets those of another at once, is left out.
-    """
-    idle = _idle(traced.graph)
-    nodes = [node for node in traced.graph.nodes if node not in idle and not isinstance(value_of(node), Symbolic)]
-    number = {node: f"%{index}" for index, node in enumerate(nodes)}
-
-    def word(node: Node) -> _Word:
-        value = value_of(node)
-        return _Word(expression_of(value) if isinstance(value, Symbolic) else number[node])
-
-    lines = []
-    for node in nodes:
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), word)
-        lines.append(f"{number[node]} = {node.op} {node.target} {args} {kwargs}")
-    sizes: dict[str, str] = {}  # those that data decides have other names in every run
-    return re.sub(r"\bu\d+\b", lambda found: sizes.setdefault(found[0], f"size {len(sizes)}"), "\n".join(lines))
-
-
-class _Word(str):
-    """Printed without quotes, so that a size that became a number looks like one."""
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def _idle(graph: torch.fx.Graph) -> set[Node]:
-    """Calls that don't matter.
-
-    Those that do nothing and that only sizes are taken of, which other tensors have, too; and those that, with all they
-    are connected with, neither read what the model has or gets nor reach its output.
-    """
-    idle: set[Node] = set()
-    for node in reversed(graph.nodes):
-        is_pure = not (has_effect(node) or mutated_by(node) or draws_random(node))
-        if node.op in ("call_function", "call_method") and is_pure and node.users:
-            if all(user in idle or isinstance(value_of(user), Symbolic) for user in node.users):
-                idle.add(node)
-    seen: set[Node] = set()
-    for start in graph.nodes:
-        if start in seen:
-            continue
-        connected, waiting = {start}, [start]
-        while waiting:
-            node = waiting.pop()
-            more = {*node.all_input_nodes, *node.users} - connected
-            connected |= more
-            waiting += more
-        seen |= connected
-        if all(node.op in ("call_function", "call_method") for node in connected):
-            idle |= connected
-    return idle
 
 
 def _learn(model: nn.Module, learned: _Learned, restart: Restart) -> None:

@@ -103,6 +103,11 @@ class Engine:
         """Workers in the rotation."""
         return len(self._rotors)
 
+    @property
+    def has_accelerators(self) -> bool:
+        """Whether some devices are not CPU workers."""
+        return any(backend.device.type != "cpu" for backend in self.backends)
+
     def run(self, round_: Round, host: HostWeights) -> None:
         """Run a round to its end, or until its losses are known if it may outlive the call.
 

@@ -202,7 +202,7 @@ class MeterReading(NamedTuple):
         )
 
 
-def bytes_per_s(readings: Sequence[MeterReading], lane: Lane) -> float:
+def _bytes_per_s(readings: Sequence[MeterReading], lane: Lane) -> float:
     """How fast whole stages moved, over all workers; infinity before any was measured."""
     num_bytes, seconds = (sum(one.link[lane][position] for one in readings) for position in (0, 1))
     return num_bytes / seconds if num_bytes and seconds > 0 else inf
@@ -210,7 +210,7 @@ def bytes_per_s(readings: Sequence[MeterReading], lane: Lane) -> float:
 
 def link_speeds(readings: Sequence[MeterReading]) -> tuple[float, float]:
     """Bytes per second up and down, of weights and gradients."""
-    return bytes_per_s(readings, Lane.WEIGHTS), bytes_per_s(readings, Lane.GRADIENTS)
+    return _bytes_per_s(readings, Lane.WEIGHTS), _bytes_per_s(readings, Lane.GRADIENTS)
 
 
 class _Computing:

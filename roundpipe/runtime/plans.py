@@ -159,7 +159,7 @@ class Plans:
         known = self._of(chain)
         self._learn(known)
         elements = call.elements()
-        size = _factor(chain, elements)
+        size = times_the_example(chain, elements)
         if self._budget_bytes is None:
             size = round(size, 1)
         elif not chain.example_elements:
@@ -204,7 +204,7 @@ class Plans:
         if self.is_measured(chain):
             found = self._of(chain).times.costs(elements)
         else:
-            found = [cost.scaled(_factor(chain, elements)) for cost in chain.costs]
+            found = [cost.scaled(times_the_example(chain, elements)) for cost in chain.costs]
         return with_temporaries(found) if self._accelerators else found
 
     def measured(self, chain: LayerChain) -> list[LayerCost] | None:
@@ -278,19 +278,18 @@ class Plans:
         up, down = self._links(call.chain)
         if min(up, down) == inf or 2 * len(costs) * number > MOST_SIMULATED:
             return None
-        profile = HardwareProfile(
-            upload_bytes_per_s=up,
-            download_bytes_per_s=down,
-            gradients_stay=self._accelerators,
-            inputs_ahead=int(self._accelerators),
-        )
+        profile = HardwareProfile.of_devices(self._accelerators, upload_bytes_per_s=up, download_bytes_per_s=down)
 
         @functools.cache
         def seconds(plan: ExecutePlan) -> float:
             found = simulate(make_schedule(plan, workers, number), costs, profile, recompute_grain=grain)
-            return found.seconds_per_round + TASK_S * plan.num_stages * number / workers
+            return found.seconds_per_round + self._tasks_s(plan.num_stages, number)
 
         return seconds
+
+    def _tasks_s(self, num_stages: int, num_microbatches: int) -> float:
+        """Seconds per round that workers need beside what layers take."""
+        return TASK_S * num_stages * num_microbatches / self._num_workers
 
     def _recurrence(self, call: Call, costs: Sequence[LayerCost]) -> Prediction:
         """Seconds per round of a plan, transfers left out."""
@@ -343,11 +342,8 @@ class Plans:
             limits = {"memory_budget_bytes": self._budget_bytes, "recompute_grain": grain}
             return {"num_workers": self._num_workers, "num_microbatches": number, **limits}
 
-        def tasks_s(num_stages: int, number: int) -> float:
-            return TASK_S * num_stages * number / self._num_workers
-
         least_s = [
-            least_seconds(costs[number], **options(number, grain)) + tasks_s(1, number) for number, grain in pairs
+            least_seconds(costs[number], **options(number, grain)) + self._tasks_s(1, number) for number, grain in pairs
         ]
         best: tuple[float, int] | None = None
         for position in sorted(range(len(pairs)), key=least_s.__getitem__):
@@ -359,7 +355,7 @@ class Plans:
             except DeviceMemoryError:
                 continue
             seconds = round_seconds(found, costs[number], num_workers=self._num_workers, num_microbatches=number)
-            seconds += tasks_s(found.num_stages, number)
+            seconds += self._tasks_s(found.num_stages, number)
             if best is None or (seconds, position) < best:
                 best = seconds, position
         if best is None:
@@ -379,7 +375,7 @@ class Plans:
                 known.times.learn(times, elements)
 
 
-def _factor(chain: LayerChain, elements: int) -> float:
+def times_the_example(chain: LayerChain, elements: int) -> float:
     """How many times the example a microbatch of so many elements is."""
     return elements / chain.example_elements if chain.example_elements else 1.0
 

@@ -144,27 +144,25 @@ class BufferHistory:
     @contextlib.contextmanager
     def recording(self, bound: BoundLayer, layer_index: int, microbatch: int, backend: Backend) -> Iterator[None]:
         """Keep the buffers that the forward inside sees, if the layer writes any in the current mode."""
-        known, is_unseen = bound.writes_buffers, bound.may_write_unseen
-        if known is False and not is_unseen:
+        if bound.versions_tell:
             versions = bound.buffer_versions()
             yield
             if bound.buffer_versions() != versions:
                 bound.writes_buffers = True
             return
-        if known:
+        if bound.writes_buffers:
             self._keep(bound.buffer_values(), layer_index, microbatch, backend)
             yield
             return
         with self.learning(bound) as before:
             yield
-        if bound.writes_buffers or is_unseen:  # a later microbatch may write what this one has seen
+        if before and not bound.versions_tell:  # a later microbatch may write what this one has seen
             self._keep(before, layer_index, microbatch, backend)
 
     @contextlib.contextmanager
     def learning(self, bound: BoundLayer) -> Iterator[list[torch.Tensor | None]]:
         """Find out whether the forward inside writes buffers, if that is not known; gives them as they were."""
-        known = bound.writes_buffers
-        if not bound.has_buffers or known or (known is False and not bound.may_write_unseen):
+        if not bound.has_buffers or bound.writes_buffers or bound.versions_tell:
             yield []
             return
         before = [None if buffer is None else buffer.detach().clone() for buffer in bound.buffer_values()]

@@ -167,9 +167,9 @@ class BoundLayer:
         self.weights.writes_buffers[self._is_training] = value
 
     @property
-    def may_write_unseen(self) -> bool:
-        """Whether only their values tell if a forward has written buffers."""
-        return self.weights.may_write_unseen
+    def versions_tell(self) -> bool:
+        """Whether a forward is known to have written none so far, and the buffers' versions would tell if one did."""
+        return self.writes_buffers is False and not self.weights.may_write_unseen
 
     def left_traces(self, did: bool) -> None:
         """A forward in the current mode left other buffers or attributes behind, or did not."""

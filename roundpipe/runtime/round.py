@@ -312,17 +312,20 @@ class Round:
 
     def ask_uploaded(self, parameters: Iterable[torch.Tensor]) -> Question:
         """Asks whether the round has uploaded these for the last time, or is over."""
-        uses = self._uses()
-        jobs = sorted({job for one in parameters if one in uses for job in uses[one][0]})
+        jobs = self._jobs_with(parameters, 0)
         return lambda: self.progress.has_uploaded(jobs)
 
     def ask_added(self, parameters: Iterable[torch.Tensor]) -> Question:
         """Asks whether the round has added all it will to the gradients of these, or is over."""
-        uses = self._uses()
-        jobs = sorted({job for one in parameters if one in uses for job in uses[one][1]})
+        jobs = self._jobs_with(parameters, 1)
         return lambda: self.progress.has_settled(jobs)
 
+    def _jobs_with(self, parameters: Iterable[torch.Tensor], use: int) -> list[int]:
+        uses = self._uses()
+        return sorted({job for one in parameters if one in uses for job in uses[one][use]})
+
     def _uses(self) -> dict[torch.Tensor, tuple[list[int], list[int]]]:
+        """Per parameter, the jobs that upload it and those that add to its gradient."""
         if self._jobs_of is None:
             found: dict[torch.Tensor, tuple[list[int], list[int]]] = {}
             for job in self.schedule.jobs:

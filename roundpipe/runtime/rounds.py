@@ -42,7 +42,7 @@ class RoundMaker:
             engine.num_workers,
             (one.memory_budget_bytes for one in engine.backends),
             lambda: link_speeds(engine.read_meters()),
-            accelerators=any(one.device.type != "cpu" for one in engine.backends),
+            accelerators=engine.has_accelerators,
         )
         self.last_plan: ExecutePlan | None = None
         """The plan of the latest round, for the partition table."""

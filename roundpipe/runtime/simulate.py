@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import gcd, inf
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from roundpipe.errors import ConfigError
 from roundpipe.layers import LayerCost
@@ -60,6 +60,11 @@ class HardwareProfile:
     """Whether a visit's gradients take device memory until they are down; CPU workers give it back with the visit."""
     inputs_ahead: int = 1
     """Ops whose inputs may come up before their turn: an accelerator's queue runs ahead, a CPU worker has none."""
+
+    @classmethod
+    def of_devices(cls, are_accelerators: bool, **known: Any) -> HardwareProfile:
+        """A profile of what is known of some devices; CPU workers have no queue that runs ahead of its thread."""
+        return cls(gradients_stay=are_accelerators, inputs_ahead=int(are_accelerators), **known)
 
     def __post_init__(self) -> None:
         for name in ("upload_bytes_per_s", "download_bytes_per_s", "host_bytes_per_s", "optimizer_bytes_per_s"):
