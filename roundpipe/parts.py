@@ -35,6 +35,8 @@ from roundpipe.runtime.pipe import RoundPipe
 from roundpipe.runtime.replica import Replica
 
 IN_ONE_PIECE = RoundPipeRunConfig(num_microbatch=1)
+_AS_IT_IS = RoundPipeRunConfig(num_microbatch=1, split_input=lambda args, kwargs, number: ([args], [kwargs]))
+"""For a call without samples, such as that of an expert that no token goes to."""
 
 _IMMUTABLE = (
     *(bool, int, float, complex, str, bytes, type, type(None), slice, range, frozenset, enum.Enum),
@@ -232,6 +234,8 @@ class Part(RoundPipe):
         resolved = resolve(config, self._state.config, num_devices=self._state.engine.num_workers)
         if holds_later((args, kwargs)):
             args, kwargs = packed_again((args, kwargs), microbatch.automatic_sizes(args, kwargs, resolved))
+        if microbatch.is_empty(args, kwargs):
+            config = overlaid(_AS_IT_IS, config)
         later = self.__dict__["_part"].merges_later and config.merge_output is None
         if later:
             config = overlaid(RoundPipeRunConfig(merge_output=False), config)

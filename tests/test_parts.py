@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe import AutoRoundPipe, ConfigError, RoundPipeRunConfig
+from roundpipe import AutoRoundPipe, ConfigError, Device, RoundPipeRunConfig
 from roundpipe.parts import IN_ONE_PIECE, Part, overlaid
 from tests.equality import assert_same_gradients, assert_same_state
 
@@ -122,6 +122,44 @@ def test_what_is_handed_on_beside_the_return_value(make: Callable[[], nn.Module]
         pipe.synchronize()
         assert_same_gradients(model, reference, 1e-10)
         assert_same_state(model, reference, 1e-12)  # BatchNorm counted the first call once
+
+
+class Experts(nn.Module):
+    """Two experts, each for those rows that its sign fits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 1)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor, goes_to: torch.Tensor) -> torch.Tensor:
+        out = x * self.router(x)
+        for index, expert in enumerate(self.experts):
+            (rows,) = torch.where(goes_to == index)
+            out = out.index_add(0, rows, expert(x[rows]))
+        return out
+
+
+@pytest.mark.parametrize("budget_bytes", [None, 40_000])
+def test_an_expert_that_no_token_goes_to_gets_gradients_of_zero(budget_bytes: int | None) -> None:
+    model = Experts().double()
+    reference = copy.deepcopy(model)
+    parts = {module: RoundPipeRunConfig() for module in [model.router, *model.experts]}
+    devices = [Device("cpu", memory_bytes=budget_bytes)] * 2
+    with AutoRoundPipe.of_parts(model, parts, splits_inside=True, name="whole", devices=devices) as pipe:
+        for goes_to in (torch.arange(6) % 2, torch.zeros(6), torch.ones(6), torch.arange(6) % 2):
+            x = torch.randn(6, WIDTH, dtype=torch.float64)
+            found, expected = pipe(x, goes_to), reference(x, goes_to)
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+            found.square().sum().backward()
+            expected.square().sum().backward()
+            pipe.synchronize()
+            assert_same_gradients(model, reference, 1e-10)
+            assert all(parameter.grad is not None for parameter in model.parameters())
+            for one in (model, reference):
+                one.zero_grad()
 
 
 def test_names_of_modules_are_free() -> None:

@@ -120,6 +120,12 @@ def batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any], config: Resolve
     return _batch_size(inputs, (None, None) if rule is None else _checked_pair(rule))
 
 
+def is_empty(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the first tensor of a call that has a dim 0 has no samples."""
+    first = _batched_leaf((tuple(args), dict(kwargs)))
+    return isinstance(first, torch.Tensor) and first.shape[0] == 0
+
+
 def _is_function(rule: Any) -> bool:
     return callable(rule) and not is_spec(rule)
 

@@ -298,7 +298,9 @@ class Plans:
         )
 
     def measure(self, made: Round, call: Call) -> None:
-        """Have a training round measured, if it is its turn."""
+        """Have a training round measured, if it is its turn; one without samples tells nothing."""
+        if structure.tensors([call.args, call.kwargs]) and not call.elements():
+            return
         known = self._of(call.chain)
         if known.num_rounds < MEASURED_IN_A_ROW or known.num_rounds % MEASURED_EACH == 0:
             made.around.times = RoundTimes()
