@@ -27,7 +27,7 @@ from roundpipe import structure
 from roundpipe.caller import warn
 from roundpipe.errors import ConfigError
 from roundpipe.later import all_settled, holds_later, merged_later, packed_again
-from roundpipe.layers import FixedChain, chain_of_modules
+from roundpipe.layers import Carry, FixedChain, chain_of_modules, weight_bytes_of
 from roundpipe.own_code import HOOKS
 from roundpipe.runtime import microbatch
 from roundpipe.runtime.config import RoundPipeRunConfig, resolve
@@ -60,18 +60,56 @@ class _HandsOnOtherwise(Exception):
     """A module did something for others beside returning a value; says what."""
 
 
+class _Same:
+    """Stands in an output for a tensor of the arguments, or of the output itself, that is there once more."""
+
+    __slots__ = ("index", "is_given")
+
+    def __init__(self, is_given: bool, index: int) -> None:
+        self.is_given = is_given
+        self.index = index
+
+
+@dataclass(frozen=True, slots=True)
+class _GiveSame:
+    """Makes the output of a part that is one module, with the same tensors at the places of `_Same`."""
+
+    output: str
+    arguments: str
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.output, self.arguments
+
+    def __call__(self, carry: Carry) -> Any:
+        output, given = carry[self.output], structure.tensors(carry[self.arguments])
+        made = structure.tensors(output)
+
+        def found(leaf: Any) -> Any:
+            return (given if leaf.is_given else made)[leaf.index] if isinstance(leaf, _Same) else leaf
+
+        return structure.map_leaves(output, found) if any(map(_is_same, structure.leaves(output))) else output
+
+
+def _is_same(leaf: Any) -> bool:
+    return isinstance(leaf, _Same)
+
+
 class _Watched(nn.Module):
     """A module of a part, which refuses to go on where running it apart would differ.
 
     Args:
         module: runs.
         is_first: it gets the part's arguments, not what the part's module before it made for it alone.
+        is_all: there is no other module in the part; its output then has a `_Same` for each tensor that is an argument,
+            or there twice, since code around the part may write one of them in place and read the other.
     """
 
-    def __init__(self, module: nn.Module, is_first: bool) -> None:
+    def __init__(self, module: nn.Module, is_first: bool, is_all: bool) -> None:
         super().__init__()
         self.module = module
         self.is_first = is_first
+        self.is_all = is_all
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         outside = (args, kwargs) if self.is_first else ((), {})
@@ -98,7 +136,32 @@ class _Watched(nn.Module):
             for name, value in part.__dict__.items():
                 if value is not state.get(name) and not isinstance(value, dict) and structure.tensors(value):
                     raise _HandsOnOtherwise(f"its forward stores tensors in attribute {name!r}")
-        return result
+        return self._referring(result, [tensor for tensor, _ in given]) if self.is_all else result
+
+    def _referring(self, result: Any, given: list[torch.Tensor]) -> Any:
+        """The output with a `_Same` for each tensor that it need not bring."""
+        made = structure.tensors(result)
+        if weight_bytes_of(self.module) == 0 and not _memory(given).isdisjoint(_memory(made)):
+            raise _HandsOnOtherwise("it has no weights and returns memory of a tensor that it is given")
+        known = {id(tensor): _Same(True, index) for index, tensor in reversed(list(enumerate(given)))}
+        if len({id(tensor) for tensor in made} - known.keys()) == len(made):
+            return result
+        num_made = 0
+
+        def referred(tensor: torch.Tensor) -> Any:
+            nonlocal num_made
+            if id(tensor) in known:
+                return known[id(tensor)]
+            known[id(tensor)] = _Same(False, num_made)
+            num_made += 1
+            return tensor
+
+        return structure.map_tensors(result, referred)
+
+
+def _memory(tensors: list[torch.Tensor]) -> set[int]:
+    """Where the memory of tensors begins."""
+    return {one.untyped_storage().data_ptr() for one in tensors if one.layout is torch.strided and one.numel()}
 
 
 def _containers(value: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterator[Any]:
@@ -195,9 +258,12 @@ class Part(RoundPipe):
         is_split = is_sequential(module)
         if is_split:
             modules = [(f"{name}.{key}", child) for key, child in module._modules.items() if child is not None]
-        layers = [(key, _Watched(one, index == 0)) for index, (key, one) in enumerate(modules)]
+        layers = [(key, _Watched(one, index == 0, len(modules) == 1)) for index, (key, one) in enumerate(modules)]
+        chain = chain_of_modules(layers)
+        if len(modules) == 1:
+            chain.exit = _GiveSame(*chain.specs[0].makes, *chain.specs[0].reads)
         kind: type[Part] = SequencePart if isinstance(module, nn.Sequential) else cls
-        part = kind.inside(whole, module, FixedChain(chain_of_modules(layers)), name)
+        part = kind.inside(whole, module, FixedChain(chain), name)
         part.__dict__["_part"] = _PartState(given, options, merges_later, is_split=is_split)
         return part
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe import AutoRoundPipe, ConfigError, Device, RoundPipeRunConfig
+from roundpipe import AutoRoundPipe, BackwardError, ConfigError, Device, RoundPipeRunConfig
 from roundpipe.parts import IN_ONE_PIECE, Part, overlaid
 from tests.equality import assert_same_gradients, assert_same_state
 
@@ -122,6 +122,66 @@ def test_what_is_handed_on_beside_the_return_value(make: Callable[[], nn.Module]
         pipe.synchronize()
         assert_same_gradients(model, reference, 1e-10)
         assert_same_state(model, reference, 1e-12)  # BatchNorm counted the first call once
+
+
+class PassesOn(nn.Module):
+    """Returns what it is given and what it made, some of it twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, more: dict[str, torch.Tensor]) -> tuple[Any, ...]:
+        made = self.linear(x * 1)
+        return made, {"again": made, "given": more["kept"]}, x
+
+
+class WritesWhatItGets(nn.Module):
+    """In place into what its parts return: what they made, or also what they were given."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.part = PassesOn()
+        self.dropout = nn.Dropout(0.0)
+        self.flatten = nn.Flatten(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, kept = self.first(x), self.first(x + 1)
+        made, others, given = self.part(x, {"kept": kept})
+        others["again"].mul_(2)
+        if self.what == "given":
+            others["given"].add_(1)
+            given.mul_(3)
+        out = made + others["again"] + kept + others["given"] + x + given
+        same = self.dropout(out)
+        same.mul_(0.5)
+        flat = self.flatten(out)
+        flat.add_(1)
+        return out + same + flat.view_as(out)
+
+
+@pytest.mark.parametrize("what", ["made", "given"])
+def test_what_a_part_hands_on_is_the_same_tensor(what: str) -> None:
+    model = WritesWhatItGets(what).double()
+    reference = copy.deepcopy(model)
+    parts = dict.fromkeys(model.children(), IN_ONE_PIECE)
+    with AutoRoundPipe.of_parts(model, parts, splits_inside=True, name="whole", devices=["cpu"]) as pipe:
+        x = torch.randn(4, WIDTH, dtype=torch.float64)
+        with pytest.warns(UserWarning, match="it has no weights and returns memory of a tensor that it is given"):
+            found = pipe(x)
+        torch.testing.assert_close(found, reference(x), rtol=1e-12, atol=1e-12)
+        found, expected = pipe(x), reference(x)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        expected.square().sum().backward()
+        if what == "given":  # which the part runs again from
+            with pytest.raises(BackwardError, match=r"args\[0\], args\[1\]\['kept'\]: changed in place"):
+                found.square().sum().backward()
+            return
+        found.square().sum().backward()
+        pipe.synchronize()
+        assert_same_gradients(model, reference, 1e-10)
 
 
 class Experts(nn.Module):

@@ -192,6 +192,8 @@ class GraphBuilder:
             return node
         name = self.world.name_of.get(tensor)
         if name is not None:
+            if not is_fake(tensor) and not self.world.has_in_place(name):
+                raise UntracedValue(f"{name} is read, in whose place another tensor is for now", tensor)
             return self.attribute(name, tensor)
         if is_fake(tensor):
             shape = tuple(str(size) for size in tensor.shape)

@@ -324,6 +324,13 @@ class FakeWorld:
         """The fake of a parameter or buffer."""
         return self._fake_of[self.real[name]]
 
+    def has_in_place(self, name: str) -> bool:
+        """Whether the twin has its fake of a parameter or buffer in place, not what a forward put there."""
+        owner, _, attribute = name.rpartition(".")
+        module = self.twin.get_submodule(owner)
+        held = module._parameters if attribute in module._parameters else module._buffers
+        return held.get(attribute) is self.fake(name)
+
     def storage_of(self, name: str) -> int:
         """Where the fake of a parameter or buffer lies."""
         return self.fake(name).untyped_storage()._cdata

@@ -22,14 +22,16 @@ from roundpipe.layers import is_differentiable
 
 ForwardRun = Callable[[], tuple[torch.Tensor, ...]]
 BackwardRun = Callable[[Sequence[torch.Tensor | None], bool], Sequence[torch.Tensor | None]]
+Read = Sequence[tuple[str, torch.Tensor]]
 
 
 class _Pipeline(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, outputs: ForwardRun, backward: BackwardRun, anchor: torch.Tensor, *inputs: torch.Tensor
+        ctx: Any, outputs: ForwardRun, backward: BackwardRun, read: Read, anchor: torch.Tensor, *inputs: torch.Tensor
     ) -> Any:
         ctx.set_materialize_grads(False)
+        ctx.read = [(name, tensor, tensor._version) for name, tensor in read if not tensor.is_inference()]
         ctx.run_backward = backward
         ctx.anchor = anchor
         tensors = outputs()
@@ -49,8 +51,15 @@ class _Pipeline(torch.autograd.Function):
                 "backward through a RoundPipe forward a second time: what it needs was freed by the first backward. "
                 "Sum the losses and call backward once, or run forward again"
             )
+        written = list(dict.fromkeys(name for name, tensor, version in ctx.read if tensor._version != version))
+        if written:
+            raise BackwardError(
+                f"{', '.join(written)}: changed in place since the RoundPipe forward, whose backward runs the layers "
+                "again from what it was given. Change a copy (x = x + y, not x += y), or call backward before"
+            )
+        ctx.read = []
         accumulates = _is_executed(torch.autograd.graph.get_gradient_edge(ctx.anchor).node)
-        return (None, None, None, *run(gradients, accumulates))
+        return (None, None, None, None, *run(gradients, accumulates))
 
 
 def _is_executed(node: Any) -> bool:
@@ -58,15 +67,18 @@ def _is_executed(node: Any) -> bool:
     return bool(torch._C._will_engine_execute_node(node))
 
 
-def join(outputs: ForwardRun, backward: BackwardRun, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def join(
+    outputs: ForwardRun, backward: BackwardRun, read: Read, inputs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
     """Run ``outputs`` as a node of the caller's graph.
 
     Args:
         outputs: runs the forward and gives the output tensors.
         backward: takes one gradient (or None) per output, and whether gradients of parameters are to be added to
             their ``.grad``; gives one (or None) per input.
+        read: tensors that the backward reads, which must not be written before, and their names.
         inputs: tensors of the arguments that gradients flow to.
     """
     anchor = torch.empty(0, requires_grad=True)  # also makes the node require grad
-    result = _Pipeline.apply(outputs, backward, anchor, *inputs)
+    result = _Pipeline.apply(outputs, backward, read, anchor, *inputs)
     return tuple(result)

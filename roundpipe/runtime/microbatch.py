@@ -268,12 +268,12 @@ def _chunked_sizes(value: Any, spec: Any, path: Path) -> list[tuple[int, str]]:
     if spec is None or isinstance(value, RoundPipePackedData):
         return []
     if is_spec_of(spec, "TensorChunkSpec"):
-        where = _input_name(path)
+        where = input_name(path)
         return [(checked_dim_size(value, spec, where), where)] if isinstance(value, torch.Tensor) else []
     below = structure.children(value)
     if below is None:
         return []
-    specs = spec_children(spec, below, _input_name(path))
+    specs = spec_children(spec, below, input_name(path))
     return [
         found
         for (step, child), child_spec in zip(below, specs, strict=True)
@@ -290,7 +290,7 @@ def _split_value(value: Any, spec: Any, path: Path, plan: _Plan) -> list[Any]:
         return _split_leaf(value, spec, path, plan)
     if (spec is None or is_spec_of(spec, "_Replicate")) and not holds_tensor(value):
         return [value] * plan.num_microbatches
-    specs = spec_children(spec, below, _input_name(path))
+    specs = spec_children(spec, below, input_name(path))
     columns = [
         _split_value(child, child_spec, (*path, step), plan)
         for (step, child), child_spec in zip(below, specs, strict=True)
@@ -300,20 +300,20 @@ def _split_value(value: Any, spec: Any, path: Path, plan: _Plan) -> list[Any]:
 
 
 def _split_leaf(value: Any, spec: Any, path: Path, plan: _Plan) -> list[Any]:
-    check_leaf_spec(spec, _input_name(path), ("TensorChunkSpec", "_Replicate"))
+    check_leaf_spec(spec, input_name(path), ("TensorChunkSpec", "_Replicate"))
     number = plan.num_microbatches
     if isinstance(value, torch.Tensor) and spec is not None and not is_spec_of(spec, "_Replicate"):
-        size = checked_dim_size(value, spec, _input_name(path))
+        size = checked_dim_size(value, spec, input_name(path))
         if size < number:
             raise MicrobatchError(
-                f"{_input_name(path)} has only {size} samples along dim {spec.split_dim} "
+                f"{input_name(path)} has only {size} samples along dim {spec.split_dim} "
                 f"for {number} microbatches; set num_microbatch lower"
             )
         return _pieces(value, plan.sizes_for(size), spec.split_dim)
     if not isinstance(value, torch.Tensor) or spec is not None or value.ndim == 0 or number == 1:
         return [value] * number
     if value.shape[0] != plan.batch_size:
-        plan.replicated.append(_input_name(path))
+        plan.replicated.append(input_name(path))
         return [value] * number
     return _pieces(value, plan.sizes_for(value.shape[0]), 0)
 
@@ -335,7 +335,7 @@ def _take_packed(packed: RoundPipePackedData, spec: Any, path: Path, plan: _Plan
             if event is not None:
                 events.append(event)
         return list(packed)
-    name = _input_name(path)
+    name = input_name(path)
     if not packed:
         raise MicrobatchError(f"{name} is packed data of no microbatches; it has nothing to run on")
     if len(packed) > 1:
@@ -393,7 +393,19 @@ def _plan_of(pieces: list[Any]) -> _Plan:
     return _Plan(len(pieces), sizes, labels_decide=True)
 
 
-def _input_name(path: Path) -> str:
+def tensors_of_inputs(
+    args: Sequence[tuple[Any, ...]], kwargs: Sequence[Mapping[str, Any]]
+) -> list[tuple[str, torch.Tensor]]:
+    """The tensors that microbatches are given, on the host, and what the user would call them."""
+    return [
+        (input_name(path), leaf)
+        for inputs in zip(args, kwargs, strict=True)
+        for path, leaf in structure.walk(inputs)
+        if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu"
+    ]
+
+
+def input_name(path: Path) -> str:
     """A leaf as the user would write it: ``args[0]``, ``kwargs['mask']`` or ``label[1]``."""
     if path and path[0].key == "label":
         return "label" + structure.path_string(path[1:])

@@ -418,7 +418,10 @@ class RoundPipe(ModelView):
 
             joined = iter(
                 autograd.join(
-                    lambda: tuple(tensor for *_, tensor in outs), run_backward, [tensor for *_, tensor in inputs]
+                    lambda: tuple(tensor for *_, tensor in outs),
+                    run_backward,
+                    microbatch.tensors_of_inputs(call.args, call.kwargs),
+                    [tensor for *_, tensor in inputs],
                 )
             )
             for m, carry in enumerate(carries):

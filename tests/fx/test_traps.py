@@ -698,3 +698,34 @@ class CountsTwice(nn.Module):
 def test_a_leaf_that_some_data_make_write_a_buffer_stays_in_one_layer_with_its_other_calls() -> None:
     seen = check(CountsTwice)
     assert not seen.fell_back
+
+
+class CallsWithOtherWeights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.randn(8, 8) * 0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        others = {"weight": self.weight, "bias": x.flatten(0, -2)[0]}
+        return torch.func.functional_call(self.second, others, (x,))
+
+
+def test_weights_in_the_place_of_others_are_the_ones_read() -> None:
+    """Also by a method that somebody put onto the module, which is bound to the module itself."""
+    models = [CallsWithOtherWeights().double()]
+    models.append(copy.deepcopy(models[0]))
+    inputs = vectors(4, 3)
+    whole = roundpipe.RoundPipeRunConfig(num_microbatch=1)
+    with roundpipe.compile(models[0], example_kwargs=inputs, devices=["cpu"], model_run_config=whole) as pipe:
+        for edited in (False, True):
+            for model in models:
+                if edited:
+                    forward = model.second.forward
+                    model.second.forward = lambda x, old=forward: old(x) * 0.5  # type: ignore[misc]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found = pipe.forward_backward(input_kwargs=inputs, loss_fn=lambda outputs, _: outputs.square().sum())
+            assert found.item() == pytest.approx(models[1](**inputs).square().sum().item(), rel=1e-12)

@@ -91,6 +91,21 @@ def test_a_second_backward_says_what_to_do():
         piped(batch()).sum().backward()
 
 
+def test_an_argument_written_before_the_backward_is_an_error_as_in_eager():
+    model = mlp()
+    given = batch()
+    with roundpipe.RoundPipe(model, devices=["cpu"] * 2, model_run_config=config(2)) as piped:
+        output = piped(given)
+        given += 1
+        with pytest.raises(roundpipe.BackwardError, match=r"args\[0\]: changed in place since the RoundPipe forward"):
+            output.sum().backward()
+        reference = copy.deepcopy(model)
+        reference(given).square().sum().backward()
+        piped(given).square().sum().backward()
+        piped.synchronize()
+        assert_same(gradients(model), gradients(reference))
+
+
 def test_gradients_of_gradients_are_refused():
     with roundpipe.RoundPipe(mlp(), devices=["cpu"]) as piped:
         given = batch().requires_grad_()
