@@ -167,6 +167,7 @@ RUNTIME_ROWS: dict[str, Row] = {
         AUTOGRAD + "test_gradients_of_inputs_alone_leave_those_of_parameters",
         AUTOGRAD + "test_part_of_the_outputs_is_as_in_eager",
         AUTOGRAD + "test_a_second_backward_says_what_to_do",
+        AUTOGRAD + "test_an_argument_written_before_the_backward_is_an_error_as_in_eager",
     ),
     "B4": _row(
         "inputs on the CPU or on a device",

@@ -60,15 +60,16 @@ class ModelState:
     Args:
         model: the user's.
         glue: those of its modules that were looked into.
+        passing: leaves that return what they are given, and all within, past which readers of their output may read.
         own: what its forward was seen to change.
     """
 
-    def __init__(self, model: nn.Module, glue: Collection[nn.Module], own: Own) -> None:
+    def __init__(self, model: nn.Module, glue: Collection[nn.Module], passing: Collection[nn.Module], own: Own) -> None:
         self._modules = list(model.modules())
         self._child_dicts = [module._modules for module in self._modules]
         self._children = [dict(module._modules) for module in self._modules]
-        self._glue = [module for module in self._modules if module in glue]
-        self._hook_dicts = [module.__dict__[name] for module in self._glue for name in HOOKS]
+        self._hooked = [module for module in self._modules if module in glue or module in passing]
+        self._hook_dicts = [module.__dict__[name] for module in self._hooked for name in HOOKS]
         self._hooks = list(map(dict, self._hook_dicts))
         self._settled = own
         self._python = PythonState(self._modules)
@@ -121,7 +122,7 @@ class ModelState:
                 f"submodules of a {kind} were replaced, added or removed since the model was compiled; compile it again"
             )
         if not all(map(operator.eq, self._hook_dicts, self._hooks)):
-            for index, module in enumerate(self._glue):
+            for index, module in enumerate(self._hooked):
                 if self._other_hooks(index, module):
                     return f"the hooks of a {type(module).__name__} are others now"
         for module, names, held in self._attributes:

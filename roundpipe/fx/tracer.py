@@ -346,6 +346,8 @@ class _Attempt:
         names = self._world.name_of_module
         real = {module: self._world.model.get_submodule(names[module]) for module in self._before_hooks}
         glue = {real[module] for module in self._glue_modules}
+        leaves = [self._world.twin.get_submodule(str(node.target)) for node in self._recorder.handed_back]
+        passing = {real[inner] for leaf in leaves for inner in leaf.modules() if inner in real}
         own = Own(places=places, counts=counts)
         for module, name, value in changed:
             if module in self._glue_modules:
@@ -358,7 +360,7 @@ class _Attempt:
             for now in [hooks_by_code(module)]
             if now != was
         )
-        return ModelState(self._world.model, glue, own)
+        return ModelState(self._world.model, glue, passing, own)
 
     def not_kept(self) -> list[str]:
         """Attributes that leaves set to activations, in words."""

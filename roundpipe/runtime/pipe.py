@@ -237,7 +237,8 @@ class RoundPipe(ModelView):
 
         With grad mode on, ``backward()`` on the outputs runs the backward stages and gradients flow to the
         arguments that require grad; without, nothing is kept. ``torch.autograd.grad`` gives the gradients of
-        arguments, and of what they were made of, but not those of the model's own parameters.
+        arguments, and of what they were made of, but not those of the model's own parameters. The backward runs the
+        layers again from the arguments: if one was written in place since, it is a `BackwardError`.
 
         Args:
             *args: the model's arguments, on any device.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ import roundpipe
 from roundpipe.errors import ConfigError
 from roundpipe.fx.guards import Guards
 from roundpipe.fx.tracer import trace
+from tests.equality import assert_same_gradients
 from tests.fx.against_eager import check, vectors
 from tests.fx.test_shapes import Layers
 
@@ -366,6 +368,34 @@ def test_backward_hooks_of_what_would_be_looked_into(before: bool) -> None:
         return Inside(stack)
 
     assert not check(build).fell_back
+
+
+class PassesOn(Layers):
+    """One of its modules returns its input, past which those behind it may read."""
+
+    def __init__(self, passing: nn.Module) -> None:
+        super().__init__()
+        self.passing = passing
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[1](self.passing(self.layers[0](x)))
+
+
+@pytest.mark.parametrize("passing", [nn.Identity(), nn.Dropout(0.0), nn.Sequential(nn.Identity())])
+@pytest.mark.parametrize("inside", [False, True])
+def test_hooks_put_onto_what_only_passes_values_on(passing: nn.Module, inside: bool) -> None:
+    models = [PassesOn(copy.deepcopy(passing)).double()]
+    models.append(copy.deepcopy(models[0]))
+    inputs = vectors(4, 3)
+    with roundpipe.compile(models[0], example_kwargs=inputs, devices=["cpu"]) as pipe:
+        for _ in range(2):
+            pipe.forward_backward(input_kwargs=inputs, loss_fn=lambda outputs, _: outputs.square().sum())
+            models[1](**inputs).square().sum().backward()
+            pipe.synchronize()
+            assert_same_gradients(models[0], models[1], 1e-12)
+            for model in models:
+                hooked = list(model.passing.modules())[-1 if inside else 0]
+                hooked.register_full_backward_hook(lambda module, gradients, _: tuple(g * 3 for g in gradients))
 
 
 # ---------------------------------------------------------------------------------- attributes that others read
