@@ -27,7 +27,7 @@ def processor() -> str:
 def environment() -> dict[str, Any]:
     """Hardware, versions and command of this run."""
     found: dict[str, Any] = {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "processor": processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads_per_operator": torch.get_num_threads(),
