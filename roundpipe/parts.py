@@ -82,17 +82,15 @@ class _GiveSame:
         return self.output, self.arguments
 
     def __call__(self, carry: Carry) -> Any:
-        output, given = carry[self.output], structure.tensors(carry[self.arguments])
-        made = structure.tensors(output)
+        output = carry[self.output]
+        if not any(isinstance(leaf, _Same) for leaf in structure.leaves(output)):
+            return output
+        given, made = structure.tensors(carry[self.arguments]), structure.tensors(output)
 
         def found(leaf: Any) -> Any:
             return (given if leaf.is_given else made)[leaf.index] if isinstance(leaf, _Same) else leaf
 
-        return structure.map_leaves(output, found) if any(map(_is_same, structure.leaves(output))) else output
-
-
-def _is_same(leaf: Any) -> bool:
-    return isinstance(leaf, _Same)
+        return structure.map_leaves(output, found)
 
 
 class _Watched(nn.Module):
@@ -110,6 +108,7 @@ class _Watched(nn.Module):
         self.module = module
         self.is_first = is_first
         self.is_all = is_all
+        self._has_weights = weight_bytes_of(module) > 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         outside = (args, kwargs) if self.is_first else ((), {})
@@ -141,7 +140,7 @@ class _Watched(nn.Module):
     def _referring(self, result: Any, given: list[torch.Tensor]) -> Any:
         """The output with a `_Same` for each tensor that it need not bring."""
         made = structure.tensors(result)
-        if weight_bytes_of(self.module) == 0 and not _memory(given).isdisjoint(_memory(made)):
+        if not self._has_weights and not _memory(given).isdisjoint(_memory(made)):
             raise _HandsOnOtherwise("it has no weights and returns memory of a tensor that it is given")
         known = {id(tensor): _Same(True, index) for index, tensor in reversed(list(enumerate(given)))}
         if len({id(tensor) for tensor in made} - known.keys()) == len(made):

@@ -331,18 +331,11 @@ class FakeWorld:
         held = module._parameters if attribute in module._parameters else module._buffers
         return held.get(attribute) is self.fake(name)
 
-    def storage_of(self, name: str) -> int:
-        """Where the fake of a parameter or buffer lies."""
-        return self.fake(name).untyped_storage()._cdata
-
     @functools.cached_property
-    def _parameter_storages(self) -> frozenset[int]:
+    def parameter_at(self) -> dict[int, torch.Tensor]:
+        """Storage of each fake parameter, and the real one."""
         parameters = [tensor for tensor in self.real.values() if isinstance(tensor, nn.Parameter)]
-        return frozenset(self._fake_of[tensor].untyped_storage()._cdata for tensor in parameters)
-
-    def parameter_storages(self) -> frozenset[int]:
-        """Where the fake parameters lie."""
-        return self._parameter_storages
+        return {self._fake_of[tensor].untyped_storage()._cdata: tensor for tensor in parameters}
 
     def static_fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake of a real tensor, every size a plain number."""

@@ -304,9 +304,9 @@ class Recorder(TorchFunctionMode):
     def _leaves_weights_alone(self, write: Write, written: list[torch.Tensor]) -> bool:
         """Whether a call in glue writes nothing but a weight, and changes nothing of it now; the guards look again."""
         place = write.tensor.untyped_storage()._cdata
-        if len(written) > 1 or place not in self.world.parameter_storages():
+        weight = self.world.parameter_at.get(place)
+        if len(written) > 1 or weight is None:
             return False
-        weight = next(real for name, real in self.world.real.items() if self.world.storage_of(name) == place)
         with self.pause(), real_world():
             if not write.leaves_alone(weight):
                 return False
@@ -483,7 +483,7 @@ class Recorder(TorchFunctionMode):
     def note_written(self, node: Node, written: Sequence[torch.Tensor]) -> None:
         """A node writes these tensors in place."""
         storages = {tensor.untyped_storage()._cdata for tensor in written}
-        if storages & self.world.parameter_storages() or not all(map(is_fake, written)):
+        if storages & self.world.parameter_at.keys() or not all(map(is_fake, written)):
             raise self.give_up(TraceError("it writes a parameter, or a tensor that is no part of the model, in place"))
         self.builder.written_storages.update(storages)
         if not self.reader.depends_on_inputs_only(node):

@@ -128,7 +128,7 @@ class LeafRunner:
             changed += [f"{type(owner).__name__}.{attribute}" for owner, attribute, _ in remembered]
         if watch.drew_from_kept():
             changed.append("the state of a torch.Generator")
-        if watch.written & self._world.parameter_storages() and not self._leaves_weights_alone(module, watch):
+        if watch.written & self._world.parameter_at.keys() and not self._leaves_weights_alone(module, watch):
             changed.append("a parameter")
         self._refuse_state(module, name, changed)
         for owner, attribute, value in state.changed_attributes():
@@ -153,12 +153,11 @@ class LeafRunner:
 
     def _leaves_weights_alone(self, module: nn.Module, watch: LeafWatch) -> bool:
         """Whether a leaf's writes to its weights change nothing now; the guards look at that again."""
-        world = self._world
-        real = {world.storage_of(name): weight for name, weight in world.real.items()}
-        writes = [one for one in watch.writes if one.tensor.untyped_storage()._cdata in world.parameter_storages()]
-        weights = [real[one.tensor.untyped_storage()._cdata] for one in writes]
-        seen = {one.tensor.untyped_storage()._cdata for one in writes}
-        if watch.written & world.parameter_storages() != seen:  # given other data
+        real = self._world.parameter_at
+        places = [one.tensor.untyped_storage()._cdata for one in watch.writes]
+        writes = [one for one, place in zip(watch.writes, places, strict=True) if place in real]
+        weights = [real[place] for place in places if place in real]
+        if watch.written & real.keys() != real.keys() & set(places):  # given other data
             return False
         with real_world():
             if not all(one.leaves_alone(weight) for one, weight in zip(writes, weights, strict=True)):
