@@ -10,6 +10,7 @@ Invariant: ``Ambient.current()`` inside ``current.changes_from(base).enter()`` u
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,6 +19,10 @@ import torch
 
 AttentionKernels = tuple[bool, bool, bool, bool]
 """Whether flash, memory-efficient, math and cuDNN attention are allowed."""
+
+
+_ONE_AT_A_TIME = threading.RLock()
+"""Torch has one setting of attention kernels for all threads: two that restore it crosswise would leave it changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +114,14 @@ class Ambient:
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
-        before = _attention_kernels() if self.attention_kernels is not None else None
         with contextlib.ExitStack() as stack:
             if self.grad is not None:
                 stack.enter_context(torch.set_grad_enabled(self.grad))
             for state in self._autocast_to_enter():
                 stack.enter_context(torch.autocast(state.device_type, dtype=state.dtype, enabled=state.enabled))
-            if self.attention_kernels is not None and before is not None:
-                stack.callback(_allow_attention_kernels, before)
+            if self.attention_kernels is not None:
+                stack.enter_context(_ONE_AT_A_TIME)
+                stack.callback(_allow_attention_kernels, _attention_kernels())
                 _allow_attention_kernels(self.attention_kernels)
             yield
 

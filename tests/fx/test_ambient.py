@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import torch
 
 from roundpipe.fx.ambient import Ambient
@@ -29,6 +32,31 @@ def test_changes_read_well() -> None:
     change = inside.changes_from(Ambient.current())
     assert change is not None
     assert change.describe() == "grad mode off, autocast on cpu to torch.bfloat16"
+
+
+def test_attention_kernels_are_restored_whichever_worker_ends_first() -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    base = Ambient.current()
+    with sdpa_kernel(SDPBackend.MATH):
+        change = Ambient.current().changes_from(base)
+    assert change is not None
+
+    def work(pause_s: float) -> None:
+        for _ in range(20):
+            with change.enter():
+                time.sleep(pause_s)
+
+    threads = [threading.Thread(target=work, args=(pause_s,)) for pause_s in (0.001, 0.0013, 0.0017)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    now = Ambient.current()
+    torch.backends.cuda.enable_flash_sdp(True)
+    torch.backends.cuda.enable_mem_efficient_sdp(True)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    assert now == base
 
 
 def test_attention_kernels_are_restored_after_an_error() -> None:
