@@ -23,6 +23,8 @@ from roundpipe.layers import is_differentiable
 ForwardRun = Callable[[], tuple[torch.Tensor, ...]]
 BackwardRun = Callable[[Sequence[torch.Tensor | None], bool], Sequence[torch.Tensor | None]]
 Read = Sequence[tuple[str, torch.Tensor]]
+_MANY = 4
+"""How many names an error lists."""
 
 
 class _Pipeline(torch.autograd.Function):
@@ -31,10 +33,10 @@ class _Pipeline(torch.autograd.Function):
         ctx: Any, outputs: ForwardRun, backward: BackwardRun, read: Read, anchor: torch.Tensor, *inputs: torch.Tensor
     ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.read = [(name, tensor, tensor._version) for name, tensor in read if not tensor.is_inference()]
         ctx.run_backward = backward
         ctx.anchor = anchor
         tensors = outputs()
+        ctx.read = [(name, tensor, tensor._version) for name, tensor in read if not tensor.is_inference()]
         ctx.mark_non_differentiable(*(tensor for tensor in tensors if not is_differentiable(tensor)))
         return tensors
 
@@ -53,9 +55,11 @@ class _Pipeline(torch.autograd.Function):
             )
         written = list(dict.fromkeys(name for name, tensor, version in ctx.read if tensor._version != version))
         if written:
+            more = f" and {len(written) - _MANY} more" if len(written) > _MANY else ""
             raise BackwardError(
-                f"{', '.join(written)}: changed in place since the RoundPipe forward, whose backward runs the layers "
-                "again from what it was given. Change a copy (x = x + y, not x += y), or call backward before"
+                f"{', '.join(written[:_MANY])}{more}: changed in place since the RoundPipe forward, whose backward "
+                "runs the layers again on what they were given and on their weights. Call backward before (also "
+                "before step and synchronize, which bring new weights), or change a copy (x = x + y, not x += y)"
             )
         ctx.read = []
         accumulates = _is_executed(torch.autograd.graph.get_gradient_edge(ctx.anchor).node)

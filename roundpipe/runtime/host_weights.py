@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -197,9 +197,23 @@ class LayerWeights:
             for entry in self.entries[: self.num_packed]
         )
 
+    @property
+    def _is_training(self) -> bool:
+        return any(module.training for module in self.layer.modules())
+
     def may_leave_traces(self) -> bool:
         """Whether a forward in the present mode leaves buffers or attributes changed, as far as is known."""
-        return self.leaves_traces.get(any(module.training for module in self.layer.modules()), True)
+        return self.leaves_traces.get(self._is_training, True)
+
+    def read_again(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors that a recomputation finds as they are by then.
+
+        Those are not the buffers of a layer that writes them: each of its forwards keeps what it saw.
+        """
+        keeps_buffers = self.writes_buffers.get(self._is_training, True)
+        for name, tensor in (*self.layer.named_parameters(), *(() if keeps_buffers else self.layer.named_buffers())):
+            if is_plain(tensor):
+                yield name, tensor
 
     def parameters(self) -> list[torch.Tensor]:
         """The layer's parameters as the original modules have them now."""

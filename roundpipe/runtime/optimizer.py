@@ -311,11 +311,12 @@ class OptimizerSide:
             rounds: that are running, or were; each parameter is touched once they are done with it.
         """
         changed, self._weights_changed = self._weights_changed, False
+        is_inside = _RUNNING.get() is self  # a loss of two forwards is evaluated on weights that stay as they are
 
         def give(group: list[Pair]) -> None:
             if changed:
                 with self.log.doing("hand-over", "weights into the model", bytes=num_bytes(group)):
-                    copy_in(group)
+                    copy_in([pair for pair in group if pair.is_behind] if is_inside else group)
             if self._gates is not None:
                 self._gates.weights.open(pair.parameter for pair in group)
 

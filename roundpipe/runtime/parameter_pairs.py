@@ -59,6 +59,14 @@ class Pair:
         else:
             self.copy = nn.Parameter(source.to("cpu", dtype, copy=True))
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether the model's weights are not the copy's, in the model's precision."""
+        copy, now = self.copy, self.parameter
+        if copy is None or not is_plain(copy) or not is_plain(now):
+            return copy is not None
+        return not torch.equal(now, copy.to(now.device, now.dtype))
+
     def needs_conversion(self, gradient: torch.Tensor) -> bool:
         """Whether a gradient of the model is to be written into the spare memory, as it is the first of a step."""
         copy = self.copy

@@ -421,7 +421,10 @@ class RoundPipe(ModelView):
                 autograd.join(
                     lambda: tuple(tensor for *_, tensor in outs),
                     run_backward,
-                    microbatch.tensors_of_inputs(call.args, call.kwargs),
+                    [
+                        *microbatch.tensors_of_inputs(call.args, call.kwargs),
+                        *(one for weights in made.weights for one in weights.read_again()),
+                    ],
                     [tensor for *_, tensor in inputs],
                 )
             )

@@ -140,23 +140,28 @@ class BufferHistory:
 
     def __init__(self) -> None:
         self._seen: dict[tuple[int, int], tuple[list[torch.Tensor | None], Event | None]] = {}
+        self._unwritten: dict[int, list[int]] = {}
+        """By layer, the microbatches that nothing was kept for, since no forward so far wrote a buffer."""
 
     @contextlib.contextmanager
     def recording(self, bound: BoundLayer, layer_index: int, microbatch: int, backend: Backend) -> Iterator[None]:
         """Keep the buffers that the forward inside sees, if the layer writes any in the current mode."""
-        if bound.versions_tell:
-            versions = bound.buffer_versions()
-            yield
-            if bound.buffer_versions() != versions:
-                bound.writes_buffers = True
-            return
         if bound.writes_buffers:
             self._keep(bound.buffer_values(), layer_index, microbatch, backend)
             yield
             return
+        versions = bound.buffer_versions() if bound.versions_tell else None
         with self.learning(bound) as before:
             yield
-        if before and not bound.versions_tell:  # a later microbatch may write what this one has seen
+        unwritten = self._unwritten.setdefault(layer_index, [])
+        if versions is not None and bound.buffer_versions() != versions:  # the first write of all
+            bound.writes_buffers = True
+            values = bound.buffers_on_host()
+            for one in (*unwritten, microbatch):
+                self._seen[layer_index, one] = values, None
+        elif bound.versions_tell:
+            unwritten.append(microbatch)
+        elif before:  # a later microbatch may write what this one has seen
             self._keep(before, layer_index, microbatch, backend)
 
     @contextlib.contextmanager

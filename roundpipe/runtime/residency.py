@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from roundpipe.runtime.backend import Backend, Event, Lane, Moment
+from roundpipe.runtime.host_memory import is_plain
 from roundpipe.runtime.host_weights import ALIGNMENT, Entry, LayerWeights, aligned
 from roundpipe.runtime.replica import Frozen, Replica
 
@@ -83,7 +84,8 @@ def _write_buffer(places: list[tuple[nn.Module, str]], value: torch.Tensor | Non
     for module, name in places:
         old = module._buffers.get(name)
         if old is not None and value is not None and old.shape == value.shape and old.dtype == value.dtype:
-            old.copy_(value)
+            if not (is_plain(old) and torch.equal(old, value)):  # a write would end the backward of another forward
+                old.copy_(value)
         else:
             module._buffers[name] = value
 
@@ -193,6 +195,11 @@ class BoundLayer:
     def buffer_values(self) -> list[torch.Tensor | None]:
         """The buffers as they are now, on the device."""
         return [places[0][0]._buffers[places[0][1]] for places in self._places]
+
+    def buffers_on_host(self) -> list[torch.Tensor | None]:
+        """Copies of the buffers as they were uploaded for this visit."""
+        held = [module._buffers[name] for ((module, name), *_), _, _ in self._buffers]
+        return [None if buffer is None else buffer.detach().clone() for buffer in held]
 
     def set_buffers(self, values: Sequence[torch.Tensor | None]) -> None:
         """Rebind the replica's buffers to other device tensors."""

@@ -106,6 +106,52 @@ def test_an_argument_written_before_the_backward_is_an_error_as_in_eager():
         assert_same(gradients(model), gradients(reference))
 
 
+def write_parameter(piped):
+    with torch.no_grad():
+        next(piped.parameters()).mul_(2)
+
+
+def write_buffer(piped):
+    piped.model[1].scale.mul_(2)
+
+
+def load(piped):
+    piped.load_state_dict(piped.state_dict())
+
+
+def step(piped):
+    piped.step(lambda: None, False)
+    piped.step(lambda: None, False)
+
+
+@pytest.mark.parametrize("write", [write_parameter, write_buffer, load, step, roundpipe.RoundPipe.synchronize])
+def test_weights_written_before_the_backward_are_an_error_as_in_eager(write):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.full((6,), 2.0, dtype=DTYPE))
+
+        def forward(self, x):
+            return x * self.scale
+
+    model = nn.Sequential(nn.Linear(6, 6), Scaled(), nn.Linear(6, 6)).to(DTYPE)
+    with roundpipe.RoundPipe(model, devices=["cpu"] * 2, model_run_config=config(2)) as piped:
+        optimizer = torch.optim.SGD(piped.optim_parameters(), lr=0.1)
+        piped.forward_backward((batch(),), loss_fn=square_loss)
+        piped.step(optimizer.step)
+        output = piped(batch())
+        write(piped)
+        with pytest.raises(roundpipe.BackwardError, match="changed in place since the RoundPipe forward.*before step"):
+            output.sum().backward()
+        reference = copy.deepcopy(model)
+        reference.zero_grad()
+        piped.zero_grad()
+        reference(batch()).sum().backward()
+        piped(batch()).sum().backward()
+        piped.synchronize()
+        assert_same(gradients(model), gradients(reference))
+
+
 def test_gradients_of_gradients_are_refused():
     with roundpipe.RoundPipe(mlp(), devices=["cpu"]) as piped:
         given = batch().requires_grad_()

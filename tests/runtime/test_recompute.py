@@ -143,3 +143,33 @@ def test_buffers_that_only_a_later_microbatch_writes(how, grain):
     model[1].linear.weight.data.copy_(torch.eye(6))
     plan = roundpipe.ExecutePlan([(0, 1), (1, 2)], (2, 3), [(1, 2), (0, 1)])
     assert_round_is_eager(model, (given,), workers=2, grain=grain, plan=plan)
+
+
+class CountsPositive(nn.Module):
+    """Writes its buffer for inputs of one sign only."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("seen", torch.ones(6))
+
+    def forward(self, x):
+        if float(x.detach().sum()) > 0:
+            self.seen.add_(1)
+        return self.linear(x) * self.seen
+
+
+@grains
+def test_the_first_forward_that_writes_a_buffer_is_recomputed_on_what_it_saw(grain):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(CountsPositive() for _ in range(3))).to(DTYPE)
+    with torch.no_grad():
+        for layer in model:
+            layer.linear.weight.copy_(torch.eye(6))
+            layer.linear.bias.zero_()
+    plan = roundpipe.ExecutePlan([(0, 1), (1, 2)], (2, 3), [(1, 2), (0, 1)])
+    for number_of_positive in (0, 1, 3):
+        given = -torch.rand(6, 6, dtype=DTYPE) - 0.1
+        given[2 * (3 - number_of_positive) :] *= -1
+        model.zero_grad()
+        assert_round_is_eager(model, (given,), workers=2, grain=grain, plan=plan)

@@ -91,7 +91,7 @@ def test_any_optimizer_trains_as_in_eager(workers, is_async, kind):
             torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("backward", ["forward_backward", "forward"])
+@pytest.mark.parametrize("backward", ["forward_backward", "forward", "two forwards"])
 @workers
 def test_lbfgs_evaluates_the_model_in_a_step_that_is_not_asynchronous(workers, backward):
     model = mlp()
@@ -108,7 +108,9 @@ def test_lbfgs_evaluates_the_model_in_a_step_that_is_not_asynchronous(workers, b
             ours.zero_grad()
             if backward == "forward_backward":
                 return piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(NUM))
-            loss = square_loss(piped(batch(), roundpipe_run_config=config(NUM)), None)
+            number = 2 if backward == "two forwards" else 1
+            losses = [square_loss(piped(batch(), roundpipe_run_config=config(NUM)), None) for _ in range(number)]
+            loss = torch.stack(losses).mean()
             loss.backward()
             return loss.detach()
 
