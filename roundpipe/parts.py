@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
+import itertools
 import sys
 import types
 from collections.abc import Iterator, Mapping
@@ -28,6 +29,7 @@ from roundpipe.caller import warn
 from roundpipe.errors import ConfigError
 from roundpipe.later import all_settled, holds_later, merged_later, packed_again
 from roundpipe.layers import Carry, FixedChain, chain_of_modules, weight_bytes_of
+from roundpipe.overlap import share_elements
 from roundpipe.own_code import HOOKS
 from roundpipe.runtime import microbatch
 from roundpipe.runtime.config import RoundPipeRunConfig, resolve
@@ -37,6 +39,8 @@ from roundpipe.runtime.replica import Replica
 IN_ONE_PIECE = RoundPipeRunConfig(num_microbatch=1)
 _AS_IT_IS = RoundPipeRunConfig(num_microbatch=1, split_input=lambda args, kwargs, number: ([args], [kwargs]))
 """For a call without samples, such as that of an expert that no token goes to."""
+
+_RETURNS_GIVEN = "it returns memory of a tensor that it is given"
 
 _IMMUTABLE = (
     *(bool, int, float, complex, str, bytes, type, type(None), slice, range, frozenset, enum.Enum),
@@ -63,34 +67,62 @@ class _HandsOnOtherwise(Exception):
 class _Same:
     """Stands in an output for a tensor of the arguments, or of the output itself, that is there once more."""
 
-    __slots__ = ("index", "is_given")
+    __slots__ = ("is_given", "index")
 
     def __init__(self, is_given: bool, index: int) -> None:
         self.is_given = is_given
         self.index = index
+        """Among the tensors of the arguments, or of the output."""
 
 
-@dataclass(frozen=True, slots=True)
 class _GiveSame:
-    """Makes the output of a part that is one module, with the same tensors at the places of `_Same`."""
+    """Makes the output of a part that is one module, with the same tensors at the places of `_Same`.
 
-    output: str
-    arguments: str
+    Args:
+        output: name of what the module made.
+        arguments: name of what it was given.
+    """
+
+    def __init__(self, output: str, arguments: str) -> None:
+        self._output = output
+        self._arguments = arguments
+        self._found: list[dict[int, tuple[bool, int]]] = []
+        """Per microbatch: what each `_Same` says, by its position among the output's leaves."""
 
     @property
     def reads(self) -> tuple[str, ...]:
-        return self.output, self.arguments
+        return self._output, self._arguments
+
+    def begin(self) -> None:
+        """A call begins."""
+        self._found.clear()
 
     def __call__(self, carry: Carry) -> Any:
-        output = carry[self.output]
-        if not any(isinstance(leaf, _Same) for leaf in structure.leaves(output)):
-            return output
-        given, made = structure.tensors(carry[self.arguments]), structure.tensors(output)
+        output = carry[self._output]
+        leaves = enumerate(structure.leaves(output))
+        same = {position: (leaf.is_given, leaf.index) for position, leaf in leaves if isinstance(leaf, _Same)}
+        self._found.append(same)
+        return _with_same(output, same, carry[self._arguments])
 
-        def found(leaf: Any) -> Any:
-            return (given if leaf.is_given else made)[leaf.index] if isinstance(leaf, _Same) else leaf
+    def merged(self, output: Any, arguments: Any) -> Any:
+        """The output of the whole batch, with the same tensors where all microbatches agree on them.
 
-        return structure.map_leaves(output, found)
+        Args:
+            output: put together from those of the microbatches.
+            arguments: of the whole batch.
+        """
+        first = self._found[0] if self._found else {}
+        return _with_same(output, first, arguments) if all(one == first for one in self._found) else output
+
+
+def _with_same(output: Any, same: Mapping[int, tuple[bool, int]], arguments: Any) -> Any:
+    if not same:
+        return output
+    given, leaves = structure.tensors(arguments), structure.leaves(output)
+    made = [leaf for place, leaf in enumerate(leaves) if place not in same and isinstance(leaf, torch.Tensor)]
+    for place, (is_given, index) in same.items():
+        leaves[place] = (given if is_given else made)[index]
+    return structure.rebuild(output, leaves)
 
 
 class _Watched(nn.Module):
@@ -98,20 +130,21 @@ class _Watched(nn.Module):
 
     Args:
         module: runs.
-        is_first: it gets the part's arguments, not what the part's module before it made for it alone.
-        is_all: there is no other module in the part; its output then has a `_Same` for each tensor that is an argument,
-            or there twice, since code around the part may write one of them in place and read the other.
+        index: its place in the part. The first gets the part's arguments, not what one before it made for it alone.
+        handing_on: gets the index if the module returned memory of a tensor that it was given. Where all modules of
+            a part do, code around it may write into what it returned and read what it was given. None: there is no
+            other module in the part; its output has a `_Same` for each tensor that is an argument, or there twice.
     """
 
-    def __init__(self, module: nn.Module, is_first: bool, is_all: bool) -> None:
+    def __init__(self, module: nn.Module, index: int, handing_on: set[int] | None) -> None:
         super().__init__()
         self.module = module
-        self.is_first = is_first
-        self.is_all = is_all
+        self._index = index
+        self._handing_on = handing_on
         self._has_weights = weight_bytes_of(module) > 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        outside = (args, kwargs) if self.is_first else ((), {})
+        outside = (args, kwargs) if self._index == 0 else ((), {})
         given = [(tensor, tensor._version) for tensor in structure.tensors(outside)]
         containers = [(one, copy.copy(one)) for one in _containers(outside)]
         before = [(part, dict(part.__dict__)) for part in self.module.modules()]
@@ -135,14 +168,21 @@ class _Watched(nn.Module):
             for name, value in part.__dict__.items():
                 if value is not state.get(name) and not isinstance(value, dict) and structure.tensors(value):
                     raise _HandsOnOtherwise(f"its forward stores tensors in attribute {name!r}")
-        return self._referring(result, [tensor for tensor, _ in given]) if self.is_all else result
+        if self._handing_on is None:
+            return self._referring(result, [tensor for tensor, _ in given])
+        if not _memory(structure.tensors((args, kwargs))).isdisjoint(_memory(structure.tensors(result))):
+            self._handing_on.add(self._index)
+        return result
 
     def _referring(self, result: Any, given: list[torch.Tensor]) -> Any:
         """The output with a `_Same` for each tensor that it need not bring."""
         made = structure.tensors(result)
-        if not self._has_weights and not _memory(given).isdisjoint(_memory(made)):
-            raise _HandsOnOtherwise("it has no weights and returns memory of a tensor that it is given")
         known = {id(tensor): _Same(True, index) for index, tensor in reversed(list(enumerate(given)))}
+        own = list({id(tensor): tensor for tensor in made if id(tensor) not in known}.values())
+        if not _memory(given).isdisjoint(_memory(own if self._has_weights else made)):
+            raise _HandsOnOtherwise(_RETURNS_GIVEN)
+        if len(_memory(own)) < len(own) and any(itertools.starmap(share_elements, itertools.combinations(own, 2))):
+            raise _HandsOnOtherwise("it returns tensors that share memory")
         if len({id(tensor) for tensor in made} - known.keys()) == len(made):
             return result
         num_made = 0
@@ -216,6 +256,10 @@ class _PartState:
     options: CallOptions
     merges_later: bool
     """Whether its outputs are put together only when host code looks at them."""
+    same: _GiveSame | None
+    """For a part of one module."""
+    handing_on: set[int] | None
+    """For one of several: which of them returned memory of what they were given, in the running call."""
     why_on_host: str | None = None
     is_proven: bool = False
     """Whether it ran on the devices once."""
@@ -257,13 +301,14 @@ class Part(RoundPipe):
         is_split = is_sequential(module)
         if is_split:
             modules = [(f"{name}.{key}", child) for key, child in module._modules.items() if child is not None]
-        layers = [(key, _Watched(one, index == 0, len(modules) == 1)) for index, (key, one) in enumerate(modules)]
-        chain = chain_of_modules(layers)
-        if len(modules) == 1:
-            chain.exit = _GiveSame(*chain.specs[0].makes, *chain.specs[0].reads)
+        handing_on: set[int] | None = set() if len(modules) > 1 else None
+        chain = chain_of_modules([(key, _Watched(one, i, handing_on)) for i, (key, one) in enumerate(modules)])
+        same = None
+        if handing_on is None:
+            chain.exit = same = _GiveSame(*chain.specs[0].makes, *chain.specs[0].reads)
         kind: type[Part] = SequencePart if isinstance(module, nn.Sequential) else cls
         part = kind.inside(whole, module, FixedChain(chain), name)
-        part.__dict__["_part"] = _PartState(given, options, merges_later, is_split=is_split)
+        part.__dict__["_part"] = _PartState(given, options, merges_later, same, handing_on, is_split=is_split)
         return part
 
     def forward(
@@ -297,15 +342,28 @@ class Part(RoundPipe):
     def _run_on_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any], config: RoundPipeRunConfig) -> Any:
         """The module's outputs; a neighbour's pieces are taken, and the own ones given, as they are."""
         resolved = resolve(config, self._state.config, num_devices=self._state.engine.num_workers)
-        if holds_later((args, kwargs)):
+        part: _PartState = self.__dict__["_part"]
+        whole = args, kwargs
+        if holds_later(whole):
             args, kwargs = packed_again((args, kwargs), microbatch.automatic_sizes(args, kwargs, resolved))
         if microbatch.is_empty(args, kwargs):
             config = overlaid(_AS_IT_IS, config)
-        later = self.__dict__["_part"].merges_later and config.merge_output is None
+        later = part.merges_later and config.merge_output is None
         if later:
             config = overlaid(RoundPipeRunConfig(merge_output=False), config)
+        if part.same is not None:
+            part.same.begin()
+        if part.handing_on is not None:
+            part.handing_on.clear()
         outputs = super().forward(*args, roundpipe_run_config=config, **kwargs)
-        return merged_later(outputs) if later else outputs
+        if part.handing_on is not None and len(part.handing_on) == sum(
+            one is not None for one in self.model._modules.values()
+        ):
+            raise _HandsOnOtherwise(_RETURNS_GIVEN)
+        if later:
+            outputs = merged_later(outputs)
+        is_merged = later or resolved.merge_output is True
+        return part.same.merged(outputs, whole) if part.same is not None and is_merged else outputs
 
     def __setattr__(self, name: str, value: Any) -> None:
         """A tensor in a parameter's place, as `torch.func.functional_call` sets one, is there on the host only."""

@@ -169,7 +169,7 @@ def test_what_a_part_hands_on_is_the_same_tensor(what: str) -> None:
     parts = dict.fromkeys(model.children(), IN_ONE_PIECE)
     with AutoRoundPipe.of_parts(model, parts, splits_inside=True, name="whole", devices=["cpu"]) as pipe:
         x = torch.randn(4, WIDTH, dtype=torch.float64)
-        with pytest.warns(UserWarning, match="it has no weights and returns memory of a tensor that it is given"):
+        with pytest.warns(UserWarning, match="dropout runs on the CPU.*it returns memory of a tensor that it is given"):
             found = pipe(x)
         torch.testing.assert_close(found, reference(x), rtol=1e-12, atol=1e-12)
         found, expected = pipe(x), reference(x)
@@ -182,6 +182,68 @@ def test_what_a_part_hands_on_is_the_same_tensor(what: str) -> None:
         found.square().sum().backward()
         pipe.synchronize()
         assert_same_gradients(model, reference, 1e-10)
+
+
+class Skips(nn.Module):
+    """Has weights that it does not always use."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        made = x if "given" in self.what else self.linear(x)
+        if self.what in ("view of given", "given"):
+            return (made[:, 1:] if "view" in self.what else made), self.linear.weight.sum()
+        if self.what == "made and view":
+            return made, made[:, 1:]
+        return (made[:, :2], made[:, 2:]) if self.what == "two views" else made
+
+
+class WritesBehind(nn.Module):
+    """Writes in place into one thing that its part returned, and reads the rest."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.part = part
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        made = self.part(x)
+        first, rest = made if isinstance(made, tuple) else (made, x)
+        first.mul_(2)
+        return torch.cat([first, rest.expand(len(x), -1) if rest.ndim else rest.expand(len(x), 1), x], -1)
+
+
+@pytest.mark.parametrize("num_microbatch", [1, 2])
+@pytest.mark.parametrize(
+    ("part", "cause"),
+    [
+        (Skips("view of given"), "part runs on the CPU from now on: it returns memory of a tensor that it is given"),
+        (Skips("made and view"), "part runs on the CPU from now on: it returns tensors that share memory"),
+        (Skips("two views"), None),
+        (Skips("given"), None),
+        (nn.Sequential(Skips("all given"), nn.Dropout(0.0)), "part runs on the CPU from now on: it returns memory of"),
+        (nn.Sequential(Skips("all given"), nn.Linear(WIDTH, WIDTH)), None),
+    ],
+    ids=["view of given", "made and view", "two views", "given", "sequence of views", "sequence"],
+)
+def test_a_write_into_what_a_part_returned_is_seen_wherever_it_is_in_eager(
+    part: nn.Module, cause: str | None, num_microbatch: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    torch.manual_seed(0)
+    model = WritesBehind(copy.deepcopy(part)).double()
+    reference = copy.deepcopy(model)
+    parts = dict.fromkeys(model.children(), RoundPipeRunConfig(num_microbatch=num_microbatch))
+    with AutoRoundPipe.of_parts(model, parts, splits_inside=True, name="whole", devices=["cpu"] * 2) as pipe:
+        for _ in range(2):
+            x = torch.randn(4, WIDTH, dtype=torch.float64)
+            found, expected = pipe(x), reference(x)
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    said = [str(one.message) for one in recwarn if "from now on" in str(one.message)]
+    assert len(said) == (cause is not None) and all(cause in one for one in said)
 
 
 class Experts(nn.Module):

@@ -1,0 +1,50 @@
+"""Whether two views of one memory have elements in common: a write into the one then changes the other."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+MAX_STEPS = 10_000
+"""How many combinations of indices are looked at."""
+
+
+def share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two strided tensors have an element of memory in common; True as well where that takes long to tell.
+
+    Looks at shapes, strides and offsets only. ``x.chunk(2)`` gives two that have none, ``x`` and ``x[0]`` have some.
+    """
+    if not one.numel() or not other.numel() or _memory(one) != _memory(other):
+        return False
+    if one.element_size() != other.element_size():
+        return True
+    # an index for each dimension of both, such that the sum of stride * index is the distance of the first elements
+    lowest: dict[int, int] = {}
+    highest: dict[int, int] = {}
+    for size, stride in zip(one.shape, one.stride(), strict=True):
+        highest[stride] = highest.get(stride, 0) + size - 1
+    for size, stride in zip(other.shape, other.stride(), strict=True):
+        lowest[stride] = lowest.get(stride, 0) - (size - 1)
+    strides = sorted((lowest.keys() | highest.keys()) - {0}, reverse=True)
+    ranges = [(stride, lowest.get(stride, 0), highest.get(stride, 0)) for stride in strides]
+    below = [*itertools.accumulate((stride * low for stride, low, _ in reversed(ranges)), initial=0)][::-1]
+    above = [*itertools.accumulate((stride * high for stride, _, high in reversed(ranges)), initial=0)][::-1]
+    pending = [(other.storage_offset() - one.storage_offset(), 0)]
+    for _ in range(MAX_STEPS):
+        if not pending:
+            return False
+        distance, depth = pending.pop()
+        if depth == len(ranges):
+            if distance == 0:
+                return True
+            continue
+        stride, low, high = ranges[depth]
+        first = max(low, -((above[depth + 1] - distance) // stride))
+        last = min(high, (distance - below[depth + 1]) // stride)
+        pending += [(distance - stride * index, depth + 1) for index in range(first, min(last, first + MAX_STEPS) + 1)]
+    return True
+
+
+def _memory(tensor: torch.Tensor) -> tuple[torch.device, int]:
+    return tensor.device, tensor.untyped_storage().data_ptr()
