@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe.errors import ConfigError
+from roundpipe.errors import ConfigError, enumerated
 from roundpipe.runtime.parameter_pairs import ParameterPair
 
 _LEAVES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -66,7 +66,7 @@ def raise_misfit(what: str, problems: Mapping[str, Iterable[str]]) -> None:
     for problem, found in problems.items():
         names = list(found)
         if names:
-            parts.append(f"{len(names)} {problem}: {', '.join(names[:4])}{', ...' * (len(names) > 4)}")
+            parts.append(f"{len(names)} {problem}: {enumerated(names)}")
     if parts:
         raise ConfigError(f"{what}; {'; '.join(parts)}")
 

@@ -23,6 +23,8 @@ a note that says where in the pipeline they were raised.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 __all__ = [
     "BackwardError",
     "CheckpointError",
@@ -40,6 +42,12 @@ __all__ = [
     "SynchronizationError",
     "TraceError",
 ]
+
+
+def enumerated(names: Sequence[str], most: int = 4) -> str:
+    """The first names, for a message, and how many more there are."""
+    more = [f"and {len(names) - most} more"] if len(names) > most else []
+    return ", ".join([*names[:most], *more])
 
 
 class RoundPipeError(Exception):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe.errors import ConfigError, TraceError
+from roundpipe.errors import ConfigError, TraceError, enumerated
 from roundpipe.explain_graph import check_format, folded, function_name, graph_lines, shape_text, write_graph
 from roundpipe.fx.ambient import autocast_as_on_accelerator
 from roundpipe.fx.codegen import generate
@@ -108,10 +108,9 @@ class Explanation:
         assert self.chain is not None
         lines = []
         for index, values in enumerate(self.cuts):
-            shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in values[:MAX_NAMES])
-            more = f", and {len(values) - MAX_NAMES} more" if len(values) > MAX_NAMES else ""
+            shown = enumerated([f"{name} {format_bytes(size)}" for name, size in values], MAX_NAMES)
             total = format_bytes(sum(size for _, size in values))
-            lines.append(f"behind layer {index} ({self.chain.specs[index].name}): {total}: {shown}{more}")
+            lines.append(f"behind layer {index} ({self.chain.specs[index].name}): {total}: {shown}")
         yield from folded(lines) if lines else ["there is one layer, and no cut"]
 
     def _guard_lines(self) -> Iterator[str]:

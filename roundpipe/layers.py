@@ -52,8 +52,6 @@ class LayerSpec:
     """Whether its forward may draw random numbers."""
     may_write_reads: bool = True
     """Whether its forward may write into the values it reads; generated layers clone such values first."""
-    writes_buffers: bool | None = None
-    """Whether its forward changes buffers; None = not known, found out while running."""
     execution_device: bool = False
     """Whether it names its device through the attribute `EXECUTION_DEVICE`."""
 

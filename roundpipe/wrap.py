@@ -15,7 +15,7 @@ from torch import nn
 
 from roundpipe.auto import AutoRoundPipe, Parts
 from roundpipe.caller import caller_name, warn
-from roundpipe.errors import ConfigError, TraceError
+from roundpipe.errors import ConfigError, TraceError, enumerated
 from roundpipe.fx.source import TracedSource
 from roundpipe.layers import weight_bytes_of
 from roundpipe.parts import IN_ONE_PIECE, is_sequential, overlaid
@@ -270,15 +270,19 @@ class _Choice:
 
     def warn_of_ignored(self, model: nn.Module) -> None:
         """Warn of options for modules that are inside a pipeline or around one."""
-        for name, module in model.named_modules():
-            inside = module not in self.parts and module not in self.left and module not in self.opened
-            if inside and module in self.skip:
-                warn(
-                    f"skip_modules: {name} is inside a module that becomes one pipeline and runs with it on the "
-                    "devices; skip that one, or lower the thresholds"
-                )
-            if module in self.override and module not in self.parts and module is not model:
-                warn(f"override_config: the options of {name} have no effect, since it is no pipeline of its own")
+        names = {module: name for name, module in model.named_modules()}
+        chosen = {*self.parts, *self.left, *self.opened}
+        inside = [name for module, name in names.items() if module not in chosen and module in self.skip]
+        if inside:
+            verb = "is" if len(inside) == 1 else "are"
+            warn(
+                f"skip_modules: {enumerated(inside)} {verb} inside a module that becomes one pipeline, and with it on "
+                "the devices; skip that one, or lower the thresholds"
+            )
+        unused = [names[one] for one in self.override if one not in self.parts and one is not model]
+        if unused:
+            why = "since it is no pipeline of its own" if len(unused) == 1 else "since none is a pipeline of its own"
+            warn(f"override_config: the options of {enumerated(unused)} have no effect, {why}")
 
 
 def _is_inplace_activation(module: nn.Module) -> bool:

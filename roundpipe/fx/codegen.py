@@ -39,13 +39,11 @@ from roundpipe.fx.graph import (
     ambient_of,
     assign_buffer,
     draws_random,
-    mutated_by,
     output_names,
     storage_key,
     value_bytes,
-    writes_buffers,
 )
-from roundpipe.fx.legal_cuts import HOOK_METHODS, attribute_memory
+from roundpipe.fx.legal_cuts import HOOK_METHODS
 from roundpipe.fx.operations import call_leaf, overrides_call
 from roundpipe.fx.partition import Chunk, Partition
 from roundpipe.layers import (
@@ -393,7 +391,6 @@ def _named(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _spec(traced: TracedGraph, partition: Partition, chunk: Chunk, uses_device: bool) -> LayerSpec:
-    held = attribute_memory(traced)
     return LayerSpec(
         name=chunk.name,
         module_names=chunk.module_names,
@@ -402,10 +399,6 @@ def _spec(traced: TracedGraph, partition: Partition, chunk: Chunk, uses_device: 
         differentiable=frozenset(node.name for node in chunk.makes if node in partition.differentiable),
         draws_random=any(map(draws_random, chunk.nodes)),
         may_write_reads=False,
-        writes_buffers=any(
-            writes_buffers(node) or any(storage_key(value) in held for value in mutated_by(node))
-            for node in chunk.nodes
-        ),
         execution_device=uses_device,
     )
 

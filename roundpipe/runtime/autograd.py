@@ -17,14 +17,12 @@ from typing import Any
 
 import torch
 
-from roundpipe.errors import BackwardError
+from roundpipe.errors import BackwardError, enumerated
 from roundpipe.layers import is_differentiable
 
 ForwardRun = Callable[[], tuple[torch.Tensor, ...]]
 BackwardRun = Callable[[Sequence[torch.Tensor | None], bool], Sequence[torch.Tensor | None]]
 Read = Sequence[tuple[str, torch.Tensor]]
-_MANY = 4
-"""How many names an error lists."""
 
 
 class _Pipeline(torch.autograd.Function):
@@ -55,9 +53,8 @@ class _Pipeline(torch.autograd.Function):
             )
         written = list(dict.fromkeys(name for name, tensor, version in ctx.read if tensor._version != version))
         if written:
-            more = f" and {len(written) - _MANY} more" if len(written) > _MANY else ""
             raise BackwardError(
-                f"{', '.join(written[:_MANY])}{more}: changed in place since the RoundPipe forward, whose backward "
+                f"{enumerated(written)}: changed in place since the RoundPipe forward, whose backward "
                 "runs the layers again on what they were given and on their weights. Call backward before (also "
                 "before step and synchronize, which bring new weights), or change a copy (x = x + y, not x += y)"
             )

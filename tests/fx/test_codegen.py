@@ -172,7 +172,6 @@ def test_convolutions_with_in_place_activations() -> None:
     model = float64(ConvNet())
     chain = compile_by_hand(model, torch.randn(4, 3, 6, 6, dtype=torch.float64))
     assert len(chain) >= 4
-    assert all(spec.writes_buffers for spec in chain.specs if "norm" in " ".join(spec.module_names))
     image = torch.randn(2, 3, 8, 8, dtype=torch.float64)
     before = image.clone()
     assert_equals_eager(model, chain, image)
@@ -294,7 +293,6 @@ def test_buffer_assignment_is_replayed() -> None:
 
     model = float64(Counting())
     chain = chain_of(with_assignment(model, torch.randn(4, 4, dtype=torch.float64)))  # type: ignore[arg-type]
-    assert [spec.writes_buffers for spec in chain.specs].count(True) == 1
     eager = Eager().double()
     x = torch.randn(5, 4, dtype=torch.float64)
     eager.load_state_dict(model.state_dict())
