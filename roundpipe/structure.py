@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -135,6 +136,12 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     if not any(isinstance(leaf, torch.Tensor) for leaf in leaves(value)):
         return value
     return map_leaves(value, lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf)
+
+
+def map_numbered(value: Any, function: Callable[[int, torch.Tensor], Any]) -> Any:
+    """The same for a function that is also given each tensor's position among `tensors`."""
+    positions = itertools.count()
+    return map_tensors(value, lambda tensor: function(next(positions), tensor))
 
 
 def rebuild(value: Any, new_leaves: list[Any]) -> Any:

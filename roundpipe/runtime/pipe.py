@@ -391,14 +391,15 @@ class RoundPipe(ModelView):
             return {name: one[name].synchronize() for name in exit.reads}
 
         carries = [collect(one) for one in made.values]
-        flowing = made.around.with_gradient
-        outs = [
-            (m, name, position, tensor)
+        around = made.around
+        outs = {
+            (m, name, position): tensor
             for m, carry in enumerate(carries)
             for name in exit.reads
-            if name in flowing and name not in firsts[m]
+            if name in around.with_gradient and name not in firsts[m]
             for position, tensor in enumerate(structure.tensors(carry[name]))
-        ]
+            if position not in around.plain.get((m, name), ())
+        }
         if call.config.requires_grad and outs:
             backward_round = maker.backward_round(made, call, plan)
             backward_round.frozen = Frozen.of(call.chain)  # the caller may set other modes before the backward
@@ -406,7 +407,7 @@ class RoundPipe(ModelView):
             def run_backward(gradients: Sequence[torch.Tensor | None], accumulates: bool) -> list[torch.Tensor | None]:
                 for m, carry in enumerate(carries):
                     by_name: dict[str, list[torch.Tensor | None]] = {}
-                    for (where, name, position, _), gradient in zip(outs, gradients, strict=True):
+                    for (where, name, position), gradient in zip(outs, gradients, strict=True):
                         if where == m and gradient is not None:
                             found = by_name.setdefault(name, [None] * len(structure.tensors(carry[name])))
                             found[position] = gradient.to("cpu")
@@ -417,21 +418,18 @@ class RoundPipe(ModelView):
                 state.optimizer.end_call()
                 return input_gradients(backward_round, inputs)
 
-            joined = iter(
-                autograd.join(
-                    lambda: tuple(tensor for *_, tensor in outs),
-                    run_backward,
-                    [
-                        *microbatch.tensors_of_inputs(call.args, call.kwargs),
-                        *(one for weights in made.weights for one in weights.read_again()),
-                    ],
-                    [tensor for *_, tensor in inputs],
-                )
-            )
-            for m, carry in enumerate(carries):
-                for name in exit.reads:
-                    if name in flowing and name not in firsts[m]:
-                        carry[name] = structure.map_tensors(carry[name], lambda _: next(joined))
+            read = [
+                *microbatch.tensors_of_inputs(call.args, call.kwargs),
+                *(one for weights in made.weights for one in weights.read_again()),
+            ]
+            results = autograd.join(lambda: tuple(outs.values()), run_backward, read, [tensor for *_, tensor in inputs])
+            joined = dict(zip(outs, results, strict=True))
+            for m, name in dict.fromkeys((m, name) for m, name, _ in outs):
+
+                def in_graph(position: int, tensor: torch.Tensor, m: int = m, name: str = name) -> torch.Tensor:
+                    return joined.get((m, name, position), tensor)
+
+                carries[m][name] = structure.map_numbered(carries[m][name], in_graph)
         if device.type != "cpu":
             carries = [structure.map_tensors(carry, lambda tensor: tensor.to(device)) for carry in carries]
         return [exit(carry) for carry in carries]

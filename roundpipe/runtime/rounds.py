@@ -139,10 +139,17 @@ class RoundMaker:
         draws = config.preserve_rng_state and any(spec.draws_random for spec in chain.specs)
         trainable = [any(p.requires_grad for p in layer.parameters()) for layer in chain]
         inputs = {name for one in values for name, held in one.items() if _requires_grad(held.value)}
+        plain = {
+            (microbatch, name): frozenset(i for i, t in enumerate(structure.tensors(held.value)) if not t.requires_grad)
+            for microbatch, one in enumerate(values)
+            for name, held in one.items()
+            if name in inputs
+        }
         return Surroundings(
             base_seed=draw_base_seed() if draws else 0,
             preserve_rng_state=draws,
             with_gradient=names_with_gradient(chain.specs, trainable, inputs),
+            plain=plain,
             buffers=BufferHistory(),
             saved=SavedData(),
             keep_history=keep_history,

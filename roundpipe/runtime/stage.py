@@ -11,7 +11,7 @@ an exception of the user's code keeps its type and gains a note that says where 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,8 @@ class Surroundings:
     preserve_rng_state: bool
     with_gradient: frozenset[str]
     """Names whose tensors take part in autograd."""
+    plain: dict[tuple[int, str], frozenset[int]]
+    """By microbatch and name of those, the tensors that don't, such as a mask beside the hidden state."""
     buffers: BufferHistory
     saved: SavedData
     keep_history: bool
@@ -103,6 +105,7 @@ class Stage:
                 made = self._first_call(self.layers[index], carry, microbatch, "forward")
                 if any(tensor.requires_grad for tensor in structure.tensors(made)):  # the model turned autograd on
                     made = structure.map_tensors(made, torch.Tensor.detach)
+                self._note_plain(self.layers[index].spec, carry, made, microbatch)
                 kept = {name: value for name, value in made.items() if name in keep}
                 given = bool(kept)
                 if kept:
@@ -137,7 +140,7 @@ class Stage:
             gradients of the taken values.
         """
         around = self.around
-        recorded = Recorded(segment.layers, self._leaves(segment, carry))
+        recorded = Recorded(segment.layers, self._leaves(segment, carry, microbatch))
         with around.ambient(), torch.enable_grad():
             values = dict(recorded.leaves)
             last = {name: i for i in segment.layers for name in self.layers[i].spec.reads}
@@ -168,7 +171,7 @@ class Stage:
     def recompute(self, segment: Segment, carry: Carry, microbatch: int) -> Recorded:
         """Run a segment's forward again, with autograd."""
         around = self.around
-        recorded = Recorded(segment.layers, self._leaves(segment, carry))
+        recorded = Recorded(segment.layers, self._leaves(segment, carry, microbatch))
         values = dict(recorded.leaves)
         with around.ambient(), torch.enable_grad(), recomputing():
             for index in segment.layers:
@@ -224,17 +227,30 @@ class Stage:
 
     # Calls
 
-    def _leaves(self, segment: Segment, carry: Carry) -> dict[str, Any]:
+    def _leaves(self, segment: Segment, carry: Carry, microbatch: int) -> dict[str, Any]:
         """The taken values with autograd leaves where a gradient flows."""
         flowing = self.around.with_gradient
         return {
-            name: structure.map_tensors(
-                carry[name], lambda t: t.detach().requires_grad_() if is_differentiable(t) else t
-            )
+            name: _as_leaf(carry[name], self.around.plain.get((microbatch, name), frozenset()))
             if name in flowing
             else carry[name]
             for name in segment.takes
         }
+
+    def _note_plain(self, spec: LayerSpec, given: Carry, made: Carry, microbatch: int) -> None:
+        """A tensor without gradient that a layer hands on as it is stays one; that of a traced layer is known."""
+        if spec.differentiable is not None:
+            return
+        around, plain = self.around, self.around.plain
+        handed_on = {
+            id(tensor)
+            for name in spec.reads
+            for position, tensor in enumerate(structure.tensors(given[name]))
+            if name not in around.with_gradient or position in plain.get((microbatch, name), ())
+        }
+        for name in spec.makes if handed_on else ():
+            tensors = enumerate(structure.tensors(made[name]))
+            plain[microbatch, name] = frozenset(position for position, one in tensors if id(one) in handed_on)
 
     def _first_call(self, layer: StageLayer, values: Carry, microbatch: int, phase: str) -> Carry:
         """A layer's call in forward, with a record of what its recomputation needs."""
@@ -325,6 +341,16 @@ def _as_losses(loss: Any) -> list[torch.Tensor]:
                 "model(...) under torch.no_grad()"
             )
     return list(losses)
+
+
+def _as_leaf(value: Any, plain: Container[int]) -> Any:
+    """A carried value with autograd leaves, but for the tensors at some positions."""
+
+    def replaced(position: int, tensor: torch.Tensor) -> torch.Tensor:
+        takes_part = position not in plain and is_differentiable(tensor)
+        return tensor.detach().requires_grad_() if takes_part else tensor
+
+    return structure.map_numbered(value, replaced)
 
 
 def _leaf_gradients(recorded: Recorded) -> dict[str, Gradients]:

@@ -106,6 +106,42 @@ def test_an_argument_written_before_the_backward_is_an_error_as_in_eager():
         assert_same(gradients(model), gradients(reference))
 
 
+@grains
+@workers
+def test_what_needs_no_gradient_is_recomputed_without(workers, grain):
+    """As in eager, where a mask beside the hidden state costs nothing and attention takes its fast way."""
+    seen = []
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, given):
+            hidden, more = given
+            if torch.is_grad_enabled():
+                seen.append((hidden.requires_grad, more["mask"].requires_grad))
+            return self.linear(hidden) * more["mask"], more
+
+    model = nn.Sequential(*(Masked() for _ in range(4))).to(DTYPE)
+    reference = copy.deepcopy(model)
+    x, mask = batch().requires_grad_(), torch.rand_like(batch())
+    expected_x = x.detach().clone().requires_grad_()
+    square_loss(reference((expected_x, {"mask": mask}))[0], None).backward()
+    seen.clear()
+    plan = roundpipe.ExecutePlan([(0, 1), (1, 3)], (3, 4), [(2, 3), (0, 2)])
+    with roundpipe.RoundPipe(model, devices=["cpu"] * workers, model_run_config=config(3, grain, plan)) as piped:
+        output, more = piped((x, {"mask": mask}))
+        assert output.requires_grad and not more["mask"].requires_grad
+        square_loss(output, None).backward()
+        assert len(seen) == 12 and set(seen) == {(True, False)}
+        assert_same(gradients(model), gradients(reference))
+        torch.testing.assert_close(x.grad, expected_x.grad, rtol=0, atol=1e-10)
+        seen.clear()
+        piped.forward_backward(((x.detach(), {"mask": mask}),), loss_fn=lambda out, _: square_loss(out[0], None))
+        assert len(seen) == 12 and {mask for _, mask in seen} == {False}
+
+
 def write_parameter(piped):
     with torch.no_grad():
         next(piped.parameters()).mul_(2)
