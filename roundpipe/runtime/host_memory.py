@@ -59,6 +59,14 @@ def empty_bytes(num_bytes: int) -> torch.Tensor:
     return on_huge_pages(torch.empty(num_bytes, dtype=torch.uint8))
 
 
+def convert(parameter: torch.Tensor, dtype: torch.dtype) -> None:
+    """Gives a parameter and its gradient another dtype in place, as ``nn.Module.to`` does."""
+    gradient, parameter.grad = parameter.grad, None
+    parameter.data = parameter.data.to(dtype)
+    if gradient is not None:
+        parameter.grad = gradient.to(dtype)
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is no subclass and has strided memory, so that it may be packed and copied with others."""
     return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided

@@ -185,6 +185,8 @@ class OptimizerSide:
         for pair in chosen:
             if pair.copy is None:
                 pair.make_copy(self._optim_dtype)
+            elif self._optim_dtype is None:
+                pair.follow_dtype()
         return chosen
 
     # --------------------------------------------------------------------------------------- steps

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from roundpipe.errors import ConfigError
-from roundpipe.runtime.host_memory import is_plain, on_huge_pages
+from roundpipe.runtime.host_memory import convert, is_plain, on_huge_pages
 
 HAND_OVER_BYTES = 16 * 1024**2
 """Parameters are handed over in groups of this size: few calls for small ones, early uploads of the first layers."""
@@ -58,6 +58,13 @@ class Pair:
             self.copy = nn.Parameter(memory.copy_(source))
         else:
             self.copy = nn.Parameter(source.to("cpu", dtype, copy=True))
+
+    def follow_dtype(self) -> None:
+        """Convert the copy if the model's parameter was converted, by ``model.to`` or in a forward."""
+        copy = self.copy
+        if copy is not None and copy.dtype != self.parameter.dtype and is_plain(copy) and is_plain(self.parameter):
+            convert(copy, self.parameter.dtype)
+            self.spare = None
 
     @property
     def is_behind(self) -> bool:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from roundpipe.runtime.backend import Backend, Event, Lane, Moment
-from roundpipe.runtime.host_memory import is_plain
+from roundpipe.runtime.host_memory import convert, is_plain
 from roundpipe.runtime.host_weights import ALIGNMENT, Entry, LayerWeights, aligned
 from roundpipe.runtime.replica import Frozen, Replica
 
@@ -52,11 +52,13 @@ class Pending:
     """Host parameter, downloaded gradient."""
     buffers: list[tuple[list[tuple[nn.Module, str]], torch.Tensor | None]] = field(default_factory=list)
     """Places in the original tree, downloaded value."""
+    dtypes: list[tuple[torch.Tensor, torch.dtype]] = field(default_factory=list)
+    """Host parameter, what a forward converted it to, as some that route to experts do."""
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is on its way."""
-        return not (self.gradients or self.buffers)
+        return not (self.gradients or self.buffers or self.dtypes)
 
     def wait(self) -> None:
         """Wait for the copies."""
@@ -67,6 +69,8 @@ class Pending:
         """Wait for the copies, add gradients to ``.grad`` and write buffers back."""
         self.wait()
         with torch.no_grad():
+            for parameter, dtype in self.dtypes:
+                convert(parameter, dtype)
             for parameter, gradient in self.gradients:
                 if parameter.grad is None:
                     parameter.grad = gradient
@@ -78,6 +82,7 @@ class Pending:
                 _write_buffer(places, value)
         self.gradients.clear()
         self.buffers.clear()
+        self.dtypes.clear()
 
 
 def _write_buffer(places: list[tuple[nn.Module, str]], value: torch.Tensor | None) -> None:
@@ -219,6 +224,15 @@ class BoundLayer:
             elif all_of_them or now is not bound or now._version != version:
                 yield originals, now
 
+    def converted_parameters(self) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
+        """Parameters of the original tree that the forward gave another dtype, and which."""
+        for entry in self.weights.entries:
+            if entry.is_parameter and not entry.loose and entry.fits:
+                module, name = entry.places[0]
+                now = self.replica.twin(module)._parameters[name]
+                if now is not None and now.dtype != entry.dtype:
+                    yield entry.tensor, now.dtype
+
     def unbind(self) -> None:
         """Drop every reference to device memory."""
         for _, parameter in self.parameters:
@@ -328,6 +342,7 @@ class Visit:
                         continue
                     down.append(value)
                     pending.buffers.append((places, backend.download(value, lane=Lane.GRADIENTS)))
+                pending.dtypes += layer.converted_parameters()
                 for module, name, plain in attributes:
                     module.__dict__[name] = plain
                 layer.left_traces(bool(buffers or attributes))

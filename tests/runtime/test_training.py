@@ -362,3 +362,46 @@ def test_after_an_exception_in_step_fn_training_goes_on(workers, is_async):
         piped.step(update, is_async=False)  # the gradients that the failed step did not use are still there
         for one, other in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+
+
+class CastsItsWeight(nn.Module):
+    """Keeps one weight in float32 whatever the model's dtype, as routers of some mixtures of experts do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.router = nn.Linear(6, 6, bias=False)
+
+    def forward(self, x):
+        self.router = self.router.to(torch.float32)
+        return self.linear(x) * self.router(x.float()).softmax(-1).to(x.dtype)
+
+
+@pytest.mark.parametrize("way", ["compile", "by hand"])
+@workers
+def test_a_weight_that_the_forward_converts_is_converted_on_the_host(workers, way):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(CastsItsWeight() for _ in range(4))).to(DTYPE)
+    reference = copy.deepcopy(model)
+    eager = torch.optim.AdamW(reference.parameters(), lr=0.05)
+    make = roundpipe.compile if way == "compile" else roundpipe.RoundPipe
+    with make(model, devices=["cpu"] * workers) as piped:
+        ours = torch.optim.AdamW(piped.optim_parameters(), lr=0.05)
+        for seed in range(4):
+            x = batch(seed=seed)
+            eager.zero_grad()
+            expected = eager_backward(reference, x)
+            loss = piped.forward_backward((x,), loss_fn=square_loss, run_config=config(NUM))
+            piped.synchronize()
+            assert float(loss) == pytest.approx(expected, rel=1e-7)
+            assert {name: p.dtype for name, p in piped.named_parameters()} == {
+                name: torch.float32 if "router" in name else DTYPE for name, _ in reference.named_parameters()
+            }
+            for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-7)
+            eager.step()
+            piped.step(lambda: (ours.step(), ours.zero_grad()), is_async=False)
+        assert [p.dtype for p in piped.optim_parameters()] == [p.dtype for p in reference.parameters()]
+        for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        assert piped.trace_count <= 2
