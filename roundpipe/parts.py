@@ -11,13 +11,14 @@ Invariant: a part gives what its module would give where it stands; one that can
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import dataclasses
 import enum
 import itertools
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
@@ -139,6 +140,8 @@ class _Watched(nn.Module):
     def __init__(self, module: nn.Module, index: int, handing_on: set[int] | None) -> None:
         super().__init__()
         self.module = module
+        self.context: contextvars.Context | None = None
+        """Of the code that called the part, whose context variables it sees as where it stands."""
         self._index = index
         self._handing_on = handing_on
         self._has_weights = weight_bytes_of(module) > 0
@@ -146,7 +149,9 @@ class _Watched(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         outside = (args, kwargs) if self._index == 0 else ((), {})
         given = [(tensor, tensor._version) for tensor in structure.tensors(outside)]
+        context = contextvars.copy_context() if self.context is None else self.context.copy()
         containers = [(one, copy.copy(one)) for one in _containers(outside)]
+        collectors = [(one, copy.copy(one)) for one in _containers((tuple(context.values()), {}))]
         before = [(part, dict(part.__dict__)) for part in self.module.modules()]
         collections = [
             (name, value, copy.copy(value))
@@ -154,15 +159,16 @@ class _Watched(nn.Module):
             for name, value in state.items()
             if type(value) in (list, dict) and name not in ("_parameters", "_buffers", "_modules")
         ]
-        result = self.module(*args, **kwargs)
+        run = self.module.forward if self._handing_on is None and hooks_run_around(self.module) else self.module
+        result = context.run(run, *args, **kwargs)
         if any(tensor._version != version for tensor, version in given):
             raise _HandsOnOtherwise("it writes into a tensor that it is given")
         if any(_differ(one, was) for one, was in containers):
             raise _HandsOnOtherwise("it changes a list or dict that it is given")
+        if _put_back(collectors):
+            raise _HandsOnOtherwise("it changes a list or dict that a context variable holds")
         for name, value, was in collections:
-            if _differ(value, was):
-                value.clear()
-                value.extend(was) if isinstance(value, list) else value.update(was)
+            if _put_back([(value, was)]):
                 raise _HandsOnOtherwise(f"its forward changes the {type(value).__name__} in attribute {name!r}")
         for part, state in before:
             for name, value in part.__dict__.items():
@@ -225,6 +231,33 @@ def _differ(one: Any, was: Any) -> bool:
     return any(a is not b for a, b in zip(one, was, strict=True))
 
 
+def _put_back(containers: list[tuple[Any, Any]]) -> bool:
+    """Makes lists and dicts again what they were; whether one was not."""
+    changed = [(one, was) for one, was in containers if _differ(one, was)]
+    for one, was in changed:
+        one.clear()
+        one.extend(was) if isinstance(one, list) else one.update(was)
+    return bool(changed)
+
+
+def hooks_run_around(module: nn.Module) -> bool:
+    """Whether a part's module has hooks that run once, on the host, around what the devices do."""
+    return bool(module._forward_hooks or module._forward_pre_hooks) and not (
+        module._backward_hooks or module._backward_pre_hooks or isinstance(module, torch.jit.ScriptModule)
+    )
+
+
+def _between_hooks(module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a module whose forward is ``run``; what its hooks leave in attributes is left in the module."""
+    twin = object.__new__(type(module))
+    twin.__dict__.update(module.__dict__, forward=run)
+    result = twin(*args, **kwargs)
+    for name, value in twin.__dict__.items():
+        if name != "forward" and value is not module.__dict__.get(name):
+            module.__dict__[name] = value
+    return result
+
+
 def _unfit(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Why arguments can't be sent to a device, if they can't."""
     pending: list[Any] = [*args, *kwargs.values()]
@@ -256,6 +289,8 @@ class _PartState:
     options: CallOptions
     merges_later: bool
     """Whether its outputs are put together only when host code looks at them."""
+    watched: list[_Watched]
+    """Its modules."""
     same: _GiveSame | None
     """For a part of one module."""
     handing_on: set[int] | None
@@ -302,13 +337,14 @@ class Part(RoundPipe):
         if is_split:
             modules = [(f"{name}.{key}", child) for key, child in module._modules.items() if child is not None]
         handing_on: set[int] | None = set() if len(modules) > 1 else None
-        chain = chain_of_modules([(key, _Watched(one, i, handing_on)) for i, (key, one) in enumerate(modules)])
+        watched = [_Watched(one, index, handing_on) for index, (_, one) in enumerate(modules)]
+        chain = chain_of_modules([(key, one) for (key, _), one in zip(modules, watched, strict=True)])
         same = None
         if handing_on is None:
             chain.exit = same = _GiveSame(*chain.specs[0].makes, *chain.specs[0].reads)
         kind: type[Part] = SequencePart if isinstance(module, nn.Sequential) else cls
         part = kind.inside(whole, module, FixedChain(chain), name)
-        part.__dict__["_part"] = _PartState(given, options, merges_later, same, handing_on, is_split=is_split)
+        part.__dict__["_part"] = _PartState(given, options, merges_later, watched, same, handing_on, is_split=is_split)
         return part
 
     def forward(
@@ -327,7 +363,7 @@ class Part(RoundPipe):
             config = overlaid(roundpipe_run_config, options.forced, part.given, options.default)
             buffers = [] if part.is_proven else [(buffer, buffer.clone()) for buffer in self.model.buffers()]
             try:
-                outputs = self._run_on_devices(args, kwargs, config)
+                outputs = self._run_apart(args, kwargs, config)
             except _HandsOnOtherwise as error:
                 why = str(error)
                 with torch.no_grad():
@@ -338,6 +374,23 @@ class Part(RoundPipe):
                 return outputs
         self._leave_devices(why)
         return self.model(*args, **kwargs)
+
+    def _run_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any], config: RoundPipeRunConfig) -> Any:
+        """The module's outputs, with its hooks and context variables as where it stands."""
+        part: _PartState = self.__dict__["_part"]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return self._run_on_devices(args, kwargs, config)
+
+        for watched in part.watched:
+            watched.context = contextvars.copy_context()
+        try:
+            if part.same is not None and hooks_run_around(self.model):
+                return _between_hooks(self.model, run, args, kwargs)
+            return run(*args, **kwargs)
+        finally:
+            for watched in part.watched:
+                watched.context = None
 
     def _run_on_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any], config: RoundPipeRunConfig) -> Any:
         """The module's outputs; a neighbour's pieces are taken, and the own ones given, as they are."""

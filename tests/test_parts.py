@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe import AutoRoundPipe, BackwardError, ConfigError, Device, RoundPipeRunConfig
+from roundpipe import AutoRoundPipe, BackwardError, ConfigError, Device, RoundPipeRunConfig, structure
 from roundpipe.parts import IN_ONE_PIECE, Part, overlaid
 from tests.equality import assert_same_gradients, assert_same_state
 
@@ -244,6 +246,115 @@ def test_a_write_into_what_a_part_returned_is_seen_wherever_it_is_in_eager(
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     said = [str(one.message) for one in recwarn if "from now on" in str(one.message)]
     assert len(said) == (cause is not None) and all(cause in one for one in said)
+
+
+class Collects(nn.Module):
+    """Sends what hooks find deep inside, and at its blocks, through a context variable, as transformers does."""
+
+    collected: contextvars.ContextVar[dict[str, list[torch.Tensor]] | None] = contextvars.ContextVar("collected")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH))) for _ in range(2)
+        )
+        self.blocks.extend(Skips("made") for _ in range(2))
+        for block in self.blocks:
+            block.register_forward_hook(functools.partial(self.collect, "blocks"))
+        self.blocks[0][1][0].register_forward_hook(functools.partial(self.collect, "inside"))
+
+    @classmethod
+    def collect(cls, key: str, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        found = cls.collected.get(None)
+        if found is not None and key in found:
+            found[key].append(output)
+
+    def forward(self, x: torch.Tensor, *keys: str) -> tuple[torch.Tensor, dict[str, list[torch.Tensor]]]:
+        found: dict[str, list[torch.Tensor]] = {key: [] for key in keys}
+        token = self.collected.set(found)
+        try:
+            for block in self.blocks:
+                x = block(x)
+        finally:
+            self.collected.reset(token)
+        return x, found
+
+
+@pytest.mark.parametrize("num_microbatch", [1, 2])
+@pytest.mark.parametrize("keys", [(), ("blocks",), ("inside",), ("blocks", "inside")], ids=str)
+def test_hooks_hand_on_through_a_context_variable(
+    keys: tuple[str, ...], num_microbatch: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    torch.manual_seed(0)
+    model = Collects().double()
+    reference = copy.deepcopy(model)
+    parts = dict.fromkeys(model.blocks, RoundPipeRunConfig(num_microbatch=num_microbatch))
+    with AutoRoundPipe.of_parts(model, parts, splits_inside=True, name="whole", devices=["cpu"] * 2) as pipe:
+        for _ in range(2):
+            x = torch.randn(4, WIDTH, dtype=torch.float64)
+            losses = []
+            for one in (pipe, reference):
+                out, found = one(x, *keys)
+                tensors = structure.tensors(found)
+                assert len(tensors) == 4 * ("blocks" in keys) + ("inside" in keys)
+                losses.append(out.square().sum() + sum(tensor.sin().sum() for tensor in tensors))
+                losses[-1].backward()
+            torch.testing.assert_close(losses[0], losses[1], rtol=1e-12, atol=1e-12)
+            pipe.synchronize()
+            assert_same_gradients(model, reference, 1e-10)
+    said = {str(one.message) for one in recwarn if "from now on" in str(one.message)}
+    assert said == (
+        {"blocks.0 runs on the CPU from now on: it changes a list or dict that a context variable holds"}
+        if "inside" in keys
+        else set()
+    )
+
+
+def test_hooks_of_a_part_run_once_around_it() -> None:
+    class Calls(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = Scales()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.part(x, scale=2.0) + self.part.seen.mean()
+
+    class Scales(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.seen = torch.zeros(1)
+
+        def forward(self, x: torch.Tensor, scale: float) -> torch.Tensor:
+            return self.linear(x) * scale
+
+    whole = Calls().double()
+    calls: list[tuple[str, int]] = []
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        calls.append(("before", len(args[0])))
+        return (args[0] + 1,), {"scale": kwargs["scale"] * 3}
+
+    def after(module: Any, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        calls.append(("after", len(output)))
+        module.seen = output.detach() * 2
+        return output.tanh()
+
+    whole.part.register_forward_pre_hook(before, with_kwargs=True)
+    whole.part.register_forward_hook(after)
+    reference = copy.deepcopy(whole)
+    parts = {whole.part: RoundPipeRunConfig(num_microbatch=2)}
+    with AutoRoundPipe.of_parts(whole, parts, splits_inside=True, name="whole", devices=["cpu"] * 2) as pipe:
+        x = torch.randn(4, WIDTH, dtype=torch.float64)
+        for _ in range(2):
+            found, expected = pipe(x), reference(x)
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(whole.part.seen, reference.part.seen, rtol=1e-12, atol=1e-12)
+            found.square().sum().backward()
+            expected.square().sum().backward()
+        pipe.synchronize()
+        assert calls == [("before", 4), ("after", 4)] * 4
+        assert_same_gradients(whole, reference, 1e-10)
 
 
 class Experts(nn.Module):
