@@ -250,11 +250,11 @@ def hooks_run_around(module: nn.Module) -> bool:
 def _between_hooks(module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a module whose forward is ``run``; what its hooks leave in attributes is left in the module."""
     twin = object.__new__(type(module))
-    twin.__dict__.update(module.__dict__, forward=run)
+    before = dict(module.__dict__, forward=run)
+    twin.__dict__.update(before)
     result = twin(*args, **kwargs)
-    for name, value in twin.__dict__.items():
-        if name != "forward" and value is not module.__dict__.get(name):
-            module.__dict__[name] = value
+    set_by_hooks = {name: value for name, value in twin.__dict__.items() if value is not before.get(name, before)}
+    module.__dict__.update(set_by_hooks)
     return result
 
 

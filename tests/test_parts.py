@@ -326,6 +326,7 @@ def test_hooks_of_a_part_run_once_around_it() -> None:
             self.seen = torch.zeros(1)
 
         def forward(self, x: torch.Tensor, scale: float) -> torch.Tensor:
+            self.last_scale = scale
             return self.linear(x) * scale
 
     whole = Calls().double()
@@ -350,6 +351,7 @@ def test_hooks_of_a_part_run_once_around_it() -> None:
             found, expected = pipe(x), reference(x)
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
             torch.testing.assert_close(whole.part.seen, reference.part.seen, rtol=1e-12, atol=1e-12)
+            assert whole.part.last_scale == reference.part.last_scale == 6.0
             found.square().sum().backward()
             expected.square().sum().backward()
         pipe.synchronize()
