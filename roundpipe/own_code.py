@@ -1,12 +1,14 @@
-"""The Python that a model brings itself: hooks, and the code of its classes, whose names tell what it may read or call.
+"""The Python that a model and its user bring: hooks, and code, whose names tell what it may read or call.
 
 Code is looked at as code objects and never run here.
 """
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Iterator
+from typing import Any
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Names of attributes that hold the hooks of a module."""
@@ -27,3 +29,63 @@ def names_in(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from names_in(constant)
+
+
+MAX_FUNCTIONS = 64
+"""How many functions `reached_by` follows."""
+
+
+def reached_by(function: Any) -> Iterator[Any]:
+    """What a function, and those of its user's that it names, can look up: closures, defaults, ``self``, globals.
+
+    Of each also the attributes that the code names, and the items of a list, tuple, set or dict. Functions of torch
+    are not followed.
+    """
+    pending = [function]
+    seen: set[int] = set()
+    while pending and len(seen) < MAX_FUNCTIONS:
+        one = pending.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, functools.partial):
+            pending.append(one.func)
+            held, names = [*one.args, *one.keywords.values()], set()
+        elif isinstance(one, types.MethodType):
+            pending.append(one.__func__)
+            held, names = [one.__self__], set(names_in(one.__func__.__code__) if _has_code(one.__func__) else ())
+        elif _has_code(one):
+            names = set(names_in(one.__code__))
+            cells = [cell.cell_contents for cell in one.__closure__ or () if _is_full(cell)]
+            held = [*cells, *(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()]
+            held += [one.__globals__[name] for name in names if name in one.__globals__]
+        elif _has_code(getattr(type(one), "__call__", None)):  # noqa: B004 - its code is wanted
+            pending.append(types.MethodType(type(one).__call__, one))
+            continue
+        else:
+            continue
+        for found in held:
+            of_found = getattr(found, "__dict__", {})
+            within = [of_found[name] for name in names if name in of_found]
+            for value in (found, *within):
+                if isinstance(value, (list, tuple, set, frozenset)):
+                    yield from value
+                elif isinstance(value, dict):
+                    yield from value.values()
+                elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+                    if not str(getattr(value, "__module__", "")).startswith("torch."):
+                        pending.append(value)
+                else:
+                    yield value
+
+
+def _has_code(function: Any) -> bool:
+    return isinstance(function, types.FunctionType)
+
+
+def _is_full(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - raises if it was not filled
+    except ValueError:
+        return False
+    return True

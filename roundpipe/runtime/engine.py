@@ -138,6 +138,24 @@ class Engine:
             progress.wait_over()
             _raise_error(round_)
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether the calling code runs for a round: a layer, a loss function, a hook. It can't wait for that round."""
+        of_autograd = threading.current_thread().name.startswith("Dummy-")  # its threads for accelerators
+        return any(rotor.is_current for rotor in self._rotors) or (of_autograd and bool(self.running()))
+
+    def refuse_inside(self, what: str) -> None:
+        """Raise a `ConfigError` if `is_inside`.
+
+        Args:
+            what: was called.
+        """
+        if self.is_inside:
+            raise ConfigError(
+                f"{what} was called by a layer, a loss_fn or a hook of the same model, and would wait for the round "
+                "that it is part of; call it after forward_backward. parameters() may be asked for anywhere"
+            )
+
     def running(self) -> list[Round]:
         """Rounds that are not over, in their order."""
         with self._lock:

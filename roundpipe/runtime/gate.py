@@ -134,6 +134,9 @@ class Rounds(Protocol):
     def running(self) -> Sequence[Uses]:
         """Those that are not over, in their order."""
 
+    def refuse_inside(self, what: str) -> None:
+        """Raise a `ConfigError` if code that runs for one of them called ``what``."""
+
     def raise_pending(self) -> None:
         """Raise what one that is over raised that nobody has seen yet."""
 

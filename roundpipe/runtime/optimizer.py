@@ -465,6 +465,8 @@ class OptimizerSide:
         self._update = None
 
     def _ready(self, waiter: str, finish_rounds: bool = True) -> None:
+        if self._rounds is not None:
+            self._rounds.refuse_inside(waiter)
         if not self._closed:
             if self._rounds is not None and _RUNNING.get() is not self:
                 if finish_rounds:

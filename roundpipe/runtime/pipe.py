@@ -30,6 +30,7 @@ from roundpipe.caller import caller_name, warn
 from roundpipe.errors import ClosedError, ConfigError, DeviceMemoryError, NotCopyableError
 from roundpipe.layers import ChainSource, FixedChain, LayerChain, chain_of_modules
 from roundpipe.live_report import LatestRound, RunLog, RunReport, make_report
+from roundpipe.own_code import reached_by
 from roundpipe.report import partition_table
 from roundpipe.runtime import autograd, microbatch
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, resolve
@@ -310,11 +311,16 @@ class RoundPipe(ModelView):
             result = self._instead().forward_backward(input_args, input_kwargs, label, loss_fn, return_outputs, options)
             self._note_call(tuple(input_args), input_kwargs, config)
             return result
+        alone = state.optimizer.is_async and self._reads_weights(loss_fn)
+        if alone:
+            for gate in (state.gates.weights, state.gates.gradients):
+                gate.wait(self._target.parameters(), f"a loss_fn that reads weights of {state.name}")
         for call in calls:
             made = state.maker.train_round(call, loss_fn, return_outputs)
             inputs = input_tensors(made.values)
             # generators are shared with the caller, who may draw as soon as the call returns
-            made.may_outlive_call = state.optimizer.is_async and not inputs and not made.around.preserve_rng_state
+            draws = made.around.preserve_rng_state
+            made.may_outlive_call = state.optimizer.is_async and not (inputs or draws or alone)
             state.log.latest = LatestRound(
                 made.schedule, weakref.ref(call.chain), call.elements(), config.recompute_grain, made.may_outlive_call
             )
@@ -364,6 +370,18 @@ class RoundPipe(ModelView):
             calls[-1].labels.append(one_label)
         state.last_chain = calls[-1].chain
         return calls, pieces
+
+    def _reads_weights(self, function: Any) -> bool:
+        """Whether a function may read the model's weights on the host, so that they must stay while it runs."""
+        weights: set[int] = set()
+        for one in reached_by(function):
+            module = one._target if isinstance(one, ModelView) else one
+            tensors = module.parameters() if isinstance(module, nn.Module) else (module,)
+            if not weights and isinstance(module, (nn.Module, torch.Tensor)):
+                weights = {id(parameter) for parameter in self._target.parameters()}
+            if any(id(tensor) in weights for tensor in tensors):
+                return True
+        return False
 
     def _instead(self) -> RoundPipe:
         state = self._state
@@ -660,6 +678,7 @@ class RoundPipe(ModelView):
         """Wait for what is running, end all threads and give device memory back; safe to call twice."""
         state = self._state
         if not state.closed:
+            state.engine.refuse_inside("close()")
             state.closed = True
             try:
                 _close(state.engine, state.optimizer, state.watch, state.host.registrar)
@@ -676,6 +695,7 @@ class RoundPipe(ModelView):
         state = self._state
         if state.closed:
             raise ClosedError(f"{state.name} was closed; compile the model again to go on")
+        state.engine.refuse_inside(f"{state.name}(...)")
         state.engine.raise_pending()
         state.optimizer.begin_call(adds_gradients)
         state.writer.raise_pending()

@@ -100,6 +100,11 @@ class Rotor:
         """Tell a recorder what is done from now on; None: nobody any more."""
         self.meter.recorder = self._home_log.recorder = recorder
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the calling code runs in one of its threads."""
+        return self._worker.is_current or self._homecoming.is_current
+
     def close(self) -> None:
         """End the threads and give memory back, after what is running."""
         self._worker.close()

@@ -84,7 +84,8 @@ class ModelView(nn.Module):
         """The model's parameters; inside ``step_fn``, the optimizer's copies."""
         if inside_optimizer():
             return self.optim_named_parameters(prefix, remove_duplicate)
-        self._state.engine.finish()  # whoever asks may read gradients
+        if not self._state.engine.is_inside:
+            self._state.engine.finish()  # whoever asks may read gradients
         return self._target.named_parameters(prefix, recurse, remove_duplicate)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -182,6 +183,7 @@ class ModelView(nn.Module):
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Apply a function to every module of the model."""
+        self._state.engine.refuse_inside("apply()")
         self._state.engine.finish()
         self._target.apply(fn)
         return self

@@ -27,6 +27,11 @@ class Worker:
         self._closed = False
         self._finalizer = weakref.finalize(self, self._inbox.put, None)
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the calling code runs in this thread."""
+        return self._thread is threading.current_thread()
+
     def submit(self, work: Callable[[], None]) -> None:
         """Run ``work`` in the thread after all that was submitted before.
 

@@ -1,6 +1,7 @@
 """Rounds that are under way at once: after an asynchronous step a call returns with its losses."""
 
 import copy
+import functools
 import random
 import threading
 import time
@@ -318,3 +319,81 @@ def test_the_trajectory_is_that_of_one_step_of_staleness(plan, calls_per_step, t
             ends.append([p.detach().clone() for p in model.parameters()])
         assert_same(dict(enumerate(ends[-1])), dict(enumerate(reference)), atol=1e-12)
         assert_equal_bits(dict(enumerate(ends[-1])), dict(enumerate(ends[0])))
+
+
+def penalty_of(source):
+    """Loss functions that read the weights in one way or another."""
+
+    class Trainer:
+        def __init__(self):
+            self.model = source
+
+        def loss(self, outputs, label):
+            return penalised(outputs, self.model.parameters())
+
+    weights = list(source.model.parameters() if isinstance(source, roundpipe.RoundPipe) else source.parameters())
+    return {
+        "model": lambda outputs, label: penalised(outputs, source.parameters()),
+        "weights": lambda outputs, label, of=weights: penalised(outputs, of),
+        "method": Trainer().loss,
+        "partial": functools.partial(lambda of, outputs, label: penalised(outputs, of), weights),
+    }
+
+
+def penalised(outputs, weights):
+    return outputs.square().mean() + 0.1 * sum(weight.square().sum() for weight in weights)
+
+
+@pytest.mark.parametrize("through", ["the model", "the wrapper"])
+@pytest.mark.parametrize("way", ["model", "weights", "method", "partial"])
+def test_a_loss_function_may_read_the_weights(way, through):
+    """They stay as they are while it runs, although the optimizer's thread has newer ones."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6))).to(DTYPE)
+    reference = copy.deepcopy(model)
+    latest = [nn.Parameter(parameter.detach().clone()) for parameter in reference.parameters()]
+    eager = torch.optim.SGD(latest, lr=0.05)
+    with roundpipe.RoundPipe(model, devices=["cpu"] * 2, model_run_config=config(2)) as piped:
+        optimizer = torch.optim.SGD(piped.optim_parameters(), lr=0.05)
+        for step in range(6):
+            x = torch.randn(4, 32, dtype=DTYPE, generator=torch.Generator().manual_seed(step))
+            expected = 0.0
+            for piece in x.chunk(2):
+                loss = penalised(reference(piece), reference.parameters())
+                loss.backward()
+                expected += float(loss.detach())
+            found = piped.forward_backward((x,), loss_fn=penalty_of(model if through == "the model" else piped)[way])
+            assert float(found) == pytest.approx(expected, rel=1e-12), f"in step {step}"
+            piped.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+            with torch.no_grad():
+                for parameter, newest in zip(reference.parameters(), latest, strict=True):
+                    newest.grad, parameter.grad = parameter.grad, None
+                    parameter.copy_(newest)
+            eager.step()
+
+
+@pytest.mark.parametrize("where", ["loss_fn", "a hook", "a parameter's hook"])
+@pytest.mark.parametrize(
+    "what", ["piped(x)", "piped.synchronize()", "piped.zero_grad()", "piped.step(print)", "piped.close()"]
+)
+def test_what_waits_for_rounds_is_refused_inside_of_one(what, where):
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)).to(DTYPE)
+    x = batch()
+    with roundpipe.RoundPipe(model, devices=["cpu"] * 2, model_run_config=config(2)) as piped:
+        call = functools.partial(eval, what, {"piped": piped, "x": x})
+        handle = None
+        if where == "a hook":
+            handle = model[1].register_forward_hook(lambda *_: call() and None)
+        elif where == "a parameter's hook":
+            handle = model[1].weight.register_hook(lambda _: call() and None)
+
+        def loss_fn(outputs, label):
+            if where == "loss_fn":
+                call()
+            return square_loss(outputs, label)
+
+        with pytest.raises(roundpipe.ConfigError, match="was called by a layer, a loss_fn or a hook of the same model"):
+            piped.forward_backward((x,), loss_fn=loss_fn)
+        if handle is not None:
+            handle.remove()
+        assert torch.isfinite(piped.forward_backward((x,), loss_fn=square_loss))

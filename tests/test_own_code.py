@@ -1,0 +1,97 @@
+"""What a function can look up."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from roundpipe.own_code import reached_by
+
+WANTED = object()
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.wanted = WANTED
+        self.other = object()
+
+    def method(self) -> Any:
+        return self.wanted
+
+    def blind(self) -> Any:
+        return self.other
+
+    def __call__(self) -> Any:
+        return self.wanted
+
+
+class Blind(Holder):
+    def __call__(self) -> Any:
+        return self.other
+
+
+def by_global() -> Any:
+    return WANTED
+
+
+def calls_another() -> Any:
+    return by_global()
+
+
+def in_a_nested_function() -> Any:
+    return lambda: WANTED
+
+
+def by_default(one: Any = WANTED) -> Any:
+    return one
+
+
+def by_keyword_default(*, one: Any = WANTED) -> Any:
+    return one
+
+
+def nothing() -> Any:
+    return len("nothing")
+
+
+def closure(held: Any) -> Any:
+    return lambda: held
+
+
+def unfilled() -> Any:
+    def inner() -> Any:
+        return later
+
+    function = inner
+    if not function:
+        later = 3
+    return function
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (by_global, True),
+        (calls_another, True),
+        (in_a_nested_function, True),
+        (by_default, True),
+        (by_keyword_default, True),
+        (closure(WANTED), True),
+        (closure([1, WANTED]), True),
+        (closure({"one": WANTED}), True),
+        (functools.partial(nothing, WANTED), True),
+        (functools.partial(by_global), True),
+        (Holder().method, True),
+        (Holder(), True),
+        (Holder().blind, False),
+        (Blind(), False),
+        (nothing, False),
+        (unfilled(), False),
+        (len, False),
+        (3, False),
+    ],
+)
+def test_what_a_function_reaches(function: Any, expected: bool) -> None:
+    assert any(one is WANTED for one in reached_by(function)) == expected
