@@ -393,3 +393,4 @@ def _set_copies(masters: Mapping[str, torch.Tensor], pairs: Sequence[ParameterPa
             pair.copy.copy_(masters[pair.names[0]])
             if pair.parameter.requires_grad:  # no change, unless the weights were saved in a narrower dtype
                 pair.parameter.copy_(pair.copy)
+            pair.agree()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,10 +18,13 @@ import torch
 from torch import nn
 
 from roundpipe.errors import ConfigError
+from roundpipe.layers import Structure
+from roundpipe.overlap import overlapping
 from roundpipe.own_code import codes_of, names_in
 from roundpipe.runtime.backend import Backend, Lane
 from roundpipe.runtime.host_memory import is_plain
 from roundpipe.runtime.pinning import Registrar
+from roundpipe.runtime.replica import changed_in_a_round
 
 logger = logging.getLogger(__name__)
 
@@ -65,16 +68,34 @@ class Entry:
     @property
     def fits(self) -> bool:
         """Whether the original module still has a tensor there that goes into this place."""
-        module, name = self.places[0]
-        now = _held(module._parameters if self.is_parameter else module._buffers, name)
+        now = self.found
         return now is not None and now.shape == self.shape and now.dtype == self.dtype
 
     @property
-    def tensor(self) -> torch.Tensor:
-        """The tensor as the original module has it now."""
+    def is_tied_as_laid_out(self) -> bool:
+        """Whether all modules that held it still hold one and the same tensor."""
+        now = self.found
+        return all(
+            _held(module._parameters if self.is_parameter else module._buffers, name) is now
+            for module, name in self.places[1:]
+        )
+
+    @property
+    def found(self) -> torch.Tensor | None:
+        """What the original module has there now."""
         module, name = self.places[0]
-        found = (module._parameters if self.is_parameter else module._buffers)[name]
-        assert found is not None
+        return _held(module._parameters if self.is_parameter else module._buffers, name)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor as the original module has it now.
+
+        Raises:
+            ConfigError: it has none.
+        """
+        found = self.found
+        if found is None:
+            raise ConfigError(changed_in_a_round(*self.places[0]))
         return found
 
     def view(self, region: torch.Tensor) -> torch.Tensor:
@@ -128,6 +149,12 @@ class LayerWeights:
         self.entries: list[Entry] = []
         self.empty: list[tuple[nn.Module, str]] = []
         """Buffers that are None."""
+        self._absent: list[tuple[nn.Module, str]] = []
+        """Parameters that are None."""
+        self._structure = Structure(())
+        """All modules as they were laid out."""
+        self._tied: list[Entry] = []
+        """Those in several places."""
         self.packed: torch.Tensor | None = None
         self.num_packed = 0
         self.num_bytes = 0
@@ -151,9 +178,10 @@ class LayerWeights:
     def lay_out(self, may_pack: Callable[[torch.Tensor], bool]) -> None:
         """Place every tensor; those that may be packed come first."""
         found = _collect(self.layer)
-        self.empty = [
-            (module, name) for module in self.layer.modules() for name, held in module._buffers.items() if held is None
-        ]
+        modules = list(self.layer.modules())
+        self._structure = Structure(modules)
+        self.empty = [(one, name) for one in modules for name, held in one._buffers.items() if held is None]
+        self._absent = [(one, name) for one in modules for name, held in one._parameters.items() if held is None]
         ordered = [one for one in found if may_pack(one[0])] + [one for one in found if not may_pack(one[0])]
         self.num_packed = sum(1 for one in found if may_pack(one[0]))
         offset = 0
@@ -170,11 +198,28 @@ class LayerWeights:
             self.entries.append(entry)
             offset += aligned(num_bytes)
         self.num_bytes = offset
+        self._tied = [entry for entry in self.entries if len(entry.places) > 1]
+
+    def check_structure(self) -> None:
+        """Raise `ConfigError` if the layer has other modules, or parameters under other names, than as laid out."""
+        changed = self._structure.changed()
+        if changed is not None:
+            raise ConfigError(changed_in_a_round(changed))
+        gone = [entry.places[0] for entry in self.entries if entry.is_parameter and entry.found is None]
+        came = [(one, name) for one, name in self._absent if _held(one._parameters, name) is not None]
+        for module, name in (*gone, *came):
+            raise ConfigError(changed_in_a_round(module, name))
 
     def is_current(self) -> bool:
-        """Whether the layer's tensors still are as they were laid out; their values and memory may differ."""
-        return all(_held(module._buffers, name) is None for module, name in self.empty) and all(
-            entry.fits for entry in self.entries
+        """Whether the layer still is as it was laid out: the same modules of the same classes, which hold tensors of
+        the same shapes and dtypes under the same names, tied alike. Values and memory may differ.
+        """
+        return (
+            self._structure.changed() is None
+            and all(name in one._buffers and one._buffers[name] is None for one, name in self.empty)
+            and all(name in one._parameters and one._parameters[name] is None for one, name in self._absent)
+            and all(entry.fits for entry in self.entries)
+            and all(entry.is_tied_as_laid_out for entry in self._tied)
         )
 
     def pack(self, buffer: torch.Tensor) -> None:
@@ -246,8 +291,7 @@ class LayerWeights:
         for index in range(start, len(self.entries)):
             entry = self.entries[index]
             if entry.loose or not entry.fits:  # a buffer may get another shape while a round runs
-                module, name = entry.places[0]
-                now = _held(module._parameters if entry.is_parameter else module._buffers, name)
+                now = entry.tensor if entry.is_parameter else entry.found
                 loose[index] = None if now is None else backend.upload(now, lane=Lane.WEIGHTS)
                 copies += [tensor for tensor in (loose[index],) if tensor is not None]
             elif entry.num_bytes:
@@ -279,7 +323,11 @@ class HostWeights:
         self.registrar = registrar
         self._model = model
         self._to_register = True
+        self._to_compare = True
+        """Whether tensors may share memory."""
         self._said_where = False
+        self.num_laid_out = 0
+        """How many layers were laid out so far, which may have moved their weights."""
         self._packed: dict[tuple[int, ...], torch.Tensor] = {}
         self._owner: dict[int, tuple[int, ...]] = {}
         self._layers: dict[int, LayerWeights] = {}
@@ -291,9 +339,10 @@ class HostWeights:
         return pinned and known is not None and known.layer is layer and known.is_current()
 
     def prepare(self, name: str, layer: nn.Module) -> None:
-        """Pack a layer at first sight, and again if its tensors got other shapes or dtypes since."""
+        """Pack a layer at first sight, and again if its structure, or shapes or dtypes of its tensors changed since."""
         known = self._layers.get(id(layer))
         if known is not None and known.layer is layer and not known.is_current():
+            self._to_compare = True
             self._unpack(self._layers.pop(id(layer)))
         if self.registrar is not None and self.registrar.has_lost:
             self._to_register = True
@@ -317,7 +366,9 @@ class HostWeights:
         known = self._layers.get(id(layer))
         if known is not None and known.layer is layer:
             return known
+        self._check_shared(layer)
         weights = LayerWeights(name, layer)
+        self.num_laid_out += 1
         tensors = [tensor for tensor, *_ in _collect(layer)]
         key = tuple(id(tensor) for tensor in tensors)
         ids = set(key)
@@ -351,6 +402,46 @@ class HostWeights:
                     self._owner[id(entry.tensor)] = key
         self._layers[id(layer)] = weights
         return weights
+
+    def _check_shared(self, layer: nn.Module) -> None:
+        """Raise `ConfigError` if different parameters, or a parameter and a buffer, have memory in common.
+
+        A write into one of them, such as an update's, would change the other, and here each gets memory of its own.
+        """
+        if not self._to_compare:
+            return
+        model = layer if self._model is None else self._model
+        named = [
+            (name, tensor)
+            for name, tensor in (*model.named_parameters(), *model.named_buffers())
+            if is_plain(tensor) and not tensor.is_meta and tensor.numel()
+        ]
+        for i, j in overlapping([tensor for _, tensor in named]):
+            (one, tensor), (other, second) = named[i], named[j]
+            if isinstance(tensor, nn.Parameter):
+                kind = "parameters" if isinstance(second, nn.Parameter) else "a parameter and a buffer"
+                raise ConfigError(
+                    f"{one} and {other} are {kind} in the same memory, as .data or a view of the one gives the other; "
+                    "they would get memory of their own, and changes of the one would not reach the other. Tie "
+                    f"parameters by assigning the same one (as in decoder.weight = encoder.weight), or give {other} a "
+                    "copy (.data = .data.clone()); then wrap the model again"
+                )
+        self._to_compare = False
+
+    def check_hooks(self, layers: Iterable[LayerWeights]) -> None:
+        """Raise `ConfigError` for a trained parameter with a hook that can't be run when its gradient is there."""
+        for weights in layers:
+            for entry in weights.entries:
+                tensor = entry.found if entry.is_parameter else None
+                if tensor is not None and tensor._post_accumulate_grad_hooks and tensor.requires_grad:
+                    names = (self._model or weights.layer).named_parameters()
+                    where = next((name for name, one in names if one is tensor), entry.places[0][1])
+                    raise ConfigError(
+                        f"{where} has a hook of register_post_accumulate_grad_hook, which would not run: gradients come "
+                        "to the model's parameters from the devices, and not by autograd. Remove the hook; an optimizer "
+                        "in it goes into model.step(lambda: (optimizer.step(), optimizer.zero_grad())), and what "
+                        "changes the gradient can be done by register_hook, once per microbatch"
+                    )
 
     def _say_where(self, buffer: torch.Tensor) -> None:
         if not self._said_where:

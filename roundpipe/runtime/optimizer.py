@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe.errors import ClosedError, ConfigError, DeadlockError
+from roundpipe.errors import ClosedError, ConfigError, DeadlockError, enumerated
 from roundpipe.runtime.gate import Gates, Question, Rounds, Uses
 from roundpipe.runtime.grad_scaler import GradScaler, ScalerScope
 from roundpipe.runtime.parameter_pairs import (
@@ -97,8 +97,9 @@ class OptimizerSide:
     need a step that is not asynchronous, in which the model may be called and runs on the copies' present values.
 
     Args:
-        named_parameters: names and parameters of the model, in order; a shared parameter may come under
-            each of its names and has one copy.
+        named_parameters: gives names and parameters of the model, in order; a shared parameter may come under
+            each of its names and has one copy. A function is asked again before each step and whenever the copies
+            are asked for, so that parameters that were replaced or added since are found.
         optim_dtype: dtype of the copies of floating-point parameters; None keeps each parameter's.
         name: of the model, for messages.
         gates: lets an asynchronous step hand over in the optimizer's thread, parameter by parameter; None hands
@@ -112,7 +113,7 @@ class OptimizerSide:
 
     def __init__(
         self,
-        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        named_parameters: Iterable[tuple[str, nn.Parameter]] | Callable[[], Iterable[tuple[str, nn.Parameter]]],
         optim_dtype: torch.dtype | None = None,
         *,
         name: str = "model",
@@ -124,7 +125,8 @@ class OptimizerSide:
             optim_dtype is None or optim_dtype.is_floating_point
         ):
             raise ConfigError(f"optim_dtype is {optim_dtype!r}; give a floating-point torch.dtype, or None")
-        self._pairs, self._by_name = make_pairs(named_parameters)
+        self._named_parameters = named_parameters if callable(named_parameters) else None
+        self._pairs, self._by_name = make_pairs(named_parameters() if callable(named_parameters) else named_parameters)
         self._optim_dtype = optim_dtype
         self._name = name
         self._gates = gates
@@ -181,6 +183,13 @@ class OptimizerSide:
 
     def _trainable(self) -> list[Pair]:
         """The pairs of trainable parameters; those that had no copy get one."""
+        if self._named_parameters is not None:
+            now = list(self._named_parameters())
+            known = self._by_name
+            if len(now) != len(known) or any(
+                name not in known or known[name].parameter is not parameter for name, parameter in now
+            ):
+                self._pairs, self._by_name = make_pairs(now, self._pairs)
         chosen = [pair for pair in self._pairs if pair.parameter.requires_grad]
         for pair in chosen:
             if pair.copy is None:
@@ -223,6 +232,7 @@ class OptimizerSide:
         self._ready("step()", finish_rounds=not is_async)
         self.is_async = is_async
         pairs = self._trainable()
+        self._take_writes(pairs)
         for pair in self._pairs:
             if pair.copy is not None and not pair.parameter.requires_grad:
                 pair.copy.grad = None
@@ -386,8 +396,34 @@ class OptimizerSide:
             self._begin_inside()
         self._is_settled = False
         self.raise_pending()
-        for pair in self._pairs if adds_gradients else ():
-            pair.take_back()
+        is_exchanging = self._update is not None and not self._update.done.is_set()
+        for pair in self._pairs:
+            if adds_gradients:
+                pair.take_back()
+            if not is_exchanging:
+                pair.look()
+
+    def weights_moved(self) -> None:
+        """The model's weights lie elsewhere now, such as packed; their values are the same."""
+        for pair in self._pairs:
+            pair.moved()
+
+    @torch.no_grad()
+    def _take_writes(self, pairs: list[Pair]) -> None:
+        """What was written into the model's weights since the last step holds for the copies too."""
+        for pair in pairs:
+            pair.look()
+        written = [pair for pair in pairs if pair.is_written]
+        if written and self._weights_changed:
+            for pair in written:
+                pair.is_written = False
+            raise ConfigError(
+                f"{enumerated([pair.names[0] for pair in written])}: written while an asynchronous update was on its "
+                "way, so that one of the two would be lost. Write weights after synchronize(), or take steps that are "
+                "not asynchronous: step(..., is_async=False)"
+            )
+        for pair in written:
+            pair.start_again()
 
     def _begin_inside(self) -> None:
         """A call inside ``step_fn``, as an optimizer makes it that evaluates the loss: on its present weights."""
@@ -512,8 +548,7 @@ class OptimizerSide:
         """
         self._ready("refresh()")
         for pair in self._pairs:
-            if pair.copy is not None:
-                pair.copy.copy_(pair.parameter)
+            pair.start_again()
         self._weights_changed = False
 
     def before_load(self) -> None:
@@ -530,8 +565,7 @@ class OptimizerSide:
                 continue
             if pair.parameter is not parameter:
                 pair.parameter, pair.shown = parameter, None
-            if pair.copy is not None:
-                pair.copy.copy_(parameter)
+            pair.start_again()
 
     def close(self) -> None:
         """Wait for the running update and end the thread; safe to call twice.

@@ -31,6 +31,9 @@ class ParameterPair(Protocol):
     def copy(self) -> nn.Parameter | None:
         """The optimizer's, once it was asked for; it stays when the parameter is frozen."""
 
+    def agree(self) -> None:
+        """What the model's parameter holds now is known to the copy's side."""
+
 
 @dataclass(slots=True, eq=False)
 class Pair:
@@ -43,6 +46,32 @@ class Pair:
     """Memory for the copy's gradient, kept from step to step where dtypes differ."""
     shown: tuple[torch.Tensor, int, torch.Tensor] | None = None
     """What `synchronize` put into the model's ``.grad``, its version, and the copy's gradient then."""
+    known: tuple[int, int] | None = None
+    """Version and memory of the model's parameter when the copy and it last agreed, or the copy was newer."""
+    is_written: bool = False
+    """Whether somebody else has written the model's parameter since; see `look`."""
+
+    def look(self) -> None:
+        """Notice that somebody else has written the model's parameter, or given it other memory."""
+        if self.known is not None and self.known != _marks(self.parameter):
+            self.is_written = True
+            self.agree()
+
+    def agree(self) -> None:
+        """What the model's parameter holds now is known to the copy's side."""
+        self.known = _marks(self.parameter)
+
+    def moved(self) -> None:
+        """The model's parameter has other memory now, with the same values."""
+        if self.known is not None:
+            self.known = self.known[0], _marks(self.parameter)[1]
+
+    def start_again(self) -> None:
+        """Take the copy's values from the model's parameter."""
+        if self.copy is not None:
+            self.copy.copy_(self.parameter)
+        self.is_written = False
+        self.agree()
 
     def make_copy(self, optim_dtype: torch.dtype | None) -> None:
         """Start the copy from the model's weights."""
@@ -58,6 +87,7 @@ class Pair:
             self.copy = nn.Parameter(memory.copy_(source))
         else:
             self.copy = nn.Parameter(source.to("cpu", dtype, copy=True))
+        self.agree()
 
     def follow_dtype(self) -> None:
         """Convert the copy if the model's parameter was converted, by ``model.to`` or in a forward."""
@@ -136,6 +166,11 @@ class Pair:
             self.copy.grad = self._converted(gradient)
 
 
+def _marks(parameter: torch.Tensor) -> tuple[int, int]:
+    version = 0 if parameter.is_inference() else parameter._version
+    return version, parameter.data_ptr() if is_plain(parameter) else 0
+
+
 def groups_of(
     pairs: Iterable[Pair], turns: Callable[[Pair], tuple[int, int]] = lambda pair: (0, 0)
 ) -> Iterator[tuple[tuple[int, int], list[Pair]]]:
@@ -176,6 +211,8 @@ def copy_in(group: list[Pair]) -> None:
             pair.parameter.copy_(pair.copy)
     if targets:
         torch._foreach_copy_(targets, sources)
+    for pair in group:
+        pair.agree()
 
 
 def take_gradients(group: list[Pair]) -> None:
@@ -198,13 +235,22 @@ def take_gradients(group: list[Pair]) -> None:
 
 
 def make_pairs(
-    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    named_parameters: Iterable[tuple[str, nn.Parameter]], before: Iterable[Pair] = ()
 ) -> tuple[list[Pair], dict[str, Pair]]:
-    """One pair per parameter object, and the pair of each name."""
+    """One pair per parameter object, and the pair of each name.
+
+    Args:
+        named_parameters: of the model; a shared one may come under each of its names.
+        before: pairs to go on with for the parameters that they are of.
+    """
+    known = {pair.parameter: pair for pair in before}
     pairs: dict[nn.Parameter, Pair] = {}
     by_name: dict[str, Pair] = {}
     for name, parameter in named_parameters:
-        pair = pairs.setdefault(parameter, Pair([], parameter))
+        if parameter not in pairs:
+            pairs[parameter] = known.get(parameter) or Pair([], parameter)
+            pairs[parameter].names = []
+        pair = pairs[parameter]
         pair.names.append(name)
         by_name[name] = pair
     return list(pairs.values()), by_name

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import time
 import weakref
@@ -28,7 +29,7 @@ from torch import nn
 from roundpipe import checkpoint, structure
 from roundpipe.caller import caller_name, warn
 from roundpipe.errors import ClosedError, ConfigError, DeviceMemoryError, NotCopyableError
-from roundpipe.layers import ChainSource, FixedChain, LayerChain, chain_of_modules
+from roundpipe.layers import ChainSource, LayerChain, ModuleSource, chain_of_modules
 from roundpipe.live_report import LatestRound, RunLog, RunReport, make_report
 from roundpipe.own_code import reached_by
 from roundpipe.report import partition_table
@@ -47,7 +48,7 @@ from roundpipe.runtime.round import HostValue, Round
 from roundpipe.runtime.rounds import RoundMaker, finished, input_gradients, input_tensors, sum_losses
 from roundpipe.runtime.stage import LossFunction
 from roundpipe.runtime.timeline import Timeline, check_path
-from roundpipe.runtime.view import ModelView
+from roundpipe.runtime.view import ModelView, check_parts_unwrapped
 
 
 def check_training_call(input_args: Any, input_kwargs: Any, loss_fn: Any) -> None:
@@ -136,10 +137,16 @@ class RoundPipe(ModelView):
         super().__init__()
         if not isinstance(model, nn.Module):
             raise ConfigError(f"{type(self).__name__} wraps an nn.Module, got {type(model).__name__}")
-        source = FixedChain(self._layers_of(model))
+        if isinstance(model, ModelView):
+            raise ConfigError(
+                f"the model is a {type(model).__name__} already; pass the original, {type(self).__name__}(pipe.model)"
+            )
+        check_parts_unwrapped(model)
+        source = ModuleSource(model, self._layers_of)
         self._set_up(model, source, optim_dtype, name, model_run_config, pin_model, devices)
 
-    def _layers_of(self, model: nn.Module) -> LayerChain:
+    @staticmethod
+    def _layers_of(model: nn.Module) -> LayerChain:
         """The layers of a model that is given as it is."""
         return _chain_of(model)
 
@@ -209,7 +216,7 @@ class RoundPipe(ModelView):
         registrar = open_registrar(backends) if pin_model == "register" else None
         gates = Gates()
         engine = Engine(backends, name, gates)
-        parameters = model.named_parameters(remove_duplicate=False)
+        parameters = functools.partial(model.named_parameters, remove_duplicate=False)
         optimizer = OptimizerSide(parameters, optim_dtype, name=name, gates=gates, rounds=engine)
         host = HostWeights(pin_model, backends[0].host_buffer, registrar, model)
         state = _State(model, None, name, source, config, engine, host, RoundMaker(engine), optimizer, gates)
@@ -392,7 +399,12 @@ class RoundPipe(ModelView):
 
     def _run(self, made: Round) -> None:
         state = self._state
-        state.engine.run(made, state.host)
+        laid_out = state.host.num_laid_out
+        try:
+            state.engine.run(made, state.host)
+        finally:
+            if state.host.num_laid_out != laid_out:
+                state.optimizer.weights_moved()
 
     def _forward_call(self, call: Call) -> list[Any]:
         state = self._state

@@ -72,6 +72,8 @@ class Pending:
             for parameter, dtype in self.dtypes:
                 convert(parameter, dtype)
             for parameter, gradient in self.gradients:
+                if parameter.dtype != gradient.dtype:  # the forward's visit may still be on its way here
+                    convert(parameter, gradient.dtype)
                 if parameter.grad is None:
                     parameter.grad = gradient
                 elif gradient.layout is torch.strided and parameter.grad.layout is torch.strided:
@@ -106,6 +108,8 @@ class BoundLayer:
         """Places in the original tree, what was bound, and its version."""
         self._places: list[list[tuple[nn.Module, str]]] = []
         """Their places in the replica."""
+        self._filled: list[tuple[dict[str, Any], str]] = []
+        """Where the replica's modules have what was bound, to be emptied."""
         self._is_training = False
 
     @property
@@ -135,7 +139,7 @@ class BoundLayer:
         for entry, tensor in bound:
             if isinstance(tensor, nn.Parameter) and entry.is_parameter:
                 for module, name in entry.places:
-                    twin(module)._parameters[name] = tensor
+                    self._fill(twin(module), "_parameters", name, tensor)
             else:
                 self._bind_buffer(entry.places, tensor)
         for place in self.weights.empty:
@@ -155,9 +159,15 @@ class BoundLayer:
     def _bind_buffer(self, places: list[tuple[nn.Module, str]], tensor: torch.Tensor | None) -> None:
         twins = [(self.replica.twin(module), name) for module, name in places]
         for module, name in twins:
-            module._buffers[name] = tensor
+            self._fill(module, "_buffers", name, tensor)
         self._buffers.append((places, tensor, -1 if tensor is None else tensor._version))
         self._places.append(twins)
+
+    def _fill(self, twin: nn.Module, kind: str, name: str, tensor: torch.Tensor | None) -> None:
+        held = getattr(twin, kind)
+        held[name] = tensor
+        if not isinstance(twin, torch.jit.ScriptModule):  # can't be without; has views of the worker's memory
+            self._filled.append((held, name))
 
     @property
     def has_buffers(self) -> bool:
@@ -234,21 +244,16 @@ class BoundLayer:
                     yield entry.tensor, now.dtype
 
     def unbind(self) -> None:
-        """Drop every reference to device memory."""
+        """Drop every reference to device memory, also if `bind` did not come to its end."""
         for _, parameter in self.parameters:
             parameter.grad = None  # whoever still holds the parameter does not hold its gradient
-        for entry in self.weights.entries:
-            for module, name in entry.places:
-                twin = self.replica.twin(module)
-                if isinstance(twin, torch.jit.ScriptModule):
-                    continue  # can't be without; what it has is views of the worker's memory
-                (twin._parameters if entry.is_parameter else twin._buffers)[name] = None
-        for module, name in self.weights.empty:
-            self.replica.twin(module)._buffers[name] = None
-        self.replica.let_go()
+        for held, name in self._filled:
+            held[name] = None
+        self._filled.clear()
         self.parameters.clear()
         self._buffers.clear()
         self._places.clear()
+        self.replica.let_go()
 
 
 def visit_bytes(layers: Iterable[LayerWeights]) -> int:
@@ -356,13 +361,13 @@ class Visit:
         return pending, events, alive
 
     def drop(self) -> None:
-        """Let go of all device memory."""
-        for layer in self.layers:
-            layer.unbind()
+        """Let go of all device memory, whatever one of the layers raises."""
+        self.state = State.RELEASED
         self._parts.clear()
         self._copies.clear()
-        self._held.close()
-        self.state = State.RELEASED
+        with self._held as rest:
+            for layer in self.layers:
+                rest.callback(layer.unbind)
 
 
 class Arena:

@@ -405,3 +405,112 @@ def test_a_weight_that_the_forward_converts_is_converted_on_the_host(workers, wa
         for one, other in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
         assert piped.trace_count <= 2
+
+
+def clamp(parameter):
+    parameter.clamp_(-0.1, 0.1)
+
+
+def reset(parameter):
+    nn.init.constant_(parameter, 0.3)
+
+
+def rebind(parameter):
+    parameter.data = parameter.data * 0.5
+
+
+def through_another_dtype(parameter):
+    parameter.data = parameter.data.float().to(DTYPE)
+
+
+WRITES = [clamp, reset, rebind, through_another_dtype]
+
+
+@pytest.mark.parametrize("way", ["compile", "by hand"])
+@pytest.mark.parametrize("write", WRITES)
+@modes
+def test_weights_written_between_steps_stay_written(is_async, write, way):
+    """Weight clipping, a restart of some weights, averages swapped in: after `synchronize`, or a step that waits."""
+    model = mlp()
+    reference = copy.deepcopy(model)
+    eager = torch.optim.Adam(reference.parameters(), lr=0.01)
+    with (roundpipe.compile if way == "compile" else roundpipe.RoundPipe)(model, devices=["cpu"] * 2) as piped:
+        ours = torch.optim.Adam(piped.optim_parameters(), lr=0.01)
+        for seed in range(4):
+            with torch.no_grad():
+                for one, other in list(zip(model.parameters(), reference.parameters(), strict=True))[seed::2]:
+                    write(one)
+                    write(other)
+            expected = eager_backward(reference, batch(seed=seed))
+            loss = piped.forward_backward((batch(seed=seed),), loss_fn=square_loss, run_config=config(NUM))
+            assert float(loss) == pytest.approx(expected, rel=1e-9)
+            eager.step()
+            eager.zero_grad()
+            piped.step(lambda: (ours.step(), ours.zero_grad()), is_async=is_async)
+            if is_async:
+                piped.synchronize()
+            for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-9)
+
+
+def test_weights_written_while_an_update_is_on_its_way_are_an_error():
+    model = mlp()
+    with roundpipe.RoundPipe(model, devices=["cpu"] * 2) as piped:
+        optimizer = torch.optim.SGD(piped.optim_parameters(), lr=0.01)
+        for _ in range(2):
+            piped.forward_backward((batch(),), loss_fn=square_loss)
+            piped.step(optimizer.step)
+        piped.forward_backward((batch(),), loss_fn=square_loss)
+        with torch.no_grad():
+            next(model.parameters()).mul_(2)
+        with pytest.raises(roundpipe.ConfigError, match=r"weight: written while an asynchronous update.*synchronize"):
+            piped.step(optimizer.step)
+        piped.synchronize()
+        piped.step(optimizer.step)
+
+
+def test_two_wrappers_of_one_module_take_over_each_others_updates():
+    model = mlp()
+    reference = copy.deepcopy(model)
+    eager = torch.optim.SGD(reference.parameters(), lr=0.01)
+    with roundpipe.RoundPipe(model, devices=["cpu"]) as one, roundpipe.compile(model, devices=["cpu"]) as other:
+        optimizers = {piped: torch.optim.SGD(piped.optim_parameters(), lr=0.01) for piped in (one, other)}
+        for piped in (one, other, other, one, one):
+            eager.zero_grad()
+            eager_backward(reference, batch())
+            eager.step()
+            piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(NUM))
+            optimizer = optimizers[piped]
+            piped.step(lambda optimizer=optimizer: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("way", ["compile", "by hand"])
+@modes
+def test_a_parameter_replaced_after_wrapping_is_trained_by_a_new_optimizer(is_async, way):
+    model = mlp()
+    reference = copy.deepcopy(model)
+
+    def replace(of):
+        name, module = next((name, one) for name, one in of.named_modules() if isinstance(one, nn.Linear))
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            module.weight = nn.Parameter(torch.randn_like(module.weight))
+
+    with (roundpipe.compile if way == "compile" else roundpipe.RoundPipe)(model, devices=["cpu"] * 2) as piped:
+        for part in range(2):
+            eager = torch.optim.SGD(reference.parameters(), lr=0.01)
+            ours = torch.optim.SGD(piped.optim_parameters(), lr=0.01)
+            for seed in range(2):
+                expected = eager_backward(reference, batch(seed=seed))
+                loss = piped.forward_backward((batch(seed=seed),), loss_fn=square_loss, run_config=config(NUM))
+                assert float(loss) == pytest.approx(expected, rel=1e-9)
+                eager.step()
+                eager.zero_grad()
+                piped.step(lambda: (ours.step(), ours.zero_grad()), is_async=is_async)
+                piped.synchronize()
+            for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-9)
+            replace(model)
+            replace(reference)
