@@ -31,7 +31,7 @@ from roundpipe.caller import caller_name, warn
 from roundpipe.errors import ClosedError, ConfigError, DeviceMemoryError, NotCopyableError
 from roundpipe.layers import ChainSource, LayerChain, ModuleSource, chain_of_modules
 from roundpipe.live_report import LatestRound, RunLog, RunReport, make_report
-from roundpipe.own_code import reached_by
+from roundpipe.own_code import HOOKS, reached_by
 from roundpipe.report import partition_table
 from roundpipe.runtime import autograd, microbatch
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, resolve
@@ -759,6 +759,11 @@ def _chain_of(model: nn.Module) -> LayerChain:
         # By entry, not by object: a child that is there twice is two layers.
         children = [(name, child) for name, child in model._modules.items() if child is not None]
         _warn_of_shared_buffers(children)
+        if any(model.__dict__[name] for name in HOOKS):
+            warn(
+                "the hooks of the nn.Sequential itself don't run, since its children are the layers: put them on its "
+                "first or last child, or use roundpipe.compile"
+            )
         return chain_of_modules(children)
     return chain_of_modules([("", model)])
 

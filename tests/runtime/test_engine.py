@@ -113,6 +113,13 @@ def test_layers_that_share_buffers_are_warned_of():
         pass
 
 
+def test_hooks_of_the_sequential_itself_are_warned_of():
+    model = mlp()
+    model.register_forward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match="hooks of the nn.Sequential itself don't run"), roundpipe.RoundPipe(model):
+        pass
+
+
 @grains
 @workers
 def test_a_module_in_two_layers_has_one_gradient(workers, grain):
