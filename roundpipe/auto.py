@@ -36,23 +36,35 @@ class Parts:
     """Whether a ``forward`` is split into microbatches part by part, around which the model's own code sees whole
     batches. False runs all of the model microbatch by microbatch."""
 
+    @classmethod
+    def whole(cls, model: nn.Module, *, splits_inside: bool) -> Parts:
+        """The model as its own only part."""
+        return cls({model: RoundPipeRunConfig()}, (), splits_inside)
+
 
 class AutoRoundPipe(RoundPipe):
     """A model that is not one chain of layers: its own forward runs on the CPU, parts of it on the devices.
 
     It has everything that `RoundPipe` has (forward, ``forward_backward``, the optimizer's side over all parameters,
     those of modules on the CPU too). Made by `roundpipe.wrap_model_to_roundpipe`, and by `roundpipe.compile` for a
-    model that can't be traced. Made directly, the whole model is one layer: all of it must fit on a device at once.
+    model that can't be traced. Made directly, the whole model is one part: all of it must fit on a device at once,
+    but for an ``nn.Sequential``, whose children are layers.
     """
 
-    def _layers_of(self, model: nn.Module) -> LayerChain:
+    @property
+    def model(self) -> nn.Module:
+        """The wrapped module."""
+        return self._target
+
+    @staticmethod
+    def _layers_of(model: nn.Module) -> LayerChain:
         """One, whatever the model is."""
         return chain_of_modules([("", model)])
 
     def _set_up(self, *args: Any) -> None:
-        """As for a `RoundPipe`; parts, if there are to be some, come later."""
+        """As for a `RoundPipe`; other parts than the model itself come later."""
         super()._set_up(*args)
-        self._run_parts(None)
+        self._run_parts(Parts.whole(self._state.model, splits_inside=True))
 
     @classmethod
     def of_parts(
@@ -79,13 +91,13 @@ class AutoRoundPipe(RoundPipe):
         return auto
 
     @classmethod
-    def inside_of(cls, whole: RoundPipe, model: nn.Module, parts: Parts | None, config: RoundPipeRunConfig) -> Self:
+    def inside_of(cls, whole: RoundPipe, model: nn.Module, parts: Parts, config: RoundPipeRunConfig) -> Self:
         """What runs another wrapper's model, with that one's workers, weights and optimizer's side.
 
         Args:
             whole: it is closed, stepped and asked for parameters; this one is only called.
             model: the user's model.
-            parts: None runs it whole, as one layer.
+            parts: what of it runs on the devices.
             config: defaults for every call.
         """
         auto = cls.inside(whole, model, FixedChain(chain_of_modules([("", model)])), whole._state.name)
@@ -93,13 +105,9 @@ class AutoRoundPipe(RoundPipe):
         auto._run_parts(parts)
         return auto
 
-    def _run_parts(self, parts: Parts | None) -> None:
-        """Put parts on the devices and the rest on the host; None: the model is one layer."""
-        own: dict[str, Any] = {"_warned": False, "_parts": parts, "_tree": None, "_options": CallOptions()}
-        self.__dict__.update(own)
-        if parts is None:
-            return
-        model, options = self._target, own["_options"]
+    def _run_parts(self, parts: Parts) -> None:
+        """Put parts on the devices and the rest on the host."""
+        model, options = self._target, CallOptions()
         names = {module: name for name, module in model.named_modules()}
         in_lists = _followed_in_lists(model)
         made = {
@@ -110,7 +118,7 @@ class AutoRoundPipe(RoundPipe):
         tree.attach_loss_functions(self, options)
         self._state.model = tree.module
         self.set_original_model(model)
-        self.__dict__["_tree"] = tree
+        self.__dict__.update(_warned=False, _warned_of_arguments=False, _parts=parts, _tree=tree, _options=options)
 
     def _copied(self, memo: dict[int, Any]) -> Self:
         model = copy.deepcopy(self._target, memo)
@@ -126,17 +134,16 @@ class AutoRoundPipe(RoundPipe):
         **kwargs: Any,
     ) -> Any:
         """See `RoundPipe.forward`. ``split_input`` and ``merge_output`` are of the whole model's inputs and outputs."""
-        if self.__dict__["_tree"] is None:
-            return super().forward(*args, roundpipe_run_config=roundpipe_run_config, **kwargs)
         config = self._begin(roundpipe_run_config)
         with torch.set_grad_enabled(config.requires_grad):
             if self.__dict__["_parts"].splits_inside and config.split_input is None and config.merge_output is True:
-                outputs = self._run_tree(args, kwargs, roundpipe_run_config, RoundPipeRunConfig())
+                outputs = self._run_tree(args, kwargs, roundpipe_run_config, RoundPipeRunConfig(), (args, kwargs))
                 outputs = structure.map_tensors(outputs, lambda tensor: tensor.to(config.output_device))
             else:
                 pieces = microbatch.split(args, kwargs, None, config)
                 given = zip(pieces.args, pieces.kwargs, pieces.events, strict=True)
-                made = [self._run_piece(*one, roundpipe_run_config) for one in given]
+                own = (args, kwargs) if len(pieces.args) == 1 else None
+                made = [self._run_piece(*one, roundpipe_run_config, own) for one in given]
                 made = structure.map_tensors(made, lambda tensor: tensor.to(config.output_device))
                 outputs = microbatch.merge(made, config)
         self._state.optimizer.raise_pending()
@@ -159,8 +166,6 @@ class AutoRoundPipe(RoundPipe):
                 "forward_backward of an AutoRoundPipe runs the model microbatch by microbatch: "
                 "nothing overlaps between layers"
             )
-        if self.__dict__["_tree"] is None:
-            return super().forward_backward(input_args, input_kwargs, label, loss_fn, return_outputs, run_config)
         check_training_call(input_args, input_kwargs, loss_fn)
         config = self._begin(run_config)
         pieces = microbatch.split(tuple(input_args), input_kwargs, label, config)
@@ -168,6 +173,7 @@ class AutoRoundPipe(RoundPipe):
         losses: list[Any] = []
         outputs: list[Any] = []
         leaves: list[tuple[torch.Tensor, torch.Tensor]] = []
+        own = (tuple(input_args), input_kwargs) if len(pieces.args) == 1 else None
 
         def cut_off(tensor: torch.Tensor) -> torch.Tensor:
             """The same tensor as a leaf: backward stops there, and goes through what is in front once, at the end."""
@@ -184,7 +190,7 @@ class AutoRoundPipe(RoundPipe):
                 pieces.args, pieces.kwargs, pieces.labels, pieces.events, strict=True
             ):
                 args, kwargs, wanted = structure.map_tensors((args, kwargs, wanted), cut_off)
-                output = self._run_piece(args, kwargs, events, run_config)
+                output = self._run_piece(args, kwargs, events, run_config, own)
                 output, wanted = structure.map_tensors((output, wanted), lambda tensor: tensor.to(device))
                 with microbatch_count(pieces.num_microbatches):
                     loss = loss_fn(output, wanted)
@@ -211,15 +217,25 @@ class AutoRoundPipe(RoundPipe):
         return config
 
     def _run_piece(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], events: Iterable[Any], call: RoundPipeRunConfig
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        events: Iterable[Any],
+        call: RoundPipeRunConfig,
+        own: tuple[Any, Any] | None,
     ) -> Any:
-        """One microbatch of the whole; the parts split it no further."""
+        """One microbatch of the whole; the parts split it no further. ``own``: the caller's, if it is the only one."""
         for event in events:
             event.synchronize()
-        return self._run_tree(args, kwargs, call, IN_ONE_PIECE)
+        return self._run_tree(args, kwargs, call, IN_ONE_PIECE, own)
 
     def _run_tree(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], call: RoundPipeRunConfig, forced: RoundPipeRunConfig
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        call: RoundPipeRunConfig,
+        forced: RoundPipeRunConfig,
+        own: tuple[Any, Any] | None,
     ) -> Any:
         tree: HostTree = self.__dict__["_tree"]
         options: CallOptions = self.__dict__["_options"]
@@ -230,17 +246,46 @@ class AutoRoundPipe(RoundPipe):
             recompute_grain=both.recompute_grain,
             preserve_rng_state=both.preserve_rng_state,
         )
+        given = structure.map_tensors((args, kwargs), _to_host)
+        before = dict(structure.walk(given))
         try:
             with autocast_as_on_accelerator():
-                return tree.run(*structure.map_tensors((args, kwargs), _to_host))
+                output = tree.run(*given)
         finally:
             options.forced = options.default = RoundPipeRunConfig()
+        self._hand_back(before, given, own, output)
+        return output
+
+    def _hand_back(
+        self, before: dict[structure.Path, Any], given: Any, own: tuple[Any, Any] | None, output: Any
+    ) -> None:
+        """Puts what the forward put into its arguments, which are copies, into the caller's own.
+
+        Args:
+            before: what the copies held before.
+            given: the copies.
+            own: the caller's arguments; None: they are of several microbatches, and what each puts there is lost.
+            output: an argument that is returned is looked at there.
+        """
+        for path in structure.gained(before, given):
+            holders = [structure.get(given, path[:length]) for length in range(2, len(path))]
+            if structure.holds_any(output, holders):
+                continue
+            if own is not None:
+                structure.put(own, given, path)
+            elif not self.__dict__["_warned_of_arguments"]:
+                self.__dict__["_warned_of_arguments"] = True
+                warn(
+                    f"the forward of {type(self._target).__name__} puts something into its argument {path[1].key}, of "
+                    "which each microbatch has a copy: the caller's own stays as it was. Return the value instead, or "
+                    "set num_microbatch=1"
+                )
 
     def partition_table(self) -> str:
         """The parts that run on the devices, as a table."""
-        tree: HostTree | None = self.__dict__["_tree"]
-        if tree is None:
-            return super().partition_table()
+        tree: HostTree = self.__dict__["_tree"]
+        if self._target in self.__dict__["_parts"].on_devices:
+            return tree.parts[0].partition_table()
         parts = [(part._state.name, part.model) for part in tree.parts]
         title = f"{self._state.name}: own forward on the CPU, parts on the devices"
         return partition_table(chain_of_modules(parts), None, title=title)

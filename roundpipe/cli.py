@@ -9,7 +9,7 @@ A command is a function that adds its parser (`COMMANDS`) and sets the function 
 of the package that prints.
 
 Invariant: exit code 0 for an answer, 1 for the answer that it doesn't fit or can't be cut, 2 with one line for
-arguments that can't be used.
+arguments that can't be used. With ``--json``, codes 0 and 1 come with JSON.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from roundpipe.explain import explain
 from roundpipe.forecast import Machine, Training, compared, forecast, simulated_timeline
 from roundpipe.forecast_report import forecast_json, forecast_text
 from roundpipe.runtime.timeline import check_path
-from roundpipe.target import DEFAULT_SEQ, load_target
+from roundpipe.target import DEFAULT_SEQ, EXPLAINED_SEQ, check_target, load_target
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 HOST_BYTES_PER_S = 100e9
@@ -82,6 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(options)
     except RoundPipeError as error:
         message = " ".join(str(error).split())
+        if isinstance(error, DeviceMemoryError) and options.json:
+            print(json.dumps({"error": message}))
         print(f"{parser.prog} {options.command}: error: {message}", file=sys.stderr)
         return 1 if isinstance(error, DeviceMemoryError) else 2
 
@@ -258,6 +260,7 @@ def _plan_costs(options: argparse.Namespace) -> int:
 
 
 def _plan_target(options: argparse.Namespace) -> int:
+    check_target(options.target)
     if options.timeline is not None:
         check_path(options.timeline)
     machine = Machine(
@@ -337,7 +340,7 @@ def add_explain(commands: Any) -> None:
         "--batch", type=count(MOST_SAMPLES), metavar="N", help=f"samples of the example; default: {EXPLAINED_SAMPLES}"
     )
     parser.add_argument(
-        "--seq", type=count(MOST_TOKENS), metavar="N", help=f"tokens per sample; default: {DEFAULT_SEQ}"
+        "--seq", type=count(MOST_TOKENS), metavar="N", help=f"tokens per sample; default: {EXPLAINED_SEQ}"
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default: bfloat16")
     parser.add_argument("--lora", type=count(MOST_RANK), metavar="RANK", help="with adapters of this rank")
@@ -350,11 +353,16 @@ def add_explain(commands: Any) -> None:
 def run_explain(options: argparse.Namespace) -> int:
     """``explain``."""
     dtype = DTYPES[options.dtype or "bfloat16"]
-    target = load_target(options.target, dtype=dtype, seq=options.seq, lora_rank=options.lora)
+    target = load_target(
+        options.target, dtype=dtype, seq=options.seq, lora_rank=options.lora, default_seq=EXPLAINED_SEQ
+    )
     target.model.train(not options.eval)
     kwargs = target.kwargs_for(options.batch or target.batch or EXPLAINED_SAMPLES)
     found = explain(target.model, example_kwargs=kwargs, graph=options.graph)
-    print(json.dumps(found.as_json()) if options.json else found)
+    if options.json:
+        print(json.dumps({**found.as_json(), "notes": list(target.notes)}))
+    else:
+        print(found, *(f"Note: {note}." for note in target.notes), sep="\n")
     return 0 if found.error is None else 1
 
 

@@ -15,7 +15,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, inf, isfinite
+from math import ceil, inf
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,10 @@ from roundpipe.runtime.simulate import HardwareProfile, simulate
 
 REQUIRED = ("forward_s", "backward_s", "weight_bytes", "activation_bytes", "carry_bytes")
 OPTIONAL = ("gradient_bytes", "workspace_bytes")
+LARGEST = 1e24
+"""Of any number: sums and ratios of such can still be computed with."""
+_MOST_SHOWN = 40
+"""Characters of a wrong value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,7 @@ def read_costs(path: Path) -> ChainCosts:
         given = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     try:
         return parse_costs(given)
@@ -107,8 +111,10 @@ def _optional_number(given: dict[str, Any], key: str) -> float | None:
 
 def _number(value: Any, what: str) -> float:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not isfinite(value) or value < 0:
-        raise ConfigError(f"{what} is {value!r}; give a number of at least 0")
+    if not is_number or not 0 <= value <= LARGEST:
+        given = repr(value)
+        given = given if len(given) <= _MOST_SHOWN else f"{given[:_MOST_SHOWN]}..."
+        raise ConfigError(f"{what} is {given}; give a number from 0 to {LARGEST:.0e}")
     return value
 
 

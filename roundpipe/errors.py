@@ -63,6 +63,8 @@ class TraceError(RoundPipeError, RuntimeError):
 
     stateful: tuple[str, ...] = ()
     """Names of submodules whose forward changes Python state, so that running it again for a backward is wrong."""
+    is_the_models: bool = False
+    """Whether the model's forward raises its cause without a trace, too."""
     changes: tuple[str, ...] = ()
     """What the forward changes and computes with, in words."""
 

@@ -61,8 +61,11 @@ class Explanation:
 
     def __str__(self) -> str:
         if self.traced is None or self.chain is None:
+            failed = f"{self.model_name} can't be cut into layers.\n\n{self.error}"
+            if self.error is not None and self.error.is_the_models:
+                return failed
             return (
-                f"{self.model_name} can't be cut into layers.\n\n{self.error}\n\n"
+                f"{failed}\n\n"
                 "Without a change, compile runs its forward on the CPU and its modules on the devices (AutoRoundPipe)."
             )
         parts = [

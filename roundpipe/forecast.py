@@ -1,7 +1,7 @@
 """What training a model on given devices will take: the plan, seconds per step, bytes on devices and on the host.
 
     target -> trace -> measure -> partition -> generate      the compiler's own steps, on fake tensors
-           -> RoundMaker.plan                                the plan that a run would choose
+           -> Plans.plan                                     the plan that a run would choose
            -> measure for the device -> simulate             links, host memory and the optimizer included
 
 Nothing is allocated or run: compute times rest on FLOPs and bytes, and on what a device sustains of its datasheet.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any, Literal
 
 import torch
@@ -206,7 +207,7 @@ def forecast(target: Target, machine: Machine, training: Training) -> Forecast:
         TraceError: the model's own forward can't be traced, so it would not be cut.
     """
     kwargs = target.kwargs_for(training.microbatch)
-    notes: list[str] = []
+    notes = list(target.notes)
     measured = _measured(target, kwargs, machine, notes)
     if not target.has_loss:
         notes.append("the loss is not part of the model's call: its time and memory are left out")
@@ -220,6 +221,7 @@ def forecast(target: Target, machine: Machine, training: Training) -> Forecast:
         result.changes.append(_describe(training, changed, other, result))
         if not result.fits_devices:
             break  # the first that fits is the cheapest
+    result.changes += _with_fewer_devices(target, measured, result)
     if not result.fits_devices and not result.changes:
         result.changes.append("shorter sequences, a device with more memory, or --lora (no gradients of the weights)")
     host_bytes = machine.host_memory_bytes
@@ -412,6 +414,32 @@ def _alternatives(training: Training, result: Forecast) -> Iterator[Training]:
             changed = replace(training, num_microbatches=num_microbatches, recompute_grain=grain)
             if changed != training:
                 yield changed
+
+
+def _with_fewer_devices(target: Target, measured: _Measured, result: Forecast) -> list[str]:
+    """The number of devices that would be faster than all of them, if there is one: one, or half of them.
+
+    Where links bind, the one stage of a single device moves each weight once; stages spread over devices move most of
+    them twice.
+    """
+    speed, training, all_devices = result.speed, result.training, result.machine.num_devices
+    if speed is None or not result.fits_devices or speed.idle.total <= MUCH_IDLE:
+        return []
+    within_s = speed.seconds_per_step / WORTH_NAMING
+    work_s = sum(cost.forward_s + cost.backward_s for cost in replayed_costs(result.costs, training))
+    if speed.optimizer_bytes / result.machine.host_bytes_per_s > within_s:
+        return []  # the host is the limit, for any number
+    best: tuple[float, int] | None = None
+    for number in sorted({1, -(-all_devices // 2)}):
+        if not 0 < number < all_devices or work_s * training.num_microbatches / number > within_s:
+            continue
+        other = _at(target, measured, replace(result.machine, num_devices=number), training, [])
+        if other.fits_devices and other.speed is not None and other.speed.seconds_per_step <= within_s:
+            best = min(best or (inf, 0), (other.speed.seconds_per_step, number))
+    if best is None:
+        return []
+    same = f"--batch {training.batch} --microbatches {training.num_microbatches}"
+    return [f"--devices {best[1]} {same}: {speed.seconds_per_step / best[0] - 1:+.0%} throughput"]
 
 
 def _describe(training: Training, changed: Training, other: Forecast, result: Forecast) -> str:

@@ -74,10 +74,10 @@ def _listed(label: str, lines: Sequence[str]) -> dict[str, str]:
 
 def _step(result: Forecast) -> str:
     training, tokens = result.training, result.target.tokens_per_sample
-    size = f"{training.batch:,} samples"
+    size = _counted(training.batch, "sample")
     if tokens is not None:
-        size += f" of {tokens:,} tokens"
-    size += f" in {training.num_microbatches} microbatches"
+        size += f" of {_counted(tokens, 'token')}"
+    size += f" in {_counted(training.num_microbatches, 'microbatch', 'microbatches')}"
     if result.speed is None:
         return size
     rate, unit = result.samples_per_s(), "samples"
@@ -85,6 +85,11 @@ def _step(result: Forecast) -> str:
         rate, unit = rate * tokens, "tokens"
     per_s = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
     return f"{format_seconds(result.speed.seconds_per_step)}, {per_s} {unit}/s: {size}"
+
+
+def _counted(number: int, one: str, several: str = "") -> str:
+    """A number of things."""
+    return f"{number:,} {one if number == 1 else several or one + 's'}"
 
 
 def _device_memory(result: Forecast) -> str:

@@ -86,7 +86,19 @@ class MergedLater(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return settled(self).detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
-    # what reads memory without calling an operation
+    # what reads memory, or gives other memory, without calling an operation
+
+    @property
+    def data(self) -> torch.Tensor:
+        """See `torch.Tensor.data`."""
+        return self.whole().detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        value = _whole_of(value).detach()
+        form = MergedLater.of([value], [None])
+        torch.Tensor.data.__set__(self, form)  # type: ignore[attr-defined]  # shape and dtype
+        self._whole, self._pieces, self._events = value, [value], [None]
 
     def tolist(self) -> Any:
         """See `torch.Tensor.tolist`."""

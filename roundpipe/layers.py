@@ -16,7 +16,8 @@ Tensors in a carry may sit inside a structure (a tuple, a dataclass); see `round
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ import torch
 from torch import nn
 
 from roundpipe import structure
+from roundpipe.errors import ConfigError
 
 Carry = dict[str, Any]
 
@@ -194,12 +196,44 @@ class _ModuleLayer(nn.Module):
 
     def forward(self, carry: Carry) -> Carry:
         value = structure.map_tensors(carry[self.reads], _writable)
-        (module,) = self._modules.values()
+        ((layer, module),) = self._modules.items()
         assert module is not None
-        if not self.unpack:
-            return {self.makes: module(value)}
-        args, kwargs = value
-        return {self.makes: module(*args, **kwargs)}
+        weights = WeightsBefore(module)
+        args, kwargs = value if self.unpack else ((value,), {})
+        made = module(*args, **kwargs)
+        written = weights.written()
+        if written is not None:
+            raise ConfigError(
+                f"the forward of layer {layer or type(module).__name__} writes its parameter {written}, on a copy that "
+                "is thrown away. Write weights between steps, from outside of forward, or use "
+                "wrap_model_to_roundpipe(model), which runs such a module on the CPU"
+            )
+        return {self.makes: made}
+
+
+class WeightsBefore:
+    """The parameters of a module before its forward."""
+
+    __slots__ = ("_weights",)
+
+    def __init__(self, module: nn.Module) -> None:
+        self._weights = [
+            (prefix, one, name, weight, _version_of(weight))
+            for prefix, one in module.named_modules()
+            for name, weight in one._parameters.items()
+        ]
+
+    def written(self) -> str | None:
+        """The name of one that was written, or has another in its place."""
+        for prefix, one, name, weight, version in self._weights:
+            held = one._parameters  # those of script modules have no get
+            if (held[name] if name in held else None) is not weight or _version_of(weight) != version:
+                return f"{prefix}.{name}" if prefix else name
+        return None
+
+
+def _version_of(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +324,81 @@ class FixedChain:
 
     def chain_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerChain:
         return self.chain
+
+
+class Structure:
+    """Which modules some modules hold, of which classes, and how much each holds.
+
+    Args:
+        modules: all of them, such as ``model.modules()``.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._seen = [
+            (module, type(module), len(module._parameters), len(module._buffers), list(module._modules.items()))
+            for module in modules
+            if not isinstance(module, torch.jit.ScriptModule)  # can't be changed
+        ]
+
+    def changed(self) -> nn.Module | None:
+        """A module that has another class, other submodules, or more or fewer names by now; None: there is none."""
+        for module, kind, num_parameters, num_buffers, children in self._seen:
+            now = module._modules
+            if (
+                type(module) is not kind
+                or len(module._parameters) != num_parameters
+                or len(module._buffers) != num_buffers
+                or (list(now.items()) != children if now else children)
+            ):
+                return module
+        return None
+
+
+def changed_in_a_round(module: nn.Module, name: str = "") -> str:
+    """The message about a module whose place, or whose parameter of a name, was changed while a round needed it."""
+    what = f"parameter {name!r} of a {type(module).__name__}" if name else f"a {type(module).__name__}"
+    return (
+        f"{what} was put into the model, or taken out of it, while a round was running that needs the model as it was. "
+        "Change the structure of a model after synchronize(), and call backward on what forward gave before"
+    )
+
+
+class ModuleSource:
+    """A source for a model that is given as it is: one chain for all arguments, until the model's structure changes.
+
+    Args:
+        model: has the layers.
+        make: makes them.
+    """
+
+    trace_count = 0
+
+    def __init__(self, model: nn.Module, make: Callable[[nn.Module], LayerChain]) -> None:
+        self._model = model
+        self._make = make
+        self._renew()
+
+    def _renew(self) -> None:
+        self._chain = self._make(self._model)
+        self._structure = Structure(self._model.modules())
+
+    @property
+    def latest(self) -> LayerChain:
+        """The chain."""
+        return self._chain
+
+    @property
+    def chain(self) -> LayerChain:
+        """The chain."""
+        return self._chain
+
+    def chain_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerChain:
+        if self._structure.changed() is not None:
+            self._renew()
+        return self._chain
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleSource:
+        return type(self)(copy.deepcopy(self._model, memo), self._make)
 
 
 BalanceFunction = Callable[[nn.Module], float]

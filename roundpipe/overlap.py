@@ -1,8 +1,9 @@
-"""Whether two views of one memory have elements in common: a write into the one then changes the other."""
+"""Whether views of one memory have elements in common: a write into the one then changes the other."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -44,6 +45,29 @@ def share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
         last = min(high, (distance - below[depth + 1]) // stride)
         pending += [(distance - stride * index, depth + 1) for index in range(first, min(last, first + MAX_STEPS) + 1)]
     return True
+
+
+def overlapping(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
+    """Pairs of strided tensors, by their positions, that have an element of memory in common; see `share_elements`."""
+    by_memory: dict[tuple[torch.device, int], list[int]] = {}
+    for position, tensor in enumerate(tensors):
+        by_memory.setdefault(_memory(tensor), []).append(position)
+    for positions in by_memory.values():
+        spans = sorted((*_span(tensors[one]), one) for one in positions) if len(positions) > 1 else ()
+        reaching: list[tuple[int, int]] = []
+        for first, last, one in spans:
+            reaching = [(end, other) for end, other in reaching if end >= first]
+            for _, other in reaching:
+                if share_elements(tensors[one], tensors[other]):
+                    yield min(one, other), max(one, other)
+            reaching.append((last, one))
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first and the last byte of its memory that a tensor reaches."""
+    steps = sum(int(size - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = int(tensor.storage_offset()) * tensor.element_size()
+    return first, first + (steps + 1) * tensor.element_size() - 1
 
 
 def _memory(tensor: torch.Tensor) -> tuple[torch.device, int]:

@@ -15,11 +15,12 @@ import contextvars
 import copy
 import dataclasses
 import enum
+import functools
 import itertools
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 import torch
@@ -28,18 +29,24 @@ from torch import nn
 from roundpipe import structure
 from roundpipe.caller import warn
 from roundpipe.errors import ConfigError
+from roundpipe.fx.python_state import PLAIN, attributes_read, uses_of_forward
 from roundpipe.later import all_settled, holds_later, merged_later, packed_again
-from roundpipe.layers import Carry, FixedChain, chain_of_modules, weight_bytes_of
+from roundpipe.layers import Carry, FixedChain, WeightsBefore, chain_of_modules, weight_bytes_of
+from roundpipe.once import Before, first_to_run_once, hooks_run_around
 from roundpipe.overlap import share_elements
 from roundpipe.own_code import HOOKS
 from roundpipe.runtime import microbatch
 from roundpipe.runtime.config import RoundPipeRunConfig, resolve
 from roundpipe.runtime.pipe import RoundPipe
+from roundpipe.runtime.recompute import doing_recompute
 from roundpipe.runtime.replica import Replica
 
 IN_ONE_PIECE = RoundPipeRunConfig(num_microbatch=1)
 _AS_IT_IS = RoundPipeRunConfig(num_microbatch=1, split_input=lambda args, kwargs, number: ([args], [kwargs]))
 """For a call without samples, such as that of an expert that no token goes to."""
+
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+"""Attributes of a module that hold what it registers."""
 
 _RETURNS_GIVEN = "it returns memory of a tensor that it is given"
 
@@ -54,10 +61,10 @@ def overlaid(*configs: RoundPipeRunConfig) -> RoundPipeRunConfig:
     """One config of several: the first that gives a field wins."""
     given: dict[str, Any] = {}
     for config in configs:
-        for field in fields(RoundPipeRunConfig):
-            value = getattr(config, field.name)
+        for one in fields(RoundPipeRunConfig):
+            value = getattr(config, one.name)
             if value is not None:
-                given.setdefault(field.name, value)
+                given.setdefault(one.name, value)
     return RoundPipeRunConfig(**given)
 
 
@@ -145,19 +152,43 @@ class _Watched(nn.Module):
         self._index = index
         self._handing_on = handing_on
         self._has_weights = weight_bytes_of(module) > 0
+        kinds = {type(one) for one in module.modules()}
+        self._read = frozenset().union(*map(attributes_read, kinds))
+        """Names of attributes that its code reads."""
+        self._reads_any_name = any(uses_of_forward(kind).reads_any_name for kind in kinds)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output.
+
+        Raises:
+            _HandsOnOtherwise: running it apart differs.
+            ConfigError: the same in a recomputation, when it is too late to run the module on the host.
+        """
+        try:
+            return self._run(args, kwargs)
+        except _HandsOnOtherwise as error:
+            if not doing_recompute():
+                raise
+            kind = type(self.module).__name__
+            raise ConfigError(
+                f"the forward of a {kind}, run again for the backward, did what it had not done before: {error}. The "
+                f"gradients would not be eager's. Keep the {kind} on the CPU with skip_modules, see "
+                "wrap_model_to_roundpipe and compile"
+            ) from None
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         outside = (args, kwargs) if self._index == 0 else ((), {})
         given = [(tensor, tensor._version) for tensor in structure.tensors(outside)]
         context = contextvars.copy_context() if self.context is None else self.context.copy()
         containers = [(one, copy.copy(one)) for one in _containers(outside)]
         collectors = [(one, copy.copy(one)) for one in _containers((tuple(context.values()), {}))]
         before = [(part, dict(part.__dict__)) for part in self.module.modules()]
+        weights = WeightsBefore(self.module)
         collections = [
             (name, value, copy.copy(value))
             for _, state in before
             for name, value in state.items()
-            if type(value) in (list, dict) and name not in ("_parameters", "_buffers", "_modules")
+            if type(value) in (list, dict) and name not in _REGISTERED
         ]
         run = self.module.forward if self._handing_on is None and hooks_run_around(self.module) else self.module
         result = context.run(run, *args, **kwargs)
@@ -170,15 +201,30 @@ class _Watched(nn.Module):
         for name, value, was in collections:
             if _put_back([(value, was)]):
                 raise _HandsOnOtherwise(f"its forward changes the {type(value).__name__} in attribute {name!r}")
+        written = weights.written()
+        if written is not None:
+            raise _HandsOnOtherwise(f"its forward writes its parameter {written!r}")
         for part, state in before:
             for name, value in part.__dict__.items():
-                if value is not state.get(name) and not isinstance(value, dict) and structure.tensors(value):
+                if name in _REGISTERED or value is state.get(name, before):
+                    continue
+                if structure.tensors(value):
                     raise _HandsOnOtherwise(f"its forward stores tensors in attribute {name!r}")
+                if self._is_kept(part, name, state.get(name), value):
+                    raise _HandsOnOtherwise(f"its forward changes attribute {name!r}")
         if self._handing_on is None:
             return self._referring(result, [tensor for tensor, _ in given])
         if not _memory(structure.tensors((args, kwargs))).isdisjoint(_memory(structure.tensors(result))):
             self._handing_on.add(self._index)
         return result
+
+    def _is_kept(self, part: nn.Module, name: str, was: Any, now: Any) -> bool:
+        """Whether an attribute holds something else that a later call could find, or that would not reach others."""
+        if type(was) is type(now) and isinstance(now, (*PLAIN, tuple)) and was == now:
+            return False
+        if isinstance(getattr(type(part), name, None), functools.cached_property):
+            return False
+        return not isinstance(now, PLAIN) or name in self._read or self._reads_any_name
 
     def _referring(self, result: Any, given: list[torch.Tensor]) -> Any:
         """The output with a `_Same` for each tensor that it need not bring."""
@@ -240,13 +286,6 @@ def _put_back(containers: list[tuple[Any, Any]]) -> bool:
     return bool(changed)
 
 
-def hooks_run_around(module: nn.Module) -> bool:
-    """Whether a part's module has hooks that run once, on the host, around what the devices do."""
-    return bool(module._forward_hooks or module._forward_pre_hooks) and not (
-        module._backward_hooks or module._backward_pre_hooks or isinstance(module, torch.jit.ScriptModule)
-    )
-
-
 def _between_hooks(module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a module whose forward is ``run``; what its hooks leave in attributes is left in the module."""
     twin = object.__new__(type(module))
@@ -296,8 +335,8 @@ class _PartState:
     handing_on: set[int] | None
     """For one of several: which of them returned memory of what they were given, in the running call."""
     why_on_host: str | None = None
-    is_proven: bool = False
-    """Whether it ran on the devices once."""
+    proven: set[tuple[bool, bool]] = field(default_factory=set)
+    """In which modes it ran on the devices: whether training, and whether gradients were recorded."""
     is_split: bool = False
     """Whether its children are its layers, and it itself is never called."""
     in_forward: bool = False
@@ -325,17 +364,18 @@ class Part(RoundPipe):
 
         Args:
             whole: has the workers.
-            name: qualified, of the module.
+            name: qualified, of the module; empty for the whole's model itself.
             module: a `nn.Sequential` has one layer per child.
             given: options of this part alone.
             options: those of the whole's running call.
             merges_later: whether its outputs, unless ``merge_output`` is given, are put together only when host code
                 looks at them.
         """
-        modules = [(name, module)]
+        modules = [(name or type(module).__name__, module)]
         is_split = is_sequential(module)
         if is_split:
-            modules = [(f"{name}.{key}", child) for key, child in module._modules.items() if child is not None]
+            prefix = f"{name}." if name else ""
+            modules = [(f"{prefix}{key}", child) for key, child in module._modules.items() if child is not None]
         handing_on: set[int] | None = set() if len(modules) > 1 else None
         watched = [_Watched(one, index, handing_on) for index, (_, one) in enumerate(modules)]
         chain = chain_of_modules([(key, one) for (key, _), one in zip(modules, watched, strict=True)])
@@ -343,7 +383,7 @@ class Part(RoundPipe):
         if handing_on is None:
             chain.exit = same = _GiveSame(*chain.specs[0].makes, *chain.specs[0].reads)
         kind: type[Part] = SequencePart if isinstance(module, nn.Sequential) else cls
-        part = kind.inside(whole, module, FixedChain(chain), name)
+        part = kind.inside(whole, module, FixedChain(chain), name or whole._state.name)
         part.__dict__["_part"] = _PartState(given, options, merges_later, watched, same, handing_on, is_split=is_split)
         return part
 
@@ -361,33 +401,58 @@ class Part(RoundPipe):
         if why is None:
             options = part.options
             config = overlaid(roundpipe_run_config, options.forced, part.given, options.default)
-            buffers = [] if part.is_proven else [(buffer, buffer.clone()) for buffer in self.model.buffers()]
             try:
-                outputs = self._run_apart(args, kwargs, config)
+                return self._run_apart(args, kwargs, config)
             except _HandsOnOtherwise as error:
                 why = str(error)
-                with torch.no_grad():
-                    for buffer, was in buffers:  # stages in front of the one that failed have brought theirs
-                        buffer.copy_(was)
-            else:
-                part.is_proven = True
-                return outputs
         self._leave_devices(why)
         return self.model(*args, **kwargs)
 
     def _run_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any], config: RoundPipeRunConfig) -> Any:
-        """The module's outputs, with its hooks and context variables as where it stands."""
+        """The module's outputs, with its hooks as where it stands."""
         part: _PartState = self.__dict__["_part"]
+        if part.same is None or not hooks_run_around(self.model):
+            return self._run_or_undo(args, kwargs, config)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            return self._run_on_devices(args, kwargs, config)
+            try:
+                return self._run_or_undo(args, kwargs, config)
+            except _HandsOnOtherwise as error:  # here, since its hooks must run once, too
+                self._leave_devices(str(error))
+                return self.model.forward(*args, **kwargs)
 
+        return _between_hooks(self.model, run, args, kwargs)
+
+    def _run_or_undo(self, args: tuple[Any, ...], kwargs: dict[str, Any], config: RoundPipeRunConfig) -> Any:
+        """The module's outputs; in a mode in which it never ran, everything is as it was if they can't be had."""
+        part: _PartState = self.__dict__["_part"]
+        mode = (self.model.training, torch.is_grad_enabled())
+        if mode in part.proven:
+            return self._run_in_context(args, kwargs, config)
+        kind = first_to_run_once(self.model)
+        if kind is not None:
+            raise _HandsOnOtherwise(f"{kind}'s code remembers something, writes weights or asks for the grad mode")
+        before = Before(self.model)
+        if before.untold is not None:
+            raise _HandsOnOtherwise(f"it uses {before.untold}, and nothing tells how that changes")
+        try:
+            outputs = self._run_in_context(args, kwargs, config)
+            changed = before.changed()
+            if changed is not None:
+                raise _HandsOnOtherwise(f"its forward changes {changed}")
+        except _HandsOnOtherwise:
+            before.undo()
+            raise
+        part.proven.add(mode)
+        return outputs
+
+    def _run_in_context(self, args: tuple[Any, ...], kwargs: dict[str, Any], config: RoundPipeRunConfig) -> Any:
+        """The module's outputs, with context variables as where it stands."""
+        part: _PartState = self.__dict__["_part"]
         for watched in part.watched:
             watched.context = contextvars.copy_context()
         try:
-            if part.same is not None and hooks_run_around(self.model):
-                return _between_hooks(self.model, run, args, kwargs)
-            return run(*args, **kwargs)
+            return self._run_on_devices(args, kwargs, config)
         finally:
             for watched in part.watched:
                 watched.context = None
@@ -507,6 +572,8 @@ class HostTree(Replica):
         self._loss_functions: dict[int, Any] = {}
         super().__init__(model, torch.device("cpu"))
         self._children = [_children_of(original) for original in self._originals]
+        self._given: list[dict[str, Any]] = []
+        """The attributes of each of its modules when a call began."""
 
     def _copy(self, original: nn.Module) -> nn.Module:
         other = self._in_place_of.get(id(original))
@@ -565,13 +632,47 @@ class HostTree(Replica):
                 state["config"] = configs[id(config)]
             if id(original) in self._loss_functions:
                 state["_loss_function"] = self._loss_functions[id(original)].__call__
+        self._given = [dict(self.twin(original).__dict__) for original in self._originals]
 
     def _hand_back(self) -> None:
-        for original, name, value in self.changed_attributes():
-            original.__dict__[name] = all_settled(value)
-        for original in self._originals:
+        originals = {id(twin): module for module, twin in self._pairs()}
+        for original, given in zip(self._originals, self._given, strict=True):
             twin = self.twin(original)
             original._buffers.update(twin._buffers)
+            for name, weight in twin._parameters.items():
+                if original._parameters.get(name, given) is not weight:
+                    original._parameters[name] = weight
             for name, value in twin.__dict__.items():
-                if isinstance(value, torch.Tensor) and value is not original.__dict__.get(name):
-                    original.__dict__[name] = value
+                if name not in _REGISTERED and value is not given.get(name, given):
+                    original.__dict__[name] = _pointing(all_settled(value), originals)
+            for name in given.keys() - twin.__dict__.keys():
+                original.__dict__.pop(name, None)
+
+    def _pairs(self) -> Iterator[tuple[nn.Module, nn.Module]]:
+        """Each module of the model, and what stands in its place."""
+        for original in self._originals:
+            yield original, self.twin(original)
+        for other in self._in_place_of.values():
+            if isinstance(other, RoundPipe):
+                yield other.model, other
+
+
+def _pointing(value: Any, modules: Mapping[int, nn.Module]) -> Any:
+    """A value with other modules in it.
+
+    Args:
+        value: any.
+        modules: by identity of those to replace.
+    """
+    if isinstance(value, nn.Module):
+        return modules.get(id(value), value)
+    if isinstance(value, types.MethodType):
+        owner = modules.get(id(value.__self__))
+        return value if owner is None else types.MethodType(value.__func__, owner)
+    if type(value) in (list, tuple):
+        items = [_pointing(item, modules) for item in value]
+        return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
+    if type(value) is dict:
+        mapped = {key: _pointing(item, modules) for key, item in value.items()}
+        return value if all(mapped[key] is value[key] for key in value) else mapped
+    return value

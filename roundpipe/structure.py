@@ -109,6 +109,52 @@ def _gather(value: Any, found: list[torch.Tensor], depth: int) -> None:
             _gather(child, found, depth + 1)
 
 
+def holds_any(value: Any, objects: list[Any], depth: int = 0) -> bool:
+    """Whether a value is one of some objects, or holds one."""
+    if any(value is one for one in objects):
+        return True
+    below = children(value) if depth < MAX_DEPTH else None
+    return any(holds_any(child, objects, depth + 1) for _, child in below or ())
+
+
+def gained(before: dict[Path, Any], value: Any) -> list[Path]:
+    """The leaves that a structure has beside those that it had, or in their place.
+
+    Args:
+        before: its leaves by their paths.
+    """
+    missing = object()
+    found = []
+    for path, now in walk(value):
+        was = before.get(path, missing)
+        is_plain = isinstance(now, (bool, int, float, complex, str, bytes)) and type(was) is type(now)
+        if was is not now and not (is_plain and was == now):
+            found.append(path)
+    return found
+
+
+def put(value: Any, other: Any, path: Path) -> None:
+    """Puts what a structure has at a path, once of the same form, into lists, dicts and objects of ``value``.
+
+    Lists that are shorter now are left alone.
+    """
+    for index, step in enumerate(path):
+        below = dict(children(value) or ())
+        if step in below and index + 1 < len(path):
+            value, other = below[step], get(other, (step,))
+            continue
+        item = get(other, (step,))
+        if isinstance(value, list) and len(other) < len(value):
+            return
+        if step.kind == "attribute":
+            setattr(value, step.key, item)
+        elif isinstance(value, list) and step.key >= len(value):
+            value.append(item)
+        elif step.kind == "item" and not isinstance(value, tuple):
+            value[step.key] = item
+        return
+
+
 def get(value: Any, path: Path) -> Any:
     """The item of ``value`` at ``path``."""
     for kind, key in path:

@@ -12,8 +12,8 @@ import importlib
 import inspect
 import traceback
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ from roundpipe import structure
 from roundpipe.errors import ConfigError
 
 DEFAULT_SEQ = 2048
+"""Tokens per sample of a model that is planned for."""
+EXPLAINED_SEQ = 32
+"""Of one that is only explained: what is traced hardly depends on it, and models that loop over tokens take as long."""
 MOST_ELEMENTS = 2**28
 """Of an example's tensors; they are real ones, of up to eight bytes each."""
 
@@ -42,30 +45,44 @@ class Target:
     """None where samples are no sequences of tokens."""
     has_loss: bool
     """Whether the call computes a loss, which then is part of the costs."""
+    notes: tuple[str, ...] = ()
+    """What of the given config does not count here."""
 
 
-def load_target(text: str, *, dtype: torch.dtype, seq: int | None, lora_rank: int | None) -> Target:
+def check_target(text: str) -> None:
+    """Refuses what can't name a target, before anything is loaded.
+
+    Raises:
+        ConfigError: it is neither a path nor ``module:function``.
+    """
+    if not Path(text).expanduser().exists() and ":" not in text:
+        raise ConfigError(
+            f"{text}: there is no such file or folder; give a Hugging Face config.json, a folder that has one, or "
+            "package.module:factory"
+        )
+
+
+def load_target(
+    text: str, *, dtype: torch.dtype, seq: int | None, lora_rank: int | None, default_seq: int = DEFAULT_SEQ
+) -> Target:
     """The target that the user named.
 
     Args:
         text: a path or ``module:function``.
         dtype: of the weights of a model made from a config.
-        seq: tokens per sample; None: `DEFAULT_SEQ`, or fewer if the model can't take as many.
+        seq: tokens per sample; None: the default, or fewer if the model can't take as many.
         lora_rank: train low-rank adapters of this rank on all linear layers instead of the model; None: the model.
+        default_seq: tokens per sample where none are given.
 
     Raises:
         ConfigError: there is no such model, or it can't be made; the message says what to give.
     """
+    check_target(text)
     path = Path(text).expanduser()
     if path.exists():
-        target = _from_config(path, dtype, seq)
-    elif ":" in text:
-        target = _from_factory(text, seq)
+        target = _from_config(path, dtype, seq, default_seq)
     else:
-        raise ConfigError(
-            f"{text}: there is no such file or folder; give a Hugging Face config.json, a folder that has one, or "
-            "package.module:factory"
-        )
+        target = _from_factory(text, seq, default_seq)
     if lora_rank is not None:
         _add_adapters(target.model, lora_rank, dtype)
     target.model.train()
@@ -75,7 +92,7 @@ def load_target(text: str, *, dtype: torch.dtype, seq: int | None, lora_rank: in
 # Hugging Face
 
 
-def _from_config(path: Path, dtype: torch.dtype, seq: int | None) -> Target:
+def _from_config(path: Path, dtype: torch.dtype, seq: int | None, default_seq: int) -> Target:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"{path} has no config.json; give a Hugging Face config or checkpoint folder")
@@ -95,7 +112,17 @@ def _from_config(path: Path, dtype: torch.dtype, seq: int | None) -> Target:
     except Exception as error:
         raise ConfigError(f"{file}: the model can't be built from it: {_first_line(error)}") from error
     name = file.resolve().parent.name if path.is_dir() or file.name == "config.json" else file.stem
-    return _of_transformers(name, model, seq)
+    return replace(_of_transformers(name, model, seq, default_seq), notes=tuple(_left_out(config, model)))
+
+
+def _left_out(config: Any, model: nn.Module) -> Iterator[str]:
+    """What of a config the model that was made from it doesn't follow."""
+    named, kind = list(getattr(config, "architectures", None) or ()), type(model).__name__
+    if named and kind not in named:
+        yield f"transformers has no {' or '.join(map(str, named))}, which the config names: this is {kind}"
+    if getattr(config, "quantization_config", None):
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        yield f"the config's quantization_config is left out: weights count as {dtype}"
 
 
 def _architecture(transformers: Any, config: Any) -> Any:
@@ -112,7 +139,7 @@ def _architecture(transformers: Any, config: Any) -> Any:
     )
 
 
-def _of_transformers(name: str, model: Any, seq: int | None) -> Target:
+def _of_transformers(name: str, model: Any, seq: int | None, default_seq: int) -> Target:
     """How a Hugging Face model is called in training, with its loss where it has one."""
     kind, config = type(model).__name__, model.config
     if model.main_input_name == "pixel_values":
@@ -126,7 +153,7 @@ def _of_transformers(name: str, model: Any, seq: int | None) -> Target:
     longest = getattr(text_config, "max_position_embeddings", None)
     if seq is not None and longest is not None and seq > longest:
         raise ConfigError(f"--seq {seq}: {kind} takes at most {longest} tokens (max_position_embeddings)")
-    length = seq or min(DEFAULT_SEQ, longest or DEFAULT_SEQ)
+    length = seq or min(default_seq, longest or default_seq)
     per_token = "LM" in kind or "ConditionalGeneration" in kind
     per_sample = "SequenceClassification" in kind
 
@@ -171,7 +198,7 @@ def _check_size(num_samples: int, num_elements: int) -> None:
 # Functions of the user's
 
 
-def _from_factory(text: str, seq: int | None) -> Target:
+def _from_factory(text: str, seq: int | None, default_seq: int) -> Target:
     module_name, _, function_name = text.partition(":")
     if not module_name or not function_name:
         raise ConfigError(f"{text!r} names no function; give package.module:factory")
@@ -196,7 +223,7 @@ def _from_factory(text: str, seq: int | None) -> Target:
         )
     if kwargs is None:
         if hasattr(model, "main_input_name") and hasattr(model, "config"):
-            return _of_transformers(text, model, seq)
+            return _of_transformers(text, model, seq, default_seq)
         raise ConfigError(f"{text} returned a model alone; return (model, kwargs) with an example of its arguments")
     if seq is not None:
         raise ConfigError("--seq is for models made from a config; the factory's own kwargs say how long samples are")

@@ -7,7 +7,7 @@ wrap_model_to_roundpipe ---- the graph compiler, unless refused; a `RoundPipe` i
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +18,12 @@ from roundpipe.caller import caller_name, warn
 from roundpipe.errors import ConfigError, TraceError, enumerated
 from roundpipe.fx.source import TracedSource
 from roundpipe.layers import weight_bytes_of
+from roundpipe.once import holders_of_those, runs_autograd
 from roundpipe.parts import IN_ONE_PIECE, is_sequential, overlaid
 from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.runtime.devices import largest_layer_bytes, resolve_devices
 from roundpipe.runtime.pipe import RoundPipe
+from roundpipe.runtime.view import check_parts_unwrapped
 
 logger = logging.getLogger(__name__)
 
@@ -47,17 +49,20 @@ def wrap_model_to_roundpipe(
     Module by module means, for the model and then for what is below it, the first of these that holds:
 
     1. in ``skip_modules``: left as it is, on the CPU;
-    2. a ``nn.Sequential``: a pipeline with one layer per child;
-    3. parameters of its own of at least ``lower_threshold`` bytes, or at most ``upper_threshold`` bytes in all, and
+    2. it, or a module in it, must run once, since its code remembers something from call to call (a counter, a list,
+       a generator of its own), writes its weights or asks whether gradients are recorded: as 5;
+    3. a ``nn.Sequential``: a pipeline with one layer per child;
+    4. parameters of its own of at least ``lower_threshold`` bytes, or at most ``upper_threshold`` bytes in all, and
        a forward: a pipeline of one layer. It is not split into microbatches if it is smaller than ``lower_threshold``
        or has the batch in another dimension than the first (``batch_first=False`` somewhere in it); an activation
        with ``inplace=True`` is left on the CPU;
-    4. anything else runs its own forward on the CPU, and the choice is made for each of its children, or for each
+    5. anything else runs its own forward on the CPU, and the choice is made for each of its children, or for each
        element of a ``nn.ModuleList``.
 
     The loss function of a Hugging Face model runs on the device. A module that does more than return a value (writes
-    into its arguments, stores tensors in attributes, is given objects such as caches) goes back to the CPU when it
-    is found out, with a warning. The model itself is not changed and keeps the parameters.
+    into its arguments, changes attributes, lists or globals, is given objects such as caches) goes back to the CPU
+    when it is found out, with a warning and with all of that put back before it runs again. The model itself is not
+    changed and keeps the parameters.
 
     Each pipeline splits what it is given on dim 0, or gets other options from ``override_config``: say
     ``num_microbatch=1`` for a module whose inputs have something else than the batch there. Elements of a
@@ -80,7 +85,7 @@ def wrap_model_to_roundpipe(
             ``example_kwargs``, ``balance`` as for `roundpipe.compile`.
 
     Returns:
-        A `RoundPipe` if the model is one pipeline, else an `AutoRoundPipe`.
+        A `RoundPipe` if the model is cut by the graph compiler or is an ``nn.Sequential``, else an `AutoRoundPipe`.
 
     Raises:
         ConfigError: an argument can't be used as given.
@@ -92,10 +97,10 @@ def wrap_model_to_roundpipe(
         raise ConfigError(f"wrap_model_to_roundpipe has no option {', '.join(unknown)}; further ones are {allowed}")
     check_model(model, "wrap_model_to_roundpipe")
     settings = {key: value for key, value in roundpipe_kwargs.items() if key in _SETTINGS}
-    if model in skip_modules:
-        return model  # type: ignore[return-value]
     settings |= {"name": name or caller_name(), "model_run_config": model_run_config}
     choice = PartsChoice(model, lower_threshold, upper_threshold, skip_modules, override_config, splits_inside=True)
+    if model in skip_modules:
+        return model  # type: ignore[return-value]
     if use_sequential_preset is not False:
         tracing = {key: value for key, value in roundpipe_kwargs.items() if key in _TRACING}
         pipe = _traced(model, settings, choice, required=bool(use_sequential_preset), **tracing)
@@ -105,12 +110,13 @@ def wrap_model_to_roundpipe(
 
 
 def check_model(model: Any, caller: str) -> None:
-    """Raise `ConfigError` for what is no model, or one that is wrapped already."""
+    """Raise `ConfigError` for what is no model, or one that is wrapped already, or has a part that is."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{caller} takes an nn.Module, got {type(model).__name__}")
     if isinstance(model, RoundPipe):
         done = "compiled" if caller == "compile" else "wrapped"
         raise ConfigError(f"the model is {done} already; pass the original, which {caller} left as it was")
+    check_parts_unwrapped(model)
 
 
 def _traced(
@@ -129,7 +135,7 @@ def _traced(
     def on_failure(error: TraceError) -> None:
         if required:
             raise NotImplementedError(f"use_sequential_preset=True, but {kind} can't be traced: {error}") from error
-        choice.leave(error.stateful)
+        choice.hold(error.stateful)
         logger.info("%s can't be traced, so it is not cut by the graph compiler: %s", kind, error)
 
     limit_bytes = largest_layer_bytes(settings.get("devices"))
@@ -161,32 +167,28 @@ class PartsChoice:
     override_config: Mapping[nn.Module, RoundPipeRunConfig] = field(default_factory=dict)
     splits_inside: bool = False
     """See `roundpipe.auto.Parts`."""
-    left: set[nn.Module] = field(default_factory=set)
-    """Stay on the CPU although nobody asked for it; see `leave`."""
+    held: set[nn.Module] = field(default_factory=set)
+    """Run their own forward on the CPU, since it must not run twice; see `hold`."""
 
     def __post_init__(self) -> None:
         _check_options(self.model, self.lower_threshold, self.upper_threshold, self.override_config)
+        _check_skipped(self.skip_modules)
 
-    def __contains__(self, module: object) -> bool:
-        """Whether a module is to stay on the CPU."""
-        return module in self.left or module in self.skip_modules
-
-    def leave(self, names: Iterable[str]) -> None:
-        """Leaves modules that must not run twice, and those that hold them, on the CPU."""
+    def hold(self, names: Iterable[str]) -> None:
+        """Runs the forwards of modules that must run once, and of those that hold them, on the CPU."""
         for name in names:
+            self.held.add(self.model.get_submodule(name))
             while name:
-                self.left.add(self.model.get_submodule(name))
                 name = name.rpartition(".")[0]
+                self.held.add(self.model.get_submodule(name))
 
     def wrap(self, settings: Mapping[str, Any]) -> RoundPipe | AutoRoundPipe:
         """A wrapper with these settings: name, devices and so on."""
         choice = self._choose(len(resolve_devices(settings.get("devices"))))
         settings = {**settings, "model_run_config": self._config(choice, settings["model_run_config"])}
-        if self.model in choice.parts and (self.splits_inside or is_sequential(self.model)):
+        if self.model in choice.parts and is_sequential(self.model):
             return RoundPipe(self.model, **settings)
         parts = self._parts(choice)
-        if parts is None:
-            return AutoRoundPipe(self.model, **settings)
         return AutoRoundPipe.of_parts(
             self.model, parts.on_devices, parts.left, splits_inside=parts.splits_inside, **settings
         )
@@ -201,19 +203,34 @@ class PartsChoice:
         upper_threshold = self.upper_threshold
         if upper_threshold is None:
             upper_threshold = weight_bytes_of(self.model) // (num_devices + 1)
-        choice = _Choice(self.lower_threshold, upper_threshold, self, self.override_config)
+        held = self.held | holders_of_those(self.model)
+        thresholds = (self.lower_threshold, upper_threshold)
+        choice = _Choice(self.model, *thresholds, self.skip_modules, held, self.override_config)
         choice.visit(self.model)
-        choice.warn_of_ignored(self.model)
+        choice.warn_of_ignored()
         return choice
 
     def _config(self, choice: _Choice, of_model: RoundPipeRunConfig) -> RoundPipeRunConfig:
         return overlaid(choice.parts.get(self.model) or choice.override.get(self.model) or of_model, of_model)
 
-    def _parts(self, choice: _Choice) -> Parts | None:
-        """None: the model is one part."""
-        if self.model in choice.parts or not (choice.parts or any(one in self for one in choice.left)):
-            return None
+    def _parts(self, choice: _Choice) -> Parts:
+        nothing_chosen = not choice.parts and self.model not in choice.held
+        if self.model in choice.parts or nothing_chosen and not any(one in self.skip_modules for one in choice.left):
+            return Parts.whole(self.model, splits_inside=self.splits_inside)
         return Parts(choice.parts, tuple(choice.left), self.splits_inside)
+
+
+def _check_skipped(modules: Any) -> None:
+    given = type(modules).__name__
+    if isinstance(modules, (str, Iterator)) or not isinstance(modules, (Container, Iterable)):
+        shown = f"the name {modules!r}" if isinstance(modules, str) else f"of type {given}"
+        raise ConfigError(f"skip_modules is {shown}; give a list of modules, such as [model.head]")
+    wrong = [one for one in modules if not isinstance(one, nn.Module)] if isinstance(modules, Iterable) else []
+    if wrong:
+        raise ConfigError(
+            f"skip_modules has {wrong[0]!r}, a {type(wrong[0]).__name__}; give the modules themselves, such as "
+            "[model.head], or [model.get_submodule(name)]"
+        )
 
 
 def _check_options(model: nn.Module, lower: Any, upper: Any, overrides: Any) -> None:
@@ -234,9 +251,13 @@ def _check_options(model: nn.Module, lower: Any, upper: Any, overrides: Any) -> 
 class _Choice:
     """The choice for each module, made from the root down."""
 
+    model: nn.Module
     lower_threshold: int
     upper_threshold: int
     skip: Container[nn.Module]
+    """Left as they are by the user's wish."""
+    held: Container[nn.Module]
+    """Must be opened."""
     override: Mapping[nn.Module, RoundPipeRunConfig]
     parts: dict[nn.Module, RoundPipeRunConfig] = field(default_factory=dict)
     """Become pipelines."""
@@ -249,9 +270,10 @@ class _Choice:
         """Choose for a module and what is below it."""
         if module in self.parts or module in self.left or module in self.opened:
             return
-        if module in self.skip or _is_inplace_activation(module):
+        runs_gradients = module is not self.model and module in self.held and runs_autograd(module)
+        if module in self.skip or _is_inplace_activation(module) or runs_gradients:
             self.left[module] = None
-        elif is_sequential(module) or self._is_one_layer(module):
+        elif module not in self.held and (is_sequential(module) or self._is_one_layer(module)):
             given = self.override.get(module, RoundPipeRunConfig())
             stays_whole = not is_sequential(module) and weight_bytes_of(module) < self.lower_threshold
             if stays_whole or _has_batch_elsewhere(module):
@@ -268,9 +290,9 @@ class _Choice:
         own_bytes = sum(one.numel() * one.element_size() for one in module.parameters(recurse=False))
         return own_bytes >= self.lower_threshold or weight_bytes_of(module) <= self.upper_threshold
 
-    def warn_of_ignored(self, model: nn.Module) -> None:
+    def warn_of_ignored(self) -> None:
         """Warn of options for modules that are inside a pipeline or around one."""
-        names = {module: name for name, module in model.named_modules()}
+        names = {module: name for name, module in self.model.named_modules()}
         chosen = {*self.parts, *self.left, *self.opened}
         inside = [name for module, name in names.items() if module not in chosen and module in self.skip]
         if inside:
@@ -279,7 +301,7 @@ class _Choice:
                 f"skip_modules: {enumerated(inside)} {verb} inside a module that becomes one pipeline, and with it on "
                 "the devices; skip that one, or lower the thresholds"
             )
-        unused = [names[one] for one in self.override if one not in self.parts and one is not model]
+        unused = [names[one] for one in self.override if one not in self.parts and one is not self.model]
         if unused:
             why = "since it is no pipeline of its own" if len(unused) == 1 else "since none is a pipeline of its own"
             warn(f"override_config: the options of {enumerated(unused)} have no effect, {why}")

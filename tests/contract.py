@@ -60,12 +60,14 @@ SHAPES = "fx/test_shapes.py::"
 TRAPS = "fx/test_traps.py::"
 LAYOUT = "fx/test_layout.py::"
 CHANGES = "fx/test_changes.py::"
+HIDDEN = "fx/test_hidden_state.py::"
 FUZZ = "fx/test_fuzz.py::"
 ADVICE = "fx/test_advice.py::"
 FORWARDING = "test_forwarding.py::"
 WRAP = "test_wrap.py::"
 LATER = "test_later.py::"
 AUTO = "test_auto.py::"
+PARTS = "test_parts.py::"
 EXPLAIN = "test_explain.py::"
 CLI = "test_cli.py::"
 
@@ -122,7 +124,11 @@ RUNTIME_ROWS: dict[str, Row] = {
         FORWARDING + "test_a_deep_copy_is_another_wrapper_of_another_model",
         FORWARDING + "test_what_can_not_be_copied_says_what_to_do",
     ),
-    "A6": _row("model.model is the wrapped module", PIPE + "test_attributes_are_those_of_the_model"),
+    "A6": _row(
+        "model.model is the wrapped module",
+        PIPE + "test_attributes_are_those_of_the_model",
+        AUTO + "test_the_users_model_can_be_saved",
+    ),
     "A7": _row(
         "devices is a rotation in which an entry may be repeated",
         ENGINE + "test_bits_do_not_depend_on_the_number_of_workers",
@@ -372,6 +378,12 @@ RUNTIME_ROWS: dict[str, Row] = {
         ERRORS + "test_an_exception_in_the_loss_function_says_where",
         ERRORS + "test_an_exception_in_backward_says_where",
         ERRORS + "test_nothing_of_a_failed_round_stays_alive",
+        ERRORS + "test_what_goes_wrong_after_an_error_is_noted_and_the_next_call_works",
+        ERRORS + "test_an_error_that_nothing_catches_fails_the_rounds_instead_of_hanging",
+        ERRORS + "test_a_hook_that_can_not_run_is_refused_before_any_work",
+        PIPE + "test_a_wrapper_inside_of_what_is_wrapped_is_named",
+        RESIDENCY + "test_parameters_that_share_memory_are_named",
+        REPLICA + "test_a_structure_that_changes_before_the_backward_is_an_error",
         NOTEBOOK + "test_an_interrupt_leaves_a_usable_model",
         JUPYTER + "test_an_interrupted_call_leaves_a_usable_model",
     ),
@@ -438,6 +450,10 @@ COMPILER_ROWS: dict[str, Row] = {
         TRAPS + "test_state_that_decides_is_never_burned_in",
         CHANGES + "test_what_changes_between_calls_is_found",
         CHANGES + "test_state_that_one_mode_needs_is_never_lost_in_the_other",
+        HIDDEN + "test_state_of_any_kind_is_never_burned_in",
+        HIDDEN + "test_a_trace_takes_nothing_from_what_a_user_holds",
+        HIDDEN + "test_a_hook_that_draws_is_never_burned_in",
+        HIDDEN + "test_objects_that_no_forward_changes_are_no_obstacle",
         TRAPS + "test_memory_layout_of_activations_is_never_burned_in",
         LAYOUT + "test_an_answer_that_every_kernel_gives_is_traced",
         LAYOUT + "test_what_kernels_choose_is_refused_and_falls_back",
@@ -501,6 +517,12 @@ COMPILER_ROWS: dict[str, Row] = {
         CHANGES + "test_weights_and_modes_set_around_a_call_are_seen",
         CHANGES + "test_backward_hooks_of_what_would_be_looked_into",
         CHANGES + "test_what_parts_of_an_uncut_model_do",
+        HIDDEN + "test_a_parameter_that_a_forward_replaces_is_the_next_calls",
+        HIDDEN + "test_an_activation_in_an_attribute_reaches_the_loss",
+        HIDDEN + "test_an_argument_that_a_forward_fills_is_refused",
+        HIDDEN + "test_an_argument_that_a_forward_fills_is_filled",
+        HIDDEN + "test_weights_that_a_hook_uses_are_in_a_layer",
+        HIDDEN + "test_weights_of_other_modules_are_in_a_layer",
     ),
     "P9": _row(
         "keys of state_dict are the original's, and the original saves what was trained",
@@ -542,6 +564,11 @@ WRAP_ROWS: dict[str, Row] = {
         LATER + "test_kinds_of_what_the_code_around_sees",
         LATER + "test_skipped_elements_run_on_the_host",
         WRAP + "test_recursion_trains_like_eager",
+        WRAP + "test_around_what_must_run_once_the_devices_run_the_rest",
+        WRAP + "test_a_sequential_with_a_module_that_must_run_once",
+        WRAP + "test_weights_that_a_forward_writes",
+        PARTS + "test_what_must_run_once_runs_on_the_host",
+        AUTO + "test_a_whole_model_with_state_runs_on_the_host",
         WRAP + "test_a_hugging_face_model",
     ),
     "E3": _row(
@@ -549,6 +576,7 @@ WRAP_ROWS: dict[str, Row] = {
         WRAP + "test_thresholds",
         WRAP + "test_override_config",
         WRAP + "test_options_without_effect_are_named",
+        WRAP + "test_skipped_modules_are_modules",
     ),
     "E4": _row(
         "a RoundPipe, else an AutoRoundPipe with forward, the optimizer's side, attributes and checkpoints",

@@ -545,3 +545,49 @@ def test_gradients_flow_to_and_through_the_inputs() -> None:
         pipe.forward_backward((front(x),), loss_fn=loss_of)
     for ours, theirs in zip(front.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+# What the model's forward raises itself
+
+
+class Forgetful(nn.Module):
+    """Its author forgot a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.missing(self.inner(x))
+
+
+def test_what_the_forward_raises_in_eager_too_is_raised_as_it_is() -> None:
+    model, x = Forgetful(), torch.randn(3, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for options in ({"example_args": (x,)}, {}):
+            with pytest.raises(AttributeError, match="no attribute 'missing'") as caught:
+                compiled(model, **options)(x)
+            (note,) = caught.value.__notes__
+            assert re.search(
+                r"forward of Forgetful raises AttributeError at .*test_api\.py:\d+.*without roundpipe", note
+            )
+            assert "submodule" not in note
+    assert model.calls == 0
+    found = roundpipe.explain(model, (x,))
+    assert isinstance(found.error, TraceError) and isinstance(found.error.__cause__, AttributeError)
+    assert "submodule" not in str(found) and "on the CPU" not in str(found)
+    without_data = roundpipe.explain(Forgetful().to("meta"), (x,))
+    assert without_data.error is not None and without_data.error.is_the_models
+
+
+def test_after_a_call_with_wrong_arguments_the_model_is_traced() -> None:
+    model = Skipping()
+    with compiled(model) as pipe:
+        with pytest.raises(RuntimeError):
+            pipe(torch.randn(3, 5))
+        x = torch.randn(4, 16)
+        torch.testing.assert_close(pipe(x)["scores"], model(x)["scores"])
+        assert pipe._state.instead is None

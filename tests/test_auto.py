@@ -220,6 +220,69 @@ def test_on_a_gpu_it_trains_like_eager(autocast: bool) -> None:
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
+class Smooths(nn.Module):
+    """Keeps what it made for the next call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.before: torch.Tensor | None = None
+        self.seen: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = x @ self.weight
+        if self.before is not None:
+            out = out + 0.5 * self.before[0]
+        self.before = out.detach()
+        self.seen.append(len(x))
+        return out * len(self.seen)
+
+
+@pytest.mark.filterwarnings("ignore:forward_backward of an AutoRoundPipe")
+def test_the_whole_model_as_one_part() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 2))
+    x = torch.randn(6, 4)
+    expected = model(x)
+    with AutoRoundPipe(model, devices=["cpu", "cpu"]) as pipe:
+        assert pipe.model is model and "3 layers" in str(pipe)
+        torch.testing.assert_close(pipe(x), expected)
+        part = pipe._state.model
+        pipe.forward_backward((x,), loss_fn=lambda output, label: output.sum())
+        pipe.synchronize()
+        assert part.model is model and part.__dict__["_part"].why_on_host is None
+        assert model[0].weight.grad is not None
+        copied = copy.deepcopy(pipe)
+        torch.testing.assert_close(copied(x), expected)
+        copied.close()
+
+
+@pytest.mark.filterwarnings("ignore:forward_backward of an AutoRoundPipe")
+def test_a_whole_model_with_state_runs_on_the_host() -> None:
+    model = Smooths()
+    reference = copy.deepcopy(model)
+    config = RoundPipeRunConfig(num_microbatch=2)
+    with AutoRoundPipe(model, name="smooths", model_run_config=config, devices=["cpu", "cpu"]) as pipe:
+        with pytest.warns(UserWarning, match="smooths runs on the CPU from now on"):
+            losses = [pipe.forward_backward((torch.ones(5, 4),), loss_fn=lambda out, _: out.square().sum())]
+        losses.append(pipe.forward_backward((torch.ones(5, 4),), loss_fn=lambda out, _: out.square().sum()))
+        pipe.synchronize()
+    for loss in losses:
+        pieces = [reference(piece).square().sum() for piece in torch.ones(5, 4).tensor_split(2)]
+        sum(pieces).backward()
+        torch.testing.assert_close(loss, torch.stack(pieces).sum().detach())
+    torch.testing.assert_close(model.weight.grad, reference.weight.grad)
+    assert model.seen == reference.seen == [3, 2, 3, 2]
+    torch.testing.assert_close(model.before, reference.before)
+
+
+def test_the_users_model_can_be_saved(tmp_path: Path) -> None:
+    model = Halves()
+    with halves(model) as pipe:
+        pipe(torch.ones(4, 4))
+        assert pipe.model is model
+        torch.save(pipe.model, tmp_path / "model.pt")
+
+
 def test_its_end() -> None:
     before = threading.active_count()
     pipe = halves()

@@ -23,7 +23,7 @@ from roundpipe.devices_data import DEVICES, EFFICIENCY, FIGURES, find_device
 from roundpipe.errors import ConfigError
 from roundpipe.forecast import Forecast, Machine, Training, forecast
 from roundpipe.runtime.plans import Plans
-from roundpipe.target import Target, load_target
+from roundpipe.target import EXPLAINED_SEQ, Target, load_target
 
 transformers = pytest.importorskip("transformers")
 
@@ -165,6 +165,46 @@ def test_costs_that_do_not_fit(run: Output, tmp_path: Path) -> None:
     assert "50 bytes" in err
 
 
+def test_costs_that_do_not_fit_as_json(run: Output, tmp_path: Path) -> None:
+    costs = {**even_layers(3), "device_memory_bytes": 50}
+    code, out, err = run("plan", "--costs", written(tmp_path, costs), "--json")
+    error = json.loads(out)["error"]
+    assert code == 1
+    assert error in err and "block" in error and "50 bytes" in error
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+def test_replicas_are_at_most_as_many_as_devices(run: Output, tmp_path: Path, num_devices: int) -> None:
+    costs = even_layers(4)
+    costs["layers"][-1].update(forward_s=3.0, backward_s=6.0)
+    command = ("plan", "--costs", written(tmp_path, costs), "--devices", num_devices, "--compare", "--json")
+    found = json_of(run(*command))
+    assert max(found["replicas"]) <= num_devices
+    assert all(0 <= row["idle"] <= 1 for row in found["schedules"] if row["idle"] is not None)
+
+
+def test_costs_of_no_time(run: Output, tmp_path: Path) -> None:
+    costs = {"layers": even_layers(2)["layers"] + even_layers(9, forward_s=0, backward_s=0)["layers"]}
+    for number in (1, 4):
+        found = json_of(run("plan", "--costs", written(tmp_path, costs), "--devices", number, "--compare", "--json"))
+        assert found["round_s"] > 0
+    nothing = even_layers(9, forward_s=0, backward_s=0)
+    assert json_of(run("plan", "--costs", written(tmp_path, nothing), "--devices", 2, "--json"))["round_s"] == 0
+
+
+def test_the_greedy_plan_of_single_layers_is_compared_where_no_other_fits(run: Output, tmp_path: Path) -> None:
+    sizes = [(10, 5, 0), (869, 0, 0), (26, 64, 0), (0, 473, 1), (100, 5, 1)]
+    layers = [
+        {"forward_s": 1, "backward_s": 1, "weight_bytes": weights, "activation_bytes": kept, "carry_bytes": carried}
+        for weights, kept, carried in sizes
+    ]
+    costs = {"layers": layers, "device_memory_bytes": 2557, "link_bytes_per_s": 100}
+    command = ("plan", "--costs", written(tmp_path, costs), "--devices", 3, "--microbatches", 3, "--compare", "--json")
+    rows = {row["name"]: row for row in json_of(run(*command))["schedules"]}
+    assert rows["rotation"]["fits"] and rows["rotation, greedy"]["fits"]
+    assert rows["rotation"]["seconds_per_round"] <= rows["rotation, greedy"]["seconds_per_round"] * 1.001
+
+
 def test_costs_as_text(run: Output, tmp_path: Path) -> None:
     code, out, _ = run("plan", "--costs", written(tmp_path, even_layers(3)), "--devices", 2)
     assert code == 0
@@ -177,11 +217,21 @@ NO_LAYERS: Any = {"layers": []}
 NO_TIME = {"layers": [{"name": "a", "forward_s": 1}]}
 NEGATIVE = even_layers(1, weight_bytes=-1)
 TEXT = even_layers(1, carry_bytes="many")
+HUGE = even_layers(1, weight_bytes=10**400)
 
 
 @pytest.mark.parametrize(
     ("costs", "named"),
-    [(NO_LAYERS, "layers"), (NO_TIME, "layer 0 (a)"), (NEGATIVE, "weight_bytes"), (TEXT, "'many'"), ([], "layers")],
+    [
+        (NO_LAYERS, "layers"),
+        (HUGE, "give a number from 0 to 1e+24"),
+        (even_layers(1, forward_s=1e308), "1e+308; give a number"),
+        ({**even_layers(1), "device_memory_bytes": 10**400}, "device_memory_bytes"),
+        (NO_TIME, "layer 0 (a)"),
+        (NEGATIVE, "weight_bytes"),
+        (TEXT, "'many'"),
+        ([], "layers"),
+    ],
 )
 def test_wrong_costs(run: Output, tmp_path: Path, costs: Any, named: str) -> None:
     code, out, err = run("plan", "--costs", written(tmp_path, costs), "--json")
@@ -204,6 +254,7 @@ H100 = ("--device-profile", "H100")
         (("plan", "--costs", QWEN, "--seq", 3), "--seq"),
         (("plan", QWEN, "--no-replicas", *H100), "--no-replicas"),
         (("plan", QWEN), "--flops, --memory, --link"),
+        (("plan", "no/such/folder"), "no/such/folder: there is no such file"),
         (("plan", QWEN, "--flops", "1T", "--memory", "1GiB"), "--link"),
         (("plan", QWEN, "--device-profile", "TPU"), "RTX-4090"),
         (("plan", QWEN, "--device-profile", "H100", "--memory", "lots"), "'lots'"),
@@ -319,6 +370,44 @@ def test_a_config(run: Output, tiny: Path) -> None:
     assert (host["optimizer_copies"], host["optimizer_states"]) == (4 * size, 8 * size)
     assert 0 <= host["weights"] - 2 * size < 1024  # with buffers
     assert "not measured" in found["basis"] or "nothing was measured" in found["basis"]
+
+
+def test_what_of_a_config_is_not_followed_is_said(run: Output, tiny: Path) -> None:
+    assert json_of(run("explain", tiny, "--seq", 8, "--json"))["notes"] == []
+    changes = {"architectures": ["FastForCausalLM"], "quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (tiny / "config.json").write_text(json.dumps({**TINY, **changes}))
+    expected = (
+        "transformers has no FastForCausalLM, which the config names: this is Qwen3ForCausalLM",
+        "the config's quantization_config is left out: weights count as bfloat16",
+    )
+    for command in (("plan", tiny, *SMALL), ("explain", tiny)):
+        code, out, _ = run(*command, "--seq", 8)
+        assert code == 0
+        assert all(note in out for note in expected)
+        assert set(expected) <= set(json_of(run(*command, "--seq", 8, "--json"))["notes"])
+
+
+def test_one_of_each_is_singular(run: Output, tiny: Path) -> None:
+    code, out, _ = run("plan", tiny, *SMALL, "--seq", 1, "--batch", 1)
+    assert code == 0
+    assert re.search(r"^step .*: 1 sample of 1 token in 1 microbatch$", out, re.MULTILINE)
+
+
+def test_fewer_devices_are_advised_where_they_are_faster(run: Output, tiny: Path) -> None:
+    """Where a slow link binds: fewer stages move fewer weights."""
+    slow = ("--flops", "10T", "--memory", "1GiB", "--link", "10MB/s", "--optimizer", "sgd", "--seq", 16)
+    command = ("plan", tiny, *slow, "--microbatches", 1, "--recompute", "layer", "--json")
+    found = json_of(run(*command, "--devices", 3))
+    (change,) = [change for change in found["changes"] if "--devices" in change]
+    options, _, promise = change.partition(": +")
+    assert options.startswith("--devices 1 ")
+    other = json_of(run(*command, *options.split()))
+    gain = found["step"]["seconds"] / other["step"]["seconds"] - 1
+    assert f"{gain:.0%} throughput" == promise
+    for one in (found, other):
+        step, idle = one["step"], one["step"]["idle"]
+        assert 0 <= idle["total"] <= 1 and step["compute_s"] > 0
+        assert step["compute_s"] == pytest.approx(step["seconds"] * (1 - idle["total"]))
 
 
 def test_options_change_what_they_say(run: Output, tiny: Path) -> None:
@@ -548,6 +637,9 @@ def test_explain_a_config(run: Output, tiny: Path, tmp_path: Path) -> None:
     assert f"model_layers_0 {hidden:.2f} KiB" in out  # carried over the cut behind it
     assert "A call traces again unless" in out
     assert (tmp_path / "tiny.dot").read_text().startswith("digraph model {")
+    config = {**TINY, "max_position_embeddings": 4096}
+    (tiny / "config.json").write_text(json.dumps(config))
+    assert json_of(run("explain", tiny, "--json"))["example_elements"] == 2 * 2 * EXPLAINED_SEQ
 
 
 def as_in_readme(run: Output, command: str) -> tuple[str, str]:

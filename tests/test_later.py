@@ -488,3 +488,29 @@ def test_events_are_awaited_when_looked_at() -> None:
     assert packed_again([later], [3, 3, 2])[0].events == events
     later.sum()
     assert [one.happened for one in events] == [1, 1, 1]
+
+
+# ---------------------------------------------------------------------------------- other data
+
+
+def test_other_data_in_its_place() -> None:
+    """Its place in the autograd graph stays, as eager's does."""
+
+    def body(model: Listed, x: torch.Tensor) -> torch.Tensor:
+        for index, one in enumerate(model.blocks):
+            x = one(x)
+            x.data = x.data * (index + 2)
+            assert x.data.requires_grad is False
+        return x
+
+    def shorter(model: Listed, x: torch.Tensor) -> torch.Tensor:
+        x = model.blocks[0](x)
+        with torch.no_grad():
+            y = x.detach()
+            y.data = torch.cat([y.data, y.data])[:, :3]
+            assert y.shape == (2 * len(x), 3)
+            factor = y.sum()
+        return x * factor
+
+    check(body, batch(8))
+    check(shorter)

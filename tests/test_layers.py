@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from roundpipe import ConfigError, RoundPipe
 from roundpipe.layers import (
     FixedChain,
     LayerChain,
@@ -125,3 +126,22 @@ def test_a_fixed_chain_is_for_all_arguments():
 def test_which_tensors_are_differentiable():
     assert is_differentiable(torch.ones(1)) and is_differentiable(torch.ones(1, dtype=torch.complex64))
     assert not is_differentiable(torch.ones(1, dtype=torch.int64)) and not is_differentiable(torch.ones(1) > 0)
+
+
+def test_a_layer_that_writes_its_weights_is_refused():
+    model = nn.Sequential(nn.Embedding(5, 3, max_norm=0.1), nn.Linear(3, 2))
+    with RoundPipe(model, devices=["cpu"]) as pipe:
+        with pytest.raises(ConfigError, match="layer 0 writes its parameter weight"):
+            pipe(torch.tensor([1, 2]))
+
+
+def test_a_layer_that_replaces_a_weight_is_refused():
+    class Replaces(nn.Linear):
+        def forward(self, x):
+            self.weight = nn.Parameter(self.weight * 2)
+            return super().forward(x)
+
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(Replaces(3, 2)))
+    with RoundPipe(model, devices=["cpu"]) as pipe:
+        with pytest.raises(ConfigError, match=r"layer 1 writes its parameter 0\.weight"):
+            pipe(torch.ones(2, 3))

@@ -1,5 +1,6 @@
 """Which views have elements in common."""
 
+import itertools
 import random
 
 import pytest
@@ -55,3 +56,24 @@ def test_what_takes_long_counts_as_shared(monkeypatch: pytest.MonkeyPatch) -> No
     assert not share_elements(even, odd)
     monkeypatch.setattr(overlap, "MAX_STEPS", 10)
     assert share_elements(even, odd)
+
+
+def test_overlapping_finds_the_pairs_that_share_elements_do() -> None:
+    draw = random.Random(1)
+    found = 0
+    for _ in range(60):
+        bases = [torch.zeros(100), torch.zeros(100)]
+        views = [some_view(draw.choice(bases), draw) for _ in range(6)] + [torch.zeros(0)]
+        expected = {
+            (i, j) for i, j in itertools.combinations(range(len(views)), 2) if share_elements(views[i], views[j])
+        }
+        pairs = list(overlap.overlapping(views))
+        assert set(pairs) == expected and len(pairs) == len(expected)
+        found += len(pairs)
+    assert 60 < found < 600
+
+
+def test_thousands_of_neighbours_in_one_memory_are_told_apart_at_once() -> None:
+    flat = torch.zeros(40_000)
+    views = [*flat.split(4), flat[39_998:]]
+    assert list(overlap.overlapping(views)) == [(9_999, 10_000)]

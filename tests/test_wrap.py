@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -124,7 +125,7 @@ def tree_parts(pipe: AutoRoundPipe) -> dict[str, Part]:
             elif child is not None:
                 look(child, f"{prefix}{name}.")
 
-    look(pipe.model, "")
+    look(pipe._state.model, "")
     return found
 
 
@@ -295,13 +296,14 @@ def test_a_sequential_is_a_pipeline_with_a_layer_per_child() -> None:
 
 
 def test_a_module_with_parameters_of_its_own_is_one_layer() -> None:
-    class Own(Branching):
+    class Own(Nested):
         def __init__(self) -> None:
             super().__init__()
             self.table = nn.Parameter(torch.zeros(5000))
 
     with wrapped(Own()) as pipe:
-        assert type(pipe) is RoundPipe
+        assert pipe._state.model.model is pipe.model
+    train_like_eager(Own().double(), wrapped)
 
 
 def test_thresholds() -> None:
@@ -310,8 +312,8 @@ def test_thresholds() -> None:
     with wrapped(model) as pipe:
         assert isinstance(pipe, AutoRoundPipe)
         assert set(tree_parts(pipe)) == {"embed", "norm", "head", *every_block}
-    with wrapped(model, upper_threshold=100_000) as pipe:
-        assert type(pipe) is RoundPipe
+    with wrapped(Nested(), upper_threshold=100_000) as pipe:
+        assert pipe._state.model.model is pipe.model
     with wrapped(Nested(), upper_threshold=0) as pipe:
         assert "stem" in tree_parts(pipe)
         assert "shared" not in tree_parts(pipe)  # 9 KB, below lower_threshold and above upper_threshold
@@ -387,6 +389,14 @@ def test_outputs_of_list_elements_kept_apart() -> None:
 def test_the_model_itself_skipped_is_given_back() -> None:
     model = Branching()
     assert wrapped(model, skip_modules=[model]) is model
+
+
+@pytest.mark.parametrize("given", [3, "head", ["head"], [0], nn.Linear(2, 2), iter([])])
+def test_skipped_modules_are_modules(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"skip_modules.*\[model\.head\]"):
+        wrapped(Branching(), skip_modules=given)
+    with pytest.raises(ConfigError, match=r"skip_modules.*\[model\.head\]"):
+        roundpipe.compile(Branching(), skip_modules=given)
 
 
 def test_options_without_effect_are_named() -> None:
@@ -482,6 +492,104 @@ def test_found_untraceable_at_the_first_call_it_is_wrapped_module_by_module() ->
         assert sizes[-2:] == [6, 6] and isinstance(inside, AutoRoundPipe)
         assert set(tree_parts(inside)) == {"norm", "head", *(f"blocks.{index}" for index in range(3))}
     train_like_eager(Branching().double(), lambda one: wrap_model_to_roundpipe(one, devices=DEVICES))
+
+
+# What must run once
+
+
+class Anneals(nn.Module):
+    """Every call counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.calls = 0
+        self.sizes: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.sizes = [*self.sizes, len(x)]
+        return self.linear(x) / self.calls
+
+
+class OneAnneals(nn.Module):
+    def __init__(self, odd: nn.Module) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, WIDTH)
+        self.blocks = nn.ModuleList([block(), odd, block()])
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for one in self.blocks:
+            x = one(x)
+        return self.head(x)
+
+
+def test_around_what_must_run_once_the_devices_run_the_rest() -> None:
+    model = OneAnneals(nn.Sequential(nn.Linear(WIDTH, WIDTH), Anneals(), nn.BatchNorm1d(WIDTH))).double()
+    with wrapped(model) as pipe:
+        inside = {"blocks.1.0", "blocks.1.1.linear", "blocks.1.2"}
+        assert set(tree_parts(pipe)) == {"stem", "head", "blocks.0", "blocks.2", *inside}
+    train_like_eager(model, wrapped)
+    assert model.blocks[1][1].calls == 9 and model.blocks[1][1].sizes == [4] * 9
+
+
+def test_a_hook_that_hands_something_on_runs_around_its_module() -> None:
+    class Collects(OneAnneals):
+        def __init__(self) -> None:
+            super().__init__(block())
+            self.features: list[torch.Tensor] = []
+            self.blocks[1][0].register_forward_hook(self.keep)
+
+        def keep(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            self.features.append(output)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.features.clear()
+            return super().forward(x) + sum(one.mean() for one in self.features)
+
+    model = Collects().double()
+    with wrapped(model) as pipe:
+        assert {"blocks.0", "blocks.1.0"} <= set(tree_parts(pipe))
+    train_like_eager(Collects().double(), wrapped)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_sequential_with_a_module_that_must_run_once(is_compiled: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, WIDTH), Anneals(), nn.Linear(WIDTH, 4)).double()
+    reference = copy.deepcopy(model)
+    x = inputs()["x"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipe = roundpipe.compile(model, example_args=(x,), devices=DEVICES) if is_compiled else wrapped(model)
+        with pipe:
+            assert isinstance(pipe, AutoRoundPipe)
+            assert set(tree_parts(pipe)) == {"0", "1.linear", "2"}
+            for _ in range(2):
+                pipe.forward_backward((x,), loss_fn=squared)
+                for piece in x.tensor_split(3):
+                    squared(reference(piece), None).backward()
+            pipe.synchronize()
+    assert_same_gradients(model, reference, 1e-10)
+    assert model[1].calls == reference[1].calls == 6
+    assert not any("skip_modules" in str(one.message) for one in caught)
+
+
+def test_weights_that_a_forward_writes() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(5, WIDTH, max_norm=0.5)
+            self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.words(x.abs().long().clamp(max=4)[:, 0]))
+
+    model = Words().double()
+    with wrapped(model) as pipe:
+        assert "head" in tree_parts(pipe)
+    train_like_eager(model, wrapped)
 
 
 # Hugging Face

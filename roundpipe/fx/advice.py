@@ -30,6 +30,23 @@ _RULES: tuple[tuple[str, str, str], ...] = (
         "Create the buffer in __init__ with its shape, so that forward only changes it",
     ),
     (
+        r"another parameter in the place",
+        r"",
+        "Keep a tensor that forward changes in a buffer, self.register_buffer('codebook', ...) in __init__, and write "
+        "it with self.codebook.copy_(value)",
+    ),
+    (
+        r"puts something into its argument",
+        r"",
+        "Return the value beside the output, and have the loss function take it from there",
+    ),
+    (
+        r"nothing tells how a call changes",
+        r"",
+        "Count in a buffer (self.register_buffer('steps', torch.zeros(())) and self.steps.add_(1)), or take the next "
+        "value outside and pass it as a tensor argument",
+    ),
+    (
         r"\bit sets\b",
         r"",
         "Keep what changes from call to call in a buffer (self.register_buffer('steps', torch.zeros(())) and "

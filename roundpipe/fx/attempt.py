@@ -12,9 +12,11 @@ repaired midway, since Python state that a failed run left behind could not be t
 
 from __future__ import annotations
 
+import copy
 import sys
 import types
-from collections.abc import Collection, Iterator
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +35,7 @@ from roundpipe.fx.fakes import DATA_DEPENDENT, Dimension, FakeWorld, expression_
 from roundpipe.fx.graph import OutputValue, TracedGraph, assign_buffer
 from roundpipe.fx.guards import Flags, Guards
 from roundpipe.fx.intercept import ORIGINAL_CALL, intercepting
-from roundpipe.fx.leaves import OutsideChanges, TreeState, handed_back
+from roundpipe.fx.leaves import Contents, OutsideChanges, TreeState, contents_of, gained_by, handed_back
 from roundpipe.fx.model_state import ModelState, Own, hooks_by_code, kind_and_value
 from roundpipe.fx.policy import Decision, LeafPolicy
 from roundpipe.fx.python_state import PythonState, Readers, Settled
@@ -119,16 +121,29 @@ class Attempt:
         recorder, world = self._recorder, self._world
         args, kwargs = world.arguments
         with intercepting(self, _files_of(world.model)), world.entered(), recorder.watch, recorder:
-            out = world.twin(*_copied(args), **_copied(kwargs))
+            given = _copied(args), _copied(kwargs)
+            before = contents_of(*given)
+            out = world.twin(*given[0], **given[1])
             recorder.paused += 1
+            self._refuse_changed_arguments(before, given, out)
             try:
                 template, nodes = self._output(out)
             except UntracedValue as error:
                 raise recorder.untraced(error) from error
         self._keep_whole_what_fixes_sizes()
-        self._refuse_changed_modes()
+        self._refuse_changed_modules()
         recorder.builder.graph.output(tuple(nodes))
         return self._traced(template)
+
+    def _refuse_changed_arguments(self, before: Contents, given: tuple[Any, Any], out: Any) -> None:
+        """A caller may look into the containers that it gave; one that is returned is looked at there."""
+        for path in gained_by(before, *given):
+            holders = [structure.get(given, path[:length]) for length in range(2, len(path))]
+            objects = [one for one in holders if not isinstance(one, (list, tuple, Mapping, deque, set))]
+            if structure.holds_any(out, holders) or objects and not self._is_activation(structure.get(given, path)):
+                continue
+            words = structure.path_string(path[2:-1] if path[-1].kind == "item" else path[2:])
+            raise Restart(None, "", TraceError(f"the forward puts something into its argument {path[1].key}{words}"))
 
     def _keep_whole_what_fixes_sizes(self) -> None:
         """A small module that loops over a size serves every size as a leaf, and one as glue."""
@@ -138,9 +153,18 @@ class Attempt:
             if name and untried and self._policy.may_be_leaf(module) and not self._policy.is_too_large(module):
                 raise Restart(Decision.LEAF, name, cause)
 
-    def _refuse_changed_modes(self) -> None:
-        """The next call would run in another mode, which no graph sets."""
+    def _refuse_changed_modules(self) -> None:
+        """The next call would run in another mode or with other parameters, which no graph sets."""
         for module, built in self._as_built.items():
+            replaced = built.replaced_parameter(module)
+            if replaced is not None:
+                name = self._world.name_of_module[module]
+                self._learned.stateful[name] = None
+                words = f"{name}.{replaced}".lstrip(".")
+                cause = StatefulError(f"the forward puts another parameter in the place of {words}")
+                restart = Restart(None, "", cause)
+                restart.location = set_at(type(module), replaced) or restart.location
+                raise restart
             if module.training is not built.training:
                 name = self._world.name_of_module[module] or type(module).__name__
                 raise Restart(None, "", StatefulError(f"the forward leaves {name} in another mode of training"))
@@ -483,6 +507,8 @@ def _copied(value: Any) -> Any:
         return type(value)(_copied(item) for item in value)
     if type(value) is dict:
         return {key: _copied(item) for key, item in value.items()}
+    if type(value) in (deque, set):
+        return copy.copy(value)
     return value
 
 
@@ -497,6 +523,12 @@ class _Built:
     @classmethod
     def of(cls, module: nn.Module) -> _Built:
         return cls(dict(module._parameters), dict(module._buffers), module.training)
+
+    def replaced_parameter(self, module: nn.Module) -> str | None:
+        """The name of a parameter that is another tensor now, gone or new."""
+        now = module._parameters
+        names = {*self.parameters, *now}
+        return next((name for name in sorted(names) if self.parameters.get(name) is not now.get(name)), None)
 
     def difference(self, module: nn.Module) -> str | None:
         if module.training is not self.training:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,10 @@ class HiddenInput(BaseException):
     """A leaf used an activation that is not among its arguments."""
 
 
+class ForeignWeight(BaseException):
+    """A leaf used a weight of the model that is not its own."""
+
+
 class LeafWatch(TorchFunctionMode):
     """Sees the calls inside a leaf.
 
@@ -41,6 +45,7 @@ class LeafWatch(TorchFunctionMode):
         name: the leaf's.
         node_of: the tensors that have nodes.
         allowed: tensors that the leaf may use: its arguments, parameters and buffers.
+        foreign: the name of a weight of the model that is not the leaf's, which would not be there when it runs.
         born_in: gets every tensor made inside.
     """
 
@@ -49,12 +54,14 @@ class LeafWatch(TorchFunctionMode):
         name: str,
         node_of: dict[torch.Tensor, Node],
         allowed: Callable[[torch.Tensor], bool],
+        foreign: Callable[[torch.Tensor], str | None],
         born_in: dict[torch.Tensor, str],
     ) -> None:
         super().__init__()
         self._name = name
         self._node_of = node_of
         self._allowed = allowed
+        self._foreign = foreign
         self._born_in = born_in
         self.runs_autograd = False
         self.written: set[int] = set()
@@ -86,6 +93,9 @@ class LeafWatch(TorchFunctionMode):
                 self.writes.append(Write(tensor, func, args, kwargs))
         self.written.update(tensor.untyped_storage()._cdata for tensor in written_unseen(func, args, kwargs))
         made = flat_tensors(out)
+        for weight in map(self._foreign, given) if made else ():  # what it asks of their form may come from anywhere
+            if weight is not None:
+                raise ForeignWeight(f"{self._name} uses {weight}, which is not a weight of its own")
         if not made and name == "__get__":
             self._note_attribute(func.__self__.__name__, args[0])
         computed = any(tensor in self.computed or self._allowed(tensor) for tensor in given)
@@ -208,6 +218,7 @@ class TreeState:
     def __init__(self, modules: list[nn.Module]) -> None:
         self._attributes = [(module, dict(module.__dict__)) for module in modules]
         self._buffers = [(module, dict(module._buffers)) for module in modules]
+        self._parameters = [(module, dict(module._parameters)) for module in modules]
         self._lengths = [
             (value, len(value))
             for _, attributes in self._attributes
@@ -227,6 +238,14 @@ class TreeState:
             module._buffers.get(name) is not buffer
             for module, buffers in self._buffers
             for name, buffer in buffers.items()
+        )
+
+    def parameters_replaced(self) -> bool:
+        """Whether a parameter is another tensor since, gone or new."""
+        return any(
+            len(module._parameters) != len(parameters)
+            or any(parameters.get(name) is not now for name, now in module._parameters.items())
+            for module, parameters in self._parameters
         )
 
     def holds_new_values(self) -> bool:
@@ -325,14 +344,56 @@ def _equal(was: Any, now: Any) -> bool:
     return isinstance(was, _PLAIN) and type(was) is type(now) and was == now
 
 
-def containers_mutated(before: list[tuple[structure.Path, Any]], args: Any, kwargs: Any) -> bool:
-    """Whether a call changed what its arguments hold."""
-    after = list(structure.walk((args, kwargs)))
-    return len(before) != len(after) or any(
-        path != other or leaf is not now
-        for (path, leaf), (other, now) in zip(before, after, strict=True)
-        if not isinstance(leaf, _PLAIN)
-    )
+Contents = dict[structure.Path, Any]
+"""What the arguments of a call hold, by their paths."""
+
+
+def contents_of(args: Any, kwargs: Any) -> Contents:
+    """What arguments hold, that of deques and sets among it."""
+    return dict(_walked((args, kwargs), ()))
+
+
+def _walked(value: Any, path: structure.Path) -> Iterator[tuple[structure.Path, Any]]:
+    if isinstance(value, (deque, set)):
+        below = [(structure.Step("item", index), item) for index, item in enumerate(value)]
+    else:
+        below = structure.children(value) or []
+        if not below:
+            yield path, value
+    if len(path) < structure.MAX_DEPTH:
+        for step, child in below:
+            yield from _walked(child, (*path, step))
+
+
+def containers_mutated(before: Contents, args: Any, kwargs: Any) -> bool:
+    """Whether a call changed what its arguments hold.
+
+    Args:
+        before: what they held before.
+        args, kwargs: the arguments.
+    """
+    after = contents_of(args, kwargs)
+    return before.keys() != after.keys() or bool(_others(before, after))
+
+
+def gained_by(before: Contents, args: Any, kwargs: Any) -> list[structure.Path]:
+    """Where a call has put something into its arguments; what it only took out does not count."""
+    after = contents_of(args, kwargs)
+    return [
+        path
+        for path in _others(before, after)
+        if not (_is_empty(after[path]) and any(was[: len(path)] == path for was in before))
+    ]
+
+
+def _others(before: Contents, after: Contents) -> list[structure.Path]:
+    missing = object()
+    held = ((path, before.get(path, missing), now) for path, now in after.items())
+    return [path for path, was, now in held if was is not now and not _equal(was, now)]
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, (Mapping, *_CONTAINERS)) and not value
 
 
 def refuse_mutated(name: str) -> TraceError:

@@ -22,7 +22,7 @@ from roundpipe import structure
 from roundpipe.errors import TraceError
 from roundpipe.fx.builder import flat_tensors, flat_values
 from roundpipe.fx.fakes import FakeWorld, Symbolic, compiled, expression_of, real_world
-from roundpipe.fx.leaves import TreeState, containers_mutated, sets_before_reading
+from roundpipe.fx.leaves import TreeState, containers_mutated, contents_of, sets_before_reading
 from roundpipe.fx.python_state import PythonState
 
 MAX_DIVISOR = 64
@@ -44,6 +44,8 @@ class Probe:
     """Attributes that it set: the owner's class and the name."""
     not_kept: tuple[str, ...] = ()
     """Those that hold tensors, in words."""
+    left_behind: tuple[str, ...] = ()
+    """Those that hold tensors with a gradient, in words."""
 
 
 @contextlib.contextmanager
@@ -181,6 +183,7 @@ def _probe_module(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwarg
     changed: list[str] = []
     sets: set[tuple[type, str]] = set()
     not_kept: list[str] = []
+    left_behind: list[str] = []
     values = flat_values(args, kwargs)
     with _real_world():
         for enlarged in (False, True):
@@ -193,13 +196,14 @@ def _probe_module(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwarg
             results.append(_called(module, args, kwargs, numbers))
             random |= not torch.equal(state, torch.random.get_rng_state())
             sizes.append(numbers)
-            if not all(torch.equal(parameter, was) for parameter, was in weights):
+            if tree.parameters_replaced() or not all(torch.equal(parameter, was) for parameter, was in weights):
                 changed.append("a parameter")
-            not_kept += [
-                f"{type(owner).__name__}.{key}"
-                for owner, key, value in tree.changed_attributes()
-                if flat_tensors(value)
-            ]
+            for owner, key, value in tree.changed_attributes():
+                tensors = flat_tensors(value)
+                if tensors:
+                    not_kept.append(f"{type(owner).__name__}.{key}")
+                if any(tensor.requires_grad and not tensor.is_leaf for tensor in tensors):
+                    left_behind.append(f"{type(owner).__name__}.{key}")
             sets |= {(type(owner), key) for owner, key, _ in tree.changed_attributes()}
             changed += _kept_for_later(module, tree, python, args, kwargs, numbers)
             python.restore()
@@ -213,7 +217,7 @@ def _probe_module(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwarg
             module = _real_copy(world.model.get_submodule(name))
             module.train(twin.training)
             _check(out, _called(module, args, kwargs, numbers), numbers)
-    return Probe(out, random, tuple(dict.fromkeys(changed)), frozenset(sets), tuple(not_kept))
+    return Probe(out, random, tuple(dict.fromkeys(changed)), frozenset(sets), tuple(not_kept), tuple(left_behind))
 
 
 def _is_guessed(out: Any, values: list[Any]) -> bool:
@@ -242,7 +246,7 @@ def _called(module: nn.Module, args: Any, kwargs: Any, numbers: _Sizes) -> Any:
     """
     given = [_map_values(arg, numbers.real) for arg in args]
     named = {key: _map_values(value, numbers.real) for key, value in kwargs.items()}
-    before = list(structure.walk((given, named)))
+    before = contents_of(given, named)
     versions = [(tensor, tensor._version) for tensor in structure.tensors([given, named])]
     out = module(*given, **named)
     if containers_mutated(before, given, named) or any(tensor._version != version for tensor, version in versions):

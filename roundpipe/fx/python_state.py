@@ -14,16 +14,18 @@ import copy
 import dis
 import functools
 import operator
+import sys
 import types
 import weakref
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections import ChainMap, OrderedDict, UserDict, UserList, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from roundpipe.fx.snapshots import View, is_closed, view_of
 from roundpipe.own_code import codes_of, names_in
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
@@ -31,11 +33,16 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes)
 OF_TORCH = frozenset(nn.Module().__dict__)
 """Names of attributes that every module has."""
 _CONTAINERS = (list, dict, set, deque, OrderedDict)
-_MAX_PLACES = 3000
+_MAX_PLACES = 30_000
 """Places looked at; a model with more has tables, not counters."""
-_MAX_ITEMS = 256
-"""A container with more is a table that no forward changes."""
 _MAX_DEPTH = 4
+"""Functions are looked into that are reached from others in so many steps."""
+_MAX_NESTING = 100
+_MAX_BYTES = 1 << 24
+_MAX_PLACES_BETWEEN_CALLS = 3000
+_MAX_BYTES_BETWEEN_CALLS = 1 << 20
+_MAX_ITEMS_BETWEEN_CALLS = 256
+"""What is compared before every call: no large tables, and nothing that lies deep inside others."""
 _LIBRARIES = frozenset(
     "torch torchvision builtins collections functools typing types inspect logging math os sys re abc enum copy json "
     "warnings contextlib dataclasses itertools operator numpy sympy roundpipe importlib threading random".split()
@@ -43,9 +50,14 @@ _LIBRARIES = frozenset(
 
 
 def _is_library(owner: Any) -> bool:
-    if owner is types.SimpleNamespace:  # holds a user's values
+    if owner in (types.SimpleNamespace, UserDict, UserList, ChainMap):  # hold a user's values
         return False
     return str(getattr(owner, "__module__", None) or "builtins").partition(".")[0] in _LIBRARIES
+
+
+def _has_attributes(value: Any) -> bool:
+    """Whether an object is of a user's class and has attributes of its own."""
+    return type(getattr(value, "__dict__", None)) is dict and not _is_library(type(value))
 
 
 @dataclass(slots=True)
@@ -54,12 +66,13 @@ class _Place:
 
     words: str
     kind: str
-    """``"container"``, ``"cell"``, ``"global"`` or ``"class"``."""
+    """``"container"``, ``"cell"``, ``"global"``, ``"class"``, ``"names"`` of a class, or that of a `View`."""
     owner: Any
     key: Any
     held: Any
     counts: bool
     """Whether a change is the forward's own; what a user's hook writes down is not."""
+    view: View | None = None
 
 
 Settled = dict[tuple[str, int, Any], Any]
@@ -71,9 +84,10 @@ class PythonState:
 
     Args:
         modules: whose attributes and classes are looked through; torch's own have none.
+        between_calls: only what is compared before every call.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], between_calls: bool = False) -> None:
         self._places: list[_Place] = []
         self._caches: list[tuple[Any, int]] = []
         self._quick: Any = None
@@ -84,14 +98,26 @@ class PythonState:
         self._counts = True
         self.codes: list[types.CodeType] = []
         """Of the functions that were looked into, beside methods of modules."""
+        self.closed: dict[str, str] = {}
+        """What a forward seems to use although nothing tells how it changes it, in words, with the kind."""
+        self._max_places = _MAX_PLACES_BETWEEN_CALLS if between_calls else _MAX_PLACES
+        self._max_items = _MAX_ITEMS_BETWEEN_CALLS if between_calls else sys.maxsize
+        self._max_bytes = _MAX_BYTES_BETWEEN_CALLS if between_calls else _MAX_BYTES
+        self._max_depth = _MAX_DEPTH if between_calls else _MAX_NESTING
         modules = list(modules)
+        kinds = {type(module) for module in modules}
+        self._names = frozenset().union(*(uses_of_forward(kind).read for kind in kinds))
+        self._is_read = True
+        self._in_global = False
         for module in modules:
             if type(module).__module__.startswith("torch.nn.modules."):
                 continue
             name = type(module).__name__
             for key, value in list(module.__dict__.items()):
                 if key not in ("_parameters", "_buffers", "_modules") and "_hooks" not in key:
+                    self._is_read = key in self._names
                     self._visit(value, f"{name}.{key}", 0)
+            self._is_read = True
             self._visit_class(type(module), 0)
         self._counts = False
         for module in modules:
@@ -102,14 +128,15 @@ class PythonState:
 
     def _new(self, value: Any) -> bool:
         """Whether a value was not looked at before; it is kept, so that its identity stays its own."""
-        if id(value) in self._seen or len(self._places) >= _MAX_PLACES:
+        if id(value) in self._seen or len(self._places) >= self._max_places:
             return False
         self._seen.add(id(value))
         self._kept.append(value)
         return True
 
     def _visit(self, value: Any, words: str, depth: int) -> None:
-        if isinstance(value, (*PLAIN, torch.Tensor, nn.Module, types.ModuleType)) or depth > _MAX_DEPTH:
+        max_depth = _MAX_DEPTH if self._in_global else self._max_depth  # packages have large tables there
+        if isinstance(value, (*PLAIN, torch.Tensor, nn.Module, types.ModuleType)) or depth > max_depth:
             return
         if isinstance(value, torch.Generator):
             if self._new(value):
@@ -117,8 +144,12 @@ class PythonState:
         elif isinstance(value, types.FunctionType):
             self._visit_function(value, depth)
         elif isinstance(value, (types.MethodType, functools.partial, staticmethod, classmethod, property)):
-            for inner in (getattr(value, name, None) for name in ("__func__", "func", "fget")):
+            for inner in (getattr(value, name, None) for name in ("__self__", "__func__", "func", "fget")):
                 self._visit(inner, words, depth)
+            if isinstance(value, functools.partial):
+                self._visit((*value.args, *value.keywords.values()), words, depth)
+        elif isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
+            self._visit(value.__self__, words, depth)
         elif hasattr(value, "cache_info") and hasattr(value, "cache_clear"):
             if self._new(value):
                 self._caches.append((value, value.cache_info().misses))
@@ -126,21 +157,54 @@ class PythonState:
         elif isinstance(value, _CONTAINERS):
             self._visit_container(value, words, depth)
         elif isinstance(value, tuple):
-            for item in value[:_MAX_ITEMS]:
-                self._visit(item, words, depth + 1)
+            self._visit_items(value[: self._max_items], words, depth)
         elif isinstance(value, type):
             if issubclass(value, nn.Module) and not _is_library(value):
                 self._visit_class(value, depth + 1)
-        elif type(getattr(value, "__dict__", None)) is dict and not _is_library(type(value)) and self._new(value):
+        else:
+            self._visit_object(value, words, depth)
+
+    def _visit_object(self, value: Any, words: str, depth: int) -> None:
+        if is_closed(value):
+            if self._is_read and (depth == 0 or hasattr(type(value), "__next__")):
+                self.closed[words] = type(value).__name__
+            return
+        view = view_of(value, self._max_bytes)
+        if (view is None and not _has_attributes(value)) or not self._new(value):
+            return
+        if view is not None:
+            held = view.take(value)
+            counts = self._counts or view.kind == "random"
+            self._places.append(_Place(words, view.kind, value, None, held, counts, view))
+            if view.kind == "slots":
+                self._visit_attributes(value, held, words, depth)
+        self._visit_own_attributes(value, words, depth)
+
+    def _visit_own_attributes(self, value: Any, words: str, depth: int) -> None:
+        if _has_attributes(value):
             self._add_container(value.__dict__, words)
-            for key, item in list(value.__dict__.items()):
-                self._visit(item, f"{words}.{key}", depth + 1)
+            self._visit_attributes(value, value.__dict__, words, depth)
+
+    def _visit_attributes(self, owner: Any, attributes: dict[str, Any], words: str, depth: int) -> None:
+        was = self._is_read
+        names = self._names | _uses_reached(type(owner), self._names).read if was else frozenset()
+        for key, item in list(attributes.items()):
+            self._is_read = key in names
+            self._visit(item, f"{words}.{key}", depth + 1)
+        self._is_read = was
 
     def _visit_container(self, value: Any, words: str, depth: int) -> None:
-        if len(value) > _MAX_ITEMS or not self._new(value):
+        if len(value) > self._max_items or not self._new(value):
             return
         self._add_container(value, words)
-        for item in list(value.values() if isinstance(value, dict) else value):
+        self._visit_own_attributes(value, words, depth)
+        if not (self._in_global and len(value) > _MAX_ITEMS_BETWEEN_CALLS):
+            self._visit_items(list(value.values() if isinstance(value, dict) else value), words, depth)
+
+    def _visit_items(self, items: Sequence[Any], words: str, depth: int) -> None:
+        if set(map(type, items)).issubset(PLAIN):
+            return
+        for item in items:
             self._visit(item, words, depth + 1)
 
     def _add(self, words: str, kind: str, owner: Any, key: Any, held: Any) -> None:
@@ -151,6 +215,8 @@ class PythonState:
         self._add(words, "container", value, None, held)
 
     def _visit_class(self, kind: type, depth: int) -> None:
+        if depth > _MAX_DEPTH:
+            return
         for owner in kind.__mro__:
             if _is_library(owner) or not self._new(owner):
                 continue
@@ -180,7 +246,9 @@ class PythonState:
                 if isinstance(held, (*PLAIN, torch.Tensor)) and place not in self._globals:
                     self._globals.add(place)
                     self._add(f"global {name}", "global", function.__globals__, name, held)
+                was, self._in_global = self._in_global, True
                 self._visit(held, f"global {name}", depth + 1)
+                self._in_global = was
 
     # ------------------------------------------------------------------ what changed
 
@@ -189,6 +257,10 @@ class PythonState:
         return list(
             dict.fromkeys(place.words for place in self._changed_places() if place.counts and not _only_tensors(place))
         )
+
+    def drawn(self) -> list[str]:
+        """Random generators of Python and NumPy that drew, in words."""
+        return list(dict.fromkeys(place.words for place in self._changed_places() if place.kind == "random"))
 
     def is_as_it_was(self) -> bool:
         """Whether every place holds the same objects; quick, and too careful rather than too bold."""
@@ -201,7 +273,7 @@ class PythonState:
                 [(p.owner, p.key, p.held) for p in self._places if p.kind == "global"],
                 [(vars(p.owner), p.key, p.held) for p in self._places if p.kind == "class"],
                 [(vars(p.owner), len(p.held)) for p in self._places if p.kind == "names"],
-                [p for p in self._places if p.kind == "cell"],
+                [p for p in self._places if p.kind in ("cell", "array", "slots")],
             )
         dicts, lists, sets, variables, attributes, names, cells = self._quick
         return (
@@ -210,7 +282,7 @@ class PythonState:
             and all(owner == held for owner, held in sets)
             and all(owner.get(key) is held for owner, key, held in (*variables, *attributes))
             and all(len(owner) == number for owner, number in names)
-            and not any(_now(place) is not place.held for place in cells)
+            and all(_same(place.held, _now(place)) for place in cells)
         )
 
     def settled(self) -> Settled:
@@ -222,12 +294,13 @@ class PythonState:
         }
 
     def changed_but(self, settled: Settled) -> list[str]:
-        """As `changed`, without what a forward that changes nothing of the graph had put there."""
+        """As `changed`, without what a forward that changes nothing of the graph had put there, and without draws."""
         return list(
             dict.fromkeys(
                 place.words
                 for place in self._changed_places()
                 if place.counts
+                and place.kind != "random"
                 and not _only_tensors(place)
                 and not _is_settled(place, settled.get((place.kind, id(place.owner), place.key)))
             )
@@ -259,6 +332,8 @@ class PythonState:
                     dict.update(place.owner, place.held)
                 else:
                     (place.owner.update if isinstance(place.owner, set) else place.owner.extend)(place.held)
+            elif place.view is not None:
+                place.view.put(place.owner, place.held)
             elif place.kind == "cell":
                 place.owner.cell_contents = place.held
             elif place.kind == "global":
@@ -298,6 +373,8 @@ def python_state_kept(model: nn.Module) -> Iterator[None]:
 def _now(place: _Place) -> Any:
     if place.kind == "container":
         return place.owner
+    if place.view is not None:
+        return place.view.take(place.owner)
     if place.kind == "cell":
         try:
             return place.owner.cell_contents
@@ -383,6 +460,16 @@ def uses_of_forward(kind: type) -> Uses:
     return _FORWARD[kind]
 
 
+def _uses_reached(kind: type, names: Iterable[str]) -> Uses:
+    """What methods of a class do that code with some names in it may call; operators are taken for called."""
+    own = [owner for owner in reversed(kind.__mro__) if not _is_library(owner)]
+    methods = {name: one.__code__ for owner in own for name, one in vars(owner).items() if hasattr(one, "__code__")}
+    return Uses.of(_called(methods, (*names, *_OPERATORS)).values())
+
+
+_OPERATORS = frozenset("__call__ __next__ __iter__ __getitem__ __len__ __enter__ __exit__ __float__ __int__".split())
+
+
 class Readers:
     """Tells which attributes of a module some other code reads, by their names.
 
@@ -408,9 +495,13 @@ def uses_of_functions(codes: Iterable[types.CodeType], kinds: Iterable[type]) ->
 
 def _reached(kind: type) -> dict[str, types.CodeType]:
     """The methods of a class that its forward may call, and those that run whatever it does."""
-    methods = _methods(kind)
+    return _called(_methods(kind), ("forward", "__call__", "__getattr__", "__getattribute__"))
+
+
+def _called(methods: dict[str, types.CodeType], names: Iterable[str]) -> dict[str, types.CodeType]:
+    """Those methods that have some names, and those that they may call."""
     reached: dict[str, types.CodeType] = {}
-    pending = ["forward", "__call__", "__getattr__", "__getattribute__"]
+    pending = list(names)
     while pending:
         name = pending.pop()
         if name in methods and name not in reached:
@@ -511,10 +602,13 @@ def _forward_hooks_of(module: nn.Module) -> Iterator[Any]:
     yield from module._forward_pre_hooks.values()
 
 
-def _hands_on(hook: Any) -> bool:
-    """Whether a hook may leave something for a forward: in an attribute, a variable, or a container of a module."""
+def hook_hands_on(hook: Any) -> bool:
+    """Whether a hook may leave something for a forward: in an attribute, a variable, or a container of a module.
+
+    Or takes from a random generator or an iterator of its own, which runs of the forward share.
+    """
     uses = _uses_of_hook(hook)
-    if uses.set or uses.rebinds:
+    if uses.set or uses.rebinds or _may_change(hook, None):
         return True
     function = hook.func if isinstance(hook, functools.partial) else hook
     held = [getattr(function, "__self__", None), *(cell.cell_contents for cell in _filled_cells(function))]
@@ -551,15 +645,51 @@ def must_run_once(module: nn.Module) -> bool:
         return True
     if "data" in uses.read or "no_grad" in uses.read and any(map(_is_in_place, uses.read)):  # weights may be written
         return True
-    if any(map(_hands_on, _forward_hooks_of(module))):
+    if any(map(hook_hands_on, _forward_hooks_of(module))):
         return True
     held = [module.__dict__.get(name) for name in uses.read]
     functions = [getattr(type(module), name, None) for name in reached]
     for function in functions:
         held += [function.__globals__.get(name) for name in names_in(function.__code__)] if function else []
-    if any(isinstance(value, torch.Generator) for value in held):
-        return True
-    if uses.changes_items and any(isinstance(value, _CONTAINERS) for value in held):
-        return True
-    closures = [value for value in held if isinstance(value, types.FunctionType) and not _is_library(value)]
-    return any(Uses.of([function.__code__]).rebinds for function in closures)
+    return any(_may_change(value, uses) for value in held)
+
+
+def _may_change(value: Any, uses: Uses | None, depth: int = 0) -> bool:
+    """Whether code that has a value changes it at every call, as far as the two tell.
+
+    Args:
+        value: of an attribute, a variable, or inside of one.
+        uses: what the code does; None: only what gives another value whenever it is asked counts.
+        depth: steps to the value from the one that the code names.
+    """
+    if isinstance(value, (*PLAIN, torch.Tensor, nn.Module, types.ModuleType, type)) or depth > _MAX_DEPTH:
+        return False
+    inside: list[Any] = []
+    if isinstance(value, types.FunctionType):
+        if _is_library(value):
+            return False
+        if uses is not None and Uses.of([value.__code__]).rebinds:
+            return True
+        uses, inside = None, [cell.cell_contents for cell in _filled_cells(value)]
+    elif isinstance(value, functools.partial):
+        inside = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)):
+        inside = [value.__self__]
+    elif isinstance(value, (tuple, *_CONTAINERS)):
+        if uses is not None and uses.changes_items and not isinstance(value, tuple):
+            return True
+        inside = list(value.values() if isinstance(value, dict) else value)[:_MAX_ITEMS_BETWEEN_CALLS]
+    else:
+        view = view_of(value, _MAX_BYTES)
+        if isinstance(value, torch.Generator) or hasattr(type(value), "__next__") and is_closed(value):
+            return True
+        if view is not None and view.kind != "slots":
+            return view.kind == "random" or uses is not None and uses.changes_items
+        if view is not None or _has_attributes(value):
+            attributes = value.__dict__ if view is None else view.take(value)
+            own = _uses_reached(type(value), () if uses is None else uses.read)
+            if uses is not None and own.set & attributes.keys():
+                return True
+            uses = own if uses is not None else None
+            inside = [item for name, item in attributes.items() if name in own.read or depth == 0]
+    return any(_may_change(one, uses, depth + 1) for one in inside)

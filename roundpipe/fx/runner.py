@@ -10,17 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe import structure
 from roundpipe.errors import TraceError
 from roundpipe.fx.builder import flat_tensors
 from roundpipe.fx.fakes import DATA_DEPENDENT, FakeWorld, real_world
 from roundpipe.fx.intercept import ORIGINAL_CALL
 from roundpipe.fx.leaves import (
+    ForeignWeight,
     HiddenInput,
     LeafRun,
     LeafWatch,
     TreeState,
     containers_mutated,
+    contents_of,
     refuse_mutated,
     sets_before_reading,
 )
@@ -98,22 +99,26 @@ class LeafRunner:
     def _watched(self, module: nn.Module, name: str, args: Any, kwargs: Any, state: TreeState) -> LeafRun:
         """Runs a leaf on fakes."""
         recorder = self._recorder
-        before = list(structure.walk((args, kwargs)))
+        before = contents_of(args, kwargs)
         fixed = self._world.shapes.num_fixed_sizes()
         given = flat_tensors(args, kwargs)
         versions = [(tensor, tensor._version) for tensor in given]
         draws = recorder.watch.num_random_draws
         allowed = set(given)
+        own = {*given, *module.parameters(), *module.buffers()}
         python = PythonState(module.modules())
         watch = LeafWatch(
             name,
             recorder.builder.node_of,
             lambda tensor: tensor in allowed or tensor in self._world.name_of,
+            lambda tensor: None if tensor in own else self._world.name_of.get(tensor),
             recorder.born_in,
         )
         try:
             with watch:
                 out = ORIGINAL_CALL(module, *args, **kwargs)
+        except ForeignWeight as error:
+            raise self._to_look_into(module, name, TraceError(str(error))) from error
         except HiddenInput as error:
             raise self._not_a_leaf(module, name, TraceError(str(error)), structural=True) from error
         except Exception as error:
@@ -128,13 +133,17 @@ class LeafRunner:
             changed += [f"{type(owner).__name__}.{attribute}" for owner, attribute, _ in remembered]
         if watch.drew_from_kept():
             changed.append("the state of a torch.Generator")
-        if watch.written & self._world.parameter_at.keys() and not self._leaves_weights_alone(module, watch):
+        writes = watch.written & self._world.parameter_at.keys() and not self._leaves_weights_alone(module, watch)
+        if writes or state.parameters_replaced():
             changed.append("a parameter")
         self._refuse_state(module, name, changed)
         for owner, attribute, value in state.changed_attributes():
             if attribute not in OF_TORCH and attribute in self._readers.beside(type(owner)):
                 self._look_into_for_others(module, name, f"{type(owner).__name__}.{attribute}")
-            if any(tensor in watch.computed for tensor in flat_tensors(value)):
+            computed = [tensor for tensor in flat_tensors(value) if tensor in watch.computed]
+            if any(tensor.requires_grad for tensor in computed):
+                raise self._to_look_into(module, name, _left_behind(f"{type(owner).__name__}.{attribute}"))
+            if computed:
                 recorder.not_kept[f"{type(owner).__name__}.{attribute}"] = None
         if watch.runs_autograd:
             raise self._recorder.give_up(StatefulError(f"{name} runs autograd inside its forward"))
@@ -223,6 +232,8 @@ class LeafRunner:
                 raise Restart(Decision.DESCEND, name, error) from error  # as glue it may serve one size
             raise self._recorder.give_up(error) from error
         self._refuse_state(module, name, list(probe.changed))
+        for words in probe.left_behind:
+            raise self._to_look_into(module, name, _left_behind(words))
         self._recorder.not_kept.update(dict.fromkeys(probe.not_kept))
         for owner, attribute in sorted(probe.sets, key=str):
             if attribute not in OF_TORCH and attribute in self._readers.beside(owner):
@@ -231,3 +242,8 @@ class LeafRunner:
         self._refuse_asking(module, name, asking[0] if asking else "")
         may_write = any(True for _ in module.buffers())  # other data may take a way that writes them
         return LeafRun(probe.out, probe.random, may_write, ())
+
+
+def _left_behind(words: str) -> StatefulError:
+    """The error for an activation in an attribute, from where a loss function may take it."""
+    return StatefulError(f"{words} is set to an activation in the forward, and would not be set when the graph runs")

@@ -106,6 +106,7 @@ class TracedSource:
 
         Raises:
             TraceError: the model can't be traced and ``on_failure`` raised it.
+            Exception: what the model's forward raises, traced or not, with a note that says so.
         """
         failure = None
         with _surroundings():
@@ -125,6 +126,9 @@ class TracedSource:
             try:
                 return self._trace(args, kwargs)
             except TraceError as error:
+                if error.is_the_models and isinstance(error.__cause__, Exception):
+                    error.__cause__.add_note(f"roundpipe: {error}")
+                    raise error.__cause__ from None
                 self._refuse_lost_state(error)
                 if not self._failed_modes:
                     self._on_failure(error)

@@ -24,6 +24,7 @@ from roundpipe.errors import TraceError
 from roundpipe.fx.advice import advice, where_set
 from roundpipe.fx.attempt import Attempt, Learned, PlainLengths
 from roundpipe.fx.binding import Arguments, CallForm
+from roundpipe.fx.eager import as_the_models_own
 from roundpipe.fx.fakes import Dimension, FakeWorld
 from roundpipe.fx.graph import TracedGraph
 from roundpipe.fx.graph_print import printed_graph
@@ -32,7 +33,7 @@ from roundpipe.fx.intercept import exclusive
 from roundpipe.fx.leaves import OutsideChanges, TreeState
 from roundpipe.fx.model_state import kind_and_value
 from roundpipe.fx.policy import Decision, is_of_torch
-from roundpipe.fx.python_state import PythonState, Settled, must_run_once
+from roundpipe.fx.python_state import PythonState, Settled
 from roundpipe.fx.random_state import random_state_kept
 from roundpipe.fx.recorder import BurnSizes, LogLayouts, Restart, StatefulError
 
@@ -65,11 +66,30 @@ def trace(
         The graph, with its guards.
 
     Raises:
-        TraceError: the root's own code can't be captured; says file, line, cause and what to change.
+        TraceError: the root's own code can't be captured; says file, line, cause and what to change. Or the model's
+            forward raises its cause without a trace, too.
     """
     form = CallForm(model)
     arguments = form.normalise(args, kwargs or {})
     learned = Learned(max_leaf_bytes=max_leaf_bytes, dynamic=frozenset(dynamic))
+    try:
+        return _trace_doubled(model, form, arguments, learned, args, kwargs or {})
+    except TraceError as error:
+        own = as_the_models_own(model, args, kwargs or {}, error)
+        if own is not None:
+            raise own from own.__cause__
+        raise
+
+
+def _trace_doubled(
+    model: nn.Module,
+    form: CallForm,
+    arguments: Arguments,
+    learned: Learned,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> TracedGraph:
+    """The graph for a batch of two in place of a batch of one, where it serves both."""
     with exclusive(), random_state_kept():
         doubled = _doubled(arguments)
         if doubled is None:
@@ -80,9 +100,9 @@ def trace(
             try:
                 return _trace(model, form, arguments, learned)
             except TraceError:
-                raise error from None
+                raise error from error.__cause__
         assert traced.guards is not None
-        if traced.guards.check(args, kwargs or {}) is not None:
+        if traced.guards.check(args, kwargs) is not None:
             return _trace(model, form, arguments, learned)
         return traced
 
@@ -122,10 +142,16 @@ def _settled(world: FakeWorld, form: CallForm, learned: Learned) -> tuple[Traced
     changed: dict[tuple[nn.Module, str], str] = {}
     values: dict[tuple[nn.Module, str], Any] = {}
     places: Settled = {}
+    for place, kind in python.closed.items():
+        cause = TraceError(f"it uses {place}, of type {kind}, and nothing tells how a call changes that")
+        raise _root_error(world.model, cause, where_set(world.model, place), learned)
     try:
         for _ in range(MAX_SETTLING_RUNS):
             attempt = Attempt(world, form, learned, outside, python.codes)
             traced = attempt.run()
+            for place in python.drawn():
+                cause = TraceError(f"it draws random numbers from {place}, which a graph would burn in")
+                raise _root_error(world.model, cause, where_set(world.model, place), learned)
             attempt.refuse_activations(python)
             changed.update(attempt.changed_attributes())
             words = list(dict.fromkeys([*changed.values(), *python.changed()]))
@@ -229,8 +255,6 @@ def _root_error(model: nn.Module, cause: BaseException, location: str, learned: 
     what, line = _first_line(cause).rstrip("."), location.partition(" (")[2].removesuffix(")")
     error = TraceError(f"can't trace {type(model).__name__}: at {location}: {what}. {advice(what, line)}")
     error.stateful = tuple(
-        name
-        for name, module in model.named_modules()
-        if name and ({name, type(module)} & learned.stateful.keys() or must_run_once(module))
+        name for name, module in model.named_modules() if {name, type(module)} & learned.stateful.keys()
     )
     return error

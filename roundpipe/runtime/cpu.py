@@ -23,7 +23,7 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -169,6 +169,49 @@ def _unpack(saved: _Saved) -> torch.Tensor:
     return saved.tensor
 
 
+@contextlib.contextmanager
+def _counting(pack: Callable[[torch.Tensor], Any]) -> Iterator[None]:
+    """Hand what autograd saves in this thread to ``pack``, but for what it saves inside torch.func's transforms.
+
+    These refuse to run under any hooks, with `torch.autograd.graph.disable_saved_tensors_hooks`. So while somebody
+    counts, that function puts the hooks of who counts aside first; those of others are refused as they always are.
+    """
+    global _num_counting
+    with _counting_lock:
+        if not _num_counting:
+            torch.autograd.graph.disable_saved_tensors_hooks = _disable_beside_counting
+        _num_counting += 1
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+            yield
+    finally:
+        with _counting_lock:
+            _num_counting -= 1
+            if not _num_counting:
+                torch.autograd.graph.disable_saved_tensors_hooks = _disable_hooks
+
+
+_num_counting = 0
+_counting_lock = threading.Lock()
+_disable_hooks = torch.autograd.graph.disable_saved_tensors_hooks
+
+
+@contextlib.contextmanager
+def _disable_beside_counting(error_message: str) -> Iterator[None]:
+    """What `_counting` puts in the place of `torch.autograd.graph.disable_saved_tensors_hooks`."""
+    autograd = torch._C._autograd
+    aside = []
+    while (hooks := autograd._top_saved_tensors_default_hooks(True)) is not None and hooks[1] is _unpack:
+        autograd._pop_saved_tensors_default_hooks()
+        aside.append(hooks)
+    try:
+        with _disable_hooks(error_message):
+            yield
+    finally:
+        for hooks in reversed(aside):
+            autograd._push_saved_tensors_default_hooks(*hooks)
+
+
 class CpuBackend:
     """One CPU worker."""
 
@@ -209,7 +252,10 @@ class CpuBackend:
             if tensor.layout is not torch.strided:
                 return _Saved(tensor.detach(), None)
             storage = tensor.untyped_storage()
-            address, num_bytes = storage.data_ptr(), storage.nbytes()
+            try:
+                address, num_bytes = storage.data_ptr(), storage.nbytes()
+            except RuntimeError:  # a tensor of one of torch.func's transforms, which has no memory to look at
+                return _Saved(tensor.detach(), None)
             if not num_bytes or address in skip:
                 return _Saved(tensor.detach(), None)
             if not counts[address]:
@@ -223,7 +269,7 @@ class CpuBackend:
 
             return _Saved(tensor.detach(), forget)
 
-        return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
+        return _counting(pack)
 
     def peak_bytes(self, reset: bool = False) -> int:
         peak = self.ledger.peak_bytes

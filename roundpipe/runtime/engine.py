@@ -94,6 +94,8 @@ class Engine:
         self._unattended: list[Round] = []
         """Those whose call has returned and that failed since."""
         self._closed = False
+        self._callers: set[int] = set()
+        """Threads that made a call."""
         self._recorder: Recorder | None = None
         self.rounds = RoundLog()
         self.next_job = 0
@@ -120,6 +122,7 @@ class Engine:
         """
         if self._closed:
             raise ClosedError("the model was closed; compile it again to go on")
+        self._callers.add(threading.get_ident())
         self._prepare(round_, host)
         self._submit(round_)
         progress = round_.progress
@@ -141,7 +144,8 @@ class Engine:
     @property
     def is_inside(self) -> bool:
         """Whether the calling code runs for a round: a layer, a loss function, a hook. It can't wait for that round."""
-        of_autograd = threading.current_thread().name.startswith("Dummy-")  # its threads for accelerators
+        thread = threading.current_thread()  # autograd's own, for accelerators, were not made by Python
+        of_autograd = thread.name.startswith("Dummy-") and thread.ident not in self._callers
         return any(rotor.is_current for rotor in self._rotors) or (of_autograd and bool(self.running()))
 
     def refuse_inside(self, what: str) -> None:
@@ -180,6 +184,8 @@ class Engine:
     def _prepare(self, round_: Round, host: HostWeights) -> None:
         """Everything that no running round may see: what ended is forgotten, weights are packed."""
         chain = round_.chain
+        for weights in round_.weights:
+            weights.check_structure()  # of a backward: as its forward found it
         ended = [layers for known, layers in self._chains if known() is None]
         if ended or not all(map(host.is_prepared, chain)):
             self._wait_idle()  # packing moves the user's tensors
@@ -189,6 +195,8 @@ class Engine:
         if not any(known() is chain for known, _ in self._chains):
             self._chains.append((weakref.ref(chain), list(chain)))
         round_.weights = [host.layer(spec.name, layer) for spec, layer in zip(chain.specs, chain, strict=True)]
+        if round_.around.keep_history:  # gradients are wanted, now or in a round that follows
+            host.check_hooks(round_.weights)
 
     def _forget(self, ended: Sequence[Sequence[torch.nn.Module]], host: HostWeights) -> None:
         """Drop what is kept per layer of chains that are gone, such as traces that newer ones replaced."""

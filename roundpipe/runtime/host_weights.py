@@ -18,13 +18,12 @@ import torch
 from torch import nn
 
 from roundpipe.errors import ConfigError
-from roundpipe.layers import Structure
+from roundpipe.layers import Structure, changed_in_a_round
 from roundpipe.overlap import overlapping
 from roundpipe.own_code import codes_of, names_in
 from roundpipe.runtime.backend import Backend, Lane
 from roundpipe.runtime.host_memory import is_plain
 from roundpipe.runtime.pinning import Registrar
-from roundpipe.runtime.replica import changed_in_a_round
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +67,8 @@ class Entry:
     @property
     def fits(self) -> bool:
         """Whether the original module still has a tensor there that goes into this place."""
-        now = self.found
+        module, name = self.places[0]
+        now = _held(module._parameters if self.is_parameter else module._buffers, name)
         return now is not None and now.shape == self.shape and now.dtype == self.dtype
 
     @property
@@ -323,8 +323,8 @@ class HostWeights:
         self.registrar = registrar
         self._model = model
         self._to_register = True
-        self._to_compare = True
-        """Whether tensors may share memory."""
+        self._compared: set[int] = set()
+        """Parameters that are known not to share memory; empty: it is to be looked at all of them again."""
         self._said_where = False
         self.num_laid_out = 0
         """How many layers were laid out so far, which may have moved their weights."""
@@ -342,7 +342,7 @@ class HostWeights:
         """Pack a layer at first sight, and again if its structure, or shapes or dtypes of its tensors changed since."""
         known = self._layers.get(id(layer))
         if known is not None and known.layer is layer and not known.is_current():
-            self._to_compare = True
+            self._compared.clear()
             self._unpack(self._layers.pop(id(layer)))
         if self.registrar is not None and self.registrar.has_lost:
             self._to_register = True
@@ -408,7 +408,8 @@ class HostWeights:
 
         A write into one of them, such as an update's, would change the other, and here each gets memory of its own.
         """
-        if not self._to_compare:
+        own = {id(parameter) for parameter in layer.parameters()}
+        if own <= self._compared:
             return
         model = layer if self._model is None else self._model
         named = [
@@ -426,7 +427,7 @@ class HostWeights:
                     f"parameters by assigning the same one (as in decoder.weight = encoder.weight), or give {other} a "
                     "copy (.data = .data.clone()); then wrap the model again"
                 )
-        self._to_compare = False
+        self._compared = own | {id(tensor) for _, tensor in named}
 
     def check_hooks(self, layers: Iterable[LayerWeights]) -> None:
         """Raise `ConfigError` for a trained parameter with a hook that can't be run when its gradient is there."""
@@ -437,10 +438,10 @@ class HostWeights:
                     names = (self._model or weights.layer).named_parameters()
                     where = next((name for name, one in names if one is tensor), entry.places[0][1])
                     raise ConfigError(
-                        f"{where} has a hook of register_post_accumulate_grad_hook, which would not run: gradients come "
-                        "to the model's parameters from the devices, and not by autograd. Remove the hook; an optimizer "
-                        "in it goes into model.step(lambda: (optimizer.step(), optimizer.zero_grad())), and what "
-                        "changes the gradient can be done by register_hook, once per microbatch"
+                        f"{where} has a hook of register_post_accumulate_grad_hook, which would not run: gradients are "
+                        "added to .grad as they come from the devices, and not by autograd. Remove the hook; an "
+                        "optimizer in it goes into model.step(lambda: (optimizer.step(), optimizer.zero_grad())), and "
+                        "hooks of register_hook run, once per microbatch"
                     )
 
     def _say_where(self, buffer: torch.Tensor) -> None:

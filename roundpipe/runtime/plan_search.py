@@ -66,6 +66,14 @@ _AS_FAST = 1 + 1e-9
 """Factor within which two times count as one."""
 
 _MAX_REPLICAS = 4
+"""Replicas of a stage at most, however many workers and microbatches there are."""
+
+
+def _apart(one_s: float, other_s: float) -> float:
+    """How far two times are from being alike: the logarithm of how many times the shorter the longer is."""
+    if not one_s or not other_s:
+        return 0.0 if one_s == other_s else inf
+    return abs(log(one_s) - log(other_s))
 
 
 Recut = tuple[int, int, tuple[int, ...], tuple[int, ...]]
@@ -88,7 +96,7 @@ class Cuts(NamedTuple):
         """Cuts without replicas."""
         return cls(tuple(edges), (1,) * (len(edges) - 1))
 
-    def recuts(self, replicate: bool) -> Iterator[Recut]:
+    def recuts(self, most_replicas: int) -> Iterator[Recut]:
         """The ways to the cuts one step away: a moved edge, a merged or split range, a replica more or less."""
         edges, replicas = self.edges, self.replicas
         for index in range(1, len(edges) - 1):
@@ -101,9 +109,9 @@ class Cuts(NamedTuple):
             if stop - start > 1:
                 for middle in sorted({start + 1, (start + stop) // 2, stop - 1}):
                     yield index, index + 1, (middle,), (1, 1)
-            if replicate:
+            if most_replicas > 1:
                 for count in (replicas[index] - 1, replicas[index] + 1):
-                    if 1 <= count <= _MAX_REPLICAS:
+                    if 1 <= count <= most_replicas:
                         yield index, index + 1, (), (count,)
 
     def recut(self, recut: Recut) -> Cuts:
@@ -129,6 +137,18 @@ class Candidate(NamedTuple):
     backward: Cuts
     fused_replicas: int = 1
 
+    @classmethod
+    def singles(cls, num_layers: int) -> Candidate:
+        """One layer per stage."""
+        cuts = Cuts.single(range(num_layers))
+        return cls(cuts, cuts)
+
+    @classmethod
+    def split_at(cls, start: int) -> Candidate:
+        """The fewest stages for a start of the fused tail."""
+        cuts = Cuts.single((0, start) if start else (0,))
+        return cls(cuts, cuts)
+
     @property
     def fused_start(self) -> int:
         """First layer of the fused tail."""
@@ -144,17 +164,16 @@ class Candidate(NamedTuple):
         """Per job, in the order of the round."""
         return (*self.forward.replicas, self.fused_replicas, *reversed(self.backward.replicas))
 
-    def steps(self, num_layers: int, replicate: bool) -> list[Step]:
-        """The ways to the candidates one step away; most are never gone."""
+    def steps(self, num_layers: int, most_replicas: int) -> list[Step]:
+        """The ways to the candidates one step away, none of more replicas than given; most are never gone."""
         start = self.fused_start
         steps: list[Step] = [
             ("start", moved) for moved in (start - 1, start + 1, start - 2, start + 2) if 0 <= moved < num_layers
         ]
-        steps += [("forward", recut) for recut in self.forward.recuts(replicate)]
-        steps += [("backward", recut) for recut in self.backward.recuts(replicate)]
-        if replicate:
-            counts = (self.fused_replicas - 1, self.fused_replicas + 1)
-            steps += [("copies", count) for count in counts if 1 <= count <= _MAX_REPLICAS]
+        steps += [("forward", recut) for recut in self.forward.recuts(most_replicas)]
+        steps += [("backward", recut) for recut in self.backward.recuts(most_replicas)]
+        counts = (self.fused_replicas - 1, self.fused_replicas + 1)
+        steps += [("copies", count) for count in counts if 1 <= count <= most_replicas]
         return steps
 
     def after(self, step: Step) -> Candidate:
@@ -171,7 +190,7 @@ class Candidate(NamedTuple):
         return Candidate(forward, backward, count)
 
 
-class _Reach(NamedTuple):
+class Reach(NamedTuple):
     """How far ranges go that are within memory."""
 
     ahead: list[int]
@@ -189,6 +208,8 @@ class Search:
         num_microbatches: microbatches of every job.
         budget_bytes: memory of each device, or None for no limit.
         replicate: whether stages may take several slots.
+        keep_slower: whether plans of short chains are kept that are slower than the best; transfers, which are left
+            out here, may make up for it.
     """
 
     def __init__(
@@ -198,6 +219,7 @@ class Search:
         num_microbatches: int,
         budget_bytes: int | None = None,
         replicate: bool = False,
+        keep_slower: bool = False,
     ) -> None:
         self.costs = costs
         self.num_layers = len(costs.layers)
@@ -205,8 +227,10 @@ class Search:
         self.num_microbatches = num_microbatches
         self.budget_bytes = budget_bytes
         self.replicate = replicate
+        self._short_within = inf if keep_slower else _AS_FAST
         self.values: dict[Candidate, float] = {}
-        self._fused_counts = range(1, min(_MAX_REPLICAS, num_workers, num_microbatches) + 1 if replicate else 2)
+        self._most_replicas = min(_MAX_REPLICAS, num_workers, num_microbatches) if replicate else 1
+        self._fused_counts = range(1, self._most_replicas + 1)
         self._refuted: dict[Candidate, float] = {}
         self.best_s = inf
         self.floor_s = 0.0
@@ -216,7 +240,7 @@ class Search:
         self._forward: tuple[tuple[int, ...] | None, list[StageCost]] = (None, [])
         self._backward: tuple[tuple[int, ...] | None, list[StageCost]] = (None, [])
         """Of the latest candidate: its edges and stages."""
-        self._reaches: dict[tuple[str, int | None], _Reach] = {}
+        self._reaches: dict[tuple[str, int | None], Reach] = {}
         self._times = {"F": costs.forward_s, "B": [forward_s + backward_s for forward_s, backward_s in both]}
 
     def run(self) -> list[Candidate]:
@@ -373,7 +397,7 @@ class Search:
         alike_s = [fused_s / count for count in self._fused_counts]
         return sorted(
             [*alike_s, *even_s],
-            key=lambda target_s: min(abs(log(target_s / one_s)) for one_s in alike_s),
+            key=lambda target_s: min(_apart(target_s, one_s) for one_s in alike_s),
         )
 
     def caps_bytes(self) -> list[int | None]:
@@ -398,14 +422,14 @@ class Search:
         gradient_bytes = 2 * costs.gradient_bytes(phase, start, stop)  # the visit before brings about as many down
         return 2 * cap_bytes + gradient_bytes + costs.working_bytes(phase, start, stop) <= self.budget_bytes
 
-    def _reach(self, phase: StagePhase, cap_bytes: int | None) -> _Reach:
+    def reach(self, phase: StagePhase, cap_bytes: int | None) -> Reach:
         """How far ranges go within memory; as a wider range needs no less, two edges move along the layers."""
         known = self._reaches.get((phase, cap_bytes))
         if known is not None:
             return known
         num_layers = self.num_layers
         if cap_bytes is None:
-            found = _Reach([num_layers] * num_layers, [0] * (num_layers + 1))
+            found = Reach([num_layers] * num_layers, [0] * (num_layers + 1))
         else:
             ahead, back, stop, start = [], [0], 0, 0
             for edge in range(num_layers):
@@ -417,7 +441,7 @@ class Search:
                 while start < edge and not self.allowed(phase, start, edge, cap_bytes):
                     start += 1
                 back.append(start)
-            found = _Reach(ahead, back)
+            found = Reach(ahead, back)
             self.num_ops_left -= _REACH_OPS * num_layers
         self._reaches[phase, cap_bytes] = found
         return found
@@ -429,7 +453,7 @@ class Search:
         """
         if layers == 0:
             return [(0,)]
-        times, reach, left, right = self._times[phase], self._reach(phase, cap_bytes), [0], [layers]
+        times, reach, left, right = self._times[phase], self.reach(phase, cap_bytes), [0], [layers]
         edge = 0
         while edge < layers:
             in_time = bisect_right(times, times[edge] + target_s, edge + 1, layers + 1) - 1
@@ -470,7 +494,7 @@ class Search:
         return (*edges, layers)
 
     def _evaluate_all(self) -> None:
-        """Evaluates every plan of a short chain whose bound is not above the best so far."""
+        """Evaluates every plan of a short chain whose bound is not above the best so far, or every one of them."""
         bounded = []
         for start in range(self.num_layers):
             edges = [
@@ -482,14 +506,13 @@ class Search:
                 candidate = Candidate(Cuts.single(forward), Cuts.single(backward))
                 bounded.append((self.lower_bound_s(candidate, self.stages(candidate)), candidate))
         for _, candidate in sorted(bounded, key=lambda entry: entry[0]):
-            self.evaluate(candidate, self.best_s * _AS_FAST)
+            self.evaluate(candidate, self.best_s * self._short_within if self.best_s else inf)
 
     def _evaluate_smallest(self) -> None:
         """Evaluates the plans with the least memory: one layer per stage, and those one step from it."""
-        singles = Cuts.single(range(self.num_layers))
-        candidate = Candidate(singles, singles)
+        candidate = Candidate.singles(self.num_layers)
         self.evaluate(candidate)
-        for step in candidate.steps(self.num_layers, self.replicate):
+        for step in candidate.steps(self.num_layers, self._most_replicas):
             self.evaluate(candidate.after(step))
 
     # --------------------------------------------------------------------------------- climbing
@@ -517,7 +540,7 @@ class Search:
         return candidate
 
     def _steps(self, candidate: Candidate) -> list[Step]:
-        steps = candidate.steps(self.num_layers, self.replicate)
+        steps = candidate.steps(self.num_layers, self._most_replicas)
         self.num_ops_left -= _STEP_OPS * len(steps)
         return steps
 

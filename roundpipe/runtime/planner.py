@@ -9,10 +9,10 @@ Invariant: a plan covers every layer, its peak is within the budget, and equal a
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 from math import inf
 
 from roundpipe.errors import ConfigError, DeviceMemoryError
@@ -27,6 +27,10 @@ _MOST_PREDICTED = 800
 
 _LEAST_PREDICTED = 2
 """Plans that it chooses among however many visits they have."""
+
+_MOST_GREEDY = 300_000
+"""Layers times target times of the chains whose greedy plan a prediction looks at, too: it takes up to half a second.
+Chains of any length whose layers are alike have few target times."""
 
 _ALIKE = 0.005
 """Share of a round's time by which plans may differ that are taken to be equally fast."""
@@ -65,7 +69,9 @@ def plan(
         recompute_grain: whose activations a backward stage holds at once, ``"stage"`` or ``"layer"``.
         names: of the layers, for errors.
         predict: seconds per round of a plan by a finer model, such as the simulator; it chooses among plans of
-            different shape, those first that are most likely the best. Without it, transfers are left out.
+            different shape, those first that are most likely the best, and by it no simple plan, of one or three
+            stages, is faster than the chosen one, nor, if the chain is not too long, the greedy plan. Without it,
+            transfers are left out.
         link_bytes_per_s: between host and device, one direction; tells which plans are likely.
 
     Raises:
@@ -74,7 +80,7 @@ def plan(
     """
     _check(costs, num_workers, num_microbatches, recompute_grain, names)
     table = StageCosts(costs, recompute_grain)
-    search = Search(table, num_workers, num_microbatches, memory_budget_bytes)
+    search = Search(table, num_workers, num_microbatches, memory_budget_bytes, keep_slower=predict is not None)
     found = search.run()
     if not found:
         raise _misfit(table, num_workers, memory_budget_bytes, names)
@@ -90,21 +96,40 @@ def _best_predicted(
 
     A prediction only adds to what the recurrence says, so plans that are slower by the recurrence alone are left out.
     """
+    simple = _simple(search, link_bytes_per_s)
     shapes: dict[tuple[int, int, int], Candidate] = {}
     for candidate in found:
         shapes.setdefault(candidate.shape, candidate)
     likely_s = {one: search.with_transfers_s(one, link_bytes_per_s) for one in shapes.values()}
     predicted_s: dict[Candidate, float] = {}
     best_s, visits_left = inf, _MOST_PREDICTED
-    for candidate in _fewest_stages_first(likely_s):
-        if search.values[candidate] >= best_s:
+    for candidate in (*_fewest_stages_first(likely_s), *simple):
+        if candidate in predicted_s or search.values[candidate] >= best_s:
             continue
-        visits_left -= len(candidate.replicas) * search.num_microbatches
-        if visits_left < 0 and len(predicted_s) >= _LEAST_PREDICTED:
-            break
+        if candidate not in simple:
+            visits_left -= len(candidate.replicas) * search.num_microbatches
+        if visits_left < 0 and len(predicted_s) >= _LEAST_PREDICTED and candidate not in simple:
+            continue
         predicted_s[candidate] = predict(_to_plan(candidate, search.num_layers))
         best_s = min(best_s, predicted_s[candidate])
-    return _to_plan(_fewest_stages_first(predicted_s)[0], search.num_layers)
+    most_s = min((predicted_s.get(one, search.values[one]) for one in simple), default=inf)
+    as_fast = {one: one_s for one, one_s in predicted_s.items() if one_s <= most_s * _ROUNDING or one_s == best_s}
+    return _to_plan(_fewest_stages_first(as_fast)[0], search.num_layers)
+
+
+def _simple(search: Search, link_bytes_per_s: float) -> list[Candidate]:
+    """The plan of one stage, the likeliest of three, and the greedy one, those of them that fit."""
+    split = [Candidate.split_at(start) for start in range(search.num_layers)]
+    split = [one for one in split if search.evaluate(one) < inf]
+    chosen = split[:1] if split and split[0].fused_start == 0 else []
+    chosen += sorted(
+        (one for one in split if one.fused_start), key=lambda one: search.with_transfers_s(one, link_bytes_per_s)
+    )[:1]
+    if search.num_layers * len(_targets_s(search)) <= _MOST_GREEDY:
+        greedy = _greedy(search)
+        if greedy is not None and search.evaluate(greedy) < inf:
+            chosen.append(greedy)
+    return chosen
 
 
 def _fewest_stages_first(seconds: Mapping[Candidate, float]) -> list[Candidate]:
@@ -112,7 +137,7 @@ def _fewest_stages_first(seconds: Mapping[Candidate, float]) -> list[Candidate]:
     least_s = min(seconds.values())
 
     def key(candidate: Candidate) -> tuple[float, int, float, Candidate]:
-        steps = (seconds[candidate] / least_s - 1) // _ALIKE if least_s else 0.0
+        steps = (seconds[candidate] - least_s) // (least_s * _ALIKE) if least_s else seconds[candidate]
         return steps, len(candidate.replicas), seconds[candidate], candidate
 
     return sorted(seconds, key=key)
@@ -166,17 +191,33 @@ def plan_greedy(
     """The plan of the simplest method, to compare with; arguments and errors as for `plan`.
 
     It minimises max(stages, workers) times the heaviest stage: for each start of the fused tail and each time that some
-    range of layers takes, ranges are filled from the left.
+    range of layers takes, ranges are filled from the left. Where no such plan fits, it is that of single layers.
     """
     _check(costs, num_workers, num_microbatches, recompute_grain, names)
     table = StageCosts(costs, recompute_grain)
     search = Search(table, num_workers, num_microbatches, memory_budget_bytes)
+    found = _greedy(search)
+    if found is None:
+        raise _misfit(table, num_workers, memory_budget_bytes, names)
+    return _to_plan(found, len(costs))
+
+
+def _greedy(search: Search) -> Candidate | None:
+    """The best greedy plan; where none fits, that of single layers, if it does."""
     best: tuple[float, Candidate] | None = None
     for cap_bytes in search.caps_bytes():
         best = _fill_greedily(search, cap_bytes, best)
-    if best is None:
-        raise _misfit(table, num_workers, memory_budget_bytes, names)
-    return _to_plan(best[1], len(costs))
+    if best is not None:
+        return best[1]
+    singles = Candidate.singles(search.num_layers)
+    return singles if search.fits(singles, search.stages(singles)) else None
+
+
+def _targets_s(search: Search) -> list[float]:
+    """The times that some range of layers takes, ascending."""
+    table = search.costs
+    both_s = [forward + backward for forward, backward in zip(table.forward_s, table.backward_s, strict=True)]
+    return sorted({float(f"{stop_s - start_s:.9g}") for start_s, stop_s in combinations(both_s, 2)})
 
 
 def _fill_greedily(
@@ -188,10 +229,11 @@ def _fill_greedily(
     both_s = [forward + backward for forward, backward in zip(table.forward_s, table.backward_s, strict=True)]
 
     def fill(phase: StagePhase, layers: int, target_s: float) -> Cuts | None:
-        edges, times = [0], table.forward_s if phase == "F" else both_s
+        edges, times, ahead = [0], table.forward_s if phase == "F" else both_s, search.reach(phase, cap_bytes).ahead
         while edges[-1] < layers:
             start = edges[-1]
-            stop = min(bisect_right(times, times[start] + target_s * _ROUNDING) - 1, layers)
+            in_time = bisect_right(times, times[start] + target_s * _ROUNDING) - 1
+            stop = min(in_time, ahead[start], layers)
             while stop > start and not search.allowed(phase, start, stop, cap_bytes):
                 stop -= 1
             if stop == start:
@@ -199,15 +241,19 @@ def _fill_greedily(
             edges.append(stop)
         return Cuts.single(edges)
 
-    targets_s = {
-        float(f"{both_s[stop] - both_s[start]:.9g}") for stop in range(num_layers + 1) for start in range(stop)
-    }
+    targets_s = _targets_s(search)
     for fused_start in reversed(range(num_layers)):
         fused_s = table.fused(fused_start, num_layers).seconds
         if not search.allowed("U", fused_start, num_layers, cap_bytes) or (best and num_workers * fused_s >= best[0]):
             break
-        for target_s in sorted(target_s for target_s in targets_s if target_s * _ROUNDING >= fused_s):
-            if best is not None and num_workers * target_s >= best[0]:
+        forward, backward = fill("F", fused_start, inf), fill("B", fused_start, inf)
+        if forward is None or backward is None:
+            continue
+        # The work alone, and as many stages as memory demands, take so much longer the longer the target is.
+        work_s = (table.forward_s[fused_start] + both_s[fused_start]) / _ROUNDING
+        least_slots = max(len(Candidate(forward, backward).replicas), num_workers)
+        for target_s in targets_s[bisect_left(targets_s, fused_s / _ROUNDING) :]:
+            if best is not None and max(work_s + target_s, least_slots * target_s) >= best[0]:
                 break
             forward, backward = fill("F", fused_start, target_s), fill("B", fused_start, target_s)
             if forward is None or backward is None:
@@ -310,30 +356,33 @@ def _check(
 def _misfit(
     table: StageCosts, num_workers: int, budget_bytes: int | None, names: Sequence[str] | None
 ) -> DeviceMemoryError:
-    """Why not even stages of one layer fit: the worst layer, its bytes and what to do."""
+    """Why not even stages of one layer fit: the one that needs the most, its bytes and what can help.
+
+    What it needs is the same for every budget; from there on, stages of one layer fit.
+    """
     assert budget_bytes is not None, "without a budget every plan fits"
     num_layers = len(table.layers)
-    singles = [(index, index + 1) for index in range(num_layers)]
-    plan_of_singles = ExecutePlan(singles[:-1], singles[-1], singles[-2::-1] if num_layers > 1 else ())
-    stages = _training_stages(plan_of_singles, table)
-    needs = [need.total for need in stage_cost.job_needs(stages, num_workers)]
-    too_large = [position for position, need_bytes in enumerate(needs) if need_bytes > budget_bytes]
-    position = max(too_large, key=lambda one: stages[one].own_bytes)
+    singles = _to_plan(Candidate.singles(num_layers), num_layers)
+    stages = _training_stages(singles, table)
+    needs = stage_cost.job_needs(stages, num_workers)
+    position = max(range(len(needs)), key=lambda one: (needs[one].total, stages[one].own_bytes))
+    stage, need = stages[position], needs[position]
+
+    def layer_name(index: int) -> str:
+        return f"layer {index}" + (f" ({names[index]})" if names is not None else "")
+
     layer_index = position if position < num_layers else 2 * (num_layers - 1) - position
-    layer, stage = table.layers[layer_index], stages[position]
-    name = f" ({names[layer_index]})" if names is not None else ""
-    remedies = [
-        "more and smaller microbatches (num_microbatch)",
-        "shorter sequences",
-        "a device with more memory",
-    ]
-    if table.grain == "stage":
-        remedies.insert(1, "recompute_grain='layer'")
-    needed_bytes, next_bytes = needs[position], needs[position] - stage.own_bytes
+    others_bytes = need.total - stage.own_bytes
+    others = f"{others_bytes:,} for weights that come up and gradients that go down meanwhile"
+    heaviest = max(range(num_layers), key=lambda index: table.layers[index].weight_bytes)
+    if heaviest != layer_index and table.layers[heaviest].weight_bytes > stage.own_bytes:
+        others += f" (of them {layer_name(heaviest)} has the most: {table.layers[heaviest].weight_bytes:,})"
+    remedies = ["a device with more memory"]
+    if max(one.weights + one.gradients for one in needs) <= budget_bytes:  # there is room without any values
+        remedies = ["more and smaller microbatches (num_microbatch)", "shorter sequences", *remedies]
     return DeviceMemoryError(
-        f"layer {layer_index}{name} does not fit the device budget of {budget_bytes:,} bytes even as a stage "
-        f"of its own: it needs {needed_bytes:,} bytes, of which weights {layer.weight_bytes:,}, gradients "
+        f"{layer_name(layer_index)} does not fit the device budget of {budget_bytes:,} bytes even as a stage "
+        f"of its own: it needs {need.total:,} bytes, of which weights {stage.weight_bytes:,}, gradients "
         f"{stage.gradient_bytes:,}, activations and carried values {stage.working_bytes:,}, and "
-        f"{next_bytes:,} for weights that come up and gradients that go down meanwhile. "
-        f"Use {', '.join(remedies)}, or split the layer"
+        f"{others}. Use {', '.join(remedies)}, or split the layer"
     )

@@ -44,6 +44,8 @@ MEASURED_EACH = 8
 
 MOST_SIMULATED = 4000
 """Visits of layers, times microbatches, of the largest rounds that are simulated to choose among plans."""
+MOST_SIMULATED_WORKERS = 2000
+"""Workers, times microbatches, of such rounds: a replay lasts until all workers have had several visits."""
 TASK_S = 150e-6
 """Seconds that a worker needs for a microbatch of a stage beside what layers take; tells many small microbatches from
 few large ones, and many small stages from few large ones, which cost the same otherwise."""
@@ -168,7 +170,7 @@ class Plans:
         present = known.plans.get(key)
         if present is None:
             costs = self.costs(chain, elements)
-            known.plans[key] = self._choose(call, costs, self._prediction(call, costs))
+            known.plans[key] = self._choose(call, costs, self._links(call.chain))
             known.looked_at[key] = known.times.num_rounds
         elif self._may_replan and known.times.num_rounds >= max(FIRST_REPLAN, 4 * known.looked_at[key]):
             known.looked_at[key] = known.times.num_rounds
@@ -217,15 +219,15 @@ class Plans:
         self._learn(known)
         return known.times.num_rounds > 0 and not torch.are_deterministic_algorithms_enabled()
 
-    def _choose(self, call: Call, costs: list[LayerCost], predict: Prediction | None) -> ExecutePlan:
+    def _choose(self, call: Call, costs: list[LayerCost], links: tuple[float, float]) -> ExecutePlan:
         choose = functools.partial(
             choose_plan,
             num_workers=self._num_workers,
             num_microbatches=call.num_microbatches,
             recompute_grain=call.config.recompute_grain,
             names=[spec.name for spec in call.chain.specs],
-            predict=predict,
-            link_bytes_per_s=min(self._links(call.chain)),
+            predict=self._prediction(call, costs, links),
+            link_bytes_per_s=min(links),
         )
         if self._budget_bytes is None:
             return choose(costs)
@@ -242,13 +244,12 @@ class Plans:
         """The best plan by what was measured, if it is better by enough; else the present one."""
         if not self.is_measured(call.chain) or present.fused is None:
             return present
-        costs = self.costs(call.chain, call.elements())
-        predict = self._prediction(call, costs)
-        seconds = predict or self._recurrence(call, costs)
+        costs, links = self.costs(call.chain, call.elements()), self._link_speeds()
+        seconds = self._prediction(call, costs, links) or self._recurrence(call, costs)
         present_s = seconds(present)
         if present_s < SHORTEST_ROUND_S:
             return present
-        found = self._choose(call, costs, predict)
+        found = self._choose(call, costs, links)
         found_s = seconds(found)
         if found_s > (1 - REPLAN_GAIN) * present_s:
             return present
@@ -272,11 +273,15 @@ class Plans:
             return ESTIMATED_LINK_BYTES_PER_S, ESTIMATED_LINK_BYTES_PER_S
         return inf, inf
 
-    def _prediction(self, call: Call, costs: Sequence[LayerCost]) -> Prediction | None:
+    def _prediction(self, call: Call, costs: Sequence[LayerCost], links: tuple[float, float]) -> Prediction | None:
         """The simulator's seconds per round of a plan; None if transfers take no time, or the simulator too much."""
         number, workers, grain = call.num_microbatches, self._num_workers, call.config.recompute_grain
-        up, down = self._links(call.chain)
-        if min(up, down) == inf or 2 * len(costs) * number > MOST_SIMULATED:
+        up, down = links
+        if (
+            min(up, down) == inf
+            or 2 * len(costs) * number > MOST_SIMULATED
+            or workers * number > MOST_SIMULATED_WORKERS
+        ):
             return None
         profile = HardwareProfile.of_devices(self._accelerators, upload_bytes_per_s=up, download_bytes_per_s=down)
 

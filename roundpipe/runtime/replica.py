@@ -21,7 +21,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from roundpipe.layers import EXECUTION_DEVICE
+from roundpipe.errors import ConfigError
+from roundpipe.layers import EXECUTION_DEVICE, changed_in_a_round
 
 _OWN = ("_parameters", "_buffers", "_modules")
 _CONTAINERS = (dict, OrderedDict, list, tuple, set)
@@ -44,6 +45,17 @@ class Frozen:
                 frozen.attributes[module] = dict(module.__dict__)
             frozen.trained.update(parameter for parameter in layer.parameters() if parameter.requires_grad)
         return frozen
+
+    def attributes_of(self, module: nn.Module) -> dict[str, Any]:
+        """Those of a module.
+
+        Raises:
+            ConfigError: it was not there at that moment.
+        """
+        found = self.attributes.get(module)
+        if found is None:
+            raise ConfigError(changed_in_a_round(module))
+        return found
 
 
 class Replica:
@@ -86,8 +98,15 @@ class Replica:
         return twin
 
     def twin(self, original: nn.Module) -> nn.Module:
-        """The copy of a module of the original tree."""
-        return self._twins[id(original)]
+        """The copy of a module of the original tree.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        twin = self._twins.get(id(original))
+        if twin is None:
+            raise ConfigError(changed_in_a_round(original))
+        return twin
 
     def refresh(self, tensors: Mapping[int, torch.Tensor], frozen: Frozen | None = None) -> None:
         """Take over the original's attributes (mode, probabilities, new hooks).
@@ -106,7 +125,7 @@ class Replica:
                 self._plain.append({})
                 continue
             state = twin.__dict__
-            given = original.__dict__ if frozen is None else frozen.attributes[original]
+            given = original.__dict__ if frozen is None else frozen.attributes_of(original)
             plain = {}
             for name, value in given.items():
                 if name in _OWN:

@@ -7,10 +7,14 @@
 Values wait on the host between jobs, by name, each with the event of the copy that made it. Gradients are waited
 for, and added to the host's, in a thread of their own, so that the worker can go on with its next job; it has the
 gradients of no more than two jobs on their way.
+
+Invariant: a round that is given to a worker is left by it, whatever is raised, so that nobody waits for ever: an error
+cancels the round, and one that is raised where none can be fails the rounds that the worker has and all later ones.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -22,10 +26,12 @@ from typing import Any
 import torch
 
 from roundpipe import structure
+from roundpipe.errors import ClosedError, RoundPipeError
 from roundpipe.layers import Carry
 from roundpipe.runtime.backend import Backend, Event, Lane
 from roundpipe.runtime.flow import Segment
 from roundpipe.runtime.gate import Gates
+from roundpipe.runtime.host_weights import LayerWeights
 from roundpipe.runtime.meter import Meter
 from roundpipe.runtime.replica import Replica
 from roundpipe.runtime.residency import Arena, BoundLayer, Pending, Visit, visit_bytes
@@ -72,11 +78,15 @@ class Rotor:
         self.meter = Meter(backend, self.device)
         self._home_log = HostLog(self.device)
         self._gates = gates
-        self._worker = Worker(f"roundpipe {name}")
-        self._homecoming = Worker(f"roundpipe {name} gradients")
+        self._worker = Worker(f"roundpipe {name}", self._break)
+        self._homecoming = Worker(f"roundpipe {name} gradients", self._break)
+        self._broken: BaseException | None = None
+        """What was raised where nothing may be; the worker's state is unknown since."""
+        self._current: Round | None = None
         self._upcoming: deque[Round] = deque()
         """Rounds that were given to the worker and that it has not begun."""
-        self._replicas: dict[int, tuple[torch.nn.Module, list[Replica]]] = {}
+        self._replicas: dict[int, tuple[LayerWeights, list[Replica]]] = {}
+        """By layer, its replicas, and for which layout of the layer they were made."""
         self._open: dict[int, _OpenVisit] = {}
         self._on_the_way: threading.Event | None = None
         """Set once the gradients given to the other thread last are in host memory."""
@@ -114,11 +124,18 @@ class Rotor:
     # One round
 
     def _execute_next(self) -> None:
-        """Execute this worker's tasks of the next round; never raises."""
-        round_ = self._upcoming.popleft()
-        tasks = round_.schedule.tasks(self.index)
-        last_prefetch = max(i for i, task in enumerate(tasks) if task.kind is TaskKind.PREFETCH)
+        """Execute this worker's tasks of the next round, and leave it however they end."""
+        if not self._upcoming:  # nothing was lost, see `_break`
+            return
+        round_ = self._current = self._upcoming.popleft()
         try:
+            if self._broken is not None:
+                raise RoundPipeError(
+                    f"{self.name} can't go on since an earlier error ({self._broken!r}), raised where roundpipe "
+                    "expects none. Compile the model again"
+                ) from self._broken
+            tasks = round_.schedule.tasks(self.index)
+            last_prefetch = max(i for i, task in enumerate(tasks) if task.kind is TaskKind.PREFETCH)
             with self.backend.activate(), torch.no_grad():
                 self.meter.begin_round(self._was_idle)
                 self.arena.reserve(self._room_for(round_))
@@ -129,31 +146,51 @@ class Rotor:
                 if not round_.may_outlive_call:
                     self._reap(wait=True)
         except Cancelled:
-            self._abandon()
+            self._abandon(round_)
         except BaseException as error:
             round_.progress.cancel(error)
-            self._abandon()
+            self._abandon(round_)
         finally:
             round_.progress.leave()
+            self._current = None
         del round_
         self._was_idle = not self._upcoming
         while self._in_flight and not self._upcoming:
             self._reap()
             time.sleep(REST_S)
 
-    def _abandon(self) -> None:
-        """Forget a cancelled round: nothing may be left that counts memory or holds tensors."""
-        try:
-            self.backend.synchronize()
-        except Exception:
-            logger.exception("%s could not be synchronised after an error", self.name)
-        for opened in self._open.values():
-            opened.visit.drop()
-        self._open.clear()
-        self.meter.abandon()
-        self._in_flight.clear()
-        self._issued.clear()
-        self.backend.take_uploads()
+    def _abandon(self, round_: Round) -> None:
+        """Forget a cancelled round: nothing may be left that counts memory or holds tensors; never raises.
+
+        What goes wrong meanwhile is noted at the round's error.
+        """
+        undo = (
+            self.backend.synchronize,
+            *(opened.visit.drop for opened in self._open.values()),
+            self._open.clear,
+            self.meter.abandon,
+            self._in_flight.clear,
+            self._issued.clear,
+            self.backend.take_uploads,
+        )
+        for one in undo:
+            try:
+                one()
+            except Exception as problem:
+                logger.exception("%s: after the error of a round", self.name)
+                self._replicas.clear()  # who knows what they are bound to
+                error = round_.progress.error
+                if error is not None:
+                    error.add_note(f"roundpipe: after it, {self.name} met {type(problem).__name__}: {problem}")
+
+    def _break(self, error: BaseException) -> None:
+        """Fail the worker's rounds, and all later ones: something was raised that nothing caught."""
+        self._broken = self._broken or error
+        current = self._current
+        for round_ in (*(() if current is None else (current,)), *self._upcoming):
+            round_.progress.cancel(error)
+        with contextlib.suppress(ClosedError):
+            self._worker.submit(self._execute_next)  # in the place of what may be lost
 
     def _sizes(self, round_: Round) -> list[int]:
         """Bytes of this worker's visits of a round, in their order."""
@@ -246,18 +283,19 @@ class Rotor:
 
     def _bound(self, round_: Round, index: int) -> BoundLayer:
         """A layer with a replica that no open visit uses."""
-        layer = round_.chain[index]
+        layer, weights = round_.chain[index], round_.weights[index]
         known = self._replicas.get(id(layer))
-        if known is None or known[0] is not layer:
-            known = self._replicas[id(layer)] = (layer, [])
+        if known is None or known[0] is not weights:
+            known = self._replicas[id(layer)] = (weights, [])
         busy = {id(bound.replica) for opened in self._open.values() for bound in opened.visit.layers}
         for replica in known[1]:
             if id(replica) not in busy:
                 break
         else:
+            weights.check_structure()
             replica = Replica(layer, self.backend.device)
             known[1].append(replica)
-        return BoundLayer(round_.weights[index], replica)
+        return BoundLayer(weights, replica)
 
     def _enter(self, round_: Round, opened: _OpenVisit) -> Stage:
         job, visit = opened.job, opened.visit

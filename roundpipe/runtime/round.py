@@ -141,10 +141,12 @@ class Progress:
                 return
             self._ending = True
         on_over, self.on_over = self.on_over, _nothing  # it knows the round, which has this board
-        on_over()
-        with self._condition:
-            self.is_over = True
-            self._outside.notify_all()
+        try:
+            on_over()
+        finally:
+            with self._condition:
+                self.is_over = True
+                self._outside.notify_all()
 
     def cancel(self, error: BaseException) -> None:
         """Stop the round; the first error is kept."""
@@ -245,7 +247,7 @@ class Round:
     spare_bytes: int | None = None
     """Device memory that the plan leaves over; None: there is no limit."""
     weights: Sequence[LayerWeights] = ()
-    """Per layer; from here on, set by the engine."""
+    """Per layer; from here on, set by the engine. A backward's are its forward's until then."""
     closings: tuple[int, int] = (0, 0)
     """Of the gates for weights and for gradients, when the round was made."""
     before: Sequence[Progress] = ()

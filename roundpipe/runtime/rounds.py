@@ -102,7 +102,9 @@ class RoundMaker:
 
     def backward_round(self, forward: Round, call: Call, plan: ExecutePlan) -> Round:
         """The round of the backward of a ``forward``; takes over the forward's values."""
-        return self._round(call, plan, "backward", forward.values, forward.around)
+        made = self._round(call, plan, "backward", forward.values, forward.around)
+        made.weights = forward.weights
+        return made
 
     def _round(
         self,

@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol
 from roundpipe.errors import ConfigError
 from roundpipe.layers import LayerCost
 from roundpipe.runtime.replay import Clock, Link, Node, Op, Transfer
-from roundpipe.runtime.schedule import ExecutePlan, Job, Phase, Schedule, make_schedule
+from roundpipe.runtime.schedule import MAX_RESIDENT_JOBS, ExecutePlan, Job, Phase, Schedule, make_schedule
 from roundpipe.runtime.stage_cost import RecomputeGrain, StageCosts, num_trained
 
 Cause = Literal["weights", "activations", "optimizer", "no_work"]
@@ -32,10 +32,11 @@ _SAME = 5e-4
 _NUM_ALIKE, _SAME_LENGTH = 12, 1e-7
 """So many rounds in a row whose lengths differ by this share are taken as steady, too."""
 
-_MAX_ROUNDS = 32
-"""Rounds after which a replay that is not steady is averaged."""
+_MAX_ROUNDS, _MAX_TURNS = 32, 4
+"""Rounds after which a replay that is not steady is averaged: as many, and as many as the workers need for so many
+times the visits that each of them may have under way."""
 
-_MIN_ROUNDS, _NUM_OPS = 6, 60_000
+_MIN_ROUNDS, _NUM_OPS = 6, 30_000
 """Fewer if they have many ops, since then the rotation's start counts less; but never as few as that."""
 
 
@@ -153,6 +154,8 @@ class _Round:
     """Per job, what its ops waited."""
     moved_bytes: tuple[float, ...] = ()
     """Up, down and by the optimizer, until its end."""
+    relative_ends_s: list[float] = field(default_factory=list)
+    """All ends, from the last job's on, once it is over."""
 
     @property
     def end_s(self) -> float:
@@ -161,13 +164,17 @@ class _Round:
         assert end_s is not None
         return end_s
 
-    def relative_ends_s(self) -> list[float]:
-        """All ends, from the last job's on."""
-        return [(node.over_s or 0.0) - self.end_s for node in (*self.ends, self.start, self.losses)]
+    def note_ends(self) -> None:
+        """Fills in all ends."""
+        end_s = self.end_s
+        self.relative_ends_s = [(node.over_s or 0.0) - end_s for node in (*self.ends, self.start, self.losses)]
 
 
 class _Replay:
-    """Rounds of a schedule, until one is like one before it."""
+    """Rounds of a schedule, until some in a row are like those before them.
+
+    One alone says nothing where a round has fewer jobs than there are workers: the first ones find idle workers.
+    """
 
     def __init__(
         self,
@@ -204,11 +211,16 @@ class _Replay:
         self.carried_bytes = self.peak_carried_bytes = 0
         self.num_rounds = 0
         num_ops = sum(len(schedule.microbatches(job)) for job in schedule.jobs)
-        self.max_rounds = max(_MIN_ROUNDS, 2 * rounds_per_step + 2, min(_MAX_ROUNDS, _NUM_OPS // num_ops))
+        self.num_in_a_row = -(-MAX_RESIDENT_JOBS * num_workers // len(schedule.jobs))
+        """Rounds with all the visits that workers may have under way; what follows depends on them."""
+        most = max(_MAX_ROUNDS, _MAX_TURNS * self.num_in_a_row)
+        self.max_rounds = max(_MIN_ROUNDS, 2 * rounds_per_step + 2, min(most, _NUM_OPS // num_ops))
         self.unfinished: deque[_Round] = deque()
         self.over: list[_Round] = []
         self.age = 0
-        """How many rounds before the last one there was one like it; 0: not steady yet."""
+        """How many rounds before the last ones there were ones like them; 0: not steady yet."""
+        self.num_alike: dict[int, int] = {}
+        """Per age, how many of the last rounds in a row were like those so many rounds before them."""
 
     def run(self) -> None:
         """Plays them."""
@@ -417,17 +429,21 @@ class _Replay:
     def _look_at(self, made: _Round) -> None:
         self.over.append(made)
         made.uploads.clear()
+        made.note_ends()
         if self.age:
             return
-        ends_s, step = made.relative_ends_s(), self.rounds_per_step
+        ends_s, step = made.relative_ends_s, self.rounds_per_step
         for age in range(step, len(self.over), step):
             old = self.over[-1 - age]
             within_s = _SAME * (made.end_s - old.end_s) / age
-            if all(abs(now - then) <= within_s for now, then in zip(ends_s, old.relative_ends_s(), strict=True)):
+            is_like = all(abs(now - then) <= within_s for now, then in zip(ends_s, old.relative_ends_s, strict=True))
+            self.num_alike[age] = self.num_alike.get(age, 0) + 1 if is_like else 0
+            if self.num_alike[age] >= self.num_in_a_row:
                 self.age = age
                 return
-        past = [one.end_s for one in self.over[::-step][: _NUM_ALIKE + 1]]
-        if len(past) > _NUM_ALIKE:  # some ends may drift where nothing depends on them
+        num_alike = max(_NUM_ALIKE, 2 * self.num_in_a_row)
+        past = [one.end_s for one in self.over[::-step][: num_alike + 1]]
+        if len(past) > num_alike:  # some ends may drift where nothing depends on them
             gains = [now - then for now, then in pairwise(past)]
             if max(gains) - min(gains) <= _SAME_LENGTH * max(gains):
                 self.age = step
@@ -442,6 +458,7 @@ class _Replay:
         num_workers, num_jobs = self.first.num_workers, len(self.first.jobs)
         turns = num_workers // gcd(num_jobs, num_workers)  # rounds until a worker has the same jobs again
         lost_s: list[dict[Cause, float]] = [dict.fromkeys(CAUSES, 0.0) for _ in range(num_workers)]
+        busy_s = [0.0] * num_workers
         arena_bytes, held_bytes = [0] * num_workers, [0] * num_workers
         weights = [stage.weight_bytes for stage in self.stages]
         for slot in range(turns * num_jobs):
@@ -449,19 +466,32 @@ class _Replay:
             following = weights[position + num_workers] if position + num_workers < num_jobs else 0
             arena_bytes[worker] = max(arena_bytes[worker], weights[position] + following)
             held_bytes[worker] = max(held_bytes[worker], self.job_bytes[position])
+            visits = len(self.first.microbatches(self.first.jobs[position]))
+            busy_s[worker] += visits * self.stages[position].seconds / turns
             for cause in CAUSES:
-                each = sum(one.lost_s[position][cause] for one in self.over[-num_rounds:]) / num_rounds
-                lost_s[worker][cause] += each / (turns * seconds) if seconds else 0.0
+                lost_s[worker][cause] += sum(one.lost_s[position][cause] for one in self.over[-num_rounds:])
         moved = [(now - then) / num_rounds for now, then in zip(last.moved_bytes, old.moved_bytes, strict=True)]
         return Simulation(
             seconds_per_round=seconds,
-            idle=tuple(Idle(**one) for one in lost_s),
+            idle=tuple(_idle(busy, seconds, lost) for busy, lost in zip(busy_s, lost_s, strict=True)),
             uploaded_bytes=moved[0],
             downloaded_bytes=moved[1],
             optimizer_bytes=moved[2],
             peak_bytes=tuple(map(sum, zip(arena_bytes, held_bytes, strict=True))),
             peak_carried_bytes=self.peak_carried_bytes,
         )
+
+
+def _idle(busy_s: float, seconds: float, lost_s: dict[Cause, float]) -> Idle:
+    """What of a device's time it doesn't compute, shared among causes as the seconds are that were lost to them.
+
+    Those seconds alone would not do: what a visit waited may have begun in a round before those that are looked at.
+    """
+    share = min(max(1.0 - busy_s / seconds, 0.0), 1.0) if seconds else 0.0
+    known_s = sum(lost_s.values())
+    if not known_s:
+        return Idle(0.0, 0.0, 0.0, no_work=share)
+    return Idle(**{cause: share * (one_s / known_s) for cause, one_s in lost_s.items()})
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,7 +159,7 @@ def simulate_static(
     return StaticSimulation(
         stages=tuple(stages),
         seconds_per_round=seconds,
-        idle=tuple(1.0 - busy / seconds if seconds else 0.0 for busy in busy_s),
+        idle=tuple(max(1.0 - busy / seconds, 0.0) if seconds else 0.0 for busy in busy_s),
         peak_bytes=tuple(
             _peak_bytes(mine, stages, costs, worker, num_workers, recompute, state_bytes_per_parameter)
             for worker, mine in enumerate(actions)

@@ -213,3 +213,23 @@ class ModelView(nn.Module):
         self._target._apply(fn, recurse)
         self._state.optimizer.refresh()
         return self
+
+
+def check_parts_unwrapped(model: nn.Module) -> None:
+    """Raise `ConfigError` for a model that has a wrapper inside: its layers would run in two pipelines at once."""
+    pending: list[tuple[str, nn.Module]] = [("", model)]
+    seen = {id(model)}
+    while pending:
+        prefix, module = pending.pop()
+        for name, child in module._modules.items():
+            where = f"{prefix}.{name}" if prefix else name
+            if isinstance(child, ModelView):
+                outer = type(model).__name__
+                raise ConfigError(
+                    f"{where} of the {outer} is a {type(child).__name__} already, and there is no pipeline inside a "
+                    f"pipeline. Wrap the {outer} alone, made of the original modules ({where}.model is one), or leave "
+                    "it as it is: a plain module may have wrapped ones inside"
+                )
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                pending.append((where, child))

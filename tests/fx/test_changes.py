@@ -114,6 +114,30 @@ def test_what_changes_between_calls_is_found(what: str, kept: None) -> None:
     assert guards.check((), vectors(3, 6)) is not None
 
 
+class MayScale(nn.Module):
+    """Uses a parameter if it is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_parameter("scale", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) if self.scale is None else self.linear(x) * self.scale
+
+
+def test_parameters_that_come_and_go_are_found() -> None:
+    model = nn.Sequential(MayScale(), nn.Linear(8, 8), MayScale()).double()
+    x = torch.randn(4, 8, dtype=torch.float64)
+    with roundpipe.compile(model, devices=["cpu"]) as pipe, torch.no_grad():
+        for scale in (None, nn.Parameter(torch.full((8,), 2.0).double()), None):
+            model[0].scale = scale
+            torch.testing.assert_close(pipe(x), model(x))
+        assert pipe.trace_count == 2  # the first is kept
+        model[2].linear.bias = None
+        torch.testing.assert_close(pipe(x), model(x))
+
+
 def test_what_nobody_reads_may_change() -> None:
     model = Reads().double()
     guards = trace(model, (), vectors(4, 6)).guards

@@ -6,12 +6,13 @@ import time
 
 import pytest
 import torch
-from torch import nn
+from torch import func, nn
 
 from roundpipe.errors import SynchronizationError
 from roundpipe.runtime.backend import Device, Lane
 from roundpipe.runtime.cpu import CpuBackend
 from roundpipe.runtime.randomness import DrawingFrom
+from tests.runtime.models import DTYPE, assert_round_is_eager, batch
 
 
 def backend(name="test", **limits):
@@ -181,3 +182,69 @@ def test_threads_draw_one_after_the_other():
     with backend().random(3):
         expected = torch.stack([torch.rand(4) for _ in range(50)])
     assert len(found) == 8 and all(torch.equal(one, expected) for one in found)
+
+
+# --------------------------------------------------------------------------- torch.func inside layers
+
+TRANSFORMS = {
+    "grad": lambda f, x: func.vmap(func.grad(lambda one: f(one).tanh().sum()))(x),
+    "vjp": lambda f, x: func.vjp(f, x)[1](torch.ones_like(x))[0],
+    "jvp": lambda f, x: func.jvp(f, (x,), (torch.ones_like(x),))[1],
+    "jacrev": lambda f, x: func.vmap(func.jacrev(lambda one: f(one).tanh()))(x).sum(1),
+    "hessian": lambda f, x: func.vmap(func.hessian(lambda one: f(one).tanh().sum()))(x).sum(1),
+    "vmap": lambda f, x: func.vmap(lambda one: f(one).tanh())(x),
+}
+
+
+class Transformed(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.name = name
+
+    def forward(self, value):
+        return torch.sigmoid(self.linear(value)) + TRANSFORMS[self.name](self.linear, value)
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_layers_with_transforms_of_torch_func_train_like_eager(name):
+    model = nn.Sequential(nn.Linear(6, 6), Transformed(name), nn.Linear(6, 6), Transformed(name)).to(DTYPE)
+    assert_round_is_eager(model, (batch(),), workers=2, calls=2)
+
+
+def disabling():
+    return torch.autograd.graph.disable_saved_tensors_hooks
+
+
+def test_counting_goes_on_around_a_transform_and_leaves_nothing_behind():
+    one, two = backend(), backend()
+    weight, given = torch.ones(10, 10, requires_grad=True), torch.ones(10, 10)
+    before = disabling()
+    with one.activations([weight, given]):
+        with two.activations([]):
+            assert disabling() is not before
+            func.grad(lambda value: (value @ value).tanh().sum())(given)
+            assert one.ledger.total_bytes == two.ledger.total_bytes == 0
+        made = (given @ weight).tanh()
+        assert one.ledger.by_purpose["activations"] == 400 and two.ledger.total_bytes == 0
+        with pytest.raises(ZeroDivisionError):
+            func.grad(lambda value: value.sum() / 0 if 1 // 0 else value)(given)
+        second = made.tanh()
+        assert one.ledger.by_purpose["activations"] == 800
+    assert disabling() is before
+    del made, second
+    gc.collect()
+    assert one.ledger.total_bytes == 0
+
+
+def test_hooks_of_others_are_refused_by_transforms_as_ever():
+    def transform():
+        return func.grad(lambda value: value.sum())(torch.ones(3))
+
+    with backend().activations([]):
+        with torch.autograd.graph.save_on_cpu(), pytest.raises(RuntimeError, match="saved tensor hooks"):
+            transform()
+        transform()
+        with disabling()("not now"), pytest.raises(RuntimeError, match="not now"), backend().activations([]):
+            pass
+        transform()

@@ -1,5 +1,6 @@
 """A user's exception keeps its type, says where it was raised, and leaves a model that works."""
 
+import contextlib
 import copy
 import gc
 import threading
@@ -12,10 +13,12 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe.errors import DeadlockError
+from roundpipe.errors import ConfigError, DeadlockError, RoundPipeError
 from roundpipe.runtime import round as rounds
+from roundpipe.runtime.residency import BoundLayer
 from tests.runtime.models import (
     DTYPE,
+    assert_round_is_eager,
     assert_same,
     batch,
     chain,
@@ -310,3 +313,121 @@ def test_a_slow_layer_is_no_deadlock(monkeypatch):
     with roundpipe.RoundPipe(model, devices=["cpu"] * 3) as piped:
         loss = piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(2, plan=plan))
     assert torch.isfinite(loss)
+
+
+def test_what_goes_wrong_after_an_error_is_noted_and_the_next_call_works(monkeypatch, caplog):
+    model = fragile_model()
+    unbind = BoundLayer.unbind
+
+    def fails(self):
+        if not Fragile.broken:  # it has failed
+            raise KeyError("while letting go")
+        unbind(self)
+
+    with roundpipe.RoundPipe(model, devices=["cpu"] * 2, name="clumsy") as piped:
+        Fragile.broken["early"] = "recomputation"
+        with monkeypatch.context() as patch:
+            patch.setattr(BoundLayer, "unbind", fails)
+            with pytest.raises(Mine, match="early in recomputation") as caught:
+                piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(3, plan=SINGLES))
+        notes = "\n".join(caught.value.__notes__)
+        assert "after it, clumsy worker" in notes and "KeyError: 'while letting go'" in notes
+        assert "after the error of a round" in caplog.text
+        assert [one.ledger.by_purpose["gradients"] for one in piped._state.engine.backends] == [0, 0]
+        assert_still_works(piped, model)
+
+
+@pytest.mark.parametrize("where", ["after an error", "between rounds", "in the thread of the gradients"])
+def test_an_error_that_nothing_catches_fails_the_rounds_instead_of_hanging(where, monkeypatch):
+    model = fragile_model()
+
+    def run():
+        piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(3, plan=SINGLES))
+        piped.synchronize()
+
+    def fails(*_):
+        raise KeyError("nobody knows why")
+
+    with roundpipe.RoundPipe(model, devices=["cpu"] * 2, name="lost") as piped:
+        run()
+        rotor = piped._state.engine._rotors[1]
+        if where == "after an error":
+            Fragile.broken["early"] = "forward"
+            monkeypatch.setattr(rotor, "_abandon", fails)
+            with pytest.raises(Mine):
+                run()
+        elif where == "between rounds":
+            rotor._worker.submit(fails)
+            wait_until(lambda: rotor._broken is not None)
+        else:
+            settle = rotor._settle
+            monkeypatch.setattr(rotor, "_settle", lambda *given: (settle(*given), fails()))
+            with contextlib.suppress(KeyError):  # if it comes before the round is over
+                run()
+            wait_until(lambda: rotor._broken is not None)
+        for _ in range(2):
+            with pytest.raises(RoundPipeError, match="lost worker 1 can't go on since an earlier error") as caught:
+                run()
+            assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_round_that_a_worker_lost_is_taken_up_again(monkeypatch):
+    """As if an error came up in the worker's thread before it had begun with what it was given."""
+    with roundpipe.RoundPipe(fragile_model(), devices=["cpu"] * 2, name="lost") as piped:
+        worker = piped._state.engine._rotors[0]._worker
+        submit, told = worker.submit, threading.Event()
+
+        def lose(work):
+            monkeypatch.setattr(worker, "submit", submit)
+            submit(lambda: told.wait(5) and 1 / 0)
+
+        monkeypatch.setattr(worker, "submit", lose)
+        threading.Timer(0.05, told.set).start()
+        with pytest.raises(ZeroDivisionError):
+            piped(batch())
+
+
+def wait_until(reached):
+    deadline = time.monotonic() + 10
+    while not reached() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    assert reached()
+
+
+def test_a_round_is_over_even_if_what_it_tells_of_raises():
+    progress = rounds.Progress(0, 1)
+
+    def fails():
+        raise KeyError("nobody knows why")
+
+    progress.on_over = fails
+    progress.enter(1)
+    with pytest.raises(KeyError):
+        progress.leave()
+    progress.wait_over()
+
+
+def test_a_hook_that_can_not_run_is_refused_before_any_work(monkeypatch):
+    model = mlp(3)
+    handle = model[1][0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    for make in (roundpipe.RoundPipe, roundpipe.compile):
+        with make(model, devices=["cpu"] * 2) as piped:
+            seen = []
+            for call in (
+                lambda piped=piped: piped.forward_backward((batch(),), loss_fn=square_loss),
+                lambda piped=piped: piped(batch()),
+            ):
+                with pytest.raises(
+                    ConfigError, match=r"1\.0\.weight has a hook of register_post_accumulate.*model\.step"
+                ):
+                    call()
+                seen.append(piped._state.engine.rounds.num_begun)
+            assert seen == [0, 0]
+            with torch.no_grad():
+                piped(batch())
+            model[1][0].weight.requires_grad_(False)  # eager runs no such hook either
+            piped.forward_backward((batch(),), loss_fn=square_loss)
+            model[1][0].weight.requires_grad_(True)
+    handle.remove()
+    model.zero_grad()
+    assert_round_is_eager(model, (batch(),))

@@ -586,3 +586,66 @@ def test_microbatches_of_one_call_may_have_chains_of_their_own():
         square_loss(piped(front(batch(8)), roundpipe_run_config=config(3)), None).backward()
         for one, reference in zip((front, model), references, strict=True):
             assert_same(gradients(one), gradients(reference))
+
+
+@pytest.mark.parametrize("outer", ["compile", "compile late", "wrap", "RoundPipe", "AutoRoundPipe"])
+@pytest.mark.parametrize("kind", [roundpipe.RoundPipe, roundpipe.AutoRoundPipe])
+def test_a_wrapper_inside_of_what_is_wrapped_is_named(kind, outer):
+    make = {
+        "compile": lambda model: roundpipe.compile(model, example_args=(batch(),), devices=["cpu"]),
+        "compile late": lambda model: roundpipe.compile(model, devices=["cpu"]),
+        "wrap": lambda model: roundpipe.wrap_model_to_roundpipe(model, devices=["cpu"]),
+        "RoundPipe": lambda model: roundpipe.RoundPipe(model, devices=["cpu"]),
+        "AutoRoundPipe": lambda model: roundpipe.AutoRoundPipe(model, devices=["cpu"]),
+    }[outer]
+    inner = mlp(2)
+    with kind(inner, devices=["cpu"]) as pipe:
+        model = nn.Sequential(nn.Linear(6, 6), nn.ModuleDict({"body": pipe})).to(DTYPE)
+        model[1].forward = pipe.forward
+        words = rf"1\.body of the Sequential is a {kind.__name__} already.*Wrap the Sequential alone"
+        with pytest.raises(ConfigError, match=words):
+            make(model)
+        with pytest.raises(ConfigError, match="already; pass the original"):
+            make(pipe)
+        around = nn.Sequential(nn.Linear(6, 6), pipe).to(DTYPE)  # plain PyTorch, and allowed
+        torch.testing.assert_close(around(batch()), inner(around[0](batch())), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("change", ["replaced", "swapped", "appended", "deleted", "draws"])
+def test_children_of_a_sequential_may_change_between_calls(change):
+    model = mlp(4)
+    with roundpipe.RoundPipe(model, devices=["cpu"] * 2) as piped:
+        for changes in (False, True):
+            if changes and change == "replaced":
+                model[1] = mlp(1)
+            elif changes and change == "swapped":
+                model[1], model[2] = model[2], nn.Sequential(model[1], model[0])
+            elif changes and change == "appended":
+                model.append(model[0])
+            elif changes and change == "deleted":
+                del model[2]
+            elif changes:  # below the children: the layers stay, what is known of them does not
+                model[1][0].register_buffer("mask", torch.ones(6))
+                model[1][1] = nn.Sequential(nn.Tanh(), Flips())
+            model.zero_grad()
+            reference = copy.deepcopy(model)
+            expected, _ = eager_round(reference, (batch(),), num=3)
+            Flips.seen.clear()
+            found = piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(3))
+            if change == "draws" and changes:
+                assert len(Flips.seen["forward"]) > 1 and Flips.seen["forward"] == Flips.seen["recomputation"]
+                continue
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+            assert_same(gradients(model), gradients(reference))
+
+
+class Flips(nn.Module):
+    """Draws, and notes what it drew in a forward and in its recomputation."""
+
+    seen = {}
+
+    def forward(self, value):
+        signs = torch.randint(0, 2, (6,)) * 2 - 1
+        phase = "recomputation" if roundpipe.doing_recompute() else "forward"
+        self.seen.setdefault(phase, set()).add(tuple(signs.tolist()))
+        return value * signs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -180,8 +181,41 @@ def test_a_layer_that_fits_nowhere_is_named():
     costs[2] = LayerCost(1.0, 1.0, weight_bytes=5000, gradient_bytes=700, activation_bytes=60)
     with pytest.raises(DeviceMemoryError) as caught:
         plan(costs, num_workers=2, num_microbatches=3, memory_budget_bytes=1000, names=["a", "b", "big", "d"])
-    for expected in ("layer 2 (big)", "1,000 bytes", "weights 5,000", "gradients 700", "60", "num_microbatch"):
+    for expected in ("layer 2 (big)", "1,000 bytes", "weights 5,000", "gradients 700", "60", "more memory"):
         assert expected in str(caught.value)
+    assert "num_microbatch" not in str(caught.value), "the weights alone are too large"
+
+
+@pytest.mark.parametrize("grain", ["stage", "layer"])
+def test_what_is_needed_is_the_same_for_every_budget_and_fits(grain):
+    random = Random(8)
+    for _ in range(12):
+        costs = random_chain(random, random.randint(2, 9))
+        limits = {"num_workers": random.randint(1, 3), "num_microbatches": 3, "recompute_grain": grain}
+
+        def needed(budget_bytes, costs=costs, limits=limits):
+            with pytest.raises(DeviceMemoryError) as caught:
+                plan(costs, **limits, memory_budget_bytes=budget_bytes)
+            found = re.search(r"it needs ([\d,]+) bytes", str(caught.value))
+            assert found is not None
+            return int(found[1].replace(",", ""))
+
+        least = needed(1)
+        assert needed(least // 2) == needed(least * 3 // 4) == least
+        for choose in (plan, planner.plan_greedy):
+            choose(costs, **limits, memory_budget_bytes=least)
+
+
+def test_only_what_can_help_is_advised():
+    costs = [LayerCost(1.0, 1.0, weight_bytes=100, gradient_bytes=100, activation_bytes=5000)] * 3
+    for budget_bytes, helps in ((1000, True), (300, False)):
+        with pytest.raises(DeviceMemoryError) as caught:
+            plan(costs, num_workers=1, num_microbatches=2, memory_budget_bytes=budget_bytes)
+        assert ("num_microbatch" in str(caught.value)) is helps
+        assert "recompute_grain" not in str(caught.value), "a stage of one layer is the same either way"
+    costs = [replace(costs[0], weight_bytes=9000), costs[1], replace(costs[2], activation_bytes=6000)]
+    with pytest.raises(DeviceMemoryError, match=r"layer 2 .* needs 1\d,\d+ .*of them layer 0 has the most: 9,000"):
+        plan(costs, num_workers=1, num_microbatches=2, memory_budget_bytes=7000)
 
 
 def test_misuse_is_told():
@@ -198,6 +232,52 @@ def test_misuse_is_told():
         peak_bytes(ExecutePlan((), (0, 1), ()), [cost, cost], num_workers=1)
     with pytest.raises(ConfigError, match="no fused range"):
         peak_bytes(ExecutePlan([(0, 2)], None, [(1, 2), (0, 1)]), [cost, cost], num_workers=1)
+
+
+def test_replicas_are_at_most_as_many_as_workers_and_microbatches():
+    random = Random(6)
+    for number in range(30):
+        costs = random_chain(random, random.randint(2, 10))
+        costs[-1] = replace(costs[-1], forward_s=random.choice([1.0, 9.0]))
+        machine = {"num_workers": 1 + number % 5, "num_microbatches": random.randint(1, 6)}
+        found = plan_replicated(costs, **machine)
+        assert max(found.replicas) <= min(machine.values())
+        check(make_schedule(found.plan, **machine, replicas=found.replicas))
+
+
+@pytest.mark.parametrize("choose", [plan, plan_replicated, planner.plan_greedy])
+def test_layers_that_take_no_time(choose):
+    idle = LayerCost(weight_bytes=10, gradient_bytes=10, activation_bytes=1)
+    busy = replace(idle, forward_s=1.0, backward_s=2.0)
+    for costs in ([idle] * 3, [idle] * 9, [busy] * 6 + [idle] * 4, [idle] * 4 + [busy] * 6, [idle, busy, idle] * 4):
+        for budget_bytes in (None, 60):
+            found = choose(costs, num_workers=3, num_microbatches=4, memory_budget_bytes=budget_bytes)
+            (found if isinstance(found, ExecutePlan) else found.plan).validate(len(costs))
+
+
+def test_times_of_all_sizes():
+    tiny, huge = LayerCost(forward_s=1e-300, backward_s=1e-300), LayerCost(forward_s=1e24, backward_s=1e24)
+    for choose in (plan, plan_replicated, planner.plan_greedy):
+        choose([tiny, huge] * 5, num_workers=3, num_microbatches=4)
+
+
+def test_no_simple_plan_is_predicted_to_be_faster():
+    random = Random(12)
+    for _ in range(25):
+        costs = random_chain(random, random.randint(2, 12))
+        machine = {"num_workers": random.randint(1, 5), "num_microbatches": random.randint(1, 6)}
+        limits = {"memory_budget_bytes": random.choice([None, 200]), "recompute_grain": "layer"}
+        link = random.choice([1.0, 5.0, 50.0])
+
+        def predict(one, costs=costs, machine=machine, link=link):
+            profile = HardwareProfile(link, link)
+            return simulate(make_schedule(one, **machine), costs, profile, recompute_grain="layer").seconds_per_round
+
+        chosen = plan(costs, **machine, **limits, predict=predict, link_bytes_per_s=link)
+        others = [planner.plan_greedy(costs, **machine, **limits)]
+        if limits["memory_budget_bytes"] is None:
+            others.append(ExecutePlan((), (0, len(costs)), ()))
+        assert predict(chosen) <= min(map(predict, others)) * 1.001
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
@@ -221,8 +301,9 @@ def test_a_finer_prediction_chooses_where_transfers_bind(num_workers):
     assert asked[chosen] == min(asked.values())
     assert asked[chosen] < 0.95 * simulate(make_schedule(by_compute, **machine), costs, profile).seconds_per_round
     assert peak_bytes(chosen, costs, num_workers=num_workers) <= BUDGET_BYTES
-    visits = [one.num_stages * machine["num_microbatches"] for one in asked]
-    assert sum(visits) <= planner._MOST_PREDICTED or len(visits) == planner._LEAST_PREDICTED
+    visits = sorted(one.num_stages * machine["num_microbatches"] for one in asked)
+    likely = visits[:-3]  # up to three simple ones are asked for in any case
+    assert sum(likely) <= planner._MOST_PREDICTED or len(likely) <= planner._LEAST_PREDICTED
 
 
 def test_a_prediction_that_adds_nothing_changes_nothing():

@@ -6,9 +6,12 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import roundpipe
+from roundpipe.errors import ConfigError
 from roundpipe.layers import EXECUTION_DEVICE
+from roundpipe.runtime.engine import Engine
 from roundpipe.runtime.replica import Replica
 from tests.runtime.models import (
     DTYPE,
@@ -251,3 +254,102 @@ def test_script_modules():
     with roundpipe.RoundPipe(model, devices=["cpu"] * 2) as piped:
         piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(3))
     assert_same(gradients(model), gradients(reference))
+
+
+class Scaled(nn.Module):
+    """May get a factor later."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.register_parameter("factor", None)
+        self.register_buffer("shift", None)
+
+    def forward(self, value):
+        value = self.other(torch.tanh(self.linear(value)))
+        value = value if self.factor is None else value * self.factor
+        return value if self.shift is None else value + self.shift
+
+
+def halved(value):
+    return nn.Parameter(value.detach() / 2)
+
+
+CHANGES = {
+    "weight_norm": lambda layer: nn.utils.parametrizations.weight_norm(layer.linear),
+    "spectral_norm": lambda layer: nn.utils.parametrizations.spectral_norm(layer.linear),
+    "pruned": lambda layer: prune.l1_unstructured(layer.linear, "weight", 0.5),
+    "submodule replaced": lambda layer: setattr(layer, "linear", nn.Linear(6, 6, bias=False)),
+    "submodule put around": lambda layer: setattr(layer, "linear", nn.Sequential(layer.linear, nn.Tanh())),
+    "parameter given": lambda layer: setattr(layer, "factor", nn.Parameter(torch.full((6,), 2.0))),
+    "parameter taken": lambda layer: setattr(layer.linear, "bias", None),
+    "parameter replaced": lambda layer: setattr(layer.linear, "weight", halved(layer.linear.weight)),
+    "buffer given": lambda layer: setattr(layer, "shift", torch.ones(6)),
+    "buffer added": lambda layer: layer.register_buffer("unused", torch.ones(6)),
+    "tied": lambda layer: setattr(layer.other, "weight", layer.linear.weight),
+    "another class": lambda layer: setattr(layer.other, "__class__", Doubled),
+}
+
+
+class Doubled(nn.Linear):
+    def forward(self, value):
+        return 2 * super().forward(value)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_layer_whose_structure_changes_between_calls(change):
+    model = nn.Sequential(nn.Linear(6, 6), Scaled(), nn.Linear(6, 6)).to(DTYPE).eval()
+    reference = copy.deepcopy(model)
+    with roundpipe.RoundPipe(model, devices=["cpu"] * 2) as piped:
+        for changes in (False, True, False):
+            for one in (model, reference):
+                one.zero_grad()
+                if changes:
+                    torch.manual_seed(5)
+                    CHANGES[change](one[1])
+                    one.to(DTYPE).eval()
+            expected, _ = eager_round(reference, (batch(),), num=3)
+            found = piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(3))
+            piped.synchronize()
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+            assert_same(gradients(model), gradients(reference))
+
+
+def test_weights_that_are_no_longer_tied():
+    model = nn.Sequential(nn.Linear(6, 6), Scaled(), nn.Linear(6, 6)).to(DTYPE)
+    model[1].other.weight = model[1].linear.weight
+    with roundpipe.RoundPipe(model, devices=["cpu"] * 2) as piped:
+        for _ in range(2):
+            model.zero_grad()
+            reference = copy.deepcopy(model)
+            eager_round(reference, (batch(),), num=3)
+            piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(3))
+            assert_same(gradients(model), gradients(reference))
+            model[1].other.weight = halved(model[1].linear.weight)
+
+
+@pytest.mark.parametrize("change", ["weight_norm", "submodule put around", "parameter given", "parameter taken"])
+def test_a_structure_that_changes_before_the_backward_is_an_error(change):
+    model = nn.Sequential(nn.Linear(6, 6), Scaled(), nn.Linear(6, 6)).to(DTYPE)
+    with roundpipe.RoundPipe(model, devices=["cpu"] * 2) as piped:
+        for changes in (False, True):
+            outputs = piped(batch())
+            if changes:
+                CHANGES[change](model[1])
+                with pytest.raises(ConfigError, match="while a round was running that needs the model as it was"):
+                    outputs.sum().backward()
+            else:
+                outputs.sum().backward()
+
+
+@pytest.mark.parametrize("change", ["weight_norm", "submodule put around", "parameter given", "parameter taken"])
+def test_a_worker_makes_no_copy_of_another_structure_than_was_laid_out(change, monkeypatch):
+    """As if somebody changed it between a call's begin and the worker's first look."""
+    model = nn.Sequential(nn.Linear(6, 6), Scaled(), nn.Linear(6, 6)).to(DTYPE)
+    submit = Engine._submit
+    monkeypatch.setattr(Engine, "_submit", lambda *given: (CHANGES[change](model[1]), submit(*given)))
+    with roundpipe.RoundPipe(model, devices=["cpu"] * 2) as piped:
+        with pytest.raises(ConfigError, match="while a round was running that needs the model as it was"):
+            piped(batch())
+        monkeypatch.undo()
+        torch.testing.assert_close(piped(batch()), model.to(DTYPE)(batch()), rtol=0, atol=1e-12)

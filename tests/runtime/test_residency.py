@@ -5,10 +5,12 @@ import resource
 import subprocess
 import sys
 
+import pytest
 import torch
 from torch import nn
 
 import roundpipe
+from roundpipe.errors import ConfigError
 from roundpipe.runtime.backend import Device, Lane
 from roundpipe.runtime.cpu import CpuBackend
 from roundpipe.runtime.host_weights import ALIGNMENT, HostWeights
@@ -279,3 +281,61 @@ def test_config_can_be_used_with_tensor_subclasses():
     with roundpipe.RoundPipe(model) as piped:
         loss = piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(2))
     assert torch.isfinite(loss) and type(model[1][0].marked) is Marked
+
+
+# ------------------------------------------------------------------------------------ shared memory
+
+
+def with_data(target, source):
+    target.data = source
+
+
+SHARED = {
+    "all of it": lambda model: with_data(model[2].weight, model[0].weight.data),
+    "transposed": lambda model: with_data(model[2].weight, model[0].weight.data.t()),
+    "a row": lambda model: with_data(model[2].bias, model[0].weight.data[2]),
+    "a buffer": lambda model: model[2].register_buffer("seen", model[0].weight.data),
+    "a view as a buffer": lambda model: model[0].register_buffer("seen", model[0].weight.detach()[:, 1]),
+}
+
+
+@pytest.mark.parametrize("pin", ["alloc", "off"])
+@pytest.mark.parametrize("how", SHARED)
+def test_parameters_that_share_memory_are_named(how, pin):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    SHARED[how](model)
+    with roundpipe.RoundPipe(model, devices=["cpu"], pin_model=pin) as piped:
+        before = [tensor.data_ptr() for tensor in model.state_dict().values()]
+        for _ in range(2):
+            with pytest.raises(
+                ConfigError, match=r"0\.weight and [02]\.\w+ are (a )?parameter.* same memory.*assigning"
+            ):
+                piped(torch.ones(2, 4))
+        assert [tensor.data_ptr() for tensor in model.state_dict().values()] == before
+        model[2] = nn.Linear(4, 4)
+        model[0]._buffers.clear()
+        piped(torch.ones(2, 4))
+
+
+def test_views_of_one_memory_without_common_elements_are_fine():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).to(DTYPE)
+    flat = torch.randn(48, dtype=DTYPE)
+    columns = torch.randn(4, 8, dtype=DTYPE)
+    with_data(model[0].weight, columns[:, ::2])
+    with_data(model[2].weight, columns[:, 1::2])
+    with_data(model[0].bias, flat[4:8])
+    with_data(model[2].bias, flat[8:12])
+    model[2].register_buffer("scale", torch.ones(4, dtype=DTYPE))
+    model[0].register_buffer("scale", model[2].scale[:2])  # of buffers alone: nobody updates them
+    model[2].tied = model[0].weight
+    assert_round_is_eager(model, (torch.ones(5, 4, dtype=DTYPE),), workers=2)
+
+
+def test_memory_that_a_new_parameter_shares_is_found_later():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    with roundpipe.RoundPipe(model, devices=["cpu"]) as piped:
+        piped(torch.ones(2, 4))
+        model[2] = nn.Linear(4, 4)
+        model[2].weight.data = model[0].weight.data
+        with pytest.raises(ConfigError, match=r"0\.weight and 2\.weight are parameters in the same memory"):
+            piped(torch.ones(2, 4))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
+from math import inf
 from random import Random
 
 import pytest
@@ -38,6 +40,55 @@ def test_without_transfers_it_is_the_recurrence():
         found = simulate(make_schedule(chosen, **machine), costs)
         assert found.seconds_per_round == pytest.approx(round_seconds(chosen, costs, **machine), rel=0.01)
         assert all(idle.weights == idle.activations == idle.optimizer == 0 for idle in found.idle)
+
+
+def random_schedule(random):
+    """A chain with some layers that take no time or very long, and a schedule of some plan, good or bad."""
+    costs = []
+    for cost in random_chain(random, random.randint(1, 8)):
+        times = random.choice([0.0, 1.0, 1.0, 10.0])
+        costs.append(
+            replace(cost, forward_s=cost.forward_s * times, backward_s=cost.backward_s * random.choice([1, times]))
+        )
+    start = random.randrange(len(costs))
+    sides = []
+    for _ in range(2):
+        edges = [0, *(edge for edge in range(1, start) if random.random() < 0.5), start] if start else [0]
+        sides.append(list(pairwise(edges)))
+    chosen = ExecutePlan(sides[0], (start, len(costs)), sides[1][::-1])
+    machine = {"num_workers": random.randint(1, 9), "num_microbatches": random.randint(1, 6)}
+    return costs, chosen, machine
+
+
+def test_workers_that_a_round_leaves_idle_at_first_are_not_taken_for_steady():
+    """Where a round has fewer jobs than there are workers, the first rounds are alike and too fast."""
+    random = Random(1)
+    for _ in range(60):
+        costs, chosen, machine = random_schedule(random)
+        found = simulate(make_schedule(chosen, **machine), costs)
+        expected_s = round_seconds(chosen, costs, **machine)
+        assert found.seconds_per_round == pytest.approx(expected_s, rel=0.005), (chosen, machine)
+
+
+def test_idle_shares_are_shares_and_leave_the_time_of_the_work():
+    random = Random(2)
+    for _ in range(60):
+        costs, chosen, machine = random_schedule(random)
+        profile = HardwareProfile(
+            *(random.choice([1.0, 10.0, 100.0]) for _ in range(2)),
+            host_bytes_per_s=random.choice([inf, 5.0]),
+            optimizer_bytes_per_s=random.choice([inf, 50.0]),
+            optimizer_bytes_per_parameter=random.choice([0, 8]),
+        )
+        found = simulate(make_schedule(chosen, **machine), costs, profile)
+        for idle in (*found.idle, found.mean_idle):
+            assert 0 <= idle.total <= 1 + 1e-9
+            assert min(idle.weights, idle.activations, idle.optimizer, idle.no_work) >= 0
+        times = [*chosen.forward, chosen.fused, *chosen.backward]
+        work_s = sum(sum(cost.forward_s for cost in costs[start:stop]) for start, stop in times)
+        work_s += sum(cost.backward_s for cost in costs)
+        work_s *= machine["num_microbatches"] / machine["num_workers"]
+        assert found.seconds_per_round * (1 - found.mean_idle.total) == pytest.approx(work_s, rel=0.01)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 4])

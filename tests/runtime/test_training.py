@@ -499,7 +499,7 @@ def test_a_parameter_replaced_after_wrapping_is_trained_by_a_new_optimizer(is_as
             module.weight = nn.Parameter(torch.randn_like(module.weight))
 
     with (roundpipe.compile if way == "compile" else roundpipe.RoundPipe)(model, devices=["cpu"] * 2) as piped:
-        for part in range(2):
+        for _ in range(2):
             eager = torch.optim.SGD(reference.parameters(), lr=0.01)
             ours = torch.optim.SGD(piped.optim_parameters(), lr=0.01)
             for seed in range(2):
@@ -508,7 +508,7 @@ def test_a_parameter_replaced_after_wrapping_is_trained_by_a_new_optimizer(is_as
                 assert float(loss) == pytest.approx(expected, rel=1e-9)
                 eager.step()
                 eager.zero_grad()
-                piped.step(lambda: (ours.step(), ours.zero_grad()), is_async=is_async)
+                piped.step(lambda ours=ours: (ours.step(), ours.zero_grad()), is_async=is_async)
                 piped.synchronize()
             for one, other in zip(model.parameters(), reference.parameters(), strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-9)

@@ -79,3 +79,41 @@ def test_the_thread_keeps_nothing_between_two_works():
         time.sleep(0.01)
     assert seen() is None
     worker.close()
+
+
+class Told:
+    """Somebody who is told of errors."""
+
+    def __init__(self):
+        self.errors = []
+
+    def note(self, error):
+        self.errors.append(error)
+        if len(self.errors) > 1:
+            raise KeyError("in the handler too")
+
+
+def test_what_a_callable_raises_is_told_and_ends_nothing(caplog):
+    told, seen = Told(), []
+    worker = Worker("roundpipe test raising", told.note)
+    for i in range(3):
+        worker.submit(lambda: 1 / 0)
+        worker.submit(lambda i=i: seen.append(i))
+    worker.submit(lambda: exit(3))
+    worker.submit(lambda: seen.append("last"))
+    worker.close()
+    assert seen == [0, 1, 2, "last"]
+    assert [type(one) for one in told.errors] == [ZeroDivisionError] * 3 + [SystemExit]
+    assert [record.exc_info[1] for record in caplog.records] == told.errors[1:]
+
+
+def test_errors_that_nobody_can_be_told_of_are_logged(caplog):
+    told = Told()
+    workers = Worker("roundpipe test nobody"), Worker("roundpipe test gone", told.note)
+    del told
+    gc.collect()
+    for worker in workers:
+        worker.submit(lambda: 1 / 0)
+        worker.close()
+    assert [record.exc_info[0] for record in caplog.records] == [ZeroDivisionError] * 2
+    assert "roundpipe test nobody" in caplog.text and "roundpipe test gone" in caplog.text

@@ -1,0 +1,66 @@
+"""Whether what ended a trace is the model's own: the same exception that its forward raises without a trace."""
+
+from __future__ import annotations
+
+import builtins
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe import structure
+from roundpipe.errors import TraceError
+from roundpipe.fx.advice import with_source
+from roundpipe.fx.random_state import random_state_kept
+from roundpipe.fx.recorder import raised_at
+from roundpipe.once import Before
+
+
+def as_the_models_own(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: TraceError
+) -> TraceError | None:
+    """What to raise in place of a trace's error if eager raises the same; None if it does not, or can't be asked.
+
+    The forward is run once, and what it changes is taken back.
+
+    Args:
+        model: the user's.
+        args, kwargs: the example.
+        error: of the trace.
+    """
+    cause = error.__cause__
+    if not isinstance(cause, Exception) or getattr(builtins, type(cause).__name__, None) is not type(cause):
+        return None
+    without_data = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    own = _raised(model, args, kwargs, without_data)
+    if type(own) is not type(cause):
+        return None
+    assert own is not None
+    place = raised_at(own)
+    is_there = bool(place) and not without_data and f"at {place} " in str(error)
+    if str(own) != str(cause) and not is_there:
+        return None
+    found = TraceError(
+        f"the forward of {type(model).__name__} raises {type(own).__name__} at {with_source(place) or 'its call'}: "
+        f"{str(own).strip()}. It does so without roundpipe too, with these arguments: correct them, or the model"
+    )
+    found.is_the_models = True
+    found.__cause__ = own
+    return found
+
+
+def _raised(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], without_data: bool) -> Exception | None:
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.detach().to("meta") if without_data else tensor.detach().clone()
+        return copy.requires_grad_(tensor.requires_grad)
+
+    args, kwargs = structure.map_tensors((args, kwargs), copied)
+    before = Before(model)
+    try:
+        with random_state_kept():
+            model(*args, **kwargs)
+    except Exception as error:
+        return error
+    finally:
+        before.undo()
+    return None
