@@ -41,7 +41,7 @@ def _forward_must(module: nn.Module) -> bool:
 
 def _hooks_must(module: nn.Module) -> bool:
     """Whether a hook leaves something for a forward; what it notes for the user it may note twice."""
-    return any(map(hookhook_hands_on, (*module._forward_hooks.values(), *module._forward_pre_hooks.values())))
+    return any(map(hook_hands_on, (*module._forward_hooks.values(), *module._forward_pre_hooks.values())))
 
 
 def first_to_run_once(module: nn.Module) -> str | None:
