@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from roundpipe import structure
-from roundpipe.fx.python_state import PythonState, must_run_once
+from roundpipe.fx.python_state import PythonState, hook_hands_on, must_run_once
 from roundpipe.own_code import codes_of, names_in
 
 
