@@ -15,13 +15,16 @@ from roundpipe.fx.random_state import random_state_kept
 from roundpipe.fx.recorder import raised_at
 from roundpipe.once import Before
 
+MAX_BYTES = 1 << 30
+"""Of weights; the forward of a larger model on the CPU may take minutes, so it is not run to find out."""
+
 
 def as_the_models_own(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: TraceError
 ) -> TraceError | None:
-    """What to raise in place of a trace's error if eager raises the same; None if it does not, or can't be asked.
+    """What to raise in place of a trace's error if eager raises the same; None if it does not, or is not asked.
 
-    The forward is run once, and what it changes is taken back.
+    The forward of a model of up to `MAX_BYTES` is run once, and what it changes is taken back.
 
     Args:
         model: the user's.
@@ -31,7 +34,10 @@ def as_the_models_own(
     cause = error.__cause__
     if not isinstance(cause, Exception) or getattr(builtins, type(cause).__name__, None) is not type(cause):
         return None
-    without_data = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    tensors = [*model.parameters(), *model.buffers()]
+    without_data = any(tensor.is_meta for tensor in tensors)
+    if not without_data and sum(tensor.nbytes for tensor in tensors) > MAX_BYTES:
+        return None
     own = _raised(model, args, kwargs, without_data)
     if type(own) is not type(cause):
         return None
