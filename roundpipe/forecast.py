@@ -427,11 +427,16 @@ def _with_fewer_devices(target: Target, measured: _Measured, result: Forecast) -
         return []
     within_s = speed.seconds_per_step / WORTH_NAMING
     work_s = sum(cost.forward_s + cost.backward_s for cost in replayed_costs(result.costs, training))
-    if speed.optimizer_bytes / result.machine.host_bytes_per_s > within_s:
+    link_bytes_per_s = hardware_profile(result.costs, result.machine, training).upload_bytes_per_s
+    weight_bytes = sum(cost.weight_bytes for cost in result.costs)
+    moved_bytes = weight_bytes + max(weight_bytes - result.machine.budget_bytes, 0)  # what can't stay comes up twice
+    gradient_bytes = sum(cost.gradient_bytes for cost in result.costs)
+    if (speed.optimizer_bytes + moved_bytes + gradient_bytes) / result.machine.host_bytes_per_s > within_s:
         return []  # the host is the limit, for any number
     best: tuple[float, int] | None = None
     for number in sorted({1, -(-all_devices // 2)}):
-        if not 0 < number < all_devices or work_s * training.num_microbatches / number > within_s:
+        at_least_s = max(work_s * training.num_microbatches, moved_bytes / link_bytes_per_s) / number
+        if not 0 < number < all_devices or at_least_s > within_s:
             continue
         other = _at(target, measured, replace(result.machine, num_devices=number), training, [])
         if other.fits_devices and other.speed is not None and other.speed.seconds_per_step <= within_s:
