@@ -41,7 +41,7 @@ from roundpipe.fx.policy import Decision, LeafPolicy
 from roundpipe.fx.python_state import PythonState, Readers, Settled
 from roundpipe.fx.random_state import python_random_state, set_python_random_state
 from roundpipe.fx.recorder import Recorder, Restart, StatefulError
-from roundpipe.fx.runner import LeafRunner
+from roundpipe.fx.runner import LeafRunner, is_put_by_hooks
 from roundpipe.fx.values import ValueProgram
 from roundpipe.fx.verify import ShapeVerifier
 
@@ -330,7 +330,7 @@ class Attempt:
                 continue
             if before.get(key, before) is value and not isinstance(value, (list, dict)):
                 continue
-            if any(self._is_activation(item) for item in flat_values(value)):
+            if any(self._is_activation(item) for item in flat_values(value)) and not is_put_by_hooks(module, key):
                 restart = self._recorder.give_up(
                     TraceError(
                         f"{type(module).__name__}.{key} is set to an activation in the forward, and would "

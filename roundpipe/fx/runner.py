@@ -31,6 +31,7 @@ from roundpipe.fx.python_state import OF_TORCH, PythonState, Readers, attributes
 from roundpipe.fx.recorder import Recorder, Restart, StatefulError
 from roundpipe.fx.siblings import SiblingCache
 from roundpipe.layers import weight_bytes_of
+from roundpipe.own_code import names_in
 
 ASKS_FOR_GRAD = frozenset({"requires_grad", "is_leaf", "grad_fn"})
 MAX_PROBE_BYTES = 1 << 28
@@ -141,7 +142,7 @@ class LeafRunner:
             if attribute not in OF_TORCH and attribute in self._readers.beside(type(owner)):
                 self._look_into_for_others(module, name, f"{type(owner).__name__}.{attribute}")
             computed = [tensor for tensor in flat_tensors(value) if tensor in watch.computed]
-            if any(tensor.requires_grad for tensor in computed):
+            if any(tensor.requires_grad for tensor in computed) and not is_put_by_hooks(owner, attribute):
                 raise self._to_look_into(module, name, _left_behind(f"{type(owner).__name__}.{attribute}"))
             if computed:
                 recorder.not_kept[f"{type(owner).__name__}.{attribute}"] = None
@@ -242,6 +243,11 @@ class LeafRunner:
         self._refuse_asking(module, name, asking[0] if asking else "")
         may_write = any(True for _ in module.buffers())  # other data may take a way that writes them
         return LeafRun(probe.out, probe.random, may_write, ())
+
+
+def is_put_by_hooks(module: nn.Module, attribute: str) -> bool:
+    """Whether an attribute that was set in a call is one that hooks make for the forward, such as a normed weight."""
+    return is_of_torch(type(module)) and attribute in names_in(type(module).forward.__code__)
 
 
 def _left_behind(words: str) -> StatefulError:
