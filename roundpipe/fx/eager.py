@@ -62,6 +62,7 @@ def _raised(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wit
 
     args, kwargs = structure.map_tensors((args, kwargs), copied)
     before = Before(model)
+    weights = [(parameter, parameter.data, parameter.detach().clone()) for parameter in model.parameters()]
     try:
         with random_state_kept():
             model(*args, **kwargs)
@@ -69,4 +70,8 @@ def _raised(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wit
         return error
     finally:
         before.undo()
+        for parameter, data, was in weights:  # a forward may write them, also where no version tells
+            parameter.data = data
+            if not without_data:
+                data.copy_(was)
     return None
