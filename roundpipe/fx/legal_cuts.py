@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from itertools import accumulate
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from roundpipe.errors import TraceError
@@ -25,6 +26,7 @@ from roundpipe.fx.graph import (
     mutated_by,
     producer_of,
     storage_key,
+    value_of,
     writes_buffers,
 )
 
@@ -125,7 +127,7 @@ def _last_writes(traced: TracedGraph, order: Sequence[Node], position: Mapping[N
 
 
 def _parts_aliases(live: Set[Node], cut: int, mutations: Mapping[int, int]) -> bool:
-    """Whether a cut carries two values that share memory which is written behind it."""
+    """Whether a cut carries two values that share memory which is written behind it, or one with itself."""
     if not mutations:
         return False
     seen: set[int] = set()
@@ -133,10 +135,21 @@ def _parts_aliases(live: Set[Node], cut: int, mutations: Mapping[int, int]) -> b
         key = storage_key(node)
         if key is None or mutations.get(key, -1) < cut:
             continue
-        if key in seen:
+        if key in seen or _overlaps_itself(node):
             return True
         seen.add(key)
     return False
+
+
+def _overlaps_itself(node: Node) -> bool:
+    """Whether a value was expanded, so that a write to one element is one to several; what is carried is not."""
+    value = value_of(node)
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return False
+    return any(
+        isinstance(stride, int) and stride == 0 and not (isinstance(size, int) and size <= 1)
+        for size, stride in zip(value.shape, value.stride(), strict=True)
+    )
 
 
 def written_memory(traced: TracedGraph) -> set[Node]:

@@ -17,7 +17,10 @@ from torch import nn
 
 import roundpipe
 from roundpipe.errors import ConfigError
+from roundpipe.fx.codegen import generate
+from roundpipe.fx.cost import measure
 from roundpipe.fx.guards import Guards
+from roundpipe.fx.partition import partition
 from roundpipe.fx.tracer import trace
 from tests.equality import assert_same_gradients
 from tests.fx.against_eager import check, vectors
@@ -658,3 +661,33 @@ def test_state_that_a_graph_did_not_keep_is_not_computed_with() -> None:
         pipe(**vectors(4, 6))
         with pytest.raises(roundpipe.TraceError, match="changes seen, which the compiled calls so far"):
             pipe(**vectors(4, 5))
+
+
+class WritesExpanded(nn.Module):
+    """A write to one element of an expanded tensor is one to all that share its memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+        self.third = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = self.first(x).detach()[:, None].expand(-1, 4, -1)
+        other = self.second(x)
+        wide[:, 0] += 0.5
+        return self.third(wide) + other[:, None]
+
+
+def test_no_cut_between_expanding_a_tensor_and_writing_it() -> None:
+    model = WritesExpanded().double()
+    x = torch.randn(4, 8, dtype=torch.float64)
+    traced = trace(model, (x,))
+    chain = generate(traced, partition(traced, measure(traced)), measure(traced))
+    assert len(chain) > 1
+    with torch.no_grad():
+        carry = chain.entry((x,), {})
+        for layer in chain:
+            apart = {name: value.clone(memory_format=torch.contiguous_format) for name, value in carry.items()}
+            carry.update(layer(apart))  # as on another device
+        torch.testing.assert_close(chain.exit(carry), model(x))
