@@ -45,7 +45,7 @@ def test_heaviest_part_is_as_light_as_can_be(chain: tuple[list[float], list[int]
     assert heaviest(weights, parts) == pytest.approx(brute_force(weights, num_parts, cuts))
 
 
-@given(chains_with_cuts(), st.integers(0, 12).map(lambda number: number + 0.5))
+@given(chains_with_cuts(), st.integers(0, 12).map(lambda number: number + 0.4142))
 @settings(max_examples=300, deadline=None)
 def test_fewest_parts_under_a_limit(chain: tuple[list[float], list[int] | None], limit: float) -> None:
     weights, cuts = chain
