@@ -267,9 +267,8 @@ class AutoRoundPipe(RoundPipe):
             own: the caller's arguments; None: they are of several microbatches, and what each puts there is lost.
             output: an argument that is returned is looked at there.
         """
-        for path in structure.gained(before, given):
-            holders = [structure.get(given, path[:length]) for length in range(2, len(path))]
-            if structure.holds_any(output, holders):
+        for path in structure.gained(before, dict(structure.walk(given))):
+            if structure.holds_any(output, structure.above(given, path, 2)):
                 continue
             if own is not None:
                 structure.put(own, given, path)

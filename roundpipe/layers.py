@@ -187,21 +187,24 @@ class _ModuleLayer(nn.Module):
     The module stands under its qualified name (which may have dots), so what is below it has its own names too.
     """
 
-    def __init__(self, name: str, module: nn.Module, reads: str, makes: str, unpack: bool) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, reads: str, makes: str, *, unpack: bool, watches_weights: bool
+    ) -> None:
         super().__init__()
         self.reads = reads
         self.makes = makes
         self.unpack = unpack
+        self.watches_weights = watches_weights
         self._modules[name] = module  # after the attributes, since a name may be one of theirs
 
     def forward(self, carry: Carry) -> Carry:
         value = structure.map_tensors(carry[self.reads], _writable)
         ((layer, module),) = self._modules.items()
         assert module is not None
-        weights = WeightsBefore(module)
         args, kwargs = value if self.unpack else ((value,), {})
+        weights = WeightsBefore(module) if self.watches_weights else None
         made = module(*args, **kwargs)
-        written = weights.written()
+        written = None if weights is None else weights.written()
         if written is not None:
             raise ConfigError(
                 f"the forward of layer {layer or type(module).__name__} writes its parameter {written}, on a copy that "
@@ -214,20 +217,22 @@ class _ModuleLayer(nn.Module):
 class WeightsBefore:
     """The parameters of a module before its forward."""
 
-    __slots__ = ("_weights",)
+    __slots__ = ("_module", "_weights")
 
     def __init__(self, module: nn.Module) -> None:
+        self._module = module
         self._weights = [
-            (prefix, one, name, weight, _version_of(weight))
-            for prefix, one in module.named_modules()
+            (one, name, weight, _version_of(weight))
+            for one in module.modules()
             for name, weight in one._parameters.items()
         ]
 
     def written(self) -> str | None:
         """The name of one that was written, or has another in its place."""
-        for prefix, one, name, weight, version in self._weights:
+        for one, name, weight, version in self._weights:
             held = one._parameters  # those of script modules have no get
             if (held[name] if name in held else None) is not weight or _version_of(weight) != version:
+                prefix = next((prefix for prefix, other in self._module.named_modules() if other is one), "")
                 return f"{prefix}.{name}" if prefix else name
         return None
 
@@ -275,17 +280,18 @@ def may_draw_random(module: nn.Module) -> bool:
     )
 
 
-def chain_of_modules(modules: Sequence[tuple[str, nn.Module]]) -> LayerChain:
+def chain_of_modules(modules: Sequence[tuple[str, nn.Module]], *, watches_weights: bool = True) -> LayerChain:
     """The chain of modules called one after the other, each taking the one before's output.
 
     Args:
         modules: qualified name (``""``: the model itself) and module; the first gets all arguments, the others
             one value.
+        watches_weights: whether a layer raises `ConfigError` when its forward writes its parameters.
     """
     specs, costs, layers = [], [], []
     for index, (name, module) in enumerate(modules):
         reads, makes = f"value_{index}", f"value_{index + 1}"
-        layers.append(_ModuleLayer(name, module, reads, makes, unpack=index == 0))
+        layers.append(_ModuleLayer(name, module, reads, makes, unpack=index == 0, watches_weights=watches_weights))
         name = name or type(module).__name__
         specs.append(
             LayerSpec(
@@ -363,7 +369,7 @@ def changed_in_a_round(module: nn.Module, name: str = "") -> str:
     )
 
 
-class ModuleSource:
+class ModuleSource(FixedChain):
     """A source for a model that is given as it is: one chain for all arguments, until the model's structure changes.
 
     Args:
@@ -371,31 +377,17 @@ class ModuleSource:
         make: makes them.
     """
 
-    trace_count = 0
-
     def __init__(self, model: nn.Module, make: Callable[[nn.Module], LayerChain]) -> None:
+        super().__init__(make(model))
         self._model = model
         self._make = make
-        self._renew()
-
-    def _renew(self) -> None:
-        self._chain = self._make(self._model)
-        self._structure = Structure(self._model.modules())
-
-    @property
-    def latest(self) -> LayerChain:
-        """The chain."""
-        return self._chain
-
-    @property
-    def chain(self) -> LayerChain:
-        """The chain."""
-        return self._chain
+        self._structure = Structure(model.modules())
 
     def chain_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerChain:
         if self._structure.changed() is not None:
-            self._renew()
-        return self._chain
+            self.chain = self._make(self._model)
+            self._structure = Structure(self._model.modules())
+        return self.chain
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleSource:
         return type(self)(copy.deepcopy(self._model, memo), self._make)

@@ -8,6 +8,7 @@ What is asked of Python state is `roundpipe.fx.python_state`'s knowledge; here i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -55,6 +56,13 @@ def first_to_run_once(module: nn.Module) -> str | None:
     return None
 
 
+def holders_of(name: str) -> Iterator[str]:
+    """Qualified names of the modules that hold one, up to the model itself, ``""``."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
 def holders_of_those(model: nn.Module) -> set[nn.Module]:
     """The modules whose forward must run on the host: those that must run once, and those that hold them.
 
@@ -68,9 +76,7 @@ def holders_of_those(model: nn.Module) -> set[nn.Module]:
             found.add(module)
         elif not of_hooks:
             continue
-        while name:
-            name = name.rpartition(".")[0]
-            found.add(by_name[name])
+        found.update(by_name[holder] for holder in holders_of(name))
     return found
 
 

@@ -16,7 +16,6 @@ import copy
 import dataclasses
 import enum
 import functools
-import itertools
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -33,7 +32,7 @@ from roundpipe.fx.python_state import PLAIN, attributes_read, uses_of_forward
 from roundpipe.later import all_settled, holds_later, merged_later, packed_again
 from roundpipe.layers import Carry, FixedChain, WeightsBefore, chain_of_modules, weight_bytes_of
 from roundpipe.once import Before, first_to_run_once, hooks_run_around
-from roundpipe.overlap import share_elements
+from roundpipe.overlap import overlapping
 from roundpipe.own_code import HOOKS
 from roundpipe.runtime import microbatch
 from roundpipe.runtime.config import RoundPipeRunConfig, resolve
@@ -233,7 +232,7 @@ class _Watched(nn.Module):
         own = list({id(tensor): tensor for tensor in made if id(tensor) not in known}.values())
         if not _memory(given).isdisjoint(_memory(own if self._has_weights else made)):
             raise _HandsOnOtherwise(_RETURNS_GIVEN)
-        if len(_memory(own)) < len(own) and any(itertools.starmap(share_elements, itertools.combinations(own, 2))):
+        if any(True for _ in overlapping([tensor for tensor in own if tensor.layout is torch.strided])):
             raise _HandsOnOtherwise("it returns tensors that share memory")
         if len({id(tensor) for tensor in made} - known.keys()) == len(made):
             return result
@@ -378,7 +377,8 @@ class Part(RoundPipe):
             modules = [(f"{prefix}{key}", child) for key, child in module._modules.items() if child is not None]
         handing_on: set[int] | None = set() if len(modules) > 1 else None
         watched = [_Watched(one, index, handing_on) for index, (_, one) in enumerate(modules)]
-        chain = chain_of_modules([(key, one) for (key, _), one in zip(modules, watched, strict=True)])
+        named = [(key, one) for (key, _), one in zip(modules, watched, strict=True)]
+        chain = chain_of_modules(named, watches_weights=False)  # they do it themselves
         same = None
         if handing_on is None:
             chain.exit = same = _GiveSame(*chain.specs[0].makes, *chain.specs[0].reads)
@@ -474,9 +474,7 @@ class Part(RoundPipe):
         if part.handing_on is not None:
             part.handing_on.clear()
         outputs = super().forward(*args, roundpipe_run_config=config, **kwargs)
-        if part.handing_on is not None and len(part.handing_on) == sum(
-            one is not None for one in self.model._modules.values()
-        ):
+        if part.handing_on is not None and len(part.handing_on) == len(part.watched):
             raise _HandsOnOtherwise(_RETURNS_GIVEN)
         if later:
             outputs = merged_later(outputs)

@@ -117,20 +117,29 @@ def holds_any(value: Any, objects: list[Any], depth: int = 0) -> bool:
     return any(holds_any(child, objects, depth + 1) for _, child in below or ())
 
 
-def gained(before: dict[Path, Any], value: Any) -> list[Path]:
-    """The leaves that a structure has beside those that it had, or in their place.
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+"""Types of leaves that are compared by what they are."""
+
+
+def same(was: Any, now: Any) -> bool:
+    """Whether two leaves are one object, or equal plain values."""
+    return was is now or isinstance(was, PLAIN) and type(was) is type(now) and was == now
+
+
+def gained(before: Mapping[Path, Any], after: Mapping[Path, Any]) -> list[Path]:
+    """Where there is a leaf beside those that there were, or another in their place.
 
     Args:
-        before: its leaves by their paths.
+        before: leaves by their paths.
+        after: the same later.
     """
     missing = object()
-    found = []
-    for path, now in walk(value):
-        was = before.get(path, missing)
-        is_plain = isinstance(now, (bool, int, float, complex, str, bytes)) and type(was) is type(now)
-        if was is not now and not (is_plain and was == now):
-            found.append(path)
-    return found
+    return [path for path, now in after.items() if not same(before.get(path, missing), now)]
+
+
+def above(value: Any, path: Path, first: int) -> list[Any]:
+    """What lies on the way to a leaf, from the step of number ``first`` on; without the leaf."""
+    return [get(value, path[:length]) for length in range(first, len(path))]
 
 
 def put(value: Any, other: Any, path: Path) -> None:

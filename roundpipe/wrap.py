@@ -18,7 +18,7 @@ from roundpipe.caller import caller_name, warn
 from roundpipe.errors import ConfigError, TraceError, enumerated
 from roundpipe.fx.source import TracedSource
 from roundpipe.layers import weight_bytes_of
-from roundpipe.once import holders_of_those, runs_autograd
+from roundpipe.once import holders_of, holders_of_those, runs_autograd
 from roundpipe.parts import IN_ONE_PIECE, is_sequential, overlaid
 from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.runtime.devices import largest_layer_bytes, resolve_devices
@@ -177,10 +177,7 @@ class PartsChoice:
     def hold(self, names: Iterable[str]) -> None:
         """Runs the forwards of modules that must run once, and of those that hold them, on the CPU."""
         for name in names:
-            self.held.add(self.model.get_submodule(name))
-            while name:
-                name = name.rpartition(".")[0]
-                self.held.add(self.model.get_submodule(name))
+            self.held.update(self.model.get_submodule(one) for one in (name, *holders_of(name)))
 
     def wrap(self, settings: Mapping[str, Any]) -> RoundPipe | AutoRoundPipe:
         """A wrapper with these settings: name, devices and so on."""

@@ -35,7 +35,7 @@ from roundpipe.fx.fakes import DATA_DEPENDENT, Dimension, FakeWorld, expression_
 from roundpipe.fx.graph import OutputValue, TracedGraph, assign_buffer
 from roundpipe.fx.guards import Flags, Guards
 from roundpipe.fx.intercept import ORIGINAL_CALL, intercepting
-from roundpipe.fx.leaves import Contents, OutsideChanges, TreeState, contents_of, gained_by, handed_back
+from roundpipe.fx.leaves import Contents, OutsideChanges, TreeState, contents_of, gained_by, handed_back, left_behind
 from roundpipe.fx.model_state import ModelState, Own, hooks_by_code, kind_and_value
 from roundpipe.fx.policy import Decision, LeafPolicy
 from roundpipe.fx.python_state import PythonState, Readers, Settled
@@ -138,7 +138,7 @@ class Attempt:
     def _refuse_changed_arguments(self, before: Contents, given: tuple[Any, Any], out: Any) -> None:
         """A caller may look into the containers that it gave; one that is returned is looked at there."""
         for path in gained_by(before, *given):
-            holders = [structure.get(given, path[:length]) for length in range(2, len(path))]
+            holders = structure.above(given, path, 2)
             objects = [one for one in holders if not isinstance(one, (list, tuple, Mapping, deque, set))]
             if structure.holds_any(out, holders) or objects and not self._is_activation(structure.get(given, path)):
                 continue
@@ -331,12 +331,7 @@ class Attempt:
             if before.get(key, before) is value and not isinstance(value, (list, dict)):
                 continue
             if any(self._is_activation(item) for item in flat_values(value)) and not is_put_by_hooks(module, key):
-                restart = self._recorder.give_up(
-                    TraceError(
-                        f"{type(module).__name__}.{key} is set to an activation in the forward, and would "
-                        f"not be set when the graph runs"
-                    )
-                )
+                restart = self._recorder.give_up(TraceError(left_behind(f"{type(module).__name__}.{key}")))
                 restart.location = set_at(type(module), key) or restart.location
                 raise restart
 

@@ -26,7 +26,7 @@ from roundpipe.fx.python_state import attributes_read
 
 MAX_COMPARED_WEIGHT = 1 << 14
 """Elements of a weight that is looked at in each call, since a forward may write it."""
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_PLAIN = structure.PLAIN
 _CONTAINERS = (list, tuple, set, dict, OrderedDict, deque)
 
 
@@ -373,7 +373,7 @@ def containers_mutated(before: Contents, args: Any, kwargs: Any) -> bool:
         args, kwargs: the arguments.
     """
     after = contents_of(args, kwargs)
-    return before.keys() != after.keys() or bool(_others(before, after))
+    return before.keys() != after.keys() or bool(structure.gained(before, after))
 
 
 def gained_by(before: Contents, args: Any, kwargs: Any) -> list[structure.Path]:
@@ -381,19 +381,18 @@ def gained_by(before: Contents, args: Any, kwargs: Any) -> list[structure.Path]:
     after = contents_of(args, kwargs)
     return [
         path
-        for path in _others(before, after)
+        for path in structure.gained(before, after)
         if not (_is_empty(after[path]) and any(was[: len(path)] == path for was in before))
     ]
 
 
-def _others(before: Contents, after: Contents) -> list[structure.Path]:
-    missing = object()
-    held = ((path, before.get(path, missing), now) for path, now in after.items())
-    return [path for path, was, now in held if was is not now and not _equal(was, now)]
-
-
 def _is_empty(value: Any) -> bool:
     return isinstance(value, (Mapping, *_CONTAINERS)) and not value
+
+
+def left_behind(words: str) -> str:
+    """Why an activation in an attribute, from where a loss function may take it, is refused."""
+    return f"{words} is set to an activation in the forward, and would not be set when the graph runs"
 
 
 def refuse_mutated(name: str) -> TraceError:

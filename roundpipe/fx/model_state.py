@@ -69,7 +69,8 @@ class ModelState:
         self._child_dicts = [module._modules for module in self._modules]
         self._children = [dict(module._modules) for module in self._modules]
         self._weight_dicts = [module._parameters for module in self._modules]
-        self._weights = list(map(_none_or_not, self._weight_dicts))
+        self._num_weights = list(map(len, self._weight_dicts))
+        self._absent = [(held, name) for held in self._weight_dicts for name, one in held.items() if one is None]
         self._hooked = [module for module in self._modules if module in glue or module in passing]
         self._hook_dicts = [module.__dict__[name] for module in self._hooked for name in HOOKS]
         self._hooks = list(map(dict, self._hook_dicts))
@@ -127,10 +128,9 @@ class ModelState:
             for index, module in enumerate(self._hooked):
                 if self._other_hooks(index, module):
                     return f"the hooks of a {type(module).__name__} are others now"
-        for weights, had, module in zip(self._weight_dicts, self._weights, self._modules, strict=True):
-            if len(weights) != len(had) or (False in had.values() and _none_or_not(weights) != had):
-                names = [name for name, there in _none_or_not(weights).items() if there is not had.get(name, False)]
-                return f"parameters of a {type(module).__name__} came or went: {', '.join(names or had)}"
+        came = [name for held, name in self._absent if name in held and held[name] is not None]
+        if came or list(map(len, self._weight_dicts)) != self._num_weights:
+            return f"parameters came or went{': ' * bool(came)}{', '.join(came)}"
         for module, names, held in self._attributes:
             now = [module.__dict__.get(name, _MISSING) for name in names]
             if not all(map(operator.is_, now, held)):
@@ -172,11 +172,6 @@ def hooks_by_code(module: nn.Module) -> list[Any]:
         for name in HOOKS
         for hook in module.__dict__[name].values()
     ]
-
-
-def _none_or_not(held: dict[str, Any]) -> dict[str, bool]:
-    """By name, whether a parameter is there."""
-    return {name: one is not None for name, one in held.items()}
 
 
 def _in_words(value: Any) -> str:

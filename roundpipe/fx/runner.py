@@ -22,6 +22,7 @@ from roundpipe.fx.leaves import (
     TreeState,
     containers_mutated,
     contents_of,
+    left_behind,
     refuse_mutated,
     sets_before_reading,
 )
@@ -143,7 +144,9 @@ class LeafRunner:
                 self._look_into_for_others(module, name, f"{type(owner).__name__}.{attribute}")
             computed = [tensor for tensor in flat_tensors(value) if tensor in watch.computed]
             if any(tensor.requires_grad for tensor in computed) and not is_put_by_hooks(owner, attribute):
-                raise self._to_look_into(module, name, _left_behind(f"{type(owner).__name__}.{attribute}"))
+                raise self._to_look_into(
+                    module, name, StatefulError(left_behind(f"{type(owner).__name__}.{attribute}"))
+                )
             if computed:
                 recorder.not_kept[f"{type(owner).__name__}.{attribute}"] = None
         if watch.runs_autograd:
@@ -234,7 +237,7 @@ class LeafRunner:
             raise self._recorder.give_up(error) from error
         self._refuse_state(module, name, list(probe.changed))
         for words in probe.left_behind:
-            raise self._to_look_into(module, name, _left_behind(words))
+            raise self._to_look_into(module, name, StatefulError(left_behind(words)))
         self._recorder.not_kept.update(dict.fromkeys(probe.not_kept))
         for owner, attribute in sorted(probe.sets, key=str):
             if attribute not in OF_TORCH and attribute in self._readers.beside(owner):
@@ -248,8 +251,3 @@ class LeafRunner:
 def is_put_by_hooks(module: nn.Module, attribute: str) -> bool:
     """Whether an attribute that was set in a call is one that hooks make for the forward, such as a normed weight."""
     return is_of_torch(type(module)) and attribute in names_in(type(module).forward.__code__)
-
-
-def _left_behind(words: str) -> StatefulError:
-    """The error for an activation in an attribute, from where a loss function may take it."""
-    return StatefulError(f"{words} is set to an activation in the forward, and would not be set when the graph runs")

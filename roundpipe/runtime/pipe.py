@@ -380,15 +380,10 @@ class RoundPipe(ModelView):
 
     def _reads_weights(self, function: Any) -> bool:
         """Whether a function may read the model's weights on the host, so that they must stay while it runs."""
-        weights: set[int] = set()
-        for one in reached_by(function):
-            module = one._target if isinstance(one, ModelView) else one
-            tensors = module.parameters() if isinstance(module, nn.Module) else (module,)
-            if not weights and isinstance(module, (nn.Module, torch.Tensor)):
-                weights = {id(parameter) for parameter in self._target.parameters()}
-            if any(id(tensor) in weights for tensor in tensors):
-                return True
-        return False
+        reached = [one._target if isinstance(one, ModelView) else one for one in reached_by(function)]
+        tensors = {id(one) for one in reached if isinstance(one, torch.Tensor)}
+        tensors |= {id(weight) for one in reached if isinstance(one, nn.Module) for weight in one.parameters()}
+        return bool(tensors) and any(id(weight) in tensors for weight in self._target.parameters())
 
     def _instead(self) -> RoundPipe:
         state = self._state

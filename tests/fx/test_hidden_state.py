@@ -26,6 +26,7 @@ from roundpipe.fx.tracer import trace
 from tests.equality import assert_same_gradients
 from tests.fx.against_eager import check, vectors
 from tests.fx.test_shapes import Layers
+from tests.fx.test_traps import Holds
 
 TWO = [(4, 6), (3, 6)]
 
@@ -107,17 +108,6 @@ class Uses(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x) * self.step(self.held)
-
-
-class Holds(Layers):
-    """A module between two others."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers[1](self.inner(self.layers[0](x)))
 
 
 @pytest.mark.parametrize("what", STATES)
