@@ -227,8 +227,11 @@ class _Computing:
             self._began = self._meter.backend.moment()
 
     def __exit__(self, *exception: object) -> None:
-        if self._began is not None:
-            self._meter._computed(self._part, self._layers, self._began)
+        # given up here, not with the frame: torch's CUDA sanitizer can't have an event destroyed while an exception
+        # passes, and takes the process with it
+        began, self._began = self._began, None
+        if began is not None:
+            self._meter._computed(self._part, self._layers, began)
 
 
 class _Copying:
@@ -251,7 +254,8 @@ class _Copying:
 
     def __exit__(self, *exception: object) -> None:
         meter, lane = self._meter, self._lane
-        if self._began is None:
+        began, self._began = self._began, None
+        if began is None:
             return
         num_bytes = meter.backend.moved_bytes[lane] - self._num_bytes
         if not num_bytes:
@@ -261,4 +265,4 @@ class _Copying:
             meter.until("activations", ended)
         if meter.recorder is not None:
             name, args = meter._described(f"{self._what} ", {"bytes": num_bytes})
-            meter.recorder.add(meter.device, str(lane), name, self._began, ended, args)
+            meter.recorder.add(meter.device, str(lane), name, began, ended, args)
