@@ -7,6 +7,7 @@ Python, state kept in attributes, dicts and closures, hooks, regions, containers
 
     python -m tests.fx.fuzz --cases 2000 --seed 1      prints how many cases were traced, retraced, ... different
     python -m tests.fx.fuzz --show 17 --seed 1         prints the source of one case and runs it
+    python -m tests.fx.fuzz --untraced                 runs all of them module by module
 
 The invariant: a case may be refused loudly, kept whole or traced again, but never gives another number.
 """
@@ -35,7 +36,7 @@ from torch import nn
 from torch.fx import Node
 
 import roundpipe
-from roundpipe import ExecutePlan, RoundPipeError, RoundPipeRunConfig, structure
+from roundpipe import ExecutePlan, RoundPipeError, RoundPipeRunConfig, TraceError, structure
 from roundpipe.auto import AutoRoundPipe
 from roundpipe.fx.graph import NodeCost, TracedGraph, is_accessor, value_bytes
 
@@ -1027,6 +1028,8 @@ class Scenario:
     grain: str = "stage"
     drawn_costs: int | None = None
     """Seed of nodes' costs that are drawn, not measured: layers end anywhere they may, and tracing is quicker."""
+    untraced: bool = False
+    """As if the root could not be traced: module by module."""
 
 
 @dataclass
@@ -1250,7 +1253,11 @@ def run_compiled(model: nn.Module, case: Case, info: Compiled) -> Iterator[Obser
     if scenario.with_example:
         options["example_kwargs"] = inputs_of(scenario.steps[0])
     costs = _drawn_costs(scenario.drawn_costs)
-    with mock.patch("roundpipe.fx.source.measure", costs) if costs is not None else contextlib.nullcontext():
+    with contextlib.ExitStack() as patches:
+        if costs is not None:
+            patches.enter_context(mock.patch("roundpipe.fx.source.measure", costs))
+        if scenario.untraced:
+            patches.enter_context(mock.patch("roundpipe.fx.source.trace", side_effect=TraceError("not tried")))
         pipe = info.pipe = roundpipe.compile(model, **options)
         yield from _run_steps(pipe, model, scenario, info)
 
@@ -1474,9 +1481,10 @@ def _run(case: Case, tolerance: float) -> Outcome:
     return Outcome(kind, num_layers=info.num_layers)
 
 
-def case_of(seed: int, index: int) -> Case:
+def case_of(seed: int, index: int, *, untraced: bool = False) -> Case:
     """The case of a number under a seed."""
-    return make_case(random.Random(f"{seed}:{index}"))
+    case = make_case(random.Random(f"{seed}:{index}"))
+    return replace(case, scenario=replace(case.scenario, untraced=untraced))
 
 
 def _totals(counts: collections.Counter[str]) -> str:
@@ -1490,11 +1498,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--start", type=int, default=0, help="number of the first case")
     parser.add_argument("--show", type=int, help="print and run this case alone")
+    parser.add_argument("--untraced", action="store_true", help="as if no root could be traced: module by module")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if given.show is not None:
-        case = case_of(given.seed, given.show)
+        case = case_of(given.seed, given.show, untraced=given.untraced)
         print(case.source[len(PREAMBLE) :])
         print(case.scenario)
         print(run(case))
@@ -1504,7 +1513,7 @@ def main(arguments: list[str] | None = None) -> int:
     gc.freeze()  # what is imported need not be looked through after every few cases
     start, index = time.monotonic(), given.start
     while sum(counts.values()) - counts["invalid"] < given.cases and time.monotonic() - start < given.seconds:
-        outcome = run(case_of(given.seed, index))
+        outcome = run(case_of(given.seed, index, untraced=given.untraced))
         counts[outcome.kind] += 1
         layers[outcome.num_layers > 1] += outcome.kind != "invalid"
         if outcome.kind in ("different", "crashed", "refused"):
