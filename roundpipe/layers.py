@@ -25,6 +25,8 @@ import torch
 from torch import nn
 
 from roundpipe import structure
+from roundpipe.caller import warn
+from roundpipe.effects import AttributesBefore, Noticed, WeightsBefore
 from roundpipe.errors import ConfigError
 
 Carry = dict[str, Any]
@@ -187,14 +189,12 @@ class _ModuleLayer(nn.Module):
     The module stands under its qualified name (which may have dots), so what is below it has its own names too.
     """
 
-    def __init__(
-        self, name: str, module: nn.Module, reads: str, makes: str, *, unpack: bool, watches_weights: bool
-    ) -> None:
+    def __init__(self, name: str, module: nn.Module, reads: str, makes: str, *, unpack: bool, watched: bool) -> None:
         super().__init__()
         self.reads = reads
         self.makes = makes
         self.unpack = unpack
-        self.watches_weights = watches_weights
+        self.noticed = Noticed() if watched else None  # one for all copies
         self._modules[name] = module  # after the attributes, since a name may be one of theirs
 
     def forward(self, carry: Carry) -> Carry:
@@ -202,43 +202,28 @@ class _ModuleLayer(nn.Module):
         ((layer, module),) = self._modules.items()
         assert module is not None
         args, kwargs = value if self.unpack else ((value,), {})
-        weights = WeightsBefore(module) if self.watches_weights else None
+        if self.noticed is None:
+            return {self.makes: module(*args, **kwargs)}
+        layer = layer or type(module).__name__
+        weights = WeightsBefore(module)
+        attributes = AttributesBefore(module) if self.noticed.looks_again() else None
         made = module(*args, **kwargs)
-        written = None if weights is None else weights.written()
+        written = weights.written()
         if written is not None:
             raise ConfigError(
-                f"the forward of layer {layer or type(module).__name__} writes its parameter {written}, on a copy that "
+                f"the forward of layer {layer} writes its parameter {written}, on a copy that "
                 "is thrown away. Write weights between steps, from outside of forward, or use "
                 "wrap_model_to_roundpipe(model), which runs such a module on the CPU"
             )
+        kept = None if attributes is None else self.noticed.kept(attributes)
+        if kept is not None:
+            warn(
+                f"the forward of layer {layer} {kept}. Each worker runs a copy of the layer, and the backward runs its "
+                "forward again, so what calls find there, and results that depend on it, may differ from eager mode. "
+                "Use roundpipe.compile or wrap_model_to_roundpipe, which find out what such a layer needs, or keep it "
+                "in a buffer"
+            )
         return {self.makes: made}
-
-
-class WeightsBefore:
-    """The parameters of a module before its forward."""
-
-    __slots__ = ("_module", "_weights")
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._weights = [
-            (one, name, weight, _version_of(weight))
-            for one in module.modules()
-            for name, weight in one._parameters.items()
-        ]
-
-    def written(self) -> str | None:
-        """The name of one that was written, or has another in its place."""
-        for one, name, weight, version in self._weights:
-            held = one._parameters  # those of script modules have no get
-            if (held[name] if name in held else None) is not weight or _version_of(weight) != version:
-                prefix = next((prefix for prefix, other in self._module.named_modules() if other is one), "")
-                return f"{prefix}.{name}" if prefix else name
-        return None
-
-
-def _version_of(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,18 +265,19 @@ def may_draw_random(module: nn.Module) -> bool:
     )
 
 
-def chain_of_modules(modules: Sequence[tuple[str, nn.Module]], *, watches_weights: bool = True) -> LayerChain:
+def chain_of_modules(modules: Sequence[tuple[str, nn.Module]], *, watched: bool = True) -> LayerChain:
     """The chain of modules called one after the other, each taking the one before's output.
 
     Args:
         modules: qualified name (``""``: the model itself) and module; the first gets all arguments, the others
             one value.
-        watches_weights: whether a layer raises `ConfigError` when its forward writes its parameters.
+        watched: whether a layer raises `ConfigError` when its forward writes its parameters, and warns when it
+            changes attributes that later calls may read.
     """
     specs, costs, layers = [], [], []
     for index, (name, module) in enumerate(modules):
         reads, makes = f"value_{index}", f"value_{index + 1}"
-        layers.append(_ModuleLayer(name, module, reads, makes, unpack=index == 0, watches_weights=watches_weights))
+        layers.append(_ModuleLayer(name, module, reads, makes, unpack=index == 0, watched=watched))
         name = name or type(module).__name__
         specs.append(
             LayerSpec(

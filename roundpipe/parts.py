@@ -15,7 +15,6 @@ import contextvars
 import copy
 import dataclasses
 import enum
-import functools
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -27,10 +26,11 @@ from torch import nn
 
 from roundpipe import structure
 from roundpipe.caller import warn
+from roundpipe.effects import REGISTERED, AttributesBefore, ChangedAttribute, WeightsBefore, differ, put_back
 from roundpipe.errors import ConfigError
 from roundpipe.fx.python_state import PLAIN, attributes_read, uses_of_forward
 from roundpipe.later import all_settled, holds_later, merged_later, packed_again
-from roundpipe.layers import Carry, FixedChain, WeightsBefore, chain_of_modules, weight_bytes_of
+from roundpipe.layers import Carry, FixedChain, chain_of_modules, weight_bytes_of
 from roundpipe.once import Before, first_to_run_once, hooks_run_around
 from roundpipe.overlap import overlapping
 from roundpipe.own_code import HOOKS
@@ -43,9 +43,6 @@ from roundpipe.runtime.replica import Replica
 IN_ONE_PIECE = RoundPipeRunConfig(num_microbatch=1)
 _AS_IT_IS = RoundPipeRunConfig(num_microbatch=1, split_input=lambda args, kwargs, number: ([args], [kwargs]))
 """For a call without samples, such as that of an expert that no token goes to."""
-
-_REGISTERED = ("_parameters", "_buffers", "_modules")
-"""Attributes of a module that hold what it registers."""
 
 _RETURNS_GIVEN = "it returns memory of a tensor that it is given"
 
@@ -146,8 +143,6 @@ class _Watched(nn.Module):
     def __init__(self, module: nn.Module, index: int, handing_on: set[int] | None) -> None:
         super().__init__()
         self.module = module
-        self.context: contextvars.Context | None = None
-        """Of the code that called the part, whose context variables it sees as where it stands."""
         self._index = index
         self._handing_on = handing_on
         self._has_weights = weight_bytes_of(module) > 0
@@ -178,52 +173,44 @@ class _Watched(nn.Module):
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         outside = (args, kwargs) if self._index == 0 else ((), {})
         given = [(tensor, tensor._version) for tensor in structure.tensors(outside)]
-        context = contextvars.copy_context() if self.context is None else self.context.copy()
         containers = [(one, copy.copy(one)) for one in _containers(outside)]
-        collectors = [(one, copy.copy(one)) for one in _containers((tuple(context.values()), {}))]
-        before = [(part, dict(part.__dict__)) for part in self.module.modules()]
+        collectors = [(one, copy.copy(one)) for one in _containers((tuple(contextvars.copy_context().values()), {}))]
+        attributes = AttributesBefore(self.module)
         weights = WeightsBefore(self.module)
-        collections = [
-            (name, value, copy.copy(value))
-            for _, state in before
-            for name, value in state.items()
-            if type(value) in (list, dict) and name not in _REGISTERED
-        ]
         run = self.module.forward if self._handing_on is None and hooks_run_around(self.module) else self.module
-        result = context.run(run, *args, **kwargs)
+        result = run(*args, **kwargs)
         if any(tensor._version != version for tensor, version in given):
             raise _HandsOnOtherwise("it writes into a tensor that it is given")
-        if any(_differ(one, was) for one, was in containers):
+        if any(differ(one, was) for one, was in containers):
             raise _HandsOnOtherwise("it changes a list or dict that it is given")
-        if _put_back(collectors):
+        if put_back(collectors):
             raise _HandsOnOtherwise("it changes a list or dict that a context variable holds")
-        for name, value, was in collections:
-            if _put_back([(value, was)]):
-                raise _HandsOnOtherwise(f"its forward changes the {type(value).__name__} in attribute {name!r}")
+        collection = attributes.put_back_collections()
+        if collection is not None:
+            name, value = collection
+            raise _HandsOnOtherwise(f"its forward changes the {type(value).__name__} in attribute {name!r}")
         written = weights.written()
         if written is not None:
             raise _HandsOnOtherwise(f"its forward writes its parameter {written!r}")
-        for part, state in before:
-            for name, value in part.__dict__.items():
-                if name in _REGISTERED or value is state.get(name, before):
-                    continue
-                if structure.tensors(value):
-                    raise _HandsOnOtherwise(f"its forward stores tensors in attribute {name!r}")
-                if self._is_kept(part, name, state.get(name), value):
-                    raise _HandsOnOtherwise(f"its forward changes attribute {name!r}")
+        for changed in attributes.changed():
+            if structure.tensors(changed.now):
+                raise _HandsOnOtherwise(f"its forward stores tensors in attribute {changed.name!r}")
+            if self._is_kept(changed):
+                raise _HandsOnOtherwise(f"its forward changes attribute {changed.name!r}")
         if self._handing_on is None:
             return self._referring(result, [tensor for tensor, _ in given])
         if not _memory(structure.tensors((args, kwargs))).isdisjoint(_memory(structure.tensors(result))):
             self._handing_on.add(self._index)
         return result
 
-    def _is_kept(self, part: nn.Module, name: str, was: Any, now: Any) -> bool:
+    def _is_kept(self, changed: ChangedAttribute) -> bool:
         """Whether an attribute holds something else that a later call could find, or that would not reach others."""
+        was, now = changed.was, changed.now
         if type(was) is type(now) and isinstance(now, (*PLAIN, tuple)) and was == now:
             return False
-        if isinstance(getattr(type(part), name, None), functools.cached_property):
+        if changed.is_cached_property:
             return False
-        return not isinstance(now, PLAIN) or name in self._read or self._reads_any_name
+        return not isinstance(now, PLAIN) or changed.name in self._read or self._reads_any_name
 
     def _referring(self, result: Any, given: list[torch.Tensor]) -> Any:
         """The output with a `_Same` for each tensor that it need not bring."""
@@ -265,24 +252,6 @@ def _containers(value: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterator[Any]:
         elif dataclasses.is_dataclass(one) and hasattr(one, "__dict__"):
             yield one.__dict__
         pending += [child for _, child in structure.children(one) or ()]
-
-
-def _differ(one: Any, was: Any) -> bool:
-    """Whether two containers hold other objects."""
-    if len(one) != len(was):
-        return True
-    if isinstance(one, dict):
-        return any(key not in was or was[key] is not value for key, value in one.items())
-    return any(a is not b for a, b in zip(one, was, strict=True))
-
-
-def _put_back(containers: list[tuple[Any, Any]]) -> bool:
-    """Makes lists and dicts again what they were; whether one was not."""
-    changed = [(one, was) for one, was in containers if _differ(one, was)]
-    for one, was in changed:
-        one.clear()
-        one.extend(was) if isinstance(one, list) else one.update(was)
-    return bool(changed)
 
 
 def _between_hooks(module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -378,7 +347,7 @@ class Part(RoundPipe):
         handing_on: set[int] | None = set() if len(modules) > 1 else None
         watched = [_Watched(one, index, handing_on) for index, (_, one) in enumerate(modules)]
         named = [(key, one) for (key, _), one in zip(modules, watched, strict=True)]
-        chain = chain_of_modules(named, watches_weights=False)  # they do it themselves
+        chain = chain_of_modules(named, watched=False)  # they do it themselves
         same = None
         if handing_on is None:
             chain.exit = same = _GiveSame(*chain.specs[0].makes, *chain.specs[0].reads)
@@ -428,7 +397,7 @@ class Part(RoundPipe):
         part: _PartState = self.__dict__["_part"]
         mode = (self.model.training, torch.is_grad_enabled())
         if mode in part.proven:
-            return self._run_in_context(args, kwargs, config)
+            return self._run_on_devices(args, kwargs, config)
         kind = first_to_run_once(self.model)
         if kind is not None:
             raise _HandsOnOtherwise(f"{kind}'s code remembers something, writes weights or asks for the grad mode")
@@ -436,7 +405,7 @@ class Part(RoundPipe):
         if before.untold is not None:
             raise _HandsOnOtherwise(f"it uses {before.untold}, and nothing tells how that changes")
         try:
-            outputs = self._run_in_context(args, kwargs, config)
+            outputs = self._run_on_devices(args, kwargs, config)
             changed = before.changed()
             if changed is not None:
                 raise _HandsOnOtherwise(f"its forward changes {changed}")
@@ -445,17 +414,6 @@ class Part(RoundPipe):
             raise
         part.proven.add(mode)
         return outputs
-
-    def _run_in_context(self, args: tuple[Any, ...], kwargs: dict[str, Any], config: RoundPipeRunConfig) -> Any:
-        """The module's outputs, with context variables as where it stands."""
-        part: _PartState = self.__dict__["_part"]
-        for watched in part.watched:
-            watched.context = contextvars.copy_context()
-        try:
-            return self._run_on_devices(args, kwargs, config)
-        finally:
-            for watched in part.watched:
-                watched.context = None
 
     def _run_on_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any], config: RoundPipeRunConfig) -> Any:
         """The module's outputs; a neighbour's pieces are taken, and the own ones given, as they are."""
@@ -641,7 +599,7 @@ class HostTree(Replica):
                 if original._parameters.get(name, given) is not weight:
                     original._parameters[name] = weight
             for name, value in twin.__dict__.items():
-                if name not in _REGISTERED and value is not given.get(name, given):
+                if name not in REGISTERED and value is not given.get(name, given):
                     original.__dict__[name] = _pointing(all_settled(value), originals)
             for name in given.keys() - twin.__dict__.keys():
                 original.__dict__.pop(name, None)

@@ -13,7 +13,7 @@ be, which a backward reaches, and which ``torch.autograd.grad(outputs, inputs)``
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,7 +22,18 @@ from roundpipe.layers import is_differentiable
 
 ForwardRun = Callable[[], tuple[torch.Tensor, ...]]
 BackwardRun = Callable[[Sequence[torch.Tensor | None], bool], Sequence[torch.Tensor | None]]
-Read = Sequence[tuple[str, torch.Tensor]]
+
+
+class Place(Protocol):
+    """Where the model holds a tensor."""
+
+    @property
+    def found(self) -> torch.Tensor | None:
+        """What is there now."""
+        ...
+
+
+Read = Sequence[tuple[str, torch.Tensor, Place | None]]
 
 
 class _Pipeline(torch.autograd.Function):
@@ -34,7 +45,7 @@ class _Pipeline(torch.autograd.Function):
         ctx.run_backward = backward
         ctx.anchor = anchor
         tensors = outputs()
-        ctx.read = [(name, tensor, tensor._version) for name, tensor in read if not tensor.is_inference()]
+        ctx.read = [(*one, one[1]._version) for one in read if not one[1].is_inference()]
         ctx.mark_non_differentiable(*(tensor for tensor in tensors if not is_differentiable(tensor)))
         return tensors
 
@@ -51,16 +62,25 @@ class _Pipeline(torch.autograd.Function):
                 "backward through a RoundPipe forward a second time: what it needs was freed by the first backward. "
                 "Sum the losses and call backward once, or run forward again"
             )
-        written = list(dict.fromkeys(name for name, tensor, version in ctx.read if tensor._version != version))
-        if written:
+        changed = {
+            name: None
+            for name, tensor, place, version in ctx.read
+            if tensor._version != version or _is_replaced(tensor, place)
+        }
+        if changed:
             raise BackwardError(
-                f"{enumerated(written)}: changed in place since the RoundPipe forward, whose backward "
+                f"{enumerated(list(changed))}: replaced or changed in place since the RoundPipe forward. Its backward "
                 "runs the layers again on what they were given and on their weights. Call backward before (also "
                 "before step and synchronize, which bring new weights), or change a copy (x = x + y, not x += y)"
             )
         ctx.read = []
         accumulates = _is_executed(torch.autograd.graph.get_gradient_edge(ctx.anchor).node)
         return (None, None, None, None, *run(gradients, accumulates))
+
+
+def _is_replaced(tensor: torch.Tensor, place: Place | None) -> bool:
+    found = None if place is None else place.found
+    return found is not None and found is not tensor
 
 
 def _is_executed(node: Any) -> bool:
@@ -77,7 +97,8 @@ def join(
         outputs: runs the forward and gives the output tensors.
         backward: takes one gradient (or None) per output, and whether gradients of parameters are to be added to
             their ``.grad``; gives one (or None) per input.
-        read: tensors that the backward reads, which must not be written before, and their names.
+        read: tensors that the backward reads, which must not be written or replaced before: their names, and where
+            the model holds them.
         inputs: tensors of the arguments that gradients flow to.
     """
     anchor = torch.empty(0, requires_grad=True)  # also makes the node require grad

@@ -250,15 +250,17 @@ class LayerWeights:
         """Whether a forward in the present mode leaves buffers or attributes changed, as far as is known."""
         return self.leaves_traces.get(self._is_training, True)
 
-    def read_again(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors that a recomputation finds as they are by then.
+    def read_again(self) -> Iterator[tuple[str, torch.Tensor, Entry]]:
+        """Names and tensors that a recomputation finds as they are by then, and their places.
 
         Those are not the buffers of a layer that writes them: each of its forwards keeps what it saw.
         """
         keeps_buffers = self.writes_buffers.get(self._is_training, True)
-        for name, tensor in (*self.layer.named_parameters(), *(() if keeps_buffers else self.layer.named_buffers())):
-            if is_plain(tensor):
-                yield name, tensor
+        names = {id(tensor): name for name, tensor in (*self.layer.named_buffers(), *self.layer.named_parameters())}
+        for entry in self.entries:
+            tensor = entry.found
+            if tensor is not None and is_plain(tensor) and not (keeps_buffers and not entry.is_parameter):
+                yield names[id(tensor)], tensor, entry
 
     def parameters(self) -> list[torch.Tensor]:
         """The layer's parameters as the original modules have them now."""

@@ -45,7 +45,7 @@ from roundpipe.runtime.pinning import Registrar
 from roundpipe.runtime.plans import Call
 from roundpipe.runtime.replica import Frozen
 from roundpipe.runtime.round import HostValue, Round
-from roundpipe.runtime.rounds import RoundMaker, finished, input_gradients, input_tensors, sum_losses
+from roundpipe.runtime.rounds import RoundMaker, finished, input_gradients, input_tensors, label_tensors, sum_losses
 from roundpipe.runtime.stage import LossFunction
 from roundpipe.runtime.timeline import Timeline, check_path
 from roundpipe.runtime.view import ModelView, check_parts_unwrapped
@@ -293,7 +293,7 @@ class RoundPipe(ModelView):
         Args:
             input_args: the model's arguments.
             input_kwargs: the model's keyword arguments.
-            label: split like the inputs and given to ``loss_fn``.
+            label: split like the inputs and given to ``loss_fn``; gradients flow to tensors in it that require grad.
             loss_fn: ``(outputs, label) -> loss``, run on the device; a tensor or a sequence of tensors.
             return_outputs: also return the merged outputs.
             run_config: options for this call.
@@ -324,7 +324,7 @@ class RoundPipe(ModelView):
                 gate.wait(self._target.parameters(), f"a loss_fn that reads weights of {state.name}")
         for call in calls:
             made = state.maker.train_round(call, loss_fn, return_outputs)
-            inputs = input_tensors(made.values)
+            inputs = [*input_tensors(made.values), *label_tensors(made.labels)]
             # generators are shared with the caller, who may draw as soon as the call returns
             draws = made.around.preserve_rng_state
             made.may_outlive_call = state.optimizer.is_async and not (inputs or draws or alone)
@@ -444,7 +444,7 @@ class RoundPipe(ModelView):
                 return input_gradients(backward_round, inputs)
 
             read = [
-                *microbatch.tensors_of_inputs(call.args, call.kwargs),
+                *((name, tensor, None) for name, tensor in microbatch.tensors_of_inputs(call.args, call.kwargs)),
                 *(one for weights in made.weights for one in weights.read_again()),
             ]
             results = autograd.join(lambda: tuple(outs.values()), run_backward, read, [tensor for *_, tensor in inputs])

@@ -42,7 +42,7 @@ class Frozen:
         frozen = cls()
         for layer in layers:
             for module in layer.modules():
-                frozen.attributes[module] = dict(module.__dict__)
+                frozen.attributes[module] = {name: _kept(value) for name, value in module.__dict__.items()}
             frozen.trained.update(parameter for parameter in layer.parameters() if parameter.requires_grad)
         return frozen
 
@@ -56,6 +56,11 @@ class Frozen:
         if found is None:
             raise ConfigError(changed_in_a_round(module))
         return found
+
+
+def _kept(value: Any) -> Any:
+    """A value that stays as it is now when what holds it changes it."""
+    return copy.copy(value) if type(value) in (dict, list) else value
 
 
 class Replica:

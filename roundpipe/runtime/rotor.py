@@ -35,7 +35,7 @@ from roundpipe.runtime.host_weights import LayerWeights
 from roundpipe.runtime.meter import Meter
 from roundpipe.runtime.replica import Replica
 from roundpipe.runtime.residency import Arena, BoundLayer, Pending, Visit, visit_bytes
-from roundpipe.runtime.round import Cancelled, HostValue, Round
+from roundpipe.runtime.round import LABEL, Cancelled, HostValue, Round
 from roundpipe.runtime.schedule import Job, Phase, Task, TaskKind
 from roundpipe.runtime.stage import Gradients, Recorded, Stage, StageLayer
 from roundpipe.runtime.timeline import HostLog, Recorder
@@ -134,17 +134,7 @@ class Rotor:
                     f"{self.name} can't go on since an earlier error ({self._broken!r}), raised where roundpipe "
                     "expects none. Compile the model again"
                 ) from self._broken
-            tasks = round_.schedule.tasks(self.index)
-            last_prefetch = max(i for i, task in enumerate(tasks) if task.kind is TaskKind.PREFETCH)
-            with self.backend.activate(), torch.no_grad():
-                self.meter.begin_round(self._was_idle)
-                self.arena.reserve(self._room_for(round_))
-                for position, task in enumerate(tasks):
-                    if position > last_prefetch:
-                        self._look_ahead()
-                    self._execute(round_, task)
-                if not round_.may_outlive_call:
-                    self._reap(wait=True)
+            round_.around.context.copy().run(self._execute_all, round_)
         except Cancelled:
             self._abandon(round_)
         except BaseException as error:
@@ -158,6 +148,19 @@ class Rotor:
         while self._in_flight and not self._upcoming:
             self._reap()
             time.sleep(REST_S)
+
+    def _execute_all(self, round_: Round) -> None:
+        tasks = round_.schedule.tasks(self.index)
+        last_prefetch = max(i for i, task in enumerate(tasks) if task.kind is TaskKind.PREFETCH)
+        with self.backend.activate(), torch.no_grad():
+            self.meter.begin_round(self._was_idle)
+            self.arena.reserve(self._room_for(round_))
+            for position, task in enumerate(tasks):
+                if position > last_prefetch:
+                    self._look_ahead()
+                self._execute(round_, task)
+            if not round_.may_outlive_call:
+                self._reap(wait=True)
 
     def _abandon(self, round_: Round) -> None:
         """Forget a cancelled round: nothing may be left that counts memory or holds tensors; never raises.
@@ -402,6 +405,7 @@ class Rotor:
         assert round_.loss_fn is not None
         carry, held = self._take(round_, segment, microbatch)
         label = self._upload_structure(round_.labels[microbatch])
+        differentiated = self._as_leaves(round_.labels[microbatch], label)
 
         def give(loss: Any, outputs: Any) -> None:
             round_.losses[microbatch] = self._bring_down(loss, "loss of")
@@ -418,6 +422,8 @@ class Rotor:
             del held
             with self.meter.computing("fused", segment.layers):
                 gradients = stage.fused(segment, carry, microbatch, round_.chain.exit, round_.loss_fn, label, give)
+        if differentiated:
+            gradients = {**gradients, LABEL: [tensor.grad for tensor in structure.tensors(label)]}
         self._give_gradients(round_, gradients, microbatch)
 
     def _run_backward(self, round_: Round, job: Job, stage: Stage, visit: Visit, microbatch: int) -> None:
@@ -458,17 +464,26 @@ class Rotor:
         self.backend.check_ready(structure.tensors(up))
         return up
 
+    @staticmethod
+    def _as_leaves(given: Any, uploaded: Any) -> bool:
+        """Let gradients be collected in uploaded tensors where those that were given require grad; whether any does."""
+        found = False
+        for one, up in zip(structure.tensors(given), structure.tensors(uploaded), strict=True):
+            if one.requires_grad:
+                found = True
+                up.requires_grad_()
+        return found
+
     def _take(self, round_: Round, segment: Segment, microbatch: int) -> tuple[Carry, list[torch.Tensor]]:
         """The values a segment reads, on the device, ready for COMPUTE; and the tensors in them."""
         backend = self.backend
-        values = round_.values[microbatch]
         carry: Carry = {}
         for name in segment.takes:
-            held = values[name]
-            for event in held.events:
-                backend.wait(Lane.UPLOAD, event)
-            with self.meter.copying(Lane.UPLOAD, "values for"):
-                carry[name] = structure.map_tensors(held.value, backend.upload)
+            with round_.reading(microbatch, name, backend) as held:
+                for event in held.events:
+                    backend.wait(Lane.UPLOAD, event)
+                with self.meter.copying(Lane.UPLOAD, "values for"):
+                    carry[name] = structure.map_tensors(held.value, backend.upload)
         backend.wait(Lane.COMPUTE, backend.record(Lane.UPLOAD))
         tensors = structure.tensors(carry)
         backend.check_ready(tensors)

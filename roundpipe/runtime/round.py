@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from roundpipe import structure
 from roundpipe.errors import DeadlockError
 from roundpipe.layers import LayerChain
-from roundpipe.runtime.backend import Event
+from roundpipe.runtime.backend import Backend, Event, Lane
 from roundpipe.runtime.flow import JobFlow
 from roundpipe.runtime.gate import Question
 from roundpipe.runtime.host_weights import LayerWeights
@@ -30,6 +30,8 @@ from roundpipe.runtime.replica import Frozen
 from roundpipe.runtime.schedule import Job, Phase, Schedule
 from roundpipe.runtime.stage import LossFunction, Surroundings
 
+LABEL = "the label"
+"""What stands for the label among names of carried values, which are identifiers."""
 CHECK_INTERVAL_S = 5.0
 """How often a waiting worker looks whether anybody can still make progress."""
 
@@ -259,8 +261,14 @@ class Round:
     """Whether the call has returned."""
     progress: Progress = field(init=False)
     _jobs_of: dict[torch.Tensor, tuple[list[int], list[int]]] | None = None
+    _num_reading: int = 0
+    """Workers that are giving one of the caller's own values to UPLOAD."""
+    _reads: list[Event] = field(default_factory=list)
+    """When such uploads are done."""
+    _was_read: threading.Condition = field(init=False)
 
     def __post_init__(self) -> None:
+        self._was_read = threading.Condition(self.binding)
         self.progress = Progress(self.schedule.first_job, len(self.schedule.jobs))
 
     def flow_of(self, job: Job) -> JobFlow:
@@ -279,21 +287,48 @@ class Round:
         last = max((i for i, job in enumerate(jobs) if job.phase is not Phase.BACKWARD), default=len(jobs) - 1)
         self.progress.wait_settled([job.index for job in jobs[: last + 1]])
 
+    @contextlib.contextmanager
+    def reading(self, microbatch: int, name: str, backend: Backend) -> Iterator[HostValue]:
+        """A carried value, to be given to UPLOAD inside; the caller's own is his to change only after that."""
+        if self.frozen is not None or not self.may_outlive_call or name not in self.given:
+            yield self.values[microbatch][name]
+            return
+        with self.binding:
+            held = self.values[microbatch][name]
+            self._num_reading += 1
+        try:
+            yield held
+        finally:
+            event = backend.record(Lane.UPLOAD)
+            with self.binding:
+                self._num_reading -= 1
+                self._reads.append(event)
+                self._was_read.notify_all()
+
     def freeze(self) -> None:
         """Keep what the remaining jobs read of the caller's objects: arguments, modes, attributes, who is trained.
 
         The caller may change all of these as soon as the call returns.
         """
         remaining = {i for job in self.schedule.jobs if job.phase is Phase.BACKWARD for i in job.layers}
-        with self.binding:
-            self.frozen = Frozen.of(self.weights[index].layer for index in sorted(remaining))
         devices = set()
+        copies = []
         for values in self.values:
             for name in self.given:
                 held = values.get(name)
                 if held is not None:
-                    values[name] = HostValue(structure.map_tensors(held.value, _copied), held.events)
+                    copy = HostValue(structure.map_tensors(held.value, _copied), held.events)
+                    copies.append((values, name, copy))
                     devices |= {tensor.device for tensor in structure.tensors(held.value)}
+        with self.binding:
+            for values, name, copy in copies:
+                if name in values:
+                    values[name] = copy
+            self.frozen = Frozen.of(self.weights[index].layer for index in sorted(remaining))
+            self._was_read.wait_for(lambda: self._num_reading == 0)
+        for event in self._reads:
+            event.synchronize()
+        self._reads.clear()
         for device in devices:
             if device.type not in ("cpu", "meta"):
                 torch.accelerator.current_stream(device).synchronize()

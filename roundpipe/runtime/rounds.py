@@ -22,7 +22,7 @@ from roundpipe.runtime.flow import flow, names_with_gradient, reads_of_backward
 from roundpipe.runtime.meter import link_speeds
 from roundpipe.runtime.plans import Call, Plans
 from roundpipe.runtime.recompute import BufferHistory, SavedData, draw_base_seed
-from roundpipe.runtime.round import HostValue, Round
+from roundpipe.runtime.round import LABEL, HostValue, Round
 from roundpipe.runtime.schedule import ExecutePlan, Phase, Schedule, ScheduleKind, make_schedule
 from roundpipe.runtime.stage import LossFunction, Surroundings
 
@@ -186,6 +186,16 @@ def input_tensors(values: MicrobatchValues) -> list[tuple[int, str, int, torch.T
         for name, held in one.items()
         for position, tensor in enumerate(structure.tensors(held.value))
         if tensor.requires_grad and is_differentiable(tensor)
+    ]
+
+
+def label_tensors(labels: Sequence[Any]) -> list[tuple[int, str, int, torch.Tensor]]:
+    """The same of the labels of microbatches."""
+    return [
+        (microbatch, LABEL, position, tensor)
+        for microbatch, label in enumerate(labels)
+        for position, tensor in enumerate(structure.tensors(label))
+        if tensor.requires_grad
     ]
 
 

@@ -11,6 +11,7 @@ an exception of the user's code keeps its type and gains a note that says where 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,6 +59,8 @@ class Surroundings:
     """Whether a backward will recompute this forward, so that what it saw and saved must be kept."""
     ambient: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     """Re-enters the caller's autocast state."""
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
+    """The caller's context variables, as they were when the round was made, or the round of the forward."""
     times: RoundTimes | None = None
     """Where to note what calls take; None: the round is not measured."""
 

@@ -1,5 +1,6 @@
 """Rounds on several workers against an eager loop of microbatches, and against each other bit for bit."""
 
+import contextvars
 import copy
 import time
 from collections import OrderedDict
@@ -500,6 +501,50 @@ def test_the_callers_autocast_holds_in_the_workers(grain):
     with roundpipe.RoundPipe(model, devices=["cpu"] * 2) as piped:
         piped.forward_backward((given,), loss_fn=square_loss, run_config=config(2, grain))
     assert model[0].dtypes[-1] is torch.float32
+
+
+GAIN: contextvars.ContextVar[float] = contextvars.ContextVar("gain", default=1.0)
+
+
+class Gained(nn.Module):
+    """Multiplies by a context variable."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, value):
+        return torch.tanh(self.linear(value)) * GAIN.get()
+
+
+@grains
+@workers
+def test_the_callers_context_variables_hold_in_the_workers(workers, grain):
+    """In the forward and in its recomputation, whatever they are by then."""
+    model = nn.Sequential(*(Gained() for _ in range(4))).to(DTYPE)
+    reference = copy.deepcopy(model)
+
+    def train(net):
+        for gain in (0.5, 2.0):
+            token = GAIN.set(gain)
+            output = net(batch()).square().sum()
+            GAIN.reset(token)
+            output.backward()
+
+    def loss_fn(output, label):
+        return square_loss(output, label) * GAIN.get()
+
+    train(reference)
+    with roundpipe.RoundPipe(model, devices=["cpu"] * workers, model_run_config=config(2, grain)) as piped:
+        train(piped)
+        assert_same(gradients(model), gradients(reference))
+        token = GAIN.set(3.0)
+        expected, _ = eager_round(reference, (batch(),), loss_fn=loss_fn, num=2)
+        found = piped.forward_backward((batch(),), loss_fn=loss_fn)
+        GAIN.reset(token)
+        piped.synchronize()
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    assert_same(gradients(model), gradients(reference))
 
 
 # ------------------------------------------------------------------------------- synchronisation

@@ -3,6 +3,7 @@
 import copy
 import functools
 import random
+import re
 import threading
 import time
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import roundpipe
+from roundpipe.runtime.cpu import CpuBackend
 from tests.runtime.models import DTYPE, assert_equal_bits, assert_same, batch, config, gradients, square_loss
 
 pytestmark = pytest.mark.timeout(60)
@@ -157,6 +159,38 @@ def test_what_the_caller_changes_after_the_call_is_not_seen():
             model.requires_grad_(True)
             assert_same(gradients(model), reference, atol=1e-12)
             assert_same(dict(model.named_buffers()), dict(twin.named_buffers()), atol=1e-12)
+
+
+def test_an_argument_that_is_being_uploaded_when_the_call_could_return(monkeypatch):
+    upload = CpuBackend.upload
+    began, changed = threading.Event(), threading.Event()
+    model, value = build(), batch(9)
+    given = value.clone()
+
+    def slowly(self, source, *args, **kwargs):
+        if _share_memory(source, given) and not in_forward.match(threading.current_thread().name):
+            began.set()
+            changed.wait(0.5)
+        return upload(self, source, *args, **kwargs)
+
+    def loss_fn(output, label):
+        assert began.wait(20), "the last stage's upload waits for nothing"
+        return square_loss(output, label)
+
+    in_forward = re.compile(".*worker [0-3]$")
+    monkeypatch.setattr(CpuBackend, "upload", slowly)
+    expected = eager(copy.deepcopy(model), value)
+    with in_asynchronous_steps(model, 7) as piped:  # one for each job
+        options = config(3, plan=SINGLES, preserve_rng_state=False)
+        piped.forward_backward((given,), loss_fn=loss_fn, run_config=options)
+        given.fill_(100)
+        changed.set()
+        piped.synchronize()
+    assert_same(gradients(model), expected, atol=1e-12)
+
+
+def _share_memory(one, other):
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def test_buffers_are_there_with_the_losses():

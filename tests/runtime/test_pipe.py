@@ -649,3 +649,32 @@ class Flips(nn.Module):
         phase = "recomputation" if roundpipe.doing_recompute() else "forward"
         self.seen.setdefault(phase, set()).add(tuple(signs.tolist()))
         return value * signs
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_gradients_flow_to_labels(is_async, workers):
+    """Such as the outputs of a teacher that is trained too; what of a label needs no gradient gets none."""
+
+    def loss_fn(output, label):
+        return ((output - label["target"]) * label["weight"]).square().sum()
+
+    model = mlp()
+    reference, teacher = copy.deepcopy(model), nn.Linear(6, 6).to(torch.float64)
+    other_teacher = copy.deepcopy(teacher)
+    weight, leaf = batch(seed=4), batch(seed=5).requires_grad_()
+    with roundpipe.RoundPipe(model, devices=["cpu"] * workers, model_run_config=config(3)) as piped:
+        piped.optim_parameters()
+        for round_ in range(3):
+            label = {"target": other_teacher(batch(seed=round_)), "weight": weight}
+            expected, _ = eager_round(reference, (batch(),), label=label, loss_fn=loss_fn)
+            label = {"target": teacher(batch(seed=round_)), "weight": weight}
+            found = piped.forward_backward((batch(),), label=label, loss_fn=loss_fn)
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+            piped.step(lambda: None, is_async=is_async)
+        piped.forward_backward((batch(),), label={"target": leaf, "weight": weight}, loss_fn=loss_fn)
+    assert weight.grad is None
+    assert_same(gradients(teacher), gradients(other_teacher))
+    expected_leaf = leaf.detach().clone().requires_grad_()
+    eager_round(reference, (batch(),), label={"target": expected_leaf, "weight": weight}, loss_fn=loss_fn)
+    torch.testing.assert_close(leaf.grad, expected_leaf.grad, rtol=1e-10, atol=0)

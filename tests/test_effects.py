@@ -1,0 +1,163 @@
+"""What forwards do beside returning a value, and that layers wrapped by hand which do it are not silent."""
+
+import warnings
+from functools import cached_property
+
+import pytest
+import torch
+from torch import nn
+
+import roundpipe
+from roundpipe.effects import AttributesBefore, Noticed, WeightsBefore
+from roundpipe.errors import ConfigError
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+
+class Counts(Layer):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x) * self.calls
+
+
+class Averages(Layer):
+    def __init__(self):
+        super().__init__()
+        self.mean = torch.zeros(4)
+
+    def forward(self, x):
+        self.mean = 0.5 * self.mean + x.detach().mean(0)
+        return self.linear(x) + self.mean
+
+
+class Collects(Layer):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append(len(x))
+        return self.linear(x) * len(self.seen)
+
+
+class Draws(Layer):
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def forward(self, x):
+        return self.linear(x) * torch.rand((), generator=self.generator)
+
+
+class Notes(Layer):
+    """What it notes is the same after every call."""
+
+    shape = None
+
+    @cached_property
+    def table(self):
+        return torch.ones(4)
+
+    def forward(self, x):
+        self.shape = tuple(x.shape[1:])
+        self.kind = "matrix"
+        return self.linear(x) * self.table
+
+
+KEEPING = {
+    Counts: "changes attribute 'calls' from call to call",
+    Averages: "stores tensors in attribute 'mean'",
+    Collects: "changes the list in attribute 'seen'",
+    Draws: "draws from the generator in attribute 'generator'",
+}
+OLD_NORM = pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+
+
+def train(layer, num_calls):
+    plan = roundpipe.ExecutePlan([(0, 1), (1, 2)], (2, 3), [(1, 2), (0, 1)])
+    model = nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 4))
+    config = roundpipe.RoundPipeRunConfig(num_microbatch=2, execute_plan=plan)
+    with roundpipe.RoundPipe(model, devices=["cpu"] * 2, model_run_config=config) as piped:
+        for _ in range(num_calls):
+            piped.forward_backward((torch.randn(6, 4),), loss_fn=lambda output, _: output.square().sum())
+
+
+@pytest.mark.parametrize("kind", KEEPING, ids=lambda kind: kind.__name__)
+def test_a_layer_wrapped_by_hand_that_keeps_state_is_named(kind):
+    with pytest.warns(UserWarning, match=f"the forward of layer 1 {KEEPING[kind]}.*Use roundpipe.compile") as caught:
+        train(kind(), 4)
+    assert sum("the forward of layer" in str(one.message) for one in caught) == 1
+
+
+@OLD_NORM
+@pytest.mark.parametrize(
+    "make",
+    [
+        Notes,
+        lambda: nn.utils.weight_norm(nn.Linear(4, 4)),
+        lambda: nn.BatchNorm1d(4),
+        lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True),
+    ],
+    ids=["Notes", "weight_norm", "BatchNorm1d", "TransformerEncoderLayer"],
+)
+def test_other_layers_cause_no_warning(make):
+    layer = make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(layer, 4)
+
+
+@pytest.mark.parametrize("kind", [*KEEPING, Notes], ids=lambda kind: kind.__name__)
+def test_only_the_first_calls_are_looked_at(kind):
+    noticed = Noticed()
+    assert [noticed.looks_again() for _ in range(Noticed.CALLS + 2)] == [True] * Noticed.CALLS + [False] * 2
+    layer, noticed, found = kind(), Noticed(), []
+    for _ in range(Noticed.CALLS):
+        if noticed.looks_again():
+            before = AttributesBefore(layer)
+            layer(torch.ones(2, 4))
+            found.append(noticed.kept(before))
+    assert [words for words in found if words] == ([KEEPING[kind]] if kind in KEEPING else [])
+    if kind in KEEPING:
+        assert len(found) == (2 if kind is Counts else 1), "nothing more is looked for"
+
+
+def test_collections_are_put_back():
+    layer = Collects()
+    layer.table = {"a": 1}
+    before = AttributesBefore(layer)
+    assert before.put_back_collections() is None and before.changed_collection() is None
+    layer(torch.ones(2, 4))
+    layer.table.clear()
+    assert before.changed_collection() == ("seen", [2])
+    assert before.put_back_collections()[0] == "seen"
+    assert layer.seen == [] and layer.table == {"a": 1}
+
+
+def test_written_and_replaced_parameters_are_named():
+    layer = nn.Sequential(Layer(), Layer())
+    before = WeightsBefore(layer)
+    assert before.written() is None
+    with torch.no_grad():
+        layer[1].linear.bias.mul_(2)
+    assert before.written() == "1.linear.bias"
+    before = WeightsBefore(layer)
+    layer[0].linear.weight = nn.Parameter(torch.ones(4, 4))
+    assert before.written() == "0.linear.weight"
+
+
+def test_a_layer_wrapped_by_hand_that_writes_its_weights_is_an_error():
+    class Clamps(Layer):
+        def forward(self, x):
+            with torch.no_grad():
+                self.linear.weight.clamp_(-0.1, 0.1)
+            return self.linear(x)
+
+    with pytest.raises(ConfigError, match="layer 1 writes its parameter linear.weight"):
+        train(Clamps(), 1)
