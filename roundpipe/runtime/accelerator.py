@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import mmap
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,8 @@ PLANNED_SHARE = 0.9
 """Share of a device's memory that plans are made for; the rest is for libraries and for transfers in flight."""
 LARGEST_PADDING = 1.1
 """Pinned allocations are padded to a power of two; past this factor host memory is registered instead."""
+SMALL_BYTES = 1 << 17
+"""Pinned allocations up to this size may be padded by more."""
 
 _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for all devices of the process."""
@@ -123,9 +126,9 @@ class AcceleratorBackend:
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         padded = 1 << max(num_bytes - 1, 0).bit_length()
-        if padded <= LARGEST_PADDING * num_bytes or self.device.type != "cuda":
+        if padded <= max(LARGEST_PADDING * num_bytes, SMALL_BYTES) or self.device.type != "cuda":
             return _pinned((num_bytes,), torch.uint8)
-        return _registered(empty_bytes(num_bytes))
+        return _registered(num_bytes)
 
     def registrar(self) -> Registrar:
         """Pins memory where it lies, through this device's driver."""
@@ -232,11 +235,18 @@ def _pinned(shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor | None 
         return made
 
 
-def _registered(buffer: torch.Tensor) -> torch.Tensor:
-    """Pin a buffer of our own; leaves it unpinned, with a warning, where the system refuses."""
-    reason = _register(None, buffer.data_ptr(), buffer.numel())
+def _registered(num_bytes: int) -> torch.Tensor:
+    """A byte buffer on whole pages of its own, since no page can be registered twice; left unpinned, with a warning,
+    where the system refuses.
+    """
+    page = mmap.PAGESIZE
+    on_pages = -(-num_bytes // page) * page
+    whole = empty_bytes(on_pages + page)
+    start = -whole.data_ptr() % page
+    buffer = whole[start : start + num_bytes]
+    reason = _register(None, buffer.data_ptr(), on_pages)
     if reason is not None:
-        warn_unpinned(buffer.numel(), reason)
+        warn_unpinned(num_bytes, reason)
     else:
         weakref.finalize(buffer, _unregister, buffer.data_ptr())
     return buffer

@@ -224,14 +224,15 @@ class Cudart:
 
 
 @pytest.mark.parametrize("result", [0, 2])
-def test_buffers_are_registered_or_left_unpinned(monkeypatch, unwarned, result):
+def test_buffers_are_registered_on_pages_of_their_own_or_left_unpinned(monkeypatch, unwarned, result):
     runtime = Cudart(result)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    buffer = torch.zeros(5 * PAGE, dtype=torch.uint8)
-    address = buffer.data_ptr()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert accelerator._registered(buffer) is buffer
+        buffer = accelerator._registered(5 * PAGE - 7)
+    address = buffer.data_ptr()
+    assert buffer.numel() == 5 * PAGE - 7 and address % PAGE == 0
+    assert address + 5 * PAGE <= buffer.untyped_storage().data_ptr() + buffer.untyped_storage().nbytes()
     assert runtime.calls == [("register", address, 5 * PAGE)]
     assert [one.category for one in caught] == ([RuntimeWarning] if result else [])
     del buffer
