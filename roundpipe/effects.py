@@ -139,9 +139,8 @@ class Noticed:
         if drawn is not None:
             return f"draws from the generator in attribute {drawn!r}"
         for one in before.changed():
-            if one.is_cached_property or one.kind.__module__.startswith(
-                "torch."
-            ):  # such as weights of an RNN, in a list
+            is_torchs = one.kind.__module__.startswith("torch.")  # such as an RNN, which has its weights in a list, too
+            if is_torchs or one.is_cached_property:
                 continue
             if structure.tensors(one.now):
                 return f"stores tensors in attribute {one.name!r}"

@@ -45,7 +45,7 @@ class _Pipeline(torch.autograd.Function):
         ctx.run_backward = backward
         ctx.anchor = anchor
         tensors = outputs()
-        ctx.read = [(*one, one[1]._version) for one in read if not one[1].is_inference()]
+        ctx.read = [(name, tensor, place, tensor._version) for name, tensor, place in read if not tensor.is_inference()]
         ctx.mark_non_differentiable(*(tensor for tensor in tensors if not is_differentiable(tensor)))
         return tensors
 
