@@ -61,8 +61,9 @@ def wrap_model_to_roundpipe(
 
     The loss function of a Hugging Face model runs on the device. A module that does more than return a value (writes
     into its arguments, changes attributes, lists or globals, is given objects such as caches) goes back to the CPU
-    when it is found out, with a warning and with all of that put back before it runs again. The model itself is not
-    changed and keeps the parameters.
+    when it is found out, with a warning. If its first call in a mode shows it, all of that is put back before it runs
+    again; if only a later one does, what that call had changed by then stays. The model itself is not changed and
+    keeps the parameters.
 
     Each pipeline splits what it is given on dim 0, or gets other options from ``override_config``: say
     ``num_microbatch=1`` for a module whose inputs have something else than the batch there. Elements of a
