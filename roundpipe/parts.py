@@ -210,7 +210,11 @@ class _Watched(nn.Module):
             return False
         if changed.is_cached_property:
             return False
-        return not isinstance(now, PLAIN) or changed.name in self._read or self._reads_any_name
+        return not isinstance(now, PLAIN) or self.may_read(changed.name)
+
+    def may_read(self, name: str) -> bool:
+        """Whether the module's code may read an attribute of a name."""
+        return name in self._read or self._reads_any_name
 
     def _referring(self, result: Any, given: list[torch.Tensor]) -> Any:
         """The output with a `_Same` for each tensor that it need not bring."""
@@ -255,13 +259,19 @@ def _containers(value: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterator[Any]:
 
 
 def _between_hooks(module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls a module whose forward is ``run``; what its hooks leave in attributes is left in the module."""
+    """Calls a module whose forward is ``run``; what its hooks leave in attributes is left in the module.
+
+    ``run`` gets a dict of what the hooks in front of it have set, then the arguments.
+    """
     twin = object.__new__(type(module))
-    before = dict(module.__dict__, forward=run)
+
+    def set_by_hooks() -> dict[str, Any]:
+        return {name: value for name, value in twin.__dict__.items() if value is not before.get(name, before)}
+
+    before = dict(module.__dict__, forward=lambda *args, **kwargs: run(set_by_hooks(), *args, **kwargs))
     twin.__dict__.update(before)
     result = twin(*args, **kwargs)
-    set_by_hooks = {name: value for name, value in twin.__dict__.items() if value is not before.get(name, before)}
-    module.__dict__.update(set_by_hooks)
+    module.__dict__.update(set_by_hooks())
     return result
 
 
@@ -364,6 +374,8 @@ class Part(RoundPipe):
     ) -> Any:
         """See `RoundPipe.forward`."""
         part: _PartState = self.__dict__["_part"]
+        if any(tensor.is_nested for tensor in structure.tensors((args, kwargs))):  # has no batch that could be split
+            return self.model(*args, **kwargs)
         why = part.why_on_host or _unfit(args, kwargs)
         if part.is_split and not is_sequential(self.model):
             why = why or "it got hooks or a forward of its own"
@@ -383,11 +395,16 @@ class Part(RoundPipe):
         if part.same is None or not hooks_run_around(self.model):
             return self._run_or_undo(args, kwargs, config)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(set_by_hooks: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            (watched,) = part.watched
             try:
+                for name, value in set_by_hooks.items():
+                    if structure.tensors(value) or watched.may_read(name):
+                        raise _HandsOnOtherwise(f"a hook sets its attribute {name!r}, which its forward may read")
                 return self._run_or_undo(args, kwargs, config)
             except _HandsOnOtherwise as error:  # here, since its hooks must run once, too
                 self._leave_devices(str(error))
+                self.model.__dict__.update(set_by_hooks)
                 return self.model.forward(*args, **kwargs)
 
         return _between_hooks(self.model, run, args, kwargs)

@@ -669,3 +669,32 @@ def test_functions_of_the_users_split_a_call_once() -> None:
     for one, wanted in zip(x.tensor_split(3), label.tensor_split(3), strict=True):
         loss_fn(reference(one), wanted).backward()
     assert_same_gradients(model, reference, 1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+@pytest.mark.parametrize("with_example", [True, False])
+def test_sparse_arguments_run_module_by_module(with_example: bool, layout: str) -> None:
+    class Convolves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: torch.Tensor, adjacency: torch.Tensor) -> torch.Tensor:
+            return self.last(torch.sparse.mm(adjacency, self.first(x).relu()))
+
+    model = Convolves()
+    reference = copy.deepcopy(model)
+    x, dense = torch.randn(4, 8), (torch.rand(4, 4) > 0.5).float()
+    adjacency = dense.to_sparse() if layout == "coo" else dense.to_sparse_csr()
+    config = RoundPipeRunConfig(num_microbatch=1)
+    options: dict[str, Any] = {"example_args": (x, adjacency)} if with_example else {}
+    with pytest.warns(UserWarning, match="can't trace Convolves: the tensor at .*adjacency.* is a sparse one"):
+        pipe = roundpipe.compile(model, devices=["cpu"] * 2, model_run_config=config, **options)
+        found = pipe.forward_backward((x, adjacency), loss_fn=lambda output, _: output.square().sum())
+    pipe.synchronize()
+    expected = reference(x, adjacency).square().sum()
+    expected.backward()
+    torch.testing.assert_close(found, expected.detach())
+    assert_same_gradients(model, reference, 1e-5)
+    pipe.close()

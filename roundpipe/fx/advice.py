@@ -126,6 +126,8 @@ def advice(cause: str, line: str) -> str:
         cause: what tracing says.
         line: the line of the model's code, or nothing.
     """
+    if "a forward hook keeps" in cause:
+        return "If it is only looked at, keep activation.detach()."
     for in_cause, in_line, change in _RULES:
         if re.search(in_cause, cause) and re.search(in_line, line.strip()):
             name = re.search(r"\.(\w+) is set", cause)

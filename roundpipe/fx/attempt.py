@@ -38,7 +38,7 @@ from roundpipe.fx.intercept import ORIGINAL_CALL, intercepting
 from roundpipe.fx.leaves import Contents, OutsideChanges, TreeState, contents_of, gained_by, handed_back, left_behind
 from roundpipe.fx.model_state import ModelState, Own, hooks_by_code, kind_and_value
 from roundpipe.fx.policy import Decision, LeafPolicy
-from roundpipe.fx.python_state import PythonState, Readers, Settled
+from roundpipe.fx.python_state import PythonState, Readers, Settled, uses_of_forward
 from roundpipe.fx.random_state import python_random_state, set_python_random_state
 from roundpipe.fx.recorder import Recorder, Restart, StatefulError
 from roundpipe.fx.runner import LeafRunner, is_put_by_hooks
@@ -66,6 +66,8 @@ class Learned:
     """Modules, and their classes, whose forward changes Python state."""
     handing_on: set[str | type] = field(default_factory=set)
     """Modules, and their classes, from whose attributes others take values in the same forward."""
+    seen_to_set: set[tuple[type, str]] = field(default_factory=set)
+    """Attributes of classes that forwards changed."""
 
 
 class Attempt:
@@ -100,7 +102,7 @@ class Attempt:
         ]
         self._policy = LeafPolicy(world.twin, world.name_of_module, learned.decisions, learned.max_leaf_bytes, hooked)
         readers = Readers([type(module) for module in world.twin.modules()], functions)
-        self._runner = LeafRunner(world, self._recorder, self._policy, learned.history, readers)
+        self._runner = LeafRunner(world, self._recorder, self._policy, learned.history, learned.seen_to_set, readers)
         self._gave_lengths = False
         self._glue_modules: dict[nn.Module, None] = {}
         self._leaves: dict[str, nn.Module] = {}
@@ -217,10 +219,16 @@ class Attempt:
         return list(self._recorder.not_kept)
 
     def refuse_activations(self, python: PythonState) -> None:
-        """An activation left anywhere else would not be there at run time either."""
+        """An activation left anywhere else would not be there at run time either, one that a hook keeps no part of a
+        graph.
+        """
         for words, held in python.gained():
             if any(self._is_activation(item) for item in flat_values(held)):
                 raise Restart(None, "", TraceError(f"{words} holds an activation after the forward"))
+        for words, held in python.gained(by_hooks=True):
+            if any(self._is_activation(item) and item.requires_grad for item in flat_values(held)):
+                cause = f"a forward hook keeps an activation in {words}, and a loss may send gradients back through it"
+                raise Restart(None, "", TraceError(cause))
 
     # the session of `intercept`
 
@@ -330,10 +338,21 @@ class Attempt:
                 continue
             if before.get(key, before) is value and not isinstance(value, (list, dict)):
                 continue
+            if before.get(key, before) is None and self._is_reset(module, key):
+                continue
             if any(self._is_activation(item) for item in flat_values(value)) and not is_put_by_hooks(module, key):
                 restart = self._recorder.give_up(TraceError(left_behind(f"{type(module).__name__}.{key}")))
                 restart.location = set_at(type(module), key) or restart.location
                 raise restart
+
+    def _is_reset(self, module: nn.Module, attribute: str) -> bool:
+        """Whether an attribute, None when a module is called, is state for the module's own forward, which reads it,
+        and which code of another module sets anew in each forward, as recurrent states between tokens.
+        """
+        kinds = {type(one) for one in self._world.twin.modules()} - {type(module)}
+        return attribute in uses_of_forward(type(module)).read and any(
+            attribute in uses_of_forward(kind).set for kind in kinds
+        )
 
     def _hands_on(self, module: nn.Module) -> bool:
         """Whether another module takes a value from this one's attributes in the same forward, so that it is glue."""

@@ -48,6 +48,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.utils._sympy.printers import PythonPrinter
 
 from roundpipe import structure
+from roundpipe.errors import TraceError
 from roundpipe.fx.operations import SizeExpression, compile_expression
 
 Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -379,6 +380,12 @@ class FakeWorld:
 
     def _fake_input(self, path: structure.Path, leaf: torch.Tensor) -> torch.Tensor:
         real = leaf.detach()
+        if real.layout is not torch.strided or real.is_nested:
+            kind = "nested" if real.is_nested else f"a sparse one ({real.layout})"
+            where = f"the tensor at {structure.path_string(path)} of its arguments"
+            raise TraceError(
+                f"can't trace {type(self.model).__name__}: {where} is {kind}, and graphs take dense ones only"
+            )
         if real.device.type != "cpu":
             real = torch.empty(real.shape, dtype=real.dtype)
         is_float = real.is_floating_point() or real.is_complex()

@@ -16,7 +16,7 @@ Invariant: `ModelState.change` returns None only if the model's code would find 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ from roundpipe.fx.python_state import (
     Settled,
     Uses,
     attributes_read,
+    hook_keeps,
     same_item,
     uses_of_forward,
     uses_of_functions,
@@ -74,6 +75,12 @@ class ModelState:
         self._hooked = [module for module in self._modules if module in glue or module in passing]
         self._hook_dicts = [module.__dict__[name] for module in self._hooked for name in HOOKS]
         self._hooks = list(map(dict, self._hook_dicts))
+        self._leaf_hooks = [
+            (module, held, dict(held))
+            for module in self._modules
+            if module not in glue and module not in passing
+            for held in (module._forward_hooks, module._forward_pre_hooks)
+        ]
         self._settled = own
         self._python = PythonState(self._modules, between_calls=True)
         leaves = [module for module in self._modules if module not in glue]
@@ -128,6 +135,9 @@ class ModelState:
             for index, module in enumerate(self._hooked):
                 if self._other_hooks(index, module):
                     return f"the hooks of a {type(module).__name__} are others now"
+        for module, hooks, known in self._leaf_hooks:
+            if len(hooks) > len(known) and self._keeps_more(module, hooks, known):
+                return f"a {type(module).__name__} has got a hook that may keep what it is given"
         came = [name for held, name in self._absent if name in held and held[name] is not None]
         if came or list(map(len, self._weight_dicts)) != self._num_weights:
             return f"parameters came or went{': ' * bool(came)}{', '.join(came)}"
@@ -159,6 +169,13 @@ class ModelState:
             return False
         return hooks_by_code(module) != self._settled.hooks.get(module)
 
+    def _keeps_more(self, leaf: nn.Module, hooks: Mapping[int, Any], known: Mapping[int, Any]) -> bool:
+        """Whether among hooks of a leaf there is one that keeps something, and that neither was there nor is the
+        forward's own.
+        """
+        codes = {*map(_code_of, known.values()), *self._settled.hooks.get(leaf, ())}
+        return any(hook_keeps(hook) and _code_of(hook) not in codes for hook in hooks.values())
+
 
 def kind_and_value(value: Any) -> tuple[type, Any]:
     """A value's type, and the value if it is plain."""
@@ -167,11 +184,11 @@ def kind_and_value(value: Any) -> tuple[type, Any]:
 
 def hooks_by_code(module: nn.Module) -> list[Any]:
     """A module's hooks, each by its code, which is the same for one that is installed again."""
-    return [
-        getattr(getattr(hook, "func", hook), "__code__", id(hook))
-        for name in HOOKS
-        for hook in module.__dict__[name].values()
-    ]
+    return [_code_of(hook) for name in HOOKS for hook in module.__dict__[name].values()]
+
+
+def _code_of(hook: Any) -> Any:
+    return getattr(getattr(hook, "func", hook), "__code__", id(hook))
 
 
 def _in_words(value: Any) -> str:

@@ -306,10 +306,14 @@ class PythonState:
             )
         )
 
-    def gained(self) -> Iterator[tuple[str, Any]]:
-        """The places that hold something else now, tensors included, in words and as they are."""
+    def gained(self, by_hooks: bool = False) -> Iterator[tuple[str, Any]]:
+        """The places that hold something else now, tensors included, in words and as they are.
+
+        Args:
+            by_hooks: those that only hooks of the user's can reach, in place of the others.
+        """
         for place in self._changed_places():
-            if place.counts:
+            if place.counts is not by_hooks:
                 yield place.words, _now(place)
 
     def restore(self, tensors_only: bool = False) -> None:
@@ -613,6 +617,12 @@ def hook_hands_on(hook: Any) -> bool:
     function = hook.func if isinstance(hook, functools.partial) else hook
     held = [getattr(function, "__self__", None), *(cell.cell_contents for cell in _filled_cells(function))]
     return uses.changes_items and any(isinstance(one, nn.Module) for one in held)
+
+
+def hook_keeps(hook: Any) -> bool:
+    """Whether a hook may put what it is given somewhere."""
+    uses = _uses_of_hook(hook)
+    return bool(uses.set) or uses.rebinds or uses.changes_items
 
 
 def _filled_cells(function: Any) -> Iterator[types.CellType]:

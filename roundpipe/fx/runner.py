@@ -47,6 +47,7 @@ class LeafRunner:
         recorder: what records the attempt.
         policy: what is known about the modules.
         history: what was tried in earlier attempts.
+        seen_to_set: attributes of classes that earlier attempts saw a forward change.
         readers: who reads what.
     """
 
@@ -56,12 +57,14 @@ class LeafRunner:
         recorder: Recorder,
         policy: LeafPolicy,
         history: set[tuple[str, Decision]],
+        seen_to_set: set[tuple[type, str]],
         readers: Readers,
     ) -> None:
         self._world = world
         self._recorder = recorder
         self._policy = policy
         self._history = history
+        self._seen_to_set = seen_to_set
         self._readers = readers
         self._siblings = SiblingCache()
 
@@ -235,7 +238,11 @@ class LeafRunner:
             if (name, Decision.DESCEND) not in self._history and not is_of_torch(type(module)):
                 raise Restart(Decision.DESCEND, name, error) from error  # as glue it may serve one size
             raise self._recorder.give_up(error) from error
-        self._refuse_state(module, name, list(probe.changed))
+        kinds = set(map(type, module.modules()))
+        if_data_say_so = [
+            f"{kind.__name__}.{attribute}" for kind, attribute in self._seen_to_set - probe.sets if kind in kinds
+        ]
+        self._refuse_state(module, name, [*probe.changed, *sorted(if_data_say_so)])
         for words in probe.left_behind:
             raise self._to_look_into(module, name, StatefulError(left_behind(words)))
         self._recorder.not_kept.update(dict.fromkeys(probe.not_kept))

@@ -154,6 +154,7 @@ def _settled(world: FakeWorld, form: CallForm, learned: Learned) -> tuple[Traced
                 raise _root_error(world.model, cause, where_set(world.model, place), learned)
             attempt.refuse_activations(python)
             changed.update(attempt.changed_attributes())
+            learned.seen_to_set |= {(type(module), attribute) for module, attribute in changed}
             words = list(dict.fromkeys([*changed.values(), *python.changed()]))
             printed = printed_graph(traced)
             if not words or printed == previous:

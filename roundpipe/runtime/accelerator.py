@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from roundpipe.runtime.backend import Device, Event, Lane
-from roundpipe.runtime.host_memory import empty_bytes
+from roundpipe.runtime.host_memory import bytes_of, empty_bytes
 from roundpipe.runtime.pinning import Registrar, warn_unpinned
 from roundpipe.runtime.randomness import DrawingFrom
 
@@ -152,7 +152,7 @@ class AcceleratorBackend:
         self, source: torch.Tensor, target: torch.Tensor | None = None, lane: Lane = Lane.UPLOAD
     ) -> torch.Tensor:
         source = source.detach()
-        self.moved_bytes[lane] += source.nbytes
+        self.moved_bytes[lane] += bytes_of(source)
         with self._on(lane):
             if target is not None:
                 return target.copy_(source, non_blocking=True)
@@ -169,7 +169,7 @@ class AcceleratorBackend:
         self, source: torch.Tensor, target: torch.Tensor | None = None, lane: Lane = Lane.DOWNLOAD
     ) -> torch.Tensor:
         source = source.detach()
-        self.moved_bytes[lane] += source.nbytes
+        self.moved_bytes[lane] += bytes_of(source)
         with self._on(lane):
             if target is None:
                 if source.layout is not torch.strided:

@@ -245,7 +245,8 @@ class CpuBackend:
 
     def activations(self, known: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
         counts: Counter[int] = Counter()
-        skip = frozenset(tensor.untyped_storage().data_ptr() for tensor in known)
+        dense = (tensor for tensor in known if tensor.layout is torch.strided)
+        skip = frozenset(tensor.untyped_storage().data_ptr() for tensor in dense)
         ledger = self.ledger
 
         def pack(tensor: torch.Tensor) -> Any:

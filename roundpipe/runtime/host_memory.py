@@ -67,6 +67,23 @@ def convert(parameter: torch.Tensor, dtype: torch.dtype) -> None:
         parameter.grad = gradient.to(dtype)
 
 
+def bytes_of(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's elements, of those that are stored if it is sparse."""
+    if tensor.layout is torch.strided:
+        return tensor.nbytes
+    parts = _SPARSE_PARTS[tensor.layout]
+    return sum(getattr(tensor, name)().nbytes for name in parts)
+
+
+_SPARSE_PARTS: dict[torch.layout, tuple[str, ...]] = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is no subclass and has strided memory, so that it may be packed and copied with others."""
     return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided

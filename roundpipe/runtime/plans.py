@@ -23,6 +23,7 @@ from roundpipe import structure
 from roundpipe.errors import DeviceMemoryError
 from roundpipe.layers import ESTIMATED_LINK_BYTES_PER_S, LayerChain, LayerCost
 from roundpipe.runtime.config import RECOMPUTE_GRAINS, RecomputeGrain, ResolvedConfig
+from roundpipe.runtime.host_memory import bytes_of
 from roundpipe.runtime.layer_times import LayerTimes, RoundTimes
 from roundpipe.runtime.planner import least_seconds, peak_bytes, round_seconds
 from roundpipe.runtime.planner import plan as choose_plan
@@ -92,9 +93,7 @@ class Call:
 
     def argument_bytes(self) -> int:
         """Bytes of the tensors in the largest microbatch's arguments."""
-        return max(
-            sum(tensor.nbytes for tensor in structure.tensors(one)) for one in zip(self.args, self.kwargs, strict=True)
-        )
+        return max(sum(map(bytes_of, structure.tensors(one))) for one in zip(self.args, self.kwargs, strict=True))
 
 
 @dataclass(slots=True)

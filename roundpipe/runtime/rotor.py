@@ -31,6 +31,7 @@ from roundpipe.layers import Carry
 from roundpipe.runtime.backend import Backend, Event, Lane
 from roundpipe.runtime.flow import Segment
 from roundpipe.runtime.gate import Gates
+from roundpipe.runtime.host_memory import bytes_of
 from roundpipe.runtime.host_weights import LayerWeights
 from roundpipe.runtime.meter import Meter
 from roundpipe.runtime.replica import Replica
@@ -546,7 +547,7 @@ class Rotor:
 
 def num_bytes(tensors: Sequence[torch.Tensor]) -> int:
     """Bytes of some tensors."""
-    return sum(tensor.nbytes for tensor in tensors)
+    return sum(map(bytes_of, tensors))
 
 
 def _sum(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

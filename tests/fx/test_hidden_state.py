@@ -482,3 +482,155 @@ def test_weights_of_other_modules_are_in_a_layer() -> None:
 def test_what_is_asked_of_the_form_of_others_weights_is_no_obstacle() -> None:
     traced = trace(Between(LooksAtOthers).double(), (), vectors(4, 6))
     assert "inner" in [node.target for node in traced.graph.nodes if node.op == "call_module"]
+
+
+class HandsOut(nn.Module):
+    """Blocks whose features a hook hands to the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("place", ["dict", "list", "attribute"])
+def test_a_feature_that_a_hook_hands_to_the_loss_has_its_gradient(place: str, number: int, is_late: bool) -> None:
+    features: Any = {"dict": {}, "list": [None], "attribute": types.SimpleNamespace()}[place]
+
+    def keep(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        if place == "attribute":
+            features.kept = output
+        else:
+            features["kept" if place == "dict" else 0] = output
+
+    def loss_fn(output: torch.Tensor, label: Any) -> torch.Tensor:
+        kept = features.kept if place == "attribute" else features["kept" if place == "dict" else 0]
+        return output.square().sum() + kept.square().sum()
+
+    model = HandsOut().double()
+    reference = HandsOut().double()
+    reference.load_state_dict(model.state_dict())
+    reference.layers[1][0].register_forward_hook(keep)
+    x = torch.randn(4, 8, dtype=torch.float64)
+    for piece in x.tensor_split(number):
+        loss_fn(reference(piece), None).backward()
+    options = roundpipe.RoundPipeRunConfig(num_microbatch=number)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if not is_late:
+            model.layers[1][0].register_forward_hook(keep)
+        with roundpipe.compile(model, example_args=(x,), devices=["cpu"] * 2, model_run_config=options) as pipe:
+            if is_late:
+                model.layers[1][0].register_forward_hook(keep)
+            pipe.forward_backward((x,), loss_fn=loss_fn)
+            pipe.synchronize()
+    assert any("a forward hook keeps an activation" in str(one.message) for one in caught)
+    assert_same_gradients(model, reference, 1e-9)
+
+
+def test_a_hook_that_only_looks_does_not_stand_in_the_way() -> None:
+    seen: list[torch.Tensor] = []
+    model = HandsOut()
+    model.layers[1][0].register_forward_hook(lambda module, args, output: seen.append(output.detach()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with roundpipe.compile(model, example_args=(torch.randn(4, 8),), devices=["cpu"]) as pipe:
+            model.layers[2][0].register_forward_hook(lambda module, args, output: seen.append(output.detach()))
+            pipe.forward_backward((torch.randn(4, 8),), loss_fn=lambda output, _: output.sum())
+    assert isinstance(pipe, roundpipe.RoundPipe) and not isinstance(pipe, roundpipe.AutoRoundPipe)
+    assert seen and not any(tensor.requires_grad for tensor in seen)
+
+
+class GrowsWithData(nn.Module):
+    """As rotary embeddings with dynamic scaling: what it keeps depends on the longest positions so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.longest: Any = 8
+        self.register_buffer("frequency", torch.ones((), dtype=torch.float64), persistent=False)
+
+    @torch.no_grad()
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        length = positions.max() + 1
+        if length > self.longest:
+            self.register_buffer("frequency", 1.0 / length.double(), persistent=False)
+            self.longest = length
+        return positions * self.frequency
+
+
+class Scaled(HandsOut):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaling = GrowsWithData()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.scaling(torch.arange(x.shape[1]))[:, None])
+
+
+def test_state_that_data_decide_about_is_not_forgotten_when_a_module_is_kept_whole() -> None:
+    model = Scaled().double()
+    reference = Scaled().double()
+    reference.load_state_dict(model.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with roundpipe.compile(model, devices=["cpu"] * 2) as pipe:
+            for length in (6, 20, 14, 26, 10):
+                x = torch.randn(4, length, 8, dtype=torch.float64)
+                found = pipe.forward_backward((x,), loss_fn=lambda output, _: output.square().sum())
+                expected = reference(x).square().sum()
+                expected.backward()
+                pipe.synchronize()
+                torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=0)
+                assert_same_gradients(model, reference, 1e-9)
+                assert model.scaling.frequency == reference.scaling.frequency
+                assert model.scaling.longest == reference.scaling.longest
+
+
+class Recurrent(nn.Module):
+    """Has a state for one token at a time, which its holder resets when whole sequences come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.state: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = torch.zeros_like(x[:, 0]) if self.state is None else self.state
+        outputs = []
+        for one in x.unbind(1):
+            state = torch.tanh(self.linear(one) + state)
+            outputs.append(state)
+        self.state = state
+        return torch.stack(outputs, 1)
+
+
+class HoldsRecurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Recurrent()
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.inner.state = None
+        return x + self.out(self.inner(x))
+
+
+class RecurrentBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(HoldsRecurrent() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_state_that_each_forward_resets_does_not_stand_in_the_way() -> None:
+    assert not check(RecurrentBlocks, sizes=TWO).fell_back
