@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from roundpipe.runtime.backend import Device, Event, Lane
-from roundpipe.runtime.host_memory import bytes_of, empty_bytes
+from roundpipe.runtime.host_memory import bytes_of, on_huge_pages
 from roundpipe.runtime.pinning import Registrar, warn_unpinned
 from roundpipe.runtime.randomness import DrawingFrom
 
@@ -239,11 +239,8 @@ def _registered(num_bytes: int) -> torch.Tensor:
     """A byte buffer on whole pages of its own, since no page can be registered twice; left unpinned, with a warning,
     where the system refuses.
     """
-    page = mmap.PAGESIZE
-    on_pages = -(-num_bytes // page) * page
-    whole = empty_bytes(on_pages + page)
-    start = -whole.data_ptr() % page
-    buffer = whole[start : start + num_bytes]
+    on_pages = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    buffer = on_huge_pages(torch.frombuffer(mmap.mmap(-1, on_pages), dtype=torch.uint8, count=num_bytes))
     reason = _register(None, buffer.data_ptr(), on_pages)
     if reason is not None:
         warn_unpinned(num_bytes, reason)

@@ -232,7 +232,7 @@ def test_buffers_are_registered_on_pages_of_their_own_or_left_unpinned(monkeypat
         buffer = accelerator._registered(5 * PAGE - 7)
     address = buffer.data_ptr()
     assert buffer.numel() == 5 * PAGE - 7 and address % PAGE == 0
-    assert address + 5 * PAGE <= buffer.untyped_storage().data_ptr() + buffer.untyped_storage().nbytes()
+    assert buffer.untyped_storage().data_ptr() == address, "what torch asks about, to tell whether memory is pinned"
     assert runtime.calls == [("register", address, 5 * PAGE)]
     assert [one.category for one in caught] == ([RuntimeWarning] if result else [])
     del buffer
