@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import roundpipe
 from roundpipe.errors import ConfigError
@@ -691,3 +692,29 @@ def test_no_cut_between_expanding_a_tensor_and_writing_it() -> None:
             apart = {name: value.clone(memory_format=torch.contiguous_format) for name, value in carry.items()}
             carry.update(layer(apart))  # as on another device
         torch.testing.assert_close(chain.exit(carry), model(x))
+
+
+class ChecksBothModes(nn.Module):
+    """A reentrant checkpoint whose inputs need no gradient gives its weights none, as eager's warning says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(x) + checkpoint(self.first, x * 2, use_reentrant=True)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+def test_a_trace_made_without_gradients_serves_no_call_with_them() -> None:
+    torch.manual_seed(0)
+    model, x = ChecksBothModes().double(), torch.randn(4, 6, dtype=torch.float64)
+    copied, one = copy.deepcopy(model), roundpipe.RoundPipeRunConfig(num_microbatch=1)
+    with roundpipe.compile(model, devices=["cpu"], name="modes") as pipe:
+        with torch.no_grad():
+            assert torch.equal(pipe(x), copied(x))
+        pipe.forward_backward((x,), loss_fn=lambda y, _: y.square().mean(), run_config=one)
+        pipe.synchronize()
+    copied(x).square().mean().backward()
+    assert copied.first.weight.grad is None and model.first.weight.grad is None
+    torch.testing.assert_close(model.second.weight.grad, copied.second.weight.grad)
