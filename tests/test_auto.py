@@ -275,6 +275,42 @@ def test_a_whole_model_with_state_runs_on_the_host() -> None:
     torch.testing.assert_close(model.before, reference.before)
 
 
+class SetsItself(nn.Module):
+    """Starts from the first data that it sees, as activation norms do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.zeros(4))
+        self.register_buffer("is_set", torch.tensor(False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_set:
+            self.offset.data.copy_(-x.mean(0))
+            self.is_set.fill_(True)
+        return x + self.offset
+
+
+@pytest.mark.filterwarnings("ignore:forward_backward of an AutoRoundPipe")
+@pytest.mark.filterwarnings("ignore:.*runs on the CPU from now on")
+def test_weights_that_a_forward_sets_through_data_stay_set() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), SetsItself(), nn.Linear(4, 2))
+    reference = copy.deepcopy(model)
+    eager = torch.optim.SGD(reference.parameters(), lr=0.1)
+    with AutoRoundPipe(model, model_run_config=RoundPipeRunConfig(num_microbatch=1), devices=["cpu"]) as pipe:
+        ours = torch.optim.SGD(pipe.optim_parameters(), lr=0.1)
+        for _ in range(2):
+            x = torch.randn(6, 4)
+            expected = reference(x).square().sum()
+            expected.backward()
+            eager.step()
+            eager.zero_grad()
+            loss = pipe.forward_backward((x,), loss_fn=lambda out, _: out.square().sum())
+            pipe.step(lambda: (ours.step(), ours.zero_grad()), is_async=False)
+            torch.testing.assert_close(loss, expected.detach())
+            for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(one, other)
+
+
 def test_the_users_model_can_be_saved(tmp_path: Path) -> None:
     model = Halves()
     with halves(model) as pipe:

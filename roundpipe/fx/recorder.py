@@ -178,7 +178,7 @@ class Recorder(TorchFunctionMode):
         """Tensors made inside leaves, with the leaf's name."""
         self.probed_nodes: dict[Node, str] = {}
         """Nodes whose output sizes a probe found, with why."""
-        self.grad_matters = False
+        self.grad_matters = not torch.is_grad_enabled()  # without, code may skip what it would ask
         self.handed_back: dict[Node, tuple[str, ...]] = {}
         """Leaves that return an argument or a weight itself, with which; at other sizes it may be something new."""
         self.weight_writes: list[tuple[Any, torch.Tensor]] = []

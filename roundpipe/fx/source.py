@@ -169,8 +169,6 @@ class TracedSource:
             traced = self._traced(args, kwargs)
         if not records_gradients and traced.guards is not None and traced.guards.grad_matters:
             traced = self._traced(args, kwargs)  # its code asked
-            if traced.guards is not None:
-                traced.guards.grad_matters = True  # it may not have asked again: `is_grad_enabled() and ...`
         with torch.enable_grad():
             costs = measure(traced)
             parts = partition(traced, costs, balance=self._balance, max_layer_bytes=self._max_layer_bytes)

@@ -36,6 +36,7 @@ from torch import nn
 from roundpipe.errors import ClosedError, ConfigError, DeadlockError, enumerated
 from roundpipe.runtime.gate import Gates, Question, Rounds, Uses
 from roundpipe.runtime.grad_scaler import GradScaler, ScalerScope
+from roundpipe.runtime.host_memory import is_plain
 from roundpipe.runtime.parameter_pairs import (
     Pair,
     ParameterPair,
@@ -413,15 +414,19 @@ class OptimizerSide:
         """What was written into the model's weights since the last step holds for the copies too."""
         for pair in pairs:
             pair.look()
-        written = [pair for pair in pairs if pair.is_written]
+        unmarked = [pair for pair in pairs if not pair.is_written and pair.has_other_values]
+        written = [pair for pair in pairs if pair.is_written] + unmarked
         if written and self._weights_changed:
             for pair in written:
+                pair.agree()
                 pair.is_written = False
             raise ConfigError(
                 f"{enumerated([pair.names[0] for pair in written])}: written while an asynchronous update was on its "
                 "way, so that one of the two would be lost. Write weights after synchronize(), or take steps that are "
                 "not asynchronous: step(..., is_async=False)"
             )
+        if unmarked:  # through `.data`: others may have been written where nobody looked
+            written = [pair for pair in pairs if pair.is_written or (is_plain(pair.parameter) and pair.is_behind)]
         for pair in written:
             pair.start_again()
 

@@ -15,6 +15,10 @@ from roundpipe.runtime.host_memory import convert, is_plain, on_huge_pages
 HAND_OVER_BYTES = 16 * 1024**2
 """Parameters are handed over in groups of this size: few calls for small ones, early uploads of the first layers."""
 
+SAMPLED = 128
+"""Elements of each parameter that are compared before a step."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 class ParameterPair(Protocol):
     """A parameter of the model and the optimizer's copy of it, as others see them."""
@@ -48,6 +52,8 @@ class Pair:
     """What `synchronize` put into the model's ``.grad``, its version, and the copy's gradient then."""
     known: tuple[int, int] | None = None
     """Version and memory of the model's parameter when the copy and it last agreed, or the copy was newer."""
+    sample: torch.Tensor | None = None
+    """Some bits of the model's parameter at that time: a write through ``.data`` leaves no other mark."""
     is_written: bool = False
     """Whether somebody else has written the model's parameter since; see `look`."""
 
@@ -57,9 +63,19 @@ class Pair:
             self.is_written = True
             self.agree()
 
+    @property
+    def has_other_values(self) -> bool:
+        """Whether the model's parameter, or the part of it that is looked at, was written and bears no mark of it."""
+        if self.sample is None:
+            return False
+        now = _sample(self.parameter)
+        return now is not None and now.dtype == self.sample.dtype and not torch.equal(now, self.sample)
+
     def agree(self) -> None:
         """What the model's parameter holds now is known to the copy's side."""
         self.known = _marks(self.parameter)
+        now = None if self.copy is None else _sample(self.parameter)
+        self.sample = None if now is None else now.clone()
 
     def moved(self) -> None:
         """The model's parameter has other memory now, with the same values."""
@@ -169,6 +185,15 @@ class Pair:
 def _marks(parameter: torch.Tensor) -> tuple[int, int]:
     version = 0 if parameter.is_inference() else parameter._version
     return version, parameter.data_ptr() if is_plain(parameter) else 0
+
+
+def _sample(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The bits of about `SAMPLED` elements all over a parameter, as a view; None if not one piece of memory here."""
+    bits = _BITS.get(parameter.element_size())
+    if bits is None or not is_plain(parameter) or parameter.device.type != "cpu" or not parameter.is_contiguous():
+        return None
+    stride = parameter.numel() // SAMPLED | 1  # odd: not always the same column
+    return parameter.detach().view(-1)[::stride].view(bits)
 
 
 def groups_of(

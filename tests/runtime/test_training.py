@@ -425,7 +425,11 @@ def through_another_dtype(parameter):
     parameter.data = parameter.data.float().to(DTYPE)
 
 
-WRITES = [clamp, reset, rebind, through_another_dtype]
+def clamp_data(parameter):
+    parameter.data.clamp_(-0.1, 0.1)
+
+
+WRITES = [clamp, reset, rebind, through_another_dtype, clamp_data]
 
 
 @pytest.mark.parametrize("way", ["compile", "by hand"])
@@ -455,7 +459,12 @@ def test_weights_written_between_steps_stay_written(is_async, write, way):
                 torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-9)
 
 
-def test_weights_written_while_an_update_is_on_its_way_are_an_error():
+def double(parameter):
+    parameter.mul_(2)
+
+
+@pytest.mark.parametrize("write", [double, clamp_data])
+def test_weights_written_while_an_update_is_on_its_way_are_an_error(write):
     model = mlp()
     with roundpipe.RoundPipe(model, devices=["cpu"] * 2) as piped:
         optimizer = torch.optim.SGD(piped.optim_parameters(), lr=0.01)
@@ -464,11 +473,25 @@ def test_weights_written_while_an_update_is_on_its_way_are_an_error():
             piped.step(optimizer.step)
         piped.forward_backward((batch(),), loss_fn=square_loss)
         with torch.no_grad():
-            next(model.parameters()).mul_(2)
+            write(next(model.parameters()))
         with pytest.raises(roundpipe.ConfigError, match=r"weight: written while an asynchronous update.*synchronize"):
             piped.step(optimizer.step)
         piped.synchronize()
         piped.step(optimizer.step)
+
+
+def test_a_write_of_data_is_taken_over_where_no_sample_is_looked_at_too():
+    """One weight of many is seen to be written; that is reason to look at all of all."""
+    model = nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 5)).double()
+    with roundpipe.RoundPipe(model, devices=["cpu"], optim_dtype=torch.float32) as piped:
+        optimizer = torch.optim.SGD(piped.optim_parameters(), lr=0.0)
+        for parameter in model.parameters():
+            parameter.data.view(-1)[1] = 0.5  # which is looked at in the small ones only
+        want = [parameter.detach().clone() for parameter in model.parameters()]
+        piped.forward_backward((torch.randn(4, 40, dtype=DTYPE),), loss_fn=square_loss)
+        piped.step(optimizer.step, is_async=False)
+        for parameter, was in zip(model.parameters(), want, strict=True):
+            torch.testing.assert_close(parameter, was, rtol=1e-6, atol=0)
 
 
 def test_two_wrappers_of_one_module_take_over_each_others_updates():
