@@ -16,7 +16,7 @@ from torch import nn
 
 from roundpipe import structure
 from roundpipe.fx.python_state import PythonState, hook_hands_on, must_run_once
-from roundpipe.own_code import codes_of, names_in
+from roundpipe.own_code import codes_of, names_in, words_in
 
 
 def hooks_run_around(module: nn.Module) -> bool:
@@ -80,12 +80,19 @@ def holders_of_those(model: nn.Module) -> set[nn.Module]:
     return found
 
 
-_AUTOGRAD = frozenset({"autograd", "backward", "grad", "jacrev", "jvp", "vjp"})
+_FUNCTIONAL = frozenset({"hessian", "jacfwd", "jacrev", "jvp", "vjp"})
+_AUTOGRAD = frozenset({"autograd", "backward", "grad"}) | _FUNCTIONAL
 
 
 def runs_autograd(module: nn.Module) -> bool:
     """Whether a module's code seems to compute gradients itself, which can't go twice through what is on a device."""
     return any(not _AUTOGRAD.isdisjoint(names_in(code)) for _, code in codes_of(type(module)))
+
+
+def differentiates_gradients(module: nn.Module) -> bool:
+    """Whether a module's code seems to make gradients that a loss goes through, as models of forces do."""
+    codes = [code for _, code in codes_of(type(module))]
+    return any("create_graph" in words_in(code) or not _FUNCTIONAL.isdisjoint(names_in(code)) for code in codes)
 
 
 class Before:

@@ -31,6 +31,19 @@ def names_in(code: types.CodeType) -> Iterator[str]:
             yield from names_in(constant)
 
 
+def words_in(code: types.CodeType) -> Iterator[str]:
+    """Strings in a function's code, nested functions included: names of keyword arguments are among them."""
+    pending = list(code.co_consts)
+    while pending:
+        constant = pending.pop()
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, tuple):
+            pending += constant
+        elif isinstance(constant, types.CodeType):
+            pending += constant.co_consts
+
+
 MAX_FUNCTIONS = 64
 """How many functions `reached_by` follows."""
 

@@ -18,7 +18,7 @@ from roundpipe.caller import caller_name, warn
 from roundpipe.errors import ConfigError, TraceError, enumerated
 from roundpipe.fx.source import TracedSource
 from roundpipe.layers import weight_bytes_of
-from roundpipe.once import holders_of, holders_of_those, runs_autograd
+from roundpipe.once import differentiates_gradients, holders_of, holders_of_those, runs_autograd
 from roundpipe.parts import IN_ONE_PIECE, is_sequential, overlaid
 from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.runtime.devices import largest_layer_bytes, resolve_devices
@@ -202,6 +202,8 @@ class PartsChoice:
         if upper_threshold is None:
             upper_threshold = weight_bytes_of(self.model) // (num_devices + 1)
         held = self.held | holders_of_those(self.model)
+        if differentiates_gradients(self.model):
+            held.add(self.model)
         thresholds = (self.lower_threshold, upper_threshold)
         choice = _Choice(self.model, *thresholds, self.skip_modules, held, self.override_config)
         choice.visit(self.model)
@@ -269,7 +271,9 @@ class _Choice:
         if module in self.parts or module in self.left or module in self.opened:
             return
         runs_gradients = module is not self.model and module in self.held and runs_autograd(module)
-        if module in self.skip or _is_inplace_activation(module) or runs_gradients:
+        if module is self.model and differentiates_gradients(module):
+            self._leave_all()
+        elif module in self.skip or _is_inplace_activation(module) or runs_gradients:
             self.left[module] = None
         elif module not in self.held and (is_sequential(module) or self._is_one_layer(module)):
             given = self.override.get(module, RoundPipeRunConfig())
@@ -281,6 +285,15 @@ class _Choice:
             self.opened[module] = None
             for child in module.children():
                 self.visit(child)
+
+    def _leave_all(self) -> None:
+        """Choose the host for all of the model."""
+        self.opened[self.model] = None
+        self.left.update(dict.fromkeys(self.model.children()))
+        warn(
+            f"the forward of {type(self.model).__name__} makes gradients that the loss goes through, which can't be "
+            "done with layers on devices: all of it runs on the CPU"
+        )
 
     def _is_one_layer(self, module: nn.Module) -> bool:
         if type(module).forward is nn.Module.forward:

@@ -698,3 +698,49 @@ def test_sparse_arguments_run_module_by_module(with_example: bool, layout: str) 
     torch.testing.assert_close(found, expected.detach())
     assert_same_gradients(model, reference, 1e-5)
     pipe.close()
+
+
+class Forces(nn.Module):
+    """An energy, and its gradient for the positions, which the loss goes through too."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(num_blocks))
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            h = x
+            for block in self.blocks:
+                h = block(h)
+            energy = self.head(h).sum()
+            (forces,) = torch.autograd.grad(energy, x, create_graph=True)
+        return energy, forces
+
+
+@pytest.mark.filterwarnings("ignore:.*AutoRoundPipe")
+@pytest.mark.parametrize("way", ["compile", "wrap"])
+def test_a_model_that_differentiates_its_own_gradients_runs_on_the_host(way: str) -> None:
+    model, x = Forces(3).double(), torch.randn(4, 6, dtype=torch.float64)
+    reference = copy.deepcopy(model)
+
+    def loss_fn(outputs: Any, _: Any) -> torch.Tensor:
+        return outputs[0] + outputs[1].square().sum()
+
+    options: dict[str, Any] = {"devices": ["cpu"], "model_run_config": RoundPipeRunConfig(num_microbatch=1)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if way == "compile":
+            pipe = roundpipe.compile(model, **options)
+        else:
+            pipe = wrap_model_to_roundpipe(model, use_sequential_preset=False, lower_threshold=0, **options)
+        with pipe:
+            loss = pipe.forward_backward((x,), loss_fn=loss_fn)
+            pipe.synchronize()
+    assert any("all of it runs on the CPU" in str(one.message) for one in caught)
+    expected = loss_fn(reference(x), None)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
