@@ -248,11 +248,8 @@ class AutoRoundPipe(RoundPipe):
         )
         given = structure.map_tensors((args, kwargs), _to_host)
         before = dict(structure.walk(given))
-        try:
-            with autocast_as_on_accelerator():
-                output = tree.run(*given)
-        finally:
-            options.forced = options.default = RoundPipeRunConfig()
+        with autocast_as_on_accelerator():
+            output = tree.run(*given)
         self._hand_back(before, given, own, output)
         return output
 

@@ -292,7 +292,10 @@ def _unfit(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
 
 @dataclass(slots=True)
 class CallOptions:
-    """What the running call of the whole asks of its parts; one object for all parts, set for a call."""
+    """What a call of the whole asks of its parts; one object for all parts, set for a call.
+
+    It holds on after the call: a reentrant `torch.utils.checkpoint` around a part calls it again in the backward.
+    """
 
     forced: RoundPipeRunConfig = RoundPipeRunConfig()
     """Wins over what a part was given."""

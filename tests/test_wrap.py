@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import roundpipe
 from roundpipe import AutoRoundPipe, ConfigError, RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
@@ -744,3 +745,38 @@ def test_a_model_that_differentiates_its_own_gradients_runs_on_the_host(way: str
     torch.testing.assert_close(loss, expected.detach())
     for one, other in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
+
+
+class Reentrant(nn.Module):
+    """Runs its blocks again in the backward; they depend on which samples come together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + 0 * self.head.weight.sum()
+        for one in self.blocks:
+            x = checkpoint(one, x, use_reentrant=True)
+        return self.head(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*AutoRoundPipe")
+@pytest.mark.parametrize("way", ["forward_backward", "forward"])
+def test_a_reentrant_checkpoint_around_a_part_repeats_the_same_call(way: str) -> None:
+    model, x = Reentrant().double(), torch.randn(6, WIDTH, dtype=torch.float64)
+    reference = copy.deepcopy(model)
+    one_piece = RoundPipeRunConfig(num_microbatch=1)
+    with wrap_model_to_roundpipe(model, use_sequential_preset=False, lower_threshold=64, devices=DEVICES) as pipe:
+        assert "parts on the devices" in pipe.partition_table()
+        if way == "forward":
+            pipe(x, roundpipe_run_config=one_piece).square().sum().backward()
+        else:
+            pipe.forward_backward((x,), loss_fn=lambda y, _: y.square().sum(), run_config=one_piece)
+        pipe.synchronize()
+    reference(x).square().sum().backward()
+    assert_same_gradients(model, reference, TOLERANCE)
+    for ours, theirs in zip(model.modules(), reference.modules(), strict=True):
+        if isinstance(theirs, nn.BatchNorm1d) and isinstance(ours, nn.BatchNorm1d):
+            assert theirs.num_batches_tracked == ours.num_batches_tracked == 2
