@@ -26,6 +26,7 @@ from roundpipe.fx.graph import TracedGraph
 from roundpipe.fx.partition import Balance, partition
 from roundpipe.fx.tracer import trace
 from roundpipe.layers import LayerChain
+from roundpipe.saved_hooks import saved_tensor_hooks_aside
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +189,15 @@ class TracedSource:
 
 @contextmanager
 def _surroundings() -> Iterator[None]:
-    """Those of a trace and of its guards; stages set their own grad mode."""
+    """Those of a trace and of its guards; stages set their own grad mode.
+
+    A checkpoint around the call would run the call again where a trace looks at what autograd saved.
+    """
     records_gradients = torch.is_grad_enabled()
-    with torch.inference_mode(False), torch.set_grad_enabled(records_gradients), autocast_as_on_accelerator():
+    with (
+        saved_tensor_hooks_aside(),
+        torch.inference_mode(False),
+        torch.set_grad_enabled(records_gradients),
+        autocast_as_on_accelerator(),
+    ):
         yield

@@ -32,6 +32,7 @@ from roundpipe.errors import DeviceMemoryError, SynchronizationError
 from roundpipe.runtime.backend import Device, Event, Lane
 from roundpipe.runtime.host_memory import empty_bytes
 from roundpipe.runtime.randomness import DrawingFrom
+from roundpipe.saved_hooks import saved_tensor_hooks_aside
 
 _STAMP = "_roundpipe_stamp"
 _stream_ids = itertools.count()
@@ -199,17 +200,8 @@ _disable_hooks = torch.autograd.graph.disable_saved_tensors_hooks
 @contextlib.contextmanager
 def _disable_beside_counting(error_message: str) -> Iterator[None]:
     """What `_counting` puts in the place of `torch.autograd.graph.disable_saved_tensors_hooks`."""
-    autograd = torch._C._autograd
-    aside = []
-    while (hooks := autograd._top_saved_tensors_default_hooks(True)) is not None and hooks[1] is _unpack:
-        autograd._pop_saved_tensors_default_hooks()
-        aside.append(hooks)
-    try:
-        with _disable_hooks(error_message):
-            yield
-    finally:
-        for hooks in reversed(aside):
-            autograd._push_saved_tensors_default_hooks(*hooks)
+    with saved_tensor_hooks_aside(lambda unpack: unpack is _unpack), _disable_hooks(error_message):
+        yield
 
 
 class CpuBackend:

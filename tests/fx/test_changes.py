@@ -718,3 +718,20 @@ def test_a_trace_made_without_gradients_serves_no_call_with_them() -> None:
     copied(x).square().mean().backward()
     assert copied.first.weight.grad is None and model.first.weight.grad is None
     torch.testing.assert_close(model.second.weight.grad, copied.second.weight.grad)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_first_call_inside_a_checkpoint(reentrant: bool) -> None:
+    """The checkpoint's hooks run the call again where a trace asks what autograd saved, and traces ask often."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))).double()
+    copied = copy.deepcopy(model)
+    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    with roundpipe.compile(model, devices=["cpu"], name="inner") as pipe:
+        checkpoint(pipe, x, use_reentrant=reentrant).square().sum().backward()
+        pipe.synchronize()
+        assert pipe.trace_count == 1
+    ours, x.grad = x.grad, None
+    checkpoint(copied, x, use_reentrant=reentrant).square().sum().backward()
+    torch.testing.assert_close(ours, x.grad)
+    assert_same_gradients(model, copied, 1e-9)
