@@ -471,7 +471,7 @@ class Attempt:
             opaque={
                 name: self._reason(name)
                 for name, module in self._leaves.items()
-                if self._policy.decision(module) is not None or name in recorder.probed_nodes.values()
+                if self._policy.is_opaque(module) or name in recorder.probed_nodes.values()
             },
         )
         verifier = ShapeVerifier(

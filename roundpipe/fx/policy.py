@@ -84,6 +84,11 @@ class LeafPolicy:
         """What tracing learned about the module or its class."""
         return self._decisions.get(self._names[module]) or self._decisions.get(type(module))
 
+    def is_opaque(self, module: nn.Module) -> bool:
+        """Whether what tracing learned, and not the rule, decides about a module that is kept whole."""
+        decision = self.decision(module)
+        return decision is not None and not (decision is Decision.LEAF and _is_torch_layer(module))
+
     def is_leaf(self, module: nn.Module) -> bool:
         """Whether a call of the module is one node."""
         if module not in self._answers:
@@ -104,14 +109,13 @@ class LeafPolicy:
         decision = self.decision(module)
         if decision is not None:
             return decision is not Decision.DESCEND
-        is_torch = is_of_torch(type(module))
-        if is_torch and not isinstance(module, _TORCH_STACKS):
+        if _is_torch_layer(module):
             return True
         if self._names[module] in self._hooked and self.may_be_leaf(module):
             return True
         size = _num_parameters(module)
         if not size:
-            return is_torch
+            return is_of_torch(type(module))
         if not any(_num_parameters(child) for child in module.children()):
             return True
         if _holds_stack(module) and module not in self._equal_blocks:
@@ -119,6 +123,10 @@ class LeafPolicy:
         if self.is_too_large(module):
             return False
         return size <= LARGEST_SHARE * self._total
+
+
+def _is_torch_layer(module: nn.Module) -> bool:
+    return is_of_torch(type(module)) and not isinstance(module, _TORCH_STACKS)
 
 
 def is_of_torch(kind: type) -> bool:

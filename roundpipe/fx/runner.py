@@ -237,6 +237,9 @@ class LeafRunner:
         except Exception as error:
             if (name, Decision.DESCEND) not in self._history and not is_of_torch(type(module)):
                 raise Restart(Decision.DESCEND, name, error) from error  # as glue it may serve one size
+            if (name, Decision.LEAF) not in self._history:
+                cause = TraceError(f"{name} works at the example's sizes only")  # as a layer over positions does
+                raise Restart(Decision.LEAF, name, cause) from error
             raise self._recorder.give_up(error) from error
         kinds = set(map(type, module.modules()))
         if_data_say_so = [
