@@ -232,10 +232,11 @@ class OptimizerSide:
             raise ConfigError("step() was called inside step_fn; a step can't contain another one")
         self._ready("step()", finish_rounds=not is_async)
         self.is_async = is_async
-        pairs = self._trainable()
+        self._trainable()
+        pairs = self._with_copies()
         self._take_writes(pairs)
-        for pair in self._pairs:
-            if pair.copy is not None and not pair.parameter.requires_grad:
+        for pair in pairs:
+            if pair.is_frozen and pair.copy is not None:
                 pair.copy.grad = None
         if is_async:
             self._submit(pairs, step_fn, args, kwargs or {})
@@ -446,7 +447,11 @@ class OptimizerSide:
             self._exchange(self._with_copies())
 
     def _with_copies(self) -> list[Pair]:
-        return [pair for pair in self._pairs if pair.copy is not None and pair.parameter.requires_grad]
+        """The pairs that the optimizer may have updated; of those that are frozen now no gradients are taken."""
+        pairs = [pair for pair in self._pairs if pair.copy is not None]
+        for pair in pairs:
+            pair.is_frozen = not pair.parameter.requires_grad
+        return pairs
 
     @contextlib.contextmanager
     def gradients_aside(self) -> Iterator[None]:
@@ -527,12 +532,13 @@ class OptimizerSide:
         if _RUNNING.get() is self:
             self._weights_changed = True
         pairs = self._with_copies()
-        self._gradients_due |= any(pair.parameter.grad is not None for pair in pairs)
+        self._gradients_due |= any(pair.parameter.grad is not None and not pair.is_frozen for pair in pairs)
         self._exchange(pairs)
         if not self._gradients_due:
             self._scalers.publish()
         for pair in pairs:
-            pair.show_gradient()
+            if not pair.is_frozen:
+                pair.show_gradient()
         self._is_settled = True
 
     @torch.no_grad()

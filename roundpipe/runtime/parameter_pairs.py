@@ -54,6 +54,8 @@ class Pair:
     """Version and memory of the model's parameter when the copy and it last agreed, or the copy was newer."""
     sample: torch.Tensor | None = None
     """Some bits of the model's parameter at that time: a write through ``.data`` leaves no other mark."""
+    is_frozen: bool = False
+    """Whether the model's parameter required no grad at the last step or `synchronize`."""
     is_written: bool = False
     """Whether somebody else has written the model's parameter since; see `look`."""
 
@@ -245,6 +247,8 @@ def take_gradients(group: list[Pair]) -> None:
     converted: list[Pair] = []
     gradients: list[torch.Tensor] = []
     for pair in group:
+        if pair.is_frozen:
+            continue
         gradient = pair.parameter.grad
         if gradient is not None and is_plain(gradient) and pair.needs_conversion(gradient):
             converted.append(pair)

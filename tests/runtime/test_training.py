@@ -494,6 +494,23 @@ def test_a_write_of_data_is_taken_over_where_no_sample_is_looked_at_too():
             torch.testing.assert_close(parameter, was, rtol=1e-6, atol=0)
 
 
+def test_an_update_on_its_way_reaches_a_parameter_that_is_frozen_meanwhile():
+    model = mlp()
+    with roundpipe.compile(model, devices=["cpu"] * 2) as piped:
+        optimizer = torch.optim.SGD(piped.optim_parameters(), lr=0.1)
+        copies = dict(piped.optim_named_parameters())
+        for index in range(4):
+            if index == 2:
+                for parameter in list(model.parameters())[:2]:
+                    parameter.requires_grad_(False)
+            piped.forward_backward((batch(seed=index),), loss_fn=square_loss, run_config=config(NUM))
+            piped.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+        piped.synchronize()
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, copies[name]), name
+            assert parameter.grad is None
+
+
 def test_two_wrappers_of_one_module_take_over_each_others_updates():
     model = mlp()
     reference = copy.deepcopy(model)
