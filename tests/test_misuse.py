@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
+from torch.nn.utils import parametrize
 
 import roundpipe
 from roundpipe import RoundPipeRunConfig as Config
@@ -63,6 +64,11 @@ def failing_step(piped: Any) -> None:
 def call_in_step(piped: Any) -> None:
     piped.step(lambda: piped(X))
     piped.synchronize()
+
+
+def with_cached_weights(piped: Any) -> None:
+    with parametrize.cached():
+        piped(X)
 
 
 def train(**options: Any) -> Callable[[Any], Any]:
@@ -121,6 +127,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "a second backward": (second_backward, RuntimeError, "second time"),
     "no function as step_fn": (lambda piped: piped.step(3), ValueError, "step_fn is 3; give a function"),
     "an argument where is_async is": (lambda piped: piped.step(print, "x"), ValueError, "is_async is str; give True"),
+    "a call while computed weights are cached": (with_cached_weights, ValueError, "parametrize.cached.., which keeps"),
     "a step within a step": (failing_step, ValueError, "inside step_fn"),
     "a call within an asynchronous step": (call_in_step, ValueError, "inside an asynchronous step_fn"),
     "a move to another device": (lambda piped: piped.to("meta"), ValueError, "stay in host memory"),

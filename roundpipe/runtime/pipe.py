@@ -25,6 +25,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from roundpipe import checkpoint, structure
 from roundpipe.caller import caller_name, warn
@@ -703,6 +704,11 @@ class RoundPipe(ModelView):
         if state.closed:
             raise ClosedError(f"{state.name} was closed; compile the model again to go on")
         state.engine.refuse_inside(f"{state.name}(...)")
+        if state.watch is not None and getattr(parametrize, "_cache_enabled", False):
+            raise ConfigError(
+                f"{state.name} was called inside torch.nn.utils.parametrize.cached(), which keeps weights from one run "
+                "of a layer for the next, and a recomputation needs its own; call it outside"
+            )
         state.engine.raise_pending()
         state.optimizer.begin_call(adds_gradients)
         state.writer.raise_pending()
