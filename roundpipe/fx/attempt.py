@@ -32,7 +32,7 @@ from roundpipe.fx.ambient import Ambient
 from roundpipe.fx.binding import CallForm
 from roundpipe.fx.builder import UntracedValue, flat_values
 from roundpipe.fx.fakes import DATA_DEPENDENT, Dimension, FakeWorld, expression_of, is_fake
-from roundpipe.fx.graph import OutputValue, TracedGraph, assign_buffer
+from roundpipe.fx.graph import OutputValue, TracedGraph, assign_buffer, mutated_by, storage_key
 from roundpipe.fx.guards import Flags, Guards
 from roundpipe.fx.intercept import ORIGINAL_CALL, intercepting
 from roundpipe.fx.leaves import Contents, OutsideChanges, TreeState, contents_of, gained_by, handed_back, left_behind
@@ -479,9 +479,14 @@ class Attempt:
         )
         held = {str(node.target) for node in traced.graph.nodes if node.op == "get_attr"} - set(traced.constants)
         flags = self._flags.with_weights(sorted(held))
-        traced.guards = Guards(
-            self._form, world, flags, values, verifier, recorder.grad_matters, recorder.weight_writes
+        written = {storage_key(target) for node in traced.graph.nodes for target in mutated_by(node)} - {None}
+        into = frozenset(index for index, node in enumerate(traced.placeholders) if storage_key(node) in written)
+        guards = traced.guards = Guards(
+            self._form, world, flags, values, verifier, recorder.grad_matters, recorder.weight_writes, into
         )
+        shared = guards.shared_write(structure.tensors(world.real_arguments))
+        if shared:
+            raise Restart(None, "", TraceError(shared))
         traced.lint()
         return traced
 

@@ -31,6 +31,7 @@ from roundpipe.fx.fakes import Dimension, FakeWorld, InputSizes, compiled, expre
 from roundpipe.fx.leaves import Write
 from roundpipe.fx.model_state import ModelState
 from roundpipe.fx.values import ValueProgram
+from roundpipe.overlap import overlapping
 
 MAX_CACHED_SHAPES = 4096
 MAX_VARIANTS = 16
@@ -192,6 +193,7 @@ class Guards:
         verifier: for sizes that break what operators assumed.
         grad_matters: whether traced code asked if something requires grad, or if gradients are recorded.
         weight_writes: what leaves do to weights, which must change nothing of them.
+        written: positions among the tensors of the arguments of those that the graph writes into.
     """
 
     def __init__(
@@ -203,6 +205,7 @@ class Guards:
         verifier: Verifier,
         grad_matters: bool = False,
         weight_writes: Sequence[tuple[Write, torch.Tensor]] = (),
+        written: frozenset[int] = frozenset(),
     ) -> None:
         self.values = values
         self._form = form
@@ -221,6 +224,7 @@ class Guards:
         self._by_shapes: dict[Any, Failure | None] = {}
         self._state: ModelState | None = None
         self._weight_writes = list(weight_writes)
+        self._written = written
 
     def remember(self, state: ModelState) -> None:
         """From now on, what code of the model may find in Python must be what it is in this state."""
@@ -292,7 +296,22 @@ class Guards:
             for item, tensor in zip(self._inputs, tensors, strict=True):
                 if tensor.requires_grad is not item.requires_grad:
                     return Failure(f"input {_words(item.path)} now has requires_grad={tensor.requires_grad}")
-        return None
+        shared = self.shared_write(tensors)
+        return Failure(shared) if shared else None
+
+    def shared_write(self, tensors: Sequence[torch.Tensor]) -> str:
+        """Which argument would see a write into another one, as a graph, whose inputs are copies, does not show it.
+
+        Args:
+            tensors: of the arguments.
+        """
+        if self._written:
+            strided = [position for position, tensor in enumerate(tensors) if tensor.layout is torch.strided]
+            for pair in overlapping([tensors[position] for position in strided]):
+                one, other = (_words(self._inputs[strided[index]].path) for index in pair)
+                if not self._written.isdisjoint(strided[index] for index in pair):
+                    return f"its forward writes into an argument, and {one} and {other} share memory"
+        return ""
 
     def _size_failure(self, arguments: Any, tensors: list[torch.Tensor]) -> Failure | None:
         for item, tensor in zip(self._inputs, tensors, strict=True):

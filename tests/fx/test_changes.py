@@ -735,3 +735,39 @@ def test_a_first_call_inside_a_checkpoint(reentrant: bool) -> None:
     checkpoint(copied, x, use_reentrant=reentrant).square().sum().backward()
     torch.testing.assert_close(ours, x.grad)
     assert_same_gradients(model, copied, 1e-9)
+
+
+class WritesItsArgument(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        labels = labels.masked_fill_(labels > 0.5, 2.0)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return (x - labels).square()
+
+
+@pytest.mark.filterwarnings("ignore:.*AutoRoundPipe")
+@pytest.mark.parametrize("shares_at_first", [True, False])
+@pytest.mark.parametrize("share", [lambda x: x, lambda x: x[:, :]], ids=["the same", "a view"])
+def test_a_write_into_an_argument_that_another_one_shares(share: Callable[..., Any], shares_at_first: bool) -> None:
+    models = [WritesItsArgument().double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    config = roundpipe.RoundPipeRunConfig(num_microbatch=2)
+    with roundpipe.compile(models[0], devices=["cpu"], name="writes", model_run_config=config) as pipe:
+        for shares in (shares_at_first, True):
+            start = torch.randn(4, 6, dtype=torch.float64)
+            ours, theirs = start.clone(), start.clone()
+            loss = pipe.forward_backward((ours, share(ours) if shares else ours.clone()), loss_fn=lambda y, _: y.sum())
+            pieces = zip(theirs.split(2), (share(theirs) if shares else theirs.clone()).split(2), strict=True)
+            total = 0.0
+            for piece in pieces:
+                of_piece = models[1](*piece).sum()
+                of_piece.backward()
+                total += float(of_piece)
+            assert float(loss) == pytest.approx(total, rel=1e-9)
+        pipe.synchronize()
+        assert pipe._state.instead is not None
+    assert_same_gradients(models[0], models[1], 1e-9)
