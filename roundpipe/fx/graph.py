@@ -77,6 +77,11 @@ class Guards(Protocol):
         ...
 
     @property
+    def written(self) -> list[str]:
+        """Arguments that the graph writes into, in words."""
+        ...
+
+    @property
     def not_kept(self) -> list[str]:
         """What the forward changes in Python at every call, and the graph does not, in words."""
         ...

@@ -235,6 +235,11 @@ class Guards:
         """What the forward changes in Python at every call, and the graph does not, in words."""
         return [] if self._state is None else self._state.counts
 
+    @property
+    def written(self) -> list[str]:
+        """Arguments that the graph writes into, in words."""
+        return [_words(self._inputs[position].path) for position in sorted(self._written)]
+
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Failure | None:
         """None if the trace serves a call with these arguments, otherwise why not."""
         failure = self._flags.failure(self.grad_matters)

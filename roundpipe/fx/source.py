@@ -78,6 +78,7 @@ class TracedSource:
         """Dimensions of float inputs that were seen to vary, which later traces keep open."""
         self._lost: dict[str, None] = {}
         """What the forward changes in Python, but calls of a chain did not."""
+        self._noted_written = False
         self.trace_count = 0
 
     @property
@@ -178,9 +179,19 @@ class TracedSource:
         if not_kept and self._failed_modes:
             raise TraceError(f"it changes {', '.join(not_kept)}, which its own Python may read in the other mode")
         self._lost.update(dict.fromkeys(not_kept))
+        self._note_written([] if traced.guards is None else traced.guards.written)
         self._kept.insert(0, _Kept(traced, chain))
         del self._kept[MAX_KEPT:]
         return chain
+
+    def _note_written(self, arguments: list[str]) -> None:
+        """Warns, once, of what would be seen outside of a forward in eager mode."""
+        if arguments and not self._noted_written:
+            self._noted_written = True
+            warn(
+                f"the forward of {type(self._model).__name__} writes into its argument {', '.join(arguments)}, of "
+                "which each microbatch has a copy: the caller's own stays as it was"
+            )
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedGraph:
         dynamic = tuple(self._varying)

@@ -749,7 +749,18 @@ class WritesItsArgument(nn.Module):
         return (x - labels).square()
 
 
+def test_a_write_into_an_argument_is_told() -> None:
+    x = torch.ones(4, 6)
+    with roundpipe.compile(WritesItsArgument(), devices=["cpu"]) as pipe, torch.no_grad():
+        with pytest.warns(UserWarning, match="writes into its argument labels, .* stays as it was"):
+            pipe(x, x.clone())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            pipe(x[:, :], torch.zeros(5, 6)[:4])
+
+
 @pytest.mark.filterwarnings("ignore:.*AutoRoundPipe")
+@pytest.mark.filterwarnings("ignore:.*writes into its argument")
 @pytest.mark.parametrize("shares_at_first", [True, False])
 @pytest.mark.parametrize("share", [lambda x: x, lambda x: x[:, :]], ids=["the same", "a view"])
 def test_a_write_into_an_argument_that_another_one_shares(share: Callable[..., Any], shares_at_first: bool) -> None:
