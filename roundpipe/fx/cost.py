@@ -25,7 +25,7 @@ from torch.fx.node import map_arg
 
 from roundpipe import structure
 from roundpipe.fx.counting import Tally, Work, flop_counter
-from roundpipe.fx.fakes import twin_of
+from roundpipe.fx.fakes import failures_unlogged, twin_of
 from roundpipe.fx.graph import (
     NodeCost,
     TracedGraph,
@@ -169,7 +169,7 @@ class _Meter:
         function = self._callable(node)
         ambient = ambient_of(node)
         mutated = set(mutated_by(node))
-        with self.mode, torch.random.fork_rng(devices=[]):
+        with failures_unlogged(), self.mode, torch.random.fork_rng(devices=[]):
             operands = _tensor_operands(node)
             leaves = {operand: self._fake(operand) for operand in operands}
             tally = Tally(leaves.values())

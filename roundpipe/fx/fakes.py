@@ -61,6 +61,17 @@ Dimension = tuple[structure.Path, int]
 """A dimension of an input: the path to its tensor, and which one."""
 
 
+@contextmanager
+def failures_unlogged() -> Iterator[None]:
+    """Inside, torch does not log what fails on fakes: it is handled, and reported in words."""
+    with ExitStack() as stack:
+        for name in _NOISY_LOGGERS:
+            log = logging.getLogger(name)
+            stack.callback(log.setLevel, log.level)
+            log.setLevel(logging.CRITICAL)
+        yield
+
+
 def _never() -> bool:
     return False
 
@@ -302,10 +313,7 @@ class FakeWorld:
         """Runs torch in this world."""
         with ExitStack() as stack:
             stack.callback(self.shapes.forget_listeners)
-            for name in _NOISY_LOGGERS:
-                log = logging.getLogger(name)
-                stack.callback(log.setLevel, log.level)
-                log.setLevel(logging.CRITICAL)  # what fails on fakes is handled, and reported in words
+            stack.enter_context(failures_unlogged())
             stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled modules trace as written
             stack.enter_context(self.mode)
             stack.enter_context(enable_python_dispatcher())

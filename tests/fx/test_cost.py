@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -202,6 +203,35 @@ def test_what_cannot_run_on_fakes_is_estimated() -> None:
     assert found.estimated
     assert found.forward_flops == 2 * 8 * 3 and found.num_parameters == 8
     assert found.forward_s > 0 and found.saved_bytes > 0 and found.workspace_bytes > 0
+
+
+def test_what_fails_on_fakes_is_not_logged_by_torch(caplog: pytest.LogCaptureFixture) -> None:
+    """As kernels without a meta function for a dtype do, around which a module may have Python of its own."""
+
+    class Mismatched(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.mm(x, x)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.leaf = nn.Linear(8, 8), Mismatched()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.before(x)
+
+    traced = handmade.trace(Model(), torch.randn(6, 8))
+    (before,) = (node for node in traced.graph.nodes if node.target == "before")
+    with traced.graph.inserting_after(before):
+        node = traced.graph.call_module("leaf", (before,))
+    node.meta["value"] = before.meta["value"]
+    torchs = logging.getLogger("torch._subclasses.fake_tensor")
+    torchs.addHandler(caplog.handler)  # it does not propagate
+    try:
+        found = costs_by_name(traced)["leaf"]
+    finally:
+        torchs.removeHandler(caplog.handler)
+    assert found.estimated and not caplog.records
 
 
 def test_in_place_nodes_are_run() -> None:
