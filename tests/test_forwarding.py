@@ -377,6 +377,42 @@ def test_attributes_are_read_written_and_deleted_on_the_model() -> None:
 # torch.compile
 
 
+class Outer(nn.Module):
+    """Its part is called as a wrapper's own attribute for the wrapped module, as in Hugging Face models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Model()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x)
+
+
+def test_names_that_are_listed_can_be_asked_for() -> None:
+    model = Outer().double()
+    with roundpipe.compile(model, example_args=(inputs(),), devices=DEVICES) as pipe:
+        for listed, get in (
+            (pipe.named_modules, pipe.get_submodule),
+            (pipe.named_parameters, pipe.get_parameter),
+            (pipe.named_buffers, pipe.get_buffer),
+        ):
+            assert all(get(name) is one for name, one in listed())
+        assert pipe.get_parameter("model.stem.weight") is model.model.stem.weight
+        with pytest.raises(AttributeError):
+            pipe.get_parameter("stem.weight")
+        model.model.head.requires_grad_(False)
+        with roundpipe.OptimizerCtx():
+            copies = dict(pipe.named_parameters())
+            assert all(pipe.get_parameter(name) is one for name, one in copies.items())
+            assert "model.stem.weight" in copies and copies["model.stem.weight"] is not model.model.stem.weight
+            assert pipe.get_parameter("model.head.weight") is model.model.head.weight, "it has no copy"
+        optimizer = torch.optim.SGD(pipe.optim_parameters(), lr=0.1)
+        pipe.forward_backward((inputs(),), loss_fn=squared)
+        pipe.step(optimizer.step)
+        pipe.forward_backward((inputs(),), loss_fn=squared)  # its last stages may be running
+        assert pipe.get_parameter("model.stem.weight").grad is not None
+
+
 def test_torch_compile_of_the_original() -> None:
     model, pipe = made("compiled")
     with pipe, torch.no_grad():

@@ -116,6 +116,23 @@ class ModelView(nn.Module):
         """The model's modules by name."""
         return self._target.named_modules(*args, **kwargs)
 
+    def get_submodule(self, target: str) -> nn.Module:
+        """The model's module of a name that `named_modules` gives."""
+        return self._target.get_submodule(target)
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """The model's parameter of a name that `named_parameters` gives; inside ``step_fn``, the optimizer's copy."""
+        copies = dict(self.optim_named_parameters("", False)) if inside_optimizer() else {}
+        if target in copies:
+            return copies[target]
+        if not self._state.engine.is_inside and not inside_optimizer():
+            self._state.engine.finish()  # whoever asks may read its gradient
+        return self._target.get_parameter(target)
+
+    def get_buffer(self, target: str) -> torch.Tensor:
+        """The model's buffer of a name that `named_buffers` gives."""
+        return self._target.get_buffer(target)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's state with its own keys; call `synchronize` first for the latest update."""
         return self._target.state_dict(*args, **kwargs)
