@@ -17,7 +17,7 @@ from roundpipe.auto import AutoRoundPipe
 from roundpipe.caller import caller_name, warn
 from roundpipe.errors import ConfigError, TraceError
 from roundpipe.fx.partition import Balance
-from roundpipe.fx.source import TracedSource
+from roundpipe.fx.source import TracedSource, own_example
 from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.runtime.devices import DeviceLike, largest_layer_bytes
 from roundpipe.runtime.host_weights import PinMode
@@ -101,7 +101,7 @@ def compile(
         warn(f"{kind} runs module by module, as an AutoRoundPipe, because its forward can't be traced: {error}")
 
     has_example = bool(example_args) or example_kwargs is not None
-    preview = None if has_example else _dummy_inputs(model)
+    preview = None if has_example else own_example(model)
     source = TracedSource(model, balance, on_failure, preview, largest_layer_bytes(devices))
     if has_example and source.chain_for(example_args, example_kwargs or {}) is None:
         return choice.wrap(settings)
@@ -109,9 +109,3 @@ def compile(
     if has_example:
         logger.info("%s", pipe.partition_table())
     return pipe
-
-
-def _dummy_inputs(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The model's own example, for whoever looks at the partition before the first call."""
-    dummy = getattr(model, "dummy_inputs", None)
-    return ((), dict(dummy)) if isinstance(dummy, dict) else None

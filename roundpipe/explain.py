@@ -23,6 +23,7 @@ from roundpipe.fx.codegen import generate
 from roundpipe.fx.cost import measure
 from roundpipe.fx.graph import TracedGraph, module_of, value_bytes
 from roundpipe.fx.partition import partition
+from roundpipe.fx.source import own_example
 from roundpipe.fx.tracer import trace
 from roundpipe.layers import LayerChain
 from roundpipe.report import explain_table, format_bytes
@@ -47,6 +48,8 @@ class Explanation:
     """Per cut between two layers: name and bytes of each value carried over it, at the example's size."""
     error: TraceError | None = None
     """Why it can't be traced."""
+    own_example: tuple[str, ...] = ()
+    """Names of the model's ``dummy_inputs``, if those were the example."""
 
     @property
     def opaque(self) -> dict[str, str]:
@@ -62,6 +65,8 @@ class Explanation:
     def __str__(self) -> str:
         if self.traced is None or self.chain is None:
             failed = f"{self.model_name} can't be cut into layers.\n\n{self.error}"
+            if self.own_example:
+                failed += f"\n\n{self._doubt()}"
             if self.error is not None and self.error.is_the_models:
                 return failed
             return (
@@ -77,11 +82,24 @@ class Explanation:
         ]
         return "\n\n".join(parts)
 
+    def _doubt(self) -> str:
+        """About an example that nobody gave."""
+        names = ", ".join(self.own_example)
+        if self.error is not None and self.error.is_the_models:
+            return (
+                f"Those arguments are the model's own dummy_inputs ({names}), since no others were given, and they "
+                "don't fit its forward: give example_args=(...) or example_kwargs={...} like those of a call."
+            )
+        return (
+            f"The example was the model's own dummy_inputs ({names}), since no other was given. If calls have other "
+            "arguments, give example_args=(...) or example_kwargs={...}."
+        )
+
     def as_json(self) -> dict[str, Any]:
         """The same as plain values, for programs; sizes in bytes, at the example's sizes."""
         found: dict[str, Any] = {"model": self.model_name, "traced": self.traced is not None}
         if self.traced is None or self.chain is None:
-            return {**found, "error": str(self.error)}
+            return {**found, "error": "\n\n".join([str(self.error), *([self._doubt()] if self.own_example else [])])}
         return {
             **found,
             "example_elements": self.traced.example_elements,
@@ -152,13 +170,14 @@ def explain(
         raise ConfigError(f"explain takes an nn.Module, got {type(model).__name__}")
     if not isinstance(example_args, tuple):
         raise ConfigError(f"example_args is {type(example_args).__name__}; give a tuple, such as (x,)")
+    own = None
     if not example_args and example_kwargs is None:
-        dummy = getattr(model, "dummy_inputs", None)
-        if not isinstance(dummy, dict):
+        own = own_example(model)
+        if own is None:
             raise ConfigError(
                 f"{type(model).__name__} has no dummy_inputs; give example_args=(...) or example_kwargs={{...}}"
             )
-        example_kwargs = dict(dummy)
+        example_args, example_kwargs = own
     path = None if graph is None else Path(graph)
     if path is not None:
         check_format(path)
@@ -169,8 +188,15 @@ def explain(
             costs = measure(traced)
             parts = partition(traced, costs)
             chain = generate(traced, parts, costs)
+    except TypeError as error:
+        if own is None:
+            raise
+        raise ConfigError(
+            f"{name}'s own dummy_inputs ({', '.join(own[1])}) don't fit its forward: {error}; give example_args=(...) "
+            "or example_kwargs={...}"
+        ) from error
     except TraceError as error:
-        return Explanation(name, None, None, (), error)
+        return Explanation(name, None, None, (), error, () if own is None else tuple(own[1]))
     if path is not None:
         write_graph(path, traced, parts)
     return Explanation(name, traced, chain, _cuts(traced, chain))

@@ -16,7 +16,7 @@ from torch import nn
 from roundpipe.auto import AutoRoundPipe, Parts
 from roundpipe.caller import caller_name, warn
 from roundpipe.errors import ConfigError, TraceError, enumerated
-from roundpipe.fx.source import TracedSource
+from roundpipe.fx.source import TracedSource, own_example
 from roundpipe.layers import weight_bytes_of
 from roundpipe.once import differentiates_gradients, holders_of, holders_of_those, runs_autograd
 from roundpipe.parts import IN_ONE_PIECE, is_sequential, overlaid
@@ -75,7 +75,8 @@ def wrap_model_to_roundpipe(
     Args:
         model: any module; on the CPU.
         use_sequential_preset: the graph compiler: None tries it, True requires it, False leaves it out. It traces at
-            once if there is an example or the model has ``dummy_inputs``, otherwise at the first call.
+            once if there is an example, or if the model's own ``dummy_inputs`` can be traced; otherwise at the first
+            call, which then raises what is said below.
         lower_threshold: bytes; see above.
         upper_threshold: bytes; None: those of the whole model // (number of devices + 1).
         skip_modules: modules that stay on the CPU; the model itself is given back as it is.
@@ -140,13 +141,12 @@ def _traced(
         logger.info("%s can't be traced, so it is not cut by the graph compiler: %s", kind, error)
 
     limit_bytes = largest_layer_bytes(settings.get("devices"))
-    source = TracedSource(model, balance, on_failure, max_layer_bytes=limit_bytes)
-    if not example_args and example_kwargs is None:
-        dummy = getattr(model, "dummy_inputs", None)
-        example_kwargs = dict(dummy) if isinstance(dummy, dict) else None
-    if example_args or example_kwargs is not None:
-        if source.chain_for(example_args, example_kwargs or {}) is None:
-            return None
+    has_example = bool(example_args) or example_kwargs is not None
+    preview = None if has_example else own_example(model)
+    source = TracedSource(model, balance, on_failure, preview, limit_bytes)
+    if has_example and source.chain_for(example_args, example_kwargs or {}) is None:
+        return None
+    if source.latest is not None:
         logger.info("%s is cut by the graph compiler; use_sequential_preset=False wraps its modules instead", kind)
     else:
         logger.info("%s will be cut by the graph compiler at its first call", kind)

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -101,6 +102,32 @@ def test_on_meta_and_with_the_models_own_example() -> None:
     assert "inputs x: f32[5, 8]" in str(explain(model, example_kwargs={"x": torch.zeros(5, 8, device="meta")}))
     with pytest.raises(ConfigError, match="Model has no dummy_inputs"):
         explain(Model())
+
+
+def test_an_example_of_its_own_is_named_where_it_may_be_wrong() -> None:
+    class Misleading(Model):
+        dummy_inputs: ClassVar = {"input_ids": torch.ones(3, 5, dtype=torch.long)}
+
+        def forward(self, x: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+            return super().forward(x.float())  # type: ignore[union-attr]
+
+    class Unfit(Model):
+        dummy_inputs: ClassVar = Misleading.dummy_inputs
+
+    class Own(Gate):
+        dummy_inputs: ClassVar = {"x": example()[0]}
+
+    for text in (str(found := explain(Misleading())), found.as_json()["error"]):
+        assert "the model's own dummy_inputs (input_ids)" in text and "don't fit its forward" in text
+        assert "give example_args=(...) or example_kwargs={...}" in text
+    with pytest.raises(ConfigError, match=r"Unfit's own dummy_inputs \(input_ids\) don't fit its forward: .*'x'; give"):
+        explain(Unfit())
+    with pytest.raises(TypeError, match="missing a required argument"):
+        explain(Unfit(), example_kwargs={"input_ids": torch.ones(1)})
+    text = str(explain(Own()))
+    assert "The example was the model's own dummy_inputs (x)" in text and "AutoRoundPipe" in text
+    assert "dummy_inputs" not in str(explain(Own(), example()))
+    assert "dummy_inputs" not in str(explain(Misleading(), example_kwargs={"input_ids": torch.ones(1)}))
 
 
 def test_a_compiled_model_is_explained_like_its_original() -> None:

@@ -452,6 +452,41 @@ def test_a_traceable_model_is_cut(preset: bool | None, options: Any, caplog: pyt
         pipe(torch.randn(6, 8))
 
 
+class Misleading(Nested):
+    """Has inherited an example that its forward does not take."""
+
+    @property
+    def dummy_inputs(self) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.ones(3, 5, dtype=torch.long)}
+
+
+@pytest.mark.parametrize("preset", [None, True])
+def test_an_example_of_its_own_that_does_not_fit_decides_nothing(
+    preset: bool | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "roundpipe.wrap"):
+        pipe = wrap_model_to_roundpipe(Misleading(), preset, devices=DEVICES)
+    with pipe:
+        assert len(caplog.records) == 1 and "at its first call" in caplog.text
+        assert "not traced yet" in pipe.partition_table()
+        pipe(torch.randn(6, 8))
+        assert pipe._state.instead is None and "layer" in pipe.partition_table()
+
+
+def test_required_of_a_model_that_shows_only_with_its_own_example_that_it_can_not_be_traced() -> None:
+    class Own(Branching):
+        @property
+        def dummy_inputs(self) -> dict[str, torch.Tensor]:
+            return {"x": torch.randn(4, 8)}
+
+    with wrap_model_to_roundpipe(Own(), True, devices=DEVICES) as pipe:
+        with pytest.raises(NotImplementedError, match=r"use_sequential_preset=True, but Own"):
+            pipe(torch.randn(6, 8))
+    with wrap_model_to_roundpipe(Own(), devices=DEVICES) as pipe, torch.no_grad():
+        pipe(torch.randn(6, 8))
+        assert isinstance(pipe._state.instead, AutoRoundPipe)
+
+
 def test_without_an_example_it_is_cut_at_the_first_call(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "roundpipe.wrap"):
         pipe = wrap_model_to_roundpipe(Nested(), devices=DEVICES)

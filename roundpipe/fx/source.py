@@ -89,7 +89,7 @@ class TracedSource:
             try:
                 with _surroundings():
                     return self._trace(*preview)
-            except TraceError as error:  # real arguments may be others; the first call decides
+            except (TraceError, TypeError) as error:  # real arguments may be others; the first call decides
                 logger.info("%s's own example can't be traced: %s", type(self._model).__name__, error)
         return self._kept[0].chain if self._kept else None
 
@@ -196,6 +196,12 @@ class TracedSource:
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedGraph:
         dynamic = tuple(self._varying)
         return trace(self._model, args, kwargs, max_leaf_bytes=self._max_layer_bytes, dynamic=dynamic)
+
+
+def own_example(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The model's ``dummy_inputs``, which may be inherited and not fit: they show a partition, calls decide."""
+    dummy = getattr(model, "dummy_inputs", None)
+    return ((), dict(dummy)) if isinstance(dummy, dict) else None
 
 
 @contextmanager
