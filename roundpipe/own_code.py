@@ -6,6 +6,7 @@ Code is looked at as code objects and never run here.
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -90,6 +91,35 @@ def reached_by(function: Any) -> Iterator[Any]:
                         pending.append(value)
                 else:
                     yield value
+
+
+MAX_HELPERS = 256
+"""How many functions `functions_reached_by` follows."""
+
+
+def functions_reached_by(*functions: Any) -> Iterator[Any]:
+    """Some functions, and those that they name: globals, what closures hold, and functions of modules.
+
+    Those that are not written in Python are given too; those of torch and of Python's own library are not followed.
+    """
+    pending = list(functions)
+    seen: set[int] = set()
+    while pending and len(seen) < MAX_HELPERS:
+        one = pending.pop()
+        if isinstance(one, types.BuiltinFunctionType):
+            yield one
+        if not _has_code(one) or id(one) in seen or str(one.__module__).partition(".")[0] in _NOT_FOLLOWED:
+            continue
+        seen.add(id(one))
+        yield one
+        names = dict.fromkeys(names_in(one.__code__))
+        held = [one.__globals__[name] for name in names if name in one.__globals__]
+        pending += [*held, *(cell.cell_contents for cell in one.__closure__ or () if _is_full(cell))]
+        modules = [value.__dict__ for value in held if isinstance(value, types.ModuleType)]
+        pending += [module[name] for module in modules for name in names if name in module]
+
+
+_NOT_FOLLOWED = frozenset({"torch", *sys.stdlib_module_names}) - {"__main__"}
 
 
 def _has_code(function: Any) -> bool:

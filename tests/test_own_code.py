@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import textwrap
 from typing import Any
 
 import pytest
 
-from roundpipe.own_code import reached_by
+from roundpipe.own_code import functions_reached_by, reached_by
 
 WANTED = object()
 
@@ -95,3 +96,22 @@ def unfilled() -> Any:
 )
 def test_what_a_function_reaches(function: Any, expected: bool) -> None:
     assert any(one is WANTED for one in reached_by(function)) == expected
+
+
+def of_a_module() -> Any:
+    return textwrap.dedent("")
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (by_global, {by_global}),
+        (calls_another, {calls_another, by_global}),
+        (closure(calls_another), {calls_another, by_global}),
+        (closure(len), {len}),
+        (of_a_module, set()),
+        (3, set()),
+    ],
+)
+def test_functions_that_a_function_names(function: Any, expected: set[Any]) -> None:
+    assert {*functions_reached_by(function)} - {function} == expected - {function}

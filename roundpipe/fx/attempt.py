@@ -79,6 +79,7 @@ class Attempt:
         learned: what earlier attempts found out.
         outside: what is set on leaves by other code.
         functions: code that the model's code calls, beside methods of modules.
+        cells: of its closures.
     """
 
     def __init__(
@@ -88,11 +89,13 @@ class Attempt:
         learned: Learned,
         outside: OutsideChanges,
         functions: Collection[types.CodeType] = (),
+        cells: Collection[types.CellType] = (),
     ) -> None:
         self._world = world
         self._form = form
         self._learned = learned
         self._outside = outside
+        self._cells = cells
         self._flags = Flags.of(world.model)
         self._recorder = Recorder(world, Ambient.current(), learned.burn_sizes, learned.log_layouts)
         hooked = [
@@ -122,7 +125,7 @@ class Attempt:
         """Records the forward and closes the graph."""
         recorder, world = self._recorder, self._world
         args, kwargs = world.arguments
-        with intercepting(self, _files_of(world.model)), world.entered(), recorder.watch, recorder:
+        with intercepting(self, _files_of(world.model), self._cells), world.entered(), recorder.watch, recorder:
             given = _copied(args), _copied(kwargs)
             before = contents_of(*given)
             out = world.twin(*given[0], **given[1])

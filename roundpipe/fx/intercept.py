@@ -85,12 +85,15 @@ def exclusive() -> Iterator[None]:
 
 
 @contextmanager
-def intercepting(session: Session, files: Iterable[types.ModuleType] = ()) -> Iterator[None]:
+def intercepting(
+    session: Session, files: Iterable[types.ModuleType] = (), cells: Iterable[types.CellType] = ()
+) -> Iterator[None]:
     """Sends the calls of this thread to ``session``.
 
     Args:
         files: Python modules with code of the model's, in which ``len`` of a tensor is asked of the session too:
             the builtin can't give a symbol.
+        cells: of closures of the model's, which may hold functions of torch's.
     """
     with _LOCK, ExitStack() as stack:
         _patch(stack, nn.Module, "__call__", _call_module)
@@ -103,7 +106,7 @@ def intercepting(session: Session, files: Iterable[types.ModuleType] = ()) -> It
             _patch(stack, numpy.random, name, _refused("numpy.random", name, getattr(numpy.random, name)))
         for owner in (torch, torch.random):
             _patch(stack, owner, "manual_seed", _refused("torch", "manual_seed", torch.manual_seed))
-        _patch(stack, torch, "is_grad_enabled", _noting_grad_mode(torch.is_grad_enabled))
+        _patch_grad_mode(stack, cells)
         _patch_transformers(stack)
         for file in files:
             if "len" not in file.__dict__:
@@ -187,6 +190,29 @@ def _noting_grad_mode(original: Callable[[], bool]) -> Callable[[], bool]:
         return original()
 
     return is_grad_enabled
+
+
+def _patch_grad_mode(stack: ExitStack, cells: Iterable[types.CellType]) -> None:
+    """Wherever code has the question from: ``torch``, a global of any file under any name, or a closure."""
+    original = torch.is_grad_enabled
+    noting = _noting_grad_mode(original)
+    _patch(stack, torch, "is_grad_enabled", noting)
+    for file, module in list(sys.modules.items()):
+        held = getattr(module, "__dict__", None)
+        if type(held) is not dict or file.partition(".")[0] in _OTHERS:
+            continue
+        if id(original) in set(map(id, list(held.values()))):
+            for name in [name for name, value in list(held.items()) if value is original]:
+                stack.callback(held.__setitem__, name, original)
+                held[name] = noting
+    for cell in cells:
+        if cell.cell_contents is original:
+            stack.callback(setattr, cell, "cell_contents", original)
+            cell.cell_contents = noting
+
+
+_OTHERS = frozenset({"torch", "numpy", "sympy", *sys.stdlib_module_names}) - {"__main__"}
+"""Packages whose files are no model's."""
 
 
 def _patch_transformers(stack: ExitStack) -> None:

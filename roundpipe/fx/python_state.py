@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from roundpipe.fx.snapshots import View, is_closed, view_of
-from roundpipe.own_code import codes_of, names_in
+from roundpipe.own_code import codes_of, functions_reached_by, names_in
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
 """Types of values that are compared by what they are."""
@@ -98,6 +98,8 @@ class PythonState:
         self._counts = True
         self.codes: list[types.CodeType] = []
         """Of the functions that were looked into, beside methods of modules."""
+        self.cells: list[types.CellType] = []
+        """Of closures, which hold functions that are not written in Python."""
         self.closed: dict[str, str] = {}
         """What a forward seems to use although nothing tells how it changes it, in words, with the kind."""
         self._max_places = _MAX_PLACES_BETWEEN_CALLS if between_calls else _MAX_PLACES
@@ -238,6 +240,8 @@ class PythonState:
                 continue
             if isinstance(held, (*PLAIN, torch.Tensor)):
                 self._add(f"{name} of {function.__qualname__}", "cell", cell, None, held)
+            if isinstance(held, types.BuiltinFunctionType):
+                self.cells.append(cell)
             self._visit(held, f"{name} of {function.__qualname__}", depth + 1)
         for name in names_in(function.__code__):
             if name in function.__globals__:
@@ -644,6 +648,23 @@ def _is_in_place(name: str) -> bool:
     return name.endswith("_") and not name.startswith("_")
 
 
+_ASKS: dict[type, bool] = {}
+
+
+def asks_for_gradients(kind: type) -> bool:
+    """Whether the forward of a class, or a function that it calls, asks if gradients are recorded, as code tells."""
+    if kind not in _ASKS:
+        methods = [getattr(kind, name, None) for name in _reached(kind)]
+        _ASKS[kind] = any(map(_function_asks, functions_reached_by(*methods)))
+    return _ASKS[kind]
+
+
+def _function_asks(function: Any) -> bool:
+    if not isinstance(function, types.FunctionType):
+        return function is torch.is_grad_enabled
+    return not _ASKING.isdisjoint(Uses.of([function.__code__]).read) or "is_grad_enabled" in names_in(function.__code__)
+
+
 def must_run_once(module: nn.Module) -> bool:
     """Whether a module's forward, as far as its code tells, remembers something or asks whether gradients are recorded.
 
@@ -651,7 +672,7 @@ def must_run_once(module: nn.Module) -> bool:
     """
     reached = _reached(type(module))
     uses = Uses.of(reached.values())
-    if uses.set & uses.read or uses.rebinds or uses.read & _ASKING:
+    if uses.set & uses.read or uses.rebinds or uses.read & _ASKING or asks_for_gradients(type(module)):
         return True
     if "data" in uses.read or "no_grad" in uses.read and any(map(_is_in_place, uses.read)):  # weights may be written
         return True

@@ -28,7 +28,7 @@ from roundpipe.fx.leaves import (
 )
 from roundpipe.fx.policy import Decision, LeafPolicy, is_of_torch
 from roundpipe.fx.probe import probe_module
-from roundpipe.fx.python_state import OF_TORCH, PythonState, Readers, attributes_read
+from roundpipe.fx.python_state import OF_TORCH, PythonState, Readers, asks_for_gradients, attributes_read
 from roundpipe.fx.recorder import Recorder, Restart, StatefulError
 from roundpipe.fx.siblings import SiblingCache
 from roundpipe.layers import weight_bytes_of
@@ -252,7 +252,11 @@ class LeafRunner:
         for owner, attribute in sorted(probe.sets, key=str):
             if attribute not in OF_TORCH and attribute in self._readers.beside(owner):
                 self._look_into_for_others(module, name, f"{owner.__name__}.{attribute}")
-        asking = [kind.__name__ for kind in map(type, module.modules()) if attributes_read(kind) & ASKS_FOR_GRAD]
+        asking = [
+            kind.__name__
+            for kind in map(type, module.modules())
+            if attributes_read(kind) & ASKS_FOR_GRAD or asks_for_gradients(kind)
+        ]
         self._refuse_asking(module, name, asking[0] if asking else "")
         may_write = any(True for _ in module.buffers())  # other data may take a way that writes them
         return LeafRun(probe.out, probe.random, may_write, ())

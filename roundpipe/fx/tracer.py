@@ -147,7 +147,7 @@ def _settled(world: FakeWorld, form: CallForm, learned: Learned) -> tuple[Traced
         raise _root_error(world.model, cause, where_set(world.model, place), learned)
     try:
         for _ in range(MAX_SETTLING_RUNS):
-            attempt = Attempt(world, form, learned, outside, python.codes)
+            attempt = Attempt(world, form, learned, outside, python.codes, python.cells)
             traced = attempt.run()
             for place in python.drawn():
                 cause = TraceError(f"it draws random numbers from {place}, which a graph would burn in")

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import is_grad_enabled, nn
+from torch import is_grad_enabled as records_gradients
 from torch.utils.checkpoint import checkpoint
 
 import roundpipe
@@ -218,6 +219,84 @@ def test_code_that_asks_for_gradients_gets_the_callers_answer(how: str, context:
             with around():
                 torch.testing.assert_close(pipe(x).detach(), model(x).detach())
         assert pipe.trace_count == 2
+
+
+def _function_that_asks() -> bool:
+    return is_grad_enabled()
+
+
+class AsksAtHand(Layers):
+    """Asks for the grad mode by what is no attribute of torch; on data it can only run by itself."""
+
+    def __init__(self, of_data: bool) -> None:
+        super().__init__()
+        self.of_data = of_data
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        if self.of_data and x.abs().max() > 1e9:
+            x = x / 2
+        return self.layers[1](x)
+
+
+class AsksByName(AsksAtHand):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.scaled(self.layers[0](x))
+        return x * 2 if is_grad_enabled() else x
+
+
+class AsksByAnother(AsksAtHand):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.scaled(self.layers[0](x))
+        return x * 2 if records_gradients() else x
+
+
+class AsksAFunction(AsksAtHand):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.scaled(self.layers[0](x))
+        return x * 2 if _function_that_asks() else x
+
+
+class AsksOfATensor(AsksAtHand):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.scaled(self.layers[0](x))
+        return x * 2 if _is_trained(x) else x
+
+
+def _is_trained(x: torch.Tensor) -> bool:
+    return x.requires_grad
+
+
+def asking_in_a_closure(of_data: bool) -> nn.Module:
+    asks = torch.is_grad_enabled
+
+    class AsksInAClosure(AsksAtHand):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.scaled(self.layers[0](x))
+            return x * 2 if asks() else x
+
+    return AsksInAClosure(of_data)
+
+
+ASKING = [AsksByName, AsksByAnother, AsksAFunction, AsksOfATensor, asking_in_a_closure]
+
+
+@pytest.mark.parametrize("of_data", [False, True])
+@pytest.mark.parametrize("make", ASKING)
+def test_the_question_for_gradients_is_noticed_wherever_code_has_it_from(
+    make: Callable[[bool], nn.Module], of_data: bool
+) -> None:
+    model = Inside(make(of_data)).double()
+    x = vectors(4, 6)["x"]
+    wrapped = roundpipe.wrap_model_to_roundpipe(copy.deepcopy(model), use_sequential_preset=False, devices="cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with roundpipe.compile(model, devices="cpu", name="asks at hand") as pipe, wrapped:
+            for around in (contextlib.nullcontext, torch.no_grad):
+                with around():
+                    expected = model(x).detach()
+                    torch.testing.assert_close(pipe(x).detach(), expected)
+                    torch.testing.assert_close(wrapped(x).detach(), expected)
+    assert records_gradients is is_grad_enabled is torch.is_grad_enabled
 
 
 def test_a_mode_set_before_the_backward_is_the_next_calls() -> None:
