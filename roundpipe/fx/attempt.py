@@ -482,6 +482,7 @@ class Attempt:
         )
         held = {str(node.target) for node in traced.graph.nodes if node.op == "get_attr"} - set(traced.constants)
         flags = self._flags.with_weights(sorted(held))
+        flags.forms.leave_out([name for name in world.real if not world.has_in_place(name)])
         written = {storage_key(target) for node in traced.graph.nodes for target in mutated_by(node)} - {None}
         into = frozenset(index for index, node in enumerate(traced.placeholders) if storage_key(node) in written)
         guards = traced.guards = Guards(

@@ -29,7 +29,7 @@ from roundpipe.fx.ambient import Ambient
 from roundpipe.fx.binding import CallForm
 from roundpipe.fx.fakes import Dimension, FakeWorld, InputSizes, compiled, expression_source
 from roundpipe.fx.leaves import Write
-from roundpipe.fx.model_state import ModelState
+from roundpipe.fx.model_state import ModelState, WeightForms
 from roundpipe.fx.values import ValueProgram
 from roundpipe.overlap import overlapping
 
@@ -122,6 +122,7 @@ class Flags:
     parameters: tuple[nn.Parameter, ...]
     requires_grad: list[bool]
     ambient: Ambient
+    forms: WeightForms
     weights: tuple[tuple[nn.Module, str, torch.Tensor], ...] = ()
     """Parameters and buffers that traced code used itself, with the module and the name that they had there."""
 
@@ -136,6 +137,7 @@ class Flags:
             parameters,
             list(map(_REQUIRES_GRAD, parameters)),
             Ambient.current(),
+            WeightForms(model),
         )
 
     def with_weights(self, names: Iterable[str]) -> Flags:
@@ -159,13 +161,16 @@ class Flags:
             )
         if list(map(_REQUIRES_GRAD, self.parameters)) != self.requires_grad:
             return Failure(f"parameter {self._changed_parameter()} has another requires_grad now")
+        change = self.forms.change()
+        if change is not None:
+            return Failure(change)
         for module, name, tensor in self.weights:
             if module._buffers.get(name) is not tensor and module._parameters.get(name) is not tensor:
                 return Failure(f"{type(module).__name__}.{name} is another tensor now")
         now = Ambient.current()
-        change = now.changes_from(self.ambient if grad_matters else replace(self.ambient, grad=now.grad))
-        if change is not None:
-            return Failure(f"the model is now called with {change.describe()}")
+        other = now.changes_from(self.ambient if grad_matters else replace(self.ambient, grad=now.grad))
+        if other is not None:
+            return Failure(f"the model is now called with {other.describe()}")
         return None
 
     def _changed_parameter(self) -> str:

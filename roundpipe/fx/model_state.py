@@ -6,6 +6,7 @@ global that the forward reads. A graph has burned in what it found, so each such
     modules       the same objects under the same names; else there is no way on but to compile again
     hooks         of modules that were looked into; those of leaves run with them
     attributes    that some code of the model reads, by its names
+    weights       `WeightForms`: what tensors in their places look like
     the rest      containers, objects, closures, globals and class attributes: `PythonState`
 
 Attributes that leaves set themselves are theirs, and are left out.
@@ -175,6 +176,100 @@ class ModelState:
         """
         codes = {*map(_code_of, known.values()), *self._settled.hooks.get(leaf, ())}
         return any(hook_keeps(hook) and _code_of(hook) not in codes for hook in hooks.values())
+
+
+class WeightForms:
+    """What a model's parameters and buffers look like at one moment, whichever tensors are in their places later.
+
+    A graph has dtypes and shapes burned in, and ``model.double()`` or ``p.data = other`` leave the objects as they are.
+    What code of the model puts somewhere itself, such as a table that grows, looks as that code decides.
+
+    Args:
+        model: the user's.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = dict(model.named_modules())
+        set_anywhere = _set_in_forwards(modules.values())
+        parameters, own, buffers = _Places("dtype", "shape"), _Places("dtype"), _Places("dtype", "shape")
+        for path, module in modules.items():
+            uses = uses_of_forward(type(module))
+            for name, tensor in module._parameters.items():
+                if tensor is not None:
+                    (own if name in uses.set else parameters).add(module._parameters, path, name)
+            for name, tensor in module._buffers.items():
+                if tensor is not None and not _sets_buffer(uses, name, set_anywhere):
+                    buffers.add(module._buffers, path, name)
+        self._all = [parameters, own, buffers]
+        for places in self._all:
+            places.look()
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """From now on, what is in these places, given by their qualified names, may be anything."""
+        for places in self._all:
+            places.leave_out(names)
+
+    def change(self) -> str | None:
+        """What is otherwise now, in words."""
+        return next((change for places in self._all for change in [places.change()] if change is not None), None)
+
+
+class _Places:
+    """Places of tensors, of which the same attributes are compared."""
+
+    def __init__(self, *attributes: str) -> None:
+        self._attributes = attributes
+        self._look = operator.attrgetter(*attributes)
+        self._places: list[tuple[dict[str, Any], str]] = []
+        self._names: list[str] = []
+        self._seen: list[Any] = []
+
+    def add(self, held: dict[str, Any], path: str, name: str) -> None:
+        self._places.append((held, name))
+        self._names.append(f"{path}.{name}".lstrip("."))
+
+    def leave_out(self, names: Collection[str]) -> None:
+        kept = [index for index, name in enumerate(self._names) if name not in names]
+        self._places = [self._places[index] for index in kept]
+        self._names = [self._names[index] for index in kept]
+        self.look()
+
+    def look(self) -> None:
+        self._seen = list(map(self._look, self._tensors()))
+
+    def _tensors(self) -> list[Any]:
+        return [held.get(name) for held, name in self._places]
+
+    def change(self) -> str | None:
+        tensors = self._tensors()
+        try:
+            if list(map(self._look, tensors)) == self._seen:
+                return None
+        except AttributeError:  # there is None in a place
+            pass
+        for name, tensor, was in zip(self._names, tensors, self._seen, strict=True):
+            if tensor is None:
+                return f"{name} is None now"
+            seen = was if len(self._attributes) > 1 else (was,)
+            for attribute, value in zip(self._attributes, seen, strict=True):
+                now = getattr(tensor, attribute)
+                if now != value:
+                    return f"{name} has {_of_tensor(attribute, now)} now, traced with {_of_tensor(attribute, value)}"
+        return None
+
+
+def _of_tensor(attribute: str, value: Any) -> str:
+    return f"shape {tuple(value)}" if attribute == "shape" else f"{attribute} {value}"
+
+
+def _set_in_forwards(modules: Iterable[nn.Module]) -> frozenset[str]:
+    """Names of attributes that forwards of some modules set, on whatever."""
+    return frozenset().union(*(uses_of_forward(kind).set for kind in set(map(type, modules))))
+
+
+def _sets_buffer(uses: Uses, name: str, set_anywhere: Collection[str]) -> bool:
+    """Whether a forward may put another tensor into a buffer of a module, of whose forward these are the uses."""
+    return name in set_anywhere or "register_buffer" in uses.read
 
 
 def kind_and_value(value: Any) -> tuple[type, Any]:

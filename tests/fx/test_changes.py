@@ -143,6 +143,83 @@ def test_parameters_that_come_and_go_are_found() -> None:
         torch.testing.assert_close(pipe(x), model(x))
 
 
+class TakesOver(nn.Module):
+    """Has the dtype and the shape of a weight burned in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 8)
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        x = self.linear(x + torch.sin(torch.arange(8).to(x.dtype) / 3))
+        return x / self.linear.weight.shape[0]
+
+
+def _other_rows(model: TakesOver) -> None:
+    torch.manual_seed(1)
+    model.linear.weight.data, model.linear.bias.data = torch.randn(12, 8), torch.randn(12)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda m: m.double(), "embed.weight has dtype torch.float64 now, traced with dtype torch.float32"),
+        (lambda m: m.bfloat16(), "embed.weight has dtype torch.bfloat16 now"),
+        (_other_rows, "linear.weight has shape (12, 8) now, traced with shape (8, 8)"),
+        (lambda m: setattr(m, "scale", torch.ones(1)), "scale has shape (1,) now, traced with shape (8,)"),
+    ],
+)
+def test_weights_that_get_another_dtype_or_shape(change: Callable[[Any], object], words: str) -> None:
+    model, ids = TakesOver(), torch.randint(0, 9, (4, 3))
+    guards = trace(model, (), {"ids": ids}).guards
+    assert isinstance(guards, Guards) and guards.check((), {"ids": ids}) is None
+    with roundpipe.compile(model, devices=["cpu"]) as pipe, torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(pipe(ids), model(ids), rtol=0, atol=0)
+            change(model)
+        torch.testing.assert_close(pipe(ids), model(ids), rtol=0, atol=0)
+        assert pipe.trace_count == 2
+    assert words in str(guards.check((), {"ids": ids}))
+
+
+class Grows(nn.Module):
+    """Keeps a table that it makes longer where a batch needs that."""
+
+    def __init__(self, registers: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.registers = registers
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+        self.register_buffer("second", None, persistent=False)
+
+    def grow(self, length: int) -> None:
+        if self.registers:
+            self.register_buffer("table", torch.arange(float(length)), persistent=False)
+        else:
+            self.table = torch.arange(float(length))
+        self.second = self.table.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if int(x.detach()[:, 0].max()) > self.table.shape[0]:
+            self.grow(int(x.detach()[:, 0].max()))
+        return self.linear(x) + self.table[:1] + 1
+
+
+@pytest.mark.parametrize("registers", [False, True])
+def test_tables_that_a_forward_grows_do_not_trace_again(registers: bool) -> None:
+    model = nn.Sequential(Grows(registers), nn.Linear(8, 8), Grows(registers), nn.Linear(8, 8))
+    with roundpipe.compile(model, devices=["cpu"]) as pipe, torch.no_grad():
+        for length in (2, 6, 9, 12):
+            x = torch.full((4, 8), float(length))
+            eager = copy.deepcopy(model)
+            torch.testing.assert_close(pipe(x), eager(x))
+            assert len(model[0].table) == len(eager[0].table)
+        assert pipe.trace_count == 1
+
+
 def test_what_nobody_reads_may_change() -> None:
     model = Reads().double()
     guards = trace(model, (), vectors(4, 6)).guards
