@@ -119,8 +119,6 @@ class Flags:
 
     modules: tuple[nn.Module, ...]
     training: list[bool]
-    parameters: tuple[nn.Parameter, ...]
-    requires_grad: list[bool]
     ambient: Ambient
     forms: WeightForms
     weights: tuple[tuple[nn.Module, str, torch.Tensor], ...] = ()
@@ -130,15 +128,7 @@ class Flags:
     def of(model: nn.Module) -> Flags:
         """The switches as they are now."""
         modules = tuple(model.modules())
-        parameters = tuple(model.parameters())
-        return Flags(
-            modules,
-            list(map(_TRAINING, modules)),
-            parameters,
-            list(map(_REQUIRES_GRAD, parameters)),
-            Ambient.current(),
-            WeightForms(model),
-        )
+        return Flags(modules, list(map(_TRAINING, modules)), Ambient.current(), WeightForms(model))
 
     def with_weights(self, names: Iterable[str]) -> Flags:
         """The same with the parameters and buffers of these qualified names, which must stay the same objects."""
@@ -159,8 +149,6 @@ class Flags:
                 f"{len(changed)} of {len(self.modules)} modules are now in {mode} mode, a "
                 f"{type(changed[0]).__name__} first"
             )
-        if list(map(_REQUIRES_GRAD, self.parameters)) != self.requires_grad:
-            return Failure(f"parameter {self._changed_parameter()} has another requires_grad now")
         change = self.forms.change()
         if change is not None:
             return Failure(change)
@@ -173,18 +161,8 @@ class Flags:
             return Failure(f"the model is now called with {other.describe()}")
         return None
 
-    def _changed_parameter(self) -> str:
-        changed = [
-            parameter
-            for parameter, was in zip(self.parameters, self.requires_grad, strict=True)
-            if parameter.requires_grad is not was
-        ]
-        names = [name for name, parameter in self.modules[0].named_parameters() if parameter is changed[0]]
-        return names[0] if names else f"of shape {tuple(changed[0].shape)}"
-
 
 _TRAINING = operator.attrgetter("training")
-_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
 class Guards:

@@ -72,7 +72,6 @@ class ModelState:
         self._children = [dict(module._modules) for module in self._modules]
         self._weight_dicts = [module._parameters for module in self._modules]
         self._num_weights = list(map(len, self._weight_dicts))
-        self._absent = [(held, name) for held in self._weight_dicts for name, one in held.items() if one is None]
         self._hooked = [module for module in self._modules if module in glue or module in passing]
         self._hook_dicts = [module.__dict__[name] for module in self._hooked for name in HOOKS]
         self._hooks = list(map(dict, self._hook_dicts))
@@ -139,9 +138,8 @@ class ModelState:
         for module, hooks, known in self._leaf_hooks:
             if len(hooks) > len(known) and self._keeps_more(module, hooks, known):
                 return f"a {type(module).__name__} has got a hook that may keep what it is given"
-        came = [name for held, name in self._absent if name in held and held[name] is not None]
-        if came or list(map(len, self._weight_dicts)) != self._num_weights:
-            return f"parameters came or went{': ' * bool(came)}{', '.join(came)}"
+        if list(map(len, self._weight_dicts)) != self._num_weights:
+            return "parameters came or went"
         for module, names, held in self._attributes:
             now = [module.__dict__.get(name, _MISSING) for name in names]
             if not all(map(operator.is_, now, held)):
@@ -191,14 +189,22 @@ class WeightForms:
     def __init__(self, model: nn.Module) -> None:
         modules = dict(model.named_modules())
         set_anywhere = _set_in_forwards(modules.values())
-        parameters, own, buffers = _Places("dtype", "shape"), _Places("dtype"), _Places("dtype", "shape")
+        parameters, own = _Places("dtype", "shape", "requires_grad"), _Places("dtype", "requires_grad")
+        buffers = _Places("dtype", "shape")
+        self._absent: list[tuple[dict[str, Any], str]] = []
         for path, module in modules.items():
             uses = uses_of_forward(type(module))
             for name, tensor in module._parameters.items():
-                if tensor is not None:
+                if tensor is None:
+                    self._absent.append((module._parameters, name))
+                else:
                     (own if name in uses.set else parameters).add(module._parameters, path, name)
             for name, tensor in module._buffers.items():
-                if tensor is not None and not _sets_buffer(uses, name, set_anywhere):
+                if _sets_buffer(uses, name, set_anywhere):
+                    continue
+                if tensor is None:
+                    self._absent.append((module._buffers, name))
+                else:
                     buffers.add(module._buffers, path, name)
         self._all = [parameters, own, buffers]
         for places in self._all:
@@ -211,6 +217,9 @@ class WeightForms:
 
     def change(self) -> str | None:
         """What is otherwise now, in words."""
+        for held, name in self._absent:
+            if held.get(name) is not None:
+                return f"{name}, which was None, is a tensor now"
         return next((change for places in self._all for change in [places.change()] if change is not None), None)
 
 

@@ -143,6 +143,54 @@ def test_parameters_that_come_and_go_are_found() -> None:
         torch.testing.assert_close(pipe(x), model(x))
 
 
+class LooksAtWeights(Layers):
+    """Decides by what is there, and by what is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x * 2 if self.layers[0].weight.requires_grad else x)
+        x = x if self.mask is None else x * self.mask
+        return self.layers[1](x * 3 if self.layers[0].bias is None else x)
+
+
+def _replace(model: Any) -> None:
+    model.layers[0].weight = nn.Parameter(torch.eye(8).double(), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda m: setattr(m, "mask", torch.full((8,), 2.0).double()), "mask, which was None, is a tensor now"),
+        (lambda m: setattr(m.layers[0], "bias", None), "layers.0.bias is None now"),
+        (_replace, "layers.0.weight has requires_grad False now, traced with requires_grad True"),
+    ],
+)
+def test_weights_that_appear_go_or_are_replaced(change: Callable[[Any], object], words: str) -> None:
+    model = LooksAtWeights().double()
+    guards = trace(model, (), vectors(4, 6)).guards
+    assert isinstance(guards, Guards)
+    eager = copy.deepcopy(model)
+    with roundpipe.compile(model, devices=["cpu"]) as pipe:
+        for _ in range(2):
+            pipe.zero_grad()
+            eager.zero_grad()
+            inputs = vectors(4, 6)
+            loss = pipe.forward_backward(input_kwargs=inputs, loss_fn=lambda out, label: out.pow(2).sum())
+            expected = eager(**inputs).pow(2).sum()
+            expected.backward()
+            pipe.synchronize()
+            torch.testing.assert_close(loss, expected.detach())
+            assert_same_gradients(model, eager, 1e-10)
+            if pipe.trace_count == 1:
+                change(model)
+                change(eager)
+        assert pipe.trace_count == 2
+    assert words in str(guards.check((), vectors(4, 6)))
+
+
 class TakesOver(nn.Module):
     """Has the dtype and the shape of a weight burned in."""
 
