@@ -107,7 +107,16 @@ class Before:
         self._held = [(one, dict(one.__dict__), dict(one._buffers)) for one in plain]
         self._buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
         around = hooks_run_around(module)
-        self._python = PythonState(_without_hooks(one) if around and one is module else one for one in module.modules())
+        self._python = PythonState(
+            (_without_hooks(one) if around and one is module else one for one in module.modules()),
+            known=module.modules(),
+        )
+        self._hidden = [
+            (buffer, buffer.clone(), f"buffer {name} of {words}")
+            for one, words in self._python.hidden.items()
+            for name, buffer in one._buffers.items()
+            if buffer is not None and not buffer.is_meta
+        ]
 
     @property
     def untold(self) -> str | None:
@@ -121,6 +130,9 @@ class Before:
         """
         for words, _ in self._python.gained():
             return words
+        for buffer, was, words in self._hidden:
+            if not torch.equal(buffer, was):
+                return words
         if any(structure.tensors(value) for value in self._python.settled().values()):
             return "what its hooks hold"
         return "a random generator of its own" if self._python.take_back_draws() else None
@@ -135,7 +147,7 @@ class Before:
             module._buffers.clear()
             module._buffers.update(buffers)
         with torch.no_grad():
-            for buffer, was in self._buffers:
+            for buffer, was in (*self._buffers, *((buffer, was) for buffer, was, _ in self._hidden)):
                 buffer.copy_(was)
         self._python.restore()
         self._python.take_back_draws()

@@ -123,6 +123,12 @@ class Attempt:
 
     def run(self) -> TracedGraph:
         """Records the forward and closes the graph."""
+        try:
+            return self._run()
+        finally:
+            self._recorder.watch.undo_real_writes()
+
+    def _run(self) -> TracedGraph:
         recorder, world = self._recorder, self._world
         args, kwargs = world.arguments
         with intercepting(self, _files_of(world.model), self._cells), world.entered(), recorder.watch, recorder:

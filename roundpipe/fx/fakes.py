@@ -237,6 +237,13 @@ def real_world() -> Iterator[None]:
         yield
 
 
+def is_of_no_world(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has data of its own, while what is computed is fake."""
+    if is_fake(tensor) or tensor.is_meta or is_transformed(tensor) or tensor.layout is not torch.strided:
+        return False
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 @functools.cache
 def _dropout_for_fakes() -> dict[Any, Any]:
     """Torch's own Python for dropout, by dispatch key."""

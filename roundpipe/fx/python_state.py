@@ -85,9 +85,17 @@ class PythonState:
     Args:
         modules: whose attributes and classes are looked through; torch's own have none.
         between_calls: only what is compared before every call.
+        with_hidden: whether other modules that a forward may reach are looked through too, such as those in a list.
+        known: modules that are no such others.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], between_calls: bool = False) -> None:
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        between_calls: bool = False,
+        with_hidden: bool = True,
+        known: Iterable[nn.Module] = (),
+    ) -> None:
         self._places: list[_Place] = []
         self._caches: list[tuple[Any, int]] = []
         self._quick: Any = None
@@ -100,6 +108,8 @@ class PythonState:
         """Of the functions that were looked into, beside methods of modules."""
         self.cells: list[types.CellType] = []
         """Of closures, which hold functions that are not written in Python."""
+        self.hidden: dict[nn.Module, str] = {}
+        """Modules that are reached as plain Python objects only, with where."""
         self.closed: dict[str, str] = {}
         """What a forward seems to use although nothing tells how it changes it, in words, with the kind."""
         self._max_places = _MAX_PLACES_BETWEEN_CALLS if between_calls else _MAX_PLACES
@@ -107,8 +117,11 @@ class PythonState:
         self._max_bytes = _MAX_BYTES_BETWEEN_CALLS if between_calls else _MAX_BYTES
         self._max_depth = _MAX_DEPTH if between_calls else _MAX_NESTING
         modules = list(modules)
+        self._modules = {*modules, *known} if with_hidden else None
+        self._hidden_count: set[nn.Module] = set()
         kinds = {type(module) for module in modules}
         self._names = frozenset().union(*(uses_of_forward(kind).read for kind in kinds))
+        self._names |= Uses.of(code for kind in kinds for code in _properties(kind, self._names)).read
         self._is_read = True
         self._in_global = False
         for module in modules:
@@ -125,6 +138,13 @@ class PythonState:
         for module in modules:
             for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
                 self._visit(hook, f"a hook of {type(module).__name__}", 0)
+        looked_through: set[nn.Module] = set()
+        while len(looked_through) < len(self.hidden):
+            for module, words in list(self.hidden.items()):
+                if module not in looked_through:
+                    looked_through.add(module)
+                    self._counts = module in self._hidden_count
+                    self._visit_hidden(module, words)
 
     # ------------------------------------------------------------------ what is found
 
@@ -138,6 +158,8 @@ class PythonState:
 
     def _visit(self, value: Any, words: str, depth: int) -> None:
         max_depth = _MAX_DEPTH if self._in_global else self._max_depth  # packages have large tables there
+        if isinstance(value, nn.Module) and self._is_read:
+            self._note_hidden(value, words)
         if isinstance(value, (*PLAIN, torch.Tensor, nn.Module, types.ModuleType)) or depth > max_depth:
             return
         if isinstance(value, torch.Generator):
@@ -181,6 +203,31 @@ class PythonState:
             if view.kind == "slots":
                 self._visit_attributes(value, held, words, depth)
         self._visit_own_attributes(value, words, depth)
+
+    def _note_hidden(self, module: nn.Module, words: str) -> None:
+        is_own = type(module).__module__.startswith("roundpipe.")  # such as the compiled model, which counts calls
+        if self._modules is not None and module not in self._modules and not is_own and module not in self.hidden:
+            self.hidden[module] = words
+            if self._counts:
+                self._hidden_count.add(module)
+
+    def _visit_hidden(self, module: nn.Module, words: str) -> None:
+        if isinstance(module, torch.jit.ScriptModule) or not self._new(module):
+            return
+        names = self._names | uses_of_forward(type(module)).read
+        self._add_container(module.__dict__, words)
+        for key, value in list(module.__dict__.items()):
+            if key in OF_TORCH:
+                if isinstance(value, dict) and (value or key in ("_forward_hooks", "_forward_pre_hooks")):
+                    self._add_container(value, f"{words}.{key}")
+            else:
+                self._is_read = key in names
+                self._visit(value, f"{words}.{key}", 1)
+        self._is_read = True
+        for name, child in module._modules.items():
+            self._visit(child, f"{words}.{name}", 1)
+        if not type(module).__module__.startswith("torch.nn.modules."):
+            self._visit_class(type(module), 0)
 
     def _visit_own_attributes(self, value: Any, words: str, depth: int) -> None:
         if _has_attributes(value):
@@ -466,6 +513,15 @@ def uses_of_forward(kind: type) -> Uses:
     if kind not in _FORWARD:
         _FORWARD[kind] = Uses.of(_reached(kind).values())
     return _FORWARD[kind]
+
+
+def _properties(kind: type, names: frozenset[str]) -> Iterator[types.CodeType]:
+    """The code of those properties of a class that have some names."""
+    for owner in kind.__mro__:
+        if not _is_library(owner):
+            for name, value in vars(owner).items():
+                if name in names and isinstance(value, property) and isinstance(value.fget, types.FunctionType):
+                    yield value.fget.__code__
 
 
 def _uses_reached(kind: type, names: Iterable[str]) -> Uses:

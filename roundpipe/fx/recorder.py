@@ -39,6 +39,7 @@ from roundpipe.fx.fakes import (
     is_data_dependent,
     is_fake,
     is_model_file,
+    is_of_no_world,
     is_transformed,
     model_location,
     real_world,
@@ -127,12 +128,31 @@ class OperatorWatch(TorchDispatchMode):
         self.layouts = layouts
         self.num_random_draws = 0
         self.below_transform = 0
+        self.real_written: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        """What tensors with data, which are no part of the model, held before the forward wrote them."""
         self._on_transformed = on_transformed
+
+    def undo_real_writes(self) -> None:
+        """Gives tensors with data again what they held."""
+        for storage, was in self.real_written.values():
+            storage.copy_(was)
+
+    def _keep_what_is_written(self, func: Any, args: Any, kwargs: Any) -> None:
+        for index, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[index] if index < len(args) else kwargs.get(argument.name)
+                for tensor in filter(is_of_no_world, flat_tensors(value)):
+                    storage = tensor.untyped_storage()
+                    if storage._cdata not in self.real_written:
+                        with real_world():
+                            self.real_written[storage._cdata] = storage, storage.clone()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         random = _draws(func, args, kwargs)
         self.num_random_draws += random
+        if func._schema.is_mutable:
+            self._keep_what_is_written(func, args, kwargs)
         out = func(*args, **kwargs)
         if self.below_transform:
             self._on_transformed(func, args, kwargs, out, random)

@@ -111,7 +111,8 @@ class LeafRunner:
         draws = recorder.watch.num_random_draws
         allowed = set(given)
         own = {*given, *module.parameters(), *module.buffers()}
-        python = PythonState(module.modules())
+        real_writes = len(recorder.watch.real_written)
+        python = PythonState(module.modules(), with_hidden=False)
         watch = LeafWatch(
             name,
             recorder.builder.node_of,
@@ -141,6 +142,8 @@ class LeafRunner:
         writes = watch.written & self._world.parameter_at.keys() and not self._leaves_weights_alone(module, watch)
         if writes or state.parameters_replaced():
             changed.append("a parameter")
+        if len(recorder.watch.real_written) > real_writes:
+            changed.append("a tensor that is no part of the model")
         self._refuse_state(module, name, changed)
         for owner, attribute, value in state.changed_attributes():
             if attribute not in OF_TORCH and attribute in self._readers.beside(type(owner)):

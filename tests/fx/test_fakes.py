@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe.fx.fakes import FakeWorld, expression_of, is_fake, real_world
+from roundpipe.fx.fakes import FakeWorld, expression_of, is_fake, is_of_no_world, real_world
 
 
 class Tied(nn.Module):
@@ -98,3 +98,14 @@ def test_dropout_shares_memory_where_it_does_on_real_tensors(p: float, train: bo
         dropped = torch.nn.functional.dropout(real, p, train)
         assert shares == (dropped.untyped_storage()._cdata == real.untyped_storage()._cdata)
     assert torch.ops.aten.dropout.default.py_kernels == original
+
+
+def test_tensors_of_no_world_are_those_with_data_inside_of_one() -> None:
+    outside, world = torch.zeros(2), world_of(Tied(), torch.randn(3, 4))
+    assert not is_of_no_world(outside)
+    with world.entered():
+        assert is_of_no_world(outside)
+        assert not is_of_no_world(world.twin.first.weight)
+        assert not is_of_no_world(torch.empty(2, device="meta"))
+        with real_world():
+            assert not is_of_no_world(outside)
