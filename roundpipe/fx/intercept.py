@@ -189,6 +189,7 @@ def _noting_grad_mode(original: Callable[[], bool]) -> Callable[[], bool]:
             session.note_grad_mode_asked()
         return original()
 
+    is_grad_enabled.__wrapped__ = original  # type: ignore[attr-defined]
     return is_grad_enabled
 
 

@@ -706,22 +706,22 @@ def _is_in_place(name: str) -> bool:
 
 _ASKS: dict[type, bool] = {}
 _IS_GRAD_ENABLED = torch.is_grad_enabled
-"""Torch's own: while a trace runs, another stands in its place, and notices by itself who asks."""
+"""Torch's own: while a trace runs, a function around it stands in its place."""
 
 
 def asks_for_gradients(kind: type) -> bool:
     """Whether the forward of a class, or a function that it calls, asks if gradients are recorded, as code tells."""
     if kind not in _ASKS:
         methods = [getattr(kind, name, None) for name in _reached(kind)]
-        if not any(map(_function_asks, functions_reached_by(*methods))):
-            return False  # not kept: while a trace runs, another function may stand in the place of torch's
-        _ASKS[kind] = True
+        _ASKS[kind] = any(map(_function_asks, functions_reached_by(*methods)))
     return _ASKS[kind]
 
 
 def _function_asks(function: Any) -> bool:
+    if getattr(function, "__wrapped__", function) is _IS_GRAD_ENABLED:
+        return True
     if not isinstance(function, types.FunctionType):
-        return function is _IS_GRAD_ENABLED
+        return False
     return not _ASKING.isdisjoint(Uses.of([function.__code__]).read) or "is_grad_enabled" in names_in(function.__code__)
 
 
