@@ -32,6 +32,11 @@ class ScalerScope:
     def __init__(self) -> None:
         self._scalers: weakref.WeakSet[GradScaler] = weakref.WeakSet()
 
+    @property
+    def in_use(self) -> bool:
+        """Whether there are any, so that a step may be skipped."""
+        return bool(self._scalers)
+
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """While open, scalers used in this thread belong to the scope."""

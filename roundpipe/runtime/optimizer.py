@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe.caller import warn
 from roundpipe.errors import ClosedError, ConfigError, DeadlockError, enumerated
 from roundpipe.runtime.gate import Gates, Question, Rounds, Uses
 from roundpipe.runtime.grad_scaler import GradScaler, ScalerScope
@@ -40,6 +41,7 @@ from roundpipe.runtime.host_memory import is_plain
 from roundpipe.runtime.parameter_pairs import (
     Pair,
     ParameterPair,
+    Seen,
     copy_in,
     groups_of,
     make_pairs,
@@ -88,6 +90,44 @@ class _Update:
     done: threading.Event = field(default_factory=threading.Event)
     taken: threading.Lock = field(default_factory=threading.Lock)
     """Whoever gets it decides: the optimizer's thread runs the update, an interrupted `step` takes it back."""
+
+
+class _IdleWatch:
+    """Until a ``step_fn`` has written a copy: whether one leaves all that have gradients as they are."""
+
+    def __init__(self) -> None:
+        self._looks = True
+        self._is_due = False
+        self._before: list[Seen] = []
+
+    def before(self, pairs: Iterable[Pair]) -> None:
+        """``step_fn`` is about to run."""
+        copies = [pair.copy for pair in pairs if pair.copy is not None] if self._looks else []
+        self._before = [Seen.of(copy) for copy in copies] if any(copy.grad is not None for copy in copies) else []
+
+    def after(self, scalers: ScalerScope) -> None:
+        """It has run. Gradients that it took away, or that a scaler may have refused, were to have no effect."""
+        before, self._before = self._before, []
+        if not before:
+            return
+        if any(copy.is_written for copy in before):
+            self._looks = False
+            return
+        gradients = [copy.tensor.grad for copy in before]
+        left = [one for one in gradients if one is not None and one.layout is torch.strided]
+        if scalers.in_use or not any(bool(one.any()) for one in left) or not all(one.isfinite().all() for one in left):
+            return
+        self._looks, self._is_due = False, True
+
+    def tell(self) -> None:
+        """Warn, once; called from the training thread."""
+        if self._is_due:
+            self._is_due = False
+            warn(
+                "step_fn changed none of the parameters that have gradients. Unless that is meant (such as to let "
+                "gradients accumulate), the optimizer is made from other parameters: make it from "
+                "model.optim_parameters(), not from model.parameters() or those of the original module"
+            )
 
 
 class OptimizerSide:
@@ -145,6 +185,7 @@ class OptimizerSide:
         self._gradients_due = False
         self._is_settled = True
         """Whether nothing was called or stepped since the last `synchronize`."""
+        self._idle = _IdleWatch()
         self._closed = False
         self.is_async = False
         """Whether the last step was asynchronous."""
@@ -250,6 +291,7 @@ class OptimizerSide:
         finally:
             self._copy_in(pairs)
             self._scalers.publish()
+        self._idle.tell()
 
     def _submit(
         self, pairs: list[Pair], step_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -309,7 +351,9 @@ class OptimizerSide:
         self._weights_changed = True
         try:
             with self.log.doing("update", f"optimizer step {step_index}"), OptimizerCtx(), self._scalers.running():
+                self._idle.before(self._pairs)
                 step_fn(*args, **kwargs)
+                self._idle.after(self._scalers)
         except BaseException as error:
             error.add_note(f"raised in step_fn of step {step_index} of {self._name}")
             raise
@@ -398,6 +442,7 @@ class OptimizerSide:
             self._begin_inside()
         self._is_settled = False
         self.raise_pending()
+        self._idle.tell()
         is_exchanging = self._update is not None and not self._update.done.is_set()
         for pair in self._pairs:
             if adds_gradients:

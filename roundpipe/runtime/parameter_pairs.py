@@ -184,6 +184,29 @@ class Pair:
             self.copy.grad = self._converted(gradient)
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A parameter, and what it was when it was looked at."""
+
+    tensor: torch.Tensor
+    marks: tuple[int, int]
+    sample: torch.Tensor | None
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor) -> Seen:
+        """As it is now."""
+        sample = _sample(parameter)
+        return cls(parameter, _marks(parameter), None if sample is None else sample.clone())
+
+    @property
+    def is_written(self) -> bool:
+        """Whether it was written since, or has other memory; a write through ``.data`` may be missed."""
+        if _marks(self.tensor) != self.marks:
+            return True
+        now = _sample(self.tensor)
+        return now is not None and self.sample is not None and not torch.equal(now, self.sample)
+
+
 def _marks(parameter: torch.Tensor) -> tuple[int, int]:
     version = 0 if parameter.is_inference() else parameter._version
     return version, parameter.data_ptr() if is_plain(parameter) else 0

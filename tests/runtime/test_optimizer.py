@@ -11,6 +11,7 @@ from torch import nn
 
 from roundpipe.errors import ClosedError, ConfigError, DeadlockError
 from roundpipe.runtime.gate import Gate, Gates
+from roundpipe.runtime.grad_scaler import GradScaler
 from roundpipe.runtime.optimizer import OptimizerCtx, OptimizerSide, inside_optimizer
 
 LR = 0.1
@@ -95,6 +96,90 @@ def test_sync_steps_are_eager(model, side):
         loss_of(model, batch).backward()
         side.step(step_fn, is_async=False)
         assert_same(dict(model.state_dict()), dict(reference.state_dict()), rtol=0, atol=0)
+
+
+NOTHING_CHANGED = "step_fn changed none of the parameters that have gradients.*model.optim_parameters"
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_an_optimizer_of_other_parameters_is_noticed_once(model, side, is_async):
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)  # the mistake
+
+    def step_fn():
+        optimizer.step()
+        optimizer.zero_grad()
+
+    list(side.optim_parameters())
+    with pytest.warns(UserWarning, match=NOTHING_CHANGED) as caught:
+        for batch in make_batches(4):
+            loss_of(model, batch).backward()
+            side.step(step_fn, is_async=is_async)
+            side.wait()
+        side.synchronize()
+    assert [one.filename for one in caught] == [__file__]
+
+
+def scaled_step(side):
+    scaler = GradScaler(init_scale=1.0)
+    optimizer, _ = make_step(side)
+
+    def step_fn():
+        for one in side.optim_parameters():
+            one.grad.fill_(torch.inf)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step_fn
+
+
+def through_data(side):
+    def step_fn():
+        for one in side.optim_parameters():
+            one.data.sub_(LR * one.grad)
+
+    return step_fn
+
+
+def overflown(side):
+    def step_fn():  # as with a scaler that is not ours
+        for one in side.optim_parameters():
+            one.grad.fill_(torch.inf)
+
+    return step_fn
+
+
+def dropped(side):
+    return lambda: [setattr(one, "grad", None) for one in side.optim_parameters()]
+
+
+def zeroed(side):
+    return lambda: [one.grad.zero_() for one in side.optim_parameters()]
+
+
+def without_gain(side):
+    optimizer = torch.optim.AdamW(side.optim_parameters(), lr=0.0)  # as at the start of a warmup
+    return optimizer.step
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("make", [scaled_step, through_data, overflown, dropped, zeroed, without_gain])
+def test_a_step_that_has_reasons_to_change_nothing_is_not_warned_of(model, side, make):
+    step_fn = make(side)
+    for batch in make_batches(3):
+        loss_of(model, batch).backward()
+        side.step(step_fn, is_async=False)
+        if make is not through_data:
+            assert_same(weights_of(side), {name: p.detach() for name, p in model.named_parameters()})
+    side.synchronize()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_step_that_does_nothing_after_others_is_not_warned_of(model, side):
+    _, step_fn = make_step(side)
+    for number, batch in enumerate(make_batches(5)):
+        loss_of(model, batch).backward()
+        side.step((lambda: None) if number % 2 else step_fn)
+    side.synchronize()
 
 
 def test_mixed_steps(model, side):
