@@ -8,6 +8,7 @@ import os
 import re
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,6 +141,43 @@ def test_the_models_own_example_shows_the_partition_and_serves_calls() -> None:
             for size, length in ((4, 9), (6, 12)):
                 ids = torch.randint(96, (size, length))
                 torch.testing.assert_close(pipe(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+class Keeping(nn.Module):
+    """Returns what each block computed on the way, if it is told to."""
+
+    def __init__(self, use_cache: bool) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(use_cache=use_cache)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        kept = []
+        for block in self.blocks:
+            made = block(x)
+            kept.append((made, made * 2))
+            x = x + made
+        return {"out": x, "kept": kept if self.config.use_cache else None}
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_outputs_that_are_most_of_what_is_carried_are_told_of(use_cache: bool, caplog: Any) -> None:
+    model = Keeping(use_cache)
+    x = torch.randn(6, 16)
+    with caplog.at_level(logging.WARNING, "roundpipe"), roundpipe.compile(model, devices=["cpu"]) as pipe:
+        with torch.no_grad():
+            pipe(x)
+        assert not caplog.records, "nothing is kept for a backward, and generation needs caches"
+    with caplog.at_level(logging.WARNING, "roundpipe"):
+        with roundpipe.compile(model, example_args=(x,), devices=["cpu"]) as pipe:
+            pipe(x)
+    if use_cache:
+        (record,) = caplog.records
+        assert "outputs ['kept'][0][0], ['kept'][0][1]" in record.message and "more" in record.message
+        assert "5,376 bytes" in record.message and "these read 384" in record.message
+        assert "config.use_cache = False avoids" in record.message
+    else:
+        assert not caplog.records
 
 
 def test_one_trace_serves_every_batch_size() -> None:

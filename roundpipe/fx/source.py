@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe import structure
 from roundpipe.caller import warn
-from roundpipe.errors import TraceError
+from roundpipe.errors import TraceError, enumerated
 from roundpipe.fx.ambient import autocast_as_on_accelerator
 from roundpipe.fx.codegen import generate
 from roundpipe.fx.cost import measure
-from roundpipe.fx.graph import TracedGraph
+from roundpipe.fx.graph import OutputValue, TracedGraph, value_bytes
 from roundpipe.fx.partition import Balance, partition
 from roundpipe.fx.tracer import trace
 from roundpipe.layers import LayerChain
@@ -35,6 +36,10 @@ MAX_KEPT = 32
 RETRACES_BEFORE_WARNING = 5
 FEW_MICROBATCHES = 64
 """A trace that served fewer than this before the next one counts as one after the other."""
+
+
+MOST_RETURNED = 2
+"""Bytes of a cut that are carried only to be returned, per byte that later layers read, above which it is said."""
 
 
 @dataclass(slots=True)
@@ -180,6 +185,8 @@ class TracedSource:
             raise TraceError(f"it changes {', '.join(not_kept)}, which its own Python may read in the other mode")
         self._lost.update(dict.fromkeys(not_kept))
         self._note_written([] if traced.guards is None else traced.guards.written)
+        if records_gradients:
+            _tell_of_carried_outputs(self._model, traced, chain)
         self._kept.insert(0, _Kept(traced, chain))
         del self._kept[MAX_KEPT:]
         return chain
@@ -202,6 +209,39 @@ def own_example(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | No
     """The model's ``dummy_inputs``, which may be inherited and not fit: they show a partition, calls decide."""
     dummy = getattr(model, "dummy_inputs", None)
     return ((), dict(dummy)) if isinstance(dummy, dict) else None
+
+
+def _tell_of_carried_outputs(model: nn.Module, traced: TracedGraph, chain: LayerChain) -> None:
+    """Warn of outputs that go through later layers only to be returned, where they are most of what is carried."""
+    sizes = {node.name: value_bytes(node) for node in traced.graph.nodes}
+    made: set[str] = set()
+    worst: tuple[int, int, list[str]] = (0, 0, [])
+    for index, spec in enumerate(chain.specs[:-1]):
+        made.update(spec.makes)
+        read = {name for later in chain.specs[index + 1 :] for name in later.reads}
+        returned = [name for name in chain.exit.reads if name in made and name not in read]
+        num_bytes = sum(sizes[name] for name in returned)
+        if num_bytes > worst[0]:
+            worst = num_bytes, sum(sizes.get(name, 0) for name in read & (made | set(traced.input_paths))), returned
+    num_bytes, num_read, returned = worst
+    if num_bytes <= MOST_RETURNED * num_read:
+        return
+    places = [structure.path_string(path) for path, leaf in structure.walk(traced.output) if _name_of(leaf) in returned]
+    config = getattr(model, "config", None)
+    advice = " config.use_cache = False avoids that of the cache." if getattr(config, "use_cache", None) is True else ""
+    logger.warning(
+        "%s: %s bytes are carried through later layers only because the forward returns them, where these read %s: "
+        "outputs %s. Return less in training, and less has to be moved and kept.%s",
+        type(model).__name__,
+        f"{num_bytes:,}",
+        f"{num_read:,}",
+        enumerated(places),
+        advice,
+    )
+
+
+def _name_of(leaf: Any) -> str | None:
+    return leaf.name if isinstance(leaf, OutputValue) else None
 
 
 @contextmanager
