@@ -73,14 +73,32 @@ def children(value: Any) -> list[tuple[Step, Any]] | None:
     return [(Step("attribute", name), item) for name, item in vars(value).items()]
 
 
-def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Every leaf of a structure with its path, in a fixed order; tensors and non-containers are leaves."""
+class Container(NamedTuple):
+    """One container of a structure."""
+
+    path: Path
+    kind: str
+    """Its class, by name: one that is defined anew at every call is the same class again."""
+    length: int
+
+
+def walk(value: Any, path: Path = (), containers: list[Container] | None = None) -> Iterator[tuple[Path, Any]]:
+    """Every leaf of a structure with its path, in a fixed order; tensors and non-containers are leaves.
+
+    Args:
+        value: any structure.
+        path: where it is in another one.
+        containers: gets all that are not leaves.
+    """
     below = children(value) if len(path) < MAX_DEPTH else None
     if below is None:
         yield path, value
         return
+    if containers is not None:
+        kind = type(value)
+        containers.append(Container(path, f"{kind.__module__}.{kind.__qualname__}", len(below)))
     for step, child in below:
-        yield from walk(child, (*path, step))
+        yield from walk(child, (*path, step), containers)
 
 
 def leaves(value: Any) -> list[Any]:

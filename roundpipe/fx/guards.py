@@ -198,7 +198,8 @@ class Guards:
         self._inputs: list[InputSizes] = list(world.inputs)
         self._plain: list[tuple[structure.Path, Any]] = []
         self._paths: list[structure.Path] = []
-        for path, leaf in structure.walk(world.arguments):
+        self._containers: list[structure.Container] = []
+        for path, leaf in structure.walk(world.arguments, (), self._containers):
             self._paths.append(path)
             if not isinstance(leaf, torch.Tensor):
                 self._plain.append((path, leaf))
@@ -268,7 +269,8 @@ class Guards:
         position = 0
         paths: list[structure.Path] = []
         plain: list[tuple[structure.Path, Any]] = []
-        for path, leaf in structure.walk(arguments):
+        containers: list[structure.Container] = []
+        for path, leaf in structure.walk(arguments, (), containers):
             paths.append(path)
             if isinstance(leaf, torch.Tensor):
                 tensors.append(leaf)
@@ -277,6 +279,8 @@ class Guards:
                 plain.append((path, leaf))
         if paths != self._paths or len(plain) != len(self._plain):
             return Failure(_structure_message(self._paths, paths))
+        if containers != self._containers:
+            return Failure(_containers_message(self._containers, containers))
         for (path, was), (other, now) in zip(self._plain, plain, strict=True):
             if path != other or not _same_plain(was, now):
                 return Failure(f"argument {_words(path)} is {now!r}, traced with {was!r}")
@@ -394,6 +398,19 @@ def _structure_message(was: list[structure.Path], now: list[structure.Path]) -> 
     parts = [f"without {', '.join(gone)}"] if gone else []
     parts += [f"with {', '.join(new)}"] if new else []
     return f"the arguments are now {' and '.join(parts) or 'in another order'}"
+
+
+def _containers_message(was: list[structure.Container], now: list[structure.Container]) -> str:
+    """Which container differs, for arguments with the same leaves."""
+    before, after = ({one.path: one for one in containers} for containers in (was, now))
+    for path in dict.fromkeys((*after, *before)):
+        if len(path) > 1 and before.get(path) != after.get(path):
+            kinds = [
+                "not given" if one is None else "empty" * (not one.length) + f" {one.kind.removeprefix('builtins.')}"
+                for one in (after.get(path), before.get(path))
+            ]
+            return f"argument {_words(path)} is {kinds[0].strip()}, traced with {kinds[1].strip()}"
+    return "the arguments are now in other containers"
 
 
 def _same_plain(was: Any, now: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import roundpipe
 from roundpipe import structure
 from roundpipe.fx.guards import Failure, Guards
 from roundpipe.fx.tracer import trace
@@ -49,6 +51,61 @@ def test_plain_values_and_structure() -> None:
     assert "extra" in str(failure_of(guards, {"x": torch.randn(4, 16), "scale": 0.5, "extra": torch.ones(1)}))
     assert "float64" in str(failure_of(guards, {"x": torch.randn(4, 16).double(), "scale": 0.5}))
     assert "3 dimensions" in str(failure_of(guards, {"x": torch.randn(4, 4, 16), "scale": 0.5}))
+
+
+@dataclasses.dataclass
+class Options:
+    """An argument with a tensor."""
+
+    bias: torch.Tensor
+
+
+class Further(Options):
+    """The same of another class."""
+
+
+class LooksAtContainers(nn.Module):
+    """Decides by the classes of its arguments, and by what is an empty container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = linears()
+
+    def forward(self, x: torch.Tensor, extra: Any = None, options: Any = None) -> torch.Tensor:
+        x = self.layers[0](x) * (2 if extra is not None else 1)
+        for kind, factor in ((tuple, 3), (dict, 5), (Further, 7)):
+            x = x * (factor if isinstance(extra, kind) or isinstance(options, kind) else 1)
+        if isinstance(options, dict):
+            x = x * (11 if options.get("more") is not None else 1)
+            x = x * (13 if isinstance(options.get("more"), tuple) else 1)
+        return self.layers[1](x)
+
+
+def test_containers_of_arguments() -> None:
+    bias = torch.ones(16)
+    variants: list[tuple[dict[str, Any], str]] = [
+        ({}, "extra"),
+        ({"extra": []}, "extra is empty list, traced with not given"),
+        ({"extra": ()}, "extra is empty tuple"),
+        ({"extra": {}}, "extra is empty dict"),
+        ({"extra": [bias]}, "extra[0]"),
+        ({"extra": (bias,)}, "extra"),
+        ({"options": Options(bias)}, "options"),
+        ({"options": Further(bias)}, "options"),
+        ({"options": {"bias": bias}}, "options"),
+        ({"options": {"bias": bias, "more": []}}, "options"),
+        ({"options": {"bias": bias, "more": ()}}, "options"),
+    ]
+    model = LooksAtContainers()
+    first = guards_of(model, vectors(4, 0))
+    with roundpipe.compile(model, devices=["cpu"]) as pipe, torch.no_grad():
+        for inputs in (vectors(4, 0), vectors(6, 1)):
+            for extra, words in variants:
+                expected = model(**inputs, **extra)  # another branch is another factor
+                torch.testing.assert_close(pipe(**inputs, **extra), expected, rtol=1e-4, atol=1e-3)
+                if extra:
+                    assert words in str(failure_of(first, {**inputs, **extra}))
+        assert pipe.trace_count == len(variants)  # each once
 
 
 def test_sizes_that_are_plain_numbers_are_named() -> None:
