@@ -121,6 +121,8 @@ class Flags:
     training: list[bool]
     ambient: Ambient
     forms: WeightForms
+    settings: tuple[torch.dtype, bool]
+    """Torch's default dtype, and whether its algorithms must be deterministic."""
     weights: tuple[tuple[nn.Module, str, torch.Tensor], ...] = ()
     """Parameters and buffers that traced code used itself, with the module and the name that they had there."""
 
@@ -128,7 +130,7 @@ class Flags:
     def of(model: nn.Module) -> Flags:
         """The switches as they are now."""
         modules = tuple(model.modules())
-        return Flags(modules, list(map(_TRAINING, modules)), Ambient.current(), WeightForms(model))
+        return Flags(modules, list(map(_TRAINING, modules)), Ambient.current(), WeightForms(model), _settings())
 
     def with_weights(self, names: Iterable[str]) -> Flags:
         """The same with the parameters and buffers of these qualified names, which must stay the same objects."""
@@ -159,7 +161,15 @@ class Flags:
         other = now.changes_from(self.ambient if grad_matters else replace(self.ambient, grad=now.grad))
         if other is not None:
             return Failure(f"the model is now called with {other.describe()}")
+        dtype, deterministic = settings = _settings()
+        if settings != self.settings:
+            kind = "deterministic" if deterministic else "any"
+            return Failure(f"the model is now called with default dtype {dtype} and {kind} algorithms")
         return None
+
+
+def _settings() -> tuple[torch.dtype, bool]:
+    return torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
 
 
 _TRAINING = operator.attrgetter("training")

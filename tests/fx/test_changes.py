@@ -191,6 +191,33 @@ def test_weights_that_appear_go_or_are_replaced(change: Callable[[Any], object],
     assert words in str(guards.check((), vectors(4, 6)))
 
 
+class AsksTorch(Layers):
+    """Decides by settings of torch's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x) * (2 if torch.get_default_dtype() == torch.float64 else 1)
+        return self.layers[1](x * 3 if torch.are_deterministic_algorithms_enabled() else x)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [(torch.set_default_dtype, torch.float64), (torch.use_deterministic_algorithms, True)]
+)
+def test_settings_of_torch_that_change(setting: Callable[[Any], object], value: Any) -> None:
+    model, inputs = AsksTorch().double(), vectors(4, 6)
+    before = {
+        torch.set_default_dtype: torch.get_default_dtype(),
+        torch.use_deterministic_algorithms: torch.are_deterministic_algorithms_enabled(),
+    }
+    try:
+        with roundpipe.compile(model, devices=["cpu"]) as pipe, torch.no_grad():
+            for now in (before[setting], value, before[setting], value):
+                setting(now)
+                torch.testing.assert_close(pipe(**inputs), model(**inputs))
+            assert pipe.trace_count == 2
+    finally:
+        setting(before[setting])
+
+
 class TakesOver(nn.Module):
     """Has the dtype and the shape of a weight burned in."""
 
