@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import operator
 import re
+import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -30,6 +32,7 @@ from roundpipe.fx.binding import CallForm
 from roundpipe.fx.fakes import Dimension, FakeWorld, InputSizes, compiled, expression_source
 from roundpipe.fx.leaves import Write
 from roundpipe.fx.model_state import ModelState, WeightForms
+from roundpipe.fx.snapshots import view_of
 from roundpipe.fx.values import ValueProgram
 from roundpipe.overlap import overlapping
 
@@ -207,12 +210,15 @@ class Guards:
         self.grad_matters = grad_matters
         self._inputs: list[InputSizes] = list(world.inputs)
         self._plain: list[tuple[structure.Path, Any]] = []
+        self._held: list[tuple[structure.Path, Any, Any]] = []
         self._paths: list[structure.Path] = []
         self._containers: list[structure.Container] = []
         for path, leaf in structure.walk(world.arguments, (), self._containers):
             self._paths.append(path)
             if not isinstance(leaf, torch.Tensor):
                 self._plain.append((path, leaf))
+                if (contents := _contents(leaf)) is not None:
+                    self._held.append((path, leaf, contents))
         self._glue = SizeSystem(world, {**equalities(world), **world.shapes.glue_guards})
         self._operators = [SizeSystem(world, size_assumptions(world))]
         self._by_shapes: dict[Any, Failure | None] = {}
@@ -294,6 +300,9 @@ class Guards:
         for (path, was), (other, now) in zip(self._plain, plain, strict=True):
             if path != other or not _same_plain(was, now):
                 return Failure(f"argument {_words(path)} is {now!r}, traced with {was!r}")
+        for path, leaf, contents in self._held:  # the graph has the very object
+            if _contents(leaf) != contents:
+                return Failure(f"argument {_words(path)} was written in place since it was traced")
         if self.grad_matters:
             for item, tensor in zip(self._inputs, tensors, strict=True):
                 if tensor.requires_grad is not item.requires_grad:
@@ -421,6 +430,17 @@ def _containers_message(was: list[structure.Container], now: list[structure.Cont
             ]
             return f"argument {_words(path)} is {kinds[0].strip()}, traced with {kinds[1].strip()}"
     return "the arguments are now in other containers"
+
+
+def _contents(value: Any) -> Any:
+    """What an array, a set or a deque of plain values holds, to compare it later; None for other values."""
+    if isinstance(value, (set, deque)):
+        items = [(type(item), item) for item in value]
+        if not all(isinstance(item, structure.PLAIN) for item in value):
+            return None
+        return set(items) if isinstance(value, set) else items
+    view = view_of(value, sys.maxsize)
+    return (type(value), view.take(value)) if view is not None and view.kind == "array" else None
 
 
 def _same_plain(was: Any, now: Any) -> bool:

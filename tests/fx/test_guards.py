@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import array
 import dataclasses
 import time
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -106,6 +110,39 @@ def test_containers_of_arguments() -> None:
                 if extra:
                     assert words in str(failure_of(first, {**inputs, **extra}))
         assert pipe.trace_count == len(variants)  # each once
+
+
+class ScaledByHeld(nn.Module):
+    """Takes a number from something that can be written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = linears()
+
+    def forward(self, x: torch.Tensor, held: Any) -> torch.Tensor:
+        return self.layers[1](self.layers[0](x) * float(max(held)))
+
+
+@pytest.mark.parametrize(
+    ("held", "write"),
+    [
+        (np.ones(2), lambda held: held.fill(3.0)),
+        (array.array("d", [1.0]), lambda held: held.__setitem__(0, 3.0)),
+        ({1.0}, lambda held: held.add(3.0)),
+        (deque([1.0]), lambda held: held.append(3.0)),
+    ],
+)
+def test_arguments_that_are_written_in_place(held: Any, write: Callable[[Any], object]) -> None:
+    model, inputs = ScaledByHeld(), vectors(4, 0)
+    guards = guards_of(model, {**inputs, "held": held})
+    with roundpipe.compile(model, devices=["cpu"]) as pipe, torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(pipe(**inputs, held=held), model(**inputs, held=held), rtol=1e-4, atol=1e-5)
+            assert pipe.trace_count == 1
+        assert guards.check((), {**inputs, "held": held}) is None
+        write(held)
+        torch.testing.assert_close(pipe(**inputs, held=held), model(**inputs, held=held), rtol=1e-4, atol=1e-5)
+    assert "held was written in place" in str(failure_of(guards, {**inputs, "held": held}))
 
 
 def test_sizes_that_are_plain_numbers_are_named() -> None:
