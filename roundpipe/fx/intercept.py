@@ -212,7 +212,7 @@ def _patch_grad_mode(stack: ExitStack, cells: Iterable[types.CellType]) -> None:
             cell.cell_contents = noting
 
 
-_OTHERS = frozenset({"torch", "numpy", "sympy", *sys.stdlib_module_names}) - {"__main__"}
+_OTHERS = frozenset({"roundpipe", "torch", "numpy", "sympy", *sys.stdlib_module_names}) - {"__main__"}
 """Packages whose files are no model's."""
 
 
