@@ -202,11 +202,15 @@ class PartsChoice:
         if upper_threshold is None:
             upper_threshold = weight_bytes_of(self.model) // (num_devices + 1)
         held = self.held | holders_of_those(self.model)
-        if differentiates_gradients(self.model):
+        stays_on_host = differentiates_gradients(self.model)
+        if stays_on_host:
             held.add(self.model)
         thresholds = (self.lower_threshold, upper_threshold)
         choice = _Choice(self.model, *thresholds, self.skip_modules, held, self.override_config)
-        choice.visit(self.model)
+        if stays_on_host:
+            choice.leave_all()
+        else:
+            choice.visit(self.model)
         choice.warn_of_ignored()
         return choice
 
@@ -271,9 +275,7 @@ class _Choice:
         if module in self.parts or module in self.left or module in self.opened:
             return
         runs_gradients = module is not self.model and module in self.held and runs_autograd(module)
-        if module is self.model and differentiates_gradients(module):
-            self._leave_all()
-        elif module in self.skip or _is_inplace_activation(module) or runs_gradients:
+        if module in self.skip or _is_inplace_activation(module) or runs_gradients:
             self.left[module] = None
         elif module not in self.held and (is_sequential(module) or self._is_one_layer(module)):
             given = self.override.get(module, RoundPipeRunConfig())
@@ -286,8 +288,8 @@ class _Choice:
             for child in module.children():
                 self.visit(child)
 
-    def _leave_all(self) -> None:
-        """Choose the host for all of the model."""
+    def leave_all(self) -> None:
+        """Choose the host for all of a model that makes gradients of gradients."""
         self.opened[self.model] = None
         self.left.update(dict.fromkeys(self.model.children()))
         warn(

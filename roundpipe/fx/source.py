@@ -36,8 +36,6 @@ MAX_KEPT = 32
 RETRACES_BEFORE_WARNING = 5
 FEW_MICROBATCHES = 64
 """A trace that served fewer than this before the next one counts as one after the other."""
-
-
 MOST_RETURNED = 2
 """Bytes of a cut that are carried only to be returned, per byte that later layers read, above which it is said."""
 

@@ -110,10 +110,10 @@ class _IdleWatch:
         before, self._before = self._before, []
         if not before:
             return
-        if any(copy.is_written for copy in before):
+        if any(copy.is_marked or copy.has_other_values for copy in before):
             self._looks = False
             return
-        gradients = [copy.tensor.grad for copy in before]
+        gradients = [copy.parameter.grad for copy in before]
         left = [one for one in gradients if one is not None and one.layout is torch.strided]
         if scalers.in_use or not any(bool(one.any()) for one in left) or not all(one.isfinite().all() for one in left):
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -39,6 +39,40 @@ class ParameterPair(Protocol):
         """What the model's parameter holds now is known to the copy's side."""
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A parameter, and what it was when it was looked at."""
+
+    parameter: torch.Tensor
+    marks: tuple[int, int]
+    """Its version and memory."""
+    sample: torch.Tensor | None
+    """Some of its bits: a write through ``.data`` leaves no other mark."""
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor) -> Seen:
+        """As it is now."""
+        sample = _sample(parameter)
+        return cls(parameter, _marks(parameter), None if sample is None else sample.clone())
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether its version or memory tells that it was written since."""
+        return _marks(self.parameter) != self.marks
+
+    @property
+    def has_other_values(self) -> bool:
+        """Whether the part of it that is looked at holds something else."""
+        if self.sample is None:
+            return False
+        now = _sample(self.parameter)
+        return now is not None and now.dtype == self.sample.dtype and not torch.equal(now, self.sample)
+
+    def moved(self) -> Seen:
+        """The same in the memory that it has now."""
+        return replace(self, marks=(self.marks[0], _marks(self.parameter)[1]))
+
+
 @dataclass(slots=True, eq=False)
 class Pair:
     """A parameter of the model and the optimizer's copy of it."""
@@ -50,10 +84,8 @@ class Pair:
     """Memory for the copy's gradient, kept from step to step where dtypes differ."""
     shown: tuple[torch.Tensor, int, torch.Tensor] | None = None
     """What `synchronize` put into the model's ``.grad``, its version, and the copy's gradient then."""
-    known: tuple[int, int] | None = None
-    """Version and memory of the model's parameter when the copy and it last agreed, or the copy was newer."""
-    sample: torch.Tensor | None = None
-    """Some bits of the model's parameter at that time: a write through ``.data`` leaves no other mark."""
+    known: Seen | None = None
+    """The model's parameter when the copy and it last agreed, or the copy was newer."""
     is_frozen: bool = False
     """Whether the model's parameter required no grad at the last step or `synchronize`."""
     is_written: bool = False
@@ -61,28 +93,24 @@ class Pair:
 
     def look(self) -> None:
         """Notice that somebody else has written the model's parameter, or given it other memory."""
-        if self.known is not None and self.known != _marks(self.parameter):
+        if self.known is not None and self.known.is_marked:
             self.is_written = True
             self.agree()
 
     @property
     def has_other_values(self) -> bool:
         """Whether the model's parameter, or the part of it that is looked at, was written and bears no mark of it."""
-        if self.sample is None:
-            return False
-        now = _sample(self.parameter)
-        return now is not None and now.dtype == self.sample.dtype and not torch.equal(now, self.sample)
+        return self.known is not None and self.known.has_other_values
 
     def agree(self) -> None:
-        """What the model's parameter holds now is known to the copy's side."""
-        self.known = _marks(self.parameter)
-        now = None if self.copy is None else _sample(self.parameter)
-        self.sample = None if now is None else now.clone()
+        """What the model's parameter holds now is known to the copy's side, if there is a copy."""
+        if self.copy is not None:
+            self.known = Seen.of(self.parameter)
 
     def moved(self) -> None:
         """The model's parameter has other memory now, with the same values."""
         if self.known is not None:
-            self.known = self.known[0], _marks(self.parameter)[1]
+            self.known = self.known.moved()
 
     def start_again(self) -> None:
         """Take the copy's values from the model's parameter."""
@@ -182,29 +210,6 @@ class Pair:
             self.copy.grad = self._converted(gradient)
         elif self.copy.grad is of_copy and shown is not of_copy and shown._version != version:
             self.copy.grad = self._converted(gradient)
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """A parameter, and what it was when it was looked at."""
-
-    tensor: torch.Tensor
-    marks: tuple[int, int]
-    sample: torch.Tensor | None
-
-    @classmethod
-    def of(cls, parameter: torch.Tensor) -> Seen:
-        """As it is now."""
-        sample = _sample(parameter)
-        return cls(parameter, _marks(parameter), None if sample is None else sample.clone())
-
-    @property
-    def is_written(self) -> bool:
-        """Whether it was written since, or has other memory; a write through ``.data`` may be missed."""
-        if _marks(self.tensor) != self.marks:
-            return True
-        now = _sample(self.tensor)
-        return now is not None and self.sample is not None and not torch.equal(now, self.sample)
 
 
 def _marks(parameter: torch.Tensor) -> tuple[int, int]:

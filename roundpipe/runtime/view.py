@@ -122,12 +122,8 @@ class ModelView(nn.Module):
 
     def get_parameter(self, target: str) -> nn.Parameter:
         """The model's parameter of a name that `named_parameters` gives; inside ``step_fn``, the optimizer's copy."""
-        copies = dict(self.optim_named_parameters("", False)) if inside_optimizer() else {}
-        if target in copies:
-            return copies[target]
-        if not self._state.engine.is_inside and not inside_optimizer():
-            self._state.engine.finish()  # whoever asks may read its gradient
-        return self._target.get_parameter(target)
+        named = dict(self.named_parameters(remove_duplicate=False))
+        return named[target] if target in named else self._target.get_parameter(target)
 
     def get_buffer(self, target: str) -> torch.Tensor:
         """The model's buffer of a name that `named_buffers` gives."""
