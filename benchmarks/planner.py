@@ -18,10 +18,10 @@ from random import Random
 from typing import Any
 
 from benchmarks.environment import report
-from roundpipe.layers import LayerCost
-from roundpipe.runtime import plan_search
-from roundpipe.runtime.planner import peak_bytes, plan, plan_replicated, round_seconds
-from roundpipe.runtime.schedule import ExecutePlan
+from roundpipe.core.layers import LayerCost
+from roundpipe.core.schedule import ExecutePlan
+from roundpipe.planning import search as plan_search
+from roundpipe.planning.planner import peak_bytes, plan, plan_replicated, round_seconds
 from tests.runtime.chains import (
     PUBLISHED,
     all_plans,

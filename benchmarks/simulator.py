@@ -23,10 +23,10 @@ from environment import report
 from torch import nn
 
 import roundpipe
-from roundpipe.layers import LayerCost
-from roundpipe.runtime.planner import plan
-from roundpipe.runtime.schedule import make_schedule
-from roundpipe.runtime.simulate import HardwareProfile, Simulation, simulate
+from roundpipe.core.layers import LayerCost
+from roundpipe.core.schedule import make_schedule
+from roundpipe.planning.planner import plan
+from roundpipe.planning.simulator import HardwareProfile, Simulation, simulate
 
 TARGET = 0.10
 FLOATS_PER_SAMPLE = 256

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 import roundpipe
-from roundpipe.runtime.timeline import check_path
+from roundpipe.reports.timeline import check_path
 
 VOCABULARY = 512
 

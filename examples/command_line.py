@@ -11,8 +11,8 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from roundpipe.errors import RoundPipeError
-from roundpipe.runtime.timeline import check_path
+from roundpipe.core.errors import RoundPipeError
+from roundpipe.reports.timeline import check_path
 
 RECORDED_STEPS = 4
 WARM_UP_STEPS = 6

@@ -20,7 +20,7 @@ from torch import nn
 from tqdm import tqdm
 
 import roundpipe
-from roundpipe.report import format_bytes, summary_table
+from roundpipe.reports.tables import format_bytes, summary_table
 
 
 class Block(nn.Module):

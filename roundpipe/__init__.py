@@ -9,8 +9,7 @@ model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
 """
 
 from roundpipe.api import compile
-from roundpipe.auto import AutoRoundPipe
-from roundpipe.errors import (
+from roundpipe.core.errors import (
     BackwardError,
     CheckpointError,
     CheckpointNotFoundError,
@@ -27,17 +26,18 @@ from roundpipe.errors import (
     SynchronizationError,
     TraceError,
 )
-from roundpipe.explain import explain
-from roundpipe.live_report import RunReport
-from roundpipe.runtime.backend import Device
+from roundpipe.core.schedule import ExecutePlan, ModelExecutePlan
+from roundpipe.reports.timeline import Span, Timeline
 from roundpipe.runtime.config import RoundPipeRunConfig, num_microbatches
-from roundpipe.runtime.microbatch import RoundPipePackedData
-from roundpipe.runtime.optimizer import GradScaler, OptimizerCtx
-from roundpipe.runtime.pipe import RoundPipe
-from roundpipe.runtime.recompute import doing_recompute, get_recompute_data, save_for_recompute
-from roundpipe.runtime.schedule import ExecutePlan, ModelExecutePlan
-from roundpipe.runtime.timeline import Span, Timeline
-from roundpipe.wrap import wrap_model_to_roundpipe
+from roundpipe.runtime.device.backend import Device
+from roundpipe.runtime.engine.recompute import doing_recompute, get_recompute_data, save_for_recompute
+from roundpipe.runtime.microbatch.split import RoundPipePackedData
+from roundpipe.runtime.optimizer.optimizer import GradScaler, OptimizerCtx
+from roundpipe.tools.explain import explain
+from roundpipe.wrappers.auto import AutoRoundPipe
+from roundpipe.wrappers.pipe import RoundPipe
+from roundpipe.wrappers.run_report import RunReport
+from roundpipe.wrappers.wrap import wrap_model_to_roundpipe
 
 __version__ = "0.1.0"
 

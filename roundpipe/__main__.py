@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from roundpipe.cli import main
+from roundpipe.tools.command_line import main
 
 INTERRUPTED = 130
 """As a shell reports a program that Ctrl-C ended."""

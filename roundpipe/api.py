@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe.auto import AutoRoundPipe
-from roundpipe.caller import caller_name, warn
-from roundpipe.errors import ConfigError, TraceError
-from roundpipe.fx.partition import Balance
+from roundpipe.core.caller import caller_name, warn
+from roundpipe.core.errors import ConfigError, TraceError
+from roundpipe.fx.passes.partition import Balance
 from roundpipe.fx.source import TracedSource, own_example
 from roundpipe.runtime.config import RoundPipeRunConfig
-from roundpipe.runtime.devices import DeviceLike, largest_layer_bytes
-from roundpipe.runtime.host_weights import PinMode
-from roundpipe.runtime.pipe import RoundPipe
-from roundpipe.wrap import PartsChoice, check_model
+from roundpipe.runtime.device.devices import DeviceLike, largest_layer_bytes
+from roundpipe.runtime.weights.host_weights import PinMode
+from roundpipe.wrappers.auto import AutoRoundPipe
+from roundpipe.wrappers.pipe import RoundPipe
+from roundpipe.wrappers.wrap import PartsChoice, check_model
 
 logger = logging.getLogger(__name__)
 

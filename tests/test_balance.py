@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundpipe.balance import cut_into, cut_under, heaviest, imbalance
-from roundpipe.errors import PartitionError
+from roundpipe.core.balance import cut_into, cut_under, heaviest, imbalance
+from roundpipe.core.errors import PartitionError
 
 chains = st.lists(st.one_of(st.integers(0, 5), st.floats(0, 5)), min_size=1, max_size=8)
 
@@ -104,6 +104,6 @@ def test_long_chains_are_quick() -> None:
 def test_no_torch() -> None:
     code = (
         "import sys, types; package = types.ModuleType('roundpipe'); package.__path__ = ['roundpipe'];"
-        "sys.modules['roundpipe'] = package; import roundpipe.balance; assert 'torch' not in sys.modules"
+        "sys.modules['roundpipe'] = package; import roundpipe.core.balance; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe import checkpoint, checkpoint_files, checkpoint_state
-from roundpipe.errors import CheckpointError, CheckpointNotFoundError, ConfigError
-from roundpipe.runtime.optimizer import OptimizerSide
+from roundpipe.core.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+from roundpipe.runtime.optimizer.optimizer import OptimizerSide
+from roundpipe.wrappers import checkpoint, checkpoint_files, checkpoint_state
 
 WIDTH = 6
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

@@ -17,13 +17,13 @@ import pytest
 import torch
 
 import roundpipe
-from roundpipe import cli
-from roundpipe.cost_file import lower_bound_s, parse_costs, plan_costs
-from roundpipe.devices_data import DEVICES, EFFICIENCY, FIGURES, find_device
-from roundpipe.errors import ConfigError
-from roundpipe.forecast import Forecast, Machine, Training, forecast
-from roundpipe.runtime.plans import Plans
-from roundpipe.target import EXPLAINED_SEQ, Target, load_target
+from roundpipe.core.errors import ConfigError
+from roundpipe.runtime.engine.plans import Plans
+from roundpipe.tools import command_line as cli
+from roundpipe.tools.cost_file import lower_bound_s, parse_costs, plan_costs
+from roundpipe.tools.device_data import DEVICES, EFFICIENCY, FIGURES, find_device
+from roundpipe.tools.forecast import Forecast, Machine, Training, forecast
+from roundpipe.tools.target import EXPLAINED_SEQ, Target, load_target
 
 transformers = pytest.importorskip("transformers")
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe.effects import AttributesBefore, Noticed, WeightsBefore
-from roundpipe.errors import ConfigError
+from roundpipe.core.errors import ConfigError
+from roundpipe.effects.attributes import AttributesBefore, Noticed, WeightsBefore
 
 
 class Layer(nn.Module):

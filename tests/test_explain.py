@@ -15,7 +15,7 @@ from torch import nn
 
 import roundpipe
 from roundpipe import ConfigError, TraceError, explain
-from roundpipe.explain_graph import folded
+from roundpipe.tools.graph_report import folded
 
 
 class Gate(nn.Module):
@@ -189,7 +189,7 @@ def test_what_can_not_be_drawn_is_said_before_tracing(tmp_path: Path, monkeypatc
 
 def test_too_many_boxes_for_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib", reason="needs the extra [plot]")
-    monkeypatch.setattr("roundpipe.explain_graph.MAX_BOXES", 3)
+    monkeypatch.setattr("roundpipe.tools.graph_report.MAX_BOXES", 3)
     with pytest.raises(ConfigError, match="write it as .dot"):
         explain(Model(), example(), graph=tmp_path / "model.png")
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import roundpipe
-from roundpipe import forecast as forecast_module
-from roundpipe.devices_data import EFFICIENCY, DeviceSpec
-from roundpipe.forecast import Forecast, Machine, Training
-from roundpipe.runtime.planner import peak_bytes
-from roundpipe.runtime.plans import Plans
-from roundpipe.target import Target
+from roundpipe.planning.planner import peak_bytes
+from roundpipe.runtime.engine.plans import Plans
+from roundpipe.tools import forecast as forecast_module
+from roundpipe.tools.device_data import EFFICIENCY, DeviceSpec
+from roundpipe.tools.forecast import Forecast, Machine, Training
+from roundpipe.tools.target import Target
 
 transformers = pytest.importorskip("transformers", reason="plans for a Llama")
 

@@ -14,8 +14,8 @@ from torch import nn
 
 import roundpipe
 from roundpipe import RoundPipePackedData, RoundPipeRunConfig
-from roundpipe.errors import MicrobatchError
-from roundpipe.later import MergedLater, holds_later, merged_later, packed_again
+from roundpipe.core.errors import MicrobatchError
+from roundpipe.wrappers.lazy_outputs import MergedLater, holds_later, merged_later, packed_again
 from tests.equality import assert_same_gradients
 
 WIDTH = 16
@@ -66,7 +66,7 @@ def batch(size: int = 10) -> torch.Tensor:
 
 
 def total(outputs: Any) -> torch.Tensor:
-    tensors = [one for one in roundpipe.structure.tensors(outputs) if one.is_floating_point()]
+    tensors = [one for one in roundpipe.core.trees.tensors(outputs) if one.is_floating_point()]
     return torch.stack([(one**2).sum() for one in tensors]).sum()
 
 

@@ -7,16 +7,9 @@ import torch
 from torch import nn
 
 from roundpipe import ConfigError, RoundPipe
-from roundpipe.layers import (
-    FixedChain,
-    LayerChain,
-    LayerCost,
-    LayerSpec,
-    chain_of_modules,
-    is_differentiable,
-    may_draw_random,
-    weight_bytes_of,
-)
+from roundpipe.core.layers import FixedChain, LayerChain, LayerCost, LayerSpec, is_differentiable
+from roundpipe.core.module_tree import weight_bytes_of
+from roundpipe.wrappers.module_layers import chain_of_modules, may_draw_random
 
 
 def test_a_chain_of_modules_is_the_modules_in_turn():

@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
-from roundpipe import overlap
-from roundpipe.overlap import share_elements
+from roundpipe.core import aliasing as overlap
+from roundpipe.core.aliasing import share_elements
 
 
 def really_share(one: torch.Tensor, other: torch.Tensor) -> bool:

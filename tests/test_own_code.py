@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from roundpipe.own_code import functions_reached_by, reached_by
+from roundpipe.effects.user_code import functions_reached_by, reached_by
 
 WANTED = object()
 

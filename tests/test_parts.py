@@ -25,10 +25,10 @@ from roundpipe import (
     Device,
     RoundPipeRunConfig,
     doing_recompute,
-    structure,
 )
-from roundpipe.once import Before, first_to_run_once
-from roundpipe.parts import IN_ONE_PIECE, Part, overlaid
+from roundpipe.core import trees
+from roundpipe.effects.run_once import Before, first_to_run_once
+from roundpipe.wrappers.parts import IN_ONE_PIECE, Part, overlaid
 from tests.equality import assert_same_gradients, assert_same_state
 
 WIDTH = 6
@@ -310,7 +310,7 @@ def test_hooks_hand_on_through_a_context_variable(
             losses = []
             for one in (pipe, reference):
                 out, found = one(x, *keys)
-                tensors = structure.tensors(found)
+                tensors = trees.tensors(found)
                 assert len(tensors) == 4 * ("blocks" in keys) + ("inside" in keys)
                 losses.append(out.square().sum() + sum(tensor.sin().sum() for tensor in tensors))
                 losses[-1].backward()

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import roundpipe
-from roundpipe.runtime.planner import peak_bytes
-from roundpipe.runtime.schedule import make_schedule
-from roundpipe.runtime.simulate import HardwareProfile, simulate
+from roundpipe.core.schedule import make_schedule
+from roundpipe.planning.planner import peak_bytes
+from roundpipe.planning.simulator import HardwareProfile, simulate
 
 NUM_MICROBATCHES = 4
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
-from roundpipe.runtime.schedule import ExecutePlan, make_schedule
+from roundpipe.core.schedule import ExecutePlan, make_schedule
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

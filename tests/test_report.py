@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe import report
-from roundpipe.layers import LayerChain, LayerCost, LayerSpec, chain_of_modules
-from roundpipe.runtime.schedule import ExecutePlan
+from roundpipe.core.layers import LayerChain, LayerCost, LayerSpec
+from roundpipe.core.schedule import ExecutePlan
+from roundpipe.reports import tables as report
+from roundpipe.wrappers.module_layers import chain_of_modules
 
 BLOCK = LayerCost(
     forward_s=0.002,

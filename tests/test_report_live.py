@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe.runtime import backend as backend_module
-from roundpipe.runtime.backend import Device, Lane
-from roundpipe.runtime.cpu import CpuBackend
-from roundpipe.runtime.meter import WAIT_CAUSES, Meter
-from roundpipe.runtime.schedule import ExecutePlan, make_schedule
+from roundpipe.core.schedule import ExecutePlan, make_schedule
+from roundpipe.reports.timeline import WAIT_CAUSES
+from roundpipe.runtime.device import backend as backend_module
+from roundpipe.runtime.device.backend import Device, Lane
+from roundpipe.runtime.device.cpu import CpuBackend
+from roundpipe.runtime.profiling.meter import Meter
 from tests.runtime.models import Branches, batch, config, mlp, square_loss
 
 pytestmark = pytest.mark.timeout(60)

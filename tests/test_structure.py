@@ -10,8 +10,8 @@ import torch
 import torch.utils._pytree as torch_pytree
 from torch import nn
 
-from roundpipe import structure
-from roundpipe.structure import Step
+from roundpipe.core import trees
+from roundpipe.core.trees import Step
 
 transformers_outputs = pytest.importorskip("transformers.modeling_outputs", reason="needs transformers")
 
@@ -91,7 +91,7 @@ def same(one, other):
     """Equal in type and content, tensors by identity."""
     if isinstance(one, torch.Tensor):
         return one is other
-    below, other_below = structure.children(one), structure.children(other)
+    below, other_below = trees.children(one), trees.children(other)
     if below is None:
         return one == other
     return (
@@ -103,27 +103,27 @@ def same(one, other):
 
 @cases
 def test_walk_gives_every_leaf_with_its_path(value, paths):
-    found = list(structure.walk(value))
-    assert [structure.path_string(path) for path, _ in found] == [path or "" for path in paths]
+    found = list(trees.walk(value))
+    assert [trees.path_string(path) for path, _ in found] == [path or "" for path in paths]
     for path, leaf in found:
-        assert structure.get(value, path) is leaf
-    assert [leaf for _, leaf in found] == structure.leaves(value)
+        assert trees.get(value, path) is leaf
+    assert [leaf for _, leaf in found] == trees.leaves(value)
 
 
 @cases
 def test_rebuilding_over_its_own_leaves_gives_an_equal_value(value, paths):
-    assert same(structure.rebuild(value, structure.leaves(value)), value)
+    assert same(trees.rebuild(value, trees.leaves(value)), value)
 
 
 @cases
 def test_mapping_replaces_tensors_and_leaves_the_original_alone(value, paths):
-    before = structure.leaves(value)
-    mapped = structure.map_tensors(value, lambda tensor: tensor + 10)
-    assert all(a is b for a, b in zip(structure.leaves(value), before, strict=True))
+    before = trees.leaves(value)
+    mapped = trees.map_tensors(value, lambda tensor: tensor + 10)
+    assert all(a is b for a, b in zip(trees.leaves(value), before, strict=True))
     assert type(mapped) is type(value)
-    tensors = structure.tensors(value)
-    assert [one.tolist() for one in structure.tensors(mapped)] == [(one + 10).tolist() for one in tensors]
-    assert [x for x in structure.leaves(mapped) if not isinstance(x, torch.Tensor)] == [
+    tensors = trees.tensors(value)
+    assert [one.tolist() for one in trees.tensors(mapped)] == [(one + 10).tolist() for one in tensors]
+    assert [x for x in trees.leaves(mapped) if not isinstance(x, torch.Tensor)] == [
         x for x in before if not isinstance(x, torch.Tensor)
     ]
     if not tensors:
@@ -132,55 +132,55 @@ def test_mapping_replaces_tensors_and_leaves_the_original_alone(value, paths):
 
 @cases
 def test_tensors_come_in_the_order_of_the_walk(value, paths):
-    expected = [leaf for leaf in structure.leaves(value) if isinstance(leaf, torch.Tensor)]
-    assert all(a is b for a, b in zip(structure.tensors(value), expected, strict=True))
+    expected = [leaf for leaf in trees.leaves(value) if isinstance(leaf, torch.Tensor)]
+    assert all(a is b for a, b in zip(trees.tensors(value), expected, strict=True))
 
 
 def test_types_and_extras_survive():
-    output = structure.map_tensors(CASES["model output"][0], torch.neg)
+    output = trees.map_tensors(CASES["model output"][0], torch.neg)
     assert isinstance(output, transformers_outputs.CausalLMOutputWithPast)
     assert output.logits is output["logits"] is output[1] and output.past_key_values is None
-    assert structure.map_tensors(CASES["defaultdict"][0], torch.neg).default_factory is list
-    assert structure.map_tensors(CASES["registered"][0], torch.neg).tag == "tag"
-    assert structure.map_tensors(Point(T[1], 2), torch.neg).x.tolist() == [-1, -1]
-    assert list(structure.map_tensors(CASES["ordered"][0], torch.neg)) == ["b", "a"]
+    assert trees.map_tensors(CASES["defaultdict"][0], torch.neg).default_factory is list
+    assert trees.map_tensors(CASES["registered"][0], torch.neg).tag == "tag"
+    assert trees.map_tensors(Point(T[1], 2), torch.neg).x.tolist() == [-1, -1]
+    assert list(trees.map_tensors(CASES["ordered"][0], torch.neg)) == ["b", "a"]
 
 
 def test_what_is_no_container():
     module, generator = nn.Linear(1, 1), torch.Generator()
     for value in (module, generator, torch.float32, torch.device("cpu"), print, range(3), Plain, 1.5, b"x", {1, 2}):
-        assert structure.children(value) is None
-        assert structure.leaves(value) == [value]
+        assert trees.children(value) is None
+        assert trees.leaves(value) == [value]
 
 
 def test_steps_say_how_to_get_there():
-    ((path, _),) = structure.walk({"a": [Frozen(T[0])]})
+    ((path, _),) = trees.walk({"a": [Frozen(T[0])]})
     assert path == (Step("item", "a"), Step("item", 0), Step("attribute", "value"))
-    ((first, _), _) = structure.walk(CASES["registered"][0])
+    ((first, _), _) = trees.walk(CASES["registered"][0])
     assert first == (Step("node", 0),)
 
 
 def test_too_deep_values_are_leaves():
     value = [T[0]]
-    for _ in range(structure.MAX_DEPTH + 3):
+    for _ in range(trees.MAX_DEPTH + 3):
         value = [value]
-    (path, leaf), *rest = structure.walk(value)
-    assert len(path) == structure.MAX_DEPTH and isinstance(leaf, list) and not rest
-    assert structure.tensors(value) == []
+    (path, leaf), *rest = trees.walk(value)
+    assert len(path) == trees.MAX_DEPTH and isinstance(leaf, list) and not rest
+    assert trees.tensors(value) == []
 
 
 def test_a_value_that_holds_itself_ends():
     holder = Holder(T[0])
     holder.own = holder
-    assert len(structure.tensors(holder)) == structure.MAX_DEPTH
+    assert len(trees.tensors(holder)) == trees.MAX_DEPTH
 
 
 def test_one_tensor_in_two_places_is_found_twice():
-    assert len(structure.tensors((T[0], {"again": T[0]}))) == 2
+    assert len(trees.tensors((T[0], {"again": T[0]}))) == 2
 
 
 def test_map_leaves_changes_all_leaves():
-    assert structure.map_leaves({"a": (1, [2.5]), "b": Point(3, 4)}, lambda leaf: leaf * 2) == {
+    assert trees.map_leaves({"a": (1, [2.5]), "b": Point(3, 4)}, lambda leaf: leaf * 2) == {
         "a": (2, [5.0]),
         "b": Point(6, 8),
     }
@@ -190,8 +190,8 @@ def test_a_cache_of_transformers():
     cache_utils = pytest.importorskip("transformers.cache_utils")
     cache = cache_utils.DynamicCache()
     cache.update(torch.ones(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
-    assert [t.shape for t in structure.tensors(cache)] == [(1, 2, 3, 4)] * 2
-    doubled = structure.map_tensors(cache, lambda tensor: tensor * 2)
+    assert [t.shape for t in trees.tensors(cache)] == [(1, 2, 3, 4)] * 2
+    doubled = trees.map_tensors(cache, lambda tensor: tensor * 2)
     assert type(doubled) is type(cache)
-    assert [t.mean().item() for t in structure.tensors(doubled)] == [2.0, 0.0]
-    assert [t.mean().item() for t in structure.tensors(cache)] == [1.0, 0.0]
+    assert [t.mean().item() for t in trees.tensors(doubled)] == [2.0, 0.0]
+    assert [t.mean().item() for t in trees.tensors(cache)] == [1.0, 0.0]

@@ -47,8 +47,8 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.utils._sympy.printers import PythonPrinter
 
-from roundpipe import structure
-from roundpipe.errors import TraceError
+from roundpipe.core import trees
+from roundpipe.core.errors import TraceError
 from roundpipe.fx.operations import SizeExpression, compile_expression
 
 Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -57,7 +57,7 @@ DATA_DEPENDENT = (DataDependentOutputException, GuardOnDataDependentSymNode)
 
 _NOISY_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 
-Dimension = tuple[structure.Path, int]
+Dimension = tuple[trees.Path, int]
 """A dimension of an input: the path to its tensor, and which one."""
 
 
@@ -274,7 +274,7 @@ def _dropout_as_compiled() -> Iterator[None]:
 class InputSizes:
     """One tensor input as the world has it."""
 
-    path: structure.Path
+    path: trees.Path
     dtype: torch.dtype
     requires_grad: bool
     sizes: tuple[Any, ...]
@@ -312,7 +312,7 @@ class FakeWorld:
         self.inputs: list[InputSizes] = []
         self._num_inputs = 0
         self.arguments = self._fake_arguments(arguments)
-        self.has_data = not any(tensor.is_meta for tensor in structure.tensors(arguments))
+        self.has_data = not any(tensor.is_meta for tensor in trees.tensors(arguments))
         """Whether the example's inputs have data that traced code may ask for."""
 
     @contextmanager
@@ -385,19 +385,19 @@ class FakeWorld:
 
     def _fake_arguments(self, arguments: Any) -> Any:
         fakes = iter(
-            [self._fake_input(path, leaf) for path, leaf in structure.walk(arguments) if isinstance(leaf, torch.Tensor)]
+            [self._fake_input(path, leaf) for path, leaf in trees.walk(arguments) if isinstance(leaf, torch.Tensor)]
         )
         args, kwargs = arguments
         return (
-            tuple(structure.map_tensors(value, lambda _: next(fakes)) for value in args),
-            {name: structure.map_tensors(value, lambda _: next(fakes)) for name, value in kwargs.items()},
+            tuple(trees.map_tensors(value, lambda _: next(fakes)) for value in args),
+            {name: trees.map_tensors(value, lambda _: next(fakes)) for name, value in kwargs.items()},
         )
 
-    def _fake_input(self, path: structure.Path, leaf: torch.Tensor) -> torch.Tensor:
+    def _fake_input(self, path: trees.Path, leaf: torch.Tensor) -> torch.Tensor:
         real = leaf.detach()
         if real.layout is not torch.strided or real.is_nested:
             kind = "nested" if real.is_nested else f"a sparse one ({real.layout})"
-            where = f"the tensor at {structure.path_string(path)} of its arguments"
+            where = f"the tensor at {trees.path_string(path)} of its arguments"
             raise TraceError(
                 f"can't trace {type(self.model).__name__}: {where} is {kind}, and graphs take dense ones only"
             )

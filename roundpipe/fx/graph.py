@@ -33,8 +33,8 @@ import torch.fx
 from torch import nn
 from torch.fx import Node
 
-from roundpipe import structure
-from roundpipe.errors import TraceError
+from roundpipe.core import trees
+from roundpipe.core.errors import TraceError
 from roundpipe.fx.operations import take
 
 FakeValue = torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool | None
@@ -118,7 +118,7 @@ class TracedGraph:
     """Where the targets of call_module and get_attr are looked up; the user's own object."""
     constants: dict[str, Any] = field(default_factory=dict)
     """Targets of get_attr that are not attributes of the model, such as ``_constant_0``."""
-    input_paths: dict[str, structure.Path] = field(default_factory=dict)
+    input_paths: dict[str, trees.Path] = field(default_factory=dict)
     """Placeholder name -> path into ``(args, kwargs)`` normalised to the forward's signature."""
     output: Any = None
     """The model's output with an `OutputValue` in place of every tensor and symbolic number."""
@@ -268,8 +268,8 @@ def producer_of(node: Node) -> Node:
 
 
 def output_names(template: Any) -> list[str]:
-    """The names in an output template, in the order of `structure.walk`."""
-    return [leaf.name for leaf in structure.leaves(template) if isinstance(leaf, OutputValue)]
+    """The names in an output template, in the order of `roundpipe.core.trees.walk`."""
+    return [leaf.name for leaf in trees.leaves(template) if isinstance(leaf, OutputValue)]
 
 
 UNKNOWN_SIZE = 16
@@ -419,7 +419,7 @@ def merge_same_values(traced: TracedGraph) -> None:
             node.replace_all_uses_with(first[value])
             renamed[node.name] = first[value].name
     if renamed:
-        traced.output = structure.map_leaves(
+        traced.output = trees.map_leaves(
             traced.output,
             lambda leaf: OutputValue(renamed.get(leaf.name, leaf.name)) if isinstance(leaf, OutputValue) else leaf,
         )

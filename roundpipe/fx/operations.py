@@ -15,8 +15,8 @@ import torch
 import torch.fx
 from torch import nn
 
-from roundpipe import structure
-from roundpipe.errors import TraceError
+from roundpipe.core import trees
+from roundpipe.core.errors import TraceError
 
 
 def call_leaf(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -74,7 +74,7 @@ def as_traced(tensor: torch.Tensor, strides: tuple[int, ...], location: str) -> 
 
 def take(value: Any, kind: str, key: Any) -> Any:
     """The child of a structure at one step, for children that neither ``[]`` nor ``.`` reaches."""
-    return structure.get(value, (structure.Step(kind, key),))
+    return trees.get(value, (trees.Step(kind, key),))
 
 
 class _Named:
@@ -135,7 +135,7 @@ class Build(_Named):
     """Builds an object around values, such as a dataclass or cache that a module takes as argument.
 
     Args:
-        template: the object with `Hole` in place of each value, in the order of `structure.walk`.
+        template: the object with `Hole` in place of each value, in the order of `roundpipe.core.trees.walk`.
     """
 
     def __init__(self, template: Any) -> None:
@@ -144,7 +144,7 @@ class Build(_Named):
 
     def __call__(self, *values: Any) -> Any:
         remaining = iter(values)
-        return structure.map_leaves(self.template, lambda leaf: next(remaining) if isinstance(leaf, Hole) else leaf)
+        return trees.map_leaves(self.template, lambda leaf: next(remaining) if isinstance(leaf, Hole) else leaf)
 
 
 class ApplyFunction(_Named):

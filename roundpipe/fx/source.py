@@ -17,17 +17,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe import structure
-from roundpipe.caller import warn
-from roundpipe.errors import TraceError, enumerated
-from roundpipe.fx.ambient import autocast_as_on_accelerator
-from roundpipe.fx.codegen import generate
-from roundpipe.fx.cost import measure
+from roundpipe.core import trees
+from roundpipe.core.caller import warn
+from roundpipe.core.errors import TraceError, enumerated
+from roundpipe.core.layers import LayerChain
+from roundpipe.core.saved_tensor_hooks import saved_tensor_hooks_aside
+from roundpipe.core.surroundings import autocast_as_on_accelerator
 from roundpipe.fx.graph import OutputValue, TracedGraph, value_bytes
-from roundpipe.fx.partition import Balance, partition
-from roundpipe.fx.tracer import trace
-from roundpipe.layers import LayerChain
-from roundpipe.saved_hooks import saved_tensor_hooks_aside
+from roundpipe.fx.passes.codegen import generate
+from roundpipe.fx.passes.cost import measure
+from roundpipe.fx.passes.partition import Balance, partition
+from roundpipe.fx.trace.tracer import trace
 
 logger = logging.getLogger(__name__)
 
@@ -224,7 +224,7 @@ def _tell_of_carried_outputs(model: nn.Module, traced: TracedGraph, chain: Layer
     num_bytes, num_read, returned = worst
     if num_bytes <= MOST_RETURNED * num_read:
         return
-    places = [structure.path_string(path) for path, leaf in structure.walk(traced.output) if _name_of(leaf) in returned]
+    places = [trees.path_string(path) for path, leaf in trees.walk(traced.output) if _name_of(leaf) in returned]
     config = getattr(model, "config", None)
     advice = " config.use_cache = False avoids that of the cache." if getattr(config, "use_cache", None) is True else ""
     logger.warning(

@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 import torch
 
-from roundpipe.errors import ConfigError, MicrobatchError
-from roundpipe.runtime.schedule import ExecutePlan
+from roundpipe.core.errors import ConfigError, MicrobatchError
+from roundpipe.core.schedule import ExecutePlan
 
 RecomputeGrain = Literal["stage", "layer"]
 RECOMPUTE_GRAINS: tuple[RecomputeGrain, ...] = ("stage", "layer")

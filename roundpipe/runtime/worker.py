@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable
 
-from roundpipe.errors import ClosedError
+from roundpipe.core.errors import ClosedError
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe import AutoRoundPipe, RoundPipeRunConfig, structure
+from roundpipe import AutoRoundPipe, RoundPipeRunConfig
+from roundpipe.core import trees
 from tests.equality import assert_same_gradients, assert_same_state, difference
 from tests.fx.fuzz import loss_of, one_layer_per_stage
 
@@ -43,9 +44,7 @@ class Seen:
 
 def _pieces(inputs: dict[str, Any], number: int) -> list[dict[str, Any]]:
     def piece(value: Any, index: int) -> Any:
-        return structure.map_tensors(
-            value, lambda tensor: tensor.tensor_split(number)[index] if tensor.dim() else tensor
-        )
+        return trees.map_tensors(value, lambda tensor: tensor.tensor_split(number)[index] if tensor.dim() else tensor)
 
     return [{name: piece(value, index) for name, value in inputs.items()} for index in range(number)]
 
@@ -76,7 +75,7 @@ def check(
     torch.manual_seed(1)
     calls = [inputs(*size) for size in sizes]
     for call in calls:
-        for tensor in structure.tensors(call):
+        for tensor in trees.tensors(call):
             tensor.requires_grad_(needs_grad and tensor.is_floating_point())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -86,12 +85,12 @@ def check(
         with pipe:
             pipe._state.maker.plan = lambda call: one_layer_per_stage(len(call.chain))  # type: ignore[method-assign]
             for call in calls:
-                mine = structure.map_tensors(
+                mine = trees.map_tensors(
                     call, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad)
                 )
                 losses = []
                 for piece in _pieces(call, num_microbatches):
-                    piece = structure.map_tensors(piece, lambda tensor: tensor if needs_grad else tensor.clone())
+                    piece = trees.map_tensors(piece, lambda tensor: tensor if needs_grad else tensor.clone())
                     one = loss(reference(**piece))
                     one.backward()
                     losses.append(one.detach())
@@ -100,7 +99,7 @@ def check(
                 assert difference(found, torch.stack(losses).sum()) <= tolerance
                 assert_same_gradients(model, reference, tolerance)
                 assert_same_state(model, reference, tolerance)
-                for a, b in zip(structure.tensors(call), structure.tensors(mine), strict=True):
+                for a, b in zip(trees.tensors(call), trees.tensors(mine), strict=True):
                     assert difference(b.grad, a.grad) <= tolerance
         chain = pipe._state.source.latest
         return Seen(

@@ -36,9 +36,10 @@ from torch import nn
 from torch.fx import Node
 
 import roundpipe
-from roundpipe import ExecutePlan, RoundPipeError, RoundPipeRunConfig, TraceError, structure
-from roundpipe.auto import AutoRoundPipe
+from roundpipe import ExecutePlan, RoundPipeError, RoundPipeRunConfig, TraceError
+from roundpipe.core import trees
 from roundpipe.fx.graph import NodeCost, TracedGraph, is_accessor, value_bytes
+from roundpipe.wrappers.auto import AutoRoundPipe
 
 WIDTH = 8
 
@@ -1110,7 +1111,7 @@ def inputs_of(step: Step) -> dict[str, Any]:
 def loss_of(outputs: Any) -> torch.Tensor:
     """A number that every tensor and number of a model's outputs has a part in."""
     total: Any = 0.0
-    for index, leaf in enumerate(structure.leaves(outputs)):
+    for index, leaf in enumerate(trees.leaves(outputs)):
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
             total = total + (leaf.double() * (1 + 0.1 * index)).pow(2).mean() + leaf.double().sum() * 0.01
         elif isinstance(leaf, (int, float)):
@@ -1174,7 +1175,7 @@ def observe(model: nn.Module, inputs: dict[str, Any], seen: Observed) -> Observe
 
 
 def _snapshot(outputs: Any) -> Any:
-    return [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in structure.leaves(outputs)]
+    return [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in trees.leaves(outputs)]
 
 
 def run_eager(model: nn.Module, case: Case) -> Iterator[Observed]:
@@ -1263,7 +1264,7 @@ def run_compiled(model: nn.Module, case: Case, info: Compiled) -> Iterator[Obser
 
 
 def _drawn_costs(seed: int | None) -> Callable[[TracedGraph], dict[Node, NodeCost]] | None:
-    """A stand-in for `roundpipe.fx.cost.measure`; what a node costs decides nothing but where layers end."""
+    """A stand-in for `roundpipe.fx.passes.cost.measure`; what a node costs decides nothing but where layers end."""
     if seed is None:
         return None
     choose = random.Random(seed)

@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 
-from roundpipe import structure
+from roundpipe.core import trees
 from roundpipe.fx.graph import OutputValue, TracedGraph
 
 
@@ -80,7 +80,7 @@ def trace(model: nn.Module, *args: torch.Tensor, leaves: Collection[str | type] 
     with mode:
         _FakeRun(model, graph, mode).run(*fakes)
     names = [node.name for node in graph.nodes if node.op == "placeholder"]
-    paths = {name: (structure.Step("item", 1), structure.Step("item", name)) for name in names}
+    paths = {name: (trees.Step("item", 1), trees.Step("item", name)) for name in names}
     for node in graph.nodes:
         owner = node.meta.get("nn_module_stack")
         node.meta["module"] = list(owner.values())[-1][0] if owner else ""
@@ -90,7 +90,7 @@ def trace(model: nn.Module, *args: torch.Tensor, leaves: Collection[str | type] 
     )
     template = _plain(returned)
     by_name = {node.name: node for node in graph.nodes}
-    outputs = [by_name[leaf.name] for leaf in structure.leaves(template) if isinstance(leaf, OutputValue)]
+    outputs = [by_name[leaf.name] for leaf in trees.leaves(template) if isinstance(leaf, OutputValue)]
     graph.erase_node(output)
     graph.output(tuple(outputs))
     traced = TracedGraph(

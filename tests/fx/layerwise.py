@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe import structure
-from roundpipe.layers import LayerChain, is_differentiable
+from roundpipe.core import trees
+from roundpipe.core.layers import LayerChain, is_differentiable
 
 LossFunction = Callable[[Any], torch.Tensor]
 
 
 def total(outputs: Any) -> torch.Tensor:
     """A loss that every differentiable output takes part in, each with another weight."""
-    parts = [t for t in structure.tensors(outputs) if is_differentiable(t) and t.requires_grad]
+    parts = [t for t in trees.tensors(outputs) if is_differentiable(t) and t.requires_grad]
     assert parts, "no output has a gradient"
     return sum((part.sin() * (index + 1)).sum() for index, part in enumerate(parts))  # type: ignore[return-value]
 
@@ -54,7 +54,7 @@ def train_layers(chain: LayerChain, loss_of: LossFunction, *args: Any, **kwargs:
         result = layer(own)
         tensors, gradients = [], []
         for name in spec.makes:
-            pairs = zip(structure.tensors(result[name]), structure.tensors(leaves[name]), strict=True)
+            pairs = zip(trees.tensors(result[name]), trees.tensors(leaves[name]), strict=True)
             for made, leaf in pairs:
                 if made.requires_grad and leaf.grad is not None:
                     tensors.append(made)
@@ -63,14 +63,14 @@ def train_layers(chain: LayerChain, loss_of: LossFunction, *args: Any, **kwargs:
             torch.autograd.backward(tensors, gradients)
         _set_buffers(layer, after)
         for name, value in own.items():
-            for mine, shared in zip(structure.tensors(value), structure.tensors(leaves[name]), strict=True):
+            for mine, shared in zip(trees.tensors(value), trees.tensors(leaves[name]), strict=True):
                 if mine.grad is not None:
                     shared.grad = mine.grad if shared.grad is None else shared.grad + mine.grad
     return outputs
 
 
 def _leaf(value: Any, requires_grad: bool) -> Any:
-    return structure.map_tensors(
+    return trees.map_tensors(
         value,
         lambda tensor: tensor.detach().requires_grad_(
             requires_grad and is_differentiable(tensor) or tensor.requires_grad
@@ -131,8 +131,8 @@ def assert_equals_eager(
     for kind, run in runs.items():
         gradients, buffers = state_after(model, run)
         assert type(outputs[kind]) is type(outputs["eager"]), kind
-        want = structure.tensors(outputs["eager"])
-        got = structure.tensors(outputs[kind])
+        want = trees.tensors(outputs["eager"])
+        got = trees.tensors(outputs[kind])
         assert len(want) == len(got), kind
         for index, (left, right) in enumerate(zip(want, got, strict=True)):
             assert_close(right, left, tolerance, f"{kind}: output {index}")

@@ -15,10 +15,10 @@ import torch
 import torch.fx
 from torch import nn
 
-from roundpipe import structure
+from roundpipe.core import trees
 from roundpipe.fx.binding import CallForm
 from roundpipe.fx.graph import OutputValue, TracedGraph, ambient_of
-from roundpipe.fx.values import plain
+from roundpipe.fx.guards.values import plain
 
 
 def replay(traced: TracedGraph, *args: Any, **kwargs: Any) -> Any:
@@ -33,12 +33,12 @@ def replay(traced: TracedGraph, *args: Any, **kwargs: Any) -> Any:
         ambient = ambient_of(node)
         with ambient.enter() if ambient is not None else contextlib.nullcontext():
             values[node] = named[node.name] = _value(traced, node, arguments, *operands)
-    return structure.map_leaves(traced.output, lambda leaf: named[leaf.name] if isinstance(leaf, OutputValue) else leaf)
+    return trees.map_leaves(traced.output, lambda leaf: named[leaf.name] if isinstance(leaf, OutputValue) else leaf)
 
 
 def _value(traced: TracedGraph, node: torch.fx.Node, arguments: Any, args: Any, kwargs: Any) -> Any:
     if node.op == "placeholder":
-        return structure.get(arguments, traced.input_paths[node.name])
+        return trees.get(arguments, traced.input_paths[node.name])
     if node.op == "get_attr":
         return traced.attribute(str(node.target))
     if node.op == "call_module":
@@ -63,7 +63,7 @@ def measure(
     torch.manual_seed(7)
     random.seed(7)
     numpy.random.seed(7)
-    given = structure.map_tensors(inputs, lambda tensor: tensor.clone())
+    given = trees.map_tensors(inputs, lambda tensor: tensor.clone())
     loss = loss_of(call(**given))
     loss.backward()
     result: dict[str, torch.Tensor | None] = {"loss": loss.detach().clone()}

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe.errors import TraceError
-from roundpipe.fx.advice import advice, set_at, where_set
-from roundpipe.fx.codegen import generate
-from roundpipe.fx.cost import measure
-from roundpipe.fx.partition import partition
-from roundpipe.fx.tracer import trace
+from roundpipe.core.errors import TraceError
+from roundpipe.fx.passes.codegen import generate
+from roundpipe.fx.passes.cost import measure
+from roundpipe.fx.passes.partition import partition
+from roundpipe.fx.trace.advice import advice, set_at, where_set
+from roundpipe.fx.trace.tracer import trace
 
 Code = Callable[["Root", torch.Tensor], torch.Tensor]
 

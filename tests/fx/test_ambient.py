@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from roundpipe.fx.ambient import Ambient
+from roundpipe.core.surroundings import Ambient
 
 
 def test_nothing_differs_from_itself() -> None:

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from roundpipe.fx.codegen import generate
-from roundpipe.fx.cost import measure
-from roundpipe.fx.partition import partition
-from roundpipe.fx.tracer import trace
-from roundpipe.layers import LayerChain
+from roundpipe.core.layers import LayerChain
+from roundpipe.fx.passes.codegen import generate
+from roundpipe.fx.passes.cost import measure
+from roundpipe.fx.passes.partition import partition
+from roundpipe.fx.trace.tracer import trace
 from tests.fx.layerwise import assert_equals_eager, total
 
 transformers = pytest.importorskip("transformers")

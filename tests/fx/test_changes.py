@@ -18,12 +18,12 @@ from torch import is_grad_enabled as records_gradients
 from torch.utils.checkpoint import checkpoint
 
 import roundpipe
-from roundpipe.errors import ConfigError
-from roundpipe.fx.codegen import generate
-from roundpipe.fx.cost import measure
-from roundpipe.fx.guards import Guards
-from roundpipe.fx.partition import partition
-from roundpipe.fx.tracer import trace
+from roundpipe.core.errors import ConfigError
+from roundpipe.fx.guards.guards import Guards
+from roundpipe.fx.passes.codegen import generate
+from roundpipe.fx.passes.cost import measure
+from roundpipe.fx.passes.partition import partition
+from roundpipe.fx.trace.tracer import trace
 from tests.equality import assert_same_gradients
 from tests.fx.against_eager import check, vectors
 from tests.fx.test_shapes import Layers

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from roundpipe.fx import codegen
-from roundpipe.fx.cost import measure
+from roundpipe.core.layers import EXECUTION_DEVICE, LayerChain
 from roundpipe.fx.graph import TracedGraph, assign_buffer
-from roundpipe.fx.partition import partition
-from roundpipe.layers import EXECUTION_DEVICE, LayerChain
+from roundpipe.fx.passes import codegen
+from roundpipe.fx.passes.cost import measure
+from roundpipe.fx.passes.partition import partition
 from tests.fx import handmade
 from tests.fx.layerwise import assert_equals_eager, run_layers
 

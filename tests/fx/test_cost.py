@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from roundpipe.fx import cost, counting
+from roundpipe.fx import counting
 from roundpipe.fx.graph import NodeCost, TracedGraph
+from roundpipe.fx.passes import cost
 from tests.fx import handmade
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.fx import Graph, Node
 
-from roundpipe import structure
-from roundpipe.errors import TraceError
+from roundpipe.core import trees
+from roundpipe.core.errors import TraceError
 from roundpipe.fx import graph as graph_module
 from roundpipe.fx.graph import OutputValue, TracedGraph, assign_buffer
 from tests.fx import handmade
@@ -176,7 +176,7 @@ def test_accessors_and_their_producers() -> None:
 def test_output_value_is_a_leaf_of_a_template() -> None:
     template = {"a": OutputValue("x"), "b": (OutputValue("y"), None)}
     assert graph_module.output_names(template) == ["x", "y"]
-    assert structure.map_leaves(template, lambda leaf: leaf) == template
+    assert trees.map_leaves(template, lambda leaf: leaf) == template
     assert OutputValue("x") == OutputValue("x") and len({OutputValue("x"), OutputValue("x")}) == 1
 
 

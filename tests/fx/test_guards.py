@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import roundpipe
-from roundpipe import structure
-from roundpipe.fx.guards import Failure, Guards
-from roundpipe.fx.tracer import trace
+from roundpipe.core import trees
+from roundpipe.fx.guards.guards import Failure, Guards
+from roundpipe.fx.trace.tracer import trace
 from tests.fx.models import CASES, MaskDecides, ResNet, causal_inputs, linears, llama, vectors
 from tests.fx.replay import eager_difference
 
@@ -356,7 +356,7 @@ def test_inputs_keep_their_paths() -> None:
     case = CASES["many_outputs"]
     traced = trace(case.build(), (), case.inputs(4, 0))
     arguments = ((), case.inputs(2, 0))
-    assert [structure.get(arguments, path).shape[0] for path in traced.input_paths.values()] == [2, 2]
+    assert [trees.get(arguments, path).shape[0] for path in traced.input_paths.values()] == [2, 2]
 
 
 def test_reads_see_earlier_writes_in_place_and_not_later_ones() -> None:

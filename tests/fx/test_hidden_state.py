@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe.errors import TraceError
-from roundpipe.fx.guards import Guards
-from roundpipe.fx.python_state import must_run_once
-from roundpipe.fx.tracer import trace
+from roundpipe.core.errors import TraceError
+from roundpipe.effects.python_state import must_run_once
+from roundpipe.fx.guards.guards import Guards
+from roundpipe.fx.trace.tracer import trace
 from tests.equality import assert_same_gradients
 from tests.fx.against_eager import check, vectors
 from tests.fx.test_shapes import Layers

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from roundpipe.errors import TraceError
+from roundpipe.core.errors import TraceError
 from roundpipe.fx.operations import as_traced
-from roundpipe.fx.tracer import trace
+from roundpipe.fx.trace.tracer import trace
 from tests.fx.against_eager import check, vectors
 from tests.fx.replay import replay
 from tests.fx.test_shapes import Layers

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from roundpipe.fx.tracer import trace
+from roundpipe.fx.trace.tracer import trace
 from tests.fx.against_eager import check, vectors
 from tests.fx.test_shapes import Layers
 

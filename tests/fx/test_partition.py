@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from roundpipe.errors import PartitionError
-from roundpipe.fx import partition as partition_module
-from roundpipe.fx.codegen import generate
-from roundpipe.fx.cost import measure
+from roundpipe.core.errors import PartitionError
 from roundpipe.fx.graph import TracedGraph, mutated_by, storage_key
-from roundpipe.fx.partition import Partition, RecomputeLimits, partition
+from roundpipe.fx.passes import partition as partition_module
+from roundpipe.fx.passes.codegen import generate
+from roundpipe.fx.passes.cost import measure
+from roundpipe.fx.passes.partition import Partition, RecomputeLimits, partition
 from tests.fx import handmade
 from tests.fx.layerwise import assert_equals_eager
 

@@ -14,9 +14,9 @@ from torch import nn
 from torch.fx import Node
 
 from roundpipe.fx.graph import hint, value_of
-from roundpipe.fx.leaves import Unread
-from roundpipe.fx.siblings import arguments_key, module_key
-from roundpipe.fx.tracer import trace
+from roundpipe.fx.trace.leaves import Unread
+from roundpipe.fx.trace.siblings import arguments_key, module_key
+from roundpipe.fx.trace.tracer import trace
 
 SIZE = 6
 RUNS: Any = types.ModuleType("runs")

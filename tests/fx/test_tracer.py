@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from roundpipe import structure
-from roundpipe.errors import TraceError
-from roundpipe.fx.ambient import Ambient
+from roundpipe.core import trees
+from roundpipe.core.errors import TraceError
+from roundpipe.core.surroundings import Ambient
 from roundpipe.fx.fakes import is_fake
 from roundpipe.fx.graph import draws_random, has_effect, mutated_by, writes_buffers
-from roundpipe.fx.tracer import trace
+from roundpipe.fx.trace.tracer import trace
 from tests.fx.models import (
     CASES,
     AssignsBuffer,
@@ -418,7 +418,7 @@ def test_inputs_are_counted_and_constants_are_found() -> None:
     traced = trace(model, (), vectors(4, 0))
     assert traced.example_elements == 64
     assert [value is model.offset for value in traced.constants.values()] == [True]
-    assert structure.tensors(replay(traced, **vectors(3, 0)))[0].shape == (3, 16)
+    assert trees.tensors(replay(traced, **vectors(3, 0)))[0].shape == (3, 16)
 
 
 def test_evaluation_mode_without_gradients() -> None:

@@ -31,10 +31,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import roundpipe
-from roundpipe.errors import TraceError
+from roundpipe.core.errors import TraceError
 from roundpipe.fx.operations import ApplyFunction
 from roundpipe.fx.source import RETRACES_BEFORE_WARNING, TracedSource
-from roundpipe.fx.tracer import trace
+from roundpipe.fx.trace.tracer import trace
 from tests.fx.against_eager import check, vectors
 from tests.fx.models import CustomFunction, VmapMask, attention_inputs, causal_inputs, llama, padded_inputs
 from tests.fx.models import vectors as flat_vectors

@@ -9,9 +9,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from roundpipe.layers import LayerCost
-from roundpipe.runtime import stage_cost
-from roundpipe.runtime.schedule import ExecutePlan
+from roundpipe.core.layers import LayerCost
+from roundpipe.core.schedule import ExecutePlan
+from roundpipe.planning import stage_costs
 
 PUBLISHED: dict[str, Any] = json.loads(
     (Path(__file__).parent.parent / "data" / "published_layer_times.json").read_text()
@@ -166,7 +166,7 @@ def brute_force_s(
     costs: Sequence[LayerCost], plans: Sequence[ExecutePlan], num_workers: int, num_microbatches: int
 ) -> float:
     """The best of all plans; those whose work, or way to the losses, alone takes longer are left out."""
-    table, entries = stage_cost.StageCosts(costs), []
+    table, entries = stage_costs.StageCosts(costs), []
     for one in plans:
         assert one.fused is not None
         stages = [table.forward(*r) for r in one.forward] + [table.fused(*one.fused)]
@@ -179,6 +179,6 @@ def brute_force_s(
     for bound_s, num_forward, stages in sorted(entries, key=lambda entry: entry[0]):
         if bound_s > best_s:
             break
-        value = stage_cost.round_seconds(stages, num_forward, num_workers, num_microbatches, limit_s=best_s)
+        value = stage_costs.round_seconds(stages, num_forward, num_workers, num_microbatches, limit_s=best_s)
         best_s = min(best_s, value)
     return best_s

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe.layers import LayerChain, LayerCost, LayerSpec, weight_bytes_of
+from roundpipe.core.layers import LayerChain, LayerCost, LayerSpec
+from roundpipe.core.module_tree import weight_bytes_of
 from roundpipe.runtime.config import RoundPipeRunConfig
 
 DTYPE = torch.float64

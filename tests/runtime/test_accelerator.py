@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe.errors import DeviceMemoryError
-from roundpipe.runtime import pinning
-from roundpipe.runtime.accelerator import LARGEST_PADDING, SMALL_BYTES, AcceleratorBackend
-from roundpipe.runtime.backend import Device, Lane
+from roundpipe.core.errors import DeviceMemoryError
+from roundpipe.runtime.device import pinning
+from roundpipe.runtime.device.accelerator import LARGEST_PADDING, SMALL_BYTES, AcceleratorBackend
+from roundpipe.runtime.device.backend import Device, Lane
 from tests.runtime.models import (
     DTYPE,
     Noted,

@@ -6,7 +6,8 @@ import threading
 import pytest
 import torch
 
-from roundpipe.errors import ConfigError, MicrobatchError
+from roundpipe.core.errors import ConfigError, MicrobatchError
+from roundpipe.core.schedule import ExecutePlan
 from roundpipe.runtime.config import (
     ResolvedConfig,
     RoundPipeRunConfig,
@@ -14,7 +15,6 @@ from roundpipe.runtime.config import (
     num_microbatches,
     resolve,
 )
-from roundpipe.runtime.schedule import ExecutePlan
 
 PLAN = ExecutePlan([(0, 1)], (1, 2), [(0, 1)])
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import func, nn
 
-from roundpipe.errors import SynchronizationError
-from roundpipe.runtime.backend import Device, Lane
-from roundpipe.runtime.cpu import CpuBackend
-from roundpipe.runtime.randomness import DrawingFrom
+from roundpipe.core.errors import SynchronizationError
+from roundpipe.runtime.device.backend import Device, Lane
+from roundpipe.runtime.device.cpu import CpuBackend
+from roundpipe.runtime.device.randomness import DrawingFrom
 from tests.runtime.models import DTYPE, assert_round_is_eager, batch
 
 

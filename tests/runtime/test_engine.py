@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe.errors import ConfigError, ScheduleError, SynchronizationError
-from roundpipe.runtime.backend import Lane
+from roundpipe.core.errors import ConfigError, ScheduleError, SynchronizationError
+from roundpipe.runtime.device.backend import Lane
 from tests.runtime.models import (
     DTYPE,
     Do,
@@ -612,7 +612,7 @@ class Constant(nn.Module):
 
 def test_gradients_without_their_wait_are_found(monkeypatch):
     """Only the wait for the gradients that another worker brought down is left out."""
-    from roundpipe.runtime import rotor
+    from roundpipe.runtime.engine import rotor
 
     real = rotor.Rotor._take_gradients
 

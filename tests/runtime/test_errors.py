@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe.errors import ConfigError, DeadlockError, RoundPipeError
-from roundpipe.runtime import round as rounds
-from roundpipe.runtime.residency import BoundLayer
+from roundpipe.core.errors import ConfigError, DeadlockError, RoundPipeError
+from roundpipe.runtime.engine import round as rounds
+from roundpipe.runtime.weights.residency import BoundLayer
 from tests.runtime.models import (
     DTYPE,
     assert_round_is_eager,

@@ -2,9 +2,9 @@
 
 import pytest
 
-from roundpipe.layers import LayerSpec
-from roundpipe.runtime.flow import Segment, flow, names_with_gradient, reads_of_backward
-from roundpipe.runtime.schedule import ExecutePlan, make_schedule
+from roundpipe.core.layers import LayerSpec
+from roundpipe.core.schedule import ExecutePlan, make_schedule
+from roundpipe.runtime.engine.flow import Segment, flow, names_with_gradient, reads_of_backward
 
 SPECS = [
     LayerSpec("0", reads=("x",), makes=("a", "mask")),

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe.errors import ConfigError
-from roundpipe.runtime.grad_scaler import GradScaler
-from roundpipe.runtime.optimizer import OptimizerSide
+from roundpipe.core.errors import ConfigError
+from roundpipe.runtime.optimizer.grad_scaler import GradScaler
+from roundpipe.runtime.optimizer.optimizer import OptimizerSide
 
 OPTIONS = {"init_scale": 8.0, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 2}
 

@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe.fx.cost import DEFAULT_PROFILE
-from roundpipe.layers import LayerCost
-from roundpipe.runtime import plans as plans_of_calls
-from roundpipe.runtime.backend import Device, Lane
+from roundpipe.core.layers import LayerCost
+from roundpipe.core.schedule import make_schedule
+from roundpipe.fx.passes.cost import DEFAULT_PROFILE
+from roundpipe.planning.planner import peak_bytes
 from roundpipe.runtime.config import resolve
-from roundpipe.runtime.cpu import CpuBackend
-from roundpipe.runtime.layer_times import LATEST_SHARE, LayerTimes, RoundTimes
-from roundpipe.runtime.planner import peak_bytes
-from roundpipe.runtime.plans import Call, Plans, with_temporaries
-from roundpipe.runtime.schedule import make_schedule
+from roundpipe.runtime.device.backend import Device, Lane
+from roundpipe.runtime.device.cpu import CpuBackend
+from roundpipe.runtime.engine import plans as plans_of_calls
+from roundpipe.runtime.engine.plans import Call, Plans, with_temporaries
+from roundpipe.runtime.profiling.layer_times import LATEST_SHARE, LayerTimes, RoundTimes
 from tests.runtime.models import DTYPE, batch, chain, config, square_loss
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe.runtime.loading import LoadWatch
+from roundpipe.runtime.optimizer.loading import LoadWatch
 
 DTYPE = torch.float64
 

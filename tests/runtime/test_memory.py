@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe.errors import DeviceMemoryError
-from roundpipe.runtime import plans
-from roundpipe.runtime.backend import Device
-from roundpipe.runtime.cpu import Ledger
+from roundpipe.core.errors import DeviceMemoryError
+from roundpipe.runtime.device.backend import Device
+from roundpipe.runtime.device.cpu import Ledger
+from roundpipe.runtime.engine import plans
 from tests.runtime.models import (
     DTYPE,
     assert_same,

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _CustomReducer, _Replicate
 
-from roundpipe.errors import MicrobatchError
+from roundpipe.core.errors import MicrobatchError
 from roundpipe.runtime.config import RoundPipeRunConfig, resolve
-from roundpipe.runtime.microbatch import RoundPipePackedData, merge, split
+from roundpipe.runtime.microbatch.split import RoundPipePackedData, merge, split
 
 Pair = namedtuple("Pair", "left right")
 CHUNK_0, CHUNK_1 = TensorChunkSpec(0), TensorChunkSpec(1)
@@ -433,13 +433,13 @@ def test_packed_data_feeds_through():
 
 
 def test_importing_does_not_import_torchs_pipelining():
-    code = "import sys, roundpipe.runtime.microbatch; assert not [m for m in sys.modules if 'pipelining' in m]"
+    code = "import sys, roundpipe.runtime.microbatch.split; assert not [m for m in sys.modules if 'pipelining' in m]"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_torchs_specs_are_where_they_are_expected():
     """Fails when torch moves or renames the private classes that specs are made of."""
-    from roundpipe.runtime import microbatch_spec
+    from roundpipe.runtime.microbatch import spec as microbatch_spec
 
     assert microbatch_spec.is_spec(CHUNK_0) and microbatch_spec.is_spec(_Replicate)
     assert microbatch_spec.is_spec_of(_CustomReducer(0, min), "_CustomReducer")

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe.errors import ClosedError, ConfigError, DeadlockError
-from roundpipe.runtime.gate import Gate, Gates
-from roundpipe.runtime.grad_scaler import GradScaler
-from roundpipe.runtime.optimizer import OptimizerCtx, OptimizerSide, inside_optimizer
+from roundpipe.core.errors import ClosedError, ConfigError, DeadlockError
+from roundpipe.runtime.optimizer.grad_scaler import GradScaler
+from roundpipe.runtime.optimizer.optimizer import OptimizerCtx, OptimizerSide, inside_optimizer
+from roundpipe.runtime.weights.gate import Gate, Gates
 
 LR = 0.1
 
@@ -691,7 +691,7 @@ def test_every_parameter_is_opened_after_an_error(model, monkeypatch):
     def fail(pair):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("roundpipe.runtime.parameter_pairs.Pair.take_gradient", fail)
+    monkeypatch.setattr("roundpipe.runtime.weights.parameter_pairs.Pair.take_gradient", fail)
     side.step(lambda: pytest.fail("must not run"))
     for gate in (gates.weights, gates.gradients):
         gate.wait(model.parameters(), "a worker")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe.runtime.cpu import CpuBackend
+from roundpipe.runtime.device.cpu import CpuBackend
 from tests.runtime.models import DTYPE, assert_equal_bits, assert_same, batch, config, gradients, square_loss
 
 pytestmark = pytest.mark.timeout(60)
@@ -270,7 +270,7 @@ def test_closing_ends_what_is_running():
 
 
 def test_an_interrupted_call_leaves_the_round_before_alone(monkeypatch):
-    from roundpipe.runtime.round import Round
+    from roundpipe.runtime.engine.round import Round
 
     model = build(held=1)
     with in_asynchronous_steps(model) as piped:

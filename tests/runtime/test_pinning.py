@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe.runtime import accelerator, pinning
-from roundpipe.runtime.backend import Device
-from roundpipe.runtime.cpu import CpuBackend
-from roundpipe.runtime.host_weights import HostWeights
-from roundpipe.runtime.pinning import MIN_REGISTERED_BYTES, Registrar
+from roundpipe.runtime.device import accelerator, pinning
+from roundpipe.runtime.device.backend import Device
+from roundpipe.runtime.device.cpu import CpuBackend
+from roundpipe.runtime.device.pinning import MIN_REGISTERED_BYTES, Registrar
+from roundpipe.runtime.weights.host_weights import HostWeights
 from tests.runtime.models import batch, mlp, square_loss
 
 PAGE = mmap.PAGESIZE
@@ -274,10 +274,10 @@ MEASURE = """
 import os, resource
 import torch
 from torch import nn
-from roundpipe.runtime.backend import Device
-from roundpipe.runtime.cpu import CpuBackend
-from roundpipe.runtime.pinning import Registrar
-from roundpipe.runtime.host_weights import HostWeights
+from roundpipe.runtime.device.backend import Device
+from roundpipe.runtime.device.cpu import CpuBackend
+from roundpipe.runtime.device.pinning import Registrar
+from roundpipe.runtime.weights.host_weights import HostWeights
 
 def resident():
     with open("/proc/self/statm") as statm:

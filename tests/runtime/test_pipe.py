@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe.errors import ClosedError, ConfigError
-from roundpipe.layers import chain_of_modules
+from roundpipe.core.errors import ClosedError, ConfigError
+from roundpipe.wrappers.module_layers import chain_of_modules
 from tests.runtime.models import (
     DTYPE,
     assert_equal_bits,

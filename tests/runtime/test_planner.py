@@ -11,12 +11,13 @@ from random import Random
 
 import pytest
 
-from roundpipe.errors import ConfigError, DeviceMemoryError, ScheduleError
-from roundpipe.layers import LayerCost
-from roundpipe.runtime import plan_search, planner, stage_cost
-from roundpipe.runtime.planner import peak_bytes, plan, plan_replicated, round_seconds
-from roundpipe.runtime.schedule import ExecutePlan, check, make_schedule
-from roundpipe.runtime.simulate import HardwareProfile, simulate
+from roundpipe.core.errors import ConfigError, DeviceMemoryError, ScheduleError
+from roundpipe.core.layers import LayerCost
+from roundpipe.core.schedule import ExecutePlan, check, make_schedule
+from roundpipe.planning import planner, stage_costs
+from roundpipe.planning import search as plan_search
+from roundpipe.planning.planner import peak_bytes, plan, plan_replicated, round_seconds
+from roundpipe.planning.simulator import HardwareProfile, simulate
 from tests.runtime.chains import (
     PUBLISHED,
     all_plans,
@@ -57,11 +58,11 @@ def test_round_seconds_is_the_steady_state_of_the_recurrence(replicate):
 def test_a_limit_gives_the_value_or_a_bound_above_the_limit():
     random = Random(5)
     for _ in range(50):
-        costs = stage_cost.StageCosts(random_chain(random, 6))
+        costs = stage_costs.StageCosts(random_chain(random, 6))
         stages = [costs.forward(0, 3), costs.forward(3, 5), costs.fused(5, 6), costs.backward(0, 5)]
-        exact_s = stage_cost.round_seconds(stages, 2, 3, 4)
+        exact_s = stage_costs.round_seconds(stages, 2, 3, 4)
         limit_s = exact_s * random.uniform(0.8, 1.2)
-        limited_s = stage_cost.round_seconds(stages, 2, 3, 4, limit_s=limit_s)
+        limited_s = stage_costs.round_seconds(stages, 2, 3, 4, limit_s=limit_s)
         if limit_s >= exact_s:
             assert limited_s == pytest.approx(exact_s)
         else:
@@ -323,7 +324,7 @@ def test_a_prediction_that_adds_nothing_changes_nothing():
 def test_the_same_arguments_give_the_same_plan_in_another_process():
     script = (
         "from random import Random; from tests.runtime.chains import random_chain;"
-        "from roundpipe.runtime.planner import plan;"
+        "from roundpipe.planning.planner import plan;"
         "print(plan(random_chain(Random(4), 10), num_workers=3, num_microbatches=4, memory_budget_bytes=120))"
     )
     expected = plan(random_chain(Random(4), 10), num_workers=3, num_microbatches=4, memory_budget_bytes=120)

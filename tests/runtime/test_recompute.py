@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe.runtime.recompute import doing_recompute, draw_base_seed, layer_seed, recomputing
+from roundpipe.runtime.engine.recompute import doing_recompute, draw_base_seed, layer_seed, recomputing
 from tests.runtime.models import DTYPE, Noted, assert_round_is_eager, batch, config, square_loss
 
 PLAN = roundpipe.ExecutePlan([(0, 2), (2, 4)], (4, 5), [(2, 4), (0, 2)])

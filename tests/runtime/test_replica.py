@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn.utils import prune
 
 import roundpipe
-from roundpipe.errors import ConfigError
-from roundpipe.layers import EXECUTION_DEVICE
-from roundpipe.runtime.engine import Engine
-from roundpipe.runtime.replica import Replica
+from roundpipe.core.errors import ConfigError
+from roundpipe.core.layers import EXECUTION_DEVICE
+from roundpipe.runtime.engine.engine import Engine
+from roundpipe.runtime.weights.replica import Replica
 from tests.runtime.models import (
     DTYPE,
     Noted,

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe.errors import ConfigError
-from roundpipe.runtime.backend import Device, Lane
-from roundpipe.runtime.cpu import CpuBackend
-from roundpipe.runtime.host_weights import ALIGNMENT, HostWeights
-from roundpipe.runtime.replica import Replica
-from roundpipe.runtime.residency import Arena, BoundLayer, State
+from roundpipe.core.errors import ConfigError
+from roundpipe.runtime.device.backend import Device, Lane
+from roundpipe.runtime.device.cpu import CpuBackend
+from roundpipe.runtime.weights.host_weights import ALIGNMENT, HostWeights
+from roundpipe.runtime.weights.replica import Replica
+from roundpipe.runtime.weights.residency import Arena, BoundLayer, State
 from tests.runtime.models import DTYPE, assert_round_is_eager, batch, config, mlp, square_loss
 
 

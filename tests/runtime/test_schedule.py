@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundpipe.errors import ScheduleError
-from roundpipe.runtime.schedule import (
+from roundpipe.core.errors import ScheduleError
+from roundpipe.core.schedule import (
     ExecutePlan,
     ModelExecutePlan,
     Phase,

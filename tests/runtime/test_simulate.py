@@ -9,11 +9,11 @@ from random import Random
 
 import pytest
 
-from roundpipe.errors import ConfigError, ScheduleError
-from roundpipe.layers import LayerCost
-from roundpipe.runtime.planner import peak_bytes, plan, plan_greedy, round_seconds
-from roundpipe.runtime.schedule import ExecutePlan, check, make_schedule
-from roundpipe.runtime.simulate import HardwareProfile, simulate
+from roundpipe.core.errors import ConfigError, ScheduleError
+from roundpipe.core.layers import LayerCost
+from roundpipe.core.schedule import ExecutePlan, check, make_schedule
+from roundpipe.planning.planner import peak_bytes, plan, plan_greedy, round_seconds
+from roundpipe.planning.simulator import HardwareProfile, simulate
 from tests.runtime.chains import PUBLISHED, published_chain, random_chain
 
 UNIFORM = [

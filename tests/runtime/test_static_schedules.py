@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from roundpipe.errors import ConfigError
-from roundpipe.layers import LayerCost
-from roundpipe.runtime.planner import plan, plan_replicated, round_seconds
-from roundpipe.runtime.static_schedules import simulate_static, static_actions
+from roundpipe.core.errors import ConfigError
+from roundpipe.core.layers import LayerCost
+from roundpipe.planning.planner import plan, plan_replicated, round_seconds
+from roundpipe.planning.static_schedules import simulate_static, static_actions
 
 EVEN = LayerCost(
     forward_s=1.0,

@@ -11,14 +11,15 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe.errors import ClosedError, ConfigError
-from roundpipe.layers import LayerCost
-from roundpipe.runtime.backend import Device, Lane
-from roundpipe.runtime.cpu import CpuBackend
-from roundpipe.runtime.schedule import ExecutePlan, Phase, Task, TaskKind, make_schedule
-from roundpipe.runtime.simulate import HardwareProfile, simulate
-from roundpipe.runtime.simulated_timeline import round_alone_s, simulate_timeline, steady
-from roundpipe.runtime.timeline import Recorder, Span, Timeline, waiting
+from roundpipe.core.errors import ClosedError, ConfigError
+from roundpipe.core.layers import LayerCost
+from roundpipe.core.schedule import ExecutePlan, Phase, Task, TaskKind, make_schedule
+from roundpipe.planning.simulated_timeline import round_alone_s, simulate_timeline, steady
+from roundpipe.planning.simulator import HardwareProfile, simulate
+from roundpipe.reports.timeline import Span, Timeline
+from roundpipe.runtime.device.backend import Device, Lane
+from roundpipe.runtime.device.cpu import CpuBackend
+from roundpipe.runtime.profiling.recorder import Recorder, waiting
 from tests.runtime.models import Branches, batch, config, mlp, square_loss
 
 pytestmark = pytest.mark.timeout(60)

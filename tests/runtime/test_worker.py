@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from roundpipe.errors import ClosedError
+from roundpipe.core.errors import ClosedError
 from roundpipe.runtime.worker import Worker
 
 

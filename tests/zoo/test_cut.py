@@ -8,15 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe.fx.codegen import generate
-from roundpipe.fx.cost import measure
+from roundpipe.core.layers import LayerChain
+from roundpipe.core.module_tree import weight_bytes_of
 from roundpipe.fx.graph import TracedGraph
-from roundpipe.fx.partition import partition
-from roundpipe.fx.tracer import trace
-from roundpipe.layers import LayerChain, weight_bytes_of
-from roundpipe.testing.zoo.build import build
-from roundpipe.testing.zoo.catalog import Row, transformers_rows
-from roundpipe.testing.zoo.compare import EXAMPLE, cuts_between_blocks
+from roundpipe.fx.passes.codegen import generate
+from roundpipe.fx.passes.cost import measure
+from roundpipe.fx.passes.partition import partition
+from roundpipe.fx.trace.tracer import trace
+from tests.zoo.build import build
+from tests.zoo.catalog import Row, transformers_rows
+from tests.zoo.compare import EXAMPLE, cuts_between_blocks
 
 pytest.importorskip("transformers", reason="the models are those of transformers")
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import roundpipe
 from roundpipe import RoundPipeRunConfig
 from roundpipe.fx.fakes import FakeWorld
-from roundpipe.testing.zoo.compare import largest_difference
+from tests.zoo.compare import largest_difference
 
 WIDTH = 8
 

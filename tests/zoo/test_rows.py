@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from roundpipe.testing.zoo.catalog import MAIN_TASKS, Row, all_rows
-from roundpipe.testing.zoo.compare import examine
-from roundpipe.testing.zoo.packages import is_installed
+from tests.zoo.catalog import MAIN_TASKS, Row, all_rows
+from tests.zoo.compare import examine
+from tests.zoo.packages import is_installed
 
 ROWS = {
     "causal-lm": [

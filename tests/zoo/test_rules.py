@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe.testing.zoo import build, compare, inputs, overrides, report, run
-from roundpipe.testing.zoo.__main__ import main as main_command
-from roundpipe.testing.zoo.catalog import MAPPINGS, TASKS, Row, all_rows
-from roundpipe.testing.zoo.compare import (
+from tests.zoo import build, compare, inputs, overrides, report, run
+from tests.zoo.__main__ import main as main_command
+from tests.zoo.catalog import MAPPINGS, TASKS, Row, all_rows
+from tests.zoo.compare import (
     EXAMPLE,
     Result,
     calls_of,
@@ -28,8 +28,8 @@ from roundpipe.testing.zoo.compare import (
     largest_difference,
     one_layer_per_stage,
 )
-from roundpipe.testing.zoo.inputs import Size, Task
-from roundpipe.testing.zoo.shrink import _undeclared, shrunk
+from tests.zoo.inputs import Size, Task
+from tests.zoo.shrink import _undeclared, shrunk
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -478,7 +478,7 @@ def test_a_row_that_kills_its_process_and_one_that_hangs_cost_a_row_each(
 def test_the_command_examines_rows_and_writes_json(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the row is a model of transformers")
     file = tmp_path / "zoo.json"
-    command = [sys.executable, "-m", "roundpipe.testing.zoo", "masked-lm/BertForMaskedLM", "--json", str(file)]
+    command = [sys.executable, "-m", "tests.zoo", "masked-lm/BertForMaskedLM", "--json", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "masked-lm/BertForMaskedLM" in done.stdout and "main tasks" in done.stdout

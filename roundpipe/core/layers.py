@@ -1,0 +1,185 @@
+"""The contract between the compiler and the runtime: carries, layers, costs, chains.
+
+A model becomes a chain of layers. What flows between them is a *carry*: a dict from value names to
+values, each name given once and never rebound (so a skip connection is one name that stays in the
+carry from its producer to its last reader, and the runtime moves only what a stage reads).
+
+    args, kwargs --bind--> carry --layer 0--> carry --layer 1--> ... --finish--> outputs
+
+Every layer, the first included, is a module ``forward(carry) -> carry``: it reads the values in its
+spec's ``reads``, returns the values in ``makes`` and passes on what else is live. A chain is an
+``nn.Sequential`` of such layers and can be called as one; the runtime instead calls each layer with
+exactly the values that it reads and keeps the rest where they are.
+
+Tensors in a carry may sit inside a structure (a tuple, a dataclass); see `roundpipe.core.trees`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+Carry = dict[str, Any]
+
+ESTIMATED_LINK_BYTES_PER_S = 25e9
+"""Between host and device, one direction, of the device that estimated seconds are for."""
+
+EXECUTION_DEVICE = "execution_device"
+"""Attribute of a generated layer that names the device it runs on; each worker sets it on its copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """What the runtime must know about one layer."""
+
+    name: str
+    """Short human name, such as ``model.layers.3``."""
+    module_names: tuple[str, ...] = ()
+    """Qualified names, in the original model, of the modules it covers, in order of execution."""
+    reads: tuple[str, ...] = ()
+    """Names of the carried values it uses."""
+    makes: tuple[str, ...] = ()
+    """Names of the values it creates that are read later (by a layer or by the outputs)."""
+    differentiable: frozenset[str] | None = None
+    """Those of ``makes`` through which a gradient can flow; None = every floating-point tensor."""
+    draws_random: bool = True
+    """Whether its forward may draw random numbers."""
+    may_write_reads: bool = True
+    """Whether its forward may write into the values it reads; generated layers clone such values first."""
+    execution_device: bool = False
+    """Whether it names its device through the attribute `EXECUTION_DEVICE`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """Cost of one layer for one microbatch of the example's size."""
+
+    forward_s: float = 0.0
+    """Seconds of its forward (estimated from FLOPs and bytes, or measured)."""
+    backward_s: float = 0.0
+    """Seconds of its backward alone, without recomputation."""
+    forward_flops: int = 0
+    backward_flops: int = 0
+    num_parameters: int = 0
+    weight_bytes: int = 0
+    """Bytes of all parameters and buffers that an upload brings."""
+    gradient_bytes: int = 0
+    """Bytes of the gradients of its trainable parameters."""
+    activation_bytes: int = 0
+    """Bytes that autograd keeps between its forward and its backward, its weights not counted."""
+    workspace_bytes: int = 0
+    """Largest number of bytes that its forward holds at once without autograd, its inputs not counted."""
+    carry_bytes: int = 0
+    """Bytes of the values live at the cut behind it."""
+    temporary_bytes: int = 0
+    """Bytes that come and go while it runs with autograd, beside what is kept: 0 where no device accounts for them."""
+
+    def scaled(self, factor: float) -> LayerCost:
+        """The cost for a microbatch ``factor`` times the example's size; weights stay."""
+        return replace(
+            self,
+            forward_s=self.forward_s * factor,
+            backward_s=self.backward_s * factor,
+            forward_flops=round(self.forward_flops * factor),
+            backward_flops=round(self.backward_flops * factor),
+            activation_bytes=round(self.activation_bytes * factor),
+            workspace_bytes=round(self.workspace_bytes * factor),
+            carry_bytes=round(self.carry_bytes * factor),
+            temporary_bytes=round(self.temporary_bytes * factor),
+        )
+
+
+class Entry(Protocol):
+    """Makes the first carry of a microbatch."""
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Carry: ...
+
+
+class Exit(Protocol):
+    """Makes the model's outputs from the last carry."""
+
+    @property
+    def reads(self) -> tuple[str, ...]: ...
+
+    def __call__(self, carry: Carry) -> Any: ...
+
+
+class LayerChain(nn.Sequential):
+    """A model as carry-to-carry layers, with what turns arguments into a carry and back.
+
+    Args:
+        layers: the carry-to-carry modules, in order.
+        specs: one per layer.
+        costs: one per layer, for a microbatch of ``example_elements``.
+        entry: ``(args, kwargs) -> carry``.
+        exit: ``carry -> outputs``; its ``reads`` are the names that it needs.
+        example_elements: number of elements of the example's tensor inputs; costs scale with it.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        specs: Sequence[LayerSpec],
+        costs: Sequence[LayerCost],
+        entry: Entry,
+        exit: Exit,
+        example_elements: int = 0,
+    ) -> None:
+        if not len(layers) == len(specs) == len(costs):
+            raise AssertionError(f"{len(layers)} layers, {len(specs)} specs, {len(costs)} costs")
+        super().__init__(*layers)
+        self.specs = tuple(specs)
+        self.costs = tuple(costs)
+        self.entry = entry
+        self.exit = exit
+        self.example_elements = example_elements
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs, all layers run in turn where they are."""
+        return self.exit(self(self.entry(args, kwargs)))
+
+
+class ChainSource(Protocol):
+    """Gives the chain that is valid for some arguments; may trace again when they differ."""
+
+    trace_count: int
+
+    @property
+    def latest(self) -> LayerChain | None:
+        """The chain to show: the one last given, or None if none is known before the first call."""
+        ...
+
+    def chain_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerChain | None:
+        """The chain for these arguments of one microbatch (real tensors, wherever they are).
+
+        None: there is none, the call must run another way.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class FixedChain:
+    """A source with one chain for all arguments."""
+
+    chain: LayerChain
+    trace_count: int = 0
+
+    @property
+    def latest(self) -> LayerChain:
+        """The chain."""
+        return self.chain
+
+    def chain_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerChain:
+        return self.chain
+
+
+BalanceFunction = Callable[[nn.Module], float]
+
+
+def is_differentiable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's dtype can carry a gradient."""
+    return tensor.is_floating_point() or tensor.is_complex()

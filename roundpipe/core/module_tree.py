@@ -1,0 +1,56 @@
+"""What a tree of modules holds: bytes of its weights, and whether its structure changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+
+def weight_bytes_of(module: nn.Module) -> int:
+    """Bytes of a module's parameters and buffers, shared ones once."""
+    unique = {id(t): t for t in (*module.parameters(), *module.buffers())}
+    return sum(t.numel() * t.element_size() for t in unique.values())
+
+
+def training_bytes_of(module: nn.Module) -> int:
+    """Bytes of a module's parameters and buffers and of the gradients of those that are trained, shared ones once."""
+    return weight_bytes_of(module) + sum(t.numel() * t.element_size() for t in module.parameters() if t.requires_grad)
+
+
+class Structure:
+    """Which modules some modules hold, of which classes, and how much each holds.
+
+    Args:
+        modules: all of them, such as ``model.modules()``.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._seen = [
+            (module, type(module), len(module._parameters), len(module._buffers), list(module._modules.items()))
+            for module in modules
+            if not isinstance(module, torch.jit.ScriptModule)  # can't be changed
+        ]
+
+    def changed(self) -> nn.Module | None:
+        """A module that has another class, other submodules, or more or fewer names by now; None: there is none."""
+        for module, kind, num_parameters, num_buffers, children in self._seen:
+            now = module._modules
+            if (
+                type(module) is not kind
+                or len(module._parameters) != num_parameters
+                or len(module._buffers) != num_buffers
+                or (list(now.items()) != children if now else children)
+            ):
+                return module
+        return None
+
+
+def changed_in_a_round(module: nn.Module, name: str = "") -> str:
+    """The message about a module whose place, or whose parameter of a name, was changed while a round needed it."""
+    what = f"parameter {name!r} of a {type(module).__name__}" if name else f"a {type(module).__name__}"
+    return (
+        f"{what} was put into the model, or taken out of it, while a round was running that needs the model as it was. "
+        "Change the structure of a model after synchronize(), and call backward on what forward gave before"
+    )

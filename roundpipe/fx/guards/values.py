@@ -1,0 +1,334 @@
+"""Reads of data by traced code: evaluated on the example, burned in, and guarded.
+
+``if mask.all():`` asks for data. When what is asked depends only on inputs and buffers, the example
+has the answer, and replaying the few nodes it depends on tells for other inputs whether the answer is
+still the same. What depends on parameters or random numbers is never read.
+
+Invariant: a value read while tracing is one that `ValueProgram.failures` reads again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.fx
+from torch import nn
+from torch.fx import Node
+
+from roundpipe.core import trees
+from roundpipe.fx.graph import ambient_of, draws_random, has_effect, mutated_by, storage_key
+
+UNKNOWN = object()
+"""What `ValueReader.read` returns when the data can't be known."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueRead:
+    """One read of data by traced code."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    after: Node
+    """The last node recorded before the read: later writes in place are not seen by it."""
+    expected: Any = None
+    """The answer that is burned in; the shape if it is a tensor."""
+    location: str = ""
+    """Where the model's code asked."""
+
+    @property
+    def nodes(self) -> list[Node]:
+        """What is read."""
+        found: list[Node] = []
+        torch.fx.node.map_arg((self.args, self.kwargs), found.append)
+        return found
+
+
+def _needed(order: list[Node], targets: list[Node]) -> list[Node]:
+    """The nodes, in order, that determine some nodes' values: ancestors, and writes to their memory."""
+    wanted = set(targets)
+    storages = {storage_key(node) for node in targets} - {None}
+    kept = []
+    for node in reversed(order):
+        writes = any(storage_key(value) in storages for value in mutated_by(node))
+        if node in wanted or writes:
+            kept.append(node)
+            wanted.update(node.all_input_nodes)
+            storages.update(key for key in map(storage_key, node.all_input_nodes) if key is not None)
+    return kept[::-1]
+
+
+def _needed_for(order: list[Node], reads: list[ValueRead]) -> list[Node]:
+    """The nodes, in order, that determine what some reads give; none that comes after its read."""
+    position = {node: index for index, node in enumerate(order)}
+    needed: set[Node] = set()
+    for read in reads:
+        needed.update(_needed(order[: position[read.after] + 1], read.nodes))
+    return [node for node in order if node in needed]
+
+
+class Replay:
+    """Evaluates nodes on real inputs, on the CPU and without autograd.
+
+    Args:
+        model, constants: where get_attr nodes are looked up.
+    """
+
+    def __init__(self, model: nn.Module, constants: dict[str, Any]) -> None:
+        self._model = model
+        self._constants = constants
+
+    def answers(self, nodes: list[Node], reads: list[ValueRead], inputs: Callable[[str], torch.Tensor]) -> list[Any]:
+        """What each read gives.
+
+        Args:
+            nodes: all that the reads depend on, in order.
+            reads: in order; each happens right after the last of ``nodes`` that is not behind it.
+            inputs: placeholder name -> its value.
+        """
+        values: dict[Node, Any] = {}
+        writes = any(mutated_by(node) for node in nodes)
+        pending = iter(reads)
+        read = next(pending, None)
+        answers: list[Any] = []
+        with torch.no_grad():
+            for node in nodes:
+                while read is not None and read.after < node:
+                    answers.append(_call(read.function, read.args, read.kwargs, values))
+                    read = next(pending, None)
+                values[node] = self._evaluate(node, values, inputs, writes)
+            while read is not None:
+                answers.append(_call(read.function, read.args, read.kwargs, values))
+                read = next(pending, None)
+        return answers
+
+    def _evaluate(
+        self, node: Node, values: dict[Node, Any], inputs: Callable[[str], torch.Tensor], writes: bool
+    ) -> Any:
+        if node.op in ("placeholder", "get_attr"):
+            value = inputs(node.name) if node.op == "placeholder" else self._attribute(str(node.target))
+            value = _on_cpu(value)
+            return value.clone() if writes and isinstance(value, torch.Tensor) else value
+        ambient = ambient_of(node)
+        with ambient.enter() if ambient is not None else contextlib.nullcontext():
+            if node.op == "call_method":
+                return _call(_method(str(node.target)), node.args, node.kwargs, values)
+            assert callable(node.target)
+            return _call(node.target, node.args, node.kwargs, values)
+
+    def _attribute(self, target: str) -> Any:
+        if target in self._constants:
+            return self._constants[target]
+        owner, _, name = target.rpartition(".")
+        return getattr(self._model.get_submodule(owner), name)
+
+
+def _call(function: Callable[..., Any], args: Any, kwargs: Any, values: dict[Node, Any]) -> Any:
+    real_args, real_kwargs = plain(torch.fx.node.map_arg((args, kwargs), values.__getitem__))
+    return function(*real_args, **real_kwargs)
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def call(target: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(target, name)(*args, **kwargs)
+
+    return call
+
+
+def _on_cpu(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.is_meta:
+        raise ValueError("a tensor on the meta device has no data")
+    return value.detach().cpu()
+
+
+def plain(value: Any) -> Any:
+    """Arguments as they were given: `torch.fx` stores lists and dicts as immutable ones."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if type(value) is tuple:
+        return tuple(plain(item) for item in value)
+    return value
+
+
+class ValueReader:
+    """Reads data while a graph is being recorded.
+
+    Args:
+        graph: what is recorded so far.
+        model: the user's model, for its buffers.
+        constants: tensors that traced code used and that are no part of the model.
+        arguments: the example, real.
+        input_paths: placeholder name -> path into ``arguments``.
+    """
+
+    def __init__(
+        self,
+        graph: torch.fx.Graph,
+        model: nn.Module,
+        constants: dict[str, Any],
+        arguments: Any,
+        input_paths: dict[str, trees.Path],
+    ) -> None:
+        self._graph = graph
+        self._inputs = lambda name: trees.get(arguments, input_paths[name])
+        self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self._known: dict[Node, bool] = {}
+        self._replay = Replay(model, constants)
+        self._tainted: set[int] = set()
+        self.reads: list[ValueRead] = []
+
+    def taint(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Something that can't be replayed wrote these tensors."""
+        self._tainted.update(tensor.untyped_storage()._cdata for tensor in tensors)
+
+    def depends_on_inputs_only(self, node: Node) -> bool:
+        """Whether inputs, buffers and constants determine a node's value."""
+        if node not in self._known:
+            self._known[node] = self._find_out(node)
+        return self._known[node] and storage_key(node) not in self._tainted
+
+    def _find_out(self, node: Node) -> bool:
+        if node.op == "placeholder":
+            return True
+        if node.op == "get_attr":
+            return node.target not in self._parameters
+        if node.op == "call_module" or draws_random(node) or (has_effect(node) and not mutated_by(node)):
+            return False
+        return all(self.depends_on_inputs_only(source) for source in node.all_input_nodes)
+
+    def value(self, node: Node) -> Any:
+        """The node's value for the example."""
+        return self._answer(ValueRead(lambda value: value, (node,), {}, self._last()))
+
+    def read(self, function: Callable[..., Any], args: Any, kwargs: Any, location: str) -> Any:
+        """The answer for the example, remembered for `ValueProgram`; `UNKNOWN` if there is none.
+
+        Args:
+            args, kwargs: as arguments of a node.
+        """
+        read = ValueRead(function, args, kwargs, self._last(), location=location)
+        if not read.nodes or not all(self.depends_on_inputs_only(node) for node in read.nodes):
+            return UNKNOWN
+        try:
+            answer = self._answer(read)
+        except Exception:  # the data are not there (meta) or eager would fail too: the caller's own way fails
+            return UNKNOWN
+        expected = trees.map_tensors(answer, _shape)
+        self.reads.append(replace(read, expected=expected))
+        return answer
+
+    def _last(self) -> Node:
+        return next(iter(reversed(self._graph.nodes)))
+
+    def _answer(self, read: ValueRead) -> Any:
+        nodes = _needed_for(list(self._graph.nodes), [read])
+        return self._replay.answers(nodes, [read], self._inputs)[0]
+
+
+class ValueProgram:
+    """The reads of one trace with all they depend on, to be asked again for other inputs.
+
+    Args:
+        graph: what was recorded, nothing removed yet.
+        reads: what was read.
+        model, constants: where get_attr nodes are looked up.
+        input_paths: placeholder name -> path into the arguments.
+    """
+
+    def __init__(
+        self,
+        graph: torch.fx.Graph,
+        reads: list[ValueRead],
+        model: nn.Module,
+        constants: dict[str, Any],
+        input_paths: dict[str, trees.Path],
+    ) -> None:
+        self._input_paths = input_paths
+        self._replay = Replay(model, constants)
+        own = torch.fx.Graph()
+        copies: dict[Node, Node] = {}
+        for node in graph.nodes:
+            copies[node] = own.node_copy(node, copies.__getitem__)
+            copies[node].meta["mutates"] = tuple(copies[value] for value in mutated_by(node))
+        self.reads: list[ValueRead] = []
+        seen: list[tuple[Any, ...]] = []
+        for read in reads:
+            args, kwargs = torch.fx.node.map_arg((read.args, read.kwargs), copies.__getitem__)
+            key = (read.function, args, kwargs)
+            if key not in seen:
+                seen.append(key)
+                self.reads.append(replace(read, args=args, kwargs=kwargs, after=copies[read.after]))
+        order = list(own.nodes)
+        self._needed_by = [_needed_for(order, [read]) for read in self.reads]
+        self._parts: dict[bool, tuple[list[ValueRead], list[Node]]] = {}
+        for of_sizes_only in (True, False):
+            part = [
+                read
+                for read, nodes in zip(self.reads, self._needed_by, strict=True)
+                if _reads_data(read, nodes) is not of_sizes_only
+            ]
+            self._parts[of_sizes_only] = (part, _needed_for(order, part))
+        self._inputs = {copy.name: node.name for node, copy in copies.items() if node.op == "placeholder"}
+        self.buffers = {str(node.target) for nodes in self._needed_by for node in nodes if node.op == "get_attr"} - set(
+            constants
+        )
+        """Names of the buffers that the reads depend on."""
+
+    def first_failure(self, arguments: Any, of_sizes_only: bool) -> tuple[ValueRead, Any] | None:
+        """The first read whose answer differs for these arguments, with the answer or the error.
+
+        Args:
+            of_sizes_only: ask the reads that the inputs' sizes determine; otherwise the others.
+        """
+        reads, nodes = self._parts[of_sizes_only]
+        if not reads:
+            return None
+        try:
+            answers = self._replay.answers(
+                nodes, reads, lambda name: trees.get(arguments, self._input_paths[self._inputs[name]])
+            )
+        except Exception as error:
+            return reads[0], error
+        for read, answer in zip(reads, answers, strict=True):
+            if not _same_answer(read.expected, answer):
+                return read, answer
+        return None
+
+    def inputs_of(self, read: ValueRead) -> list[str]:
+        """Names of the inputs that a read depends on."""
+        needed = self._needed_by[next(i for i, known in enumerate(self.reads) if known is read)]
+        return sorted(self._inputs[node.name] for node in needed if node.op == "placeholder")
+
+
+def _reads_data(read: ValueRead, nodes: list[Node]) -> bool:
+    """Whether a read, or what it needs, uses more of the inputs than their sizes, or a buffer."""
+    inside = set(nodes)
+    return any(node.op == "placeholder" for node in read.nodes) or any(
+        node.op == "get_attr"
+        or node.op == "placeholder"
+        and any(user in inside and (user.op, user.target) != ("call_method", "size") for user in node.users)
+        for node in nodes
+    )
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
+
+
+def _same_answer(expected: Any, answer: Any) -> bool:
+    if isinstance(expected, float) and isinstance(answer, float):
+        return expected == answer or (math.isnan(expected) and math.isnan(answer))
+    try:
+        same = expected == trees.map_tensors(answer, _shape)
+        return bool(same.all()) if hasattr(same, "all") else bool(same)
+    except Exception:  # arrays of other sizes, say, can't be compared
+        return False

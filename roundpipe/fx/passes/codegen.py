@@ -1,0 +1,454 @@
+"""Writes a partitioned graph as a chain of carry-to-carry layers.
+
+Each chunk becomes a `torch.fx.GraphModule` whose generated ``forward`` is what its author would have
+written: take the values read out of the carry, call the user's own modules and the glue between them,
+return the values made. ``print(layer.code)`` shows it:
+
+    def forward(self, carry):
+        input_ids = carry['input_ids'];
+        h = carry['h']
+        h_1 = getattr(self.model.layers, "1")(h)
+        return pass_on(carry, ('input_ids',), {'h_1': h_1})
+
+Invariant: a layer holds the user's modules, parameters and buffers by reference and under their own
+names; whatever has no Python literal is an attribute of the layer. A layer never changes a carry or a
+value in it, and works when the carry holds only what its spec's ``reads`` names.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+from torch import nn
+from torch.fx import Node
+
+from roundpipe.core import trees
+from roundpipe.core.layers import EXECUTION_DEVICE, Carry, LayerChain, LayerCost, LayerSpec
+from roundpipe.core.module_tree import weight_bytes_of
+from roundpipe.fx.binding import CallForm
+from roundpipe.fx.graph import (
+    Ambient,
+    NodeCost,
+    OutputValue,
+    TracedGraph,
+    ambient_of,
+    assign_buffer,
+    draws_random,
+    output_names,
+    storage_key,
+    value_bytes,
+)
+from roundpipe.fx.operations import call_leaf, overrides_call
+from roundpipe.fx.passes.legal_cuts import HOOK_METHODS
+from roundpipe.fx.passes.partition import Chunk, Partition
+
+SIZE_BYTES_PER_S = 1e12
+"""Turns weight bytes into the seconds that the planner balances, under ``balance="size"``."""
+
+
+def generate(traced: TracedGraph, partition: Partition, costs: Mapping[Node, NodeCost]) -> LayerChain:
+    """The chain of layers that a partition describes.
+
+    Args:
+        traced: the graph; its model's modules are shared, not copied.
+        partition: its chunks.
+        costs: of its nodes, from which the layers' costs are added up.
+    """
+    layers, specs, layer_costs = [], [], []
+    for chunk in partition.chunks:
+        writer = _Writer(traced, chunk)
+        layer = writer.write()
+        layers.append(layer)
+        specs.append(_spec(traced, partition, chunk, writer.uses_device))
+        layer_costs.append(_layer_cost(traced, partition, chunk, layer, costs))
+    exit = OutputExit(traced.output)
+    needed = {name for spec in specs for name in spec.reads} | set(exit.reads)
+    paths = {name: path for name, path in traced.input_paths.items() if name in needed}
+    entry = ArgumentEntry(CallForm(traced.model), paths)
+    return LayerChain(layers, specs, layer_costs, entry, exit, traced.example_elements)
+
+
+# ---------------------------------------------------------------------------------- ends of the chain
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentEntry:
+    """Takes the inputs that the layers read out of a call's arguments."""
+
+    form: CallForm
+    paths: dict[str, trees.Path]
+    """Input name -> path into the arguments' normal form."""
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Carry:
+        arguments = self.form.normalise(args, kwargs)
+        return {name: trees.get(arguments, path) for name, path in self.paths.items()}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ArgumentEntry:
+        return self
+
+
+class OutputExit:
+    """Refills an output template from the last carry; containers are new at each call.
+
+    Args:
+        template: the model's output with an `OutputValue` for every value of the carry.
+    """
+
+    def __init__(self, template: Any) -> None:
+        self.template = template
+        self.reads: tuple[str, ...] = tuple(dict.fromkeys(output_names(template)))
+
+    def __call__(self, carry: Carry) -> Any:
+        return trees.map_leaves(self.template, lambda leaf: carry[leaf.name] if isinstance(leaf, OutputValue) else leaf)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OutputExit:
+        return self
+
+
+# ---------------------------------------------------------------------------------- what layers call
+
+
+def pass_on(carry: Carry, names: tuple[str, ...], made: Carry) -> Carry:
+    """The next carry: what a layer made, and those of the values read further on that came with it."""
+    for name in names:
+        if name in carry:
+            made[name] = carry[name]
+    return made
+
+
+def hang_on(tensor: torch.Tensor, method: str, *args: Any, **kwargs: Any) -> Any:
+    """Calls a method that installs a hook, if gradients will flow; without autograd there are none."""
+    if tensor.requires_grad:
+        return getattr(tensor, method)(*args, **kwargs)
+    return None
+
+
+class _Callable:
+    """A callable that generated code can name."""
+
+    __module__ = __name__
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.__name__ = self.__qualname__ = name if name.isidentifier() else "call"
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Callable:
+        return self
+
+
+class _AmbientCallable(_Callable):
+    """A callable that runs in a state (grad mode, autocast, ...) of its own."""
+
+    def __init__(self, name: str, function: Callable[..., Any], ambient: Ambient) -> None:
+        super().__init__(name, function)
+        self.ambient = ambient
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.ambient.enter():
+            return self.function(*args, **kwargs)
+
+
+class _Method:
+    """A method by its name, as a function of the object and its arguments."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, operand: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(operand, self.name)(*args, **kwargs)
+
+
+class Layer(torch.fx.GraphModule):
+    """A generated layer; exceptions pass through as they are, copies share the generated code."""
+
+    def recompile(self) -> Any:
+        """Writes ``forward`` from the graph."""
+        code = super().recompile()
+        # torch.fx wraps calls to print errors and cut their tracebacks; a user's error must stay whole.
+        del type(self).__call__
+        return code
+
+    def __copy__(self) -> Layer:
+        clone: Layer = object.__new__(type(self))
+        clone.__dict__ = dict(self.__dict__)
+        for kind in ("_parameters", "_buffers", "_modules"):
+            clone.__dict__[kind] = dict(self.__dict__[kind])
+        return clone
+
+    def __deepcopy__(self, memo: dict[int, Any] | None) -> Layer:
+        memo = {} if memo is None else memo
+        clone: Layer = object.__new__(type(self))
+        memo[id(self)] = clone
+        memo[id(self._graph)] = self._graph
+        clone.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return clone
+
+
+# ---------------------------------------------------------------------------------- writing one layer
+
+LITERALS = (
+    type(None), bool, int, float, complex, str, type(Ellipsis),
+    torch.dtype, torch.layout, torch.memory_format,
+)  # fmt: skip
+"""Types, not counting their subclasses, whose values generated code can spell out."""
+
+
+class _Writer:
+    """Writes one chunk as a layer."""
+
+    def __init__(self, traced: TracedGraph, chunk: Chunk) -> None:
+        self.traced = traced
+        self.chunk = chunk
+        self.graph = torch.fx.Graph()
+        self.values: dict[Node, Node] = {}
+        self.attributes: dict[str, Any] = {}
+        self.objects: dict[int, str] = {}
+        self.uses_device = False
+        self.assigned = {
+            node.args[0].target  # type: ignore[union-attr]
+            for node in chunk.nodes
+            if node.target is assign_buffer
+        }
+
+    def write(self) -> Layer:
+        """The layer, with the user's modules and weights in it."""
+        carry = self.graph.placeholder("carry")
+        for node in self.chunk.reads:
+            self.values[node] = self.graph.create_node(
+                "call_function", operator.getitem, (carry, node.name), name=node.name
+            )
+        for node in self.chunk.clones:
+            self.values[node] = self.graph.call_method("clone", (self.values[node],))
+        for node in self._attributes_kept():
+            self._read_attribute(node)
+        for node in self.chunk.nodes:
+            self.values[node] = self._write(node)
+        made = {node.name: self._operand(node) for node in self.chunk.makes}
+        passed = tuple(node.name for node in self.chunk.passes)
+        self.graph.output(self.graph.call_function(pass_on, (carry, passed, made)) if passed else made)
+        root = self._root()
+        return Layer(root, self.graph, class_name="Layer")
+
+    def _attributes_kept(self) -> list[Node]:
+        """Buffers that this layer assigns to, whose value from before is read first."""
+        kept = [s for node in self.chunk.nodes for s in node.all_input_nodes if s.target in self.assigned]
+        return [node for node in dict.fromkeys(kept) if node.op == "get_attr"]
+
+    def _write(self, node: Node) -> Node:
+        args, kwargs = self._argument(node.args), self._argument(node.kwargs)
+        ambient = ambient_of(node)
+        if node.target is assign_buffer:
+            args = (self._attribute(node.args[0]), *args[1:])  # type: ignore[arg-type]
+        if node.op == "call_method" and node.target in HOOK_METHODS:
+            return self._node("call_function", hang_on, (args[0], node.target, *args[1:]), kwargs, node.name)
+        if ambient is not None:
+            return self._write_in(ambient, node, args, kwargs)
+        target = node.target
+        if node.op == "call_module":
+            module = self.traced.attribute(str(target))
+            target = self._install(str(target), module)
+            if overrides_call(type(module)):
+                args = (self.graph.get_attr(target), *args)
+                return self._node("call_function", _named(call_leaf), args, kwargs, node.name)
+        elif node.op == "call_function":
+            assert callable(target)
+            target = _named(target)
+        return self._node(node.op, target, args, kwargs, node.name)
+
+    def _write_in(self, ambient: Ambient, node: Node, args: Any, kwargs: Any) -> Node:
+        """A call in a state of its own."""
+        if node.op == "call_module":
+            name = self._install(str(node.target), self.traced.attribute(str(node.target)))
+            args = (self.graph.get_attr(name), *args)
+            function: Any = call_leaf
+            label = "call_module"
+        elif node.op == "call_method":
+            function, label = _Method(str(node.target)), str(node.target)
+        else:
+            function, label = node.target, getattr(node.target, "__name__", "call")
+        target = _AmbientCallable(f"{label}_in_context", function, ambient)
+        return self._node("call_function", target, args, kwargs, node.name)
+
+    def _node(self, op: str, target: Any, args: Any, kwargs: Any, name: str) -> Node:
+        return self.graph.create_node(op, target, args, kwargs, name=name)
+
+    # -- operands
+
+    def _argument(self, value: Any) -> Any:
+        """An argument with this layer's nodes, and an attribute for what has no literal."""
+        if isinstance(value, Node):
+            return self._operand(value)
+        if isinstance(value, dict) and all(type(key) in (str, int) for key in value):
+            return {key: self._argument(item) for key, item in value.items()}
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(self._argument, value))
+        if isinstance(value, tuple):
+            return tuple(map(self._argument, value))
+        if isinstance(value, list):
+            return [*map(self._argument, value)]
+        if isinstance(value, slice):
+            return slice(*map(self._argument, (value.start, value.stop, value.step)))
+        if type(value) in LITERALS:
+            return value
+        if isinstance(value, torch.device) and value.type != "meta":
+            return self._execution_device()
+        return self._object(value)
+
+    def _operand(self, node: Node) -> Node:
+        if node not in self.values:
+            assert node.op == "get_attr", f"{node.name} is neither read nor made by layer {self.chunk.name}"
+            self._read_attribute(node)
+        return self.values[node]
+
+    def _read_attribute(self, node: Node) -> None:
+        value = self._attribute(node)
+        if node.target in self.assigned:  # the assignment overwrites the tensor that was read
+            value = self.graph.call_method("clone", (value,))
+        self.values[node] = value
+
+    def _attribute(self, node: Node) -> Node:
+        return self.graph.get_attr(self._install(str(node.target), self.traced.attribute(str(node.target))))
+
+    def _execution_device(self) -> Node:
+        self.uses_device = True
+        return self.graph.get_attr(self._install(EXECUTION_DEVICE, torch.device("cpu")))
+
+    def _object(self, value: Any) -> Node:
+        name = self.objects.setdefault(id(value), f"_object_{len(self.objects)}")
+        return self.graph.get_attr(self._install(name, value))
+
+    # -- attributes of the layer
+
+    def _install(self, target: str, value: Any) -> str:
+        """Notes an attribute of the layer; its name, which gives way to those that torch.fx needs."""
+        first, dot, rest = target.partition(".")
+        if hasattr(torch.fx.GraphModule, first) or first in ("training", "meta"):
+            target = f"{first}_{dot}{rest}"
+        self.attributes[target] = value
+        return target
+
+    def _root(self) -> nn.Module:
+        """A module tree with just the attributes that this layer uses, at their own places."""
+        root = nn.Module()
+        root.training = self.traced.model.training
+        for target in sorted(self.attributes, key=lambda name: name.count(".")):
+            *path, name = target.split(".")
+            holder, prefix, inside_leaf = root, "", False
+            for part in path:
+                prefix = f"{prefix}.{part}" if prefix else part
+                inside_leaf = inside_leaf or prefix in self.attributes
+                if inside_leaf:  # part of a user's module that is there already
+                    break
+                if part not in holder._modules:
+                    holder.add_module(part, nn.Module())
+                holder = holder.get_submodule(part)
+            if not inside_leaf:
+                _set(holder, name, self.attributes[target])
+        return root
+
+
+def _set(holder: nn.Module, name: str, value: Any) -> None:
+    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+        holder.register_buffer(name, value, persistent=False)
+    else:
+        setattr(holder, name, value)
+
+
+def _named(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function if generated code can refer to it by name, otherwise a callable that can be."""
+    if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return function
+    name = getattr(function, "__name__", "")
+    module = getattr(function, "__module__", None)
+    if not name.isidentifier() or not hasattr(function, "__qualname__"):
+        return _Callable(name, function)
+    if getattr(torch.Tensor, name, None) is function or getattr(torch, name, None) is function:
+        return function
+    if module is None or module.split(".")[0] == "torch":  # written as its path, so the path must lead to it
+        return function if getattr(sys.modules.get(module or ""), name, None) is function else _Callable(name, function)
+    return function
+
+
+# ---------------------------------------------------------------------------------- specs and costs
+
+
+def _spec(traced: TracedGraph, partition: Partition, chunk: Chunk, uses_device: bool) -> LayerSpec:
+    return LayerSpec(
+        name=chunk.name,
+        module_names=chunk.module_names,
+        reads=tuple(node.name for node in chunk.reads),
+        makes=tuple(node.name for node in chunk.makes),
+        differentiable=frozenset(node.name for node in chunk.makes if node in partition.differentiable),
+        draws_random=any(map(draws_random, chunk.nodes)),
+        may_write_reads=False,
+        execution_device=uses_device,
+    )
+
+
+def _layer_cost(
+    traced: TracedGraph, partition: Partition, chunk: Chunk, layer: nn.Module, costs: Mapping[Node, NodeCost]
+) -> LayerCost:
+    """The sum of a layer's nodes; shared weights and saved values once."""
+    parameters = list(layer.parameters())
+    weight_bytes = weight_bytes_of(layer)
+    forward_s = sum(costs[node].forward_s for node in chunk.nodes)
+    backward_s = sum(costs[node].backward_s for node in chunk.nodes)
+    if partition.balance == "size":
+        forward_s = weight_bytes / SIZE_BYTES_PER_S
+        backward_s = 2 * forward_s
+    elif callable(partition.balance):
+        balance = partition.balance
+        modules = [traced.attribute(str(n.target)) for n in chunk.nodes if n.op == "call_module"]
+        forward_s = sum(float(balance(module)) for module in modules)
+        backward_s = 2 * forward_s
+    return LayerCost(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        forward_flops=sum(costs[node].forward_flops for node in chunk.nodes),
+        backward_flops=sum(costs[node].backward_flops for node in chunk.nodes),
+        num_parameters=sum(parameter.numel() for parameter in parameters),
+        weight_bytes=weight_bytes,
+        gradient_bytes=sum(p.numel() * p.element_size() for p in parameters if p.requires_grad),
+        activation_bytes=_activation_bytes(chunk, costs),
+        workspace_bytes=_workspace_bytes(chunk, costs),
+        carry_bytes=chunk.carry_bytes,
+    )
+
+
+def _activation_bytes(chunk: Chunk, costs: Mapping[Node, NodeCost]) -> int:
+    """What autograd keeps: each node's own, and every value that any node keeps, by memory."""
+    kept: dict[Any, int] = {}
+    for node in chunk.nodes:
+        for value in costs[node].saved_values:
+            key = storage_key(value)
+            kept[key] = max(kept.get(key, 0), value_bytes(value))
+    return sum(kept.values()) + sum(costs[node].saved_bytes for node in chunk.nodes)
+
+
+def _workspace_bytes(chunk: Chunk, costs: Mapping[Node, NodeCost]) -> int:
+    """The peak over its nodes of what it holds: values made and still needed, and the node's own."""
+    last_use: dict[Node, int] = {node: len(chunk.nodes) for node in chunk.makes}
+    for index, node in enumerate(chunk.nodes):
+        for source in node.all_input_nodes:
+            last_use[source] = max(last_use.get(source, index), index)
+    held: dict[Any, tuple[int, int]] = {}  # memory -> bytes, index of its last use
+    outside = {storage_key(node) for node in chunk.reads} - set(map(storage_key, chunk.clones))
+    peak = 0
+    for index, node in enumerate(chunk.nodes):
+        held = {key: item for key, item in held.items() if item[1] >= index}
+        peak = max(peak, sum(size for size, _ in held.values()) + costs[node].workspace_bytes)
+        key = storage_key(node)
+        if key is not None and key not in outside:
+            size, until = held.get(key, (0, -1))
+            held[key] = (max(size, value_bytes(node)), max(until, last_use.get(node, -1)))
+    return max(peak, sum(size for size, _ in held.values()))

@@ -1,0 +1,5 @@
+"""One model and one call to a graph of modules and glue, by running the model's Python on fakes.
+
+May use: guards, and the graph and fakes below.
+Start reading: `tracer`.
+"""

@@ -1,0 +1,280 @@
+"""Writes the graph: which node stands for which Python value, and how values become arguments.
+
+Every tensor that traced code can get hold of is here with its node. Sizes aren't recorded as they are
+computed: when one is an argument, one node evaluates its expression from the sizes of the inputs.
+
+Invariant: a fake tensor without a node is never let into the graph.
+"""
+
+from __future__ import annotations
+
+import keyword
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import sympy
+import torch
+import torch.fx
+from torch.fx import Node
+
+from roundpipe.core import trees
+from roundpipe.fx.fakes import FakeWorld, Symbolic, expression_of, is_fake, size_function
+from roundpipe.fx.flat import flat_tensors, flat_values
+from roundpipe.fx.operations import Build, Hole, take
+
+Meta = Callable[[], dict[str, Any]]
+
+
+class UntracedValue(Exception):
+    """A value that traced code uses but that no node makes."""
+
+    def __init__(self, message: str, tensor: torch.Tensor | None = None) -> None:
+        super().__init__(message)
+        self.tensor = tensor
+
+
+class GraphBuilder:
+    """The graph under construction.
+
+    Args:
+        world: where the values live.
+        common_meta: what every new node's ``meta`` holds, such as the module it belongs to.
+    """
+
+    def __init__(self, world: FakeWorld, common_meta: Meta) -> None:
+        self.world = world
+        self.graph = torch.fx.Graph()
+        self.constants: dict[str, Any] = {}
+        self.input_paths: dict[str, trees.Path] = {}
+        self.node_of: dict[torch.Tensor, Node] = {}
+        """Node that holds a tensor's present value; tensors hash by identity."""
+        self.written_storages: set[int] = set()
+        """Storages that some node wrote in place."""
+        self._common_meta = common_meta
+        self._attributes: dict[str, Node] = {}
+        self._sizes: dict[sympy.Basic, Node] = {}
+        self._size_sources: dict[sympy.Basic, tuple[Node, int]] = {}
+        self._objects: list[tuple[Any, Node, list[Any]]] = []
+        self._constant_names: dict[torch.Tensor, str] = {}
+        self._last_input: Node | None = None
+
+    # ------------------------------------------------------------------ nodes
+
+    def add_inputs(self) -> None:
+        """One placeholder per tensor of the arguments."""
+        for path, leaf in trees.walk(self.world.arguments):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            node = self.graph.placeholder(_input_name(path))
+            node.target = node.name
+            node.meta.update(self._common_meta())
+            self.input_paths[node.name] = path
+            self._last_input = node
+            item = self.world.inputs[len(self.input_paths) - 1]
+            self._size_sources.update({size: (node, dim) for dim, size in enumerate(item.sizes)})
+            self.bind(leaf, node)
+
+    def add(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Node:
+        """A new node at the end."""
+        node = self.graph.create_node(op, target, args, kwargs or {})
+        node.meta.update(self._common_meta())
+        node.meta["value"] = None
+        return node
+
+    def bind(self, tensor: torch.Tensor, node: Node) -> None:
+        """From now on ``tensor`` is the value of ``node``."""
+        self.node_of[tensor] = node
+        node.meta["value"] = tensor
+        for dim, size in enumerate(tensor.shape):
+            expression = expression_of(size)
+            if isinstance(expression, sympy.Symbol):
+                self._size_sources.setdefault(expression, (node, dim))
+
+    def bind_output(self, value: Any, node: Node) -> None:
+        """The tensors and symbolic numbers in what ``node`` returned, taken out by accessors."""
+        if isinstance(value, torch.Tensor):
+            self.bind(value, node)
+            return
+        if isinstance(value, Symbolic):
+            node.meta["value"] = value
+            self._sizes.setdefault(expression_of(value), node)
+            return
+        made: dict[trees.Path, Node] = {(): node}
+        leaves = []
+        for path, leaf in trees.walk(value):
+            if not isinstance(leaf, (torch.Tensor, *Symbolic)):
+                continue
+            leaves.append(leaf)
+            for end in range(1, len(path) + 1):
+                if path[:end] not in made:
+                    made[path[:end]] = self._accessor(made[path[: end - 1]], path[end - 1])
+            accessor = made[path]
+            if isinstance(leaf, torch.Tensor):
+                self.bind(leaf, accessor)
+            else:
+                accessor.meta["value"] = leaf
+                self._sizes.setdefault(expression_of(leaf), accessor)
+        if not isinstance(value, (tuple, list, dict, *trees.ATOMS)):
+            self._objects.append((value, node, leaves))
+
+    def _accessor(self, source: Node, step: trees.Step) -> Node:
+        function = {"item": operator.getitem, "attribute": getattr}.get(step.kind)
+        if function is None:
+            node = self.add("call_function", take, (source, step.kind, step.key))
+        else:
+            node = self.add("call_function", function, (source, step.key))
+        node.meta["ambient"] = None
+        return node
+
+    # ------------------------------------------------------------------ arguments
+
+    def argument(self, value: Any) -> Any:
+        """A Python value as a node's argument."""
+        if isinstance(value, torch.Tensor):
+            return self.tensor_argument(value)
+        if isinstance(value, Symbolic):
+            return self.size_argument(value)
+        if isinstance(value, tuple):
+            items = [self.argument(item) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        if type(value) is list:
+            return [self.argument(item) for item in value]
+        if isinstance(value, slice):
+            return slice(self.argument(value.start), self.argument(value.stop), self.argument(value.step))
+        if type(value) is dict and all(isinstance(key, str) for key in value):
+            return {key: self.argument(item) for key, item in value.items()}
+        if isinstance(value, torch.Generator):
+            raise UntracedValue("a torch.Generator is an argument, and each call of the graph would find it further on")
+        if value is None or isinstance(value, trees.ATOMS):
+            return value
+        return self._object_argument(value)
+
+    def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Positional and keyword arguments of a call."""
+        return tuple(self.argument(arg) for arg in args), {k: self.argument(v) for k, v in kwargs.items()}
+
+    def tensor_argument(self, tensor: torch.Tensor) -> Node:
+        """The node of a tensor; a parameter, a buffer and a constant get theirs at first use."""
+        node = self.node_of.get(tensor)
+        if node is not None:
+            return node
+        name = self.world.name_of.get(tensor)
+        if name is not None:
+            if not is_fake(tensor) and not self.world.has_in_place(name):
+                raise UntracedValue(f"{name} is read, in whose place another tensor is for now", tensor)
+            return self.attribute(name, tensor)
+        if is_fake(tensor):
+            shape = tuple(str(size) for size in tensor.shape)
+            raise UntracedValue(
+                f"a tensor of shape ({', '.join(shape)}) and dtype {tensor.dtype} is used, but nothing "
+                f"that was recorded made it",
+                tensor,
+            )
+        if tensor.requires_grad:
+            raise UntracedValue(
+                f"a tensor of shape {tuple(tensor.shape)} that requires grad is neither a parameter of the "
+                f"model nor an input; register it as an nn.Parameter"
+            )
+        if tensor not in self._constant_names:
+            name = f"_constant_{len(self.constants)}"
+            self._constant_names[tensor] = name
+            self.constants[name] = tensor
+        return self.attribute(self._constant_names[tensor], tensor)
+
+    def attribute(self, name: str, tensor: torch.Tensor) -> Node:
+        """The get_attr node of a parameter, buffer or constant."""
+        if name not in self._attributes:
+            node = self.add("get_attr", name, ())
+            node.meta["ambient"] = None
+            if is_fake(tensor):
+                node.meta["value"] = tensor
+            elif name in self.world.real:
+                node.meta["value"] = self.world.fake(name)
+            else:
+                node.meta["value"] = self.world.static_fake(tensor)
+            self._attributes[name] = node
+        return self._attributes[name]
+
+    def size_argument(self, size: Any) -> Any:
+        """A plain number, or the node that computes a symbolic one."""
+        expression = expression_of(size)
+        if not isinstance(expression, sympy.Basic):
+            return expression
+        if expression.is_number or expression in (sympy.true, sympy.false):
+            return size.node.pytype(expression)
+        if expression not in self._sizes:
+            self._sizes[expression] = self._size_node(expression)
+            self._sizes[expression].meta["value"] = size
+        return self._sizes[expression]
+
+    def _size_node(self, expression: sympy.Basic) -> Node:
+        if isinstance(expression, sympy.Symbol):
+            return self._dimension_node(expression)
+        symbols = sorted(expression.free_symbols, key=str)
+        sizes = tuple(self._symbol_node(symbol) for symbol in symbols)
+        node = self.add("call_function", size_function(expression, symbols), sizes)
+        node.meta["ambient"] = None
+        return node
+
+    def _symbol_node(self, symbol: sympy.Symbol) -> Node:
+        if symbol not in self._sizes:
+            self._sizes[symbol] = self._dimension_node(symbol)
+        return self._sizes[symbol]
+
+    def _dimension_node(self, symbol: sympy.Symbol) -> Node:
+        if symbol not in self._size_sources:
+            raise UntracedValue(f"a size ({symbol}) is used that no recorded tensor has")
+        source, dim = self._size_sources[symbol]
+        after = self._last_input if source.op == "placeholder" else source
+        assert after is not None
+        with self.graph.inserting_after(after):
+            node = self.add("call_method", "size", (source, dim))
+        node.meta["ambient"] = None
+        node.meta["value"] = source.meta["value"].shape[dim]
+        return node
+
+    def _object_argument(self, value: Any) -> Any:
+        now = flat_values(value)
+        for known, node, leaves in reversed(self._objects):
+            if known is value and _same(leaves, now):
+                return node
+        if now:
+            template = trees.map_leaves(
+                value, lambda leaf: Hole() if isinstance(leaf, (torch.Tensor, *Symbolic)) else leaf
+            )
+            values = tuple(self.argument(leaf) for leaf in now)
+            node = self.add("call_function", Build(template), values)
+            node.meta["ambient"] = None
+            return node
+        for tensor in _captured_tensors(value):
+            raise UntracedValue(
+                f"the function {getattr(value, '__qualname__', value)!r} is an argument and holds a tensor "
+                f"in its closure; pass the tensor as an argument of its own",
+                tensor,
+            )
+        return value
+
+
+def _same(first: list[Any], second: list[Any]) -> bool:
+    return len(first) == len(second) and all(a is b for a, b in zip(first, second, strict=True))
+
+
+def _captured_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors in the closure of a function."""
+    for cell in getattr(value, "__closure__", None) or ():
+        try:
+            yield from flat_tensors(cell.cell_contents)
+        except ValueError:  # an empty cell
+            continue
+
+
+def _input_name(path: trees.Path) -> str:
+    """A readable name for an input: its keyword, or its position, then the steps inside it."""
+    (_, half), *steps = path
+    words = [str(step.key) for step in steps]
+    name = re.sub(r"\W+", "_", "_".join(words)).strip("_")
+    if half == 0 or not name.isidentifier() or keyword.iskeyword(name):
+        name = f"input_{name}"
+    return name

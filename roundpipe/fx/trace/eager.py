@@ -1,0 +1,77 @@
+"""Whether what ended a trace is the model's own: the same exception that its forward raises without a trace."""
+
+from __future__ import annotations
+
+import builtins
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe.core import trees
+from roundpipe.core.errors import TraceError
+from roundpipe.core.random_state import random_state_kept
+from roundpipe.effects.run_once import Before
+from roundpipe.fx.trace.advice import with_source
+from roundpipe.fx.trace.recorder import raised_at
+
+MAX_BYTES = 1 << 30
+"""Of weights; the forward of a larger model on the CPU may take minutes, so it is not run to find out."""
+
+
+def as_the_models_own(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: TraceError
+) -> TraceError | None:
+    """What to raise in place of a trace's error if eager raises the same; None if it does not, or is not asked.
+
+    The forward of a model of up to `MAX_BYTES` is run once, and what it changes is taken back.
+
+    Args:
+        model: the user's.
+        args, kwargs: the example.
+        error: of the trace.
+    """
+    cause = error.__cause__
+    if not isinstance(cause, Exception) or getattr(builtins, type(cause).__name__, None) is not type(cause):
+        return None
+    tensors = [*model.parameters(), *model.buffers()]
+    without_data = any(tensor.is_meta for tensor in tensors)
+    if not without_data and sum(tensor.nbytes for tensor in tensors) > MAX_BYTES:
+        return None
+    own = _raised(model, args, kwargs, without_data)
+    if type(own) is not type(cause):
+        return None
+    assert own is not None
+    place = raised_at(own)
+    is_there = bool(place) and not without_data and f"at {place} " in str(error)
+    if str(own) != str(cause) and not is_there:
+        return None
+    found = TraceError(
+        f"the forward of {type(model).__name__} raises {type(own).__name__} at {with_source(place) or 'its call'}: "
+        f"{str(own).strip()}. It does so without roundpipe too, with these arguments: correct them, or the model"
+    )
+    found.is_the_models = True
+    found.__cause__ = own
+    return found
+
+
+def _raised(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], without_data: bool) -> Exception | None:
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.detach().to("meta") if without_data else tensor.detach().clone()
+        return copy.requires_grad_(tensor.requires_grad)
+
+    args, kwargs = trees.map_tensors((args, kwargs), copied)
+    before = Before(model)
+    weights = [(parameter, parameter.data, parameter.detach().clone()) for parameter in model.parameters()]
+    try:
+        with random_state_kept():
+            model(*args, **kwargs)
+    except Exception as error:
+        return error
+    finally:
+        before.undo()
+        for parameter, data, was in weights:  # a forward may write them, also where no version tells
+            parameter.data = data
+            if not without_data:
+                data.copy_(was)
+    return None

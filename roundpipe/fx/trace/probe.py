@@ -1,0 +1,366 @@
+"""Output sizes of code that can't run on fakes, found by running it on random data.
+
+A copy of the module runs twice, at the example's sizes and at others; an output dimension that
+changes is matched with the input dimension, or the product of two, that changes in the same way.
+
+Invariant: neither the user's module nor any random state changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import nn
+
+from roundpipe.core import trees
+from roundpipe.core.errors import TraceError
+from roundpipe.effects.python_state import PythonState
+from roundpipe.fx.fakes import FakeWorld, Symbolic, compiled, expression_of, real_world
+from roundpipe.fx.flat import flat_tensors, flat_values
+from roundpipe.fx.trace.leaves import TreeState, containers_mutated, contents_of, sets_before_reading
+
+MAX_DIVISOR = 64
+"""Sizes are looked for up to this part of another size, as pooling and striding make them."""
+_PLAIN = (type(None), bool, int, float, str)
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What running a module on random data showed."""
+
+    out: Any
+    """The output with fakes in place of its tensors."""
+    random: bool
+    """Whether it drew random numbers."""
+    changed: tuple[str, ...]
+    """What its Python remembers for later calls, in words."""
+    sets: frozenset[tuple[type, str]] = frozenset()
+    """Attributes that it set: the owner's class and the name."""
+    not_kept: tuple[str, ...] = ()
+    """Those that hold tensors, in words."""
+    left_behind: tuple[str, ...] = ()
+    """Those that hold tensors with a gradient, in words."""
+
+
+@contextlib.contextmanager
+def _real_world() -> Iterator[None]:
+    """Real tensors; torch's random state as it was afterwards."""
+    with real_world(), torch.random.fork_rng(devices=[]):
+        yield
+
+
+def _symbols_of(values: list[Any]) -> list[sympy.Symbol]:
+    symbols: set[sympy.Symbol] = set()
+    for value in values:
+        for size in value.shape if isinstance(value, torch.Tensor) else [value]:
+            symbols |= getattr(expression_of(size), "free_symbols", set())
+    return sorted(symbols, key=str)
+
+
+class _Sizes:
+    """Numbers for the symbols of some fakes: those of the example, or larger ones.
+
+    Args:
+        enlarged: whether larger.
+        in_steps: larger by a factor, for code that takes only multiples of some number.
+        again: larger still, to see whether what was found at the other sizes holds.
+    """
+
+    def __init__(self, values: list[Any], enlarged: bool, in_steps: bool = False, again: bool = False) -> None:
+        self._symbols = _symbols_of(values)
+        self._numbers: list[int] = []
+        hints = _hints_of(values)
+        for index, symbol in enumerate(self._symbols):
+            number = hints.get(symbol, 2)
+            larger = number * (index + 2 + again) if in_steps else number + (2 + again) * index + 3 + 7 * again
+            self._numbers.append(larger if enlarged else number)
+
+    def number(self, size: Any) -> Any:
+        expression = expression_of(size)
+        if not isinstance(expression, sympy.Basic):
+            return size
+        return int(compiled(expression, self._symbols)(*self._numbers))
+
+    def tensor(self, fake: torch.Tensor) -> torch.Tensor:
+        """Random data of a fake's shape; zeros where only numbers make sense as indices."""
+        shape = [self.number(size) for size in fake.shape]
+        if fake.is_floating_point() or fake.is_complex():
+            real = torch.randn(shape, dtype=fake.dtype) * 0.5
+            return real.requires_grad_(fake.requires_grad)
+        if fake.dtype is torch.bool:
+            return torch.ones(shape, dtype=torch.bool)
+        return torch.zeros(shape, dtype=fake.dtype)
+
+    def real(self, value: Any) -> Any:
+        return self.tensor(value) if isinstance(value, torch.Tensor) else self.number(value)
+
+
+def _hints_of(values: list[Any]) -> dict[Any, int]:
+    """The example's number for every symbol that is a size by itself."""
+    hints: dict[Any, int] = {}
+    for value in values:
+        for size in value.shape if isinstance(value, torch.Tensor) else [value]:
+            expression = expression_of(size)
+            if isinstance(size, torch.SymInt):
+                environment = size.node.shape_env
+                known = getattr(environment, "backed_var_to_val", None) or environment.var_to_val
+                for symbol in getattr(expression, "free_symbols", ()):
+                    if symbol in known:
+                        hints[symbol] = int(known[symbol])
+    return hints
+
+
+def _map_values(value: Any, function: Callable[[Any], Any]) -> Any:
+    """A structure with tensors and symbolic numbers replaced; parts without any stay the same objects."""
+    if isinstance(value, (torch.Tensor, *Symbolic)):
+        return function(value)
+    if not flat_values(value):
+        return value
+    if isinstance(value, torch.Size):
+        return torch.Size([_map_values(size, function) for size in value])
+    return trees.map_leaves(value, lambda leaf: leaf if isinstance(leaf, _PLAIN) else _map_values(leaf, function))
+
+
+def probe_module(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwargs: Any) -> Probe:
+    """Runs a copy of a module on random data of the arguments' shapes, twice.
+
+    Sizes of the arguments are taken for independent and arbitrary. If the module fails like that, they are enlarged by
+    whole factors; if that fails too, sizes that the example has equal (the lengths of hidden states and mask, say) are
+    taken for one, which becomes an assumption of the trace.
+
+    Args:
+        name: its qualified name in the model.
+        twin: the module in the world.
+        args, kwargs: the call's arguments, fakes.
+
+    Raises:
+        TraceError: an output dimension can't be told from the input's dimensions.
+        Exception: what the module raised.
+    """
+    try:
+        return _probe_in_steps(world, name, twin, args, kwargs)
+    except Exception:
+        if not _equate(flat_values(args, kwargs)):
+            raise
+        return _probe_in_steps(world, name, twin, args, kwargs)
+
+
+def _probe_in_steps(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwargs: Any) -> Probe:
+    try:
+        return _probe_module(world, name, twin, args, kwargs, in_steps=False)
+    except Exception as error:
+        try:
+            return _probe_module(world, name, twin, args, kwargs, in_steps=True)
+        except Exception:
+            raise error from None
+
+
+def _equate(values: list[Any]) -> bool:
+    """Takes sizes for equal that are different symbols with one number in the example; whether there were any."""
+    known: dict[int, Any] = {}
+    hints = _hints_of(values)
+    found = False
+    for value in values:
+        for size in value.shape if isinstance(value, torch.Tensor) else [value]:
+            expression = expression_of(size)
+            if isinstance(size, torch.SymInt) and expression in hints:
+                first = known.setdefault(hints[expression], size)
+                if expression_of(first) != expression and bool(first == size):
+                    found = True
+    return found
+
+
+def _probe_module(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwargs: Any, in_steps: bool) -> Probe:
+    results: list[Any] = []
+    sizes: list[_Sizes] = []
+    random = False
+    changed: list[str] = []
+    sets: set[tuple[type, str]] = set()
+    not_kept: list[str] = []
+    left_behind: list[str] = []
+    values = flat_values(args, kwargs)
+    with _real_world():
+        for enlarged in (False, True):
+            numbers = _Sizes(values, enlarged, in_steps)
+            module = _real_copy(world.model.get_submodule(name))
+            module.train(twin.training)
+            weights = [(parameter, parameter.detach().clone()) for parameter in module.parameters()]
+            state = torch.random.get_rng_state()
+            tree, python = TreeState(list(module.modules())), PythonState(module.modules())
+            results.append(_called(module, args, kwargs, numbers))
+            random |= not torch.equal(state, torch.random.get_rng_state())
+            sizes.append(numbers)
+            if tree.parameters_replaced() or not all(torch.equal(parameter, was) for parameter, was in weights):
+                changed.append("a parameter")
+            for owner, key, value in tree.changed_attributes():
+                tensors = flat_tensors(value)
+                if tensors:
+                    not_kept.append(f"{type(owner).__name__}.{key}")
+                if any(tensor.requires_grad and not tensor.is_leaf for tensor in tensors):
+                    left_behind.append(f"{type(owner).__name__}.{key}")
+            sets |= {(type(owner), key) for owner, key, _ in tree.changed_attributes()}
+            changed += _kept_for_later(module, tree, python, args, kwargs, numbers)
+            python.restore()
+    has_grad = any(isinstance(v, torch.Tensor) and v.requires_grad for v in values) or any(
+        parameter.requires_grad for parameter in twin.parameters()
+    )
+    out = _fitted(results, sizes, values, has_grad)
+    numbers = _Sizes(values, enlarged=True, in_steps=in_steps, again=True)
+    if _is_guessed(out, values):
+        with _real_world():
+            module = _real_copy(world.model.get_submodule(name))
+            module.train(twin.training)
+            _check(out, _called(module, args, kwargs, numbers), numbers)
+    return Probe(out, random, tuple(dict.fromkeys(changed)), frozenset(sets), tuple(not_kept), tuple(left_behind))
+
+
+def _is_guessed(out: Any, values: list[Any]) -> bool:
+    """Whether sizes of an output are made of those of the inputs by more than copying and multiplying."""
+    known = {expression_of(size) for value in values for size in getattr(value, "shape", (value,))}
+    return any(
+        isinstance(expression, sympy.Basic) and expression not in known and not expression.is_Mul
+        for tensor in trees.tensors(out)
+        for expression in map(expression_of, tensor.shape)
+    )
+
+
+def _check(out: Any, real: Any, numbers: _Sizes) -> None:
+    """Raises if a result at further sizes is not what the fitted sizes say."""
+    for fake, tensor in zip(trees.tensors(out), trees.tensors(real), strict=True):
+        expected = [numbers.number(size) for size in fake.shape]
+        if expected != list(tensor.shape):
+            raise TraceError(f"the sizes of an output can't be told: expected {expected}, found {list(tensor.shape)}")
+
+
+def _called(module: nn.Module, args: Any, kwargs: Any, numbers: _Sizes) -> Any:
+    """The output of a module on random data.
+
+    Raises:
+        TraceError: it changes one of its arguments.
+    """
+    given = [_map_values(arg, numbers.real) for arg in args]
+    named = {key: _map_values(value, numbers.real) for key, value in kwargs.items()}
+    before = contents_of(given, named)
+    versions = [(tensor, tensor._version) for tensor in trees.tensors([given, named])]
+    out = module(*given, **named)
+    if containers_mutated(before, given, named) or any(tensor._version != version for tensor, version in versions):
+        raise TraceError("it changes a tensor, list, dict or object that it takes as an argument")
+    return out
+
+
+def _kept_for_later(
+    module: nn.Module, tree: TreeState, python: PythonState, args: Any, kwargs: Any, numbers: _Sizes
+) -> list[str]:
+    """What a call has left that another call reads, in words; attributes that each call sets anew don't count."""
+    changed, remembered = python.changed(), tree.remembered()
+    if remembered and (changed or not sets_before_reading(remembered, lambda: _called(module, args, kwargs, numbers))):
+        changed += [f"{type(owner).__name__}.{key}" for owner, key, _ in remembered]
+    if python.take_back_draws():
+        changed.append("the state of a torch.Generator")
+    return changed
+
+
+def probe_function(func: Any, args: Any, kwargs: Any, data_of: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
+    """The output, with fakes, of a function without a fake kernel.
+
+    Args:
+        func, args, kwargs: the call, on fakes.
+        data_of: the example's data of a fake, if they are known.
+    """
+    values = flat_values(args, kwargs)
+    results: list[Any] = []
+    sizes: list[_Sizes] = []
+    with _real_world():
+        for enlarged in (False, True):
+            numbers = _Sizes(values, enlarged)
+
+            def real(value: Any, numbers: _Sizes = numbers, enlarged: bool = enlarged) -> Any:
+                known = data_of(value) if isinstance(value, torch.Tensor) and not enlarged else None
+                return numbers.real(value) if known is None else known
+
+            try:
+                result = func(
+                    *(_map_values(arg, real) for arg in args),
+                    **{key: _map_values(value, real) for key, value in kwargs.items()},
+                )
+            except Exception:
+                if not enlarged or any(tensor.dim() for tensor in trees.tensors(results[0])):
+                    raise
+                result = results[0]  # numbers have no sizes to be told
+            results.append(result)
+            sizes.append(numbers)
+    has_grad = any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
+    return _fitted(results, sizes, values, has_grad)
+
+
+def _fitted(results: list[Any], sizes: list[_Sizes], values: list[Any], has_grad: bool) -> Any:
+    """The first result with fakes whose sizes are expressions that fit both results."""
+    candidates = []
+    for value in values:
+        for size in value.shape if isinstance(value, torch.Tensor) else [value]:
+            if isinstance(size, torch.SymInt):
+                candidates.append((sizes[0].number(size), sizes[1].number(size), size))
+    numbers_out = [leaf for leaf in trees.leaves(results[0]) if isinstance(leaf, (int, float, complex))]
+    if numbers_out:
+        raise TraceError(
+            f"it returns {numbers_out[0]!r}, a plain number that may be another for other data; return a tensor"
+        )
+    others = iter(trees.tensors(results[1]))
+
+    def fake(first: torch.Tensor) -> torch.Tensor:
+        second = next(others)
+        shape = [_fit(a, b, candidates) for a, b in zip(first.shape, second.shape, strict=True)]
+        result = torch.empty(shape, dtype=first.dtype)
+        return result.requires_grad_().clone() if has_grad and first.requires_grad else result
+
+    return trees.map_tensors(results[0], fake)
+
+
+def _fit(first: int, second: int, candidates: list[tuple[int, int, Any]]) -> Any:
+    if first == second:
+        return first
+    for a, b, size in candidates:
+        if (a, b) == (first, second):
+            return size
+    for a, b, size in candidates:
+        for c, d, other in candidates:
+            if (a * c, b * d) == (first, second):
+                return size * other
+    for a, b, size in candidates:
+        if a - first == b - second:
+            return size - (a - first)
+        for part in range(2, MAX_DIVISOR + 1):
+            if (a // part, b // part) == (first, second):
+                return size // part
+            if (-(-a // part), -(-b // part)) == (first, second):
+                return (size + part - 1) // part
+    raise TraceError(
+        f"an output dimension is {first} at the example's sizes and {second} at others, which matches no "
+        f"dimension of the inputs"
+    )
+
+
+def _real_copy(module: nn.Module) -> nn.Module:
+    """A deep copy with real data, random where the original is on the meta device, and without hooks."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return module
+    memo: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        data = tensor.detach()
+        if data.is_meta:
+            data = torch.randn(data.shape) * 0.02 if data.is_floating_point() else torch.zeros(data.shape)
+            data = data.to(tensor.dtype)
+        data = data.cpu().clone()
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(data, requires_grad=tensor.requires_grad) if is_parameter else data
+    clone = copy.deepcopy(module, memo)
+    for inner in clone.modules():
+        inner._forward_hooks.clear()
+        inner._forward_pre_hooks.clear()
+    return clone

@@ -1,0 +1,283 @@
+"""Runs of leaf modules on fakes, shared by modules that can't differ in what a run shows.
+
+Models repeat one block many times. A block gets copies of the outputs of one that ran before if they agree in
+
+    class, names and sharing of the modules inside       form, dtype, requires_grad and sharing of the weights
+    every attribute, training and hooks among them       the arguments, their containers, and the state around the call
+
+Numbers, strings and containers of them may also differ (the index of a block, its name in an adapter) where a run
+showed that nothing depends on them: it is repeated with an object in their place that tells when it is used.
+Functions and other objects agree only by identity, and a module with forward hooks runs by itself.
+
+Invariant: a run that is shared would have gone the same way, statement by statement.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe.core import trees
+from roundpipe.core.surroundings import Ambient
+from roundpipe.effects.python_state import OF_TORCH, PythonState
+from roundpipe.fx.fakes import Symbolic, expression_of, is_data_dependent
+from roundpipe.fx.flat import flat_tensors, flat_values
+from roundpipe.fx.trace.leaves import LeafRun, Unread
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_MAY_GO_UNREAD = (int, float, str, list, tuple, set, dict, OrderedDict, deque)
+"""Kinds of attributes that may differ; not bool and None, which code tells apart by identity."""
+_CONTAINERS = (list, tuple, set, dict, OrderedDict, deque)
+_MAX_DEPTH = 3
+_MAX_COMPARED = 16
+"""Runs of one form that are compared attribute by attribute."""
+
+
+class Same:
+    """An object by identity, as part of a key."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return object.__hash__(self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleKey:
+    """What of a module tree can change the outcome of a call on fakes."""
+
+    form: Any
+    """Must be equal."""
+    values: tuple[Any, ...]
+    """Must be equal where they are read."""
+    places: tuple[tuple[nn.Module, str], ...] = field(compare=False)
+    """Where the values stand."""
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A run with the values that its module had, and those of them that it does not depend on."""
+
+    values: tuple[Any, ...]
+    run: LeafRun
+    unread: set[int] = field(default_factory=set)
+
+    def differing(self, values: tuple[Any, ...]) -> set[int]:
+        pairs = enumerate(zip(self.values, values, strict=True))
+        return {index for index, (one, other) in pairs if one != other} - self.unread
+
+
+@dataclass(slots=True)
+class _Kin:
+    """Runs of modules of one form."""
+
+    kept: list[_Kept] = field(default_factory=list)
+    by_values: dict[tuple[Any, ...], _Kept] = field(default_factory=dict)
+    read: set[int] = field(default_factory=set)
+    """Values that some run depends on."""
+
+
+class SiblingCache:
+    """Runs of leaves in one world, shared by leaves that can't differ."""
+
+    def __init__(self) -> None:
+        self._modules: dict[nn.Module, ModuleKey | None] = {}
+        self._kin: dict[Any, _Kin] = {}
+
+    def find(self, module: nn.Module, args: Any, kwargs: Any, call: Callable[[], Any]) -> LeafRun | None:
+        """A run that shows what this call would, with outputs of its own.
+
+        Args:
+            module: a leaf.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            call: runs it with these.
+        """
+        key = self._key(module, args, kwargs)
+        kin = self._kin.get(key) if key is not None else None
+        own = self._modules[module]
+        if kin is None or own is None:
+            return None
+        kept = kin.by_values.get(own.values) or next(
+            (one for one in kin.kept[:_MAX_COMPARED] if not one.differing(own.values)), None
+        )
+        if kept is None:
+            kept = _learned(kin, own, module, call)
+        if kept is None:
+            return None
+        return LeafRun(trees.map_tensors(kept.run.out, _like), kept.run.random, kept.run.buffers_written, ())
+
+    def put(self, module: nn.Module, run: LeafRun, args: Any, kwargs: Any) -> None:
+        """Keeps a run, unless its outputs share memory with its arguments or each other, or have sizes of their own.
+
+        A size that data determine (how many tokens go to an expert) is another one in every call.
+        """
+        key, own = self._key(module, args, kwargs), self._modules[module]
+        outs = flat_tensors(run.out)
+        if any(is_data_dependent(expression_of(size)) for size in _sizes(run.out)):
+            return
+        storages = [tensor.untyped_storage()._cdata for tensor in (*outs, *flat_tensors(args, kwargs))]
+        outside = set(storages[len(outs) :])
+        inside = storages[: len(outs)]
+        if own is None or run.written or len(set(inside)) < len(inside) or outside & set(inside):
+            return
+        kept = _Kept(own.values, run)
+        kin = self._kin.setdefault(key, _Kin())
+        kin.kept.append(kept)
+        kin.by_values[own.values] = kept
+
+    def forget(self, module: nn.Module) -> None:
+        """Shares no run of a module or of its kin from now on."""
+        own = self._modules.get(module)
+        if own is not None:
+            self._kin = {key: kin for key, kin in self._kin.items() if key[0] != own.form}
+            self._modules[module] = None
+
+    def _key(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Equal for calls of one form; None for a call that must run by itself."""
+        if module not in self._modules:
+            self._modules[module] = module_key(module)
+        own = self._modules[module]
+        return None if own is None else (own.form, arguments_key(args, kwargs), Ambient.current())
+
+
+def _learned(kin: _Kin, own: ModuleKey, module: nn.Module, call: Callable[[], Any]) -> _Kept | None:
+    """A run that depends on nothing in which the module differs, found out by running the module without that."""
+    for kept in kin.kept[:_MAX_COMPARED]:
+        differing = kept.differing(own.values)
+        if differing & kin.read or kept.run.buffers_written:
+            continue
+        used = _used(module, {index: own.places[index] for index in sorted(differing)}, call)
+        if not used:
+            kept.unread |= differing
+            return kept
+        kin.read |= used
+    return None
+
+
+def _used(module: nn.Module, places: dict[int, tuple[nn.Module, str]], call: Callable[[], Any]) -> set[int]:
+    """Which of these attributes a call uses; all of them if it fails for an unknown reason."""
+    python = PythonState(module.modules())
+    before = [(one, dict(one.__dict__)) for one in module.modules()]
+    unread = {index: Unread(owner.__dict__[name]) for index, (owner, name) in places.items()}
+    for index, (owner, name) in places.items():
+        owner.__dict__[name] = unread[index]
+    try:
+        call()
+        return {index for index, one in unread.items() if one.is_used()}
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:  # also what ends an attempt to trace, for which the missing attribute may be the cause
+        return {index for index, one in unread.items() if one.is_used()} or set(places)
+    finally:
+        for one, state in before:
+            one.__dict__.clear()
+            one.__dict__.update(state)
+        python.restore()
+
+
+def _sizes(value: Any) -> Iterator[Any]:
+    """Every size in a value: symbolic numbers, and dimensions of tensors."""
+    for item in flat_values(value):
+        yield from item.shape if isinstance(item, torch.Tensor) else (item,)
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    """A fake of the same form, made by an operation if the other one was."""
+    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return fake.requires_grad_().clone() if tensor.requires_grad else fake
+
+
+# ---------------------------------------------------------------------------------- keys
+
+
+def arguments_key(args: Any, kwargs: Any) -> Any:
+    """What of a call's arguments can change its outcome on fakes."""
+    return _argument_key((args, kwargs), {}, 0)
+
+
+def _argument_key(value: Any, seen: dict[torch.Tensor, int], depth: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        shape = tuple(expression_of(size) for size in value.shape)
+        stride = tuple(expression_of(step) for step in value.stride())
+        first = seen.setdefault(value, len(seen))
+        return type(value), shape, stride, value.dtype, value.device, value.requires_grad, first
+    if isinstance(value, Symbolic):
+        return type(value), expression_of(value)
+    below = trees.children(value) if depth < trees.MAX_DEPTH else None
+    if below is None:
+        return _value_key(value, {})
+    return type(value), tuple((step, _argument_key(child, seen, depth + 1)) for step, child in below)
+
+
+def module_key(module: nn.Module) -> ModuleKey | None:
+    """What of a module can change the outcome of a call on fakes; None if hooks can."""
+    form: list[Any] = []
+    values: list[Any] = []
+    places: list[tuple[nn.Module, str]] = []
+    named = list(module.named_modules(remove_duplicate=False))
+    inside: dict[Any, int] = {}
+    for _, inner in named:
+        inside.setdefault(inner, len(inside))
+    weights: dict[torch.Tensor, int] = {}
+    for name, inner in named:
+        if isinstance(inner, torch.jit.ScriptModule) or inner._forward_hooks or inner._forward_pre_hooks:
+            return None
+        attributes = []
+        for attribute, value in inner.__dict__.items():
+            if attribute in ("_modules", "_parameters", "_buffers"):
+                continue
+            key = _value_key(value, inside)
+            if type(value) in _MAY_GO_UNREAD and attribute not in OF_TORCH and _is_plain(value):
+                values.append(key)
+                places.append((inner, attribute))
+                key = type(value)
+            attributes.append((attribute, key))
+        tensors = [
+            (attribute, None if t is None else (_tensor_key(t), weights.setdefault(t, len(weights))))
+            for attribute, t in (*inner._parameters.items(), *inner._buffers.items())
+        ]
+        form.append((name, type(inner), inside[inner], tuple(attributes), tuple(tensors)))
+    return ModuleKey(tuple(form), tuple(values), tuple(places))
+
+
+def _tensor_key(tensor: torch.Tensor) -> Any:
+    shape = tuple(expression_of(size) for size in tensor.shape)
+    return type(tensor), shape, tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def _value_key(value: Any, inside: dict[Any, int], depth: int = 0) -> Any:
+    """An attribute's value; other modules of the same tree by their position."""
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, torch.Tensor):
+        return _tensor_key(value)
+    if isinstance(value, torch.Size):
+        return torch.Size, tuple(expression_of(size) for size in value)
+    if type(value) in _CONTAINERS and depth < _MAX_DEPTH:
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return type(value), tuple(
+            (_value_key(k, inside, depth + 1), _value_key(item, inside, depth + 1)) for k, item in items
+        )
+    if isinstance(value, nn.Module) and value in inside:
+        return nn.Module, inside[value]
+    return Same(value)
+
+
+def _is_plain(value: Any, depth: int = 0) -> bool:
+    """Whether a value is made of nothing but numbers and words."""
+    if type(value) in _CONTAINERS and depth < _MAX_DEPTH:
+        items = [item for pair in value.items() for item in pair] if isinstance(value, dict) else value
+        return all(_is_plain(item, depth + 1) for item in items)
+    return isinstance(value, _PLAIN)

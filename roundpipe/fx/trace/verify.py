@@ -1,0 +1,166 @@
+"""Runs a traced graph on fakes of other sizes, and compares every shape with the trace.
+
+Operators ask about sizes to infer shapes (is this 1 and broadcast?), and a trace holds under the
+answers it got. For sizes that give other answers the graph may be right all the same; a run tells.
+
+Invariant: the run is in a world of its own: the user's model and the traced world are only read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import sympy
+import torch
+import torch.fx
+from torch.fx import Node
+
+from roundpipe.core import trees
+from roundpipe.effects.python_state import python_state_kept
+from roundpipe.fx.binding import CallForm
+from roundpipe.fx.fakes import Dimension, FakeWorld, compiled, expression_of, is_data_dependent
+from roundpipe.fx.flat import flat_tensors
+from roundpipe.fx.graph import TracedGraph, ambient_of, is_accessor, producer_of, value_of
+from roundpipe.fx.guards.guards import SizeSystem, size_assumptions
+from roundpipe.fx.guards.values import plain
+from roundpipe.fx.operations import call_leaf
+from roundpipe.fx.trace.leaves import LeafRun, TreeState, handed_back
+from roundpipe.fx.trace.siblings import SiblingCache
+
+
+class ShapeVerifier:
+    """Verifies one trace.
+
+    Args:
+        traced: the graph.
+        world: the world it was traced in.
+        form: the model's signature.
+        probed: nodes that can't run on fakes; what the trace says of them is taken as given.
+        dynamic: input dimensions that are symbols although the rule says they are not.
+        handed_back: leaves that return an argument or a weight itself, see `roundpipe.fx.trace.leaves.handed_back`.
+    """
+
+    def __init__(
+        self,
+        traced: TracedGraph,
+        world: FakeWorld,
+        form: CallForm,
+        probed: Collection[Node],
+        dynamic: Collection[Dimension],
+        handed_back: Mapping[Node, tuple[str, ...]],
+    ) -> None:
+        self._traced = traced
+        self._symbols = world.symbols()
+        self._form = form
+        self._probed = frozenset(probed)
+        self._dynamic = dynamic
+        self._handed_back = dict(handed_back)
+
+    def __call__(self, arguments: Any) -> SizeSystem | str:
+        """What a run at these arguments' sizes assumed, or which node's shape is not the traced one."""
+        world = FakeWorld(self._traced.model, arguments, self._dynamic)
+        try:
+            with python_state_kept(self._traced.model), world.entered():
+                problem = _Run(self._traced, world, self._symbols, self._probed, self._handed_back).problem()
+        except Exception as error:
+            return f"the graph fails on fakes of these sizes: {type(error).__name__}: {error}"
+        return problem if problem is not None else SizeSystem(world, size_assumptions(world))
+
+
+class _Run:
+    """One run of the graph in a world."""
+
+    def __init__(
+        self,
+        traced: TracedGraph,
+        world: FakeWorld,
+        symbols: dict[sympy.Symbol, tuple[int, int]],
+        probed: Collection[Node],
+        handed_back: Mapping[Node, tuple[str, ...]],
+    ) -> None:
+        self._traced = traced
+        self._world = world
+        self._probed = probed
+        self._handed_back = handed_back
+        self._other_memory: str | None = None
+        self._siblings = SiblingCache()
+        self._values: dict[Node, Any] = {}
+        inputs = [leaf for _, leaf in trees.walk(world.arguments) if isinstance(leaf, torch.Tensor)]
+        self._symbols = list(symbols)
+        self._sizes = [inputs[index].shape[dim] for index, dim in symbols.values()]
+
+    def problem(self) -> str | None:
+        """The first node whose shape is not the traced one, in words."""
+        for node in self._traced.graph.nodes:
+            if node.op == "output":
+                return None
+            self._values[node] = self._value(node)
+            problem = self._other_memory or self._difference(node)
+            if problem is not None:
+                return problem
+        return None
+
+    def _value(self, node: Node) -> Any:
+        if node.op == "placeholder":
+            return trees.get(self._world.arguments, self._traced.input_paths[node.name])
+        if node.op == "get_attr":
+            target = str(node.target)
+            return self._traced.constants[target] if target in self._traced.constants else self._world.fake(target)
+        if producer_of(node) in self._probed:
+            return self._as_traced(node)
+        args, kwargs = plain(torch.fx.node.map_arg((node.args, node.kwargs), self._values.__getitem__))
+        ambient = ambient_of(node)
+        with ambient.enter() if ambient is not None else contextlib.nullcontext():
+            if node.op == "call_module":
+                out = self._call_leaf(str(node.target), args, kwargs)
+                now = handed_back(out, args, kwargs, self._world.name_of)
+                if any(now) and now != self._handed_back.get(node) or not any(now) and node in self._handed_back:
+                    self._other_memory = f"{node.name} does not return the same of its arguments as when it was traced"
+                return out
+            if node.op == "call_method":
+                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            assert callable(node.target)
+            return node.target(*args, **kwargs)
+
+    def _call_leaf(self, name: str, args: Any, kwargs: Any) -> Any:
+        module = self._world.twin.get_submodule(name)
+        known = self._siblings.find(module, args, kwargs, lambda: call_leaf(module, *args, **kwargs))
+        if known is not None:
+            return known.out
+        versions = [(tensor, tensor._version) for tensor in flat_tensors(args, kwargs)]
+        state = TreeState(list(module.modules()))
+        out = call_leaf(module, *args, **kwargs)
+        written = tuple(tensor for tensor, version in versions if tensor._version != version)
+        if not state.holds_new_values():
+            self._siblings.put(module, LeafRun(out, False, False, written), args, kwargs)
+        return out
+
+    def _as_traced(self, node: Node) -> Any:
+        """A fake with the traced shape at this world's sizes."""
+        traced = value_of(node)
+        if not isinstance(traced, torch.Tensor):
+            return None
+        fake = torch.empty([self._expected(size) for size in traced.shape], dtype=traced.dtype)
+        return fake.requires_grad_().clone() if traced.requires_grad else fake
+
+    def _expected(self, size: Any) -> Any:
+        """A traced size at this world's sizes."""
+        expression = expression_of(size)
+        if not isinstance(expression, sympy.Basic):
+            return size
+        return compiled(expression, self._symbols)(*self._sizes)
+
+    def _difference(self, node: Node) -> str | None:
+        traced, now = value_of(node), self._values[node]
+        if not isinstance(traced, torch.Tensor) or (producer_of(node) in self._probed and is_accessor(node)):
+            return None
+        if not isinstance(now, torch.Tensor) or now.dtype != traced.dtype or now.dim() != traced.dim():
+            return f"{node.name} is another kind of value"
+        for dim, (was, size) in enumerate(zip(traced.shape, now.shape, strict=True)):
+            if is_data_dependent(expression_of(was)) or is_data_dependent(expression_of(size)):
+                continue
+            if bool(self._expected(was) != size):
+                return f"dimension {dim} of {node.name} is {size}, traced as {was}"
+        return None

@@ -1,0 +1,322 @@
+"""What a stage costs, and how long a round of stages takes: the arithmetic behind plans and predictions.
+
+Times follow the rotation's recurrence: op (K, m) waits for (K, m - 1), for (K - 1, m) and for the end of job
+K - N; the recomputation in a backward op does not wait for the incoming gradient; a round starts
+when the losses of the one before are known. Transfers are left out here; the simulator has them.
+
+Invariant: `round_seconds` is the exact steady state of that recurrence, its maximum cycle mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate, repeat
+from math import inf
+from operator import add, sub
+from typing import Any, Literal, NamedTuple
+
+from roundpipe.core.layers import LayerCost
+
+RecomputeGrain = Literal["stage", "layer"]
+
+StagePhase = Literal["F", "U", "B"]
+"""Of a range: forward, fused or backward."""
+
+BOUNDARY_BUFFERS = 4
+"""Copies of the values at a stage's cuts on a device: in and out, one in use and one on its way."""
+
+WEIGHTS_SHARE = 0.9
+"""Share of a device's budget that weights and gradients may take; the rest is for activations."""
+
+_EQUAL = 1e-9
+"""Relative difference below which two states of the recurrence count as one."""
+
+_NO_LINES: tuple[Any, ...] = (inf, -inf, -inf, ())
+"""The bottom of a stack of lines: steeper than any."""
+
+
+class StageCost(NamedTuple):
+    """Cost of one visit: one stage, one microbatch."""
+
+    seconds: float
+    """Compute of one microbatch."""
+    early_s: float
+    """The part of it that needs nothing from the stage before: recomputation."""
+    weight_bytes: int
+    gradient_bytes: int
+    """0 in a forward stage."""
+    working_bytes: int
+    """Activations kept or in use, temporaries, and the values at the stage's cuts."""
+
+    @property
+    def own_bytes(self) -> int:
+        """What the stage needs on a device while it runs."""
+        return self.weight_bytes + self.gradient_bytes + self.working_bytes
+
+
+class StageCosts:
+    """Costs of all ranges of a chain of layers, each computed once.
+
+    Args:
+        costs: of the layers, for one microbatch.
+        grain: ``"stage"`` keeps the activations of a whole recomputed stage, ``"layer"`` of one layer.
+    """
+
+    def __init__(self, costs: Sequence[LayerCost], grain: RecomputeGrain = "stage") -> None:
+        self.layers = tuple(costs)
+        self.grain = grain
+        self.forward_s = list(accumulate((cost.forward_s for cost in costs), initial=0.0))
+        self.backward_s = list(accumulate((cost.backward_s for cost in costs), initial=0.0))
+        self._weight_bytes = list(accumulate((cost.weight_bytes for cost in costs), initial=0))
+        self._gradient_bytes = list(accumulate((cost.gradient_bytes for cost in costs), initial=0))
+        self._activation_bytes = list(accumulate((cost.activation_bytes for cost in costs), initial=0))
+        self._carry_bytes = [cost.carry_bytes for cost in costs]
+        self._has_temporaries = any(cost.temporary_bytes for cost in costs)
+        self._maxima: dict[str, _RangeMaximum] = {}
+        self._known: dict[tuple[str, int, int], StageCost] = {}
+
+    def weight_bytes(self, start: int, stop: int) -> int:
+        """Bytes of the weights of a range."""
+        return self._weight_bytes[stop] - self._weight_bytes[start]
+
+    def gradient_bytes(self, phase: StagePhase, start: int, stop: int) -> int:
+        """Bytes of the gradients that a range in a phase makes."""
+        return 0 if phase == "F" else self._gradient_bytes[stop] - self._gradient_bytes[start]
+
+    def working_bytes(self, phase: StagePhase, start: int, stop: int) -> int:
+        """Activations that a range in a phase keeps or has in use, temporaries, and the values at its cuts."""
+        carry_in, carry_out = self._carry_bytes[start - 1 if start else 0], self._carry_bytes[stop - 1]
+        if phase == "U":
+            # The fused tail hands on no values, only gradients of those it takes. What the last layer makes is there
+            # once: while the loss is computed, and then as its gradients.
+            boundary_bytes = BOUNDARY_BUFFERS * carry_in + carry_out
+        else:
+            boundary_bytes = BOUNDARY_BUFFERS * (carry_in if carry_in > carry_out else carry_out)
+        if phase == "F":
+            return self._most("workspace_bytes", start, stop) + boundary_bytes
+        if self._has_temporaries:
+            boundary_bytes += self._most("temporary_bytes", start, stop)
+        if phase == "B" and self.grain == "layer":
+            return self._most("activation_bytes", start, stop) + boundary_bytes
+        return self._activation_bytes[stop] - self._activation_bytes[start] + boundary_bytes
+
+    def _most(self, name: str, start: int, stop: int) -> int:
+        """What the layer needs that needs the most, where only one is active at a time."""
+        found = self._maxima.get(name)
+        if found is None:
+            found = self._maxima[name] = _RangeMaximum([getattr(layer, name) for layer in self.layers])
+        return found.of(start, stop)
+
+    def forward(self, start: int, stop: int) -> StageCost:
+        """A range as a forward stage."""
+        return self._known.get(("F", start, stop)) or self._compute("F", start, stop)
+
+    def fused(self, start: int, stop: int) -> StageCost:
+        """A range as the fused tail."""
+        return self._known.get(("U", start, stop)) or self._compute("U", start, stop)
+
+    def backward(self, start: int, stop: int) -> StageCost:
+        """A range as a backward stage."""
+        return self._known.get(("B", start, stop)) or self._compute("B", start, stop)
+
+    def _compute(self, phase: StagePhase, start: int, stop: int) -> StageCost:
+        forward_s = self.forward_s[stop] - self.forward_s[start]
+        backward_s = 0.0 if phase == "F" else self.backward_s[stop] - self.backward_s[start]
+        cost = StageCost(
+            seconds=forward_s + backward_s,
+            early_s=forward_s if phase == "B" else 0.0,
+            weight_bytes=self.weight_bytes(start, stop),
+            gradient_bytes=self.gradient_bytes(phase, start, stop),
+            working_bytes=self.working_bytes(phase, start, stop),
+        )
+        self._known[phase, start, stop] = cost
+        return cost
+
+
+class _RangeMaximum:
+    """The largest of any run of numbers, without looking at them all: the maxima of runs of 1, 2, 4, .. are kept."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self._runs = [list(numbers)]
+        length = 1
+        while 2 * length <= len(numbers):
+            shorter = self._runs[-1]
+            self._runs.append(list(map(max, shorter, shorter[length:])))
+            length *= 2
+
+    def of(self, start: int, stop: int) -> int:
+        """The largest from ``start`` to before ``stop``."""
+        level = (stop - start).bit_length() - 1
+        run = self._runs[level]
+        return max(run[start], run[stop - (1 << level)])
+
+
+def largest_layer_bytes(budget_bytes: int) -> int:
+    """The most bytes of weights and gradients a layer should have: as a stage of its own it shares the device with
+    the weights that come up and the gradients that go down meanwhile, which may be those of a layer as large.
+    """
+    return int(budget_bytes * WEIGHTS_SHARE / 2)
+
+
+def num_trained(cost: LayerCost) -> int:
+    """Parameters of a layer that an optimizer updates, from the share of its gradients in its weights."""
+    if not cost.weight_bytes:
+        return 0
+    return round(cost.num_parameters * min(cost.gradient_bytes / cost.weight_bytes, 1.0))
+
+
+def _arena_bytes(stages: Sequence[StageCost], num_workers: int) -> int:
+    """What a worker keeps for weights: room for any two jobs of a round that follow each other on it."""
+    weights = [stage.weight_bytes for stage in stages]
+    following = [*weights[num_workers:], *[0] * num_workers]
+    return max(map(sum, zip(weights, following, strict=False)))
+
+
+class JobNeed(NamedTuple):
+    """Bytes of device memory in use while a job runs."""
+
+    weights: int
+    """Of the worker's two visits that are largest together: it keeps one piece of memory for both."""
+    gradients: int
+    """Of the visit, and of the worker's visit before, which are still on their way down."""
+    working: int
+    """Activations kept or in use, temporaries, and the values at the stage's cuts."""
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.weights + self.gradients + self.working
+
+
+def job_needs(stages: Sequence[StageCost], num_workers: int) -> list[JobNeed]:
+    """Device memory in use while each job of a round runs.
+
+    While job K runs, the weights of job K + N come up and the gradients of job K - N, which may be of the round
+    before, go down.
+    """
+    arena_bytes = _arena_bytes(stages, num_workers)
+    return [
+        JobNeed(
+            arena_bytes,
+            stage.gradient_bytes + stages[(position - num_workers) % len(stages)].gradient_bytes,
+            stage.working_bytes,
+        )
+        for position, stage in enumerate(stages)
+    ]
+
+
+def peak_bytes(stages: Sequence[StageCost], num_workers: int) -> int:
+    """The largest of `job_needs`."""
+    _, _, weights, gradients, working = zip(*stages, strict=True)
+    # The last jobs of a round have none behind them that share their worker's memory.
+    arena_bytes = max(map(add, weights, (*weights[num_workers:], *repeat(0, min(num_workers, len(weights))))))
+    turn = len(gradients) - num_workers % len(gradients)
+    before = (*gradients[turn:], *gradients[:turn])
+    return arena_bytes + max(map(add, map(add, gradients, before), working))
+
+
+def round_seconds(
+    stages: Sequence[StageCost],
+    num_forward: int,
+    num_workers: int,
+    num_microbatches: int,
+    replicas: Sequence[int] | None = None,
+    limit_s: float = inf,
+) -> float:
+    """Seconds per round in steady state, transfers left out.
+
+    The workers are alike, so with their free times listed from the next job's worker on, every round is the
+    same map of those times, and a monotone one: when all of them gained the same over some rounds, that is
+    the steady state, and the least gain is a lower bound before.
+
+    Args:
+        stages: of the jobs of a round, in order.
+        num_forward: how many of them are forward stages; the fused one is next.
+        num_workers: workers in the rotation.
+        num_microbatches: microbatches of every job.
+        replicas: per stage, how many consecutive slots share its microbatches (microbatch m on
+            replica m mod r); None = one each.
+        limit_s: what is of interest; above it the result may be any lower bound that is also above it.
+    """
+    if replicas is None:
+        run_round = partial(_run_round, [(one.seconds, one.early_s, one.seconds - one.early_s) for one in stages])
+    else:
+        run_round = partial(_run_replicated_round, list(zip(stages, replicas, strict=True)))
+    state = [0.0] * (num_workers + 1)
+    states = [state]
+    for _ in range(max(24, 3 * num_workers)):
+        state = run_round(num_forward, num_microbatches, state)
+        for age, old in enumerate(reversed(states), 1):
+            gains = [*map(sub, state, old)]
+            slowest, fastest = min(gains), max(gains)
+            if fastest - slowest <= _EQUAL * fastest:
+                return fastest / age
+            if slowest > limit_s * age:
+                return slowest / age
+        states.append(state)
+    return (max(states[-1]) - max(states[-1 - num_workers])) / num_workers
+
+
+def _run_round(
+    times: Sequence[tuple[float, float, float]], num_forward: int, num_microbatches: int, state: Sequence[float]
+) -> list[float]:
+    """Runs one round.
+
+    The end of op (K, m) is the largest of a few lines in m: a stage takes over the lines steeper than its own
+    time and makes one line of the others. So a job costs the same however many microbatches there are. The
+    lines are a stack, the least steep on top: how steep it is, where it begins, the end of the last microbatch by
+    it and those below, and these; all less ``shift``.
+
+    Args:
+        times: per stage its seconds, the early part of them, and the rest.
+        num_forward: as of `round_seconds`.
+        num_microbatches: as of `round_seconds`.
+        state: when the losses of the round before are known, and when each worker is free, that of the first job first.
+
+    Returns:
+        The state behind the round.
+    """
+    repeats, shift = num_microbatches - 1, 0.0
+    ends = list(state[1:])
+    add_end, num_workers = ends.append, len(ends)
+    slope, head, end, below = 0.0, state[0], state[0], _NO_LINES
+    # Job K runs where job K - N ran: the list grows by the end of each job while the ends of earlier ones are read.
+    for (seconds, early_s, late_s), free in zip(times, ends, strict=False):
+        begin = free + early_s - shift
+        while slope <= seconds:
+            if head > begin:
+                begin = head
+            slope, head, end, below = below
+        below = (slope, head, end, below)
+        slope, head = seconds, begin
+        begin += repeats * seconds
+        if begin > end:
+            end = begin
+        shift += late_s
+        add_end(end + shift)
+    return [ends[num_workers + num_forward], *ends[-num_workers:]]
+
+
+def _run_replicated_round(
+    stages: Sequence[tuple[StageCost, int]], num_forward: int, num_microbatches: int, state: Sequence[float]
+) -> list[float]:
+    """The same, op by op, where stages have replicas: takes pairs of a stage and its count."""
+    previous, losses_known, free = [state[0]] * num_microbatches, state[0], list(state[1:])
+    slot, num_workers = 0, len(free)
+    for position, (stage, count) in enumerate(stages):
+        seconds, early_s = stage.seconds, stage.early_s
+        late_s = seconds - early_s
+        done = [0.0] * num_microbatches
+        for replica in range(count):
+            end = free[slot]
+            for microbatch in range(replica, num_microbatches, count):
+                begin, given = end + early_s, previous[microbatch]
+                end = (begin if begin > given else given) + late_s
+                done[microbatch] = end
+            free[slot] = end
+            slot = (slot + 1) % num_workers
+        if position == num_forward:
+            losses_known = max(done)
+        previous = done
+    return [losses_known, *free[slot:], *free[:slot]]

@@ -1,0 +1,5 @@
+"""Plain data to text and pictures: tables, timelines.
+
+May use: core.
+Start reading: `tables`.
+"""

@@ -1,0 +1,263 @@
+"""Any accelerator, through torch's generic API: streams, events, memory; CUDA first.
+
+Copies run on streams of their own. Lifetime across streams is carried by events: whoever hands a tensor
+from one stream to another keeps it until the event of its last reader (the engine's in-flight list), so
+no `record_stream` is needed and the caching allocator can reuse memory in stream order.
+
+This file is the only one that names anything of CUDA: registering host memory, which has no generic API. Where the
+system refuses to pin memory, unpinned memory serves: copies are slower then, and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import mmap
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from roundpipe.runtime.device.backend import Device, Event, Lane
+from roundpipe.runtime.device.host_memory import bytes_of, on_huge_pages
+from roundpipe.runtime.device.pinning import Registrar, warn_unpinned
+from roundpipe.runtime.device.randomness import DrawingFrom
+
+PLANNED_SHARE = 0.9
+"""Share of a device's memory that plans are made for; the rest is for libraries and for transfers in flight."""
+LARGEST_PADDING = 1.1
+"""Pinned allocations are padded to a power of two; past this factor host memory is registered instead."""
+SMALL_BYTES = 1 << 17
+"""Pinned allocations up to this size may be padded by more."""
+
+_PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for all devices of the process."""
+
+_idle_streams: dict[torch.device, list[tuple[torch.Stream, ...]]] = {}
+"""Streams of backends that are gone, to be used again: libraries keep workspaces per stream and never free them."""
+
+
+class AcceleratorEvent:
+    """A `torch.Event` recorded on a stream."""
+
+    __slots__ = ("event",)
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self.event = torch.Event(stream.device)
+        self.event.record(stream)
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+    def is_done(self) -> bool:
+        return bool(self.event.query())
+
+
+class AcceleratorMoment:
+    """A `torch.Event` that knows its time."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._event = torch.Event(stream.device, enable_timing=True)
+        self._event.record(stream)
+
+    def is_done(self) -> bool:
+        return bool(self._event.query())
+
+    def seconds_since(self, earlier: AcceleratorMoment) -> float:
+        return float(earlier._event.elapsed_time(self._event)) * 1e-3
+
+
+def memory_budget_bytes(given: Device, num_sharing: int = 1) -> int:
+    """What may be planned for of an entry's device: its limit, or a share of what is free there now."""
+    usable_bytes = given.memory_bytes
+    if usable_bytes is None:
+        device = torch.device(given.device)
+        free_bytes, _ = torch.get_device_module(device).mem_get_info(device.index)
+        usable_bytes = free_bytes // num_sharing
+    return int(usable_bytes * PLANNED_SHARE)
+
+
+class AcceleratorBackend:
+    """One worker on an accelerator.
+
+    Args:
+        given: the entry of ``devices=``.
+        name: for messages.
+        num_sharing: workers on the same device, which share its memory.
+    """
+
+    def __init__(self, given: Device, name: str, num_sharing: int = 1) -> None:
+        device = torch.device(given.device)
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        self.device = torch.device(device.type, index)
+        self.name = name
+        self.memory_budget_bytes: int | None = memory_budget_bytes(given, num_sharing)
+        idle = _idle_streams.setdefault(self.device, [])
+        self._streams = idle.pop() if idle else tuple(torch.Stream(self.device) for _ in Lane)
+        weakref.finalize(self, idle.append, self._streams)
+        self.moved_bytes = [0] * len(Lane)
+        self._uploaded: list[torch.Tensor] = []
+
+    @contextlib.contextmanager
+    def activate(self) -> Iterator[None]:
+        with torch.accelerator.device_index(self.device.index), self._on(Lane.COMPUTE):
+            yield
+
+    @contextlib.contextmanager
+    def _on(self, lane: Lane) -> Iterator[None]:
+        before = torch.accelerator.current_stream(self.device)
+        torch.accelerator.set_stream(self._streams[lane])
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+
+    # Memory
+
+    def allocate(self, num_bytes: int, purpose: str) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def free(self, buffer: torch.Tensor, purpose: str) -> None:
+        self.synchronize()
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        padded = 1 << max(num_bytes - 1, 0).bit_length()
+        if padded <= max(LARGEST_PADDING * num_bytes, SMALL_BYTES) or self.device.type != "cuda":
+            return _pinned((num_bytes,), torch.uint8)
+        return _registered(num_bytes)
+
+    def registrar(self) -> Registrar:
+        """Pins memory where it lies, through this device's driver."""
+        return Registrar(functools.partial(_register, self.device), _unregister)
+
+    def hold(self, num_bytes: int, purpose: str) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def activations(self, known: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def peak_bytes(self, reset: bool = False) -> int:
+        peak = torch.accelerator.max_memory_allocated(self.device)
+        if reset and peak:  # before the first allocation the allocator may not know the device
+            torch.accelerator.reset_peak_memory_stats(self.device)
+        return peak
+
+    # Copies
+
+    def upload(
+        self, source: torch.Tensor, target: torch.Tensor | None = None, lane: Lane = Lane.UPLOAD
+    ) -> torch.Tensor:
+        source = source.detach()
+        self.moved_bytes[lane] += bytes_of(source)
+        with self._on(lane):
+            if target is not None:
+                return target.copy_(source, non_blocking=True)
+            made = source.to(self.device, non_blocking=True, copy=True)
+        if lane is Lane.UPLOAD:
+            self._uploaded.append(made)
+        return made
+
+    def take_uploads(self) -> list[torch.Tensor]:
+        uploaded, self._uploaded = self._uploaded, []
+        return uploaded
+
+    def download(
+        self, source: torch.Tensor, target: torch.Tensor | None = None, lane: Lane = Lane.DOWNLOAD
+    ) -> torch.Tensor:
+        source = source.detach()
+        self.moved_bytes[lane] += bytes_of(source)
+        with self._on(lane):
+            if target is None:
+                if source.layout is not torch.strided:
+                    return source.cpu()
+                target = _pinned(source.shape, source.dtype, like=source)
+            return target.copy_(source, non_blocking=True)
+
+    def record(self, lane: Lane) -> Event:
+        return AcceleratorEvent(self._streams[lane])
+
+    def moment(self, lane: Lane = Lane.COMPUTE) -> AcceleratorMoment:
+        return AcceleratorMoment(self._streams[lane])
+
+    def anchor(self) -> tuple[AcceleratorMoment, float]:
+        idle = torch.Stream(self.device)
+        idle.synchronize()  # it has no work, but may have to be set up
+        moment = AcceleratorMoment(idle)
+        host_s = time.perf_counter()
+        idle.synchronize()
+        return moment, host_s
+
+    @contextlib.contextmanager
+    def annotate(self, name: str) -> Iterator[None]:
+        is_cuda = self.device.type == "cuda"
+        if is_cuda:  # torch's own ranges for NVIDIA's tools end at the thread in which they were switched on
+            torch.cuda.nvtx.range_push(name)
+        try:
+            with torch.profiler.record_function(name):
+                yield
+        finally:
+            if is_cuda:
+                torch.cuda.nvtx.range_pop()
+
+    def wait(self, lane: Lane, event: Event) -> None:
+        if isinstance(event, AcceleratorEvent):
+            self._streams[lane].wait_event(event.event)
+        else:
+            event.synchronize()
+
+    def check_ready(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Left to the vendor's tools, such as ``TORCH_CUDA_SANITIZER=1``."""
+
+    def synchronize(self) -> None:
+        for stream in self._streams:
+            stream.synchronize()
+
+    @contextlib.contextmanager
+    def random(self, seed: int) -> Iterator[None]:
+        with DrawingFrom(seed, torch.device("cpu")), DrawingFrom(seed, self.device):
+            yield
+
+
+def _pinned(shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor | None = None) -> torch.Tensor:
+    """Empty host memory, pinned if the system allows it; with the strides of another tensor."""
+    make: Callable[..., torch.Tensor] = functools.partial(torch.empty, shape, dtype=dtype)
+    if like is not None:
+        make = functools.partial(torch.empty_like, like, device="cpu")
+    try:
+        return make(pin_memory=True)
+    except RuntimeError as error:
+        made = make()
+        warn_unpinned(made.nbytes, str(error).partition("\n")[0])
+        return made
+
+
+def _registered(num_bytes: int) -> torch.Tensor:
+    """A byte buffer on whole pages of its own, since no page can be registered twice; left unpinned, with a warning,
+    where the system refuses.
+    """
+    on_pages = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    buffer = on_huge_pages(torch.frombuffer(mmap.mmap(-1, on_pages), dtype=torch.uint8, count=num_bytes))
+    reason = _register(None, buffer.data_ptr(), on_pages)
+    if reason is not None:
+        warn_unpinned(num_bytes, reason)
+    else:
+        weakref.finalize(buffer, _unregister, buffer.data_ptr())
+    return buffer
+
+
+def _register(device: torch.device | None, address: int, num_bytes: int) -> str | None:
+    """Pin a range of host memory through CUDA; None, or why the driver refused."""
+    result = torch.cuda.cudart().cudaHostRegister(address, num_bytes, _PORTABLE)
+    if int(result) == 0:
+        return None
+    with contextlib.suppress(RuntimeError, AssertionError):  # the refusal is reported by the next kernel's launch
+        torch.ones((), device=device or "cuda")
+    return f"cudaHostRegister: {result}"
+
+
+def _unregister(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)

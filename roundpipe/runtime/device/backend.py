@@ -1,0 +1,162 @@
+"""The device protocol: all that the runtime asks of a device, so that only backend files know what one is.
+
+A backend is one worker's view of one device. It owns five streams: COMPUTE, where layers run, UPLOAD and
+DOWNLOAD, where carried values are copied from and to the host beside it, and WEIGHTS and GRADIENTS, where the
+bulk of a visit is: a value that the next computation waits for must not queue behind the weights of the
+visit after it. Work on a stream is in order; work on two streams is ordered only by an event: `record` on
+the one, `wait` on the other.
+
+    upload(...) ; e = record(UPLOAD)          a copy to the device, and the event that it is done
+    wait(COMPUTE, e) ; layer(...)             the layer runs after it
+    d = record(COMPUTE) ; wait(DOWNLOAD, d)   a copy back to the host runs after the layer
+
+Sources: the stream model is CUDA's; `torch.Stream` and `torch.Event` give it for any accelerator.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from roundpipe.core.errors import ConfigError
+
+
+class Lane(enum.IntEnum):
+    """The streams of a backend, as indices."""
+
+    COMPUTE = 0
+    UPLOAD = 1
+    DOWNLOAD = 2
+    WEIGHTS = 3
+    GRADIENTS = 4
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One entry of ``devices=``: a device, and the limits to keep on it.
+
+    Raises:
+        ConfigError: a limit is not positive, or the device is not one torch knows.
+    """
+
+    device: str | torch.device = "cpu"
+    """Such as ``"cpu"``, ``"cuda:0"`` or ``torch.device("xpu", 1)``."""
+    memory_bytes: int | None = None
+    """Memory that may be used on it; None: no limit on the CPU, what is free on an accelerator. On an accelerator a
+    tenth of it is left to libraries and to transfers in flight, and the rest planned for."""
+    upload_bytes_per_s: float | None = None
+    """CPU only: speed of the modelled link from the host to the device; None: as fast as memory is."""
+    download_bytes_per_s: float | None = None
+    """CPU only: speed of the modelled link from the device to the host; None: as fast as memory is."""
+
+    def __post_init__(self) -> None:
+        try:
+            torch.device(self.device)
+        except RuntimeError as error:
+            raise ConfigError(f"devices: {self.device!r} is not a device torch knows ({error})") from None
+        for field in ("memory_bytes", "upload_bytes_per_s", "download_bytes_per_s"):
+            given = getattr(self, field)
+            if given is not None and (isinstance(given, bool) or not isinstance(given, int | float) or given <= 0):
+                raise ConfigError(f"Device({field}={given!r}): give a positive number, or None for no limit")
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the work before the event is done."""
+
+    def is_done(self) -> bool:
+        """Whether the work before the event is done."""
+
+
+class Moment(Protocol):
+    """When the work given to a stream before it was done."""
+
+    def is_done(self) -> bool:
+        """Whether that work is done."""
+
+    def seconds_since(self, earlier: Any) -> float:
+        """Seconds from another moment of the same backend to this one, negative if it was later; both must be done."""
+
+
+class Backend(Protocol):
+    """One worker's view of one device."""
+
+    device: torch.device
+    memory_budget_bytes: int | None
+    moved_bytes: list[int]
+    """By lane, bytes that copies were given to it for; only the worker's own thread writes it."""
+
+    def activate(self) -> AbstractContextManager[Any]:
+        """Make the device and its COMPUTE stream current in the calling thread."""
+
+    def allocate(self, num_bytes: int, purpose: str) -> torch.Tensor:
+        """A byte buffer on the device, counted under ``purpose`` until `free`."""
+
+    def free(self, buffer: torch.Tensor, purpose: str) -> None:
+        """Stop counting a buffer of `allocate`; its memory goes with the last reference."""
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        """A byte buffer of exactly this size in host memory, pinned for this device where that is possible."""
+
+    def hold(self, num_bytes: int, purpose: str) -> AbstractContextManager[Any]:
+        """Count bytes that others allocated for as long as the context is open."""
+
+    def activations(self, known: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
+        """Count what autograd keeps of work done inside, storages of ``known`` left out."""
+
+    def upload(
+        self, source: torch.Tensor, target: torch.Tensor | None = None, lane: Lane = Lane.UPLOAD
+    ) -> torch.Tensor:
+        """Copy to the device on the UPLOAD or WEIGHTS stream; always a copy, also where both are the CPU."""
+
+    def take_uploads(self) -> list[torch.Tensor]:
+        """What `upload` made on the UPLOAD stream since the last call; whoever gives work to COMPUTE keeps them until
+        that is done, since their memory is the UPLOAD stream's.
+        """
+
+    def download(
+        self, source: torch.Tensor, target: torch.Tensor | None = None, lane: Lane = Lane.DOWNLOAD
+    ) -> torch.Tensor:
+        """Copy to (pinned) host memory on the DOWNLOAD or GRADIENTS stream; always a copy."""
+
+    def record(self, lane: Lane) -> Event:
+        """An event after all work given to the stream so far."""
+
+    def moment(self, lane: Lane = Lane.COMPUTE) -> Moment:
+        """The moment after all work given to a stream so far; waits for nothing."""
+
+    def anchor(self) -> tuple[Moment, float]:
+        """A moment and its time by ``time.perf_counter``; waits for none of the backend's own work."""
+
+    def annotate(self, name: str) -> AbstractContextManager[Any]:
+        """Name what is done inside in the traces of profilers."""
+
+    def wait(self, lane: Lane, event: Event) -> None:
+        """Let later work on the stream run after the event, whichever backend recorded it."""
+
+    def check_ready(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raise SynchronizationError if COMPUTE did not wait for the copy that made one of them."""
+
+    def random(self, seed: int) -> AbstractContextManager[Any]:
+        """Draw random numbers from ``seed`` inside; the generator's state is as before afterwards."""
+
+    def peak_bytes(self, reset: bool = False) -> int:
+        """Largest number of bytes in use at once since the last reset."""
+
+    def synchronize(self) -> None:
+        """Block until all streams are done."""
+
+
+def is_profiled() -> bool:
+    """Whether a profiler of torch's is on, in whatever thread."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)

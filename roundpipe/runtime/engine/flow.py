@@ -1,0 +1,131 @@
+"""Which carried values each job takes and gives: liveness of names over a schedule.
+
+Values have names that are given once, so what a job must bring to the device is what its layers read and
+don't make themselves, and what it must bring to the host is what it makes and a later job reads. With
+layer recomputation each layer of a backward job takes its inputs by itself.
+
+Invariant: a name is dropped from the host right after its last reader, and never before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from roundpipe.core.layers import LayerSpec
+from roundpipe.core.schedule import Job, Phase, Schedule
+
+RecomputeGrain = Literal["stage", "layer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive layers of a job that autograd sees as one."""
+
+    layers: tuple[int, ...]
+    takes: tuple[str, ...]
+    """Names it reads and does not make."""
+    makes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class JobFlow:
+    """The values of one job, the same for every microbatch."""
+
+    segments: tuple[Segment, ...]
+    """In the order in which they run."""
+    gives: frozenset[str]
+    """Names that it makes and others read: brought to the host."""
+    drops: tuple[str, ...]
+    """Names that nobody reads after it."""
+    made_by: int | None
+    """Position in the round of the last job that makes a value it takes, or that ran one of its layers forward
+    and so left the buffers for its recomputation; None: all were there before."""
+
+
+def _segment(specs: Sequence[LayerSpec], layers: Iterable[int], extra_reads: Iterable[str] = ()) -> Segment:
+    layers = tuple(layers)
+    made: dict[str, None] = {}
+    taken: dict[str, None] = {}
+    for index in layers:
+        taken.update((name, None) for name in specs[index].reads if name not in made)
+        made.update((name, None) for name in specs[index].makes)
+    taken.update((name, None) for name in extra_reads if name not in made)
+    return Segment(layers, tuple(taken), tuple(made))
+
+
+def segments_of(
+    job: Job, specs: Sequence[LayerSpec], grain: RecomputeGrain, exit_reads: Sequence[str]
+) -> tuple[Segment, ...]:
+    """The segments of a job, in the order in which they run."""
+    if job.phase is Phase.BACKWARD and grain == "layer":
+        return tuple(_segment(specs, (index,)) for index in reversed(job.layers))
+    return (_segment(specs, job.layers, exit_reads if job.phase is Phase.FUSED else ()),)
+
+
+def flow(
+    schedule: Schedule,
+    specs: Sequence[LayerSpec],
+    *,
+    grain: RecomputeGrain,
+    exit_reads: Sequence[str],
+    kept: Iterable[str] = (),
+) -> tuple[JobFlow, ...]:
+    """The flow of each job of a schedule.
+
+    Args:
+        schedule: the round.
+        specs: one per layer.
+        grain: ``"stage"`` or ``"layer"``: what a backward job recomputes at once.
+        exit_reads: names that the model's outputs need.
+        kept: names that must stay on the host after the round.
+    """
+    segments = [segments_of(job, specs, grain, exit_reads) for job in schedule.jobs]
+    last_reader: dict[str, int] = {}
+    for position, parts in enumerate(segments):
+        for part in parts:
+            last_reader.update((name, position) for name in part.takes)
+    stay = set(kept)
+    if schedule.kind == "forward":
+        stay.update(exit_reads)
+    flows = []
+    maker: dict[str, int] = {}
+    forward_job: dict[int, int] = {}
+    for position, (job, parts) in enumerate(zip(schedule.jobs, segments, strict=True)):
+        gives: frozenset[str] = frozenset()
+        if job.phase is Phase.FORWARD:
+            made = {name for part in parts for name in part.makes}
+            gives = frozenset(name for name in made if name in stay or last_reader.get(name, -1) > position)
+        drops = tuple(name for name, last in last_reader.items() if last == position and name not in stay)
+        earlier = [maker[name] for part in parts for name in part.takes if name in maker]
+        if job.phase is Phase.FORWARD:
+            forward_job.update((index, position) for index in job.layers)
+        else:
+            earlier += [forward_job[index] for index in job.layers if index in forward_job]
+        made_by = max(earlier, default=None)
+        flows.append(JobFlow(parts, gives, drops, made_by))
+        maker.update((name, position) for name in gives)
+    return tuple(flows)
+
+
+def reads_of_backward(schedule: Schedule, specs: Sequence[LayerSpec], grain: RecomputeGrain) -> frozenset[str]:
+    """Names that the jobs of a backward schedule take: what a forward before it must keep."""
+    return frozenset(
+        name for job in schedule.jobs for part in segments_of(job, specs, grain, ()) for name in part.takes
+    )
+
+
+def names_with_gradient(specs: Sequence[LayerSpec], trainable: Sequence[bool], inputs: Iterable[str]) -> frozenset[str]:
+    """Names through which a gradient flows.
+
+    Args:
+        specs: one per layer.
+        trainable: per layer, whether it has a parameter that requires grad.
+        inputs: names of the first carry whose tensors require grad.
+    """
+    flowing = set(inputs)
+    for spec, has_trainable in zip(specs, trainable, strict=True):
+        if has_trainable or any(name in flowing for name in spec.reads):
+            flowing.update(spec.makes if spec.differentiable is None else spec.differentiable)
+    return frozenset(flowing)

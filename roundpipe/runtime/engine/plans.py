@@ -1,0 +1,411 @@
+"""Which plan a call gets: the user's, or the planner's, by estimated costs until there are measured ones.
+
+Plans are kept per chain, number of microbatches and size. What rounds took is learned from once they are over; the
+next round behind an optimizer step may then get another plan, if that is predicted to be faster by enough. Options
+left to choice (``"auto"``) are settled here too, before a batch is split.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from math import inf
+from typing import Any
+
+import torch
+
+from roundpipe.core import trees
+from roundpipe.core.errors import DeviceMemoryError
+from roundpipe.core.layers import ESTIMATED_LINK_BYTES_PER_S, LayerChain, LayerCost
+from roundpipe.core.schedule import ExecutePlan, make_schedule
+from roundpipe.planning.planner import least_seconds, peak_bytes, round_seconds
+from roundpipe.planning.planner import plan as choose_plan
+from roundpipe.planning.simulator import HardwareProfile, simulate
+from roundpipe.runtime.config import RECOMPUTE_GRAINS, RecomputeGrain, ResolvedConfig
+from roundpipe.runtime.device.host_memory import bytes_of
+from roundpipe.runtime.engine.round import Progress, Round
+from roundpipe.runtime.profiling.layer_times import LayerTimes, RoundTimes
+
+logger = logging.getLogger(__name__)
+
+REPLAN_GAIN = 0.03
+"""Share of a round's time that another plan must be predicted to save before it takes the place of the present one."""
+SHORTEST_ROUND_S = 0.02
+"""Rounds shorter than this keep their plan: what is measured of them is mostly noise."""
+FIRST_REPLAN = 2
+"""Measured rounds before the first look at the plan; then four times as many each time."""
+MEASURED_IN_A_ROW = 5
+"""Rounds of a chain that are measured from the start on; then every `MEASURED_EACH`-th."""
+MEASURED_EACH = 8
+
+MOST_SIMULATED = 4000
+"""Visits of layers, times microbatches, of the largest rounds that are simulated to choose among plans."""
+MOST_SIMULATED_WORKERS = 2000
+"""Workers, times microbatches, of such rounds: a replay lasts until all workers have had several visits."""
+TASK_S = 150e-6
+"""Seconds that a worker needs for a microbatch of a stage beside what layers take; tells many small microbatches from
+few large ones, and many small stages from few large ones, which cost the same otherwise."""
+
+ROOM_SHARES = (0.5, 0.0)
+"""Shares of what temporaries are estimated at that a plan leaves room for if it can't leave all of it."""
+
+GUESSED_ACTIVATIONS = 4
+"""Values as large as the arguments that a layer of a chain without measured costs is taken to keep."""
+
+Prediction = Callable[[ExecutePlan], float]
+"""Seconds per round of a plan."""
+
+
+@dataclass(slots=True)
+class Call:
+    """The microbatches of one call that share a chain."""
+
+    chain: LayerChain
+    config: ResolvedConfig
+    args: list[tuple[Any, ...]]
+    kwargs: list[dict[str, Any]]
+    labels: list[Any]
+    total_microbatches: int
+    """Of the whole call, for `num_microbatches`."""
+
+    @classmethod
+    def like_example(cls, chain: LayerChain, config: ResolvedConfig) -> Call:
+        """A call that is only planned: the example's elements, split evenly."""
+        number = config.num_microbatch
+        piece = torch.empty(-(-chain.example_elements // number), device="meta")
+        return cls(chain, config, [(piece,)] * number, [{}] * number, [None] * number, number)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of this round."""
+        return len(self.args)
+
+    def elements(self) -> int:
+        """Tensor elements of the largest microbatch's arguments."""
+        return max(
+            sum(tensor.numel() for tensor in trees.tensors(one)) for one in zip(self.args, self.kwargs, strict=True)
+        )
+
+    def argument_bytes(self) -> int:
+        """Bytes of the tensors in the largest microbatch's arguments."""
+        return max(sum(map(bytes_of, trees.tensors(one))) for one in zip(self.args, self.kwargs, strict=True))
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known of one chain."""
+
+    times: LayerTimes
+    plans: dict[tuple[Any, ...], ExecutePlan] = field(default_factory=dict)
+    looked_at: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    """Per plan, how many measured rounds there were when it was last chosen or looked at."""
+    spare_bytes: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    """Per plan, recomputation and size, the device memory left over."""
+    settled: dict[tuple[Any, ...], tuple[int, RecomputeGrain]] = field(default_factory=dict)
+    """Per size of batch, the options that were left to choice."""
+    num_rounds: int = 0
+    unread: list[tuple[Progress, RoundTimes, int]] = field(default_factory=list)
+    """Measured rounds that nobody has learned from: how far they are, their times, elements of their arguments."""
+
+
+class Plans:
+    """Chooses plans for the calls of one model.
+
+    Args:
+        num_workers: in the rotation.
+        budgets_bytes: per worker, what may be used of its device; None: no limit.
+        link_speeds: measured bytes per second up and down, per worker; infinity before anything was measured.
+        accelerators: whether some devices are not CPU workers. Then what a layer needs while it runs, and does not
+            keep, is in their memory too, and estimated seconds, which are an accelerator's, can be compared with what
+            its link takes.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        budgets_bytes: Iterable[int | None],
+        link_speeds: Callable[[], tuple[float, float]] = lambda: (inf, inf),
+        accelerators: bool = False,
+    ) -> None:
+        limits = [one for one in budgets_bytes if one is not None]
+        self._num_workers = num_workers
+        self._budget_bytes = min(limits) if limits else None
+        self._link_speeds = link_speeds
+        self._accelerators = accelerators
+        self._known: weakref.WeakKeyDictionary[LayerChain, _Known] = weakref.WeakKeyDictionary()
+        self._may_replan = False
+
+    def _of(self, chain: LayerChain) -> _Known:
+        known = self._known.get(chain)
+        if known is None:
+            known = self._known[chain] = _Known(LayerTimes(chain.costs, chain.example_elements))
+        return known
+
+    def plan(self, call: Call) -> ExecutePlan:
+        """The plan of a call: the user's, or the planner's for microbatches of this size.
+
+        Raises:
+            ScheduleError: the user's plan does not fit the chain.
+            DeviceMemoryError: a layer does not fit on a device.
+        """
+        chain, config = call.chain, call.config
+        if config.execute_plan is not None:
+            config.execute_plan.validate(len(chain))
+            return config.execute_plan
+        known = self._of(chain)
+        self._learn(known)
+        elements = call.elements()
+        size = times_the_example(chain, elements)
+        if self._budget_bytes is None:
+            size = round(size, 1)
+        elif not chain.example_elements:
+            size = call.argument_bytes()
+        key = (call.num_microbatches, config.recompute_grain, size)
+        present = known.plans.get(key)
+        if present is None:
+            costs = self.costs(chain, elements)
+            known.plans[key] = self._choose(call, costs, self._links(call.chain))
+            known.looked_at[key] = known.times.num_rounds
+        elif self._may_replan and known.times.num_rounds >= max(FIRST_REPLAN, 4 * known.looked_at[key]):
+            known.looked_at[key] = known.times.num_rounds
+            known.plans[key] = self._replanned(call, present)
+        self._may_replan = False
+        return known.plans[key]
+
+    def spare_bytes(self, call: Call, plan: ExecutePlan) -> int | None:
+        """Device memory that a training plan leaves over, as predicted; None: there is no limit."""
+        if self._budget_bytes is None:
+            return None
+        if not call.chain.example_elements:
+            return 0  # nobody knows
+        spare = self._of(call.chain).spare_bytes
+        grain, elements = call.config.recompute_grain, call.elements()
+        key = (plan, grain, elements)
+        if key not in spare:
+            costs = self.costs(call.chain, elements)
+            needed = peak_bytes(plan, costs, num_workers=self._num_workers, recompute_grain=grain)
+            spare[key] = max(self._budget_bytes - needed, 0)
+        return spare[key]
+
+    def step_made(self) -> None:
+        """An optimizer step was made: the next round may have another plan."""
+        self._may_replan = True
+
+    def costs(self, chain: LayerChain, elements: int) -> list[LayerCost]:
+        """Costs of a chain's layers for a microbatch of so many elements: measured ones once there are any.
+
+        With deterministic algorithms asked of torch they stay estimated, so that plans, and with them the order of
+        summation, are the same in every run.
+        """
+        if self.is_measured(chain):
+            found = self._of(chain).times.costs(elements)
+        else:
+            found = [cost.scaled(times_the_example(chain, elements)) for cost in chain.costs]
+        return with_temporaries(found) if self._accelerators else found
+
+    def measured(self, chain: LayerChain) -> list[LayerCost] | None:
+        """Measured costs for a microbatch like the example, or like the first one; None before there are any."""
+        return self.costs(chain, self._of(chain).times.example_elements) if self.is_measured(chain) else None
+
+    def is_measured(self, chain: LayerChain) -> bool:
+        """Whether costs rest on measured times."""
+        known = self._of(chain)
+        self._learn(known)
+        return known.times.num_rounds > 0 and not torch.are_deterministic_algorithms_enabled()
+
+    def _choose(self, call: Call, costs: list[LayerCost], links: tuple[float, float]) -> ExecutePlan:
+        choose = functools.partial(
+            choose_plan,
+            num_workers=self._num_workers,
+            num_microbatches=call.num_microbatches,
+            recompute_grain=call.config.recompute_grain,
+            names=[spec.name for spec in call.chain.specs],
+            predict=self._prediction(call, costs, links),
+            link_bytes_per_s=min(links),
+        )
+        if self._budget_bytes is None:
+            return choose(costs)
+        guessed = _with_guessed_activations(costs, call)
+        attempts = [guessed, *(with_temporaries(guessed, share) for share in ROOM_SHARES if self._accelerators)]
+        if guessed is not costs:
+            attempts.append(costs)  # a guess must not refuse what may fit
+        for attempt in attempts[:-1]:
+            with contextlib.suppress(DeviceMemoryError):
+                return choose(attempt, memory_budget_bytes=self._budget_bytes)
+        return choose(attempts[-1], memory_budget_bytes=self._budget_bytes)
+
+    def _replanned(self, call: Call, present: ExecutePlan) -> ExecutePlan:
+        """The best plan by what was measured, if it is better by enough; else the present one."""
+        if not self.is_measured(call.chain) or present.fused is None:
+            return present
+        costs, links = self.costs(call.chain, call.elements()), self._link_speeds()
+        seconds = self._prediction(call, costs, links) or self._recurrence(call, costs)
+        present_s = seconds(present)
+        if present_s < SHORTEST_ROUND_S:
+            return present
+        found = self._choose(call, costs, links)
+        found_s = seconds(found)
+        if found_s > (1 - REPLAN_GAIN) * present_s:
+            return present
+        logger.info(
+            "new plan from measured layer times: %d stages instead of %d, predicted %.3g s per round instead of %.3g s",
+            found.num_stages,
+            present.num_stages,
+            found_s,
+            present_s,
+        )
+        return found
+
+    def _links(self, chain: LayerChain) -> tuple[float, float]:
+        """Bytes per second up and down that go with a chain's costs: measured, or of the device they are estimated for.
+
+        What CPU workers take is not known before it is measured: nothing is said of their links until then.
+        """
+        if self.is_measured(chain):
+            return self._link_speeds()
+        if self._accelerators and chain.example_elements:
+            return ESTIMATED_LINK_BYTES_PER_S, ESTIMATED_LINK_BYTES_PER_S
+        return inf, inf
+
+    def _prediction(self, call: Call, costs: Sequence[LayerCost], links: tuple[float, float]) -> Prediction | None:
+        """The simulator's seconds per round of a plan; None if transfers take no time, or the simulator too much."""
+        number, workers, grain = call.num_microbatches, self._num_workers, call.config.recompute_grain
+        up, down = links
+        if (
+            min(up, down) == inf
+            or 2 * len(costs) * number > MOST_SIMULATED
+            or workers * number > MOST_SIMULATED_WORKERS
+        ):
+            return None
+        profile = HardwareProfile.of_devices(self._accelerators, upload_bytes_per_s=up, download_bytes_per_s=down)
+
+        @functools.cache
+        def seconds(plan: ExecutePlan) -> float:
+            found = simulate(make_schedule(plan, workers, number), costs, profile, recompute_grain=grain)
+            return found.seconds_per_round + self._tasks_s(plan.num_stages, number)
+
+        return seconds
+
+    def _tasks_s(self, num_stages: int, num_microbatches: int) -> float:
+        """Seconds per round that workers need beside what layers take."""
+        return TASK_S * num_stages * num_microbatches / self._num_workers
+
+    def _recurrence(self, call: Call, costs: Sequence[LayerCost]) -> Prediction:
+        """Seconds per round of a plan, transfers left out."""
+        return functools.partial(
+            round_seconds, costs=costs, num_workers=self._num_workers, num_microbatches=call.num_microbatches
+        )
+
+    def measure(self, made: Round, call: Call) -> None:
+        """Have a training round measured, if it is its turn; one without samples tells nothing."""
+        if trees.tensors([call.args, call.kwargs]) and not call.elements():
+            return
+        known = self._of(call.chain)
+        if known.num_rounds < MEASURED_IN_A_ROW or known.num_rounds % MEASURED_EACH == 0:
+            made.around.times = RoundTimes()
+            known.unread.append((made.progress, made.around.times, call.elements()))
+        known.num_rounds += 1
+
+    def settle(
+        self, config: ResolvedConfig, chain: LayerChain | None, batch_size: int | None, elements: int
+    ) -> ResolvedConfig:
+        """The options with what was left to choice (``"auto"``) chosen: the fastest that is predicted to fit.
+
+        Args:
+            config: of the call.
+            chain: the layers that it will run, most likely; None, before anything was traced: built-in options serve.
+            batch_size: samples in the batch; None: not known, and no number of microbatches is chosen.
+            elements: of the batch's tensor arguments.
+        """
+        if not config.auto or chain is None:
+            return config
+        known = self._of(chain)
+        key = (config.auto, config.num_microbatch, config.recompute_grain, batch_size, elements)
+        if key not in known.settled:
+            numbers: list[int] = [config.num_microbatch]
+            if "num_microbatch" in config.auto and batch_size is not None:
+                numbers = _numbers_of_microbatches(self._num_workers, batch_size)
+            grains: Sequence[RecomputeGrain] = (config.recompute_grain,)
+            if "recompute_grain" in config.auto and self._budget_bytes is not None:
+                grains = RECOMPUTE_GRAINS
+            known.settled[key] = self._fastest(chain, numbers, grains, elements) or (numbers[-1], grains[-1])
+        number, grain = known.settled[key]
+        return replace(config, num_microbatch=number, recompute_grain=grain)
+
+    def _fastest(
+        self, chain: LayerChain, numbers: Sequence[int], grains: Sequence[RecomputeGrain], elements: int
+    ) -> tuple[int, RecomputeGrain] | None:
+        """The fastest options that are predicted to fit, the first of equals; None if none does."""
+        pairs = list(product(numbers, grains))
+        costs = {number: self.costs(chain, -(-elements // number)) for number in numbers}
+
+        def options(number: int, grain: RecomputeGrain) -> dict[str, Any]:
+            limits = {"memory_budget_bytes": self._budget_bytes, "recompute_grain": grain}
+            return {"num_workers": self._num_workers, "num_microbatches": number, **limits}
+
+        least_s = [
+            least_seconds(costs[number], **options(number, grain)) + self._tasks_s(1, number) for number, grain in pairs
+        ]
+        best: tuple[float, int] | None = None
+        for position in sorted(range(len(pairs)), key=least_s.__getitem__):
+            if best is not None and least_s[position] > best[0]:
+                break
+            number, grain = pairs[position]
+            try:
+                found = choose_plan(costs[number], **options(number, grain))
+            except DeviceMemoryError:
+                continue
+            seconds = round_seconds(found, costs[number], num_workers=self._num_workers, num_microbatches=number)
+            seconds += self._tasks_s(found.num_stages, number)
+            if best is None or (seconds, position) < best:
+                best = seconds, position
+        if best is None:
+            return None
+        number, grain = pairs[best[1]]
+        logger.info("num_microbatch=%d, recompute_grain=%r: predicted %.3g s per round", number, grain, best[0])
+        return number, grain
+
+    def _learn(self, known: _Known) -> None:
+        """Take in the measured rounds that are over."""
+        while known.unread:
+            progress, times, elements = known.unread[0]
+            if not progress.is_over or not times.is_done:
+                return
+            known.unread.pop(0)
+            if not progress.failed:
+                known.times.learn(times, elements)
+
+
+def times_the_example(chain: LayerChain, elements: int) -> float:
+    """How many times the example a microbatch of so many elements is."""
+    return elements / chain.example_elements if chain.example_elements else 1.0
+
+
+def _numbers_of_microbatches(num_workers: int, batch_size: int) -> list[int]:
+    """Numbers worth a look, ascending: the built-in one, as many as workers, and multiples, up to single samples."""
+    found = {1, num_workers, num_workers + 1}
+    number = 2 * num_workers
+    while number < batch_size:
+        found.add(number)
+        number *= 2
+    return sorted({min(number, batch_size) for number in (*found, batch_size)})
+
+
+def with_temporaries(costs: Sequence[LayerCost], share: float = 1.0) -> list[LayerCost]:
+    """Costs that count what comes and goes within a layer: a backward's temporaries are like its forward's."""
+    return [replace(cost, temporary_bytes=round(share * cost.workspace_bytes)) for cost in costs]
+
+
+def _with_guessed_activations(costs: list[LayerCost], call: Call) -> list[LayerCost]:
+    """Costs for a chain that nobody measured: a layer keeps and passes on a few times the call's arguments."""
+    if call.chain.example_elements or any(cost.activation_bytes or cost.carry_bytes for cost in costs):
+        return costs
+    given_bytes = call.argument_bytes()
+    return [
+        replace(cost, activation_bytes=GUESSED_ACTIVATIONS * given_bytes, carry_bytes=given_bytes) for cost in costs
+    ]

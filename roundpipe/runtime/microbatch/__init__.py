@@ -1,0 +1,5 @@
+"""A batch of arguments in microbatches, and their outputs as one again.
+
+May use: config.
+Start reading: `split`.
+"""

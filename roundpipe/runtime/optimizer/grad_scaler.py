@@ -1,0 +1,328 @@
+"""Loss scaling that is safe with an optimizer that runs one step behind.
+
+torch's scaler has one scale. Here the losses of round k+1 are scaled while ``step_fn`` of step k may be
+changing it, so there are three, and they change hands only between two steps (`ScalerScope.begin_step`,
+called in the training thread when the previous update has finished):
+
+    latest     result of the last ``update()``               written in step_fn
+    published  multiplies losses, the same in a whole round  := latest   at each step
+    unscaling  divides the gradients of the running step     := published, before it changes
+
+Invariant: a gradient is divided by the scale that its loss was multiplied with. Where steps are not
+asynchronous the three agree and the scales are those of ``torch.amp.GradScaler``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from roundpipe.core.errors import ConfigError
+
+
+class ScalerScope:
+    """The scalers that the ``step_fn``s of one model have used."""
+
+    def __init__(self) -> None:
+        self._scalers: weakref.WeakSet[GradScaler] = weakref.WeakSet()
+
+    @property
+    def in_use(self) -> bool:
+        """Whether there are any, so that a step may be skipped."""
+        return bool(self._scalers)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """While open, scalers used in this thread belong to the scope."""
+        token = _SCOPE.set(self)
+        try:
+            yield
+        finally:
+            _SCOPE.reset(token)
+            for scaler in list(self._scalers):
+                scaler._end_step()
+
+    def begin_step(self) -> None:
+        """A step begins; the previous one has finished."""
+        for scaler in list(self._scalers):
+            scaler._begin_step()
+
+    def state(self) -> list[tuple[GradScaler, tuple[Any, ...]]]:
+        """What `begin_step` changes, for `restore`."""
+        return [(scaler, scaler._step_state()) for scaler in list(self._scalers)]
+
+    def restore(self, state: list[tuple[GradScaler, tuple[Any, ...]]]) -> None:
+        """Undo a `begin_step` whose step was not made."""
+        for scaler, values in state:
+            scaler._restore_step(*values)
+
+    def publish(self) -> None:
+        """No gradient is under way: losses may be scaled by the latest scale."""
+        for scaler in list(self._scalers):
+            scaler._publish()
+
+    def add(self, scaler: GradScaler) -> bool:
+        """Take a scaler in; whether it is new."""
+        if scaler in self._scalers:
+            return False
+        self._scalers.add(scaler)
+        return True
+
+
+_SCOPE: ContextVar[ScalerScope | None] = ContextVar("roundpipe_scaler_scope", default=None)
+
+
+class GradScaler:
+    """``torch.amp.GradScaler`` for `RoundPipe.step`, asynchronous or not.
+
+    Use ``scale`` in ``loss_fn`` and ``unscale_``, ``step`` and ``update`` in ``step_fn``; ``update`` may also
+    follow ``model.step(...)`` in the training loop. A gradient that overflowed skips ``optimizer.step``.
+
+    Args:
+        device: accepted because torch's class has it; losses and gradients may be on any device.
+        init_scale: scale of the first losses.
+        growth_factor: the scale grows by this after ``growth_interval`` steps without overflow.
+        backoff_factor: an overflow makes the scale this times the scale that overflowed.
+        growth_interval: steps without overflow before the scale grows.
+        enabled: False makes everything but ``optimizer.step`` do nothing.
+
+    Raises:
+        ConfigError: a factor that does not grow or back off; also a `ValueError`.
+    """
+
+    def __init__(
+        self,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
+        if (
+            not all(isinstance(one, int | float) for one in numbers)
+            or growth_factor <= 1.0
+            or not 0.0 < backoff_factor < 1.0
+            or growth_interval < 1
+            or init_scale <= 0.0
+        ):
+            raise ConfigError(
+                f"GradScaler: got init_scale={init_scale!r}, growth_factor={growth_factor!r}, "
+                f"backoff_factor={backoff_factor!r}, growth_interval={growth_interval!r}; allowed: numbers, "
+                "init_scale > 0, growth_factor > 1, backoff_factor between 0 and 1, growth_interval >= 1"
+            )
+        self._growth_factor = float(growth_factor)
+        self._backoff_factor = float(backoff_factor)
+        self._growth_interval = growth_interval
+        self._enabled = enabled
+        self._latest = self._published = float(init_scale)
+        self._unscaling: float | None = None
+        self._growth_tracker = 0
+        self._overflowed: dict[torch.optim.Optimizer, bool] = {}
+        self._stepped: set[torch.optim.Optimizer] = set()
+        self._scoped = self._in_step = False
+        self._deferred_update: tuple[float | None] | None = None
+        self._lock = threading.Lock()
+
+    def scale(self, outputs: Any) -> Any:
+        """A loss, or a list or tuple of losses, times the scale of this round."""
+        if not self._enabled:
+            return outputs
+        if isinstance(outputs, torch.Tensor):
+            factor = torch.full((), self._published, dtype=torch.float32, device=outputs.device)
+            return outputs * factor
+        if isinstance(outputs, list | tuple):
+            return type(outputs)([self.scale(one) for one in outputs])
+        raise ConfigError(f"scale() got a {type(outputs).__name__}; give a tensor, or a list or tuple of them")
+
+    @torch.no_grad()
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients of an optimizer's parameters by the scale of their losses.
+
+        Raises:
+            ConfigError: called twice in one step, or the gradients are float16.
+        """
+        if not self._enabled:
+            return
+        self._enter_scope()
+        if optimizer in self._overflowed:
+            raise ConfigError("unscale_() was called twice for this optimizer since the last update()")
+        inverse = 1.0 / (self._published if self._unscaling is None else self._unscaling)
+        overflowed = False
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    overflowed |= _unscale(parameter, inverse)
+        self._overflowed[optimizer] = overflowed
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """``optimizer.step(*args, **kwargs)`` on unscaled gradients, or nothing if they overflowed.
+
+        Returns:
+            What ``optimizer.step`` returned; None if it was skipped.
+
+        Raises:
+            ConfigError: called twice in one step, or with a closure.
+        """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        if args or "closure" in kwargs:
+            raise ConfigError("GradScaler.step() takes no closure; evaluate the loss before the step")
+        self._enter_scope()
+        if optimizer in self._stepped:
+            raise ConfigError("step() was called twice for this optimizer since the last update()")
+        if optimizer not in self._overflowed:
+            self.unscale_(optimizer)
+        self._stepped.add(optimizer)
+        return None if self._overflowed[optimizer] else optimizer.step(**kwargs)
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Adapt the scale to whether this step's gradients overflowed, or set it.
+
+        Called while ``step_fn`` runs in another thread, or has yet to, it takes effect when that is done.
+        """
+        if not self._enabled:
+            return
+        if not isinstance(new_scale, int | float | torch.Tensor | None):
+            raise ConfigError(f"update() got new_scale={new_scale!r}; give a number, a tensor of one element, or None")
+        value = None if new_scale is None else float(new_scale)
+        inside = _SCOPE.get() is not None
+        with self._lock:
+            if not inside and (self._in_step or (not self._overflowed and value is None)):
+                self._deferred_update = (value,)
+            else:
+                self._apply_update(value)
+
+    def _apply_update(self, new_scale: float | None) -> None:
+        used = self._published if self._unscaling is None else self._unscaling
+        if new_scale is not None:
+            self._latest = new_scale
+        elif any(self._overflowed.values()):
+            # A later loss may have been scaled, and have overflowed, before this was known: back off once.
+            self._latest = min(self._latest, used * self._backoff_factor)
+            self._growth_tracker = 0
+        elif self._overflowed:
+            self._growth_tracker += 1
+            if self._growth_tracker >= self._growth_interval:
+                self._latest *= self._growth_factor
+                self._growth_tracker = 0
+        self._forget_step()
+        if not self._scoped:
+            self._published = self._latest
+
+    def _forget_step(self) -> None:
+        self._overflowed.clear()
+        self._stepped.clear()
+        self._deferred_update = None
+
+    def _enter_scope(self) -> None:
+        scope = _SCOPE.get()
+        if scope is not None and scope.add(self):
+            with self._lock:
+                self._scoped = self._in_step = True
+
+    def _begin_step(self) -> None:
+        with self._lock:
+            self._forget_step()
+            self._unscaling = self._published
+            self._published = self._latest
+            self._in_step = True
+
+    def _step_state(self) -> tuple[float | None, float, bool]:
+        with self._lock:
+            return self._unscaling, self._published, self._in_step
+
+    def _restore_step(self, unscaling: float | None, published: float, in_step: bool) -> None:
+        with self._lock:
+            self._unscaling, self._published, self._in_step = unscaling, published, in_step
+
+    def _end_step(self) -> None:
+        with self._lock:
+            self._in_step = False
+            if self._deferred_update is not None:
+                self._apply_update(*self._deferred_update)
+
+    def _publish(self) -> None:
+        with self._lock:
+            self._published = self._latest
+
+    def get_scale(self) -> float:
+        """The latest scale inside ``step_fn``, elsewhere the scale of the losses of this round."""
+        if not self._enabled:
+            return 1.0
+        return self._published if _SCOPE.get() is None else self._latest
+
+    def get_growth_factor(self) -> float:
+        """Factor by which the scale grows."""
+        return self._growth_factor
+
+    def get_backoff_factor(self) -> float:
+        """Factor by which the scale backs off."""
+        return self._backoff_factor
+
+    def get_growth_interval(self) -> int:
+        """Steps without overflow before the scale grows."""
+        return self._growth_interval
+
+    def is_enabled(self) -> bool:
+        """Whether losses are scaled."""
+        return self._enabled
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, with the keys of ``torch.amp.GradScaler``; call ``model.synchronize()`` before."""
+        if not self._enabled:
+            return {}
+        return {
+            "scale": self._latest,
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+            "_growth_tracker": self._growth_tracker,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state, of this class or of ``torch.amp.GradScaler``.
+
+        Raises:
+            ConfigError: the state is that of a disabled scaler.
+        """
+        if not self._enabled:
+            return
+        if not state_dict:
+            raise ConfigError("load_state_dict() got an empty state, as a disabled GradScaler gives it")
+        missing = [key for key in self.state_dict() if key not in state_dict]
+        if missing:
+            raise ConfigError(f"load_state_dict() got a state without {', '.join(missing)}; give one of a GradScaler")
+        with self._lock:
+            self._latest = self._published = float(state_dict["scale"])
+            self._unscaling = None
+            self._growth_factor = float(state_dict["growth_factor"])
+            self._backoff_factor = float(state_dict["backoff_factor"])
+            self._growth_interval = int(state_dict["growth_interval"])
+            self._growth_tracker = int(state_dict["_growth_tracker"])
+            self._forget_step()
+
+
+def _unscale(parameter: torch.Tensor, inverse: float) -> bool:
+    """Scale one gradient in place; whether it holds an infinity or a NaN."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if gradient.dtype == torch.float16:
+        raise ConfigError(
+            "unscale_() got float16 gradients, which would underflow; keep the optimizer's parameters in "
+            "float32: RoundPipe(..., optim_dtype=torch.float32)"
+        )
+    if gradient.is_sparse:
+        gradient = parameter.grad = gradient.coalesce()
+        gradient = gradient.values()
+    gradient.mul_(inverse)
+    if gradient.numel() == 0:
+        return False
+    return not bool(torch.isfinite(torch.linalg.vector_norm(gradient, ord=float("inf"))))

@@ -1,0 +1,80 @@
+"""Loads into the user's own model, behind the wrapper: the optimizer's copies must not bring the old weights back.
+
+Each module of the model gets a hook before its ``load_state_dict`` (wait for the running update, which writes into the
+model) and one after (start the copies of its own parameters again from what was loaded, which with ``assign=True`` are
+new parameter objects). So a load into any part of the model counts, and one into the whole costs each copy once.
+Invariant: copies and pickles of the model carry hooks that do nothing, and a model whose wrapper is gone or closed
+has none.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe.runtime.optimizer.optimizer import OptimizerSide
+
+
+class _Hook:
+    """Called by torch with the module that loads; does nothing in a copy, which has no optimizer's side."""
+
+    def __init__(self, optimizer: OptimizerSide, name: str) -> None:
+        self._optimizer: weakref.ref[OptimizerSide] | None = weakref.ref(optimizer)
+        self._name = name
+        """Of the module that the hook is on."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_optimizer": None, "_name": self._name}
+
+    @property
+    def optimizer(self) -> OptimizerSide | None:
+        return None if self._optimizer is None else self._optimizer()
+
+
+class _Before(_Hook):
+    def __call__(self, module: nn.Module, *arguments: Any) -> None:
+        if self.optimizer is not None:
+            self.optimizer.before_load()
+
+
+class _After(_Hook):
+    def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
+        if self.optimizer is not None:
+            self.optimizer.after_load(_own_parameters(self._name, module))
+
+
+def _own_parameters(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """A module's own parameters, and those of script modules right below it, which take no hooks."""
+    yield from module.named_parameters(name, recurse=False, remove_duplicate=False)
+    for child_name, child in module.named_children():
+        if isinstance(child, torch.jit.ScriptModule):
+            yield from child.named_parameters(f"{name}.{child_name}" if name else child_name, remove_duplicate=False)
+
+
+class LoadWatch:
+    """Watches the ``load_state_dict`` of one model.
+
+    Args:
+        model: the user's model.
+        optimizer: whose copies follow; held weakly.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: OptimizerSide) -> None:
+        self._handles = [
+            handle
+            for name, module in model.named_modules(remove_duplicate=False)
+            if not isinstance(module, torch.jit.ScriptModule)
+            for handle in (
+                module.register_load_state_dict_pre_hook(_Before(optimizer, name)),
+                module.register_load_state_dict_post_hook(_After(optimizer, name)),
+            )
+        ]
+
+    def end(self) -> None:
+        """Take the hooks off the model; safe to call twice."""
+        for handle in self._handles:
+            handle.remove()

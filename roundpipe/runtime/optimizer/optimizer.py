@@ -1,0 +1,637 @@
+"""The optimizer's side of a model: its parameters, and the thread that updates them one step behind.
+
+The model side (host weights that devices read, gradients that devices bring down into ``.grad``) and the
+optimizer side (copies in ``optim_dtype`` with gradients of their own) meet in two places only:
+
+    step k     wait for update k-1
+               per parameter, once round k has uploaded it for the last time: weights W[k-1] into the model,
+               once round k has added to it for the last time: gradients out of it      `_exchange`
+               update k: step_fn, which makes W[k] from W[k-1]                        optimizer thread
+    round k+1  trains on W[k-1] meanwhile; after a step that is not asynchronous, on W[k]
+
+so that for SGD ``W[k] = W[k-1] - lr * grad(W[max(k-2, 0)])``.
+
+Invariant: a gradient is in one place, the model's ``.grad`` or the copy's, until `synchronize` shows it:
+then the model's ``.grad`` is a view of the copy's, taken back at the next call (`begin_call`) with what
+the user did to it. Weights are copied in place, never re-bound: devices read the same memory.
+
+Whether ``step_fn`` is running: `inside_optimizer`, also set by the context manager `OptimizerCtx`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe.core.caller import warn
+from roundpipe.core.errors import ClosedError, ConfigError, DeadlockError, enumerated
+from roundpipe.reports.timeline import OPTIMIZER
+from roundpipe.runtime.device.host_memory import is_plain
+from roundpipe.runtime.optimizer.grad_scaler import GradScaler, ScalerScope
+from roundpipe.runtime.profiling.recorder import HostLog
+from roundpipe.runtime.weights.gate import Gates, Question, Rounds, Uses
+from roundpipe.runtime.weights.parameter_pairs import (
+    Pair,
+    ParameterPair,
+    Seen,
+    copy_in,
+    groups_of,
+    make_pairs,
+    num_bytes,
+    take_gradients,
+)
+from roundpipe.runtime.worker import Worker
+
+__all__ = ["GradScaler", "OptimizerCtx", "OptimizerSide", "inside_optimizer"]
+
+DEADLINE_S = 1800.0
+"""How long a call waits for an update before it gives up."""
+REST_S = 0.001
+"""How often the optimizer's thread looks whether a round is done with more parameters."""
+
+_INSIDE: ContextVar[bool] = ContextVar("roundpipe_inside_optimizer", default=False)
+_RUNNING: ContextVar[OptimizerSide | None] = ContextVar("roundpipe_running_optimizer", default=None)
+
+
+def inside_optimizer() -> bool:
+    """Whether parameters asked for in this thread are the optimizer's."""
+    return _INSIDE.get()
+
+
+class OptimizerCtx:
+    """While open, ``parameters()`` and ``named_parameters()`` of a RoundPipe model are the optimizer's."""
+
+    def __init__(self) -> None:
+        self._tokens: list[Token[bool]] = []
+
+    def __enter__(self) -> OptimizerCtx:
+        self._tokens.append(_INSIDE.set(True))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _INSIDE.reset(self._tokens.pop())
+
+
+@dataclass(slots=True)
+class _Update:
+    """One asynchronous update: set by the optimizer thread, awaited by the next call that needs it."""
+
+    step_index: int
+    started_s: float
+    done: threading.Event = field(default_factory=threading.Event)
+    taken: threading.Lock = field(default_factory=threading.Lock)
+    """Whoever gets it decides: the optimizer's thread runs the update, an interrupted `step` takes it back."""
+
+
+class _IdleWatch:
+    """Until a ``step_fn`` has written a copy: whether one leaves all that have gradients as they are."""
+
+    def __init__(self) -> None:
+        self._looks = True
+        self._is_due = False
+        self._before: list[Seen] = []
+
+    def before(self, pairs: Iterable[Pair]) -> None:
+        """``step_fn`` is about to run."""
+        copies = [pair.copy for pair in pairs if pair.copy is not None] if self._looks else []
+        self._before = [Seen.of(copy) for copy in copies] if any(copy.grad is not None for copy in copies) else []
+
+    def after(self, scalers: ScalerScope) -> None:
+        """It has run. Gradients that it took away, or that a scaler may have refused, were to have no effect."""
+        before, self._before = self._before, []
+        if not before:
+            return
+        if any(copy.is_marked or copy.has_other_values for copy in before):
+            self._looks = False
+            return
+        gradients = [copy.parameter.grad for copy in before]
+        left = [one for one in gradients if one is not None and one.layout is torch.strided]
+        if scalers.in_use or not any(bool(one.any()) for one in left) or not all(one.isfinite().all() for one in left):
+            return
+        self._looks, self._is_due = False, True
+
+    def tell(self) -> None:
+        """Warn, once; called from the training thread."""
+        if self._is_due:
+            self._is_due = False
+            warn(
+                "step_fn changed none of the parameters that have gradients. Unless that is meant (such as to let "
+                "gradients accumulate), the optimizer is made from other parameters: make it from "
+                "model.optim_parameters(), not from model.parameters() or those of the original module"
+            )
+
+
+class OptimizerSide:
+    """Copies of a model's trainable parameters, and the updates of them.
+
+    All methods are called from the training thread. ``step_fn`` may do anything with the copies, and
+    should leave the rest of the model alone; optimizers that evaluate the loss themselves (LBFGS)
+    need a step that is not asynchronous, in which the model may be called and runs on the copies' present values.
+
+    Args:
+        named_parameters: gives names and parameters of the model, in order; a shared parameter may come under
+            each of its names and has one copy. A function is asked again before each step and whenever the copies
+            are asked for, so that parameters that were replaced or added since are found.
+        optim_dtype: dtype of the copies of floating-point parameters; None keeps each parameter's.
+        name: of the model, for messages.
+        gates: lets an asynchronous step hand over in the optimizer's thread, parameter by parameter; None hands
+            all over before `step` returns.
+        rounds: that use the parameters; None: there are none, or none is running when a method is called.
+        deadline_s: how long to wait for an update.
+
+    Raises:
+        ConfigError: ``optim_dtype`` is not a floating-point dtype.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]] | Callable[[], Iterable[tuple[str, nn.Parameter]]],
+        optim_dtype: torch.dtype | None = None,
+        *,
+        name: str = "model",
+        gates: Gates | None = None,
+        rounds: Rounds | None = None,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        if not isinstance(optim_dtype, torch.dtype | None) or not (
+            optim_dtype is None or optim_dtype.is_floating_point
+        ):
+            raise ConfigError(f"optim_dtype is {optim_dtype!r}; give a floating-point torch.dtype, or None")
+        self._named_parameters = named_parameters if callable(named_parameters) else None
+        self._pairs, self._by_name = make_pairs(named_parameters() if callable(named_parameters) else named_parameters)
+        self._optim_dtype = optim_dtype
+        self._name = name
+        self._gates = gates
+        self._rounds = rounds
+        self._deadline_s = deadline_s
+        self._scalers = ScalerScope()
+        self._worker = Worker(f"roundpipe-optimizer-{name}")
+        self._finalizer = weakref.finalize(self, self._worker.close)
+        self._num_steps = 0
+        self.log = HostLog(OPTIMIZER)
+        """Where the time of steps goes."""
+        self._update: _Update | None = None
+        self._error: BaseException | None = None
+        self._weights_changed = False
+        self._gradients_due = False
+        self._is_settled = True
+        """Whether nothing was called or stepped since the last `synchronize`."""
+        self._idle = _IdleWatch()
+        self._closed = False
+        self.is_async = False
+        """Whether the last step was asynchronous."""
+
+    # ---------------------------------------------------------------------------------- parameters
+
+    def optim_parameters(self) -> Iterator[nn.Parameter]:
+        """The optimizer's copies of the parameters that are trainable now."""
+        for _, parameter in self.optim_named_parameters():
+            yield parameter
+
+    def optim_named_parameters(
+        self, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The copies with the original names.
+
+        Args:
+            prefix: put before each name, with a dot.
+            remove_duplicate: give a shared parameter once, under its first name.
+
+        Raises:
+            ConfigError: ``prefix`` is not a string.
+        """
+        if not isinstance(prefix, str):
+            raise ConfigError(f"prefix is {type(prefix).__name__}; give a string that is put before each name")
+        chosen = self._trainable()
+        names = {pair.names[0]: pair for pair in chosen}
+        if not remove_duplicate:
+            names = {name: pair for name, pair in self._by_name.items() if pair.parameter.requires_grad}
+        for name, pair in names.items():
+            assert pair.copy is not None
+            yield (f"{prefix}.{name}" if prefix else name), pair.copy
+
+    def parameter_pairs(self) -> Sequence[ParameterPair]:
+        """Every parameter once, frozen ones too; makes no copies, and shows those that are made later."""
+        return tuple(self._pairs)
+
+    def _trainable(self) -> list[Pair]:
+        """The pairs of trainable parameters; those that had no copy get one."""
+        if self._named_parameters is not None:
+            now = list(self._named_parameters())
+            known = self._by_name
+            if len(now) != len(known) or any(
+                name not in known or known[name].parameter is not parameter for name, parameter in now
+            ):
+                self._pairs, self._by_name = make_pairs(now, self._pairs)
+        chosen = [pair for pair in self._pairs if pair.parameter.requires_grad]
+        for pair in chosen:
+            if pair.copy is None:
+                pair.make_copy(self._optim_dtype)
+            elif self._optim_dtype is None:
+                pair.follow_dtype()
+        return chosen
+
+    # --------------------------------------------------------------------------------------- steps
+
+    def step(
+        self,
+        step_fn: Callable[..., Any],
+        is_async: bool = True,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Hand the gradients to the optimizer and update its parameters.
+
+        Args:
+            step_fn: does the update; its arguments are ``args`` and ``kwargs``.
+            is_async: return at once and let the next round train on the weights before this update; False
+                runs ``step_fn`` in this thread and copies its result into the model.
+
+        Raises:
+            ConfigError: called inside a ``step_fn``, or ``step_fn`` can't be called.
+            ClosedError: the model was closed.
+            Exception: whatever the previous asynchronous ``step_fn`` raised, before anything of this step
+                happens; whatever this one raises, if it is not asynchronous.
+        """
+        if not callable(step_fn):
+            raise ConfigError(f"step_fn is {step_fn!r}; give a function that does one optimizer step")
+        if not isinstance(is_async, bool):
+            raise ConfigError(
+                f"is_async is {type(is_async).__name__}; give True or False. What step_fn takes comes behind it: "
+                "step(step_fn, True, argument)"
+            )
+        if _RUNNING.get() is self:
+            raise ConfigError("step() was called inside step_fn; a step can't contain another one")
+        self._ready("step()", finish_rounds=not is_async)
+        self.is_async = is_async
+        self._trainable()
+        pairs = self._with_copies()
+        self._take_writes(pairs)
+        for pair in pairs:
+            if pair.is_frozen and pair.copy is not None:
+                pair.copy.grad = None
+        if is_async:
+            self._submit(pairs, step_fn, args, kwargs or {})
+            return
+        self._scalers.begin_step()
+        self._gradients_due = False
+        self._num_steps += 1
+        self._exchange(pairs)
+        try:
+            self._call(step_fn, self._num_steps, args, kwargs or {})
+        finally:
+            self._copy_in(pairs)
+            self._scalers.publish()
+        self._idle.tell()
+
+    def _submit(
+        self, pairs: list[Pair], step_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Hand an update to the optimizer's thread, or, if interrupted, leave all as it was before the step."""
+        exchanged = None if self._gates is None else pairs
+        rounds = () if self._rounds is None else self._rounds.running()
+        update = _Update(self._num_steps + 1, time.monotonic())
+        due = self._gradients_due
+        scales = self._scalers.state()
+        try:
+            if self._gates is None:
+                self._exchange(pairs)
+            else:
+                self._gates.close(pair.parameter for pair in pairs)
+            self._scalers.begin_step()
+            self._gradients_due = False
+            self._num_steps, self._update = update.step_index, update
+            self._worker.submit(lambda: self._run_update(update, exchanged, rounds, step_fn, args, kwargs))
+        except BaseException:
+            if update.taken.acquire(blocking=False):  # otherwise the thread has it, and the step is made
+                self._scalers.restore(scales)
+                self._gradients_due = due
+                self._num_steps = update.step_index - 1
+                update.done.set()
+                if self._gates is not None:
+                    self._gates.open(pair.parameter for pair in pairs)
+            raise
+
+    def _run_update(
+        self,
+        update: _Update,
+        exchanged: list[Pair] | None,
+        rounds: Sequence[Uses],
+        step_fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """One asynchronous update, in the optimizer thread; none on the gradients of a round that failed."""
+        if not update.taken.acquire(blocking=False):
+            return
+        try:
+            if exchanged is not None:
+                self._exchange(exchanged, rounds)
+            if any(round_.failed for round_ in rounds):
+                return
+            self._call(step_fn, update.step_index, args, kwargs)
+        except BaseException as error:  # raised again in the training thread
+            self._error = error
+        finally:
+            update.done.set()
+
+    def _call(
+        self, step_fn: Callable[..., Any], step_index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        token = _RUNNING.set(self)
+        self._weights_changed = True
+        try:
+            with self.log.doing("update", f"optimizer step {step_index}"), OptimizerCtx(), self._scalers.running():
+                self._idle.before(self._pairs)
+                step_fn(*args, **kwargs)
+                self._idle.after(self._scalers)
+        except BaseException as error:
+            error.add_note(f"raised in step_fn of step {step_index} of {self._name}")
+            raise
+        finally:
+            _RUNNING.reset(token)
+
+    @torch.no_grad()
+    def _exchange(self, pairs: list[Pair], rounds: Sequence[Uses] = ()) -> None:
+        """Latest weights into the model, gradients out of it; opens the gates of parameters as they are done.
+
+        Args:
+            pairs: whose.
+            rounds: that are running, or were; each parameter is touched once they are done with it.
+        """
+        changed, self._weights_changed = self._weights_changed, False
+        is_inside = _RUNNING.get() is self  # a loss of two forwards is evaluated on weights that stay as they are
+
+        def give(group: list[Pair]) -> None:
+            if changed:
+                with self.log.doing("hand-over", "weights into the model", bytes=num_bytes(group)):
+                    copy_in([pair for pair in group if pair.is_behind] if is_inside else group)
+            if self._gates is not None:
+                self._gates.weights.open(pair.parameter for pair in group)
+
+        def take(group: list[Pair]) -> None:
+            if not any(round_.failed for round_ in rounds):
+                with self.log.doing("hand-over", "gradients to the optimizer", bytes=num_bytes(group)):
+                    take_gradients(group)
+            if self._gates is not None:
+                self._gates.gradients.open(pair.parameter for pair in group)
+
+        def turns(pair: Pair) -> tuple[int, int]:
+            given, taken = zip((0, 0), *(round_.turns(pair.parameter) for round_ in rounds), strict=True)
+            return max(given), max(taken)
+
+        groups = list(groups_of(pairs, turns))
+        to_give = deque(
+            (group, [round_.ask_uploaded(pair.parameter for pair in group) for round_ in rounds])
+            for _, group in sorted(groups, key=lambda one: one[0][0])
+        )
+        to_take = deque(
+            (group, [round_.ask_added(pair.parameter for pair in group) for round_ in rounds])
+            for _, group in sorted(groups, key=lambda one: one[0][1])
+        )
+
+        def may_go(queue: deque[tuple[list[Pair], list[Question]]]) -> bool:
+            return bool(queue) and all(is_done() for is_done in queue[0][1])
+
+        try:
+            while to_give or to_take:
+                if may_go(to_give):
+                    give(to_give.popleft()[0])
+                elif may_go(to_take):
+                    take(to_take.popleft()[0])
+                else:
+                    with self.log.doing("waits", "wait for uploads" if to_give else "wait for gradients"):
+                        while not may_go(to_give) and not may_go(to_take):
+                            time.sleep(REST_S)
+        finally:
+            if self._gates is not None:
+                self._gates.open(pair.parameter for pair in pairs)
+
+    @torch.no_grad()
+    def _copy_in(self, pairs: list[Pair]) -> None:
+        self._weights_changed = False
+        for _, group in groups_of(pairs):
+            with self.log.doing("hand-over", "weights into the model", bytes=num_bytes(group)):
+                copy_in(group)
+
+    # --------------------------------------------------------------------------------------- calls
+
+    def begin_call(self, adds_gradients: bool = True) -> None:
+        """A call into the model begins: raise what ``step_fn`` raised, take back gradients that were shown.
+
+        Args:
+            adds_gradients: False leaves gradients shown, for a call that brings no new ones.
+
+        Raises:
+            ClosedError: the model was closed.
+            ConfigError: called inside an asynchronous ``step_fn``.
+            Exception: whatever the previous asynchronous ``step_fn`` raised.
+        """
+        if self._closed:
+            raise ClosedError(f"{self._name} was closed; make a new one to go on")
+        if _RUNNING.get() is self:
+            self._begin_inside()
+        self._is_settled = False
+        self.raise_pending()
+        self._idle.tell()
+        is_exchanging = self._update is not None and not self._update.done.is_set()
+        for pair in self._pairs:
+            if adds_gradients:
+                pair.take_back()
+            if not is_exchanging:
+                pair.look()
+
+    def weights_moved(self) -> None:
+        """The model's weights lie elsewhere now, such as packed; their values are the same."""
+        for pair in self._pairs:
+            pair.moved()
+
+    @torch.no_grad()
+    def _take_writes(self, pairs: list[Pair]) -> None:
+        """What was written into the model's weights since the last step holds for the copies too."""
+        for pair in pairs:
+            pair.look()
+        unmarked = [pair for pair in pairs if not pair.is_written and pair.has_other_values]
+        written = [pair for pair in pairs if pair.is_written] + unmarked
+        if written and self._weights_changed:
+            for pair in written:
+                pair.agree()
+                pair.is_written = False
+            raise ConfigError(
+                f"{enumerated([pair.names[0] for pair in written])}: written while an asynchronous update was on its "
+                "way, so that one of the two would be lost. Write weights after synchronize(), or take steps that are "
+                "not asynchronous: step(..., is_async=False)"
+            )
+        if unmarked:  # through `.data`: others may have been written where nobody looked
+            written = [pair for pair in pairs if pair.is_written or (is_plain(pair.parameter) and pair.is_behind)]
+        for pair in written:
+            pair.start_again()
+
+    def _begin_inside(self) -> None:
+        """A call inside ``step_fn``, as an optimizer makes it that evaluates the loss: on its present weights."""
+        if self._update is not None and not self._update.done.is_set():
+            raise ConfigError(
+                f"{self._name} was called inside an asynchronous step_fn, while the next round may be running. An "
+                "optimizer that evaluates the loss itself, such as LBFGS, needs step(..., is_async=False)"
+            )
+        self._weights_changed = True
+        self._exchange(self._with_copies())
+
+    def end_call(self) -> None:
+        """A call into the model has brought its gradients; inside ``step_fn`` the optimizer sees them at once."""
+        if _RUNNING.get() is self:
+            self._exchange(self._with_copies())
+
+    def _with_copies(self) -> list[Pair]:
+        """The pairs that the optimizer may have updated; of those that are frozen now no gradients are taken."""
+        pairs = [pair for pair in self._pairs if pair.copy is not None]
+        for pair in pairs:
+            pair.is_frozen = not pair.parameter.requires_grad
+        return pairs
+
+    @contextlib.contextmanager
+    def gradients_aside(self) -> Iterator[None]:
+        """While open, gradients that come home are thrown away; those that are there stay as they are."""
+        if self._rounds is not None:
+            self._rounds.finish()
+        if self._gates is not None:
+            self._gates.gradients.wait([pair.parameter for pair in self._pairs], "a backward for inputs alone")
+        kept = [(pair.parameter, pair.parameter.grad) for pair in self._pairs]
+        for parameter, _ in kept:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in kept:
+                parameter.grad = gradient
+
+    @property
+    def num_steps(self) -> int:
+        """Steps made so far, asynchronous ones as soon as they are asked for."""
+        return self._num_steps
+
+    def wait_update(self) -> None:
+        """Return when no update is running, for those who only look on; not inside one."""
+        update = self._update
+        if update is not None and _RUNNING.get() is not self:
+            update.done.wait(self._deadline_s)
+
+    def raise_pending(self) -> None:
+        """Raise, once, what the previous asynchronous ``step_fn`` raised; does not wait for it."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def wait(self, waiter: str = "wait()") -> None:
+        """Return when no update is running.
+
+        Args:
+            waiter: who waits, for the message.
+
+        Raises:
+            DeadlockError: the update did not finish before the deadline.
+            ConfigError: called inside an asynchronous ``step_fn``, which would wait for itself.
+        """
+        update = self._update
+        if update is None:
+            return
+        if _RUNNING.get() is self and not update.done.is_set():
+            raise ConfigError(f"{waiter} was called inside an asynchronous step_fn; use step(..., is_async=False)")
+        if not update.done.wait(self._deadline_s):
+            running_s = time.monotonic() - update.started_s
+            raise DeadlockError(
+                f"{waiter} of {self._name} waits for update {update.step_index} in thread "
+                f"{self._worker.name}, which has been running for {running_s:.0f} s "
+                f"(deadline {self._deadline_s:.0f} s)"
+            )
+        self._update = None
+
+    def _ready(self, waiter: str, finish_rounds: bool = True) -> None:
+        if self._rounds is not None:
+            self._rounds.refuse_inside(waiter)
+        if not self._closed:
+            if self._rounds is not None and _RUNNING.get() is not self:
+                if finish_rounds:
+                    self._rounds.finish()
+                else:
+                    self._rounds.raise_pending()
+            self.wait(waiter)
+        self.begin_call()
+
+    def synchronize(self) -> None:
+        """Wait for everything; then the model holds the latest weights and shows all gradients in ``.grad``.
+
+        Gradients that no step has seen yet stay due for the next one. Inside a ``step_fn`` that is not
+        asynchronous it hands over the copies' present values, so that the model can be called on them.
+        """
+        self._ready("synchronize()")
+        if _RUNNING.get() is self:
+            self._weights_changed = True
+        pairs = self._with_copies()
+        self._gradients_due |= any(pair.parameter.grad is not None and not pair.is_frozen for pair in pairs)
+        self._exchange(pairs)
+        if not self._gradients_due:
+            self._scalers.publish()
+        for pair in pairs:
+            if not pair.is_frozen:
+                pair.show_gradient()
+        self._is_settled = True
+
+    @torch.no_grad()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients, those on the model's side too."""
+        self._ready("zero_grad()")
+        for pair in self._pairs:
+            for holder in (pair.parameter, pair.copy):
+                if holder is not None and holder.grad is not None:
+                    holder.grad = None if set_to_none else holder.grad.detach().zero_()
+        self._gradients_due = False
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Start the copies again from the model's weights, as after ``load_state_dict``.
+
+        Call `synchronize` before the weights are changed, or an update that is not in the model is lost.
+        """
+        self._ready("refresh()")
+        for pair in self._pairs:
+            pair.start_again()
+        self._weights_changed = False
+
+    def before_load(self) -> None:
+        """Part of the model is about to be loaded: nothing may be on its way into it. Cheap if nothing is."""
+        if not self._is_settled:
+            self.synchronize()
+
+    @torch.no_grad()
+    def after_load(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Start the copies of some parameters again, which may have been replaced by others of the same names."""
+        for name, parameter in named_parameters:
+            pair = self._by_name.get(name)
+            if pair is None:
+                continue
+            if pair.parameter is not parameter:
+                pair.parameter, pair.shown = parameter, None
+            pair.start_again()
+
+    def close(self) -> None:
+        """Wait for the running update and end the thread; safe to call twice.
+
+        Raises:
+            Exception: whatever an asynchronous ``step_fn`` raised that nobody has seen yet.
+        """
+        if not self._closed:
+            self.wait("close()")
+            self._closed = True
+            self._finalizer()
+        self.raise_pending()

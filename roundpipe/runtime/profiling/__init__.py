@@ -1,0 +1,5 @@
+"""What the runtime measures of itself: seconds of layers, idle times by cause, spans of a timeline.
+
+May use: device.
+Start reading: `meter`.
+"""

@@ -1,0 +1,123 @@
+"""Measured seconds of layers: what the calls of a round took, and their exponential mean over rounds.
+
+A round that is measured gets a `RoundTimes`; the workers note in it when each call began and ended, which costs two
+marks on the device's stream and waits for nothing. Once the round is over, `LayerTimes.learn` takes it in: a layer's
+forward is what its calls took (recomputations too), the backward of several layers that run at once is dealt out
+among them as is believed so far, and what the loss takes belongs to the last layer.
+
+Invariant: costs keep all bytes; only seconds are replaced by measured ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+from roundpipe.core.layers import LayerCost
+from roundpipe.runtime.device.backend import Moment
+
+LATEST_SHARE = 0.3
+"""Weight of the latest round in the mean."""
+
+Kind = Literal["forward", "loss", "backward"]
+
+
+class RoundTimes:
+    """What the calls of one round took; all its workers add to it."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[Kind, Sequence[int], Moment, Moment]] = []
+
+    def add(self, kind: Kind, layers: Sequence[int], began: Moment, ended: Moment) -> None:
+        """One call of these layers with one microbatch."""
+        self._spans.append((kind, layers, began, ended))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every moment has come; for a round that is over."""
+        return all(ended.is_done() for *_, ended in self._spans)
+
+    def means(self) -> dict[tuple[Kind, tuple[int, ...]], float]:
+        """Mean seconds per call, by kind and layers."""
+        found: dict[tuple[Kind, tuple[int, ...]], list[float]] = {}
+        for kind, layers, began, ended in self._spans:
+            found.setdefault((kind, tuple(layers)), []).append(ended.seconds_since(began))
+        return {key: sum(seconds) / len(seconds) for key, seconds in found.items()}
+
+
+class LayerTimes:
+    """Exponential means over the measured rounds of one chain.
+
+    Args:
+        costs: estimated, one per layer, for a microbatch of ``example_elements``.
+        example_elements: elements of the tensor arguments that the costs are for; 0: those of the first measured round.
+    """
+
+    def __init__(self, costs: Sequence[LayerCost], example_elements: int) -> None:
+        self._estimated = tuple(costs)
+        self._example_elements = example_elements
+        self._forward_s: dict[int, float] = {}
+        self._backward_s: dict[int, float] = {}
+        self._loss_s: float | None = None
+        self._seen = 0
+
+    @property
+    def example_elements(self) -> int:
+        """Elements of the tensor arguments that costs are best known for."""
+        return self._example_elements
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds in the means; the first one measured is not, since it warms up."""
+        return max(self._seen - 1, 0)
+
+    def learn(self, times: RoundTimes, elements: int) -> None:
+        """Take in a round that is over.
+
+        Args:
+            times: what its calls took.
+            elements: of the tensor arguments of its largest microbatch; seconds scale with them.
+        """
+        self._seen += 1
+        if self._seen == 1:
+            return
+        if not self._example_elements:
+            self._example_elements = max(elements, 1)
+        scale = self._example_elements / max(elements, 1)
+        for (kind, layers), seconds in times.means().items():
+            seconds *= scale
+            if kind == "forward":
+                (layer,) = layers
+                self._forward_s[layer] = _mixed(self._forward_s.get(layer), seconds)
+            elif kind == "loss":
+                self._loss_s = _mixed(self._loss_s, seconds)
+            else:
+                for layer, share in zip(layers, self._shares(layers), strict=True):
+                    self._backward_s[layer] = _mixed(self._backward_s.get(layer), seconds * share)
+
+    def _shares(self, layers: Sequence[int]) -> list[float]:
+        believed = [self._backward_s.get(layer, self._estimated[layer].backward_s) for layer in layers]
+        known = [layer in self._backward_s for layer in layers]
+        if any(known) and not all(known):  # measured and estimated seconds are not of one scale
+            believed = [self._estimated[layer].backward_s for layer in layers]
+        total = sum(believed)
+        return [one / total if total else 1 / len(layers) for one in believed]
+
+    def costs(self, elements: int) -> list[LayerCost]:
+        """Costs for a microbatch of so many elements: measured seconds where there are any, else estimated ones."""
+        factor = elements / self._example_elements if self._example_elements else 1.0
+        found = []
+        for layer, cost in enumerate(self._estimated):
+            forward_s = self._forward_s.get(layer, cost.forward_s)
+            # seconds that were estimated go with those that were measured
+            guessed_s = cost.backward_s * (forward_s / cost.forward_s if cost.forward_s else 1.0)
+            backward_s = self._backward_s.get(layer, guessed_s)
+            if layer == len(self._estimated) - 1:
+                forward_s += self._loss_s or 0.0
+            found.append(replace(cost, forward_s=forward_s, backward_s=backward_s).scaled(factor))
+        return found
+
+
+def _mixed(mean: float | None, latest: float) -> float:
+    return latest if mean is None else mean + LATEST_SHARE * (latest - mean)

@@ -1,0 +1,313 @@
+"""Parameters of the model and the optimizer's copies of them: weights in, gradients out, one by one or many at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from roundpipe.core.errors import ConfigError
+from roundpipe.runtime.device.host_memory import convert, is_plain, on_huge_pages
+
+HAND_OVER_BYTES = 16 * 1024**2
+"""Parameters are handed over in groups of this size: few calls for small ones, early uploads of the first layers."""
+
+SAMPLED = 128
+"""Elements of each parameter that are compared before a step."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class ParameterPair(Protocol):
+    """A parameter of the model and the optimizer's copy of it, as others see them."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """All of the parameter's names, in the model's order."""
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The model's."""
+
+    @property
+    def copy(self) -> nn.Parameter | None:
+        """The optimizer's, once it was asked for; it stays when the parameter is frozen."""
+
+    def agree(self) -> None:
+        """What the model's parameter holds now is known to the copy's side."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A parameter, and what it was when it was looked at."""
+
+    parameter: torch.Tensor
+    marks: tuple[int, int]
+    """Its version and memory."""
+    sample: torch.Tensor | None
+    """Some of its bits: a write through ``.data`` leaves no other mark."""
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor) -> Seen:
+        """As it is now."""
+        sample = _sample(parameter)
+        return cls(parameter, _marks(parameter), None if sample is None else sample.clone())
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether its version or memory tells that it was written since."""
+        return _marks(self.parameter) != self.marks
+
+    @property
+    def has_other_values(self) -> bool:
+        """Whether the part of it that is looked at holds something else."""
+        if self.sample is None:
+            return False
+        now = _sample(self.parameter)
+        return now is not None and now.dtype == self.sample.dtype and not torch.equal(now, self.sample)
+
+    def moved(self) -> Seen:
+        """The same in the memory that it has now."""
+        return replace(self, marks=(self.marks[0], _marks(self.parameter)[1]))
+
+
+@dataclass(slots=True, eq=False)
+class Pair:
+    """A parameter of the model and the optimizer's copy of it."""
+
+    names: list[str]
+    parameter: nn.Parameter
+    copy: nn.Parameter | None = None
+    spare: torch.Tensor | None = None
+    """Memory for the copy's gradient, kept from step to step where dtypes differ."""
+    shown: tuple[torch.Tensor, int, torch.Tensor] | None = None
+    """What `synchronize` put into the model's ``.grad``, its version, and the copy's gradient then."""
+    known: Seen | None = None
+    """The model's parameter when the copy and it last agreed, or the copy was newer."""
+    is_frozen: bool = False
+    """Whether the model's parameter required no grad at the last step or `synchronize`."""
+    is_written: bool = False
+    """Whether somebody else has written the model's parameter since; see `look`."""
+
+    def look(self) -> None:
+        """Notice that somebody else has written the model's parameter, or given it other memory."""
+        if self.known is not None and self.known.is_marked:
+            self.is_written = True
+            self.agree()
+
+    @property
+    def has_other_values(self) -> bool:
+        """Whether the model's parameter, or the part of it that is looked at, was written and bears no mark of it."""
+        return self.known is not None and self.known.has_other_values
+
+    def agree(self) -> None:
+        """What the model's parameter holds now is known to the copy's side, if there is a copy."""
+        if self.copy is not None:
+            self.known = Seen.of(self.parameter)
+
+    def moved(self) -> None:
+        """The model's parameter has other memory now, with the same values."""
+        if self.known is not None:
+            self.known = self.known.moved()
+
+    def start_again(self) -> None:
+        """Take the copy's values from the model's parameter."""
+        if self.copy is not None:
+            self.copy.copy_(self.parameter)
+        self.is_written = False
+        self.agree()
+
+    def make_copy(self, optim_dtype: torch.dtype | None) -> None:
+        """Start the copy from the model's weights."""
+        source = self.parameter.detach()
+        if source.is_meta:
+            raise ConfigError(
+                f"parameter {self.names[0]} is on the meta device, so the optimizer can't start from it; "
+                "load the model's weights (model.to_empty, from_pretrained) before"
+            )
+        dtype = source.dtype if optim_dtype is None or not source.is_floating_point() else optim_dtype
+        if is_plain(source):
+            memory = on_huge_pages(torch.empty_like(source, device="cpu", dtype=dtype))
+            self.copy = nn.Parameter(memory.copy_(source))
+        else:
+            self.copy = nn.Parameter(source.to("cpu", dtype, copy=True))
+        self.agree()
+
+    def follow_dtype(self) -> None:
+        """Convert the copy if the model's parameter was converted, by ``model.to`` or in a forward."""
+        copy = self.copy
+        if copy is not None and copy.dtype != self.parameter.dtype and is_plain(copy) and is_plain(self.parameter):
+            convert(copy, self.parameter.dtype)
+            self.spare = None
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the model's weights are not the copy's, in the model's precision."""
+        copy, now = self.copy, self.parameter
+        if copy is None or not is_plain(copy) or not is_plain(now):
+            return copy is not None
+        return not torch.equal(now, copy.to(now.device, now.dtype))
+
+    def needs_conversion(self, gradient: torch.Tensor) -> bool:
+        """Whether a gradient of the model is to be written into the spare memory, as it is the first of a step."""
+        copy = self.copy
+        return (
+            copy is not None
+            and copy.grad is None
+            and gradient.layout is torch.strided
+            and (gradient.dtype != copy.dtype or gradient.device != copy.device)
+        )
+
+    def take_gradient(self) -> None:
+        """The model's gradient into the copy's, added to what is there."""
+        gradient, self.parameter.grad = self.parameter.grad, None
+        if gradient is None or self.copy is None:
+            return
+        if self.copy.grad is None:
+            self.copy.grad = self._converted(gradient)
+        elif self.copy.grad.layout is torch.strided:
+            self.copy.grad.add_(gradient.to(self.copy.device))
+        else:
+            self.copy.grad = self.copy.grad + gradient.to(self.copy.device, self.copy.dtype)
+
+    def _converted(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient of the model as one of the copy: itself if it can be, else in the spare memory."""
+        assert self.copy is not None
+        gradient = gradient.detach()
+        if gradient.dtype == self.copy.dtype and gradient.device == self.copy.device:
+            return gradient
+        if gradient.layout is not torch.strided:
+            return gradient.to(self.copy.device, self.copy.dtype)
+        return self.spare_memory().copy_(gradient)
+
+    def spare_memory(self) -> torch.Tensor:
+        """Memory for the copy's gradient."""
+        assert self.copy is not None
+        if self.spare is None:
+            self.spare = on_huge_pages(torch.empty_like(self.copy.detach()))
+        return self.spare
+
+    def show_gradient(self) -> None:
+        """The copy's gradient as the model's."""
+        if self.copy is None or self.copy.grad is None:
+            return
+        of_copy = self.copy.grad
+        shown = of_copy.to(self.parameter.device, self.parameter.dtype)
+        self.parameter.grad = shown
+        self.shown = shown, shown._version, of_copy
+
+    def take_back(self) -> None:
+        """End what `show_gradient` began; what the user did to the model's ``.grad`` holds for the copy's."""
+        if self.shown is None or self.copy is None:
+            return
+        (shown, version, of_copy), self.shown = self.shown, None
+        gradient, self.parameter.grad = self.parameter.grad, None
+        if gradient is None:
+            self.copy.grad = None
+        elif gradient is not shown:
+            self.copy.grad = self._converted(gradient)
+        elif self.copy.grad is of_copy and shown is not of_copy and shown._version != version:
+            self.copy.grad = self._converted(gradient)
+
+
+def _marks(parameter: torch.Tensor) -> tuple[int, int]:
+    version = 0 if parameter.is_inference() else parameter._version
+    return version, parameter.data_ptr() if is_plain(parameter) else 0
+
+
+def _sample(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The bits of about `SAMPLED` elements all over a parameter, as a view; None if not one piece of memory here."""
+    bits = _BITS.get(parameter.element_size())
+    if bits is None or not is_plain(parameter) or parameter.device.type != "cpu" or not parameter.is_contiguous():
+        return None
+    stride = parameter.numel() // SAMPLED | 1  # odd: not always the same column
+    return parameter.detach().view(-1)[::stride].view(bits)
+
+
+def groups_of(
+    pairs: Iterable[Pair], turns: Callable[[Pair], tuple[int, int]] = lambda pair: (0, 0)
+) -> Iterator[tuple[tuple[int, int], list[Pair]]]:
+    """The pairs that have copies and the same turns, in order, in groups of about `HAND_OVER_BYTES`."""
+    found: dict[tuple[int, int], list[Pair]] = {}
+    for pair in pairs:
+        if pair.copy is not None:
+            found.setdefault(turns(pair), []).append(pair)
+    for turn, alike in found.items():
+        group: list[Pair] = []
+        so_far = 0
+        for pair in alike:
+            assert pair.copy is not None
+            group.append(pair)
+            so_far += pair.copy.nbytes
+            if so_far >= HAND_OVER_BYTES:
+                yield turn, group
+                group, so_far = [], 0
+        if group:
+            yield turn, group
+
+
+def num_bytes(group: list[Pair]) -> int:
+    """Bytes of the model's parameters."""
+    return sum(pair.parameter.nbytes for pair in group)
+
+
+def copy_in(group: list[Pair]) -> None:
+    """The optimizer's weights into the model's."""
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    for pair in group:
+        assert pair.copy is not None
+        if is_plain(pair.parameter) and is_plain(pair.copy):
+            targets.append(pair.parameter)
+            sources.append(pair.copy)
+        else:
+            pair.parameter.copy_(pair.copy)
+    if targets:
+        torch._foreach_copy_(targets, sources)
+    for pair in group:
+        pair.agree()
+
+
+def take_gradients(group: list[Pair]) -> None:
+    """The model's gradients into the copies'; where dtypes differ, into memory kept from step to step."""
+    converted: list[Pair] = []
+    gradients: list[torch.Tensor] = []
+    for pair in group:
+        if pair.is_frozen:
+            continue
+        gradient = pair.parameter.grad
+        if gradient is not None and is_plain(gradient) and pair.needs_conversion(gradient):
+            converted.append(pair)
+            gradients.append(gradient)
+        else:
+            pair.take_gradient()
+    if converted:
+        spares = [pair.spare_memory() for pair in converted]
+        torch._foreach_copy_(spares, gradients)
+        for pair, spare in zip(converted, spares, strict=True):
+            assert pair.copy is not None
+            pair.copy.grad, pair.parameter.grad = spare, None
+
+
+def make_pairs(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], before: Iterable[Pair] = ()
+) -> tuple[list[Pair], dict[str, Pair]]:
+    """One pair per parameter object, and the pair of each name.
+
+    Args:
+        named_parameters: of the model; a shared one may come under each of its names.
+        before: pairs to go on with for the parameters that they are of.
+    """
+    known = {pair.parameter: pair for pair in before}
+    pairs: dict[nn.Parameter, Pair] = {}
+    by_name: dict[str, Pair] = {}
+    for name, parameter in named_parameters:
+        if parameter not in pairs:
+            pairs[parameter] = known.get(parameter) or Pair([], parameter)
+            pairs[parameter].names = []
+        pair = pairs[parameter]
+        pair.names.append(name)
+        by_name[name] = pair
+    return list(pairs.values()), by_name

@@ -1,0 +1,214 @@
+"""`explain`: what tracing makes of a model, without compiling it.
+
+Everything is worked out from one trace on fakes: no weights are read, no threads are started, and a model on
+``meta`` will do. A model that can't be traced is no error here, its cause is the explanation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe.core.errors import ConfigError, TraceError, enumerated
+from roundpipe.core.layers import LayerChain
+from roundpipe.core.surroundings import autocast_as_on_accelerator
+from roundpipe.fx.graph import TracedGraph, module_of, value_bytes
+from roundpipe.fx.passes.codegen import generate
+from roundpipe.fx.passes.cost import measure
+from roundpipe.fx.passes.partition import partition
+from roundpipe.fx.source import own_example
+from roundpipe.fx.trace.tracer import trace
+from roundpipe.reports.tables import explain_table, format_bytes
+from roundpipe.tools.graph_report import check_format, folded, function_name, graph_lines, shape_text, write_graph
+from roundpipe.wrappers.pipe import RoundPipe
+
+MAX_NAMES = 6
+"""Values of one cut that are named."""
+MAX_GUARDS = 40
+"""Guards that are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What was found; ``str()`` of it is the report."""
+
+    model_name: str
+    traced: TracedGraph | None
+    """None if the model's own forward can't be traced."""
+    chain: LayerChain | None
+    """The layers it would be cut into."""
+    cuts: tuple[tuple[tuple[str, int], ...], ...]
+    """Per cut between two layers: name and bytes of each value carried over it, at the example's size."""
+    error: TraceError | None = None
+    """Why it can't be traced."""
+    own_example: tuple[str, ...] = ()
+    """Names of the model's ``dummy_inputs``, if those were the example."""
+
+    @property
+    def opaque(self) -> dict[str, str]:
+        """Modules whose inside was not traced, and why."""
+        return {} if self.traced is None else dict(self.traced.opaque)
+
+    @property
+    def guards(self) -> list[str]:
+        """What must hold for the trace to serve a call, in words."""
+        describe = getattr(self.traced and self.traced.guards, "describe", list)
+        return list(describe())
+
+    def __str__(self) -> str:
+        if self.traced is None or self.chain is None:
+            failed = f"{self.model_name} can't be cut into layers.\n\n{self.error}"
+            if self.own_example:
+                failed += f"\n\n{self._doubt()}"
+            if self.error is not None and self.error.is_the_models:
+                return failed
+            return (
+                f"{failed}\n\n"
+                "Without a change, compile runs its forward on the CPU and its modules on the devices (AutoRoundPipe)."
+            )
+        parts = [
+            f"{self.model_name}, traced for {self.traced.example_elements:,} input elements",
+            "\n".join(("Graph", *(f"  {line}" for line in graph_lines(self.traced)))),
+            explain_table(self.chain, self.opaque),
+            "\n".join(("Carried over the cuts", *(f"  {line}" for line in self._cut_lines()))),
+            "\n".join(("A call traces again unless", *(f"  {line}" for line in self._guard_lines()))),
+        ]
+        return "\n\n".join(parts)
+
+    def _doubt(self) -> str:
+        """About an example that nobody gave."""
+        names = ", ".join(self.own_example)
+        if self.error is not None and self.error.is_the_models:
+            return (
+                f"Those arguments are the model's own dummy_inputs ({names}), since no others were given, and they "
+                "don't fit its forward: give example_args=(...) or example_kwargs={...} like those of a call."
+            )
+        return (
+            f"The example was the model's own dummy_inputs ({names}), since no other was given. If calls have other "
+            "arguments, give example_args=(...) or example_kwargs={...}."
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as plain values, for programs; sizes in bytes, at the example's sizes."""
+        found: dict[str, Any] = {"model": self.model_name, "traced": self.traced is not None}
+        if self.traced is None or self.chain is None:
+            return {**found, "error": "\n\n".join([str(self.error), *([self._doubt()] if self.own_example else [])])}
+        return {
+            **found,
+            "example_elements": self.traced.example_elements,
+            "graph": [
+                {
+                    "name": node.name,
+                    "op": node.op,
+                    "target": node.target if isinstance(node.target, str) else function_name(node),
+                    "module": str(node.target) if node.op == "call_module" else module_of(node),
+                    "value": shape_text(node),
+                    "bytes": value_bytes(node),
+                    "inputs": [source.name for source in node.all_input_nodes if source.op != "get_attr"],
+                }
+                for node in (*self.traced.placeholders, *self.traced.body)
+            ],
+            "outputs": [node.name for node in self.traced.outputs],
+            "layers": [
+                {"name": spec.name, "modules": list(spec.module_names), **dataclasses.asdict(cost)}
+                for spec, cost in zip(self.chain.specs, self.chain.costs, strict=True)
+            ],
+            "cuts": [{"bytes": sum(size for _, size in values), "values": dict(values)} for values in self.cuts],
+            "opaque": self.opaque,
+            "guards": self.guards,
+        }
+
+    def _cut_lines(self) -> Iterator[str]:
+        assert self.chain is not None
+        lines = []
+        for index, values in enumerate(self.cuts):
+            shown = enumerated([f"{name} {format_bytes(size)}" for name, size in values], MAX_NAMES)
+            total = format_bytes(sum(size for _, size in values))
+            lines.append(f"behind layer {index} ({self.chain.specs[index].name}): {total}: {shown}")
+        yield from folded(lines) if lines else ["there is one layer, and no cut"]
+
+    def _guard_lines(self) -> Iterator[str]:
+        yield "structure, dtypes, numbers of dimensions and plain values of the arguments are those of the example"
+        guards = list(dict.fromkeys(self.guards))
+        yield from guards[:MAX_GUARDS]
+        if len(guards) > MAX_GUARDS:
+            yield f"and {len(guards) - MAX_GUARDS} more, in .guards"
+
+
+def explain(
+    model: nn.Module,
+    example_args: tuple[Any, ...] = (),
+    example_kwargs: dict[str, Any] | None = None,
+    *,
+    graph: str | os.PathLike[str] | None = None,
+) -> Explanation:
+    """What would be traced and cut of a model, and what stands in the way.
+
+    Args:
+        model: any module, also on ``meta``; it is not changed.
+        example_args: as for `roundpipe.compile`; without any example, the model's own ``dummy_inputs`` are used.
+        example_kwargs: likewise.
+        graph: a file to write the graph to: ``.dot`` in the DOT language, with one cluster per layer, or ``.png``,
+            which needs matplotlib (``pip install roundpipe[plot]``). Nothing is written if the model can't be traced.
+
+    Returns:
+        The explanation; ``print`` it. If the model can't be traced, it says why and what to change.
+
+    Raises:
+        ConfigError: there is no example, or an argument can't be used as given.
+    """
+    if isinstance(model, RoundPipe):
+        model = model._target
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"explain takes an nn.Module, got {type(model).__name__}")
+    if not isinstance(example_args, tuple):
+        raise ConfigError(f"example_args is {type(example_args).__name__}; give a tuple, such as (x,)")
+    own = None
+    if not example_args and example_kwargs is None:
+        own = own_example(model)
+        if own is None:
+            raise ConfigError(
+                f"{type(model).__name__} has no dummy_inputs; give example_args=(...) or example_kwargs={{...}}"
+            )
+        example_args, example_kwargs = own
+    path = None if graph is None else Path(graph)
+    if path is not None:
+        check_format(path)
+    name = type(model).__name__
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), autocast_as_on_accelerator():
+            traced = trace(model, example_args, example_kwargs or {})
+            costs = measure(traced)
+            parts = partition(traced, costs)
+            chain = generate(traced, parts, costs)
+    except TypeError as error:
+        if own is None:
+            raise
+        raise ConfigError(
+            f"{name}'s own dummy_inputs ({', '.join(own[1])}) don't fit its forward: {error}; give example_args=(...) "
+            "or example_kwargs={...}"
+        ) from error
+    except TraceError as error:
+        return Explanation(name, None, None, (), error, () if own is None else tuple(own[1]))
+    if path is not None:
+        write_graph(path, traced, parts)
+    return Explanation(name, traced, chain, _cuts(traced, chain))
+
+
+def _cuts(traced: TracedGraph, chain: LayerChain) -> tuple[tuple[tuple[str, int], ...], ...]:
+    """The values that are made in front of each cut, or are inputs, and read behind it."""
+    nodes = {node.name: node for node in traced.graph.nodes}
+    cuts = []
+    for index in range(1, len(chain.specs)):
+        made = {name for spec in chain.specs[:index] for name in spec.makes} | set(traced.input_paths)
+        read = dict.fromkeys(name for spec in chain.specs[index:] for name in spec.reads)
+        read.update(dict.fromkeys(chain.exit.reads))
+        cuts.append(tuple((name, value_bytes(nodes[name])) for name in read if name in made))
+    return tuple(cuts)

@@ -1,0 +1,282 @@
+"""A traced graph as people see it: lines of text, DOT, a picture.
+
+Text and picture are at module granularity: a box is one leaf module, or a run of glue between two of them. DOT has a
+box per node. Matplotlib is imported when a picture is asked for.
+
+Invariant: nothing here changes the graph.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from roundpipe.core.errors import ConfigError
+from roundpipe.fx.graph import TracedGraph, hint, module_of, value_bytes, value_of
+from roundpipe.fx.passes.partition import Partition
+from roundpipe.reports.plotting import matplotlib_modules
+from roundpipe.reports.tables import format_bytes
+
+FORMATS = (".dot", ".png")
+MAX_PERIOD = 96
+"""Longest run of lines whose repetition is folded, such as the lines of one decoder layer."""
+MAX_NAMES = 6
+"""Functions of one run of glue that are named."""
+MAX_BOXES = 1500
+"""Boxes of a picture; a larger one can't be looked at."""
+
+_BOX_INCHES = (4.6, 0.34)
+_DOTS_PER_INCH = 100
+
+
+def check_format(path: Path) -> None:
+    """Raise `ConfigError` if a graph can't be written to a file of this name, before any work is done for it."""
+    if path.suffix.lower() not in FORMATS:
+        raise ConfigError(f"graph={str(path)!r}: the name must end in {' or '.join(FORMATS)}")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"graph={str(path)!r}: there is no folder {path.absolute().parent}")
+    if path.suffix.lower() == ".png":
+        _matplotlib()
+
+
+def write_graph(path: Path, traced: TracedGraph, parts: Partition) -> None:
+    """Write the graph to a file, in the format that its name ends in.
+
+    Raises:
+        ConfigError: the format is not known, matplotlib is missing, or the graph is too large for a picture.
+    """
+    check_format(path)
+    try:
+        if path.suffix.lower() == ".dot":
+            path.write_text("\n".join(dot_lines(traced, parts)) + "\n", encoding="utf-8")
+        else:
+            _draw(path, traced, parts)
+    except OSError as error:
+        raise ConfigError(f"graph={str(path)!r} can't be written: {error.strerror or error}") from error
+
+
+# ---------------------------------------------------------------------------------- boxes
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A leaf module, or neighbouring calls of one module's own code."""
+
+    nodes: tuple[Node, ...]
+    label: str
+
+
+def boxes_of(traced: TracedGraph, nodes: Sequence[Node]) -> list[Box]:
+    """Nodes, in order, as boxes."""
+    groups: list[list[Node]] = []
+    for node in nodes:
+        glues = node.op != "call_module" and groups and groups[-1][0].op != "call_module"
+        if glues and module_of(groups[-1][0]) == module_of(node):
+            groups[-1].append(node)
+        else:
+            groups.append([node])
+    return [Box(tuple(group), _label(traced, group)) for group in groups]
+
+
+def _label(traced: TracedGraph, group: Sequence[Node]) -> str:
+    if group[0].op == "call_module":
+        kind = type(traced.attribute(str(group[0].target))).__name__
+        return f"{group[0].target} ({kind}) -> {shape_text(group[0])}"
+    where = module_of(group[0]) or "the model"
+    functions = list(dict.fromkeys(function_name(node) for node in group))
+    shown = ", ".join(functions[:MAX_NAMES]) + (", ..." if len(functions) > MAX_NAMES else "")
+    return f"code of {where}: {shown} -> {shape_text(group[-1])}"
+
+
+def function_name(node: Node) -> str:
+    """The name of what a node that is no module calls."""
+    if isinstance(node.target, str):
+        return node.target
+    return str(getattr(node.target, "__name__", type(node.target).__name__))
+
+
+_DTYPES = {"bfloat": "bf", "float": "f", "complex": "c", "uint": "u", "int": "i", "bool": "bool"}
+
+
+def shape_text(node: Node) -> str:
+    """A node's value, such as ``f32[2, 16, 64]``, at the example's sizes."""
+    value = value_of(node)
+    if not isinstance(value, torch.Tensor):
+        return "a structure" if value is None else type(value).__name__.lower()
+    dtype = str(value.dtype).removeprefix("torch.")
+    for long, short in _DTYPES.items():
+        if dtype.startswith(long):
+            dtype = short + dtype.removeprefix(long)
+            break
+    return f"{dtype}[{', '.join(str(hint(size)) for size in value.shape)}]"
+
+
+# ---------------------------------------------------------------------------------- text
+
+
+def graph_lines(traced: TracedGraph) -> list[str]:
+    """The graph, a line per box; repetitions are folded."""
+    inputs = [f"{node.name}: {shape_text(node)}" for node in traced.placeholders]
+    outputs = [f"{node.name}: {shape_text(node)}" for node in traced.outputs]
+    lines = [box.label for box in boxes_of(traced, traced.body)]
+    return [f"inputs {', '.join(inputs)}", *folded(lines), f"outputs {', '.join(outputs)}"]
+
+
+def folded(lines: Sequence[str]) -> Iterator[str]:
+    """The lines, with runs that repeat but for their numbers given once."""
+    keys = [re.sub(r"\d+", "#", line) for line in lines]
+    position = 0
+    while position < len(lines):
+        period, repeats = 1, 1
+        for length in range(1, min(MAX_PERIOD, (len(lines) - position) // 2) + 1):
+            stop = position + length
+            while stop < len(keys) and keys[stop] == keys[stop - length]:
+                stop += 1
+            times = (stop - position) // length
+            if times > 1 and times * length > period * repeats:
+                period, repeats = length, times
+        if repeats > 1:
+            yield f"{repeats} times, the first of them:"
+        yield from (("  " if repeats > 1 else "") + line for line in lines[position : position + period])
+        position += period * repeats
+
+
+# ---------------------------------------------------------------------------------- layers
+
+
+def nodes_by_layer(parts: Partition) -> list[list[Node]]:
+    """The calls of each layer in order; glue that several layers repeat is in the first of them."""
+    shown: set[Node] = set()
+    layers = []
+    for chunk in parts.chunks:
+        layers.append([node for node in chunk.nodes if node.op.startswith("call_") and node not in shown])
+        shown.update(layers[-1])
+    return layers
+
+
+# ---------------------------------------------------------------------------------- DOT
+
+
+def dot_lines(traced: TracedGraph, parts: Partition) -> Iterator[str]:
+    """The graph in the DOT language: a box per node, a cluster per layer, an edge per value with its bytes."""
+    yield "digraph model {"
+    yield "  node [shape=box, fontname=monospace]"
+    shown = set(traced.placeholders)
+    for node in traced.placeholders:
+        yield f"  {_quoted(node.name)} [shape=ellipse, label={_quoted(f'{node.name}: {shape_text(node)}')}]"
+    for index, (chunk, nodes) in enumerate(zip(parts.chunks, nodes_by_layer(parts), strict=True)):
+        yield f"  subgraph cluster_{index} {{"
+        yield f"    label={_quoted(f'layer {index}: {chunk.name}')}"
+        for node in nodes:
+            shown.add(node)
+            what = str(node.target) if node.op == "call_module" else function_name(node)
+            yield f"    {_quoted(node.name)} [label={_quoted(f'{what}: {shape_text(node)}')}]"
+        yield "  }"
+    for node in traced.body:
+        for source in node.all_input_nodes:
+            if source in shown and node in shown:
+                label = _quoted(format_bytes(value_bytes(source)))
+                yield f"  {_quoted(source.name)} -> {_quoted(node.name)} [label={label}]"
+    yield '  "outputs" [shape=ellipse]'
+    for node in traced.outputs:
+        if node in shown:
+            yield f'  {_quoted(node.name)} -> "outputs"'
+    yield "}"
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+# ---------------------------------------------------------------------------------- the picture
+
+
+def _matplotlib() -> list[ModuleType]:
+    return matplotlib_modules("a graph", ".dot", "figure", "patches", "backends.backend_agg")
+
+
+def _draw(path: Path, traced: TracedGraph, parts: Partition) -> None:
+    """One box under the other, a coloured band per layer, arcs for values that pass over boxes.
+
+    Glue that each layer makes for itself stands in the first of them, without arcs to the others.
+    """
+    figure, patches, agg = _matplotlib()
+    layers = [boxes_of(traced, nodes) for nodes in nodes_by_layer(parts)]
+    rows = [(index, box) for index, boxes in enumerate(layers) for box in boxes]
+    if len(rows) > MAX_BOXES:
+        raise ConfigError(
+            f"the graph has {len(rows):,} boxes, and a picture takes {MAX_BOXES:,}; write it as .dot, or explain a "
+            "model of fewer blocks"
+        )
+    first = len(traced.placeholders)
+    row_of = {node: number for number, node in enumerate(traced.placeholders)}
+    row_of.update({node: first + number for number, (_, box) in enumerate(rows) for node in box.nodes})
+    last = first + len(rows)
+    labels = [f"{node.name}: {shape_text(node)}" for node in traced.placeholders]
+    labels += [box.label for _, box in rows]
+    labels.append("outputs " + ", ".join(node.name for node in traced.outputs))
+
+    width, height = _BOX_INCHES
+    picture = figure.Figure(figsize=(2.4 * width, height * (last + 2)), dpi=_DOTS_PER_INCH)
+    agg.FigureCanvasAgg(picture)
+    axes = picture.add_axes((0, 0, 1, 1))
+    axes.set_axis_off()
+    axes.set_xlim(-0.7, 1.7)
+    axes.set_ylim(last + 1, -1)
+    for index, (chunk, boxes) in enumerate(zip(parts.chunks, layers, strict=True)):
+        if boxes:
+            top = row_of[boxes[0].nodes[0]] - 0.5
+            colour = "#eef3fa" if index % 2 else "#dfe8f5"
+            axes.add_patch(patches.Rectangle((-0.69, top), 1.72, len(boxes), color=colour, zorder=0))
+            axes.text(-0.67, top + 0.5, f"layer {index}: {_short(chunk.name, 34)}", va="center", fontsize=7)
+    for row, label in enumerate(labels):
+        is_end = row < first or row == last
+        axes.add_patch(
+            patches.Rectangle((0, row - 0.36), 1, 0.72, facecolor="#fff3d6" if is_end else "white", edgecolor="#666")
+        )
+        axes.text(0.5, row, _short(label, 82), ha="center", va="center", fontsize=6.5, family="monospace")
+    for (start, stop), size in sorted(_arcs(traced, parts, row_of, last).items()):
+        _draw_arc(axes, patches, start, stop, size)
+    picture.savefig(path, format="png")
+
+
+def _arcs(traced: TracedGraph, parts: Partition, row_of: dict[Node, int], last: int) -> dict[tuple[int, int], int]:
+    """Bytes that go from one row to another, each value counted once per reader."""
+    pairs = {(source, row_of[node]) for node in traced.body if node in row_of for source in node.all_input_nodes}
+    pairs |= {(node, last) for node in traced.outputs}
+    arcs: dict[tuple[int, int], int] = {}
+    for source, stop in pairs:
+        start = row_of.get(source)
+        again = source in parts.recomputed and start is not None and stop > start + 1
+        if start is not None and start < stop and not again:
+            arcs[start, stop] = arcs.get((start, stop), 0) + value_bytes(source)
+    return arcs
+
+
+def _draw_arc(axes: Any, patches: Any, start: int, stop: int, size: int) -> None:
+    text = format_bytes(size)
+    arrow = {"arrowstyle": "-|>", "mutation_scale": 7, "color": "#33557f", "linewidth": 0.8}
+    if stop == start + 1:
+        axes.add_patch(patches.FancyArrowPatch((0.5, start + 0.36), (0.5, stop - 0.36), **arrow))
+        axes.text(1.02, start + 0.5, text, va="center", fontsize=5.5, color="#33557f")
+        return
+    reach = min(0.62, 0.06 + 0.03 * (stop - start))
+    path = importlib.import_module("matplotlib.path").Path
+    curve = path(
+        [(1, start), (1 + reach, start), (1 + reach, stop), (1, stop)],
+        [path.MOVETO, path.CURVE4, path.CURVE4, path.CURVE4],
+    )
+    axes.add_patch(patches.FancyArrowPatch(path=curve, **arrow))
+    axes.text(1 + 0.76 * reach, (start + stop) / 2, text, va="center", fontsize=5.5, color="#33557f")
+
+
+def _short(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 3] + "..."

@@ -1,0 +1,295 @@
+"""What to plan for, from one word on the command line: a Hugging Face config, or a function of the user's.
+
+    config.json, or the folder that has it     the architecture it names, on the meta device, weights not needed
+    package.module:factory                     called without arguments; gives a model, or (model, kwargs)
+
+Invariant: nothing is downloaded, no code that comes with a checkpoint is run, and no weights are read.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe.core import trees
+from roundpipe.core.errors import ConfigError
+
+DEFAULT_SEQ = 2048
+"""Tokens per sample of a model that is planned for."""
+EXPLAINED_SEQ = 32
+"""Of one that is only explained: what is traced hardly depends on it, and models that loop over tokens take as long."""
+MOST_ELEMENTS = 2**28
+"""Of an example's tensors; they are real ones, of up to eight bytes each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A model and how to call it."""
+
+    name: str
+    model: nn.Module
+    kwargs_for: Callable[[int], dict[str, Any]]
+    """Number of samples to the keyword arguments of a call."""
+    batch: int | None
+    """Samples of the user's own example, if there is one."""
+    tokens_per_sample: int | None
+    """None where samples are no sequences of tokens."""
+    has_loss: bool
+    """Whether the call computes a loss, which then is part of the costs."""
+    notes: tuple[str, ...] = ()
+    """What of the given config does not count here."""
+
+
+def check_target(text: str) -> None:
+    """Refuses what can't name a target, before anything is loaded.
+
+    Raises:
+        ConfigError: it is neither a path nor ``module:function``.
+    """
+    if not Path(text).expanduser().exists() and ":" not in text:
+        raise ConfigError(
+            f"{text}: there is no such file or folder; give a Hugging Face config.json, a folder that has one, or "
+            "package.module:factory"
+        )
+
+
+def load_target(
+    text: str, *, dtype: torch.dtype, seq: int | None, lora_rank: int | None, default_seq: int = DEFAULT_SEQ
+) -> Target:
+    """The target that the user named.
+
+    Args:
+        text: a path or ``module:function``.
+        dtype: of the weights of a model made from a config.
+        seq: tokens per sample; None: the default, or fewer if the model can't take as many.
+        lora_rank: train low-rank adapters of this rank on all linear layers instead of the model; None: the model.
+        default_seq: tokens per sample where none are given.
+
+    Raises:
+        ConfigError: there is no such model, or it can't be made; the message says what to give.
+    """
+    check_target(text)
+    path = Path(text).expanduser()
+    if path.exists():
+        target = _from_config(path, dtype, seq, default_seq)
+    else:
+        target = _from_factory(text, seq, default_seq)
+    if lora_rank is not None:
+        _add_adapters(target.model, lora_rank, dtype)
+    target.model.train()
+    return target
+
+
+# Hugging Face
+
+
+def _from_config(path: Path, dtype: torch.dtype, seq: int | None, default_seq: int) -> Target:
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(f"{path} has no config.json; give a Hugging Face config or checkpoint folder")
+    transformers = _imported("transformers", "a config.json")
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # a broken file fails in many ways
+        raise ConfigError(f"{file} can't be used as a Hugging Face config: {_first_line(error)}") from error
+    text_config = config.get_text_config()
+    for one in (config, text_config):
+        one.use_cache = False
+    try:
+        with torch.device("meta"):
+            model = _architecture(transformers, config)._from_config(config, dtype=dtype)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{file}: the model can't be built from it: {_first_line(error)}") from error
+    name = file.resolve().parent.name if path.is_dir() or file.name == "config.json" else file.stem
+    return replace(_of_transformers(name, model, seq, default_seq), notes=tuple(_left_out(config, model)))
+
+
+def _left_out(config: Any, model: nn.Module) -> Iterator[str]:
+    """What of a config the model that was made from it doesn't follow."""
+    named, kind = list(getattr(config, "architectures", None) or ()), type(model).__name__
+    if named and kind not in named:
+        yield f"transformers has no {' or '.join(map(str, named))}, which the config names: this is {kind}"
+    if getattr(config, "quantization_config", None):
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        yield f"the config's quantization_config is left out: weights count as {dtype}"
+
+
+def _architecture(transformers: Any, config: Any) -> Any:
+    """The class that the config names, else the causal language model of its type."""
+    for name in getattr(config, "architectures", None) or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    mapping = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) in mapping:
+        return mapping[type(config)]
+    raise ConfigError(
+        f"the config names no architecture that transformers {transformers.__version__} has, and {config.model_type!r} "
+        'has no causal language model; add "architectures": ["..."], or give package.module:factory'
+    )
+
+
+def _of_transformers(name: str, model: Any, seq: int | None, default_seq: int) -> Target:
+    """How a Hugging Face model is called in training, with its loss where it has one."""
+    kind, config = type(model).__name__, model.config
+    if model.main_input_name == "pixel_values":
+        return _of_images(name, model)
+    if model.main_input_name != "input_ids":
+        raise ConfigError(
+            f"{kind} takes {model.main_input_name!r}, for which no example can be made up; give package.module:factory "
+            "that returns (model, kwargs)"
+        )
+    text_config = config.get_text_config()
+    longest = getattr(text_config, "max_position_embeddings", None)
+    if seq is not None and longest is not None and seq > longest:
+        raise ConfigError(f"--seq {seq}: {kind} takes at most {longest} tokens (max_position_embeddings)")
+    length = seq or min(default_seq, longest or default_seq)
+    per_token = "LM" in kind or "ConditionalGeneration" in kind
+    per_sample = "SequenceClassification" in kind
+
+    def kwargs_for(num_samples: int) -> dict[str, Any]:
+        _check_size(num_samples, length)
+        kwargs: dict[str, Any] = {"input_ids": torch.ones(num_samples, length, dtype=torch.long)}
+        if per_token:
+            kwargs["labels"] = torch.ones(num_samples, length, dtype=torch.long)
+        elif per_sample:
+            kwargs["labels"] = torch.zeros(num_samples, dtype=torch.long)
+        return kwargs
+
+    return Target(name, model, kwargs_for, None, length, per_token or per_sample)
+
+
+def _of_images(name: str, model: Any) -> Target:
+    config = model.config
+    size, channels = getattr(config, "image_size", 224), getattr(config, "num_channels", 3)
+    height, width = (size, size) if isinstance(size, int) else size
+    classifies = "ImageClassification" in type(model).__name__
+    dtype = next(model.parameters()).dtype
+
+    def kwargs_for(num_samples: int) -> dict[str, Any]:
+        _check_size(num_samples, channels * height * width)
+        kwargs: dict[str, Any] = {"pixel_values": torch.zeros(num_samples, channels, height, width, dtype=dtype)}
+        if classifies:
+            kwargs["labels"] = torch.zeros(num_samples, dtype=torch.long)
+        return kwargs
+
+    return Target(name, model, kwargs_for, None, None, classifies)
+
+
+def _check_size(num_samples: int, num_elements: int) -> None:
+    """Refuses to make up an example that would fill the memory."""
+    if num_samples * num_elements > MOST_ELEMENTS:
+        raise ConfigError(
+            f"an example of {num_samples:,} samples of {num_elements:,} elements has more than {MOST_ELEMENTS:,} in "
+            "all; give a smaller --batch or --seq, or more --microbatches"
+        )
+
+
+# Functions of the user's
+
+
+def _from_factory(text: str, seq: int | None, default_seq: int) -> Target:
+    module_name, _, function_name = text.partition(":")
+    if not module_name or not function_name:
+        raise ConfigError(f"{text!r} names no function; give package.module:factory")
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # it is the user's code
+        raise ConfigError(f"{text}: {module_name!r} can't be imported: {_in_words(error)}") from error
+    factory = getattr(module, function_name, None)
+    if factory is None:
+        raise ConfigError(f"{text}: {module_name} has no {function_name!r}")
+    if not callable(factory):
+        raise ConfigError(f"{text} is {type(factory).__name__}; name a function that returns a model")
+    try:
+        made = factory()
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{text} is called without arguments, and failed: {_in_words(error)}") from error
+    model, kwargs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module) or not isinstance(kwargs, dict | None):
+        raise ConfigError(
+            f"{text} returned {type(made).__name__}; it must return an nn.Module, or (nn.Module, dict of keyword "
+            "arguments)"
+        )
+    if kwargs is None:
+        if hasattr(model, "main_input_name") and hasattr(model, "config"):
+            return _of_transformers(text, model, seq, default_seq)
+        raise ConfigError(f"{text} returned a model alone; return (model, kwargs) with an example of its arguments")
+    if seq is not None:
+        raise ConfigError("--seq is for models made from a config; the factory's own kwargs say how long samples are")
+    return _of_example(text, model, kwargs)
+
+
+def _of_example(text: str, model: nn.Module, kwargs: dict[str, Any]) -> Target:
+    batch = next((len(tensor) for tensor in trees.tensors(kwargs) if tensor.ndim), 0)
+    if not batch:
+        raise ConfigError(f"{text}: the keyword arguments have no tensor with samples along dimension 0")
+    try:
+        inspect.signature(model.forward).bind(**kwargs)
+    except TypeError as error:
+        raise ConfigError(f"{text}: {type(model).__name__} can't be called with these arguments: {error}") from error
+
+    def kwargs_for(num_samples: int) -> dict[str, Any]:
+        def resized(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.ndim or len(tensor) != batch:
+                return tensor
+            _check_size(num_samples, tensor.numel() // batch)
+            return tensor[torch.arange(num_samples, device=tensor.device) % batch]
+
+        return trees.map_tensors(kwargs, resized)
+
+    ids = kwargs.get("input_ids")
+    tokens = ids.shape[1] if isinstance(ids, torch.Tensor) and ids.ndim == 2 else None
+    return Target(text, model, kwargs_for, batch, tokens, "labels" in kwargs)
+
+
+# Adapters
+
+
+def _add_adapters(model: nn.Module, rank: int, dtype: torch.dtype) -> None:
+    """Freezes the model and puts adapters onto its linear layers, in place; its class stays what it is."""
+    peft = _imported("peft", "--lora")
+    model.requires_grad_(False)
+    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # peft remarks on patterns that it has made itself
+            peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=on_meta)
+    except Exception as error:
+        raise ConfigError(f"--lora {rank}: {type(model).__name__} takes no adapters: {_first_line(error)}") from error
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+
+
+def _imported(package: str, what: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ConfigError(f"{what} needs the package {package}: pip install 'roundpipe[hf]'") from error
+
+
+def _first_line(error: BaseException) -> str:
+    """What an error says, up to its first line that doesn't announce another."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    last = next((index for index, line in enumerate(lines) if not line.rstrip().endswith(":")), len(lines) - 1)
+    return " ".join(line.strip() for line in lines[: last + 1])
+
+
+def _in_words(error: BaseException) -> str:
+    """An error of the user's code: its type, what it says, and the line it is from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename != __file__ and "importlib" not in frame.filename]
+    where = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {_first_line(error)}{where}"

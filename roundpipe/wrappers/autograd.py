@@ -1,0 +1,106 @@
+"""Joins the pipeline to the caller's autograd graph.
+
+One node stands for a whole forward over all microbatches: its inputs are the arguments that require grad,
+its outputs the values the model's outputs are made of. Its backward runs the backward stages. What is
+in front of the node and behind it (splitting, merging, other modules) is ordinary autograd.
+
+The model's parameters are not in the caller's graph: their gradients come home beside it. So that they add up in
+``.grad`` where eager's would, and only there, the node has one more input, the anchor: a leaf as the parameters would
+be, which a backward reaches, and which ``torch.autograd.grad(outputs, inputs)`` does not. For the same reason
+``torch.autograd.grad`` can't be asked for the gradients of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from roundpipe.core.errors import BackwardError, enumerated
+from roundpipe.core.layers import is_differentiable
+
+ForwardRun = Callable[[], tuple[torch.Tensor, ...]]
+BackwardRun = Callable[[Sequence[torch.Tensor | None], bool], Sequence[torch.Tensor | None]]
+
+
+class Place(Protocol):
+    """Where the model holds a tensor."""
+
+    @property
+    def found(self) -> torch.Tensor | None:
+        """What is there now."""
+        ...
+
+
+Read = Sequence[tuple[str, torch.Tensor, Place | None]]
+
+
+class _Pipeline(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, outputs: ForwardRun, backward: BackwardRun, read: Read, anchor: torch.Tensor, *inputs: torch.Tensor
+    ) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.run_backward = backward
+        ctx.anchor = anchor
+        tensors = outputs()
+        ctx.read = [(name, tensor, place, tensor._version) for name, tensor, place in read if not tensor.is_inference()]
+        ctx.mark_non_differentiable(*(tensor for tensor in tensors if not is_differentiable(tensor)))
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise BackwardError(
+                "backward with create_graph=True through a RoundPipe forward: its gradients can't be differentiated "
+                "again. Call backward without create_graph, or use the wrapped module itself for this loss"
+            )
+        run, ctx.run_backward = ctx.run_backward, None
+        if run is None:
+            raise BackwardError(
+                "backward through a RoundPipe forward a second time: what it needs was freed by the first backward. "
+                "Sum the losses and call backward once, or run forward again"
+            )
+        changed = {
+            name: None
+            for name, tensor, place, version in ctx.read
+            if tensor._version != version or _is_replaced(tensor, place)
+        }
+        if changed:
+            raise BackwardError(
+                f"{enumerated(list(changed))}: replaced or changed in place since the RoundPipe forward. Its backward "
+                "runs the layers again on what they were given and on their weights. Call backward before (also "
+                "before step and synchronize, which bring new weights), or change a copy (x = x + y, not x += y)"
+            )
+        ctx.read = []
+        accumulates = _is_executed(torch.autograd.graph.get_gradient_edge(ctx.anchor).node)
+        return (None, None, None, None, *run(gradients, accumulates))
+
+
+def _is_replaced(tensor: torch.Tensor, place: Place | None) -> bool:
+    found = None if place is None else place.found
+    return found is not None and found is not tensor
+
+
+def _is_executed(node: Any) -> bool:
+    """Whether the running backward goes on to a node; False if only gradients of other leaves were asked for."""
+    return bool(torch._C._will_engine_execute_node(node))
+
+
+def join(
+    outputs: ForwardRun, backward: BackwardRun, read: Read, inputs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Run ``outputs`` as a node of the caller's graph.
+
+    Args:
+        outputs: runs the forward and gives the output tensors.
+        backward: takes one gradient (or None) per output, and whether gradients of parameters are to be added to
+            their ``.grad``; gives one (or None) per input.
+        read: tensors that the backward reads, which must not be written or replaced before: their names, and where
+            the model holds them.
+        inputs: tensors of the arguments that gradients flow to.
+    """
+    anchor = torch.empty(0, requires_grad=True)  # also makes the node require grad
+    result = _Pipeline.apply(outputs, backward, read, anchor, *inputs)
+    return tuple(result)

@@ -1,0 +1,396 @@
+"""Checkpoints: everything that training needs to go on as if it had never stopped.
+
+    model.safetensors, or shards and an index    `state_dict()` with its own keys; each tied weight once
+    config.json, generation_config.json          for models that have them, so that `from_pretrained(dir)` works;
+                                                 not with PEFT's adapters, which have `save_pretrained`
+    training_state.pt                            plain containers and tensors: optimizer, scheduler, scaler,
+                                                 random number generators, step, extra
+
+Invariant: nothing in a checkpoint depends on the devices. Optimizer state is kept by the names of
+parameters, random state is that of the host (and of each accelerator, taken up as far as there are as many).
+
+A save begins with ``synchronize()``, so that what is saved is the latest update, and a run that goes on and
+a run that starts from the checkpoint see the same weights: resuming is equal bit for bit, also with
+asynchronous steps, whose first iteration after a save trains on the latest weights like the very first.
+Gradients that no step has taken yet are not saved.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import operator
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from roundpipe.core.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+from roundpipe.runtime.weights.parameter_pairs import ParameterPair
+from roundpipe.wrappers import checkpoint_files as files
+from roundpipe.wrappers import checkpoint_state as portable
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Raised when an older version could not read ``training_state.pt`` any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What the caller of a load gets back."""
+
+    step: int | None
+    """As given to the save."""
+    extra: Any
+    """As given to the save; numpy scalars have become Python numbers."""
+
+
+@runtime_checkable
+class _Stateful(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+class _Model(Protocol):
+    """The wrapper, as far as it is needed here."""
+
+    def synchronize(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+    def optim_parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def zero_grad(self) -> None: ...
+
+
+# Saving
+
+
+class BackgroundWriter:
+    """The one write of a model that may be under way in a thread of its own.
+
+    ``_error`` is set by the thread before it ends and read after the thread was seen to have ended. The thread is
+    not a daemon: the interpreter does not exit in the middle of a checkpoint.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def start(self, write: Callable[[], None], name: str) -> None:
+        """Run ``write`` in a thread; `wait` comes before the next one."""
+        assert self._thread is None
+
+        def run() -> None:
+            try:
+                write()
+            except BaseException as error:  # raised again in the training thread
+                logger.error("the checkpoint %s was not written: %s", name, error)
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="roundpipe-checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when nothing is being written; raise, once, what the last write raised."""
+        if self._thread is not None:
+            self._thread.join()
+            self.raise_pending()
+
+    def raise_pending(self) -> None:
+        """Raise, once, what the last write raised, if it is over; does not wait."""
+        if self._thread is not None and not self._thread.is_alive():
+            self._thread = None
+            error, self._error = self._error, None
+            if error is not None:
+                raise error
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """What is to be written; holds nothing of the model but, unless copied, its tensors."""
+
+    tensors: dict[str, torch.Tensor]
+    aliases: dict[str, str]
+    state: dict[str, Any]
+    configs: list[Any]
+
+    def write(self, folder: Path) -> None:
+        with files.replacing(folder) as new:
+            files.write_weights(new, self.tensors, self.aliases)
+            for config in self.configs:
+                try:
+                    config.save_pretrained(new)
+                except ValueError as error:  # transformers refuses to write what it reads without complaint
+                    logger.warning("the checkpoint %s is without a %s: %s", folder, type(config).__name__, error)
+            files.write_state(new, self.state)
+
+
+def save(
+    model: _Model,
+    target: nn.Module,
+    pairs: Sequence[ParameterPair],
+    writer: BackgroundWriter,
+    dir: str | os.PathLike[str],
+    *,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: _Stateful | None,
+    scaler: _Stateful | None,
+    step: int | None,
+    extra: Any,
+    is_async: bool,
+) -> None:
+    """See `RoundPipe.save_checkpoint`; ``target`` is the model behind the wrapper, ``pairs`` its parameters."""
+    if step is not None:
+        try:
+            step = operator.index(step)
+        except TypeError:
+            raise ConfigError(f"step is {step!r}; give an int, or None") from None
+    _check_stateful(optimizer, scheduler, scaler)
+    files.safetensors_library()
+    writer.wait()
+    model.synchronize()
+    folder = _absolute(dir)
+    files.check_replaceable(folder)
+    weights = model.state_dict()
+    tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
+    for name, tensor in tensors.items():
+        files.check_storable(name, tensor)
+    tensors, aliases = _once_each(tensors, target)
+    parts: dict[str, Any] = {
+        "optimizer": None if optimizer is None else portable.by_name(optimizer, portable.names_of_copies(pairs)),
+        "optimizer_class": type(optimizer).__qualname__,
+        "optimizer_weights": portable.copies_of_another_dtype(pairs),
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "module_state": {name: value for name, value in weights.items() if name not in tensors | aliases},
+        "random": portable.random_state(),
+        "step": step,
+        "extra": extra,
+    }
+    keep = portable.copied if is_async else portable.shared
+    state = {"format": FORMAT, **{name: portable.plain(part, name, keep) for name, part in parts.items()}}
+    if is_async:
+        tensors = {name: portable.copied(tensor) for name, tensor in tensors.items()}
+    snapshot = _Snapshot(tensors, aliases, state, _configs(target))
+    if is_async:
+        writer.start(lambda: snapshot.write(folder), str(folder))
+    else:
+        snapshot.write(folder)
+
+
+def _absolute(dir: str | os.PathLike[str]) -> Path:
+    """The folder itself: a link to it stays a link when the folder is replaced."""
+    if not isinstance(dir, str | os.PathLike) or not os.fspath(dir):
+        raise ConfigError(f"dir is {dir!r}; give the path of a folder")
+    return Path(os.path.realpath(dir))
+
+
+def _once_each(
+    tensors: Mapping[str, torch.Tensor], target: nn.Module
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Each tensor under one name, and the other names of tied ones.
+
+    Where the model says which name it makes from the other (transformers does), that one is left out.
+    """
+    made = getattr(target, "all_tied_weights_keys", None) or getattr(target, "_tied_weights_keys", None) or ()
+    chosen: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    for names in _groups(tensors):
+        given = [name for name in names if not any(re.search(one, name) for one in made)]
+        first = (given or names)[0]
+        chosen[first] = tensors[first]
+        aliases.update((name, first) for name in names if name != first)
+    return chosen, aliases
+
+
+def _groups(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Names, those of the same memory together."""
+    groups: dict[Any, list[str]] = {}
+    for name, tensor in tensors.items():
+        memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        groups.setdefault(memory if tensor.numel() and not tensor.is_meta else name, []).append(name)
+    return list(groups.values())
+
+
+def _configs(target: nn.Module) -> list[Any]:
+    """Copies of the model's configurations that know how to write themselves.
+
+    A model with adapters has the configuration of its base and other keys: `from_pretrained` would start at random.
+    """
+    found: list[Any] = []
+    if hasattr(target, "peft_config"):
+        return found
+    for name in ("config", "generation_config"):
+        config = getattr(target, name, None)
+        if config is not None and callable(getattr(config, "save_pretrained", None)):
+            config = copy.deepcopy(config)
+            if name == "config":
+                config.architectures = [type(target).__name__]
+                if hasattr(config, "dtype"):
+                    dtypes = [p.dtype for p in target.parameters() if p.dtype.is_floating_point]
+                    config.dtype = dtypes[0] if dtypes else config.dtype
+            found.append(config)
+    return found
+
+
+# Loading
+
+
+def load(
+    model: _Model,
+    pairs: Sequence[ParameterPair],
+    writer: BackgroundWriter,
+    dir: str | os.PathLike[str],
+    *,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: _Stateful | None,
+    scaler: _Stateful | None,
+    weights_only: bool,
+) -> Checkpoint:
+    """See `RoundPipe.load_checkpoint`; everything is checked before anything is changed."""
+    _check_stateful(optimizer, scheduler, scaler)
+    files.safetensors_library()
+    writer.wait()
+    model.synchronize()
+    folder = _absolute(dir)
+    given = {
+        name: one
+        for name, one in (("optimizer", optimizer), ("scheduler", scheduler), ("scaler", scaler))
+        if one is not None
+    }
+    if weights_only and given:
+        raise ConfigError(f"weights_only=True does not restore {', '.join(given)}; leave it out")
+    found = files.read_whole(folder, lambda whole: (*files.read_weights(whole), _read_state(whole, weights_only)))
+    if found is None:
+        raise CheckpointNotFoundError(f"there is no checkpoint at {folder}; give the folder that save_checkpoint wrote")
+    weights, aliases, state = found
+    if not weights_only:
+        _check_parts(given, state, folder)
+    values = _fit(model.state_dict(), {**weights, **state["module_state"]}, aliases, folder)
+    if optimizer is not None:
+        _check_class(optimizer, state["optimizer_class"], folder)
+        names = portable.names_of_copies(pairs)
+        state["optimizer"] = portable.by_index(state["optimizer"], optimizer, names, folder)
+    masters = state["optimizer_weights"]
+    if masters and not weights_only:
+        list(model.optim_parameters())  # makes the copies that are missing
+        _check_masters(masters, pairs, folder)
+
+    model.load_state_dict(values)
+    _set_copies(masters, pairs)
+    if weights_only:
+        return Checkpoint(None, None)
+    model.zero_grad()
+    # Cloned, because what is loaded is mapped from a file that will be replaced.
+    for name, one in given.items():
+        one.load_state_dict(portable.plain(state[name], name, torch.clone))
+    portable.restore_random_state(state["random"])
+    return Checkpoint(state["step"], portable.plain(state["extra"], "extra", torch.clone))
+
+
+def _read_state(folder: Path, weights_only: bool) -> dict[str, Any]:
+    path = folder / files.STATE_FILE
+    if not path.is_file():
+        if weights_only:
+            return {"module_state": {}, "optimizer_weights": {}}
+        raise ConfigError(
+            f"{folder} has no {files.STATE_FILE}: its weights were not written by save_checkpoint; "
+            "load_checkpoint(..., weights_only=True) reads them"
+        )
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        raise CheckpointError(f"{path} can't be read: {error}") from error
+    if state["format"] > FORMAT:
+        raise CheckpointError(
+            f"{path} has format {state['format']}, this version reads up to {FORMAT}; install a newer roundpipe"
+        )
+    return state
+
+
+def _check_parts(given: Mapping[str, Any], state: Mapping[str, Any], folder: Path) -> None:
+    for name in ("optimizer", "scheduler", "scaler"):
+        if name in given and state[name] is None:
+            raise ConfigError(f"{name}= was given, and the checkpoint at {folder} was saved without one; leave it out")
+        if name not in given and state[name] is not None:
+            raise ConfigError(
+                f"the checkpoint at {folder} has {name} state, and no {name} was given; give {name}=, or "
+                "weights_only=True to load the weights alone"
+            )
+
+
+def _fit(own: Mapping[str, Any], saved: Mapping[str, Any], aliases: Mapping[str, str], folder: Path) -> dict[str, Any]:
+    """A saved value for each of the model's keys; a tied weight may have been saved under another of its names."""
+    tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
+    for name, tensor in tensors.items():
+        if tensor.is_meta:
+            raise ConfigError(f"{name} is on the meta device; give the model memory (model.to_empty) before a load")
+    values = {name: saved[name] for name in own if name in saved}
+    for names in _groups(tensors):
+        among = [name for name in names if name in saved]
+        for name in names:
+            if name not in values and (among or aliases.get(name) in saved):
+                values[name] = saved[aliases[name] if aliases.get(name) in saved else among[0]]
+    shapes = [
+        f"{name} ({list(values[name].shape)}, the model has {list(tensor.shape)})"
+        for name, tensor in tensors.items()
+        if name in values and values[name].shape != tensor.shape
+    ]
+    problems = {
+        "are missing in it": [name for name in own if name not in values],
+        "are not in the model": sorted(name for name in saved if name not in own and name not in aliases.values()),
+        "have another shape": shapes,
+    }
+    portable.raise_misfit(f"the checkpoint at {folder} does not fit the model", problems)
+    return values
+
+
+def _check_masters(masters: Mapping[str, torch.Tensor], pairs: Sequence[ParameterPair], folder: Path) -> None:
+    parameters = {pair.names[0]: pair.parameter for pair in pairs}
+    wrong = [name for name, one in masters.items() if name not in parameters or parameters[name].shape != one.shape]
+    portable.raise_misfit(
+        f"the checkpoint at {folder} does not fit the model", {"copies of the optimizer have no parameter": wrong}
+    )
+
+
+def _check_stateful(optimizer: Any, scheduler: Any, scaler: Any) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer | None):
+        raise ConfigError(f"optimizer is {type(optimizer).__name__}; give a torch.optim.Optimizer, or None")
+    for name, one in (("scheduler", scheduler), ("scaler", scaler)):
+        if one is not None and not isinstance(one, _Stateful):
+            raise ConfigError(
+                f"{name} is {type(one).__name__}, which has no state_dict and load_state_dict; give one that has them"
+            )
+
+
+def _check_class(optimizer: torch.optim.Optimizer, saved: str, folder: Path) -> None:
+    """Another class may read the state, as a subclass does; most others fail at their next step."""
+    own = type(optimizer).__qualname__
+    if own != saved:
+        logger.warning(
+            "the checkpoint at %s has the state of an optimizer %s, and is loaded into one of class %s",
+            folder,
+            saved,
+            own,
+        )
+
+
+@torch.no_grad()
+def _set_copies(masters: Mapping[str, torch.Tensor], pairs: Sequence[ParameterPair]) -> None:
+    for pair in pairs:
+        if pair.copy is not None and pair.names[0] in masters:
+            pair.copy.copy_(masters[pair.names[0]])
+            if pair.parameter.requires_grad:  # no change, unless the weights were saved in a narrower dtype
+                pair.parameter.copy_(pair.copy)
+            pair.agree()

@@ -1,0 +1,221 @@
+"""Outputs in microbatches that are put together only when somebody looks.
+
+What one part of a model gives and the next one takes need not be merged in between. Host code around the parts sees
+a tensor like any other: shape, dtype and place in the autograd graph are there at once, the data when first used.
+
+    pieces --Merge--> MergedLater --Pieces--> the same pieces, for another part
+                           `--------------> whatever host code does, on the pieces put together
+
+Both directions are nodes of autograd, so hooks, ``retain_grad`` and gradients are those of one tensor. This file is
+the only user of torch's wrapper subclasses.
+
+Invariant: whatever is done with a `MergedLater` gives what the merged tensor would give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from roundpipe.core import trees
+from roundpipe.runtime.microbatch.merge import merge_value
+from roundpipe.runtime.microbatch.spec import RoundPipePackedData, with_children
+
+
+class MergedLater(torch.Tensor):
+    """A batch that still is in pieces; made by `merged_later`."""
+
+    _pieces: list[torch.Tensor]
+    _events: list[Any]
+    _whole: torch.Tensor | None
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def of(pieces: Sequence[torch.Tensor], events: Sequence[Any]) -> MergedLater:
+        """The tensor that these pieces make up along dim 0, in no autograd graph."""
+        form = torch.cat(
+            [torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta") for one in pieces]
+        )
+        first = pieces[0]
+        tensor: MergedLater = torch.Tensor._make_wrapper_subclass(
+            MergedLater, form.shape, form.stride(), dtype=first.dtype, device=first.device
+        )
+        tensor._pieces, tensor._events = [one.detach() for one in pieces], list(events)
+        tensor._whole = None
+        return tensor
+
+    @property
+    def sizes(self) -> list[int]:
+        """Samples of each piece."""
+        return [len(one) for one in self._pieces]
+
+    def pieces(self) -> list[torch.Tensor]:
+        """What it consists of, without gradients; see ``events`` for when they may be read."""
+        return [one.detach() for one in self._pieces]
+
+    @property
+    def events(self) -> list[Any]:
+        """End of the transfer of each piece."""
+        return self._events
+
+    def whole(self) -> torch.Tensor:
+        """The data of all, without gradients."""
+        if self._whole is None:
+            packed = RoundPipePackedData(self._pieces, self._events)
+            packed.synchronize()
+            with torch.no_grad(), torch.inference_mode(False):
+                self._whole = torch.cat(self._pieces)
+                self._pieces = list(self._whole.split(self.sizes))  # what is written into the one, the others have too
+        return self._whole
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = {id(one.whole()): one for one in trees.tensors((args, kwargs)) if isinstance(one, MergedLater)}
+        args, kwargs = trees.map_tensors((args, kwargs or {}), _whole_of)
+        result = func(*args, **kwargs)
+        return trees.map_tensors(result, lambda one: given.get(id(one), one))  # what was written in place
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
+        return repr(settled(self))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return settled(self).detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
+    # what reads memory, or gives other memory, without calling an operation
+
+    @property
+    def data(self) -> torch.Tensor:
+        """See `torch.Tensor.data`."""
+        return self.whole().detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        value = _whole_of(value).detach()
+        form = MergedLater.of([value], [None])
+        torch.Tensor.data.__set__(self, form)  # type: ignore[attr-defined]  # shape and dtype
+        self._whole, self._pieces, self._events = value, [value], [None]
+
+    def tolist(self) -> Any:
+        """See `torch.Tensor.tolist`."""
+        return self.whole().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """See `torch.Tensor.numpy`."""
+        return settled(self).numpy(force=force)
+
+    def data_ptr(self) -> int:
+        """See `torch.Tensor.data_ptr`."""
+        return self.whole().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """See `torch.Tensor.untyped_storage`."""
+        return self.whole().untyped_storage()
+
+
+def _whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.whole() if isinstance(tensor, MergedLater) else tensor
+
+
+def settled(tensor: torch.Tensor) -> torch.Tensor:
+    """An ordinary tensor in place of a `MergedLater`, in the same autograd graph; other tensors as they are."""
+    return tensor.view_as(tensor) if isinstance(tensor, MergedLater) else tensor
+
+
+class _Merge(torch.autograd.Function):
+    """Pieces to a batch."""
+
+    @staticmethod
+    def forward(ctx: Any, events: Sequence[Any], *pieces: torch.Tensor) -> torch.Tensor:
+        ctx.sizes = [len(piece) for piece in pieces]
+        return MergedLater.of(pieces, events)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        if isinstance(gradient, MergedLater) and gradient.sizes == ctx.sizes:
+            return None, *gradient.pieces()
+        return None, *gradient.split(ctx.sizes)
+
+
+class _Pieces(torch.autograd.Function):
+    """A batch to the pieces that it was made of."""
+
+    @staticmethod
+    def forward(ctx: Any, batch: MergedLater) -> tuple[torch.Tensor, ...]:
+        return tuple(batch.pieces())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return MergedLater.of(gradients, [None] * len(gradients))
+
+
+def merged_later(value: Any) -> Any:
+    """An output with every packed tensor in it put together, when somebody looks; other packed values at once.
+
+    Args:
+        value: an output as ``merge_output=False`` gives it.
+
+    Raises:
+        MicrobatchError: the values of the microbatches can't be put together.
+    """
+    if isinstance(value, RoundPipePackedData):
+        if len(value) > 1 and _are_pieces(value):
+            return _Merge.apply(value.events, *value)
+        value.synchronize()
+        return value[0] if len(value) == 1 else merge_value(list(value), None, ())
+    if not _holds_packed(value, 0):
+        return value
+    return with_children(value, [merged_later(child) for _, child in trees.children(value) or ()])
+
+
+def _holds_packed(value: Any, depth: int) -> bool:
+    if isinstance(value, RoundPipePackedData):
+        return True
+    below = trees.children(value) if depth < trees.MAX_DEPTH else None
+    return any(_holds_packed(child, depth + 1) for _, child in below or ())
+
+
+def _are_pieces(values: Sequence[Any]) -> bool:
+    """Whether these are tensors that differ in their number of samples at most."""
+    first = values[0]
+    return all(
+        type(one) is torch.Tensor
+        and one.ndim > 0
+        and (one.dtype, one.device, one.shape[1:]) == (first.dtype, first.device, first.shape[1:])
+        for one in values
+    )
+
+
+def packed_again(value: Any, sizes: list[int] | None) -> Any:
+    """Arguments with the pieces of what is still in pieces of these sizes, and ordinary tensors for the rest.
+
+    Args:
+        value: any structure.
+        sizes: samples of each microbatch; None: no pieces.
+    """
+
+    def replaced(leaf: Any) -> Any:
+        if not isinstance(leaf, MergedLater):
+            return leaf
+        if leaf.sizes != sizes:
+            return settled(leaf)
+        return RoundPipePackedData(_Pieces.apply(leaf), leaf.events)
+
+    if not holds_later(value):
+        return value
+    return trees.map_leaves(value, replaced)
+
+
+def holds_later(value: Any) -> bool:
+    """Whether anything in a structure is still in pieces."""
+    return any(isinstance(tensor, MergedLater) for tensor in trees.tensors(value))
+
+
+def all_settled(value: Any) -> Any:
+    """A structure with ordinary tensors only."""
+    return trees.map_tensors(value, settled) if holds_later(value) else value

@@ -1,0 +1,248 @@
+"""The user's model seen through a wrapper: attributes, parameters, buffers, state and modules are the model's own.
+
+What torch.nn.Module's own methods would do to a wrapper is done to the model, after what is running on its weights is
+done, or is refused where it can't be meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, Self
+
+import torch
+from torch import nn
+
+from roundpipe.core.errors import ConfigError
+from roundpipe.runtime.engine.engine import Engine
+from roundpipe.runtime.optimizer.optimizer import OptimizerSide, inside_optimizer
+
+
+class Wrapped(Protocol):
+    """What a wrapper holds that its view of the model needs."""
+
+    model: nn.Module
+    original: nn.Module | None
+    """The model to show, if it is another than the one that runs."""
+    optimizer: OptimizerSide
+    engine: Engine
+
+
+class ModelView(nn.Module):
+    """A module without parameters, buffers or submodules of its own; everything that asks for them is answered by the
+    original model.
+    """
+
+    _state: Wrapped
+
+    @property
+    def model(self) -> nn.Module:
+        """The wrapped module."""
+        return self._state.model
+
+    def set_original_model(self, original_model: nn.Module) -> None:
+        """Answer attribute access with another model than the wrapped one."""
+        if not isinstance(original_model, nn.Module):
+            raise ConfigError(f"the original model must be an nn.Module, got {type(original_model).__name__}")
+        self._state.original = original_model
+
+    @property
+    def _target(self) -> nn.Module:
+        state = self._state
+        return state.model if state.original is None else state.original
+
+    def __getattr__(self, name: str) -> Any:
+        state = self.__dict__.get("_state")
+        if state is None:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        target = state.model if state.original is None else state.original
+        return getattr(target, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_state" not in self.__dict__:
+            super().__setattr__(name, value)
+        elif name == "training":
+            self.__dict__["training"] = value
+        else:
+            setattr(self._target, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._target, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self._target)})
+
+    def train(self, mode: bool = True) -> Self:
+        """Set training mode on the wrapper and the model."""
+        self._target.train(mode)
+        self._state.model.train(mode)
+        self.__dict__["training"] = mode
+        return self
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's parameters; inside ``step_fn``, the optimizer's copies."""
+        if inside_optimizer():
+            return self.optim_named_parameters(prefix, remove_duplicate)
+        if not self._state.engine.is_inside:
+            self._state.engine.finish()  # whoever asks may read gradients
+        return self._target.named_parameters(prefix, recurse, remove_duplicate)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The model's parameters; inside ``step_fn``, the optimizer's copies."""
+        return (parameter for _, parameter in self.named_parameters(recurse=recurse))
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """The model's buffers."""
+        return self._target.named_buffers(*args, **kwargs)
+
+    def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
+        """The model's buffers."""
+        return self._target.buffers(recurse)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """The model's children."""
+        return self._target.named_children()
+
+    def children(self) -> Iterator[nn.Module]:
+        """The model's children."""
+        return self._target.children()
+
+    def modules(self, *args: Any, **kwargs: Any) -> Iterator[nn.Module]:
+        """The model's modules."""
+        return self._target.modules(*args, **kwargs)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """The model's modules by name."""
+        return self._target.named_modules(*args, **kwargs)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """The model's module of a name that `named_modules` gives."""
+        return self._target.get_submodule(target)
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """The model's parameter of a name that `named_parameters` gives; inside ``step_fn``, the optimizer's copy."""
+        named = dict(self.named_parameters(remove_duplicate=False))
+        return named[target] if target in named else self._target.get_parameter(target)
+
+    def get_buffer(self, target: str) -> torch.Tensor:
+        """The model's buffer of a name that `named_buffers` gives."""
+        return self._target.get_buffer(target)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's state with its own keys; call `synchronize` first for the latest update."""
+        return self._target.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Load the model's state and take it over into the optimizer's copies."""
+        state = self._state
+        state.optimizer.synchronize()
+        result = self._target.load_state_dict(state_dict, strict=strict, assign=assign)
+        state.optimizer.refresh()
+        return result
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """What torch calls where the wrapper is a submodule of what loads."""
+        own = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+        try:
+            found = self.load_state_dict(own, False, bool(local_metadata.get("assign_to_params_buffers")))
+        except RuntimeError as error:  # sizes
+            error_msgs.append(str(error))
+            return
+        missing_keys += [prefix + key for key in found.missing_keys]
+        unexpected_keys += [prefix + key for key in found.unexpected_keys]
+
+    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+        """Register a buffer with the model."""
+        self._target.register_buffer(name, tensor, persistent)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter with the model; the optimizer's side has those that were there when it was wrapped."""
+        if param is not None:
+            raise ConfigError(
+                f"parameter {name!r} would have no copy on the optimizer's side, which was made with the wrapper; "
+                "register it with the model before wrapping it"
+            )
+        self._target.register_parameter(name, param)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Refused if the module has parameters; see `register_parameter`."""
+        if module is not None and next(module.parameters(), None) is not None:
+            raise ConfigError(
+                f"the parameters of module {name!r} would have no copies on the optimizer's side, which was made with "
+                "the wrapper; add the module to the model before wrapping it"
+            )
+        self._target.add_module(name, module)
+
+    register_module = add_module
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop accumulated gradients, on the model's side and on the optimizer's."""
+        self._state.optimizer.zero_grad(set_to_none)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Switch gradients of all parameters on or off."""
+        self._target.requires_grad_(requires_grad)
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Apply a function to every module of the model."""
+        self._state.engine.refuse_inside("apply()")
+        self._state.engine.finish()
+        self._target.apply(fn)
+        return self
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: a call is the work of many threads, which no graph of torch.compile holds.
+
+        ``torch.compile(pipe)``, and a compiled function that calls the wrapper, run it as it is.
+        """
+        raise ConfigError(
+            "torch can't compile a wrapper; compile modules of the model before it is wrapped (module.compile()), or "
+            "the model itself for use without the wrapper (torch.compile(model.model))"
+        )
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        try:
+            device, problem = str(fn(torch.empty(0)).device), None
+        except (RuntimeError, AssertionError, NotImplementedError) as error:  # a device that torch does not have
+            device, problem = "another device", error
+        if device != "cpu":
+            example = "cuda:0" if problem is not None else device
+            raise ConfigError(
+                f"the model's weights stay in host memory and are streamed to the devices; moving them to {device} "
+                f"is not possible. Choose devices with compile(model, devices=[{example!r}])"
+            ) from problem
+        self._state.optimizer.synchronize()
+        self._target._apply(fn, recurse)
+        self._state.optimizer.refresh()
+        return self
+
+
+def check_parts_unwrapped(model: nn.Module) -> None:
+    """Raise `ConfigError` for a model that has a wrapper inside: its layers would run in two pipelines at once."""
+    pending: list[tuple[str, nn.Module]] = [("", model)]
+    seen = {id(model)}
+    while pending:
+        prefix, module = pending.pop()
+        for name, child in module._modules.items():
+            where = f"{prefix}.{name}" if prefix else name
+            if isinstance(child, ModelView):
+                outer = type(model).__name__
+                raise ConfigError(
+                    f"{where} of the {outer} is a {type(child).__name__} already, and there is no pipeline inside a "
+                    f"pipeline. Wrap the {outer} alone, made of the original modules ({where}.model is one), or leave "
+                    "it as it is: a plain module may have wrapped ones inside"
+                )
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                pending.append((where, child))

@@ -1,0 +1,166 @@
+"""Modules of the user's as layers, as they are given: the chain of a model that is not traced."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe.core import trees
+from roundpipe.core.caller import warn
+from roundpipe.core.errors import ConfigError
+from roundpipe.core.layers import Carry, FixedChain, LayerChain, LayerCost, LayerSpec
+from roundpipe.core.module_tree import Structure, weight_bytes_of
+from roundpipe.effects.attributes import AttributesBefore, Noticed, WeightsBefore
+
+
+class _Writable(torch.autograd.Function):
+    """The same memory as an autograd non-leaf, so that a module may write into its input as it would in eager."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+def _writable(tensor: torch.Tensor) -> Any:
+    return _Writable.apply(tensor) if tensor.requires_grad and tensor.is_leaf else tensor
+
+
+class _ModuleLayer(nn.Module):
+    """A user's module as a layer: carried value ``reads`` in, carried value ``makes`` out.
+
+    The module stands under its qualified name (which may have dots), so what is below it has its own names too.
+    """
+
+    def __init__(self, name: str, module: nn.Module, reads: str, makes: str, *, unpack: bool, watched: bool) -> None:
+        super().__init__()
+        self.reads = reads
+        self.makes = makes
+        self.unpack = unpack
+        self.noticed = Noticed() if watched else None  # one for all copies
+        self._modules[name] = module  # after the attributes, since a name may be one of theirs
+
+    def forward(self, carry: Carry) -> Carry:
+        value = trees.map_tensors(carry[self.reads], _writable)
+        ((layer, module),) = self._modules.items()
+        assert module is not None
+        args, kwargs = value if self.unpack else ((value,), {})
+        if self.noticed is None:
+            return {self.makes: module(*args, **kwargs)}
+        layer = layer or type(module).__name__
+        weights = WeightsBefore(module)
+        attributes = AttributesBefore(module) if self.noticed.looks_again() else None
+        made = module(*args, **kwargs)
+        written = weights.written()
+        if written is not None:
+            raise ConfigError(
+                f"the forward of layer {layer} writes its parameter {written}, on a copy that "
+                "is thrown away. Write weights between steps, from outside of forward, or use "
+                "wrap_model_to_roundpipe(model), which runs such a module on the CPU"
+            )
+        kept = None if attributes is None else self.noticed.kept(attributes)
+        if kept is not None:
+            warn(
+                f"the forward of layer {layer} {kept}. Each worker runs a copy of the layer, and the backward runs its "
+                "forward again, so what calls find there, and results that depend on it, may differ from eager mode. "
+                "Use roundpipe.compile or wrap_model_to_roundpipe, which find out what such a layer needs, or keep it "
+                "in a buffer"
+            )
+        return {self.makes: made}
+
+
+@dataclass(frozen=True, slots=True)
+class _TakeAll:
+    name: str
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Carry:
+        return {self.name: (args, kwargs)}
+
+
+@dataclass(frozen=True, slots=True)
+class _GiveOne:
+    reads: tuple[str, ...]
+
+    def __call__(self, carry: Carry) -> Any:
+        return carry[self.reads[0]]
+
+
+_RANDOM_MODULES = ("Dropout", "RReLU", "FractionalMaxPool", "Transformer", "MultiheadAttention", "RNN", "LSTM", "GRU")
+
+
+def may_draw_random(module: nn.Module) -> bool:
+    """Whether a module's forward may draw random numbers: not, if it is made of torch.nn modules that don't."""
+    return any(
+        not type(part).__module__.startswith("torch.nn.")
+        or any(word in type(part).__name__ for word in _RANDOM_MODULES)
+        for part in module.modules()
+    )
+
+
+def chain_of_modules(modules: Sequence[tuple[str, nn.Module]], *, watched: bool = True) -> LayerChain:
+    """The chain of modules called one after the other, each taking the one before's output.
+
+    Args:
+        modules: qualified name (``""``: the model itself) and module; the first gets all arguments, the others
+            one value.
+        watched: whether a layer raises `ConfigError` when its forward writes its parameters, and warns when it
+            changes attributes that later calls may read.
+    """
+    specs, costs, layers = [], [], []
+    for index, (name, module) in enumerate(modules):
+        reads, makes = f"value_{index}", f"value_{index + 1}"
+        layers.append(_ModuleLayer(name, module, reads, makes, unpack=index == 0, watched=watched))
+        name = name or type(module).__name__
+        specs.append(
+            LayerSpec(
+                name=name,
+                module_names=(name,),
+                reads=(reads,),
+                makes=(makes,),
+                draws_random=may_draw_random(module),
+            )
+        )
+        gradient_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+        weight_bytes = weight_bytes_of(module)
+        costs.append(
+            LayerCost(
+                forward_s=max(weight_bytes, 1) * 1e-12,
+                backward_s=max(weight_bytes, 1) * 2e-12,
+                num_parameters=sum(p.numel() for p in module.parameters()),
+                weight_bytes=weight_bytes,
+                gradient_bytes=gradient_bytes,
+            )
+        )
+    return LayerChain(layers, specs, costs, _TakeAll("value_0"), _GiveOne((f"value_{len(modules)}",)))
+
+
+class ModuleSource(FixedChain):
+    """A source for a model that is given as it is: one chain for all arguments, until the model's structure changes.
+
+    Args:
+        model: has the layers.
+        make: makes them.
+    """
+
+    def __init__(self, model: nn.Module, make: Callable[[nn.Module], LayerChain]) -> None:
+        super().__init__(make(model))
+        self._model = model
+        self._make = make
+        self._structure = Structure(model.modules())
+
+    def chain_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerChain:
+        if self._structure.changed() is not None:
+            self.chain = self._make(self._model)
+            self._structure = Structure(self._model.modules())
+        return self.chain
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleSource:
+        return type(self)(copy.deepcopy(self._model, memo), self._make)

@@ -1,0 +1,402 @@
+"""What training took since the last look: speed, where workers' time went, bytes, memory, against what was predicted.
+
+    RunLog       what calls bring: samples, tokens
+    Meter        what workers do: see `roundpipe.runtime.profiling.meter`
+    make_report  both, with the simulator's and the planner's predictions for the latest round
+
+Invariant: nothing here waits for what is running, and nothing is read from a device but what it has finished.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from roundpipe.core import trees
+from roundpipe.core.layers import LayerChain
+from roundpipe.core.schedule import Schedule
+from roundpipe.planning.planner import peak_bytes
+from roundpipe.planning.simulated_timeline import round_alone_s, simulate_timeline
+from roundpipe.planning.simulator import HardwareProfile, plan_of, simulate
+from roundpipe.planning.stage_costs import num_trained
+from roundpipe.reports.tables import format_bytes, format_count, format_seconds, summary_table, worker_table
+from roundpipe.reports.timeline import WAIT_CAUSES
+from roundpipe.runtime.config import RecomputeGrain
+from roundpipe.runtime.device.backend import Lane
+from roundpipe.runtime.engine.engine import Engine
+from roundpipe.runtime.engine.plans import Plans
+from roundpipe.runtime.optimizer.optimizer import OptimizerSide
+from roundpipe.runtime.profiling.meter import MeterReading, link_speeds
+from roundpipe.runtime.weights.parameter_pairs import ParameterPair
+
+_UP, _DOWN = (Lane.UPLOAD, Lane.WEIGHTS), (Lane.DOWNLOAD, Lane.GRADIENTS)
+
+
+# ------------------------------------------------------------------------------------ what it says
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """One worker."""
+
+    device: str
+    busy: float
+    """Share of the measured time in which it computed; NaN: nothing was measured."""
+    idle: Mapping[str, float]
+    """Shares of the measured time in which it did not, by cause; see `roundpipe.runtime.profiling.meter`."""
+    measured_s: float
+    """Seconds that the shares are of; on accelerators, those of one round of several."""
+    moved_bytes: Mapping[str, int]
+    """By lane: ``upload`` and ``download`` carry values between stages, ``weights`` and ``gradients`` whole stages."""
+    peak_bytes: int
+    """Most that was in use at once on the device since the model was made, or since `peak_device_bytes` was reset."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Bytes in host memory; an optimizer's states are its own and are not counted."""
+
+    weights: int
+    """With buffers."""
+    gradients: int
+    """Those that are there now."""
+    optimizer_copies: int
+    optimizer_gradients: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.weights + self.gradients + self.optimizer_copies + self.optimizer_gradients
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the planner and the simulator say about the latest training round."""
+
+    round_s: float | None
+    """Seconds per round in steady state; None before layers were measured."""
+    idle: float | None
+    """Mean share of the devices' time without compute."""
+    uploaded_bytes: float | None
+    """Per round, all devices."""
+    downloaded_bytes: float | None
+    """Per round, all devices."""
+    peak_device_bytes: int | None
+    """What the plan counts with on any device; None: nothing is known of what layers keep for backward, as of a model
+    that was not traced."""
+    device_bytes: tuple[int, ...] | None
+    """Per worker, the most that is in use at once."""
+    rests_on: str
+    """Where the costs of layers come from."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """What happened since the report before, or since the model was made; ``str`` shows it as a table."""
+
+    name: str
+    num_calls: int
+    num_rounds: int
+    """A call runs one round, or several where its microbatches need several traces; so does a backward of its own."""
+    num_steps: int
+    wall_s: float
+    """From the first call to the end of the latest work, or until now if something is running."""
+    num_samples: int | None
+    """In the batches of all calls; None: a batch's samples are not known."""
+    num_tokens: int | None
+    """Elements of ``tokens_of`` in all calls; None: there is no such argument."""
+    tokens_of: str | None
+    """The argument that is counted: the first of integers with two dimensions."""
+    round_s: float | None
+    """Measured seconds of a training round: the median, from the end of the round before or from the call."""
+    workers: tuple[WorkerReport, ...]
+    optimizer_s: Mapping[str, float]
+    """Seconds of the optimizer's side: ``update`` (``step_fn``), ``hand-over`` (weights, gradients), ``waits``."""
+    host_memory: HostMemory
+    predicted: Prediction | None
+    """None before the first training round."""
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Samples of all calls over ``wall_s``."""
+        return _rate(self.num_samples, self.wall_s)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens of all calls over ``wall_s``."""
+        return _rate(self.num_tokens, self.wall_s)
+
+    @property
+    def busy(self) -> float:
+        """Mean share of the measured time in which a worker computed."""
+        return sum(one.busy for one in self.workers) / len(self.workers)
+
+    @property
+    def uploaded_bytes(self) -> int:
+        """By all workers."""
+        return sum(one.moved_bytes[str(lane)] for one in self.workers for lane in _UP)
+
+    @property
+    def downloaded_bytes(self) -> int:
+        """By all workers."""
+        return sum(one.moved_bytes[str(lane)] for one in self.workers for lane in _DOWN)
+
+    @property
+    def peak_device_bytes(self) -> int:
+        """The largest of the workers' peaks."""
+        return max(one.peak_bytes for one in self.workers)
+
+    def __str__(self) -> str:
+        predicted = self.predicted
+        rows = {
+            "calls": f"{self.num_calls}, {_counted(self.num_rounds, 'round')}, {_counted(self.num_steps, 'step')} "
+            f"in {format_seconds(self.wall_s)}",
+            "speed": self._speed(),
+            "round": self._round(),
+        }
+        if predicted is not None:
+            rows["predicted from"] = predicted.rests_on
+        rows["device memory"] = f"peak {format_bytes(self.peak_device_bytes)}" + (
+            f", planned for {format_bytes(predicted.peak_device_bytes)}"
+            if predicted is not None and predicted.peak_device_bytes is not None
+            else ""
+        )
+        host = self.host_memory
+        rows["host memory"] = (
+            f"weights {format_bytes(host.weights)}, gradients {format_bytes(host.gradients)}, optimizer copies "
+            f"{format_bytes(host.optimizer_copies)}, optimizer gradients {format_bytes(host.optimizer_gradients)}"
+        )
+        rows["moved"] = f"{format_bytes(self.uploaded_bytes)} up, {format_bytes(self.downloaded_bytes)} down"
+        times = ", ".join(f"{what} {format_seconds(seconds)}" for what, seconds in self.optimizer_s.items())
+        rows["optimizer"] = times or "no step"
+        return f"{self.name}\n\n{summary_table(rows)}\n\n{self._workers()}"
+
+    def _speed(self) -> str:
+        parts = []
+        if self.samples_per_s is not None:
+            parts.append(f"{format_count(self.samples_per_s)} samples/s")
+        if self.tokens_per_s is not None:
+            parts.append(f"{format_count(self.tokens_per_s)} tokens/s (elements of {self.tokens_of})")
+        return ", ".join(parts) or "-"
+
+    def _round(self) -> str:
+        measured = "no training round" if self.round_s is None else format_seconds(self.round_s)
+        if self.predicted is None or self.predicted.round_s is None:
+            return measured
+        return f"{measured}, predicted {format_seconds(self.predicted.round_s)}"
+
+    def _workers(self) -> str:
+        causes = [cause for cause in WAIT_CAUSES if any(one.idle.get(cause, 0.0) >= 5e-4 for one in self.workers)]
+        lanes = [str(lane) for lane in Lane if lane is not Lane.COMPUTE]
+        headers = ["worker", "busy", *(cause.replace("_", " ") for cause in causes), *lanes, "peak"]
+        expected = None if self.predicted is None else self.predicted.device_bytes
+        if expected is not None:
+            headers.append("predicted")
+        body = [
+            [
+                one.device,
+                _percent(one.busy),
+                *(_percent(one.idle.get(cause, 0.0)) for cause in causes),
+                *(format_bytes(one.moved_bytes[lane]) for lane in lanes),
+                format_bytes(one.peak_bytes),
+                *([] if expected is None else [format_bytes(expected[index])]),
+            ]
+            for index, one in enumerate(self.workers)
+        ]
+        return worker_table(headers, body)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def _percent(share: float) -> str:
+    return "-" if share != share else f"{share:.1%}"
+
+
+def _rate(count: int | None, seconds: float) -> float | None:
+    return None if count is None or not seconds else count / seconds
+
+
+# ---------------------------------------------------------------------------------- what it counts
+
+
+@dataclass(slots=True)
+class RunLog:
+    """What calls brought since the last report."""
+
+    num_calls: int = 0
+    num_samples: int | None = 0
+    num_tokens: int = 0
+    tokens_of: str | None = None
+    num_steps_before: int = 0
+    """Steps that were made when the last report was."""
+    optimizer_before: Mapping[str, float] = field(default_factory=dict)
+    meters_before: Sequence[MeterReading] = ()
+    latest: LatestRound | None = None
+    """The latest training round."""
+
+    def note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_samples: int | None) -> None:
+        """A call was made."""
+        self.num_calls += 1
+        if num_samples is None or self.num_samples is None:
+            self.num_samples = None
+        else:
+            self.num_samples += num_samples
+        for name, value in (*((f"argument {index}", one) for index, one in enumerate(args)), *kwargs.items()):
+            for tensor in trees.tensors(value):
+                if tensor.ndim == 2 and tensor.dtype in _INTEGERS:
+                    self.num_tokens += tensor.numel()
+                    self.tokens_of = name
+                    return
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
+
+
+@dataclass(frozen=True, slots=True)
+class LatestRound:
+    """What the predictions are about."""
+
+    schedule: Schedule
+    chain: weakref.ref[LayerChain]
+    elements: int
+    """Of the tensor arguments of its largest microbatch."""
+    recompute_grain: RecomputeGrain
+    overlaps: bool
+    """Whether the next round begins beside it."""
+
+
+def make_report(
+    name: str,
+    log: RunLog,
+    plans: Plans,
+    engine: Engine,
+    optimizer: OptimizerSide,
+    model: torch.nn.Module,
+    now_s: float,
+) -> RunReport:
+    """Everything since the last report; begins the next one's count.
+
+    Args:
+        name: of the model.
+        log: what calls brought; is reset.
+        plans: know what layers take.
+        engine: its rounds and workers; their counts are reset.
+        optimizer: its steps and copies.
+        model: has the weights.
+        now_s: by ``time.perf_counter``.
+    """
+    rounds, readings = engine.rounds, engine.read_meters()
+    meters: Sequence[MeterReading] = readings
+    if log.meters_before:
+        meters = [now.since(then) for now, then in zip(readings, log.meters_before, strict=True)]
+    seconds = dict(optimizer.log.seconds)
+    spent = {what: total - log.optimizer_before.get(what, 0.0) for what, total in sorted(seconds.items())}
+    num_steps = optimizer.num_steps - log.num_steps_before
+    end_s = now_s if engine.running() else max(rounds.last_over_s, optimizer.log.last_s)
+    report = RunReport(
+        name=name,
+        num_calls=log.num_calls,
+        num_rounds=rounds.num_begun,
+        num_steps=num_steps,
+        wall_s=max(end_s - rounds.first_begun_s, 0.0) if rounds.first_begun_s else 0.0,
+        num_samples=log.num_samples,
+        num_tokens=log.num_tokens if log.tokens_of is not None else None,
+        tokens_of=log.tokens_of,
+        round_s=rounds.seconds_per_round("train"),
+        workers=tuple(map(_worker_report, engine.devices, meters, engine.peak_bytes())),
+        optimizer_s={what: one for what, one in spent.items() if one > 0},
+        host_memory=_host_memory(model, optimizer.parameter_pairs()),
+        predicted=_predict(log.latest, plans, engine, readings, spent.get("update", 0.0), num_steps),
+    )
+    rounds.reset()
+    log.num_calls, log.num_samples, log.num_tokens, log.tokens_of = 0, 0, 0, None
+    log.num_steps_before, log.optimizer_before, log.meters_before = optimizer.num_steps, seconds, readings
+    return report
+
+
+def _worker_report(device: str, meter: MeterReading, peak: int) -> WorkerReport:
+    measured_s = meter.busy_s + sum(meter.idle_s.values())
+    return WorkerReport(
+        device=device,
+        busy=meter.busy_s / measured_s if measured_s else float("nan"),
+        idle={cause: one / measured_s for cause, one in meter.idle_s.items()} if measured_s else {},
+        measured_s=measured_s,
+        moved_bytes={str(lane): meter.moved_bytes[lane] for lane in Lane if lane is not Lane.COMPUTE},
+        peak_bytes=peak,
+    )
+
+
+def _host_memory(model: torch.nn.Module, pairs: Sequence[ParameterPair]) -> HostMemory:
+    gradients, copies, of_copies = 0, 0, 0
+    for pair in pairs:
+        shown = pair.parameter.grad
+        of_copy = None if pair.copy is None else pair.copy.grad
+        copies += 0 if pair.copy is None else pair.copy.nbytes
+        of_copies += 0 if of_copy is None else of_copy.nbytes
+        # after `synchronize` the model shows the optimizer's gradients
+        is_view = shown is not None and of_copy is not None and _address(shown) == _address(of_copy)
+        gradients += 0 if shown is None or is_view else shown.nbytes
+    held = {id(one): one for one in (*(pair.parameter for pair in pairs), *model.buffers())}
+    return HostMemory(sum(one.nbytes for one in held.values()), gradients, copies, of_copies)
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    return tensor.data_ptr() if tensor.layout is torch.strided else None
+
+
+# --------------------------------------------------------------------------------- what it predicts
+
+
+def _predict(
+    latest: LatestRound | None,
+    plans: Plans,
+    engine: Engine,
+    meters: Sequence[MeterReading],
+    update_s: float,
+    num_steps: int,
+) -> Prediction | None:
+    """The simulator's figures for rounds like the latest, with links and an optimizer as fast as they were measured."""
+    chain = None if latest is None else latest.chain()
+    if latest is None or chain is None:
+        return None
+    schedule, grain, costs = latest.schedule, latest.recompute_grain, plans.costs(chain, latest.elements)
+    knows_memory = any(cost.activation_bytes for cost in costs)
+    profile = HardwareProfile.of_devices(engine.has_accelerators, prefetch_across_rounds=latest.overlaps)
+    plan_peak = None
+    if knows_memory:
+        plan_peak = peak_bytes(plan_of(schedule)[0], costs, num_workers=schedule.num_workers, recompute_grain=grain)
+    if not plans.is_measured(chain):
+        device_bytes = simulate(schedule, costs, profile, recompute_grain=grain).peak_bytes if knows_memory else None
+        rests_on = "bytes of layers; their seconds are not measured yet"
+        return Prediction(None, None, None, None, plan_peak, device_bytes, rests_on)
+    up, down = link_speeds(meters)
+    trained = sum(num_trained(cost) for cost in costs)
+    profile = replace(profile, upload_bytes_per_s=up, download_bytes_per_s=down)
+    if update_s and num_steps and trained:
+        rate = trained * num_steps / update_s
+        profile = replace(profile, optimizer_bytes_per_parameter=1, optimizer_bytes_per_s=rate)
+    if latest.overlaps:
+        found = simulate(schedule, costs, profile, recompute_grain=grain)
+        round_s, idle = found.seconds_per_round, found.mean_idle.total
+    else:
+        found, timeline = simulate_timeline(schedule, costs, profile, recompute_grain=grain)
+        round_s = round_alone_s(timeline, schedule)
+        computed_s = sum(
+            span.seconds for span in timeline.spans if span.lane == "compute" and span.args["job"] < schedule.next_job
+        )
+        idle = 1.0 - computed_s / (round_s * schedule.num_workers)
+    return Prediction(
+        round_s,
+        idle,
+        found.uploaded_bytes,
+        found.downloaded_bytes,
+        plan_peak,
+        found.peak_bytes if knows_memory else None,
+        "measured times of layers, links and the optimizer",
+    )
