@@ -316,7 +316,9 @@ def test_promised_names(name: str) -> None:
     getattr(roundpipe, name)
 
 
-def test_the_package_is_typed_and_ships_its_marker() -> None:
-    assert (PACKAGE / "py.typed").is_file()
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert "py.typed" in project["tool"]["setuptools"]["package-data"]["roundpipe"]
+def test_the_wheel_has_every_file_of_the_package_and_no_test() -> None:
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    data = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    assert set(setuptools["package-data"]["roundpipe"]) == data - set(NAMES)
+    assert "py.typed" in data  # the package is typed
+    assert setuptools["packages"]["find"]["include"] == ["roundpipe*"]
