@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -35,13 +34,14 @@ from torch.fx import Node
 
 from roundpipe.core import trees
 from roundpipe.core.errors import TraceError
+from roundpipe.core.modes import Modes
 from roundpipe.fx.operations import take
 
 FakeValue = torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool | None
 
 META_DEFAULTS: dict[str, Any] = {
     "value": None,
-    "ambient": None,
+    "modes": None,
     "random": False,
     "effect": False,
     "mutates": (),
@@ -55,21 +55,8 @@ ACCESSORS = (operator.getitem, getattr, take)
 """What takes a part out of a structure."""
 
 
-class Ambient(Protocol):
-    """State around a call (grad mode, autocast, ...) that differs from the call of the whole model."""
-
-    @property
-    def grad(self) -> bool | None:
-        """Whether gradients are recorded; None = as around the whole model."""
-        ...
-
-    def enter(self) -> AbstractContextManager[Any]:
-        """A fresh context manager that sets the state and restores it on exit."""
-        ...
-
-
-class Guards(Protocol):
-    """What must hold for a trace to be valid."""
+class CallCheck(Protocol):
+    """Tells for which calls a trace is valid."""
 
     @property
     def grad_matters(self) -> bool:
@@ -126,7 +113,7 @@ class TracedGraph:
     """Number of elements of the example's tensor inputs, at the sizes the values are hinted at."""
     opaque: dict[str, str] = field(default_factory=dict)
     """Module name -> why its inside was not traced."""
-    guards: Guards | None = None
+    guards: CallCheck | None = None
 
     @property
     def placeholders(self) -> list[Node]:
@@ -204,9 +191,9 @@ def value_of(node: Node) -> FakeValue:
     return node.meta.get("value")
 
 
-def ambient_of(node: Node) -> Ambient | None:
-    """The state to enter around the node's call; None = as around the whole model."""
-    return node.meta.get("ambient")
+def modes_of(node: Node) -> Modes | None:
+    """The modes to enter around the node's call; None = those around the whole model."""
+    return node.meta.get("modes")
 
 
 def draws_random(node: Node) -> bool:
@@ -495,9 +482,9 @@ def _meta_violations(node: Node, earlier: set[Node]) -> Iterator[tuple[Node, str
             yield node, f"meta[{key!r}] is {node.meta[key]!r}, not a bool"
     if not isinstance(node.meta.get("module", ""), str):
         yield node, f"meta['module'] is {node.meta['module']!r}, not a qualified name"
-    ambient = ambient_of(node)
-    if ambient is not None and not callable(getattr(ambient, "enter", None)):
-        yield node, f"meta['ambient'] is a {type(ambient).__name__} without enter()"
+    modes = modes_of(node)
+    if modes is not None and not isinstance(modes, Modes):
+        yield node, f"meta['modes'] is a {type(modes).__name__}, not Modes"
     mutates = node.meta.get("mutates", ())
     if not isinstance(mutates, tuple) or not all(isinstance(item, Node) for item in mutates):
         yield node, f"meta['mutates'] is {mutates!r}, not a tuple of nodes"

@@ -21,8 +21,8 @@ from roundpipe.core import trees
 from roundpipe.core.caller import warn
 from roundpipe.core.errors import TraceError, enumerated
 from roundpipe.core.layers import LayerChain
+from roundpipe.core.modes import autocast_as_on_accelerator
 from roundpipe.core.saved_tensor_hooks import saved_tensor_hooks_aside
-from roundpipe.core.surroundings import autocast_as_on_accelerator
 from roundpipe.fx.graph import OutputValue, TracedGraph, value_bytes
 from roundpipe.fx.passes.codegen import generate
 from roundpipe.fx.passes.cost import measure
@@ -90,7 +90,7 @@ class TracedSource:
         if not self._kept and not self._failed_modes and self._preview is not None:
             preview, self._preview = self._preview, None
             try:
-                with _surroundings():
+                with _tracing_modes():
                     return self._trace(*preview)
             except (TraceError, TypeError) as error:  # real arguments may be others; the first call decides
                 logger.info("%s's own example can't be traced: %s", type(self._model).__name__, error)
@@ -114,7 +114,7 @@ class TracedSource:
             Exception: what the model's forward raises, traced or not, with a note that says so.
         """
         failure = None
-        with _surroundings():
+        with _tracing_modes():
             for position, kept in enumerate(self._kept):
                 found = self._failure(kept.traced, args, kwargs)
                 if found is None:
@@ -243,7 +243,7 @@ def _name_of(leaf: Any) -> str | None:
 
 
 @contextmanager
-def _surroundings() -> Iterator[None]:
+def _tracing_modes() -> Iterator[None]:
     """Those of a trace and of its guards; stages set their own grad mode.
 
     A checkpoint around the call would run the call again where a trace looks at what autograd saved.

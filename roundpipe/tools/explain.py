@@ -18,7 +18,7 @@ from torch import nn
 
 from roundpipe.core.errors import ConfigError, TraceError, enumerated
 from roundpipe.core.layers import LayerChain
-from roundpipe.core.surroundings import autocast_as_on_accelerator
+from roundpipe.core.modes import autocast_as_on_accelerator
 from roundpipe.fx.graph import TracedGraph, module_of, value_bytes
 from roundpipe.fx.passes.codegen import generate
 from roundpipe.fx.passes.cost import measure

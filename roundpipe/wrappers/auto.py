@@ -14,7 +14,7 @@ from roundpipe.core import trees
 from roundpipe.core.caller import warn
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import FixedChain, LayerChain, is_differentiable
-from roundpipe.core.surroundings import autocast_as_on_accelerator
+from roundpipe.core.modes import autocast_as_on_accelerator
 from roundpipe.reports.tables import partition_table
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, microbatch_count, resolve
 from roundpipe.runtime.engine.rounds import sum_losses

@@ -17,7 +17,7 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.fx.binding import CallForm
-from roundpipe.fx.graph import OutputValue, TracedGraph, ambient_of
+from roundpipe.fx.graph import OutputValue, TracedGraph, modes_of
 from roundpipe.fx.guards.values import plain
 
 
@@ -30,8 +30,8 @@ def replay(traced: TracedGraph, *args: Any, **kwargs: Any) -> Any:
         if node.op == "output":
             break
         operands = plain(torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__))
-        ambient = ambient_of(node)
-        with ambient.enter() if ambient is not None else contextlib.nullcontext():
+        modes = modes_of(node)
+        with modes.enter() if modes is not None else contextlib.nullcontext():
             values[node] = named[node.name] = _value(traced, node, arguments, *operands)
     return trees.map_leaves(traced.output, lambda leaf: named[leaf.name] if isinstance(leaf, OutputValue) else leaf)
 

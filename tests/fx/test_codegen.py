@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import enum
 import inspect
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from roundpipe.core.layers import EXECUTION_DEVICE, LayerChain
+from roundpipe.core.modes import Modes
 from roundpipe.fx.graph import TracedGraph, assign_buffer
 from roundpipe.fx.passes import codegen
 from roundpipe.fx.passes.cost import measure
@@ -305,16 +305,7 @@ def test_buffer_assignment_is_replayed() -> None:
         assert torch.allclose(left.grad, right.grad, rtol=1e-12, atol=1e-14)
 
 
-class NoGrad:
-    """A state around a call, as a tracer would record it."""
-
-    grad = False
-
-    def enter(self) -> AbstractContextManager[None]:
-        return torch.no_grad()
-
-
-def test_ambient_state_is_entered_around_modules_methods_and_functions() -> None:
+def test_modes_are_entered_around_modules_methods_and_functions() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -333,7 +324,7 @@ def test_ambient_state_is_entered_around_modules_methods_and_functions() -> None
     traced = handmade.trace(model, torch.randn(4, 4, dtype=torch.float64))
     for node in traced.graph.nodes:
         if node.name in ("b", "mul", "tanh"):
-            node.meta["ambient"] = NoGrad()
+            node.meta["modes"] = Modes(grad=False)
     parts = partition(traced, measure(traced), num_layers=3)
     assert not {node.name for node in parts.differentiable} & {"b", "mul", "tanh"}
     chain = codegen.generate(traced, parts, measure(traced))
@@ -493,7 +484,7 @@ def test_generated_code_reads_well() -> None:
         "unsqueeze = ids.unsqueeze(1)",
         "lt = unsqueeze < 3",
         'layers_1 = getattr(self.layers, "1")(layers_0, lt)',
-        "pass_on = roundpipe_fx_codegen_pass_on(carry, ('ids', 'labels'), {'layers_1': layers_1})",
+        "pass_on = roundpipe_fx_passes_codegen_pass_on(carry, ('ids', 'labels'), {'layers_1': layers_1})",
         "return pass_on",
     ]
 

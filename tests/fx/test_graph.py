@@ -132,7 +132,7 @@ BROKEN: dict[str, Callable[[TracedGraph], None]] = {
     "meta\\['effect'\\] is 1, not a bool": set_meta("mul", effect=1),
     "meta\\['random'\\] is None, not a bool": set_meta("mul", random=None),
     "meta\\['module'\\] is None": set_meta("mul", module=None),
-    "without enter": set_meta("mul", ambient=object()),
+    "is a object, not Modes": set_meta("mul", modes=object()),
     "not a tuple of nodes": set_meta("mul", mutates=["linear"]),
     "writes 'sum_1', which no earlier node makes": mutates_later,
     "meta\\['effect'\\] is not set": mutates_silently,
@@ -156,7 +156,7 @@ def test_each_broken_rule_is_named(message: str) -> None:
 
 def test_meta_defaults() -> None:
     node = Graph().placeholder("x")
-    assert graph_module.value_of(node) is None and graph_module.ambient_of(node) is None
+    assert graph_module.value_of(node) is None and graph_module.modes_of(node) is None
     assert not graph_module.draws_random(node) and not graph_module.has_effect(node)
     assert graph_module.mutated_by(node) == () and graph_module.module_of(node) == ""
     assert not graph_module.writes_buffers(node)

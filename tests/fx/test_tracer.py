@@ -15,7 +15,7 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.errors import TraceError
-from roundpipe.core.surroundings import Ambient
+from roundpipe.core.modes import Modes
 from roundpipe.fx.fakes import is_fake
 from roundpipe.fx.graph import draws_random, has_effect, mutated_by, writes_buffers
 from roundpipe.fx.trace.tracer import trace
@@ -248,15 +248,15 @@ def test_buffer_assignments_are_effects() -> None:
     assert names.count("assign_buffer") == 2
 
 
-def test_ambient_state_is_where_it_differs() -> None:
+def test_modes_are_noted_where_they_differ() -> None:
     traced = trace(Regions(), (), vectors(4, 0))
-    states = {str(node.target): node.meta.get("ambient") for node in traced.body}
+    states = {str(node.target): node.meta.get("modes") for node in traced.body}
     assert states["layers.0"].autocast and states["layers.2"].autocast
     assert states["layers.1"] is None
     assert states["layers.3"].grad is False
 
 
-def test_attention_kernels_are_ambient() -> None:
+def test_attention_kernels_are_among_the_modes() -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     class Attends(nn.Module):
@@ -271,12 +271,12 @@ def test_attention_kernels_are_ambient() -> None:
             return self.layers[1](h[0, 0])
 
     traced = trace(Attends(), (), vectors(4, 0))
-    (node,) = [n for n in traced.body if n.meta.get("ambient") is not None]
-    assert node.meta["ambient"].attention_kernels == (False, False, True, False)
-    before = Ambient.current()
-    with node.meta["ambient"].enter():
-        assert Ambient.current() != before
-    assert Ambient.current() == before
+    (node,) = [n for n in traced.body if n.meta.get("modes") is not None]
+    assert node.meta["modes"].attention_kernels == (False, False, True, False)
+    before = Modes.current()
+    with node.meta["modes"].enter():
+        assert Modes.current() != before
+    assert Modes.current() == before
 
 
 def test_module_names_the_forward() -> None:

@@ -28,7 +28,7 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.aliasing import overlapping
-from roundpipe.core.surroundings import Ambient
+from roundpipe.core.modes import Modes
 from roundpipe.effects.views import view_of
 from roundpipe.fx.binding import CallForm
 from roundpipe.fx.fakes import Dimension, FakeWorld, InputSizes, compiled, expression_source
@@ -122,7 +122,7 @@ class Flags:
 
     modules: tuple[nn.Module, ...]
     training: list[bool]
-    ambient: Ambient
+    modes: Modes
     forms: WeightForms
     settings: tuple[torch.dtype, bool]
     """Torch's default dtype, and whether its algorithms must be deterministic."""
@@ -133,7 +133,7 @@ class Flags:
     def of(model: nn.Module) -> Flags:
         """The switches as they are now."""
         modules = tuple(model.modules())
-        return Flags(modules, list(map(_TRAINING, modules)), Ambient.current(), WeightForms(model), _settings())
+        return Flags(modules, list(map(_TRAINING, modules)), Modes.current(), WeightForms(model), _settings())
 
     def with_weights(self, names: Iterable[str]) -> Flags:
         """The same with the parameters and buffers of these qualified names, which must stay the same objects."""
@@ -160,8 +160,8 @@ class Flags:
         for module, name, tensor in self.weights:
             if module._buffers.get(name) is not tensor and module._parameters.get(name) is not tensor:
                 return Failure(f"{type(module).__name__}.{name} is another tensor now")
-        now = Ambient.current()
-        other = now.changes_from(self.ambient if grad_matters else replace(self.ambient, grad=now.grad))
+        now = Modes.current()
+        other = now.changes_from(self.modes if grad_matters else replace(self.modes, grad=now.grad))
         if other is not None:
             return Failure(f"the model is now called with {other.describe()}")
         dtype, deterministic = settings = _settings()
@@ -365,7 +365,7 @@ class Guards:
         asked = self._in_words(first.source) if first is not None else "other sizes"
         if len(self._operators) >= MAX_VARIANTS:
             return Failure(f"an operator assumed {asked}, and {MAX_VARIANTS} other sets were tried already")
-        with torch.set_grad_enabled(self._flags.ambient.grad is not False):
+        with torch.set_grad_enabled(self._flags.modes.grad is not False):
             found = self._verifier(arguments)
         if isinstance(found, str):
             return Failure(f"an operator assumed {asked}, and without that {found}")

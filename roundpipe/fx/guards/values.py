@@ -21,7 +21,7 @@ from torch import nn
 from torch.fx import Node
 
 from roundpipe.core import trees
-from roundpipe.fx.graph import ambient_of, draws_random, has_effect, mutated_by, storage_key
+from roundpipe.fx.graph import draws_random, has_effect, modes_of, mutated_by, storage_key
 
 UNKNOWN = object()
 """What `ValueReader.read` returns when the data can't be known."""
@@ -114,8 +114,8 @@ class Replay:
             value = inputs(node.name) if node.op == "placeholder" else self._attribute(str(node.target))
             value = _on_cpu(value)
             return value.clone() if writes and isinstance(value, torch.Tensor) else value
-        ambient = ambient_of(node)
-        with ambient.enter() if ambient is not None else contextlib.nullcontext():
+        modes = modes_of(node)
+        with modes.enter() if modes is not None else contextlib.nullcontext():
             if node.op == "call_method":
                 return _call(_method(str(node.target)), node.args, node.kwargs, values)
             assert callable(node.target)

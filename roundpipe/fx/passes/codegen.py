@@ -31,16 +31,16 @@ from torch.fx import Node
 
 from roundpipe.core import trees
 from roundpipe.core.layers import EXECUTION_DEVICE, Carry, LayerChain, LayerCost, LayerSpec
+from roundpipe.core.modes import Modes
 from roundpipe.core.module_tree import weight_bytes_of
 from roundpipe.fx.binding import CallForm
 from roundpipe.fx.graph import (
-    Ambient,
     NodeCost,
     OutputValue,
     TracedGraph,
-    ambient_of,
     assign_buffer,
     draws_random,
+    modes_of,
     output_names,
     storage_key,
     value_bytes,
@@ -146,15 +146,15 @@ class _Callable:
         return self
 
 
-class _AmbientCallable(_Callable):
-    """A callable that runs in a state (grad mode, autocast, ...) of its own."""
+class _ModalCallable(_Callable):
+    """A callable that runs in modes of its own."""
 
-    def __init__(self, name: str, function: Callable[..., Any], ambient: Ambient) -> None:
+    def __init__(self, name: str, function: Callable[..., Any], modes: Modes) -> None:
         super().__init__(name, function)
-        self.ambient = ambient
+        self.modes = modes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.ambient.enter():
+        with self.modes.enter():
             return self.function(*args, **kwargs)
 
 
@@ -246,13 +246,13 @@ class _Writer:
 
     def _write(self, node: Node) -> Node:
         args, kwargs = self._argument(node.args), self._argument(node.kwargs)
-        ambient = ambient_of(node)
+        modes = modes_of(node)
         if node.target is assign_buffer:
             args = (self._attribute(node.args[0]), *args[1:])  # type: ignore[arg-type]
         if node.op == "call_method" and node.target in HOOK_METHODS:
             return self._node("call_function", hang_on, (args[0], node.target, *args[1:]), kwargs, node.name)
-        if ambient is not None:
-            return self._write_in(ambient, node, args, kwargs)
+        if modes is not None:
+            return self._write_in(modes, node, args, kwargs)
         target = node.target
         if node.op == "call_module":
             module = self.traced.attribute(str(target))
@@ -265,8 +265,8 @@ class _Writer:
             target = _named(target)
         return self._node(node.op, target, args, kwargs, node.name)
 
-    def _write_in(self, ambient: Ambient, node: Node, args: Any, kwargs: Any) -> Node:
-        """A call in a state of its own."""
+    def _write_in(self, modes: Modes, node: Node, args: Any, kwargs: Any) -> Node:
+        """A call in modes of its own."""
         if node.op == "call_module":
             name = self._install(str(node.target), self.traced.attribute(str(node.target)))
             args = (self.graph.get_attr(name), *args)
@@ -276,7 +276,7 @@ class _Writer:
             function, label = _Method(str(node.target)), str(node.target)
         else:
             function, label = node.target, getattr(node.target, "__name__", "call")
-        target = _AmbientCallable(f"{label}_in_context", function, ambient)
+        target = _ModalCallable(f"{label}_in_context", function, modes)
         return self._node("call_function", target, args, kwargs, node.name)
 
     def _node(self, op: str, target: Any, args: Any, kwargs: Any, name: str) -> Node:

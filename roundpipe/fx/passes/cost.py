@@ -31,9 +31,9 @@ from roundpipe.fx.fakes import failures_unlogged, twin_of
 from roundpipe.fx.graph import (
     NodeCost,
     TracedGraph,
-    ambient_of,
     hint,
     is_accessor,
+    modes_of,
     mutated_by,
     value_bytes,
     value_of,
@@ -167,7 +167,7 @@ class _Meter:
     def _run(self, node: Node) -> _Reading:
         assert self.mode is not None
         function = self._callable(node)
-        ambient = ambient_of(node)
+        modes = modes_of(node)
         mutated = set(mutated_by(node))
         with failures_unlogged(), self.mode, torch.random.fork_rng(devices=[]):
             operands = _tensor_operands(node)
@@ -175,7 +175,7 @@ class _Meter:
             tally = Tally(leaves.values())
             with (
                 torch.no_grad(),
-                ambient.enter() if ambient else nullcontext(),
+                modes.enter() if modes else nullcontext(),
                 tally,
                 flop_counter() as flops,
             ):
@@ -183,7 +183,7 @@ class _Meter:
                 result = _called(function, args, kwargs)
             forward = tally.work(flops)
             del args, kwargs
-            with torch.enable_grad(), ambient.enter() if ambient else nullcontext():
+            with torch.enable_grad(), modes.enter() if modes else nullcontext():
                 passed = {n: leaf.clone() if n in mutated else leaf for n, leaf in leaves.items()}
                 args, kwargs = self._arguments(node, passed)
                 kept: list[torch.Tensor] = []
@@ -196,7 +196,7 @@ class _Meter:
                     output = _called(function, args, kwargs)
                 del args, kwargs
             saved = _saved(kept, passed, operands, output, self._weight_storages(node, function))
-            backward = _backward(function, node, leaves, self, ambient)
+            backward = _backward(function, node, leaves, self, modes)
         return _Reading(forward, backward, *saved, tally.peak_bytes, result)
 
     def _callable(self, node: Node) -> Callable[..., Any]:
@@ -280,17 +280,17 @@ class _Meter:
         elif node.op == "call_function":
             target = (id(target), getattr(target, "__name__", ""))
         arguments = (_argument_key(node.args), _argument_key(node.kwargs))
-        value, state = _value_key(node), id(ambient_of(node))
+        value, state = _value_key(node), id(modes_of(node))
         return node.op, target, arguments, _sharing(node), value, state, bool(mutated_by(node))
 
 
 _NOTHING = _Reading(Work(), Work(), 0, (), False, 0, None)
 
 
-def _backward(function: Any, node: Node, leaves: Mapping[Node, torch.Tensor], meter: _Meter, ambient: Any) -> Work:
+def _backward(function: Any, node: Node, leaves: Mapping[Node, torch.Tensor], meter: _Meter, modes: Any) -> Work:
     """What a node's backward does, through parameters and differentiable operands."""
     mutated = set(mutated_by(node))
-    with torch.enable_grad(), ambient.enter() if ambient else nullcontext():
+    with torch.enable_grad(), modes.enter() if modes else nullcontext():
         passed = {n: leaf.clone() if n in mutated else leaf for n, leaf in leaves.items()}
         args, kwargs = meter._arguments(node, passed)
         output = _called(function, args, kwargs)

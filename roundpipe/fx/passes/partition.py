@@ -33,13 +33,13 @@ from roundpipe.core.layers import BalanceFunction, is_differentiable
 from roundpipe.fx.graph import (
     NodeCost,
     TracedGraph,
-    ambient_of,
     dependencies,
     draws_random,
     has_effect,
     is_accessor,
     live_before,
     merge_same_values,
+    modes_of,
     module_of,
     mutated_by,
     producer_of,
@@ -559,8 +559,8 @@ def _is_tensor(node: Node) -> bool:
 
 
 def _stops_gradients(node: Node) -> bool:
-    ambient = ambient_of(node)
-    if ambient is not None and ambient.grad is False:
+    modes = modes_of(node)
+    if modes is not None and modes.grad is False:
         return True
     return _detaches(node)
 

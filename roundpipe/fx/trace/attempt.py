@@ -27,8 +27,8 @@ from torch.fx import Node
 
 from roundpipe.core import trees
 from roundpipe.core.errors import TraceError
+from roundpipe.core.modes import Modes
 from roundpipe.core.random_state import python_random_state, set_python_random_state
-from roundpipe.core.surroundings import Ambient
 from roundpipe.effects.python_state import PythonState, Readers, Settled, uses_of_forward
 from roundpipe.fx.binding import CallForm
 from roundpipe.fx.fakes import DATA_DEPENDENT, Dimension, FakeWorld, expression_of, is_fake
@@ -106,7 +106,7 @@ class Attempt:
         self._outside = outside
         self._cells = cells
         self._flags = Flags.of(world.model)
-        self._recorder = Recorder(world, Ambient.current(), learned.burn_sizes, learned.log_layouts)
+        self._recorder = Recorder(world, Modes.current(), learned.burn_sizes, learned.log_layouts)
         hooked = [
             name
             for name, module in world.model.named_modules()
@@ -344,7 +344,7 @@ class Attempt:
                     TraceError(f"buffer {full_name} is set to a tensor of another shape or dtype in the forward")
                 )
             node = builder.add("call_function", assign_buffer, (target, builder.tensor_argument(buffer)))
-            node.meta.update(ambient=None, effect=True, mutates=(target,), value=target.meta["value"])
+            node.meta.update(modes=None, effect=True, mutates=(target,), value=target.meta["value"])
             builder.written_storages.add(target.meta["value"].untyped_storage()._cdata)
 
     def _refuse_kept_activations(self, module: nn.Module, name: str, before: dict[str, Any]) -> None:

@@ -125,7 +125,7 @@ class GraphBuilder:
             node = self.add("call_function", take, (source, step.kind, step.key))
         else:
             node = self.add("call_function", function, (source, step.key))
-        node.meta["ambient"] = None
+        node.meta["modes"] = None
         return node
 
     # ------------------------------------------------------------------ arguments
@@ -187,7 +187,7 @@ class GraphBuilder:
         """The get_attr node of a parameter, buffer or constant."""
         if name not in self._attributes:
             node = self.add("get_attr", name, ())
-            node.meta["ambient"] = None
+            node.meta["modes"] = None
             if is_fake(tensor):
                 node.meta["value"] = tensor
             elif name in self.world.real:
@@ -215,7 +215,7 @@ class GraphBuilder:
         symbols = sorted(expression.free_symbols, key=str)
         sizes = tuple(self._symbol_node(symbol) for symbol in symbols)
         node = self.add("call_function", size_function(expression, symbols), sizes)
-        node.meta["ambient"] = None
+        node.meta["modes"] = None
         return node
 
     def _symbol_node(self, symbol: sympy.Symbol) -> Node:
@@ -231,7 +231,7 @@ class GraphBuilder:
         assert after is not None
         with self.graph.inserting_after(after):
             node = self.add("call_method", "size", (source, dim))
-        node.meta["ambient"] = None
+        node.meta["modes"] = None
         node.meta["value"] = source.meta["value"].shape[dim]
         return node
 
@@ -246,7 +246,7 @@ class GraphBuilder:
             )
             values = tuple(self.argument(leaf) for leaf in now)
             node = self.add("call_function", Build(template), values)
-            node.meta["ambient"] = None
+            node.meta["modes"] = None
             return node
         for tensor in _captured_tensors(value):
             raise UntracedValue(

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from roundpipe.core import trees
 from roundpipe.core.errors import TraceError
-from roundpipe.core.surroundings import Ambient
+from roundpipe.core.modes import Modes
 from roundpipe.fx.dispatch import TorchDispatchMode
 from roundpipe.fx.fakes import (
     DATA_DEPENDENT,
@@ -186,7 +186,7 @@ class Recorder(TorchFunctionMode):
         log_layouts: whether to keep what makes each tensor, for code that asks how one lies in memory.
     """
 
-    def __init__(self, world: FakeWorld, base: Ambient, burn_sizes: bool = False, log_layouts: bool = False) -> None:
+    def __init__(self, world: FakeWorld, base: Modes, burn_sizes: bool = False, log_layouts: bool = False) -> None:
         super().__init__()
         self.world = world
         self.base = base
@@ -269,7 +269,7 @@ class Recorder(TorchFunctionMode):
 
     def _common_meta(self) -> dict[str, Any]:
         return {
-            "ambient": Ambient.current().changes_from(self.base),
+            "modes": Modes.current().changes_from(self.base),
             "module": self.module,
         }
 

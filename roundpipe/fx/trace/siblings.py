@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from roundpipe.core import trees
-from roundpipe.core.surroundings import Ambient
+from roundpipe.core.modes import Modes
 from roundpipe.effects.python_state import OF_TORCH, PythonState
 from roundpipe.fx.fakes import Symbolic, expression_of, is_data_dependent
 from roundpipe.fx.flat import flat_tensors, flat_values
@@ -149,7 +149,7 @@ class SiblingCache:
         if module not in self._modules:
             self._modules[module] = module_key(module)
         own = self._modules[module]
-        return None if own is None else (own.form, arguments_key(args, kwargs), Ambient.current())
+        return None if own is None else (own.form, arguments_key(args, kwargs), Modes.current())
 
 
 def _learned(kin: _Kin, own: ModuleKey, module: nn.Module, call: Callable[[], Any]) -> _Kept | None:

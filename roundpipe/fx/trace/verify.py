@@ -22,7 +22,7 @@ from roundpipe.effects.python_state import python_state_kept
 from roundpipe.fx.binding import CallForm
 from roundpipe.fx.fakes import Dimension, FakeWorld, compiled, expression_of, is_data_dependent
 from roundpipe.fx.flat import flat_tensors
-from roundpipe.fx.graph import TracedGraph, ambient_of, is_accessor, producer_of, value_of
+from roundpipe.fx.graph import TracedGraph, is_accessor, modes_of, producer_of, value_of
 from roundpipe.fx.guards.guards import SizeSystem, size_assumptions
 from roundpipe.fx.guards.values import plain
 from roundpipe.fx.operations import call_leaf
@@ -111,8 +111,8 @@ class _Run:
         if producer_of(node) in self._probed:
             return self._as_traced(node)
         args, kwargs = plain(torch.fx.node.map_arg((node.args, node.kwargs), self._values.__getitem__))
-        ambient = ambient_of(node)
-        with ambient.enter() if ambient is not None else contextlib.nullcontext():
+        modes = modes_of(node)
+        with modes.enter() if modes is not None else contextlib.nullcontext():
             if node.op == "call_module":
                 out = self._call_leaf(str(node.target), args, kwargs)
                 now = handed_back(out, args, kwargs, self._world.name_of)

@@ -15,9 +15,9 @@ import torch
 
 from roundpipe.core import trees
 from roundpipe.core.layers import LayerChain, is_differentiable
+from roundpipe.core.modes import caller_autocast
 from roundpipe.core.schedule import ExecutePlan, Phase, Schedule, ScheduleKind, make_schedule
 from roundpipe.runtime.config import microbatch_count
-from roundpipe.runtime.engine.autocast import caller_ambient
 from roundpipe.runtime.engine.engine import Engine
 from roundpipe.runtime.engine.flow import flow, names_with_gradient, reads_of_backward
 from roundpipe.runtime.engine.plans import Call, Plans
@@ -155,7 +155,7 @@ class RoundMaker:
             buffers=BufferHistory(),
             saved=SavedData(),
             keep_history=keep_history,
-            ambient=caller_ambient(),
+            ambient=caller_autocast(),
         )
 
     def _tied(self, chain: LayerChain, schedule: Schedule) -> dict[int, list[int]]:

@@ -1,4 +1,4 @@
-"""State is entered as it was recorded, and left as it was found."""
+"""Modes are entered as they were recorded, and left as they were found."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ import time
 
 import torch
 
-from roundpipe.core.surroundings import Ambient
+from roundpipe.core.modes import Modes
 
 
 def test_nothing_differs_from_itself() -> None:
-    assert Ambient.current().changes_from(Ambient.current()) is None
+    assert Modes.current().changes_from(Modes.current()) is None
 
 
 def test_changes_are_entered_and_restored() -> None:
-    base = Ambient.current()
+    base = Modes.current()
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = Ambient.current()
+        inside = Modes.current()
         change = inside.changes_from(base)
     assert change is not None and change.grad is False and change.attention_kernels is None
     assert [(state.device_type, state.enabled) for state in change.autocast] == [("cpu", True)]
     with change.enter():
-        assert Ambient.current() == inside
-    assert Ambient.current() == base
+        assert Modes.current() == inside
+    assert Modes.current() == base
 
 
 def test_changes_read_well() -> None:
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = Ambient.current()
-    change = inside.changes_from(Ambient.current())
+        inside = Modes.current()
+    change = inside.changes_from(Modes.current())
     assert change is not None
     assert change.describe() == "grad mode off, autocast on cpu to torch.bfloat16"
 
@@ -37,9 +37,9 @@ def test_changes_read_well() -> None:
 def test_attention_kernels_are_restored_whichever_worker_ends_first() -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    base = Ambient.current()
+    base = Modes.current()
     with sdpa_kernel(SDPBackend.MATH):
-        change = Ambient.current().changes_from(base)
+        change = Modes.current().changes_from(base)
     assert change is not None
 
     def work(pause_s: float) -> None:
@@ -52,7 +52,7 @@ def test_attention_kernels_are_restored_whichever_worker_ends_first() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    now = Ambient.current()
+    now = Modes.current()
     torch.backends.cuda.enable_flash_sdp(True)
     torch.backends.cuda.enable_mem_efficient_sdp(True)
     torch.backends.cuda.enable_cudnn_sdp(True)
@@ -62,13 +62,13 @@ def test_attention_kernels_are_restored_whichever_worker_ends_first() -> None:
 def test_attention_kernels_are_restored_after_an_error() -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    base = Ambient.current()
+    base = Modes.current()
     with sdpa_kernel(SDPBackend.MATH):
-        change = Ambient.current().changes_from(base)
+        change = Modes.current().changes_from(base)
     assert change is not None
     try:
         with change.enter():
             raise ValueError
     except ValueError:
         pass
-    assert Ambient.current() == base
+    assert Modes.current() == base
