@@ -18,7 +18,7 @@ from roundpipe.core.errors import ConfigError, TraceError
 from roundpipe.fx.passes.partition import Balance
 from roundpipe.fx.source import TracedSource, own_example
 from roundpipe.runtime.config import RoundPipeRunConfig
-from roundpipe.runtime.device.devices import DeviceLike, largest_layer_bytes
+from roundpipe.runtime.device.resolve import DeviceLike, largest_layer_bytes
 from roundpipe.runtime.weights.host_weights import PinMode
 from roundpipe.wrappers.auto import AutoRoundPipe
 from roundpipe.wrappers.pipe import RoundPipe

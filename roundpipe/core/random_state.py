@@ -1,14 +1,93 @@
-"""The state of all random numbers that a model's Python may draw while it is traced."""
+"""Random generators: drawing from a seed without disturbing anybody, and putting states back.
+
+A generator is one object for a whole device, and for all CPU workers; whoever draws from a seed holds its lock.
+"""
 
 from __future__ import annotations
 
 import random
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
+
+_locks: dict[torch.device, threading.RLock] = {}
+_locks_lock = threading.Lock()
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Torch's default generator of a device."""
+    if device.type == "cpu":
+        return torch.default_generator
+    generators: tuple[torch.Generator, ...] = torch.get_device_module(device).default_generators
+    return generators[device.index or 0]
+
+
+class SeededTorch:
+    """While open, a device's default generator draws from a seed; afterwards its state is as before.
+
+    Args:
+        seed: of everything drawn inside.
+        device: whose default generator is meant.
+    """
+
+    __slots__ = ("_device", "_lock", "_seed", "_state")
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._seed = seed
+        self._device = device
+        with _locks_lock:
+            self._lock = _locks.setdefault(device, threading.RLock())
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        generator = default_generator(self._device)
+        self._state = generator.get_state()
+        generator.manual_seed(self._seed)
+
+    def __exit__(self, *exception: object) -> None:
+        default_generator(self._device).set_state(self._state)
+        self._lock.release()
+
+
+class SeededPython:
+    """The same for the module-level generators of Python and NumPy; open it inside the CPU's `SeededTorch`.
+
+    It costs as much as a few small operators, so it is for code that is known to draw there, or may turn out to.
+
+    Args:
+        seed: of everything drawn inside.
+    """
+
+    __slots__ = ("_numpy", "_seed", "_state", "drew")
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self.drew = False
+        """Whether anything was drawn inside; known once the context is closed."""
+
+    def __enter__(self) -> Self:
+        self._numpy: Any = sys.modules.get("numpy")
+        self._state = python_random_state()
+        self._start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        drawn = self._draw()
+        self._start()
+        self.drew = drawn != self._draw()
+        set_python_random_state(self._state)
+
+    def _start(self) -> None:
+        random.seed(self._seed)
+        if self._numpy is not None:
+            self._numpy.random.seed(self._seed & 0xFFFFFFFF)
+
+    def _draw(self) -> tuple[float, float | None]:
+        return random.random(), None if self._numpy is None else self._numpy.random.random_sample()
 
 
 def python_random_state() -> tuple[Any, ...]:
@@ -21,7 +100,7 @@ def python_random_state() -> tuple[Any, ...]:
 
 
 def set_python_random_state(state: tuple[Any, ...]) -> None:
-    """Puts the state back that `python_random_state` gave."""
+    """Put back a state of `python_random_state`."""
     python, numpy_state = state
     random.setstate(python)
     if numpy_state is not None:
@@ -31,8 +110,8 @@ def set_python_random_state(state: tuple[Any, ...]) -> None:
 
 
 @contextmanager
-def random_state_kept() -> Iterator[None]:
-    """Puts back Python's, NumPy's and torch's random state."""
+def preserved_random_state() -> Iterator[None]:
+    """Put back Python's, NumPy's and torch's random state at the end."""
     python, cpu = python_random_state(), torch.random.get_rng_state()
     try:
         yield

@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from roundpipe.core.errors import CheckpointError, CheckpointNotFoundError, ConfigError
-from roundpipe.runtime.weights.parameter_pairs import ParameterPair
+from roundpipe.runtime.weights.master_weights import ParameterPair
 from roundpipe.wrappers import checkpoint_files as files
 from roundpipe.wrappers import checkpoint_state as portable
 

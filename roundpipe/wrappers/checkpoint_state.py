@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from roundpipe.core.errors import ConfigError, enumerated
-from roundpipe.runtime.weights.parameter_pairs import ParameterPair
+from roundpipe.runtime.weights.master_weights import ParameterPair
 
 _LEAVES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 

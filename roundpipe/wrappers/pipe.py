@@ -35,8 +35,8 @@ from roundpipe.effects.user_code import HOOKS, reached_by
 from roundpipe.reports.tables import partition_table
 from roundpipe.reports.timeline import Timeline, check_path
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, resolve
-from roundpipe.runtime.device.devices import DeviceLike, open_backends, open_registrar, resolve_devices
 from roundpipe.runtime.device.pinning import Registrar
+from roundpipe.runtime.device.resolve import DeviceLike, open_backends, open_registrar, resolve_devices
 from roundpipe.runtime.engine.engine import Engine
 from roundpipe.runtime.engine.plans import Call
 from roundpipe.runtime.engine.round import HostValue, Round

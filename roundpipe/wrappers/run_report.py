@@ -31,7 +31,7 @@ from roundpipe.runtime.engine.engine import Engine
 from roundpipe.runtime.engine.plans import Plans
 from roundpipe.runtime.optimizer.optimizer import OptimizerSide
 from roundpipe.runtime.profiling.meter import MeterReading, link_speeds
-from roundpipe.runtime.weights.parameter_pairs import ParameterPair
+from roundpipe.runtime.weights.master_weights import ParameterPair
 
 _UP, _DOWN = (Lane.UPLOAD, Lane.WEIGHTS), (Lane.DOWNLOAD, Lane.GRADIENTS)
 

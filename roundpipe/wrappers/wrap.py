@@ -19,7 +19,7 @@ from roundpipe.core.module_tree import weight_bytes_of
 from roundpipe.effects.run_once import differentiates_gradients, holders_of, holders_of_those, runs_autograd
 from roundpipe.fx.source import TracedSource, own_example
 from roundpipe.runtime.config import RoundPipeRunConfig
-from roundpipe.runtime.device.devices import largest_layer_bytes, resolve_devices
+from roundpipe.runtime.device.resolve import largest_layer_bytes, resolve_devices
 from roundpipe.wrappers.auto import AutoRoundPipe, Parts
 from roundpipe.wrappers.model_view import check_parts_unwrapped
 from roundpipe.wrappers.parts import IN_ONE_PIECE, is_sequential, overlaid

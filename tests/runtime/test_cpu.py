@@ -9,9 +9,9 @@ import torch
 from torch import func, nn
 
 from roundpipe.core.errors import SynchronizationError
+from roundpipe.core.random_state import SeededTorch
 from roundpipe.runtime.device.backend import Device, Lane
 from roundpipe.runtime.device.cpu import CpuBackend
-from roundpipe.runtime.device.randomness import DrawingFrom
 from tests.runtime.models import DTYPE, assert_round_is_eager, batch
 
 
@@ -151,7 +151,7 @@ def test_drawing_leaves_the_generator_as_it_was():
     before = torch.get_rng_state()
     with backend().random(5):
         first = torch.rand(3)
-    with pytest.raises(KeyError), DrawingFrom(5, torch.device("cpu")):
+    with pytest.raises(KeyError), SeededTorch(5, torch.device("cpu")):
         assert torch.equal(torch.rand(3), first)
         raise KeyError
     assert torch.equal(torch.get_rng_state(), before)

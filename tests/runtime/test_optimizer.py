@@ -691,7 +691,7 @@ def test_every_parameter_is_opened_after_an_error(model, monkeypatch):
     def fail(pair):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("roundpipe.runtime.weights.parameter_pairs.Pair.take_gradient", fail)
+    monkeypatch.setattr("roundpipe.runtime.weights.master_weights.ParameterPair.take_gradient", fail)
     side.step(lambda: pytest.fail("must not run"))
     for gate in (gates.weights, gates.gradients):
         gate.wait(model.parameters(), "a worker")

@@ -10,7 +10,7 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.errors import TraceError
-from roundpipe.core.random_state import random_state_kept
+from roundpipe.core.random_state import preserved_random_state
 from roundpipe.effects.run_once import Before
 from roundpipe.fx.trace.advice import with_source
 from roundpipe.fx.trace.recorder import raised_at
@@ -64,7 +64,7 @@ def _raised(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wit
     before = Before(model)
     weights = [(parameter, parameter.data, parameter.detach().clone()) for parameter in model.parameters()]
     try:
-        with random_state_kept():
+        with preserved_random_state():
             model(*args, **kwargs)
     except Exception as error:
         return error

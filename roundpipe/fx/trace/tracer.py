@@ -21,7 +21,7 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.errors import TraceError
-from roundpipe.core.random_state import random_state_kept
+from roundpipe.core.random_state import preserved_random_state
 from roundpipe.effects.python_state import PythonState, Settled
 from roundpipe.fx.binding import Arguments, CallForm
 from roundpipe.fx.fakes import Dimension, FakeWorld
@@ -90,7 +90,7 @@ def _trace_doubled(
     kwargs: dict[str, Any],
 ) -> TracedGraph:
     """The graph for a batch of two in place of a batch of one, where it serves both."""
-    with exclusive(), random_state_kept():
+    with exclusive(), preserved_random_state():
         doubled = _doubled(arguments)
         if doubled is None:
             return _trace(model, form, arguments, learned)

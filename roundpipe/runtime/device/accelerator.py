@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
+from roundpipe.core.random_state import SeededTorch
 from roundpipe.runtime.device.backend import Device, Event, Lane
 from roundpipe.runtime.device.host_memory import bytes_of, on_huge_pages
 from roundpipe.runtime.device.pinning import Registrar, warn_unpinned
-from roundpipe.runtime.device.randomness import DrawingFrom
 
 PLANNED_SHARE = 0.9
 """Share of a device's memory that plans are made for; the rest is for libraries and for transfers in flight."""
@@ -218,7 +218,7 @@ class AcceleratorBackend:
 
     @contextlib.contextmanager
     def random(self, seed: int) -> Iterator[None]:
-        with DrawingFrom(seed, torch.device("cpu")), DrawingFrom(seed, self.device):
+        with SeededTorch(seed, torch.device("cpu")), SeededTorch(seed, self.device):
             yield
 
 

@@ -29,10 +29,10 @@ from typing import Any
 import torch
 
 from roundpipe.core.errors import DeviceMemoryError, SynchronizationError
+from roundpipe.core.random_state import SeededTorch
 from roundpipe.core.saved_tensor_hooks import saved_tensor_hooks_aside
 from roundpipe.runtime.device.backend import Device, Event, Lane
 from roundpipe.runtime.device.host_memory import empty_bytes
-from roundpipe.runtime.device.randomness import DrawingFrom
 
 _STAMP = "_roundpipe_stamp"
 _stream_ids = itertools.count()
@@ -353,7 +353,7 @@ class CpuBackend:
             _sleep_until(clock.ready_at)
 
     def random(self, seed: int) -> contextlib.AbstractContextManager[Any]:
-        return DrawingFrom(seed, self.device)
+        return SeededTorch(seed, self.device)
 
 
 def _check_stamp(tensor: torch.Tensor, clock: _Clock, lane: Lane) -> None:

@@ -21,8 +21,8 @@ import torch
 from roundpipe.core import trees
 from roundpipe.core.errors import LossError
 from roundpipe.core.layers import Carry, Exit, LayerSpec, is_differentiable
+from roundpipe.core.random_state import SeededPython
 from roundpipe.runtime.device.backend import Backend, Lane, is_profiled
-from roundpipe.runtime.device.randomness import PythonDrawingFrom
 from roundpipe.runtime.engine.flow import Segment
 from roundpipe.runtime.engine.recompute import BufferHistory, SavedData, layer_seed, recomputing
 from roundpipe.runtime.profiling.layer_times import Kind, RoundTimes
@@ -296,7 +296,7 @@ class Stage:
         with self.backend.random(seed):
             if bound.draws_python is False:
                 return bound.module(carry)
-            with PythonDrawingFrom(seed) as drawing:
+            with SeededPython(seed) as drawing:
                 made = bound.module(carry)
             bound.draws_python = bound.draws_python or drawing.drew
             return made

@@ -15,8 +15,8 @@ from roundpipe.core import trees
 from roundpipe.core.errors import MicrobatchError
 from roundpipe.core.trees import Path, Step
 from roundpipe.runtime.config import ResolvedConfig
+from roundpipe.runtime.device.backend import Event
 from roundpipe.runtime.microbatch.spec import (
-    Event,
     RoundPipePackedData,
     check_leaf_spec,
     checked_dim_size,

@@ -11,23 +11,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from roundpipe.core import trees
 from roundpipe.core.errors import MicrobatchError
 from roundpipe.core.trees import Step
+from roundpipe.runtime.device.backend import Event
 
 _SPEC_MODULE = "torch.distributed.pipelining.microbatch"
-
-
-class Event(Protocol):
-    """Something that happens once, such as the end of a transfer."""
-
-    def synchronize(self) -> None:
-        """Return when it has happened."""
-        ...
 
 
 class RoundPipePackedData(list[Any]):

@@ -26,9 +26,9 @@ from roundpipe.core.caller import warn
 from roundpipe.core.errors import MicrobatchError
 from roundpipe.core.trees import Path, Step
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, microbatch_count, num_microbatches
+from roundpipe.runtime.device.backend import Event
 from roundpipe.runtime.microbatch.merge import merge, merge_value
 from roundpipe.runtime.microbatch.spec import (
-    Event,
     RoundPipePackedData,
     check_leaf_spec,
     checked_dim_size,

@@ -40,10 +40,9 @@ from roundpipe.runtime.device.host_memory import is_plain
 from roundpipe.runtime.optimizer.grad_scaler import GradScaler, ScalerScope
 from roundpipe.runtime.profiling.recorder import HostLog
 from roundpipe.runtime.weights.gate import Gates, Question, Rounds, Uses
-from roundpipe.runtime.weights.parameter_pairs import (
-    Pair,
+from roundpipe.runtime.weights.master_weights import (
+    Fingerprint,
     ParameterPair,
-    Seen,
     copy_in,
     groups_of,
     make_pairs,
@@ -99,12 +98,14 @@ class _IdleWatch:
     def __init__(self) -> None:
         self._looks = True
         self._is_due = False
-        self._before: list[Seen] = []
+        self._before: list[Fingerprint] = []
 
-    def before(self, pairs: Iterable[Pair]) -> None:
+    def before(self, pairs: Iterable[ParameterPair]) -> None:
         """``step_fn`` is about to run."""
         copies = [pair.copy for pair in pairs if pair.copy is not None] if self._looks else []
-        self._before = [Seen.of(copy) for copy in copies] if any(copy.grad is not None for copy in copies) else []
+        self._before = (
+            [Fingerprint.of(copy) for copy in copies] if any(copy.grad is not None for copy in copies) else []
+        )
 
     def after(self, scalers: ScalerScope) -> None:
         """It has run. Gradients that it took away, or that a scaler may have refused, were to have no effect."""
@@ -224,7 +225,7 @@ class OptimizerSide:
         """Every parameter once, frozen ones too; makes no copies, and shows those that are made later."""
         return tuple(self._pairs)
 
-    def _trainable(self) -> list[Pair]:
+    def _trainable(self) -> list[ParameterPair]:
         """The pairs of trainable parameters; those that had no copy get one."""
         if self._named_parameters is not None:
             now = list(self._named_parameters())
@@ -295,7 +296,7 @@ class OptimizerSide:
         self._idle.tell()
 
     def _submit(
-        self, pairs: list[Pair], step_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, pairs: list[ParameterPair], step_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         """Hand an update to the optimizer's thread, or, if interrupted, leave all as it was before the step."""
         exchanged = None if self._gates is None else pairs
@@ -325,7 +326,7 @@ class OptimizerSide:
     def _run_update(
         self,
         update: _Update,
-        exchanged: list[Pair] | None,
+        exchanged: list[ParameterPair] | None,
         rounds: Sequence[Uses],
         step_fn: Callable[..., Any],
         args: tuple[Any, ...],
@@ -362,7 +363,7 @@ class OptimizerSide:
             _RUNNING.reset(token)
 
     @torch.no_grad()
-    def _exchange(self, pairs: list[Pair], rounds: Sequence[Uses] = ()) -> None:
+    def _exchange(self, pairs: list[ParameterPair], rounds: Sequence[Uses] = ()) -> None:
         """Latest weights into the model, gradients out of it; opens the gates of parameters as they are done.
 
         Args:
@@ -372,21 +373,21 @@ class OptimizerSide:
         changed, self._weights_changed = self._weights_changed, False
         is_inside = _RUNNING.get() is self  # a loss of two forwards is evaluated on weights that stay as they are
 
-        def give(group: list[Pair]) -> None:
+        def give(group: list[ParameterPair]) -> None:
             if changed:
                 with self.log.doing("hand-over", "weights into the model", bytes=num_bytes(group)):
                     copy_in([pair for pair in group if pair.is_behind] if is_inside else group)
             if self._gates is not None:
                 self._gates.weights.open(pair.parameter for pair in group)
 
-        def take(group: list[Pair]) -> None:
+        def take(group: list[ParameterPair]) -> None:
             if not any(round_.failed for round_ in rounds):
                 with self.log.doing("hand-over", "gradients to the optimizer", bytes=num_bytes(group)):
                     take_gradients(group)
             if self._gates is not None:
                 self._gates.gradients.open(pair.parameter for pair in group)
 
-        def turns(pair: Pair) -> tuple[int, int]:
+        def turns(pair: ParameterPair) -> tuple[int, int]:
             given, taken = zip((0, 0), *(round_.turns(pair.parameter) for round_ in rounds), strict=True)
             return max(given), max(taken)
 
@@ -400,7 +401,7 @@ class OptimizerSide:
             for _, group in sorted(groups, key=lambda one: one[0][1])
         )
 
-        def may_go(queue: deque[tuple[list[Pair], list[Question]]]) -> bool:
+        def may_go(queue: deque[tuple[list[ParameterPair], list[Question]]]) -> bool:
             return bool(queue) and all(is_done() for is_done in queue[0][1])
 
         try:
@@ -418,7 +419,7 @@ class OptimizerSide:
                 self._gates.open(pair.parameter for pair in pairs)
 
     @torch.no_grad()
-    def _copy_in(self, pairs: list[Pair]) -> None:
+    def _copy_in(self, pairs: list[ParameterPair]) -> None:
         self._weights_changed = False
         for _, group in groups_of(pairs):
             with self.log.doing("hand-over", "weights into the model", bytes=num_bytes(group)):
@@ -457,7 +458,7 @@ class OptimizerSide:
             pair.moved()
 
     @torch.no_grad()
-    def _take_writes(self, pairs: list[Pair]) -> None:
+    def _take_writes(self, pairs: list[ParameterPair]) -> None:
         """What was written into the model's weights since the last step holds for the copies too."""
         for pair in pairs:
             pair.look()
@@ -492,7 +493,7 @@ class OptimizerSide:
         if _RUNNING.get() is self:
             self._exchange(self._with_copies())
 
-    def _with_copies(self) -> list[Pair]:
+    def _with_copies(self) -> list[ParameterPair]:
         """The pairs that the optimizer may have updated; of those that are frozen now no gradients are taken."""
         pairs = [pair for pair in self._pairs if pair.copy is not None]
         for pair in pairs:

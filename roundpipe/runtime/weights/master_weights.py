@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -20,27 +19,8 @@ SAMPLED = 128
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class ParameterPair(Protocol):
-    """A parameter of the model and the optimizer's copy of it, as others see them."""
-
-    @property
-    def names(self) -> Sequence[str]:
-        """All of the parameter's names, in the model's order."""
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        """The model's."""
-
-    @property
-    def copy(self) -> nn.Parameter | None:
-        """The optimizer's, once it was asked for; it stays when the parameter is frozen."""
-
-    def agree(self) -> None:
-        """What the model's parameter holds now is known to the copy's side."""
-
-
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Fingerprint:
     """A parameter, and what it was when it was looked at."""
 
     parameter: torch.Tensor
@@ -50,7 +30,7 @@ class Seen:
     """Some of its bits: a write through ``.data`` leaves no other mark."""
 
     @classmethod
-    def of(cls, parameter: torch.Tensor) -> Seen:
+    def of(cls, parameter: torch.Tensor) -> Fingerprint:
         """As it is now."""
         sample = _sample(parameter)
         return cls(parameter, _marks(parameter), None if sample is None else sample.clone())
@@ -68,13 +48,13 @@ class Seen:
         now = _sample(self.parameter)
         return now is not None and now.dtype == self.sample.dtype and not torch.equal(now, self.sample)
 
-    def moved(self) -> Seen:
+    def moved(self) -> Fingerprint:
         """The same in the memory that it has now."""
         return replace(self, marks=(self.marks[0], _marks(self.parameter)[1]))
 
 
 @dataclass(slots=True, eq=False)
-class Pair:
+class ParameterPair:
     """A parameter of the model and the optimizer's copy of it."""
 
     names: list[str]
@@ -84,7 +64,7 @@ class Pair:
     """Memory for the copy's gradient, kept from step to step where dtypes differ."""
     shown: tuple[torch.Tensor, int, torch.Tensor] | None = None
     """What `synchronize` put into the model's ``.grad``, its version, and the copy's gradient then."""
-    known: Seen | None = None
+    known: Fingerprint | None = None
     """The model's parameter when the copy and it last agreed, or the copy was newer."""
     is_frozen: bool = False
     """Whether the model's parameter required no grad at the last step or `synchronize`."""
@@ -105,7 +85,7 @@ class Pair:
     def agree(self) -> None:
         """What the model's parameter holds now is known to the copy's side, if there is a copy."""
         if self.copy is not None:
-            self.known = Seen.of(self.parameter)
+            self.known = Fingerprint.of(self.parameter)
 
     def moved(self) -> None:
         """The model's parameter has other memory now, with the same values."""
@@ -227,15 +207,15 @@ def _sample(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def groups_of(
-    pairs: Iterable[Pair], turns: Callable[[Pair], tuple[int, int]] = lambda pair: (0, 0)
-) -> Iterator[tuple[tuple[int, int], list[Pair]]]:
+    pairs: Iterable[ParameterPair], turns: Callable[[ParameterPair], tuple[int, int]] = lambda pair: (0, 0)
+) -> Iterator[tuple[tuple[int, int], list[ParameterPair]]]:
     """The pairs that have copies and the same turns, in order, in groups of about `HAND_OVER_BYTES`."""
-    found: dict[tuple[int, int], list[Pair]] = {}
+    found: dict[tuple[int, int], list[ParameterPair]] = {}
     for pair in pairs:
         if pair.copy is not None:
             found.setdefault(turns(pair), []).append(pair)
     for turn, alike in found.items():
-        group: list[Pair] = []
+        group: list[ParameterPair] = []
         so_far = 0
         for pair in alike:
             assert pair.copy is not None
@@ -248,12 +228,12 @@ def groups_of(
             yield turn, group
 
 
-def num_bytes(group: list[Pair]) -> int:
+def num_bytes(group: list[ParameterPair]) -> int:
     """Bytes of the model's parameters."""
     return sum(pair.parameter.nbytes for pair in group)
 
 
-def copy_in(group: list[Pair]) -> None:
+def copy_in(group: list[ParameterPair]) -> None:
     """The optimizer's weights into the model's."""
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
@@ -270,9 +250,9 @@ def copy_in(group: list[Pair]) -> None:
         pair.agree()
 
 
-def take_gradients(group: list[Pair]) -> None:
+def take_gradients(group: list[ParameterPair]) -> None:
     """The model's gradients into the copies'; where dtypes differ, into memory kept from step to step."""
-    converted: list[Pair] = []
+    converted: list[ParameterPair] = []
     gradients: list[torch.Tensor] = []
     for pair in group:
         if pair.is_frozen:
@@ -292,8 +272,8 @@ def take_gradients(group: list[Pair]) -> None:
 
 
 def make_pairs(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], before: Iterable[Pair] = ()
-) -> tuple[list[Pair], dict[str, Pair]]:
+    named_parameters: Iterable[tuple[str, nn.Parameter]], before: Iterable[ParameterPair] = ()
+) -> tuple[list[ParameterPair], dict[str, ParameterPair]]:
     """One pair per parameter object, and the pair of each name.
 
     Args:
@@ -301,11 +281,11 @@ def make_pairs(
         before: pairs to go on with for the parameters that they are of.
     """
     known = {pair.parameter: pair for pair in before}
-    pairs: dict[nn.Parameter, Pair] = {}
-    by_name: dict[str, Pair] = {}
+    pairs: dict[nn.Parameter, ParameterPair] = {}
+    by_name: dict[str, ParameterPair] = {}
     for name, parameter in named_parameters:
         if parameter not in pairs:
-            pairs[parameter] = known.get(parameter) or Pair([], parameter)
+            pairs[parameter] = known.get(parameter) or ParameterPair([], parameter)
             pairs[parameter].names = []
         pair = pairs[parameter]
         pair.names.append(name)
