@@ -18,7 +18,7 @@ import torch
 
 import roundpipe
 from roundpipe.core.errors import ConfigError
-from roundpipe.runtime.engine.plans import Plans
+from roundpipe.runtime.engine.plan_choice import PlanChooser
 from roundpipe.tools import command_line as cli
 from roundpipe.tools.cost_file import lower_bound_s, parse_costs, plan_costs
 from roundpipe.tools.device_data import DEVICES, EFFICIENCY, FIGURES, find_device
@@ -494,7 +494,7 @@ def test_the_plan_is_the_one_that_runs(tiny: Path) -> None:
     devices = [roundpipe.Device("cpu", memory_bytes=on.budget_bytes)] * 2
     inputs = target.kwargs_for(6)
     with roundpipe.compile(real, example_kwargs=inputs, devices=devices) as pipe:
-        pipe._state.maker.plans = Plans(2, [on.budget_bytes], accelerators=True)  # forecasts are for those
+        pipe._state.maker.plans = PlanChooser(2, [on.budget_bytes], accelerators=True)  # forecasts are for those
         table = pipe.partition_table()
         pipe.forward_backward(input_kwargs=inputs, loss_fn=lambda out, _: out.loss)
         assert pipe._state.maker.last_plan == found.plan

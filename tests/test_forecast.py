@@ -13,7 +13,7 @@ import torch
 
 import roundpipe
 from roundpipe.planning.planner import peak_bytes
-from roundpipe.runtime.engine.plans import Plans
+from roundpipe.runtime.engine.plan_choice import PlanChooser
 from roundpipe.tools import forecast as forecast_module
 from roundpipe.tools.device_data import EFFICIENCY, DeviceSpec
 from roundpipe.tools.forecast import Forecast, Machine, Training
@@ -75,7 +75,7 @@ def layers() -> Layers:
 def test_temporaries_are_counted_as_a_run_on_accelerators_counts_them(layers: Layers) -> None:
     roomy = layers.on(10**9)
     assert roomy.plan is not None and roomy.device is not None
-    plans = Plans(2, [10**9], accelerators=True)
+    plans = PlanChooser(2, [10**9], accelerators=True)
     counted = plans.costs(roomy.chain, roomy.chain.example_elements)
     assert all(cost.temporary_bytes == cost.workspace_bytes for cost in counted)
     assert roomy.device.total == peak_bytes(roomy.plan, counted, num_workers=2)

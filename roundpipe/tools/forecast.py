@@ -1,7 +1,7 @@
 """What training a model on given devices will take: the plan, seconds per step, bytes on devices and on the host.
 
     target -> trace -> measure -> partition -> generate      the compiler's own steps, on fake tensors
-           -> Plans.plan                                     the plan that a run would choose
+           -> PlanChooser.plan                               the plan that a run would choose
            -> measure for the device -> simulate             links, host memory and the optimizer included
 
 Nothing is allocated or run: compute times rest on FLOPs and bytes, and on what a device sustains of its datasheet.
@@ -32,7 +32,7 @@ from roundpipe.planning.stage_costs import JobNeed, largest_layer_bytes
 from roundpipe.reports.timeline import Timeline
 from roundpipe.runtime.config import RecomputeGrain, RoundPipeRunConfig, resolve
 from roundpipe.runtime.device.accelerator import PLANNED_SHARE
-from roundpipe.runtime.engine.plans import Call, Plans, times_the_example, with_temporaries
+from roundpipe.runtime.engine.plan_choice import Call, PlanChooser, times_the_example, with_temporaries
 from roundpipe.tools.comparison import ComparedSchedule, Setting, compare_schedules
 from roundpipe.tools.device_data import DeviceSpec, Efficiency
 from roundpipe.tools.target import Target
@@ -281,7 +281,7 @@ def _at(
     call = Call(chain, config, [()] * number, [kwargs] * number, [None] * number, number)
     factor = times_the_example(chain, call.elements())
     costs = tuple(with_temporaries([cost.scaled(factor) for cost in measured.device_costs]))
-    plans = Plans(machine.num_devices, [machine.budget_bytes], accelerators=True)
+    plans = PlanChooser(machine.num_devices, [machine.budget_bytes], accelerators=True)
     reasons, plan, speed = [], None, None
     stages: tuple[JobNeed, ...] = ()
     try:

@@ -17,7 +17,7 @@ from roundpipe.core.layers import FixedChain, LayerChain, is_differentiable
 from roundpipe.core.modes import autocast_as_on_accelerator
 from roundpipe.reports.tables import partition_table
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, microbatch_count, resolve
-from roundpipe.runtime.engine.rounds import sum_losses
+from roundpipe.runtime.engine.builder import sum_losses
 from roundpipe.runtime.engine.stage import LossFunction
 from roundpipe.runtime.microbatch import split as microbatch
 from roundpipe.wrappers.module_layers import chain_of_modules

@@ -37,18 +37,18 @@ from roundpipe.reports.timeline import Timeline, check_path
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, resolve
 from roundpipe.runtime.device.pinning import Registrar
 from roundpipe.runtime.device.resolve import DeviceLike, open_backends, open_registrar, resolve_devices
-from roundpipe.runtime.engine.engine import Engine
-from roundpipe.runtime.engine.plans import Call
-from roundpipe.runtime.engine.round import HostValue, Round
-from roundpipe.runtime.engine.rounds import (
-    RoundMaker,
+from roundpipe.runtime.engine.builder import (
+    StepBuilder,
     finished,
     input_gradients,
     input_tensors,
     label_tensors,
     sum_losses,
 )
+from roundpipe.runtime.engine.engine import Engine
+from roundpipe.runtime.engine.plan_choice import Call
 from roundpipe.runtime.engine.stage import LossFunction
+from roundpipe.runtime.engine.step import HostValue, Round
 from roundpipe.runtime.microbatch import split as microbatch
 from roundpipe.runtime.optimizer.loading import LoadWatch
 from roundpipe.runtime.optimizer.optimizer import OptimizerSide
@@ -92,7 +92,7 @@ class _State:
     config: RoundPipeRunConfig
     engine: Engine
     host: HostWeights
-    maker: RoundMaker
+    maker: StepBuilder
     optimizer: OptimizerSide
     gates: Gates
     writer: checkpoint.BackgroundWriter = field(default_factory=checkpoint.BackgroundWriter)
@@ -196,7 +196,7 @@ class RoundPipe(ModelView):
         pipe = cls.__new__(cls)
         nn.Module.__init__(pipe)
         all_of = whole._state
-        maker = RoundMaker(all_of.engine)
+        maker = StepBuilder(all_of.engine)
         shared = (all_of.engine, all_of.host, maker, all_of.optimizer, all_of.gates, all_of.writer)
         pipe.__dict__["_state"] = _State(model, None, name, source, RoundPipeRunConfig(), *shared)
         pipe.__dict__["training"] = model.training
@@ -229,7 +229,7 @@ class RoundPipe(ModelView):
         parameters = functools.partial(model.named_parameters, remove_duplicate=False)
         optimizer = OptimizerSide(parameters, optim_dtype, name=name, gates=gates, rounds=engine)
         host = HostWeights(pin_model, backends[0].host_buffer, registrar, model)
-        state = _State(model, None, name, source, config, engine, host, RoundMaker(engine), optimizer, gates)
+        state = _State(model, None, name, source, config, engine, host, StepBuilder(engine), optimizer, gates)
         state.settings = {
             "optim_dtype": optim_dtype,
             "name": name,

@@ -28,7 +28,7 @@ from roundpipe.reports.timeline import WAIT_CAUSES
 from roundpipe.runtime.config import RecomputeGrain
 from roundpipe.runtime.device.backend import Lane
 from roundpipe.runtime.engine.engine import Engine
-from roundpipe.runtime.engine.plans import Plans
+from roundpipe.runtime.engine.plan_choice import PlanChooser
 from roundpipe.runtime.optimizer.optimizer import OptimizerSide
 from roundpipe.runtime.profiling.meter import MeterReading, link_speeds
 from roundpipe.runtime.weights.master_weights import ParameterPair
@@ -274,7 +274,7 @@ class LatestRound:
 def make_report(
     name: str,
     log: RunLog,
-    plans: Plans,
+    plans: PlanChooser,
     engine: Engine,
     optimizer: OptimizerSide,
     model: torch.nn.Module,
@@ -355,7 +355,7 @@ def _address(tensor: torch.Tensor) -> int | None:
 
 def _predict(
     latest: LatestRound | None,
-    plans: Plans,
+    plans: PlanChooser,
     engine: Engine,
     meters: Sequence[MeterReading],
     update_s: float,

@@ -37,7 +37,7 @@ def loss_of(outputs: torch.Tensor, label: Any) -> torch.Tensor:
 def known_layers(pipe: Any) -> int:
     """The most layers that the host's side or a worker knows."""
     engine = pipe._state.engine
-    return max(len(pipe._state.host._layers), *(len(rotor._replicas) for rotor in engine._rotors))
+    return max(len(pipe._state.host._layers), *(len(worker._replicas) for worker in engine._workers))
 
 
 @pytest.mark.filterwarnings("ignore:.*was traced")

@@ -14,7 +14,7 @@ from torch import nn
 
 import roundpipe
 from roundpipe.core.errors import ConfigError, DeadlockError, RoundPipeError
-from roundpipe.runtime.engine import round as rounds
+from roundpipe.runtime.engine import step as steps
 from roundpipe.runtime.weights.residency import BoundLayer
 from tests.runtime.models import (
     DTYPE,
@@ -203,7 +203,7 @@ def test_a_loss_of_several_numbers_says_its_shape():
 def test_an_interrupt_leaves_a_model_that_works(workers, monkeypatch):
     """Ctrl-C reaches the caller where it waits; the workers stop at their next task."""
     model = fragile_model()
-    real = rounds.Progress.wait_over
+    real = steps.Progress.wait_over
     calls = []
 
     def interrupted(self):
@@ -214,7 +214,7 @@ def test_an_interrupt_leaves_a_model_that_works(workers, monkeypatch):
 
     with roundpipe.RoundPipe(model, devices=["cpu"] * workers) as piped:
         with monkeypatch.context() as patch:
-            patch.setattr(rounds.Progress, "wait_over", interrupted)
+            patch.setattr(steps.Progress, "wait_over", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(3, plan=SINGLES))
         assert len(calls) == 2, "the caller waits for the workers to stop"
@@ -291,17 +291,17 @@ def test_the_first_error_is_the_one_raised():
 
 
 def test_a_deadlock_names_who_waits_for_whom(monkeypatch):
-    monkeypatch.setattr(rounds, "CHECK_INTERVAL_S", 0.1)
+    monkeypatch.setattr(steps, "CHECK_INTERVAL_S", 0.1)
     model = fragile_model()
     with roundpipe.RoundPipe(model, devices=["cpu"] * 2, name="stuck") as piped:
         with monkeypatch.context() as patch:
-            patch.setattr(rounds.Progress, "advance", lambda self, job_index: None)
+            patch.setattr(steps.Progress, "advance", lambda self, job_index: None)
             with pytest.raises(DeadlockError, match="stuck worker 1 waits for microbatch 0 of job 0"):
                 piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(3, plan=SINGLES))
 
 
 def test_a_slow_layer_is_no_deadlock(monkeypatch):
-    monkeypatch.setattr(rounds, "CHECK_INTERVAL_S", 0.02)
+    monkeypatch.setattr(steps, "CHECK_INTERVAL_S", 0.02)
 
     class Slow(nn.Module):
         def forward(self, value):
@@ -350,21 +350,21 @@ def test_an_error_that_nothing_catches_fails_the_rounds_instead_of_hanging(where
 
     with roundpipe.RoundPipe(model, devices=["cpu"] * 2, name="lost") as piped:
         run()
-        rotor = piped._state.engine._rotors[1]
+        worker = piped._state.engine._workers[1]
         if where == "after an error":
             Fragile.broken["early"] = "forward"
-            monkeypatch.setattr(rotor, "_abandon", fails)
+            monkeypatch.setattr(worker, "_abandon", fails)
             with pytest.raises(Mine):
                 run()
         elif where == "between rounds":
-            rotor._worker.submit(fails)
-            wait_until(lambda: rotor._broken is not None)
+            worker._thread.submit(fails)
+            wait_until(lambda: worker._broken is not None)
         else:
-            settle = rotor._settle
-            monkeypatch.setattr(rotor, "_settle", lambda *given: (settle(*given), fails()))
+            settle = worker._settle
+            monkeypatch.setattr(worker, "_settle", lambda *given: (settle(*given), fails()))
             with contextlib.suppress(KeyError):  # if it comes before the round is over
                 run()
-            wait_until(lambda: rotor._broken is not None)
+            wait_until(lambda: worker._broken is not None)
         for _ in range(2):
             with pytest.raises(RoundPipeError, match="lost worker 1 can't go on since an earlier error") as caught:
                 run()
@@ -374,14 +374,14 @@ def test_an_error_that_nothing_catches_fails_the_rounds_instead_of_hanging(where
 def test_a_round_that_a_worker_lost_is_taken_up_again(monkeypatch):
     """As if an error came up in the worker's thread before it had begun with what it was given."""
     with roundpipe.RoundPipe(fragile_model(), devices=["cpu"] * 2, name="lost") as piped:
-        worker = piped._state.engine._rotors[0]._worker
-        submit, told = worker.submit, threading.Event()
+        thread = piped._state.engine._workers[0]._thread
+        submit, told = thread.submit, threading.Event()
 
         def lose(work):
-            monkeypatch.setattr(worker, "submit", submit)
+            monkeypatch.setattr(thread, "submit", submit)
             submit(lambda: told.wait(5) and 1 / 0)
 
-        monkeypatch.setattr(worker, "submit", lose)
+        monkeypatch.setattr(thread, "submit", lose)
         threading.Timer(0.05, told.set).start()
         with pytest.raises(ZeroDivisionError):
             piped(batch())
@@ -395,7 +395,7 @@ def wait_until(reached):
 
 
 def test_a_round_is_over_even_if_what_it_tells_of_raises():
-    progress = rounds.Progress(0, 1)
+    progress = steps.Progress(0, 1)
 
     def fails():
         raise KeyError("nobody knows why")

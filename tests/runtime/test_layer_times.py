@@ -17,9 +17,9 @@ from roundpipe.planning.planner import peak_bytes
 from roundpipe.runtime.config import resolve
 from roundpipe.runtime.device.backend import Device, Lane
 from roundpipe.runtime.device.cpu import CpuBackend
-from roundpipe.runtime.engine import plans as plans_of_calls
-from roundpipe.runtime.engine.plans import Call, Plans, with_temporaries
-from roundpipe.runtime.profiling.layer_times import LATEST_SHARE, LayerTimes, RoundTimes
+from roundpipe.runtime.engine import plan_choice
+from roundpipe.runtime.engine.plan_choice import Call, PlanChooser, with_temporaries
+from roundpipe.runtime.profiling.layer_times import LATEST_SHARE, LayerTimes, StepTimes
 from tests.runtime.models import DTYPE, batch, chain, config, square_loss
 
 
@@ -37,7 +37,7 @@ class At:
 
 
 def times_of(*spans):
-    times = RoundTimes()
+    times = StepTimes()
     for kind, layers, seconds in spans:
         times.add(kind, layers, At(1.0), At(1.0 + seconds))
     return times
@@ -176,13 +176,13 @@ def test_the_plan_changes_behind_a_step_alone_and_says_so(made_up_clock, caplog)
 
 
 def test_plans_are_compared_with_links_as_fast_as_measured(made_up_clock, monkeypatch):
-    real, profiles = plans_of_calls.simulate, []
+    real, profiles = plan_choice.simulate, []
 
     def simulate(schedule, costs, profile, **options):
         profiles.append(profile)
         return real(schedule, costs, profile, **options)
 
-    monkeypatch.setattr(plans_of_calls, "simulate", simulate)
+    monkeypatch.setattr(plan_choice, "simulate", simulate)
     device = Device("cpu", upload_bytes_per_s=1e5, download_bytes_per_s=2e5)
     with roundpipe.RoundPipe(uneven(), devices=[device] * 2) as piped:
         train(piped, 9)
@@ -275,13 +275,13 @@ def test_a_limit_asks_for_more_microbatches_or_layer_by_layer():
 
 
 def test_options_that_cannot_be_the_fastest_are_not_planned_for(monkeypatch):
-    real, asked = plans_of_calls.choose_plan, []
+    real, asked = plan_choice.choose_plan, []
 
     def choose(costs, **options):
         asked.append(options["num_microbatches"])
         return real(costs, **options)
 
-    monkeypatch.setattr(plans_of_calls, "choose_plan", choose)
+    monkeypatch.setattr(plan_choice, "choose_plan", choose)
     cost = LayerCost(forward_s=0.01, backward_s=0.02, activation_bytes=4096)
     model = chain(["x"], [(nn.Identity(), [a], [b]) for a, b in pairwise("xabcdefgh")], ["h"], draws_random=False)
     model.costs, model.example_elements = (cost,) * 8, 64
@@ -289,11 +289,11 @@ def test_options_that_cannot_be_the_fastest_are_not_planned_for(monkeypatch):
 
     def settled():
         asked.clear()
-        chosen = Plans(3, [None]).settle(auto, model, 256, 64 * 256).num_microbatch
+        chosen = PlanChooser(3, [None]).settle(auto, model, 256, 64 * 256).num_microbatch
         return chosen, len(asked)
 
     chosen, num_planned = settled()
-    monkeypatch.setattr(plans_of_calls, "least_seconds", lambda costs, **options: 0.0)
+    monkeypatch.setattr(plan_choice, "least_seconds", lambda costs, **options: 0.0)
     assert settled() == (chosen, 10)
     assert num_planned < 7
 
@@ -329,7 +329,7 @@ def test_where_temporaries_count_a_plan_leaves_room_for_them():
     call = Call(model, resolve(None, None, num_devices=1), [(torch.ones(6),)] * 2, [{}] * 2, [None] * 2, 2)
 
     def peak(budget, share=0.0, **options):
-        plan = Plans(1, [budget], **options).plan(call)
+        plan = PlanChooser(1, [budget], **options).plan(call)
         return peak_bytes(plan, with_temporaries(costs, share), num_workers=1)
 
     largest = peak(10**6)
@@ -343,13 +343,13 @@ def test_where_temporaries_count_a_plan_leaves_room_for_them():
 
 def test_a_first_plan_for_accelerators_is_chosen_by_the_simulator(monkeypatch):
     """With the link that goes with estimated seconds; of CPU workers nothing is known before they are measured."""
-    real, profiles = plans_of_calls.simulate, []
+    real, profiles = plan_choice.simulate, []
 
     def simulate(schedule, costs, profile, **options):
         profiles.append(profile)
         return real(schedule, costs, profile, **options)
 
-    monkeypatch.setattr(plans_of_calls, "simulate", simulate)
+    monkeypatch.setattr(plan_choice, "simulate", simulate)
     link_bytes = DEFAULT_PROFILE.link_bytes_per_s
     cost = LayerCost(forward_s=0.01, backward_s=0.02, weight_bytes=int(0.03 * link_bytes), gradient_bytes=10**6)
     costs = [replace(cost, forward_s=share * 0.01) for share in (1, 2, 1, 1, 2, 1, 1, 2, 1, 1, 1, 1)]
@@ -357,15 +357,15 @@ def test_a_first_plan_for_accelerators_is_chosen_by_the_simulator(monkeypatch):
     model = chain(["x"], [(nn.Identity(), [a], [b]) for a, b in pairwise(names)], ["l"], draws_random=False)
     model.costs, model.example_elements = tuple(costs), 6
     call = Call(model, resolve(None, None, num_devices=2), [(torch.ones(6),)] * 3, [{}] * 3, [None] * 3, 3)
-    by_recurrence = Plans(2, [None]).plan(call)
+    by_recurrence = PlanChooser(2, [None]).plan(call)
     assert not profiles
-    chosen = Plans(2, [None], accelerators=True).plan(call)
+    chosen = PlanChooser(2, [None], accelerators=True).plan(call)
     assert {(one.upload_bytes_per_s, one.download_bytes_per_s) for one in profiles} == {(link_bytes, link_bytes)}
     seconds = [
         real(make_schedule(plan, 2, 3), costs, profiles[0]).seconds_per_round for plan in (by_recurrence, chosen)
     ]
     assert seconds[1] < 0.97 * seconds[0]
-    assert Plans(2, [None], accelerators=True).plan(call) == chosen
+    assert PlanChooser(2, [None], accelerators=True).plan(call) == chosen
 
 
 def fits(peak, budget):

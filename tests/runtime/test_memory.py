@@ -12,7 +12,7 @@ import roundpipe
 from roundpipe.core.errors import DeviceMemoryError
 from roundpipe.runtime.device.backend import Device
 from roundpipe.runtime.device.cpu import Ledger
-from roundpipe.runtime.engine import plans
+from roundpipe.runtime.engine import plan_choice
 from tests.runtime.models import (
     DTYPE,
     assert_same,
@@ -237,8 +237,10 @@ def test_closing_gives_everything_back():
 def test_a_budget_that_does_not_fit_is_planned_for_once(monkeypatch, guessed):
     """A second time only where the first was on guesses."""
     calls = []
-    real = plans.choose_plan
-    monkeypatch.setattr(plans, "choose_plan", lambda *args, **options: (calls.append(1), real(*args, **options))[1])
+    real = plan_choice.choose_plan
+    monkeypatch.setattr(
+        plan_choice, "choose_plan", lambda *args, **options: (calls.append(1), real(*args, **options))[1]
+    )
     model = chain(["x"], [(nn.Linear(64, 64), ["x"], ["y"]), (nn.Linear(64, 64), ["y"], ["z"])], ["z"])
     model.costs = tuple(cost_of(layer, activation_bytes=0 if guessed else 512) for layer in model)
     with roundpipe.RoundPipe(model, devices=[Device("cpu", memory_bytes=9000)]) as piped:

@@ -657,7 +657,7 @@ class Interrupting:
 
 
 @pytest.mark.parametrize("behind", [False, True])
-@pytest.mark.parametrize("where", ["_gates.close", "_scalers.begin_step", "_worker.submit"])
+@pytest.mark.parametrize("where", ["_gates.close", "_scalers.begin_step", "_thread.submit"])
 def test_an_interrupted_step_was_made_or_not(model, where, behind):
     """Nobody waits for ever, and no gradient is lost: a step that was not made can be made again."""
     gates = Gates(deadline_s=10)

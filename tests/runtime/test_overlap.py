@@ -270,7 +270,7 @@ def test_closing_ends_what_is_running():
 
 
 def test_an_interrupted_call_leaves_the_round_before_alone(monkeypatch):
-    from roundpipe.runtime.engine.round import Round
+    from roundpipe.runtime.engine.step import Round
 
     model = build(held=1)
     with in_asynchronous_steps(model) as piped:

@@ -24,8 +24,8 @@ from roundpipe.core.errors import ClosedError, ConfigError
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.schedule import ScheduleKind
 from roundpipe.runtime.device.backend import Backend
-from roundpipe.runtime.engine.rotor import Rotor
-from roundpipe.runtime.engine.round import Round
+from roundpipe.runtime.engine.step import Round
+from roundpipe.runtime.engine.worker import Worker
 from roundpipe.runtime.profiling.meter import MeterReading
 from roundpipe.runtime.profiling.recorder import Recorder
 from roundpipe.runtime.weights.gate import Gates
@@ -35,7 +35,7 @@ KEPT_ROUNDS = 64
 """Rounds whose seconds are kept, for their median."""
 
 
-class RoundLog:
+class StepLog:
     """How many rounds ran, and how long the latest ones took."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Engine:
     def __init__(self, backends: Sequence[Backend], name: str, gates: Gates) -> None:
         self.backends = tuple(backends)
         self._gates = gates
-        self._rotors = [Rotor(i, backend, f"{name} worker {i}", gates) for i, backend in enumerate(backends)]
+        self._workers = [Worker(i, backend, f"{name} worker {i}", gates) for i, backend in enumerate(backends)]
         self._chains: list[tuple[weakref.ref[LayerChain], list[torch.nn.Module]]] = []
         """Chains that ran here, and their layers, which the workers and the host's side know something about."""
         self._lock = threading.Lock()
@@ -97,13 +97,13 @@ class Engine:
         self._callers: set[int] = set()
         """Threads that made a call."""
         self._recorder: Recorder | None = None
-        self.rounds = RoundLog()
+        self.rounds = StepLog()
         self.next_job = 0
 
     @property
     def num_workers(self) -> int:
         """Workers in the rotation."""
-        return len(self._rotors)
+        return len(self._workers)
 
     @property
     def has_accelerators(self) -> bool:
@@ -146,7 +146,7 @@ class Engine:
         """Whether the calling code runs for a round: a layer, a loss function, a hook. It can't wait for that round."""
         thread = threading.current_thread()  # autograd's own, for accelerators, were not made by Python
         of_autograd = thread.name.startswith("Dummy-") and thread.ident not in self._callers
-        return any(rotor.is_current for rotor in self._rotors) or (of_autograd and bool(self.running()))
+        return any(worker.is_current for worker in self._workers) or (of_autograd and bool(self.running()))
 
     def refuse_inside(self, what: str) -> None:
         """Raise a `ConfigError` if `is_inside`.
@@ -204,8 +204,8 @@ class Engine:
         alive = {id(layer) for _, layers in self._chains for layer in layers}
         for layer in (layer for layers in ended for layer in layers if id(layer) not in alive):
             host.forget(layer)
-            for rotor in self._rotors:
-                rotor.forget(layer)
+            for worker in self._workers:
+                worker.forget(layer)
 
     def _submit(self, round_: Round) -> None:
         progress = round_.progress
@@ -214,11 +214,11 @@ class Engine:
             self._running.append(round_)
         round_.closings = self._gates.weights.closings, self._gates.gradients.closings
         progress.on_over = lambda: self._is_over(round_)
-        busy = [rotor for rotor in self._rotors if round_.schedule.tasks(rotor.index)]
+        busy = [worker for worker in self._workers if round_.schedule.tasks(worker.index)]
         progress.enter(len(busy))
         self.rounds.begin(round_)
-        for rotor in busy:
-            rotor.submit(round_)
+        for worker in busy:
+            worker.submit(round_)
         self.next_job = round_.schedule.next_job
 
     def _leave_alone(self, round_: Round) -> None:
@@ -243,9 +243,9 @@ class Engine:
         """
         if self._recorder is not None:
             raise ConfigError("a timeline of this model is being recorded already; leave that context first")
-        recorder = self._recorder = Recorder({one.device: one.backend for one in self._rotors})
-        for rotor in self._rotors:
-            rotor.record(recorder)
+        recorder = self._recorder = Recorder({one.device: one.backend for one in self._workers})
+        for worker in self._workers:
+            worker.record(recorder)
         return recorder
 
     def stop_recording(self) -> None:
@@ -257,17 +257,17 @@ class Engine:
                     backend.synchronize()
         finally:
             self._recorder = None
-            for rotor in self._rotors:
-                rotor.record(None)
+            for worker in self._workers:
+                worker.record(None)
 
     def read_meters(self) -> list[MeterReading]:
         """Per worker, where its time went since it began."""
-        return [rotor.meter.read() for rotor in self._rotors]
+        return [worker.meter.read() for worker in self._workers]
 
     @property
     def devices(self) -> list[str]:
         """The workers' names in timelines and reports."""
-        return [rotor.device for rotor in self._rotors]
+        return [worker.device for worker in self._workers]
 
     def peak_bytes(self, reset: bool = False) -> list[int]:
         """Per worker, the largest number of bytes in use on its device at once."""
@@ -280,8 +280,8 @@ class Engine:
         self._closed = True
         for round_ in self.running():
             round_.progress.cancel(ClosedError("the model was closed while a round was running"))
-        for rotor in self._rotors:
-            rotor.close()
+        for worker in self._workers:
+            worker.close()
 
 
 def _raise_error(round_: Round) -> None:

@@ -25,7 +25,7 @@ from roundpipe.core.random_state import SeededPython
 from roundpipe.runtime.device.backend import Backend, Lane, is_profiled
 from roundpipe.runtime.engine.flow import Segment
 from roundpipe.runtime.engine.recompute import BufferHistory, SavedData, layer_seed, recomputing
-from roundpipe.runtime.profiling.layer_times import Kind, RoundTimes
+from roundpipe.runtime.profiling.layer_times import Kind, StepTimes
 from roundpipe.runtime.weights.residency import BoundLayer
 
 Gradients = list[torch.Tensor | None]
@@ -61,7 +61,7 @@ class Surroundings:
     """Re-enters the caller's autocast state."""
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
     """The caller's context variables, as they were when the round was made, or the round of the forward."""
-    times: RoundTimes | None = None
+    times: StepTimes | None = None
     """Where to note what calls take; None: the round is not measured."""
 
 

@@ -39,6 +39,7 @@ from roundpipe.reports.timeline import OPTIMIZER
 from roundpipe.runtime.device.host_memory import is_plain
 from roundpipe.runtime.optimizer.grad_scaler import GradScaler, ScalerScope
 from roundpipe.runtime.profiling.recorder import HostLog
+from roundpipe.runtime.thread import TaskThread
 from roundpipe.runtime.weights.gate import Gates, Question, Rounds, Uses
 from roundpipe.runtime.weights.master_weights import (
     Fingerprint,
@@ -49,7 +50,6 @@ from roundpipe.runtime.weights.master_weights import (
     num_bytes,
     take_gradients,
 )
-from roundpipe.runtime.worker import Worker
 
 __all__ = ["GradScaler", "OptimizerCtx", "OptimizerSide", "inside_optimizer"]
 
@@ -176,8 +176,8 @@ class OptimizerSide:
         self._rounds = rounds
         self._deadline_s = deadline_s
         self._scalers = ScalerScope()
-        self._worker = Worker(f"roundpipe-optimizer-{name}")
-        self._finalizer = weakref.finalize(self, self._worker.close)
+        self._thread = TaskThread(f"roundpipe-optimizer-{name}")
+        self._finalizer = weakref.finalize(self, self._thread.close)
         self._num_steps = 0
         self.log = HostLog(OPTIMIZER)
         """Where the time of steps goes."""
@@ -312,7 +312,7 @@ class OptimizerSide:
             self._scalers.begin_step()
             self._gradients_due = False
             self._num_steps, self._update = update.step_index, update
-            self._worker.submit(lambda: self._run_update(update, exchanged, rounds, step_fn, args, kwargs))
+            self._thread.submit(lambda: self._run_update(update, exchanged, rounds, step_fn, args, kwargs))
         except BaseException:
             if update.taken.acquire(blocking=False):  # otherwise the thread has it, and the step is made
                 self._scalers.restore(scales)
@@ -552,7 +552,7 @@ class OptimizerSide:
             running_s = time.monotonic() - update.started_s
             raise DeadlockError(
                 f"{waiter} of {self._name} waits for update {update.step_index} in thread "
-                f"{self._worker.name}, which has been running for {running_s:.0f} s "
+                f"{self._thread.name}, which has been running for {running_s:.0f} s "
                 f"(deadline {self._deadline_s:.0f} s)"
             )
         self._update = None

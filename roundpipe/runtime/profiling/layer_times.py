@@ -1,6 +1,6 @@
 """Measured seconds of layers: what the calls of a round took, and their exponential mean over rounds.
 
-A round that is measured gets a `RoundTimes`; the workers note in it when each call began and ended, which costs two
+A round that is measured gets a `StepTimes`; the workers note in it when each call began and ended, which costs two
 marks on the device's stream and waits for nothing. Once the round is over, `LayerTimes.learn` takes it in: a layer's
 forward is what its calls took (recomputations too), the backward of several layers that run at once is dealt out
 among them as is believed so far, and what the loss takes belongs to the last layer.
@@ -23,7 +23,7 @@ LATEST_SHARE = 0.3
 Kind = Literal["forward", "loss", "backward"]
 
 
-class RoundTimes:
+class StepTimes:
     """What the calls of one round took; all its workers add to it."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class LayerTimes:
         """Rounds in the means; the first one measured is not, since it warms up."""
         return max(self._seen - 1, 0)
 
-    def learn(self, times: RoundTimes, elements: int) -> None:
+    def learn(self, times: StepTimes, elements: int) -> None:
         """Take in a round that is over.
 
         Args:

@@ -1,4 +1,4 @@
-"""A worker's one thread: order, end, and no reference to what it worked for."""
+"""A thread with an inbox: order, end, and no reference to what it worked for."""
 
 import gc
 import threading
@@ -8,55 +8,55 @@ import weakref
 import pytest
 
 from roundpipe.core.errors import ClosedError
-from roundpipe.runtime.worker import Worker
+from roundpipe.runtime.thread import TaskThread
 
 
 def test_work_runs_in_order_in_one_thread():
-    worker = Worker("roundpipe test order")
+    thread = TaskThread("roundpipe test order")
     seen = []
     for i in range(20):
-        worker.submit(lambda i=i: seen.append((i, threading.current_thread().name)))
-    worker.close()
+        thread.submit(lambda i=i: seen.append((i, threading.current_thread().name)))
+    thread.close()
     assert seen == [(i, "roundpipe test order") for i in range(20)]
 
 
 def test_the_thread_starts_with_the_first_work():
     before = threading.active_count()
-    worker = Worker("roundpipe test lazy")
+    thread = TaskThread("roundpipe test lazy")
     assert threading.active_count() == before
-    worker.submit(lambda: None)
+    thread.submit(lambda: None)
     assert threading.active_count() == before + 1
-    worker.close()
+    thread.close()
     assert threading.active_count() == before
 
 
 def test_closing_waits_for_what_was_given():
-    worker = Worker("roundpipe test close")
+    thread = TaskThread("roundpipe test close")
     done = []
-    worker.submit(lambda: (time.sleep(0.05), done.append(1)))
-    worker.close()
-    worker.close()
+    thread.submit(lambda: (time.sleep(0.05), done.append(1)))
+    thread.close()
+    thread.close()
     assert done == [1]
     with pytest.raises(ClosedError, match="roundpipe test close is closed"):
-        worker.submit(lambda: None)
+        thread.submit(lambda: None)
 
 
-def test_closing_an_idle_worker():
-    Worker("roundpipe test idle").close()
+def test_closing_an_idle_thread():
+    TaskThread("roundpipe test idle").close()
 
 
-def test_a_worker_may_close_itself():
-    worker = Worker("roundpipe test itself")
+def test_a_thread_may_close_itself():
+    thread = TaskThread("roundpipe test itself")
     done = threading.Event()
-    worker.submit(lambda: (worker.close(), done.set()))
+    thread.submit(lambda: (thread.close(), done.set()))
     assert done.wait(5)
 
 
-def test_a_collected_worker_ends_its_thread():
-    worker = Worker("roundpipe test collected")
-    worker.submit(lambda: None)
-    thread = worker._thread
-    del worker
+def test_a_collected_owner_ends_its_thread():
+    owner = TaskThread("roundpipe test collected")
+    owner.submit(lambda: None)
+    thread = owner._thread  # the thread itself, to see it end
+    del owner
     gc.collect()
     thread.join(5)
     assert not thread.is_alive()
@@ -68,17 +68,17 @@ def test_the_thread_keeps_nothing_between_two_works():
 
     owner = Owner()
     seen = weakref.ref(owner)
-    worker = Worker("roundpipe test forgets")
+    thread = TaskThread("roundpipe test forgets")
     done = threading.Event()
-    worker.submit(lambda owner=owner: None)
-    worker.submit(done.set)
+    thread.submit(lambda owner=owner: None)
+    thread.submit(done.set)
     assert done.wait(5)
     del owner
     deadline = time.monotonic() + 5
     while seen() is not None and time.monotonic() < deadline:
         time.sleep(0.01)
     assert seen() is None
-    worker.close()
+    thread.close()
 
 
 class Told:
@@ -95,13 +95,13 @@ class Told:
 
 def test_what_a_callable_raises_is_told_and_ends_nothing(caplog):
     told, seen = Told(), []
-    worker = Worker("roundpipe test raising", told.note)
+    thread = TaskThread("roundpipe test raising", told.note)
     for i in range(3):
-        worker.submit(lambda: 1 / 0)
-        worker.submit(lambda i=i: seen.append(i))
-    worker.submit(lambda: exit(3))
-    worker.submit(lambda: seen.append("last"))
-    worker.close()
+        thread.submit(lambda: 1 / 0)
+        thread.submit(lambda i=i: seen.append(i))
+    thread.submit(lambda: exit(3))
+    thread.submit(lambda: seen.append("last"))
+    thread.close()
     assert seen == [0, 1, 2, "last"]
     assert [type(one) for one in told.errors] == [ZeroDivisionError] * 3 + [SystemExit]
     assert [record.exc_info[1] for record in caplog.records] == told.errors[1:]
@@ -109,11 +109,11 @@ def test_what_a_callable_raises_is_told_and_ends_nothing(caplog):
 
 def test_errors_that_nobody_can_be_told_of_are_logged(caplog):
     told = Told()
-    workers = Worker("roundpipe test nobody"), Worker("roundpipe test gone", told.note)
+    threads = TaskThread("roundpipe test nobody"), TaskThread("roundpipe test gone", told.note)
     del told
     gc.collect()
-    for worker in workers:
-        worker.submit(lambda: 1 / 0)
-        worker.close()
+    for thread in threads:
+        thread.submit(lambda: 1 / 0)
+        thread.close()
     assert [record.exc_info[0] for record in caplog.records] == [ZeroDivisionError] * 2
     assert "roundpipe test nobody" in caplog.text and "roundpipe test gone" in caplog.text

@@ -1,7 +1,7 @@
 """From one call's microbatches to a round that the engine can run, and from a finished round to results.
 
-Everything that a call decides is decided here, in the caller's thread: which plan (`Plans`), which values flow where,
-which gradients are wanted, the seed, the surroundings.
+Everything that a call decides is decided here, in the caller's thread: which plan (`PlanChooser`), which values flow
+where, which gradients are wanted, the seed, the surroundings.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from roundpipe.core.schedule import ExecutePlan, Phase, Schedule, ScheduleKind, 
 from roundpipe.runtime.config import microbatch_count
 from roundpipe.runtime.engine.engine import Engine
 from roundpipe.runtime.engine.flow import flow, names_with_gradient, reads_of_backward
-from roundpipe.runtime.engine.plans import Call, Plans
+from roundpipe.runtime.engine.plan_choice import Call, PlanChooser
 from roundpipe.runtime.engine.recompute import BufferHistory, SavedData, draw_base_seed
-from roundpipe.runtime.engine.round import LABEL, HostValue, Round
 from roundpipe.runtime.engine.stage import LossFunction, Surroundings
+from roundpipe.runtime.engine.step import LABEL, HostValue, Round
 from roundpipe.runtime.profiling.meter import link_speeds
 
 MicrobatchValues = list[dict[str, HostValue]]
 
 
-class RoundMaker:
+class StepBuilder:
     """Makes rounds for one engine.
 
     Args:
@@ -38,7 +38,7 @@ class RoundMaker:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.plans = Plans(
+        self.plans = PlanChooser(
             engine.num_workers,
             (one.memory_budget_bytes for one in engine.backends),
             lambda: link_speeds(engine.read_meters()),

@@ -28,8 +28,8 @@ from roundpipe.planning.planner import plan as choose_plan
 from roundpipe.planning.simulator import HardwareProfile, simulate
 from roundpipe.runtime.config import RECOMPUTE_GRAINS, RecomputeGrain, ResolvedConfig
 from roundpipe.runtime.device.host_memory import bytes_of
-from roundpipe.runtime.engine.round import Progress, Round
-from roundpipe.runtime.profiling.layer_times import LayerTimes, RoundTimes
+from roundpipe.runtime.engine.step import Progress, Round
+from roundpipe.runtime.profiling.layer_times import LayerTimes, StepTimes
 
 logger = logging.getLogger(__name__)
 
@@ -109,11 +109,11 @@ class _Known:
     settled: dict[tuple[Any, ...], tuple[int, RecomputeGrain]] = field(default_factory=dict)
     """Per size of batch, the options that were left to choice."""
     num_rounds: int = 0
-    unread: list[tuple[Progress, RoundTimes, int]] = field(default_factory=list)
+    unread: list[tuple[Progress, StepTimes, int]] = field(default_factory=list)
     """Measured rounds that nobody has learned from: how far they are, their times, elements of their arguments."""
 
 
-class Plans:
+class PlanChooser:
     """Chooses plans for the calls of one model.
 
     Args:
@@ -307,7 +307,7 @@ class Plans:
             return
         known = self._of(call.chain)
         if known.num_rounds < MEASURED_IN_A_ROW or known.num_rounds % MEASURED_EACH == 0:
-            made.around.times = RoundTimes()
+            made.around.times = StepTimes()
             known.unread.append((made.progress, made.around.times, call.elements()))
         known.num_rounds += 1
 

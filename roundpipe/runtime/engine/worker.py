@@ -32,15 +32,15 @@ from roundpipe.core.schedule import Job, Phase, Task, TaskKind
 from roundpipe.runtime.device.backend import Backend, Event, Lane
 from roundpipe.runtime.device.host_memory import bytes_of
 from roundpipe.runtime.engine.flow import Segment
-from roundpipe.runtime.engine.round import LABEL, Cancelled, HostValue, Round
 from roundpipe.runtime.engine.stage import Gradients, Recorded, Stage, StageLayer
+from roundpipe.runtime.engine.step import LABEL, Cancelled, HostValue, Round
 from roundpipe.runtime.profiling.meter import Meter
 from roundpipe.runtime.profiling.recorder import HostLog, Recorder
+from roundpipe.runtime.thread import TaskThread
 from roundpipe.runtime.weights.gate import Gates
 from roundpipe.runtime.weights.host_weights import LayerWeights
 from roundpipe.runtime.weights.replica import Replica
 from roundpipe.runtime.weights.residency import Arena, BoundLayer, Pending, Visit, visit_bytes
-from roundpipe.runtime.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class _OpenVisit:
     stage: Stage | None = None
 
 
-class Rotor:
+class Worker:
     """One worker.
 
     Args:
@@ -79,8 +79,8 @@ class Rotor:
         self.meter = Meter(backend, self.device)
         self._home_log = HostLog(self.device)
         self._gates = gates
-        self._worker = Worker(f"roundpipe {name}", self._break)
-        self._homecoming = Worker(f"roundpipe {name} gradients", self._break)
+        self._thread = TaskThread(f"roundpipe {name}", self._break)
+        self._gradients_thread = TaskThread(f"roundpipe {name} gradients", self._break)
         self._broken: BaseException | None = None
         """What was raised where nothing may be; the worker's state is unknown since."""
         self._current: Round | None = None
@@ -101,7 +101,7 @@ class Rotor:
     def submit(self, round_: Round) -> None:
         """Execute this worker's tasks of a round, after those of the rounds before."""
         self._upcoming.append(round_)
-        self._worker.submit(self._execute_next)
+        self._thread.submit(self._execute_next)
 
     def forget(self, layer: torch.nn.Module) -> None:
         """Drop a layer's replicas; while no round is running only."""
@@ -114,12 +114,12 @@ class Rotor:
     @property
     def is_current(self) -> bool:
         """Whether the calling code runs in one of its threads."""
-        return self._worker.is_current or self._homecoming.is_current
+        return self._thread.is_current or self._gradients_thread.is_current
 
     def close(self) -> None:
         """End the threads and give memory back, after what is running."""
-        self._worker.close()
-        self._homecoming.close()
+        self._thread.close()
+        self._gradients_thread.close()
         self.arena.free()
 
     # One round
@@ -194,7 +194,7 @@ class Rotor:
         for round_ in (*(() if current is None else (current,)), *self._upcoming):
             round_.progress.cancel(error)
         with contextlib.suppress(ClosedError):
-            self._worker.submit(self._execute_next)  # in the place of what may be lost
+            self._thread.submit(self._execute_next)  # in the place of what may be lost
 
     def _sizes(self, round_: Round) -> list[int]:
         """Bytes of this worker's visits of a round, in their order."""
@@ -333,7 +333,7 @@ class Rotor:
             return
         arrived = self._on_the_way = threading.Event()
         round_.progress.bring_home()
-        self._homecoming.submit(lambda: self._settle(round_, job, pending, arrived))
+        self._gradients_thread.submit(lambda: self._settle(round_, job, pending, arrived))
 
     def _settle(self, round_: Round, job: Job, pending: Pending, arrived: threading.Event) -> None:
         """Add what a release brought down to the host's gradients; runs in the other thread, never raises."""

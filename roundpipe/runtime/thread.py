@@ -18,7 +18,7 @@ from roundpipe.core.errors import ClosedError
 logger = logging.getLogger(__name__)
 
 
-class Worker:
+class TaskThread:
     """One thread that runs callables in the order given.
 
     Callables must not raise; whoever hands one in catches inside it. If one does, the thread goes on with the next.
