@@ -7,10 +7,9 @@ simulator replays the same ones, so that what is predicted is what runs.
 
     plan -> make_schedule -> jobs        F0 .. Fk  U  B1 .. Bm
                           -> tasks       PREFETCH K, RUN (K, m) for every m, RELEASE K
-                          -> waits       what each task waits for
 
-Invariant: a schedule that `check` accepts runs every microbatch of every job exactly once, never has the
-weights of more than two jobs on a worker, and can't deadlock.
+Invariant: a schedule runs every microbatch of every job exactly once, never has the weights of more than
+two jobs on a worker, and can't deadlock. `tests/runtime/schedule_rules.py` has the rules one by one.
 """
 
 from __future__ import annotations
@@ -34,23 +33,22 @@ MAX_RESIDENT_JOBS = 2
 # ------------------------------------------------------------------------------------------- plans
 
 
-def _parse_range(where: str, given: object) -> LayerRange:
-    """A range as a pair, or an error that names it."""
-    if isinstance(given, range) and given.step == 1:
-        start, stop = given.start, given.stop
-    elif isinstance(given, tuple | list) and len(given) == 2 and all(type(edge) is int for edge in given):
-        start, stop = given
+def _parse_range(where: str, spec: object) -> LayerRange:
+    if isinstance(spec, range) and spec.step == 1:
+        start, stop = spec.start, spec.stop
+    elif isinstance(spec, tuple | list) and len(spec) == 2 and all(type(edge) is int for edge in spec):
+        start, stop = spec
     else:
-        raise ScheduleError(f"{where} is {given!r}; give range(start, stop) or a pair (start, stop)")
+        raise ScheduleError(f"{where} is {spec!r}; give range(start, stop) or a pair (start, stop)")
     if not 0 <= start < stop:
         raise ScheduleError(f"{where} is ({start}, {stop}); a range needs 0 <= start < stop")
     return start, stop
 
 
-def _parse_ranges(what: str, given: Iterable[object]) -> tuple[LayerRange, ...]:
-    if isinstance(given, str | range) or not isinstance(given, Iterable):
-        raise ScheduleError(f"{what} is {given!r}; give a sequence of ranges, such as [range(0, 2)]")
-    return tuple(_parse_range(f"{what} range {index}", one) for index, one in enumerate(given))
+def _parse_ranges(what: str, specs: Iterable[object]) -> tuple[LayerRange, ...]:
+    if isinstance(specs, str | range) or not isinstance(specs, Iterable):
+        raise ScheduleError(f"{what} is {specs!r}; give a sequence of ranges, such as [range(0, 2)]")
+    return tuple(_parse_range(f"{what} range {index}", spec) for index, spec in enumerate(specs))
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -106,7 +104,7 @@ class ExecutePlan:
 
     @property
     def num_stages(self) -> int:
-        """Number of jobs in a training round."""
+        """Number of jobs in a training step."""
         return len(self.forward) + (self.fused is not None) + len(self.backward)
 
     @property
@@ -193,13 +191,13 @@ class Job:
     """One stage times all microbatches (or its replica's share of them), on one worker."""
 
     index: int
-    """Counts over rounds; the worker is ``index mod N``."""
+    """Counts over steps; the worker is ``index mod N``."""
     phase: Phase
     start: int
     stop: int
     worker: int
     name: str
-    """Short name within its round: F0, F1, .., U, B1, B2, .."""
+    """Short name within its step: F0, F1, .., U, B1, B2, .."""
     replica: int = 0
     """Which of the stage's jobs this is, where several share its microbatches."""
     num_replicas: int = 1
@@ -230,10 +228,10 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The jobs of one round, and each worker's tasks in the order in which it executes them."""
+    """The jobs of one step, and each worker's tasks in the order in which it executes them."""
 
     kind: ScheduleKind
-    num_layers: int
+    plan: ExecutePlan
     num_workers: int
     num_microbatches: int
     jobs: tuple[Job, ...]
@@ -244,84 +242,58 @@ class Schedule:
     """Index of the first job."""
 
     @property
+    def num_layers(self) -> int:
+        """Number of layers of the model."""
+        return self.plan.num_layers
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Per stage, how many consecutive jobs share its microbatches."""
+        return tuple(job.num_replicas for job in self.jobs if job.replica == 0)
+
+    @property
     def next_job(self) -> int:
-        """Index that the first job of the next round gets."""
+        """Index that the first job of the next step gets."""
         return self.first_job + len(self.jobs)
 
+    def following(self) -> Schedule:
+        """The schedule of the same step once more, with the rotation going on."""
+        return make_schedule(
+            self.plan,
+            self.num_workers,
+            self.num_microbatches,
+            first_job=self.next_job,
+            kind=self.kind,
+            replicas=self.replicas,
+        )
+
     def job(self, job_index: int) -> Job:
-        """The job with this index (which counts over rounds)."""
+        """The job with this index (which counts over steps)."""
         if not self.has_job(job_index):
             raise ScheduleError(f"job {job_index} is not in this schedule of {self.first_job}..{self.next_job - 1}")
         return self.jobs[job_index - self.first_job]
 
     def has_job(self, job_index: int) -> bool:
-        """Whether a job belongs to this round."""
+        """Whether a job belongs to this step."""
         return self.first_job <= job_index < self.next_job
 
     def microbatches(self, job: Job) -> range:
         """The microbatches that a job runs, in order."""
         return range(job.replica, self.num_microbatches, job.num_replicas)
 
-    def last_run(self, job: Job) -> Task:
-        """The RUN of a job's last microbatch."""
-        return Task(TaskKind.RUN, job.index, self.microbatches(job)[-1])
-
-    def job_before(self, job: Job, microbatch: int) -> Job | None:
-        """The job of the stage before that runs a microbatch; None: the job is of the round's first stage."""
-        behind = job.index - job.replica - 1
-        if not self.has_job(behind):
-            return None
-        count = self.job(behind).num_replicas
-        return self.job(behind - count + 1 + microbatch % count)
-
     def tasks(self, worker: int) -> tuple[Task, ...]:
         """What a worker executes, in order."""
         return self.worker_tasks[worker]
 
-    def waits(self, task: Task) -> tuple[Task, ...]:
-        """The tasks of this round that must end before a task may begin.
-
-        RUN (K, m) waits for (K, m - 1) and (K - 1, m); the first microbatch of K also for K's weights and
-        for the end of job K - N, which held the worker before. PREFETCH K waits for the release of job
-        K - 2N, whose memory it takes. Where stages have r replicas, read the job's microbatch before for
-        m - 1, and the replica of the stage before that runs m for K - 1.
-        """
-        job_index, num_workers = task.job_index, self.num_workers
-        if task.kind is TaskKind.PREFETCH:
-            earlier = job_index - MAX_RESIDENT_JOBS * num_workers
-            return (Task(TaskKind.RELEASE, earlier),) if self.has_job(earlier) else ()
-        job = self.job(job_index)
-        if task.kind is TaskKind.RELEASE:
-            return (self.last_run(job),)
-        microbatch = task.microbatch
-        assert microbatch is not None, f"a RUN task without microbatch: {task}"
-        waits = []
-        if microbatch >= job.num_replicas:
-            waits.append(Task(TaskKind.RUN, job_index, microbatch - job.num_replicas))
-        else:
-            waits.append(Task(TaskKind.PREFETCH, job_index))
-            if self.has_job(job_index - num_workers):
-                waits.append(self.last_run(self.job(job_index - num_workers)))
-        before = self.job_before(job, microbatch)
-        if before is not None:
-            waits.append(Task(TaskKind.RUN, before.index, microbatch))
-        return tuple(waits)
-
-    def __str__(self) -> str:
-        walk = _Walk(self)
-        for _ in walk.steps():
-            pass
-        return walk.table()
-
 
 def _worker_tasks(jobs: Sequence[Job], worker: int, num_microbatches: int) -> Iterator[Task]:
     """A worker's list: while a job runs, the weights of the worker's next job come up."""
-    mine = [job for job in jobs if job.worker == worker]
-    if mine:
-        yield Task(TaskKind.PREFETCH, mine[0].index)
-    for position, job in enumerate(mine):
-        if position + 1 < len(mine):
-            yield Task(TaskKind.PREFETCH, mine[position + 1].index)
+    own = [job for job in jobs if job.worker == worker]
+    if own:
+        yield Task(TaskKind.PREFETCH, own[0].index)
+    for position, job in enumerate(own):
+        if position + 1 < len(own):
+            yield Task(TaskKind.PREFETCH, own[position + 1].index)
         for microbatch in range(job.replica, num_microbatches, job.num_replicas):
             yield Task(TaskKind.RUN, job.index, microbatch)
         yield Task(TaskKind.RELEASE, job.index)
@@ -336,7 +308,7 @@ def make_schedule(
     kind: ScheduleKind = "train",
     replicas: Sequence[int] | None = None,
 ) -> Schedule:
-    """The schedule of one round of a plan.
+    """The schedule of one step of a plan.
 
     ``ExecutePlan([(0, 2), (2, 3)], (3, 4), [(2, 3), (0, 2)])`` on 2 workers with 3 microbatches, every
     run taking one slot (``F0.2``: job F0, microbatch 2; a dot: nothing to do):
@@ -351,7 +323,7 @@ def make_schedule(
         plan: the stages; checked to cover its layers.
         num_workers: workers in the rotation.
         num_microbatches: microbatches of every job.
-        first_job: index of the round's first job; the previous round's `Schedule.next_job` keeps the
+        first_job: index of the step's first job; the previous step's `Schedule.next_job` keeps the
             rotation going.
         kind: ``"train"``: forward, fused and backward jobs; ``"forward"``: forward jobs over all layers;
             ``"backward"``: backward jobs over all layers. The last two treat the fused tail as any stage.
@@ -367,10 +339,10 @@ def make_schedule(
             f"num_workers={num_workers}, num_microbatches={num_microbatches}, first_job={first_job}: "
             "the counts must be at least 1, the first job at least 0"
         )
-    num_layers = plan.num_layers
-    if num_layers == 0:
+    if plan.num_layers == 0:
         raise ScheduleError("the plan has no ranges: a schedule needs at least one layer")
-    plan.validate(num_layers)
+    plan.validate(plan.num_layers)
+    forward, backward = plan.forward_stages, plan.backward_stages
     stages: list[tuple[Phase, str, LayerRange]] = []
     if kind == "train":
         if plan.fused is None:
@@ -378,15 +350,15 @@ def make_schedule(
                 "the plan has no fused range, which training needs: give `fused`, or make the first backward "
                 "range start where the last forward range stops"
             )
-        stages += [(Phase.FORWARD, f"F{index}", one) for index, one in enumerate(plan.forward)]
-        stages += [(Phase.FUSED, "U", plan.fused)]
-        stages += [(Phase.BACKWARD, f"B{index}", one) for index, one in enumerate(plan.backward, 1)]
-    elif kind == "forward":
-        stages += [(Phase.FORWARD, f"F{index}", one) for index, one in enumerate(plan.forward_stages)]
-    elif kind == "backward":
-        stages += [(Phase.BACKWARD, f"B{index}", one) for index, one in enumerate(plan.backward_stages, 1)]
-    else:
+        forward, backward = plan.forward, plan.backward
+    elif kind not in ("forward", "backward"):
         raise ScheduleError(f"kind is {kind!r}; allowed are 'train', 'forward' and 'backward'")
+    if kind != "backward":
+        stages += [(Phase.FORWARD, f"F{index}", layers) for index, layers in enumerate(forward)]
+    if kind == "train" and plan.fused is not None:
+        stages.append((Phase.FUSED, "U", plan.fused))
+    if kind != "forward":
+        stages += [(Phase.BACKWARD, f"B{index}", layers) for index, layers in enumerate(backward, 1)]
     counts = [1] * len(stages) if replicas is None else list(replicas)
     most = min(num_workers, num_microbatches)
     if len(counts) != len(stages) or any(not 1 <= count <= most for count in counts):
@@ -400,150 +372,4 @@ def make_schedule(
         for index, (phase, name, (start, stop), replica, count) in enumerate(slots, first_job)
     )
     worker_tasks = tuple(tuple(_worker_tasks(jobs, worker, num_microbatches)) for worker in range(num_workers))
-    return Schedule(kind, num_layers, num_workers, num_microbatches, jobs, worker_tasks, first_job)
-
-
-# ----------------------------------------------------------------------------- checks and printing
-
-
-class _Walk:
-    """Executes a schedule step by step, a RUN taking one slot, holding every rule as it goes.
-
-    A task starts only after what it waits for, which is how weights come before runs and never for more
-    than `MAX_RESIDENT_JOBS` jobs: a list that asks for more stands still, and the walk says where.
-    """
-
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
-        self.done: set[Task] = set()
-        self.position = [0] * schedule.num_workers
-        self.slots: list[dict[int, Task]] = []
-        self.broken: str | None = None
-
-    def steps(self) -> Iterator[int]:
-        """Walks to the end or to where it breaks; yields the number of each slot."""
-        while self.broken is None:
-            while sum(self._advance(worker) for worker in range(self.schedule.num_workers)):
-                pass
-            waiting = [worker for worker in range(self.schedule.num_workers) if self._next(worker)]
-            if self.broken or not waiting:
-                return
-            slot = {worker: task for worker in waiting if self._ready(task := self._expect(worker))}
-            if not slot:
-                self.broken = "deadlock: " + "; ".join(self._blocked(worker) for worker in waiting)
-                return
-            self.slots.append(slot)
-            for worker, task in slot.items():
-                self._execute(worker, task)
-            yield len(self.slots) - 1
-
-    def _next(self, worker: int) -> Task | None:
-        tasks = self.schedule.tasks(worker)
-        return tasks[self.position[worker]] if self.position[worker] < len(tasks) else None
-
-    def _expect(self, worker: int) -> Task:
-        task = self._next(worker)
-        assert task is not None
-        return task
-
-    def _ready(self, task: Task) -> bool:
-        return all(before in self.done for before in self.schedule.waits(task))
-
-    def _blocked(self, worker: int) -> str:
-        task = self._expect(worker)
-        missing = ", ".join(str(before) for before in self.schedule.waits(task) if before not in self.done)
-        return f"worker {worker} stands at {task}, which waits for {missing}"
-
-    def _advance(self, worker: int) -> int:
-        """Executes the tasks that take no slot, as far as the next RUN; returns how many there were."""
-        num_executed = 0
-        while self.broken is None:
-            task = self._next(worker)
-            if task is None or task.kind is TaskKind.RUN or not self._ready(task):
-                break
-            self._execute(worker, task)
-            num_executed += 1
-        return num_executed
-
-    def _execute(self, worker: int, task: Task) -> None:
-        self.broken = self.broken or self._rule_broken(worker, task)
-        self.done.add(task)
-        self.position[worker] += 1
-
-    def _rule_broken(self, worker: int, task: Task) -> str | None:
-        """What is wrong with executing a task now, beyond its waits, or None."""
-        schedule = self.schedule
-        if not schedule.has_job(task.job_index) or schedule.job(task.job_index).worker != worker:
-            return f"worker {worker} has {task}, which is not its own"
-        if task in self.done:
-            return f"worker {worker} has {task} twice"
-        job = schedule.job(task.job_index)
-        if task.microbatch is not None and task.microbatch not in schedule.microbatches(job):
-            if task.microbatch < schedule.num_microbatches:
-                return f"worker {worker} has {task}, which is another replica's"
-            return f"worker {worker} has {task}, but there are {schedule.num_microbatches} microbatches"
-        return None
-
-    def table(self) -> str:
-        """Workers as rows, slots as columns, up to where the walk stands."""
-        schedule = self.schedule
-        num_jobs, num_microbatches = len(schedule.jobs), schedule.num_microbatches
-        counts = f"{num_jobs} jobs on {schedule.num_workers} workers, {num_microbatches} microbatches"
-        rows = [["", *(str(slot) for slot in range(len(self.slots)))]]
-        for worker in range(schedule.num_workers):
-            cells = (self._cell(slot.get(worker)) for slot in self.slots)
-            rows.append([f"worker {worker}", *cells])
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([f"{schedule.kind}: {counts}", " ".join(str(job) for job in schedule.jobs), *lines])
-
-    def _cell(self, task: Task | None) -> str:
-        if task is None:
-            return "."
-        known = self.schedule.has_job(task.job_index)
-        name = self.schedule.job(task.job_index).name if known else f"?{task.job_index}"
-        return f"{name}.{task.microbatch}"
-
-
-def _check_jobs(schedule: Schedule) -> str | None:
-    """What is wrong with the jobs, or None."""
-    for index, job in enumerate(schedule.jobs, schedule.first_job):
-        if job.index != index or job.worker != index % schedule.num_workers:
-            expected = f"index {index} on worker {index % schedule.num_workers}"
-            return f"{job} has index {job.index} on worker {job.worker}; it must have {expected}"
-    stages = [job for job in schedule.jobs if job.replica == 0]
-    forward = [layer for job in stages if job.phase is not Phase.BACKWARD for layer in job.layers]
-    backward = [layer for job in stages if job.phase is not Phase.FORWARD for layer in reversed(job.layers)]
-    layers = list(range(schedule.num_layers))
-    if schedule.kind != "backward" and forward != layers:
-        return f"the forward visits layers {forward}; it must visit 0 to {layers[-1]} in order, once each"
-    if schedule.kind != "forward" and backward != layers[::-1]:
-        return f"the backward visits layers {backward}; it must visit {layers[-1]} to 0 in order, once each"
-    return None
-
-
-def check(schedule: Schedule) -> None:
-    """Holds every rule against a schedule by walking it.
-
-    Each layer is forwarded once and backwarded once; each microbatch of each job runs once, on the worker of
-    the rotation, while the job's weights are there; no worker holds the weights of more than two
-    jobs; each job is released; and the waits leave a way to the end.
-
-    Raises:
-        ScheduleError: what is broken, with the schedule printed up to the bad step.
-    """
-    walk = _Walk(schedule)
-    broken = _check_jobs(schedule)
-    if broken is None:
-        for _ in walk.steps():
-            pass
-        broken = walk.broken
-    if broken is None:
-        for job in schedule.jobs:
-            runs = (Task(TaskKind.RUN, job.index, m) for m in schedule.microbatches(job))
-            missing = [task for task in (*runs, Task(TaskKind.RELEASE, job.index)) if task not in walk.done]
-            if missing:
-                broken = f"worker {job.worker} never comes to {missing[0]}"
-                break
-    if broken is not None:
-        raise ScheduleError(f"{broken}\n{walk.table()}")
+    return Schedule(kind, plan, num_workers, num_microbatches, jobs, worker_tasks, first_job)

@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import LayerCost
-from roundpipe.core.schedule import MAX_RESIDENT_JOBS, ExecutePlan, Job, Phase, Schedule, make_schedule
+from roundpipe.core.schedule import MAX_RESIDENT_JOBS, Job, Phase, Schedule
 from roundpipe.planning.events import Clock, Link, Node, Op, Transfer
 from roundpipe.planning.stage_costs import RecomputeGrain, StageCosts, num_trained
 
@@ -186,7 +186,6 @@ class _Replay:
     ) -> None:
         self.first = schedule
         self.watcher = watcher
-        self.plan, self.replicas = plan_of(schedule)
         self.costs = costs
         self.profile = profile
         self.rounds_per_step = rounds_per_step
@@ -234,14 +233,7 @@ class _Replay:
         """Adds a round; when it begins, it adds the one behind it, whose first weights may come up meanwhile."""
         schedule = self.first
         if before is not None:
-            schedule = make_schedule(
-                self.plan,
-                schedule.num_workers,
-                schedule.num_microbatches,
-                first_job=before.schedule.next_job,
-                kind=schedule.kind,
-                replicas=self.replicas,
-            )
+            schedule = before.schedule.following()
         made = _Round(schedule)
         self.unfinished.append(made)
         self.num_rounds += 1
@@ -588,16 +580,3 @@ def simulate(
     replay = _Replay(schedule, stage_costs, profile or HardwareProfile(), rounds_per_step, watcher)
     replay.run()
     return replay.result()
-
-
-def plan_of(schedule: Schedule) -> tuple[ExecutePlan, tuple[int, ...]]:
-    """The plan that a schedule was made from, as far as its kind shows it, and its replicas."""
-    stages = [job for job in schedule.jobs if job.replica == 0]
-    ranges = {phase: [(job.start, job.stop) for job in stages if job.phase is phase] for phase in Phase}
-    replicas = tuple(job.num_replicas for job in stages)
-    whole = [(0, schedule.num_layers)]
-    if schedule.kind == "forward":
-        return ExecutePlan(ranges[Phase.FORWARD], None, whole), replicas
-    if schedule.kind == "backward":
-        return ExecutePlan(whole, None, ranges[Phase.BACKWARD]), replicas
-    return ExecutePlan(ranges[Phase.FORWARD], ranges[Phase.FUSED][0], ranges[Phase.BACKWARD]), replicas

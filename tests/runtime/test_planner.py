@@ -13,7 +13,7 @@ import pytest
 
 from roundpipe.core.errors import ConfigError, DeviceMemoryError, ScheduleError
 from roundpipe.core.layers import LayerCost
-from roundpipe.core.schedule import ExecutePlan, check, make_schedule
+from roundpipe.core.schedule import ExecutePlan, make_schedule
 from roundpipe.planning import planner, stage_costs
 from roundpipe.planning import search as plan_search
 from roundpipe.planning.planner import peak_bytes, plan, plan_replicated, round_seconds
@@ -27,6 +27,7 @@ from tests.runtime.chains import (
     published_chain,
     random_chain,
 )
+from tests.runtime.schedule_rules import check
 
 BUDGET_BYTES = PUBLISHED["device_memory_bytes"]
 MACHINE = {"num_workers": PUBLISHED["num_workers"], "num_microbatches": PUBLISHED["num_microbatches"]}

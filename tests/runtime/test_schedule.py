@@ -18,9 +18,9 @@ from roundpipe.core.schedule import (
     Schedule,
     Task,
     TaskKind,
-    check,
     make_schedule,
 )
+from tests.runtime.schedule_rules import check, table, waits
 
 PREFETCH, RUN, RELEASE = TaskKind.PREFETCH, TaskKind.RUN, TaskKind.RELEASE
 PLAN = ExecutePlan([(0, 2), (2, 3)], (3, 4), [(2, 3), (0, 2)])
@@ -109,7 +109,7 @@ def test_a_plan_that_does_not_cover_the_model_names_the_range(plan, message):
 
 
 def test_the_table_is_the_one_in_the_docstring():
-    assert str(make_schedule(PLAN, 2, 3)) == TABLE
+    assert table(make_schedule(PLAN, 2, 3)) == TABLE
     docstring = inspect.getdoc(make_schedule)
     assert docstring is not None
     assert textwrap.indent(TABLE, "    ") in docstring
@@ -152,7 +152,7 @@ def test_waits():
         Task(RUN, 2, 0): (Task(PREFETCH, 2), Task(RUN, 0, 1), Task(RUN, 1, 0)),
         Task(RELEASE, 3): (Task(RUN, 3, 1),),
     }
-    assert {task: schedule.waits(task) for task in expected} == expected
+    assert {task: waits(schedule, task) for task in expected} == expected
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,11 @@ import pytest
 
 from roundpipe.core.errors import ConfigError, ScheduleError
 from roundpipe.core.layers import LayerCost
-from roundpipe.core.schedule import ExecutePlan, check, make_schedule
+from roundpipe.core.schedule import ExecutePlan, make_schedule
 from roundpipe.planning.planner import peak_bytes, plan, plan_greedy, round_seconds
 from roundpipe.planning.simulator import HardwareProfile, simulate
 from tests.runtime.chains import PUBLISHED, published_chain, random_chain
+from tests.runtime.schedule_rules import check
 
 UNIFORM = [
     LayerCost(

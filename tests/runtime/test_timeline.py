@@ -21,6 +21,7 @@ from roundpipe.runtime.device.backend import Device, Lane
 from roundpipe.runtime.device.cpu import CpuBackend
 from roundpipe.runtime.profiling.recorder import Recorder, waiting
 from tests.runtime.models import Branches, batch, config, mlp, square_loss
+from tests.runtime.schedule_rules import waits
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -136,7 +137,7 @@ def test_the_order_is_the_schedules(workers):
                     continue
                 own = spans[task]
                 first = own.get("recompute", own["main"])
-                for before in one.waits(task):
+                for before in waits(one, task):
                     if before.kind is TaskKind.PREFETCH:
                         assert uploads[before.job_index].end_s <= first.start_s + 1e-9
                     elif before.job_index == task.job_index - 1:  # what it recomputes it has already
