@@ -4,12 +4,8 @@ The twin has the user's classes and attributes but its own module objects and at
 fake in place of each parameter and buffer. Whatever a forward does to it (assign buffers, install
 hooks, cache values), the user's model is never touched, not even for a moment.
 
-Sizes are symbols of a shape environment that takes nothing for granted: not that equal numbers are
-one size, nor that a size is neither 0 nor 1. Each assumption is a recorded guard, and the world tells
-those made by the model's own Python ("glue") from those that an operator makes to infer its shape.
-
 Invariant: fakes hold no memory; the real model and its tensors are only read.
-This file is the only user of torch's fake tensors and shape environment.
+This file is the only user of torch's fake tensors.
 """
 
 from __future__ import annotations
@@ -17,11 +13,9 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import os
-import sys
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -42,16 +36,13 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     GuardOnDataDependentSymNode,
-    ShapeEnv,
     StatelessSymbolicContext,
 )
-from torch.utils._sympy.printers import PythonPrinter
 
 from roundpipe.core import trees
 from roundpipe.core.errors import TraceError
-from roundpipe.fx.operations import SizeExpression, compile_expression
+from roundpipe.fx.sizes import ShapeWorld, expression_of
 
-Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
 NO_FAKE_KERNEL = (DynamicOutputShapeException, UnsupportedOperatorException, NotImplementedError)
 DATA_DEPENDENT = (DataDependentOutputException, GuardOnDataDependentSymNode)
 
@@ -70,129 +61,6 @@ def failures_unlogged() -> Iterator[None]:
             stack.callback(log.setLevel, log.level)
             log.setLevel(logging.CRITICAL)
         yield
-
-
-def _never() -> bool:
-    return False
-
-
-def _nothing() -> None:
-    pass
-
-
-class ShapeWorld(ShapeEnv):
-    """A shape environment that knows which of its answers the model's own Python asked for."""
-
-    def __init__(self, in_glue: Callable[[], bool] = _never) -> None:
-        super().__init__(duck_shape=False, specialize_zero_one=False)
-        self.in_glue = in_glue
-        self.on_fixed_size: Callable[[], None] = _nothing
-        """Called when glue turns a size into a plain number, such as for a loop over it."""
-        self.glue_guards: dict[sympy.Basic, str] = {}
-        """What held when glue asked, in the order asked, and where it asked."""
-        self.recent: list[sympy.Basic] = []
-        """What held when the call in progress asked; for `promote_recent`."""
-
-    def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
-        answer = super().evaluate_expr(orig_expr, *args, **kwargs)
-        if getattr(orig_expr, "free_symbols", None):
-            holds = _that(orig_expr, answer)
-            if self.in_glue():
-                if holds not in self.glue_guards:
-                    self.glue_guards[holds] = model_location()
-                    if not orig_expr.is_Boolean and not orig_expr.is_Relational:
-                        self.on_fixed_size()
-            else:
-                self.recent.append(holds)
-        return answer
-
-    def forget_listeners(self) -> None:
-        """Tracing is over; torch's caches keep this object, which must not keep the model."""
-        self.in_glue, self.on_fixed_size = _never, _nothing
-
-    def promote_recent(self) -> None:
-        """Counts what the call just made asked as asked by glue: its result was a Python value."""
-        for holds in self.recent:
-            self.glue_guards.setdefault(holds, model_location())
-
-    def num_fixed_sizes(self) -> int:
-        """Number of size symbols that turned out to be one number."""
-        return sum(bool(value.is_number) for value in self.replacements.values())
-
-    def size_guards(self) -> list[sympy.Basic]:
-        """Every assumption made about sizes so far, whoever made it."""
-        return list(dict.fromkeys(guard.expr for guard in self.guards))
-
-
-_OUR_FILES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
-_TYPED_IN = ("<stdin>", "<ipython-input", "<console>")
-
-_ANSWERING_FILES = (_OUR_FILES[0] + "__init__.py", _OUR_FILES[0] + os.path.join("fx", "experimental"), __file__)
-"""Where a question about a size passes through."""
-
-
-def is_model_file(filename: str) -> bool:
-    """Whether code in a file belongs to the model rather than to torch or to the tracer."""
-    if filename.startswith("<"):  # generated code is nobody's, what a user typed in is the user's
-        return filename.startswith(_TYPED_IN)
-    return not filename.startswith(_OUR_FILES) and f"{os.sep}sympy{os.sep}" not in filename
-
-
-def model_location() -> str:
-    """``file:line`` of the model's code that is running."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if is_model_file(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "unknown"
-
-
-def asked_by_operator() -> bool:
-    """Whether the question about a size that is being answered comes from torch's code, not a model's."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name in ("guard_bool", "guard_int", "guard_float") and frame.f_locals.get("file"):
-            return True  # compiled code names its own file
-        if not frame.f_code.co_filename.startswith(_ANSWERING_FILES):
-            return not is_model_file(frame.f_code.co_filename)
-        frame = frame.f_back
-    return False
-
-
-def _that(expression: sympy.Basic, answer: Any) -> sympy.Basic:
-    """The proposition that ``expression`` evaluates to ``answer``."""
-    if answer in (True, sympy.true):
-        return expression if expression.is_Boolean or expression.is_Relational else sympy.Eq(expression, 1)
-    if answer in (False, sympy.false):
-        return sympy.Not(expression)
-    return sympy.Eq(expression, answer, evaluate=False)
-
-
-def expression_of(size: Any) -> Any:
-    """The expression a symbolic number stands for now; a plain number as it is."""
-    return size.node.expr if isinstance(size, Symbolic) else size
-
-
-def is_data_dependent(expression: Any) -> bool:
-    """Whether an expression contains a size that only the data determine."""
-    symbols = getattr(expression, "free_symbols", ())
-    return any(str(symbol).startswith(("u", "zuf")) for symbol in symbols)
-
-
-def expression_source(expression: sympy.Basic) -> str:
-    """Python source of an expression."""
-    return str(PythonPrinter().doprint(expression))
-
-
-def size_function(expression: sympy.Basic, symbols: Iterable[sympy.Symbol]) -> SizeExpression:
-    """A callable of the symbols' values that evaluates an expression."""
-    return SizeExpression(expression_source(expression), tuple(str(symbol) for symbol in symbols))
-
-
-def compiled(expression: sympy.Basic, symbols: Iterable[sympy.Symbol]) -> Callable[..., Any]:
-    """A plain function of the symbols' values that evaluates an expression."""
-    return compile_expression(expression_source(expression), tuple(str(symbol) for symbol in symbols))
 
 
 def is_fake(value: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from roundpipe.core import trees
-from roundpipe.fx.fakes import Symbolic
+from roundpipe.fx.sizes import Symbolic
 
 
 def flat_values(*values: Any) -> list[Any]:

@@ -11,8 +11,8 @@ import re
 import torch
 from torch.fx import Node
 
-from roundpipe.fx.fakes import Symbolic, expression_of
 from roundpipe.fx.graph import TracedGraph, draws_random, has_effect, mutated_by, value_of
+from roundpipe.fx.sizes import Symbolic, expression_of
 
 
 def printed_graph(traced: TracedGraph) -> str:

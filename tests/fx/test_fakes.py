@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe.fx.fakes import FakeWorld, expression_of, is_fake, is_of_no_world, real_world
+from roundpipe.fx.fakes import FakeWorld, is_fake, is_of_no_world, real_world
+from roundpipe.fx.sizes import expression_of
 
 
 class Tied(nn.Module):

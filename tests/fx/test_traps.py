@@ -103,6 +103,18 @@ def test_a_mask_made_by_vmap_is_recorded_below_it() -> None:
     assert traced.guards is not None and traced.guards.check((), attention_inputs(3, 6)) is None
 
 
+def test_a_decision_on_a_size_below_vmap_is_guarded() -> None:
+    class Model(Layers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scaled = torch.vmap(lambda column: column * 2 if column.shape[0] > 3 else column, in_dims=1, out_dims=1)
+            return self.layers[0](scaled(x))
+
+    traced = trace(Model().double(), (), vectors(6, 0))
+    assert traced.guards is not None and traced.guards.check((), vectors(5, 0)) is None
+    failure = traced.guards.check((), vectors(2, 0))
+    assert failure is not None and "x.size(0) > 3" in str(failure)
+
+
 def test_a_custom_backward_is_one_node() -> None:
     traced = trace(CustomFunction(), (), flat_vectors(4, 0))
     assert sum(isinstance(node.target, ApplyFunction) for node in traced.body) == 4

@@ -31,10 +31,11 @@ from roundpipe.core.aliasing import overlapping
 from roundpipe.core.modes import Modes
 from roundpipe.effects.views import view_of
 from roundpipe.fx.binding import CallForm
-from roundpipe.fx.fakes import Dimension, FakeWorld, InputSizes, compiled, expression_source
+from roundpipe.fx.fakes import Dimension, FakeWorld, InputSizes
 from roundpipe.fx.guards.model_state import ModelState, WeightForms
 from roundpipe.fx.guards.values import ValueProgram
 from roundpipe.fx.guards.writes import Write
+from roundpipe.fx.sizes import compiled, expression_source
 
 MAX_CACHED_SHAPES = 4096
 MAX_VARIANTS = 16

@@ -2,7 +2,7 @@
 
     Attempt
       |- FakeWorld       a twin of the model, fake inputs, symbolic sizes
-      |- Recorder        a node per torch function call in glue
+      |- CallRecorder        a node per torch function call in glue
       |- LeafPolicy      which modules are one node
       `- intercept       sends module calls, autograd functions, ... here
 
@@ -31,26 +31,20 @@ from roundpipe.core.modes import Modes
 from roundpipe.core.random_state import python_random_state, set_python_random_state
 from roundpipe.effects.python_state import PythonState, Readers, Settled, uses_of_forward
 from roundpipe.fx.binding import CallForm
-from roundpipe.fx.fakes import DATA_DEPENDENT, Dimension, FakeWorld, expression_of, is_fake
+from roundpipe.fx.fakes import DATA_DEPENDENT, Dimension, FakeWorld, is_fake
 from roundpipe.fx.flat import flat_values
 from roundpipe.fx.graph import OutputValue, TracedGraph, assign_buffer, mutated_by, storage_key
 from roundpipe.fx.guards.guards import Flags, Guards
 from roundpipe.fx.guards.model_state import ModelState, Own, hooks_by_code, kind_and_value
 from roundpipe.fx.guards.values import ValueProgram
+from roundpipe.fx.sizes import expression_of
 from roundpipe.fx.trace.advice import set_at
 from roundpipe.fx.trace.builder import UntracedValue
 from roundpipe.fx.trace.intercept import ORIGINAL_CALL, intercepting
-from roundpipe.fx.trace.leaves import (
-    Contents,
-    OutsideChanges,
-    TreeState,
-    contents_of,
-    gained_by,
-    handed_back,
-    left_behind,
-)
+from roundpipe.fx.trace.leaf_watch import handed_back
+from roundpipe.fx.trace.leaves import Contents, OutsideChanges, TreeState, contents_of, gained_by, left_behind
 from roundpipe.fx.trace.policy import Decision, LeafPolicy
-from roundpipe.fx.trace.recorder import Recorder, Restart, StatefulError
+from roundpipe.fx.trace.recorder import CallRecorder, Restart, StatefulError
 from roundpipe.fx.trace.runner import LeafRunner, is_put_by_hooks
 from roundpipe.fx.trace.verify import ShapeVerifier
 
@@ -106,7 +100,7 @@ class Attempt:
         self._outside = outside
         self._cells = cells
         self._flags = Flags.of(world.model)
-        self._recorder = Recorder(world, Modes.current(), learned.burn_sizes, learned.log_layouts)
+        self._recorder = CallRecorder(world, Modes.current(), learned.burn_sizes, learned.log_layouts)
         hooked = [
             name
             for name, module in world.model.named_modules()

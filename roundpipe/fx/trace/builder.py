@@ -20,9 +20,10 @@ import torch.fx
 from torch.fx import Node
 
 from roundpipe.core import trees
-from roundpipe.fx.fakes import FakeWorld, Symbolic, expression_of, is_fake, size_function
+from roundpipe.fx.fakes import FakeWorld, is_fake
 from roundpipe.fx.flat import flat_tensors, flat_values
 from roundpipe.fx.operations import Build, Hole, take
+from roundpipe.fx.sizes import Symbolic, expression_of, size_function
 
 Meta = Callable[[], dict[str, Any]]
 

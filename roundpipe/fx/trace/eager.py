@@ -12,8 +12,8 @@ from roundpipe.core import trees
 from roundpipe.core.errors import TraceError
 from roundpipe.core.random_state import preserved_random_state
 from roundpipe.effects.run_once import Before
+from roundpipe.fx.locations import raised_at
 from roundpipe.fx.trace.advice import with_source
-from roundpipe.fx.trace.recorder import raised_at
 
 MAX_BYTES = 1 << 30
 """Of weights; the forward of a larger model on the CPU may take minutes, so it is not run to find out."""

@@ -22,7 +22,7 @@ import torch._functorch.apis
 import torch.utils.checkpoint
 from torch import nn
 
-from roundpipe.fx.fakes import is_model_file
+from roundpipe.fx.locations import is_model_file
 
 
 class Session(Protocol):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from roundpipe.fx.fakes import expression_of
+from roundpipe.fx.sizes import expression_of
 
 QUESTIONS = frozenset("stride is_contiguous dim_order".split())
 """Names of methods whose answer follows from a tensor's sizes and strides."""

@@ -1,129 +1,21 @@
-"""Runs leaf modules on fakes, for the shapes of their outputs, and watches what they do.
-
-Invariant: an activation that a leaf uses is one of its arguments, and one that it makes and that is
-used outside is in what it returns.
-"""
+"""What the modules and arguments of a call hold in Python, before it and after it."""
 
 from __future__ import annotations
 
-import sys
-import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Node
-from torch.overrides import TorchFunctionMode
 
 from roundpipe.core import trees
 from roundpipe.core.errors import TraceError
 from roundpipe.effects.python_state import attributes_read
-from roundpipe.fx.fakes import is_model_file, model_location, written_unseen
 from roundpipe.fx.flat import flat_tensors, flat_values
-from roundpipe.fx.guards.writes import Write
 
 _PLAIN = trees.PLAIN
 _CONTAINERS = (list, tuple, set, dict, OrderedDict, deque)
-
-
-class HiddenInput(BaseException):
-    """A leaf used an activation that is not among its arguments."""
-
-
-class ForeignWeight(BaseException):
-    """A leaf used a weight of the model that is not its own."""
-
-
-class LeafWatch(TorchFunctionMode):
-    """Sees the calls inside a leaf.
-
-    Args:
-        name: the leaf's.
-        node_of: the tensors that have nodes.
-        allowed: tensors that the leaf may use: its arguments, parameters and buffers.
-        foreign: the name of a weight of the model that is not the leaf's, which would not be there when it runs.
-        born_in: gets every tensor made inside.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        node_of: dict[torch.Tensor, Node],
-        allowed: Callable[[torch.Tensor], bool],
-        foreign: Callable[[torch.Tensor], str | None],
-        born_in: dict[torch.Tensor, str],
-    ) -> None:
-        super().__init__()
-        self._name = name
-        self._node_of = node_of
-        self._allowed = allowed
-        self._foreign = foreign
-        self._born_in = born_in
-        self.runs_autograd = False
-        self.written: set[int] = set()
-        """Storages of what was written in place, or given other data."""
-        self.writes: list[Write] = []
-        self.asks_for_grad = ""
-        """Where the model's own code asked whether an activation requires grad, if it did."""
-        self._generators: list[weakref.ref[torch.Generator]] = []
-        self.computed: set[torch.Tensor] = set()
-        """Tensors made inside of arguments, parameters or buffers; what is made of sizes alone is not among them."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        given = flat_tensors(args, kwargs)
-        self._generators += [weakref.ref(one) for one in (*args, *kwargs.values()) if isinstance(one, torch.Generator)]
-        self.runs_autograd |= func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
-        for tensor in given:
-            node = self._node_of.get(tensor)
-            if node is not None and node.op != "get_attr" and not self._allowed(tensor):
-                raise HiddenInput(f"{self._name} uses {node.name}, which is not one of its arguments")
-        versions = [tensor._version for tensor in given]
-        name = getattr(func, "__name__", "")
-        if name == "__set__" and func.__self__.__name__ == "data":
-            self.written.add(args[0].untyped_storage()._cdata)
-        out = func(*args, **kwargs)
-        for tensor, version in zip(given, versions, strict=True):
-            if tensor._version != version:
-                self.written.add(tensor.untyped_storage()._cdata)
-                self.writes.append(Write(tensor, func, args, kwargs))
-        self.written.update(tensor.untyped_storage()._cdata for tensor in written_unseen(func, args, kwargs))
-        made = flat_tensors(out)
-        for weight in map(self._foreign, given) if made else ():  # what it asks of their form may come from anywhere
-            if weight is not None:
-                raise ForeignWeight(f"{self._name} uses {weight}, which is not a weight of its own")
-        if not made and name == "__get__":
-            self._note_attribute(func.__self__.__name__, args[0])
-        computed = any(tensor in self.computed or self._allowed(tensor) for tensor in given)
-        for tensor in made:
-            if computed:
-                self.computed.add(tensor)
-            if tensor not in self._node_of:
-                self._born_in[tensor] = self._name
-        return out
-
-    def drew_from_kept(self) -> bool:
-        """Whether it drew random numbers from a generator that outlives the call."""
-        return any(generator() is not None for generator in self._generators)
-
-    def _note_attribute(self, attribute: str, tensor: torch.Tensor) -> None:
-        asks = attribute in ("requires_grad", "is_leaf", "grad_fn") and not getattr(tensor, "_is_param", False)
-        if asks and is_model_file(sys._getframe(2).f_code.co_filename):
-            self.asks_for_grad = self.asks_for_grad or model_location()
-
-
-@dataclass(frozen=True, slots=True)
-class LeafRun:
-    """What a run of a leaf on fakes showed."""
-
-    out: Any
-    random: bool
-    buffers_written: bool
-    written: tuple[torch.Tensor, ...]
-    """Arguments that it wrote in place."""
 
 
 class Unread:
@@ -270,18 +162,6 @@ class TreeState:
                         module.__dict__[name] = attributes[name]
             module._buffers.clear()
             module._buffers.update(buffers)
-
-
-def handed_back(out: Any, args: Any, kwargs: Any, name_of: Mapping[torch.Tensor, str]) -> tuple[str, ...]:
-    """For each tensor that a call returned, the argument or weight that it is or lies in; nothing for a new one."""
-    given: dict[Any, str] = {}
-    for index, tensor in enumerate(flat_tensors(args, kwargs)):
-        given.setdefault(tensor, f"argument {index}")
-        given.setdefault(tensor.untyped_storage()._cdata, f"in argument {index}")
-    return tuple(
-        given.get(tensor) or name_of.get(tensor) or given.get(tensor.untyped_storage()._cdata, "")
-        for tensor in flat_tensors(out)
-    )
 
 
 class OutsideChanges:

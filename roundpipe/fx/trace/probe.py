@@ -21,8 +21,9 @@ from torch import nn
 from roundpipe.core import trees
 from roundpipe.core.errors import TraceError
 from roundpipe.effects.python_state import PythonState
-from roundpipe.fx.fakes import FakeWorld, Symbolic, compiled, expression_of, real_world
+from roundpipe.fx.fakes import FakeWorld, real_world
 from roundpipe.fx.flat import flat_tensors, flat_values
+from roundpipe.fx.sizes import Symbolic, compiled, expression_of
 from roundpipe.fx.trace.leaves import TreeState, containers_mutated, contents_of, sets_before_reading
 
 MAX_DIVISOR = 64

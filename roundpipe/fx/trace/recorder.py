@@ -1,6 +1,6 @@
 """Records what traced Python does to tensors, call by call.
 
-    Recorder (torch functions)     one node per call that returns or changes tensors
+    CallRecorder (torch functions)   one node per call that returns or changes tensors
       `- OperatorWatch (operators)   what the recorder can't see: random draws inside a call, and the
                                      operators below a function transform such as vmap
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import linecache
 import operator
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,29 +26,24 @@ from torch.overrides import TorchFunctionMode
 from roundpipe.core import trees
 from roundpipe.core.errors import TraceError
 from roundpipe.core.modes import Modes
-from roundpipe.fx.dispatch import TorchDispatchMode
 from roundpipe.fx.fakes import (
     DATA_DEPENDENT,
     NO_FAKE_KERNEL,
     FakeWorld,
-    Symbolic,
-    asked_by_operator,
-    expression_of,
-    is_data_dependent,
     is_fake,
-    is_model_file,
-    is_of_no_world,
     is_transformed,
-    model_location,
     real_world,
     written_unseen,
 )
 from roundpipe.fx.flat import flat_tensors, flat_values
 from roundpipe.fx.guards.values import UNKNOWN, ValueReader
 from roundpipe.fx.guards.writes import Write
+from roundpipe.fx.locations import asked_by_operator, model_location, raised_at
 from roundpipe.fx.operations import ApplyFunction, as_traced, set_item, set_property, with_requires_grad
+from roundpipe.fx.sizes import Symbolic, expression_of, is_data_dependent
 from roundpipe.fx.trace.builder import GraphBuilder, UntracedValue
 from roundpipe.fx.trace.layout import PLACES, QUESTIONS, LayoutLog, dense_strides
+from roundpipe.fx.trace.operator_watch import OperatorWatch
 from roundpipe.fx.trace.policy import Decision
 from roundpipe.fx.trace.probe import probe_function
 
@@ -97,17 +91,6 @@ class Restart(BaseException):
         return f"{filename}:{line} ({source})" if source else f"{filename}:{line}"
 
 
-def raised_at(error: BaseException | None) -> str:
-    """``file:line`` of the innermost line of the model's code in an error's traceback, or nothing."""
-    found = ""
-    while error is not None and not found:
-        for frame, line in traceback.walk_tb(error.__traceback__):
-            if is_model_file(frame.f_code.co_filename):
-                found = f"{frame.f_code.co_filename}:{line}"
-        error = error.__cause__
-    return found
-
-
 class BurnSizes(BaseException):
     """Ends an attempt: sizes that the inputs' data determine must be taken from the example."""
 
@@ -116,67 +99,7 @@ class LogLayouts(BaseException):
     """Ends an attempt: how tensors lie in memory is asked for, so that what makes them must be logged."""
 
 
-class OperatorWatch(TorchDispatchMode):
-    """Sees every operator that runs.
-
-    Args:
-        on_transformed: called with each operator that runs below a function transform in glue.
-        layouts: gets every operator.
-    """
-
-    def __init__(self, on_transformed: Callable[..., None], layouts: LayoutLog | None = None) -> None:
-        super().__init__()
-        self.layouts = layouts
-        self.num_random_draws = 0
-        self.below_transform = 0
-        self.real_written: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        """What tensors with data, which are no part of the model, held before the forward wrote them."""
-        self._on_transformed = on_transformed
-
-    def undo_real_writes(self) -> None:
-        """Gives tensors with data again what they held."""
-        for storage, was in self.real_written.values():
-            storage.copy_(was)
-
-    def _keep_what_is_written(self, func: Any, args: Any, kwargs: Any) -> None:
-        for index, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[index] if index < len(args) else kwargs.get(argument.name)
-                for tensor in filter(is_of_no_world, flat_tensors(value)):
-                    storage = tensor.untyped_storage()
-                    if storage._cdata not in self.real_written:
-                        with real_world():
-                            self.real_written[storage._cdata] = storage, storage.clone()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        random = _draws(func, args, kwargs)
-        self.num_random_draws += random
-        if func._schema.is_mutable:
-            self._keep_what_is_written(func, args, kwargs)
-        out = func(*args, **kwargs)
-        if self.below_transform:
-            self._on_transformed(func, args, kwargs, out, random)
-        if self.layouts is not None:
-            self.layouts.note(func, flat_tensors(args, kwargs), flat_tensors(out))
-        return out
-
-
-def _draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operator draws random numbers when called like this."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    schema = func._schema.arguments
-    for index, argument in enumerate(schema):
-        value = args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
-        if argument.name in ("dropout_p", "dropout", "p") and value == 0:
-            return False
-        if argument.name in ("train", "training") and value is False:
-            return False
-    return True
-
-
-class Recorder(TorchFunctionMode):
+class CallRecorder(TorchFunctionMode):
     """Turns the calls of one attempt into a graph.
 
     Args:

@@ -17,11 +17,8 @@ from roundpipe.effects.user_code import names_in
 from roundpipe.fx.fakes import DATA_DEPENDENT, FakeWorld, real_world
 from roundpipe.fx.flat import flat_tensors
 from roundpipe.fx.trace.intercept import ORIGINAL_CALL
+from roundpipe.fx.trace.leaf_watch import ForeignWeight, HiddenInput, LeafRun, LeafWatch
 from roundpipe.fx.trace.leaves import (
-    ForeignWeight,
-    HiddenInput,
-    LeafRun,
-    LeafWatch,
     TreeState,
     containers_mutated,
     contents_of,
@@ -31,7 +28,7 @@ from roundpipe.fx.trace.leaves import (
 )
 from roundpipe.fx.trace.policy import Decision, LeafPolicy, is_of_torch
 from roundpipe.fx.trace.probe import probe_module
-from roundpipe.fx.trace.recorder import Recorder, Restart, StatefulError
+from roundpipe.fx.trace.recorder import CallRecorder, Restart, StatefulError
 from roundpipe.fx.trace.siblings import SiblingCache
 
 ASKS_FOR_GRAD = frozenset({"requires_grad", "is_leaf", "grad_fn"})
@@ -54,7 +51,7 @@ class LeafRunner:
     def __init__(
         self,
         world: FakeWorld,
-        recorder: Recorder,
+        recorder: CallRecorder,
         policy: LeafPolicy,
         history: set[tuple[str, Decision]],
         seen_to_set: set[tuple[type, str]],

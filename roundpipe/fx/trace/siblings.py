@@ -25,9 +25,10 @@ from torch import nn
 from roundpipe.core import trees
 from roundpipe.core.modes import Modes
 from roundpipe.effects.python_state import OF_TORCH, PythonState
-from roundpipe.fx.fakes import Symbolic, expression_of, is_data_dependent
 from roundpipe.fx.flat import flat_tensors, flat_values
-from roundpipe.fx.trace.leaves import LeafRun, Unread
+from roundpipe.fx.sizes import Symbolic, expression_of, is_data_dependent
+from roundpipe.fx.trace.leaf_watch import LeafRun
+from roundpipe.fx.trace.leaves import Unread
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _MAY_GO_UNREAD = (int, float, str, list, tuple, set, dict, OrderedDict, deque)

@@ -20,13 +20,15 @@ from torch.fx import Node
 from roundpipe.core import trees
 from roundpipe.effects.python_state import python_state_kept
 from roundpipe.fx.binding import CallForm
-from roundpipe.fx.fakes import Dimension, FakeWorld, compiled, expression_of, is_data_dependent
+from roundpipe.fx.fakes import Dimension, FakeWorld
 from roundpipe.fx.flat import flat_tensors
 from roundpipe.fx.graph import TracedGraph, is_accessor, modes_of, producer_of, value_of
 from roundpipe.fx.guards.guards import SizeSystem, size_assumptions
 from roundpipe.fx.guards.values import plain
 from roundpipe.fx.operations import call_leaf
-from roundpipe.fx.trace.leaves import LeafRun, TreeState, handed_back
+from roundpipe.fx.sizes import compiled, expression_of, is_data_dependent
+from roundpipe.fx.trace.leaf_watch import LeafRun, handed_back
+from roundpipe.fx.trace.leaves import TreeState
 from roundpipe.fx.trace.siblings import SiblingCache
 
 

@@ -1,0 +1,61 @@
+"""Which code is the model's, and which line of it runs or has raised."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+import types
+
+import torch
+
+_TORCH = os.path.dirname(torch.__file__)
+_OUR_FILES = (_TORCH + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+_TYPED_IN = ("<stdin>", "<ipython-input", "<console>")
+
+_ANSWERING_FILES = (
+    os.path.join(_TORCH, "__init__.py"),
+    os.path.join(_TORCH, "fx", "experimental"),
+    os.path.dirname(__file__) + os.sep,
+)
+"""Where a question about a size passes through."""
+
+
+def is_model_file(filename: str) -> bool:
+    """Whether code in a file belongs to the model rather than to torch or to the tracer."""
+    if filename.startswith("<"):  # generated code is nobody's, what a user typed in is the user's
+        return filename.startswith(_TYPED_IN)
+    return not filename.startswith(_OUR_FILES) and f"{os.sep}sympy{os.sep}" not in filename
+
+
+def model_location() -> str:
+    """``file:line`` of the model's code that is running."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_model_file(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "unknown"
+
+
+def raised_at(error: BaseException | None) -> str:
+    """``file:line`` of the innermost line of the model's code in an error's traceback, or nothing."""
+    location = ""
+    while error is not None and not location:
+        for frame, line in traceback.walk_tb(error.__traceback__):
+            if is_model_file(frame.f_code.co_filename):
+                location = f"{frame.f_code.co_filename}:{line}"
+        error = error.__cause__
+    return location
+
+
+def asked_by_operator() -> bool:
+    """Whether the question about a size that is being answered comes from torch's code, not a model's."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in ("guard_bool", "guard_int", "guard_float") and frame.f_locals.get("file"):
+            return True  # compiled code names its own file
+        if not frame.f_code.co_filename.startswith(_ANSWERING_FILES):
+            return not is_model_file(frame.f_code.co_filename)
+        frame = frame.f_back
+    return False
