@@ -141,7 +141,7 @@ class _Walk:
             f"{len(schedule.jobs)} jobs on {schedule.num_workers} workers, {schedule.num_microbatches} microbatches"
         )
         rows = [["", *(str(slot) for slot in range(len(self.slots)))]]
-        for worker in range(num_workers):
+        for worker in range(schedule.num_workers):
             rows.append([f"worker {worker}", *(self._cell(slot.get(worker)) for slot in self.slots)])
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
