@@ -178,7 +178,7 @@ def test_the_graph_as_a_picture(tmp_path: Path) -> None:
 
 
 def test_what_can_not_be_drawn_is_said_before_tracing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["roundpipe.explain"], "trace", None)
+    monkeypatch.setattr("roundpipe.tools.explain.trace", None)
     for name, message in (("model.svg", r"\.dot or \.png"), ("no/folder/model.dot", "no folder")):
         with pytest.raises(ConfigError, match=message):
             explain(Model(), example(), graph=tmp_path / name)
