@@ -47,8 +47,8 @@ class Structure:
         return None
 
 
-def changed_in_a_round(module: nn.Module, name: str = "") -> str:
-    """The message about a module whose place, or whose parameter of a name, was changed while a round needed it."""
+def structure_message(module: nn.Module, name: str = "") -> str:
+    """The message about a module, or a parameter of it, that came into the model or left it while it was needed."""
     what = f"parameter {name!r} of a {type(module).__name__}" if name else f"a {type(module).__name__}"
     return (
         f"{what} was put into the model, or taken out of it, while a round was running that needs the model as it was. "

@@ -23,7 +23,7 @@ from torch import nn
 
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import EXECUTION_DEVICE
-from roundpipe.core.module_tree import changed_in_a_round
+from roundpipe.core.module_tree import structure_message
 
 _OWN = ("_parameters", "_buffers", "_modules")
 _CONTAINERS = (dict, OrderedDict, list, tuple, set)
@@ -31,7 +31,7 @@ _PLAIN = (int, float, bool, str, type(None))
 
 
 @dataclass(slots=True)
-class Frozen:
+class FrozenLayers:
     """Modules of the user's as they were at one moment: attributes, and which parameters were trained."""
 
     attributes: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
@@ -43,24 +43,24 @@ class Frozen:
         frozen = cls()
         for layer in layers:
             for module in layer.modules():
-                frozen.attributes[module] = {name: _kept(value) for name, value in module.__dict__.items()}
+                frozen.attributes[module] = {name: _unshared(value) for name, value in module.__dict__.items()}
             frozen.trained.update(parameter for parameter in layer.parameters() if parameter.requires_grad)
         return frozen
 
     def attributes_of(self, module: nn.Module) -> dict[str, Any]:
-        """Those of a module.
+        """The attributes of a module.
 
         Raises:
-            ConfigError: it was not there at that moment.
+            ConfigError: it was not in the model at that moment.
         """
-        found = self.attributes.get(module)
-        if found is None:
-            raise ConfigError(changed_in_a_round(module))
-        return found
+        attributes = self.attributes.get(module)
+        if attributes is None:
+            raise ConfigError(structure_message(module))
+        return attributes
 
 
-def _kept(value: Any) -> Any:
-    """A value that stays as it is now when what holds it changes it."""
+def _unshared(value: Any) -> Any:
+    """A value that stays as it is now when the module changes it."""
     return copy.copy(value) if type(value) in (dict, list) else value
 
 
@@ -111,10 +111,10 @@ class Replica:
         """
         twin = self._twins.get(id(original))
         if twin is None:
-            raise ConfigError(changed_in_a_round(original))
+            raise ConfigError(structure_message(original))
         return twin
 
-    def refresh(self, tensors: Mapping[int, torch.Tensor], frozen: Frozen | None = None) -> None:
+    def refresh(self, tensors: Mapping[int, torch.Tensor], frozen: FrozenLayers | None = None) -> None:
         """Take over the original's attributes (mode, probabilities, new hooks).
 
         Args:
@@ -131,9 +131,9 @@ class Replica:
                 self._plain.append({})
                 continue
             state = twin.__dict__
-            given = original.__dict__ if frozen is None else frozen.attributes_of(original)
+            attributes = original.__dict__ if frozen is None else frozen.attributes_of(original)
             plain = {}
-            for name, value in given.items():
+            for name, value in attributes.items():
                 if name in _OWN:
                     continue
                 if type(value) in _PLAIN:
@@ -145,15 +145,15 @@ class Replica:
                     state[name] = redirected = self._redirect(value)
                     if redirected is not value:
                         self._redirected.append((state, name))
-            if len(state) != len(given):  # set on the twin in an earlier forward, since deleted
-                for name in [name for name in state if name not in given]:
+            if len(state) != len(attributes):  # set on the twin in an earlier forward
+                for name in [name for name in state if name not in attributes]:
                     del state[name]
             if EXECUTION_DEVICE in state:
                 state[EXECUTION_DEVICE] = self._device
             self._plain.append(plain)
 
-    def let_go(self) -> None:
-        """Drop the device tensors that attributes were pointed to, until the next `refresh`."""
+    def drop_tensors(self) -> None:
+        """Drop the device tensors that attributes point to, until the next `refresh`."""
         self._tensors = {}
         for state, name in self._redirected:
             state[name] = None
