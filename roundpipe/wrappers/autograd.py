@@ -13,7 +13,7 @@ be, which a backward reaches, and which ``torch.autograd.grad(outputs, inputs)``
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,16 +24,8 @@ ForwardRun = Callable[[], tuple[torch.Tensor, ...]]
 BackwardRun = Callable[[Sequence[torch.Tensor | None], bool], Sequence[torch.Tensor | None]]
 
 
-class Place(Protocol):
-    """Where the model holds a tensor."""
-
-    @property
-    def found(self) -> torch.Tensor | None:
-        """What is there now."""
-        ...
-
-
-Read = Sequence[tuple[str, torch.Tensor, Place | None]]
+Read = Sequence[tuple[str, torch.Tensor, Callable[[], torch.Tensor | None] | None]]
+"""Names and tensors, and what gives the tensor that the model holds in their place by now."""
 
 
 class _Pipeline(torch.autograd.Function):
@@ -45,7 +37,7 @@ class _Pipeline(torch.autograd.Function):
         ctx.run_backward = backward
         ctx.anchor = anchor
         tensors = outputs()
-        ctx.read = [(name, tensor, place, tensor._version) for name, tensor, place in read if not tensor.is_inference()]
+        ctx.read = [(*entry, entry[1]._version) for entry in read if not entry[1].is_inference()]
         ctx.mark_non_differentiable(*(tensor for tensor in tensors if not is_differentiable(tensor)))
         return tensors
 
@@ -64,8 +56,8 @@ class _Pipeline(torch.autograd.Function):
             )
         changed = {
             name: None
-            for name, tensor, place, version in ctx.read
-            if tensor._version != version or _is_replaced(tensor, place)
+            for name, tensor, current, version in ctx.read
+            if tensor._version != version or _is_replaced(tensor, current)
         }
         if changed:
             raise BackwardError(
@@ -78,9 +70,9 @@ class _Pipeline(torch.autograd.Function):
         return (None, None, None, None, *run(gradients, accumulates))
 
 
-def _is_replaced(tensor: torch.Tensor, place: Place | None) -> bool:
-    found = None if place is None else place.found
-    return found is not None and found is not tensor
+def _is_replaced(tensor: torch.Tensor, current: Callable[[], torch.Tensor | None] | None) -> bool:
+    now = None if current is None else current()
+    return now is not None and now is not tensor
 
 
 def _is_executed(node: Any) -> bool:
@@ -97,8 +89,7 @@ def join(
         outputs: runs the forward and gives the output tensors.
         backward: takes one gradient (or None) per output, and whether gradients of parameters are to be added to
             their ``.grad``; gives one (or None) per input.
-        read: tensors that the backward reads, which must not be written or replaced before: their names, and where
-            the model holds them.
+        read: tensors that the backward reads, which must not be written or replaced before; see `Read`.
         inputs: tensors of the arguments that gradients flow to.
     """
     anchor = torch.empty(0, requires_grad=True)  # also makes the node require grad

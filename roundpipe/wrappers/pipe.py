@@ -54,7 +54,7 @@ from roundpipe.runtime.optimizer.loading import LoadWatch
 from roundpipe.runtime.optimizer.optimizer import OptimizerSide
 from roundpipe.runtime.weights.gate import Gates
 from roundpipe.runtime.weights.host_weights import HostWeights, PinMode
-from roundpipe.runtime.weights.replica import Frozen
+from roundpipe.runtime.weights.replica import FrozenLayers
 from roundpipe.wrappers import autograd, checkpoint
 from roundpipe.wrappers.model_view import ModelView, check_parts_unwrapped
 from roundpipe.wrappers.module_layers import ModuleSource, chain_of_modules
@@ -437,7 +437,7 @@ class RoundPipe(ModelView):
         }
         if call.config.requires_grad and outs:
             backward_round = maker.backward_round(made, call, plan)
-            backward_round.frozen = Frozen.of(call.chain)  # the caller may set other modes before the backward
+            backward_round.frozen = FrozenLayers.of(call.chain)  # the caller may set other modes before the backward
 
             def run_backward(gradients: Sequence[torch.Tensor | None], accumulates: bool) -> list[torch.Tensor | None]:
                 for m, carry in enumerate(carries):

@@ -60,7 +60,7 @@ def test_dropped_traces_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
         assert known_layers(pipe) <= 3 * per_trace and counts[-1] == counts[3], counts
         assert sum(layer() is not None for layer in layers) <= 3 * per_trace
         host = pipe._state.host
-        assert set(host._owner.values()) <= set(host._packed)
+        assert set(host._owners.values()) <= set(host._packed)
         assert len(host._packed) <= 3 * per_trace
 
 
@@ -75,7 +75,7 @@ def test_layers_that_a_newer_trace_shares_stay_packed(monkeypatch: pytest.Monkey
             gc.collect()
         chain, host = pipe._state.last_chain, pipe._state.host
         weights = [host.layer(spec.name, layer) for spec, layer in zip(chain.specs, chain, strict=True)]
-        assert all(one.is_packed() for one in weights if one.num_packed and any(e.is_parameter for e in one.entries))
+        assert all(one.is_packed() for one in weights if one.num_packed and any(e.is_parameter for e in one.slots))
 
 
 def test_forward_and_backward_apart_over_a_dropped_trace(monkeypatch: pytest.MonkeyPatch) -> None:

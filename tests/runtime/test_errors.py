@@ -15,7 +15,7 @@ from torch import nn
 import roundpipe
 from roundpipe.core.errors import ConfigError, DeadlockError, RoundPipeError
 from roundpipe.runtime.engine import step as steps
-from roundpipe.runtime.weights.residency import BoundLayer
+from roundpipe.runtime.weights.bound_layer import BoundLayer
 from tests.runtime.models import (
     DTYPE,
     assert_round_is_eager,

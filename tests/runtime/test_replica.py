@@ -240,7 +240,7 @@ def test_attributes_let_go_of_device_tensors():
     replica.refresh({id(block.first.weight): given})
     assert replica.module.weights[0] is given and replica.module.weights[1] is block.scale
     assert block.weights[0] is block.first.weight
-    replica.let_go()
+    replica.drop_tensors()
     assert replica.module.weights is None
     replica.refresh({})
     assert replica.module.weights[0] is block.first.weight

@@ -13,9 +13,11 @@ import roundpipe
 from roundpipe.core.errors import ConfigError
 from roundpipe.runtime.device.backend import Device, Lane
 from roundpipe.runtime.device.cpu import CpuBackend
-from roundpipe.runtime.weights.host_weights import ALIGNMENT, HostWeights
+from roundpipe.runtime.weights.bound_layer import BoundLayer
+from roundpipe.runtime.weights.host_weights import HostWeights
+from roundpipe.runtime.weights.layout import ALIGNMENT
 from roundpipe.runtime.weights.replica import Replica
-from roundpipe.runtime.weights.residency import Arena, BoundLayer, State
+from roundpipe.runtime.weights.residency import Arena
 from tests.runtime.models import DTYPE, assert_round_is_eager, batch, config, mlp, square_loss
 
 
@@ -70,7 +72,7 @@ def test_a_tied_parameter_is_stored_once():
     within = nn.Sequential(one, other)
     host, allocated = host_of()
     weights = host.layer("within", within)
-    assert len(weights.entries) == 3 and sum(allocated) <= 3 * 64 + ALIGNMENT
+    assert len(weights.slots) == 3 and sum(allocated) <= 3 * 64 + ALIGNMENT
     assert other.weight is one.weight
 
     host, allocated = host_of()
@@ -200,9 +202,9 @@ def test_visits_lie_at_alternating_ends():
             earlier, earlier_side = visits.pop(0)
             earlier.arrive()
             earlier.ready(with_gradients=False)
-            assert earlier.state is State.RESIDENT
-            arena.released(earlier_side, earlier.release(keep_buffers=False)[1])
-            assert earlier.state is State.RELEASED
+            assert earlier.layers[0].module.weight.data_ptr() == earlier.weights_memory.data_ptr()
+            arena.end(earlier_side, earlier.release(keep_buffers=False)[1])
+            assert earlier.layers[0].module.weight is None
     arena.free()
     assert target.ledger.total_bytes == 0
 
@@ -232,7 +234,7 @@ def test_gradients_are_counted_while_the_visit_lasts():
         visit.arrive()
         visit.ready(with_gradients)
         assert target.ledger.by_purpose["gradients"] == expected
-        arena.released(side, visit.release(keep_buffers=False)[1])
+        arena.end(side, visit.release(keep_buffers=False)[1])
         assert target.ledger.by_purpose["gradients"] == 0
 
 
@@ -265,7 +267,7 @@ def test_gradients_settle_by_addition():
         visit.ready(with_gradients=True)
         visit.layers[0].module(torch.ones(2, 3)).sum().backward()
         pending, events, _ = visit.release(keep_buffers=False)
-        arena.released(side, events)
+        arena.end(side, events)
         pending.settle()
         assert torch.equal(layer.weight.grad, torch.full((3, 3), 2.0 * repeat))
 

@@ -24,7 +24,7 @@ import torch
 from roundpipe.core import trees
 from roundpipe.core.errors import ConfigError
 from roundpipe.runtime.device.backend import Backend, Event, Lane
-from roundpipe.runtime.weights.residency import BoundLayer
+from roundpipe.runtime.weights.bound_layer import BoundLayer
 
 _state = threading.local()
 
@@ -146,7 +146,7 @@ class BufferHistory:
     @contextlib.contextmanager
     def recording(self, bound: BoundLayer, layer_index: int, microbatch: int, backend: Backend) -> Iterator[None]:
         """Keep the buffers that the forward inside sees, if the layer writes any in the current mode."""
-        if bound.writes_buffers:
+        if bound.habits.writes_buffers:
             self._keep(bound.buffer_values(), layer_index, microbatch, backend)
             yield
             return
@@ -155,7 +155,7 @@ class BufferHistory:
             yield
         unwritten = self._unwritten.setdefault(layer_index, [])
         if versions is not None and bound.buffer_versions() != versions:  # the first write of all
-            bound.writes_buffers = True
+            bound.habits.writes_buffers = True
             values = bound.buffers_on_host()
             for one in (*unwritten, microbatch):
                 self._seen[layer_index, one] = values, None
@@ -167,12 +167,12 @@ class BufferHistory:
     @contextlib.contextmanager
     def learning(self, bound: BoundLayer) -> Iterator[list[torch.Tensor | None]]:
         """Find out whether the forward inside writes buffers, if that is not known; gives them as they were."""
-        if not bound.has_buffers or bound.writes_buffers or bound.versions_tell:
+        if not bound.has_buffers or bound.habits.writes_buffers or bound.versions_tell:
             yield []
             return
         before = [None if buffer is None else buffer.detach().clone() for buffer in bound.buffer_values()]
         yield before
-        bound.writes_buffers = any(map(_differ, before, bound.buffer_values()))
+        bound.habits.writes_buffers = any(map(_differ, before, bound.buffer_values()))
 
     def _keep(self, buffers: list[torch.Tensor | None], layer_index: int, microbatch: int, backend: Backend) -> None:
         backend.wait(Lane.DOWNLOAD, backend.record(Lane.COMPUTE))

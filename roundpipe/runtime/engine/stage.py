@@ -26,7 +26,7 @@ from roundpipe.runtime.device.backend import Backend, Lane, is_profiled
 from roundpipe.runtime.engine.flow import Segment
 from roundpipe.runtime.engine.recompute import BufferHistory, SavedData, layer_seed, recomputing
 from roundpipe.runtime.profiling.layer_times import Kind, StepTimes
-from roundpipe.runtime.weights.residency import BoundLayer
+from roundpipe.runtime.weights.bound_layer import BoundLayer
 
 Gradients = list[torch.Tensor | None]
 """One entry per tensor of a carried value."""
@@ -294,11 +294,11 @@ class Stage:
     def _seeded(self, bound: BoundLayer, carry: Carry, seed: int) -> Carry:
         """A layer's result with everything it draws drawn from a seed."""
         with self.backend.random(seed):
-            if bound.draws_python is False:
+            if bound.habits.draws_python is False:
                 return bound.module(carry)
             with SeededPython(seed) as drawing:
                 made = bound.module(carry)
-            bound.draws_python = bound.draws_python or drawing.drew
+            bound.habits.draws_python = bound.habits.draws_python or drawing.drew
             return made
 
     def _note(self, error: Exception, microbatch: int, phase: str, layer: str = "") -> None:

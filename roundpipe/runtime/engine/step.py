@@ -27,8 +27,8 @@ from roundpipe.runtime.device.backend import Backend, Event, Lane
 from roundpipe.runtime.engine.flow import JobFlow
 from roundpipe.runtime.engine.stage import LossFunction, Surroundings
 from roundpipe.runtime.weights.gate import Question
-from roundpipe.runtime.weights.host_weights import LayerWeights
-from roundpipe.runtime.weights.replica import Frozen
+from roundpipe.runtime.weights.layer_weights import LayerWeights
+from roundpipe.runtime.weights.replica import FrozenLayers
 
 LABEL = "the label"
 """What stands for the label among names of carried values, which are identifiers."""
@@ -254,7 +254,7 @@ class Round:
     """Of the gates for weights and for gradients, when the round was made."""
     before: Sequence[Progress] = ()
     """Rounds that were running then; their gradients are added first."""
-    frozen: Frozen | None = None
+    frozen: FrozenLayers | None = None
     binding: threading.Lock = field(default_factory=threading.Lock)
     """Held by whoever reads the user's modules, or freezes what will be read of them."""
     unattended: bool = False
@@ -278,7 +278,7 @@ class Round:
     def wait_losses(self) -> None:
         """Until every loss is known and what forward changes in the model is changed, or an error ended the round."""
         jobs = self.schedule.jobs
-        if not any(weights.may_leave_traces() for weights in self.weights):
+        if not any(weights.may_have_side_effects() for weights in self.weights):
             self.progress.wait_losses(self.schedule.num_microbatches)
             for held in (*self.losses, *self.outputs):
                 if held is not None:
@@ -324,7 +324,7 @@ class Round:
             for values, name, copy in copies:
                 if name in values:
                     values[name] = copy
-            self.frozen = Frozen.of(self.weights[index].layer for index in sorted(remaining))
+            self.frozen = FrozenLayers.of(self.weights[index].layer for index in sorted(remaining))
             self._was_read.wait_for(lambda: self._num_reading == 0)
         for event in self._reads:
             event.synchronize()

@@ -37,10 +37,11 @@ from roundpipe.runtime.engine.step import LABEL, Cancelled, HostValue, Round
 from roundpipe.runtime.profiling.meter import Meter
 from roundpipe.runtime.profiling.recorder import HostLog, Recorder
 from roundpipe.runtime.thread import TaskThread
+from roundpipe.runtime.weights.bound_layer import BoundLayer
 from roundpipe.runtime.weights.gate import Gates
-from roundpipe.runtime.weights.host_weights import LayerWeights
+from roundpipe.runtime.weights.layer_weights import LayerWeights
 from roundpipe.runtime.weights.replica import Replica
-from roundpipe.runtime.weights.residency import Arena, BoundLayer, Pending, Visit, visit_bytes
+from roundpipe.runtime.weights.residency import Arena, Download, Visit, visit_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -318,7 +319,7 @@ class Worker:
     def _release(self, round_: Round, opened: _OpenVisit) -> None:
         job = opened.job
         pending, events, alive = opened.visit.release(keep_buffers=job.phase is not Phase.BACKWARD)
-        self.arena.released(opened.side, events)
+        self.arena.end(opened.side, events)
         if pending.moments is not None:
             self.meter.at(job, None)
             self.meter.moved(Lane.GRADIENTS, "gradients of", pending.num_bytes, *pending.moments)
@@ -335,7 +336,7 @@ class Worker:
         round_.progress.bring_home()
         self._gradients_thread.submit(lambda: self._settle(round_, job, pending, arrived))
 
-    def _settle(self, round_: Round, job: Job, pending: Pending, arrived: threading.Event) -> None:
+    def _settle(self, round_: Round, job: Job, pending: Download, arrived: threading.Event) -> None:
         """Add what a release brought down to the host's gradients; runs in the other thread, never raises."""
         try:
             if pending.gradients:

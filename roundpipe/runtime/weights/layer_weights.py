@@ -138,8 +138,8 @@ class LayerWeights:
         """Whether a forward in the present mode leaves buffers or attributes changed, as far as is known."""
         return self._habits_now().has_side_effects is not False
 
-    def read_again(self) -> Iterator[tuple[str, torch.Tensor, Slot]]:
-        """Names, tensors and slots of what a recomputation takes as it is by then.
+    def read_again(self) -> Iterator[tuple[str, torch.Tensor, Callable[[], torch.Tensor | None]]]:
+        """What a recomputation takes as it is by then: names, tensors, and what gives the tensor of that time.
 
         Those are not the buffers of a layer that writes them: each of its forwards keeps what it saw.
         """
@@ -148,7 +148,7 @@ class LayerWeights:
         for slot in self.slots:
             tensor = slot.current
             if tensor is not None and is_plain(tensor) and (slot.is_parameter or not saves_buffers):
-                yield names[id(tensor)], tensor, slot
+                yield names[id(tensor)], tensor, slot.attributes[0].get
 
     def _habits_now(self) -> Habits:
         return self.habits[any(module.training for module in self.layer.modules())]

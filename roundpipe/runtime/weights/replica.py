@@ -145,7 +145,7 @@ class Replica:
                     state[name] = redirected = self._redirect(value)
                     if redirected is not value:
                         self._redirected.append((state, name))
-            if len(state) != len(attributes):  # set on the twin in an earlier forward
+            if len(state) != len(attributes):  # set on the twin by a forward, or deleted since
                 for name in [name for name in state if name not in attributes]:
                     del state[name]
             if EXECUTION_DEVICE in state:

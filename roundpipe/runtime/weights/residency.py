@@ -173,8 +173,8 @@ class Visit:
                 if parameter.grad is not None:
                     download.gradients.append((slot.tensor, copy(parameter.grad)))
             if keep_buffers:
-                buffers = [(attributes, None if value is None else copy(value)) for attributes, value in layer.changed_buffers()]
-                download.buffers += buffers
+                buffers = list(layer.changed_buffers())
+                download.buffers += [(places, None if value is None else copy(value)) for places, value in buffers]
                 download.dtypes += layer.converted_parameters()
                 attributes = layer.replica.changed_attributes()
                 for module, name, value in attributes:
