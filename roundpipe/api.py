@@ -15,6 +15,7 @@ from torch import nn
 
 from roundpipe.core.caller import caller_name, warn
 from roundpipe.core.errors import ConfigError, TraceError
+from roundpipe.fx.passes.lower import LowerOptions
 from roundpipe.fx.passes.partition import Balance
 from roundpipe.fx.source import TracedSource, own_example
 from roundpipe.runtime.config import RoundPipeRunConfig
@@ -102,7 +103,7 @@ def compile(
 
     has_example = bool(example_args) or example_kwargs is not None
     preview = None if has_example else own_example(model)
-    source = TracedSource(model, balance, on_failure, preview, largest_layer_bytes(devices))
+    source = TracedSource(model, LowerOptions(balance, largest_layer_bytes(devices)), on_failure, preview)
     if has_example and source.chain_for(example_args, example_kwargs or {}) is None:
         return choice.wrap(settings)
     pipe = RoundPipe.from_source(model, source, make_instead=choice.inside_of, **settings)

@@ -11,6 +11,7 @@ from torch import nn
 
 import roundpipe
 from roundpipe import RoundPipe, RoundPipeRunConfig, TraceError
+from roundpipe.fx.passes.lower import LowerOptions
 from roundpipe.fx.source import TracedSource
 from tests.equality import assert_same_gradients, assert_same_state, difference, eager_forward_backward
 from tests.models import CASES, Case, in_dtype
@@ -28,7 +29,7 @@ class Traced:
     def __init__(self, case: Case) -> None:
         self.model = case.make()
         self.state = copy.deepcopy(self.model.state_dict())
-        self.source = TracedSource(self.model, "time", on_failure=fail)
+        self.source = TracedSource(self.model, LowerOptions(), on_failure=fail)
         torch.manual_seed(3)
         self.num_layers = len(self.source.chain_for((), in_dtype(case.inputs(4, 16), case.dtype)))
 

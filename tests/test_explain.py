@@ -78,6 +78,22 @@ def test_carried_values_are_those_of_the_layers() -> None:
     assert "behind layer 0" in str(found)
 
 
+@pytest.mark.parametrize("balance", ["time", "size"])
+def test_the_layers_are_those_that_compile_makes(balance: str) -> None:
+    blocks = [nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3)]
+    model, inputs = nn.Sequential(*blocks), (torch.randn(4, 32),)
+    num_layers = []
+    for memory_bytes in (None, 40_000):  # which is too little for a block
+        devices = roundpipe.Device("cpu", memory_bytes=memory_bytes)
+        explained = explain(model, inputs, devices=devices, balance=balance).chain
+        with roundpipe.compile(model, example_args=inputs, devices=devices, balance=balance) as pipe:
+            compiled = pipe._state.source.latest  # no public method gives the layers as values
+        assert explained is not None and compiled is not None
+        assert explained.specs == compiled.specs and explained.costs == compiled.costs
+        num_layers.append(len(compiled))
+    assert num_layers[0] < num_layers[1]
+
+
 def test_a_model_that_can_not_be_traced() -> None:
     found = explain(Gate(), example())
     assert isinstance(found.error, TraceError)

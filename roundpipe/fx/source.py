@@ -24,9 +24,7 @@ from roundpipe.core.layers import LayerChain
 from roundpipe.core.modes import autocast_as_on_accelerator
 from roundpipe.core.saved_tensor_hooks import saved_tensor_hooks_aside
 from roundpipe.fx.graph import OutputValue, TracedGraph, value_bytes
-from roundpipe.fx.passes.codegen import generate
-from roundpipe.fx.passes.cost import measure
-from roundpipe.fx.passes.partition import Balance, partition
+from roundpipe.fx.passes.lower import LowerOptions, lower
 from roundpipe.fx.trace.tracer import trace
 
 logger = logging.getLogger(__name__)
@@ -51,26 +49,23 @@ class TracedSource:
 
     Args:
         model: the user's model.
-        balance: what the layers are balanced by; see `roundpipe.compile`.
+        options: what decides the cuts.
         on_failure: called with the error, once, when the model's own forward can't be traced; returns to go on
             without a chain, or raises.
         preview: arguments to trace if somebody asks for the chain before the first call.
-        max_layer_bytes: bytes of weights and gradients above which a layer is cut, inside blocks if need be.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        balance: Balance,
+        options: LowerOptions,
         on_failure: Callable[[TraceError], None],
         preview: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
-        max_layer_bytes: int | None = None,
     ) -> None:
         self._model = model
-        self._balance = balance
+        self._options = options
         self._on_failure = on_failure
         self._preview = preview
-        self._max_layer_bytes = max_layer_bytes
         self._kept: list[_Kept] = []
         self._failed_modes: set[bool] = set()
         """Values of ``model.training`` in which it could not be traced."""
@@ -104,7 +99,7 @@ class TracedSource:
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedSource:
         """A source for the copy of the model; it traces anew."""
         model = copy.deepcopy(self._model, memo)
-        return TracedSource(model, self._balance, self._on_failure, self._preview, self._max_layer_bytes)
+        return TracedSource(model, self._options, self._on_failure, self._preview)
 
     def chain_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerChain | None:
         """The chain for these arguments of one microbatch; None if the model can't be traced.
@@ -174,10 +169,7 @@ class TracedSource:
             traced = self._traced(args, kwargs)
         if not records_gradients and traced.guards is not None and traced.guards.grad_matters:
             traced = self._traced(args, kwargs)  # its code asked
-        with torch.enable_grad():
-            costs = measure(traced)
-            parts = partition(traced, costs, balance=self._balance, max_layer_bytes=self._max_layer_bytes)
-            chain = generate(traced, parts, costs)
+        chain = lower(traced, self._options).chain
         not_kept = [] if traced.guards is None else traced.guards.not_kept
         if not_kept and self._failed_modes:
             raise TraceError(f"it changes {', '.join(not_kept)}, which its own Python may read in the other mode")
@@ -200,7 +192,7 @@ class TracedSource:
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedGraph:
         dynamic = tuple(self._varying)
-        return trace(self._model, args, kwargs, max_leaf_bytes=self._max_layer_bytes, dynamic=dynamic)
+        return trace(self._model, args, kwargs, max_leaf_bytes=self._options.max_layer_bytes, dynamic=dynamic)
 
 
 def own_example(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

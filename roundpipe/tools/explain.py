@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ from roundpipe.core.errors import ConfigError, TraceError, enumerated
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.modes import autocast_as_on_accelerator
 from roundpipe.fx.graph import TracedGraph, module_of, value_bytes
-from roundpipe.fx.passes.codegen import generate
-from roundpipe.fx.passes.cost import measure
-from roundpipe.fx.passes.partition import partition
+from roundpipe.fx.passes.lower import LowerOptions, lower
+from roundpipe.fx.passes.partition import Balance
 from roundpipe.fx.source import own_example
 from roundpipe.fx.trace.tracer import trace
 from roundpipe.reports.tables import explain_table, format_bytes
+from roundpipe.runtime.device.resolve import DeviceLike, largest_layer_bytes
 from roundpipe.tools.graph_report import check_format, folded, function_name, graph_lines, shape_text, write_graph
 from roundpipe.wrappers.pipe import RoundPipe
 
@@ -148,6 +148,8 @@ def explain(
     example_kwargs: dict[str, Any] | None = None,
     *,
     graph: str | os.PathLike[str] | None = None,
+    devices: Sequence[DeviceLike] | DeviceLike | None = None,
+    balance: Balance = "time",
 ) -> Explanation:
     """What would be traced and cut of a model, and what stands in the way.
 
@@ -157,12 +159,15 @@ def explain(
         example_kwargs: likewise.
         graph: a file to write the graph to: ``.dot`` in the DOT language, with one cluster per layer, or ``.png``,
             which needs matplotlib (``pip install roundpipe[plot]``). Nothing is written if the model can't be traced.
+        devices: as for `roundpipe.compile`: blocks too large for the memory of one of them are cut inside.
+        balance: as for `roundpipe.compile`.
 
     Returns:
         The explanation; ``print`` it. If the model can't be traced, it says why and what to change.
 
     Raises:
         ConfigError: there is no example, or an argument can't be used as given.
+        PartitionError: ``balance`` can't be used as given.
     """
     if isinstance(model, RoundPipe):
         model = model._target
@@ -182,12 +187,11 @@ def explain(
     if path is not None:
         check_format(path)
     name = type(model).__name__
+    options = LowerOptions(balance, largest_layer_bytes(devices))
     try:
         with torch.inference_mode(False), torch.enable_grad(), autocast_as_on_accelerator():
-            traced = trace(model, example_args, example_kwargs or {})
-            costs = measure(traced)
-            parts = partition(traced, costs)
-            chain = generate(traced, parts, costs)
+            traced = trace(model, example_args, example_kwargs or {}, max_leaf_bytes=options.max_layer_bytes)
+            lowered = lower(traced, options)
     except TypeError as error:
         if own is None:
             raise
@@ -198,8 +202,8 @@ def explain(
     except TraceError as error:
         return Explanation(name, None, None, (), error, () if own is None else tuple(own[1]))
     if path is not None:
-        write_graph(path, traced, parts)
-    return Explanation(name, traced, chain, _cuts(traced, chain))
+        write_graph(path, traced, lowered.partition)
+    return Explanation(name, traced, lowered.chain, _cuts(traced, lowered.chain))
 
 
 def _cuts(traced: TracedGraph, chain: LayerChain) -> tuple[tuple[tuple[str, int], ...], ...]:

@@ -21,9 +21,8 @@ import torch
 from roundpipe.core.errors import ConfigError, DeviceMemoryError, TraceError
 from roundpipe.core.layers import LayerChain, LayerCost
 from roundpipe.core.schedule import ExecutePlan, make_schedule
-from roundpipe.fx.passes.codegen import generate
-from roundpipe.fx.passes.cost import DeviceProfile, measure
-from roundpipe.fx.passes.partition import partition
+from roundpipe.fx.passes.cost import DeviceProfile
+from roundpipe.fx.passes.lower import LowerOptions, lower
 from roundpipe.fx.trace.tracer import trace
 from roundpipe.planning.planner import stage_needs
 from roundpipe.planning.simulated_timeline import simulate_timeline, steady
@@ -241,21 +240,19 @@ class _Measured:
 
 def _measured(target: Target, kwargs: dict[str, Any], machine: Machine, notes: list[str]) -> _Measured:
     """The layers, with costs for a microbatch like the keyword arguments."""
-    limit_bytes = largest_layer_bytes(machine.budget_bytes)
+    options = LowerOptions(max_layer_bytes=largest_layer_bytes(machine.budget_bytes))
     try:
         with torch.enable_grad():
-            traced = trace(target.model, (), kwargs, max_leaf_bytes=limit_bytes)
+            traced = trace(target.model, (), kwargs, max_leaf_bytes=options.max_layer_bytes)
     except TraceError as error:
         raise TraceError(f"there is no forecast for a model that runs whole, which this one would: {error}") from error
-    costs = measure(traced)
+    lowered = lower(traced, options)
     if traced.opaque:
         notes.append(f"{len(traced.opaque)} modules stayed whole: {', '.join(list(traced.opaque)[:3])}")
-    estimated = sum(cost.estimated for cost in costs.values())
+    estimated = sum(cost.estimated for cost in lowered.costs.values())
     if estimated:
-        notes.append(f"the costs of {estimated} of {len(costs)} nodes are guessed from sizes")
-    parts = partition(traced, costs, max_layer_bytes=limit_bytes)
-    on_device = generate(traced, parts, measure(traced, machine.profile))
-    return _Measured(generate(traced, parts, costs), on_device.costs)
+        notes.append(f"the costs of {estimated} of {len(lowered.costs)} nodes are guessed from sizes")
+    return _Measured(lowered.chain, lowered.costs_on(machine.profile))
 
 
 # One setting

@@ -17,6 +17,7 @@ from roundpipe.core.caller import caller_name, warn
 from roundpipe.core.errors import ConfigError, TraceError, enumerated
 from roundpipe.core.module_tree import weight_bytes_of
 from roundpipe.effects.run_once import differentiates_gradients, holders_of, holders_of_those, runs_autograd
+from roundpipe.fx.passes.lower import LowerOptions
 from roundpipe.fx.source import TracedSource, own_example
 from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.runtime.device.resolve import largest_layer_bytes, resolve_devices
@@ -140,10 +141,10 @@ def _traced(
         choice.hold(error.stateful)
         logger.info("%s can't be traced, so it is not cut by the graph compiler: %s", kind, error)
 
-    limit_bytes = largest_layer_bytes(settings.get("devices"))
+    options = LowerOptions(balance, largest_layer_bytes(settings.get("devices")))
     has_example = bool(example_args) or example_kwargs is not None
     preview = None if has_example else own_example(model)
-    source = TracedSource(model, balance, on_failure, preview, limit_bytes)
+    source = TracedSource(model, options, on_failure, preview)
     if has_example and source.chain_for(example_args, example_kwargs or {}) is None:
         return None
     if source.latest is not None:

@@ -1256,14 +1256,14 @@ def run_compiled(model: nn.Module, case: Case, info: Compiled) -> Iterator[Obser
     costs = _drawn_costs(scenario.drawn_costs)
     with contextlib.ExitStack() as patches:
         if costs is not None:
-            patches.enter_context(mock.patch("roundpipe.fx.source.measure", costs))
+            patches.enter_context(mock.patch("roundpipe.fx.passes.lower.measure", costs))
         if scenario.untraced:
             patches.enter_context(mock.patch("roundpipe.fx.source.trace", side_effect=TraceError("not tried")))
         pipe = info.pipe = roundpipe.compile(model, **options)
         yield from _run_steps(pipe, model, scenario, info)
 
 
-def _drawn_costs(seed: int | None) -> Callable[[TracedGraph], dict[Node, NodeCost]] | None:
+def _drawn_costs(seed: int | None) -> Callable[..., dict[Node, NodeCost]] | None:
     """A stand-in for `roundpipe.fx.passes.cost.measure`; what a node costs decides nothing but where layers end."""
     if seed is None:
         return None
@@ -1275,7 +1275,7 @@ def _drawn_costs(seed: int | None) -> Callable[[TracedGraph], dict[Node, NodeCos
         seconds = choose.choice([1e-6, 1e-4, 1e-3]) * (0.5 + choose.random())
         return NodeCost(value_bytes=value_bytes(node), forward_s=seconds, backward_s=2 * seconds)
 
-    def measure(traced: TracedGraph) -> dict[Node, NodeCost]:
+    def measure(traced: TracedGraph, profile: object) -> dict[Node, NodeCost]:
         return {node: draw(node) for node in traced.graph.nodes if node.op != "output"}
 
     return measure

@@ -33,6 +33,7 @@ from torch import nn
 import roundpipe
 from roundpipe.core.errors import TraceError
 from roundpipe.fx.operations import ApplyFunction
+from roundpipe.fx.passes.lower import LowerOptions
 from roundpipe.fx.source import RETRACES_BEFORE_WARNING, TracedSource
 from roundpipe.fx.trace.tracer import trace
 from tests.fx.against_eager import check, vectors
@@ -68,7 +69,7 @@ def test_attention_runs_the_same_kernels_as_eager(
 ) -> None:
     pytest.importorskip("transformers")
     model, given = llama(num_layers), inputs(4, 16)
-    chain = TracedSource(model, "time", on_failure=_raise).chain_for((), given)
+    chain = TracedSource(model, LowerOptions(), on_failure=_raise).chain_for((), given)
     assert chain is not None and len(chain) > 3
     eager = kernels(monkeypatch, lambda: model(**given))
     assert eager == {(False, True) if inputs is causal_inputs else (True, False)}

@@ -31,6 +31,7 @@ from roundpipe.core import trees
 from roundpipe.core.errors import TraceError
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.schedule import ExecutePlan
+from roundpipe.fx.passes.lower import LowerOptions
 from roundpipe.fx.source import TracedSource
 from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.wrappers.pipe import RoundPipe
@@ -196,7 +197,7 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
 def _compare(specimen: Specimen, row: Row, result: Result, tolerance: float) -> None:
     """Traces a model and runs its calls."""
     model, reference = specimen.model, copy.deepcopy(specimen.model)
-    source = TracedSource(model, "time", _raise)
+    source = TracedSource(model, LowerOptions(), _raise)
     config = RoundPipeRunConfig(num_microbatch=1)
     calls = calls_of(row)
     try:

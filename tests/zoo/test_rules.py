@@ -494,6 +494,7 @@ def calls_of_row(key: str) -> dict[str, Size]:
 
 def test_blocks_and_their_cuts_are_found() -> None:
     """A model that hands a second tensor along from block to block is seen to do so."""
+    from roundpipe.fx.passes.lower import LowerOptions
     from roundpipe.fx.source import TracedSource
 
     class Block(nn.Module):
@@ -519,7 +520,7 @@ def test_blocks_and_their_cuts_are_found() -> None:
 
     for hands_on, values in ((False, 1), (True, 2)):
         model = Model(hands_on)
-        chain = TracedSource(model, "time", lambda error: None).chain_for((torch.ones(EXAMPLE.batch, 8),), {})
+        chain = TracedSource(model, LowerOptions(), lambda error: None).chain_for((torch.ones(EXAMPLE.batch, 8),), {})
         assert chain is not None
         assert cuts_between_blocks(model, chain) == (4, values)
 

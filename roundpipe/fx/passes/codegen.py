@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import operator
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,18 +61,18 @@ def generate(traced: TracedGraph, partition: Partition, costs: Mapping[Node, Nod
         partition: its chunks.
         costs: of its nodes, from which the layers' costs are added up.
     """
-    layers, specs, layer_costs = [], [], []
+    layers, specs = [], []
     for chunk in partition.chunks:
         writer = _Writer(traced, chunk)
         layer = writer.write()
         layers.append(layer)
         specs.append(_spec(traced, partition, chunk, writer.uses_device))
-        layer_costs.append(_layer_cost(traced, partition, chunk, layer, costs))
     exit = OutputExit(traced.output)
     needed = {name for spec in specs for name in spec.reads} | set(exit.reads)
     paths = {name: path for name, path in traced.input_paths.items() if name in needed}
     entry = ArgumentEntry(CallForm(traced.model), paths)
-    return LayerChain(layers, specs, layer_costs, entry, exit, traced.example_elements)
+    sums = layer_costs(traced, partition, layers, costs)
+    return LayerChain(layers, specs, sums, entry, exit, traced.example_elements)
 
 
 # ---------------------------------------------------------------------------------- ends of the chain
@@ -393,6 +393,14 @@ def _spec(traced: TracedGraph, partition: Partition, chunk: Chunk, uses_device: 
         may_write_reads=False,
         execution_device=uses_device,
     )
+
+
+def layer_costs(
+    traced: TracedGraph, partition: Partition, layers: Iterable[nn.Module], costs: Mapping[Node, NodeCost]
+) -> tuple[LayerCost, ...]:
+    """The costs of a partition's layers, from those of the nodes."""
+    pairs = zip(partition.chunks, layers, strict=True)
+    return tuple(_layer_cost(traced, partition, chunk, layer, costs) for chunk, layer in pairs)
 
 
 def _layer_cost(

@@ -1,0 +1,71 @@
+"""From a traced graph to a chain of layers: measure -> partition -> generate.
+
+Compiling, explaining and forecasting all lower here, so that equal options give equal cuts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from roundpipe.core.layers import LayerChain, LayerCost
+from roundpipe.fx.graph import NodeCost, TracedGraph
+from roundpipe.fx.passes.codegen import generate, layer_costs
+from roundpipe.fx.passes.cost import DEFAULT_PROFILE, DeviceProfile, measure
+from roundpipe.fx.passes.partition import Balance, Partition, partition
+
+
+@dataclass(frozen=True, slots=True)
+class LowerOptions:
+    """What decides the cuts."""
+
+    balance: Balance = "time"
+    """What weighs: ``"time"``, ``"size"`` (bytes of weights) or a function of a leaf module."""
+    max_layer_bytes: int | None = None
+    """Bytes of weights and gradients above which a layer is cut, inside blocks if need be; the trace needs it, too."""
+    num_layers: int | None = None
+    """At most so many layers, evenly weighted, instead of the finest chain."""
+    profile: DeviceProfile = DEFAULT_PROFILE
+    """The device that estimated seconds are for."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoweredGraph:
+    """A graph with its costs, its cuts and the layers between them."""
+
+    traced: TracedGraph
+    costs: Mapping[Node, NodeCost]
+    partition: Partition
+    chain: LayerChain
+
+    def costs_on(self, profile: DeviceProfile) -> tuple[LayerCost, ...]:
+        """The layers' costs on a device other than the one that they were cut for."""
+        with torch.enable_grad():
+            costs = measure(self.traced, profile)
+        return layer_costs(self.traced, self.partition, self.chain, costs)
+
+
+def lower(traced: TracedGraph, options: LowerOptions = LowerOptions()) -> LoweredGraph:
+    """Cuts a graph into the finest chain of sensible layers, and generates them.
+
+    Args:
+        traced: a linted graph; values handed through unchanged are merged in it.
+        options: what decides the cuts.
+
+    Raises:
+        TraceError: an input is written in place and returned under its old name.
+        PartitionError: ``balance`` or ``num_layers`` is not usable, or there is nothing to cut.
+    """
+    with torch.enable_grad():
+        costs = measure(traced, options.profile)
+        parts = partition(
+            traced,
+            costs,
+            balance=options.balance,
+            num_layers=options.num_layers,
+            max_layer_bytes=options.max_layer_bytes,
+        )
+        return LoweredGraph(traced, costs, parts, generate(traced, parts, costs))
