@@ -199,7 +199,7 @@ def map_leaves(value: Any, function: Callable[[Any], Any], depth: int = 0) -> An
     below = children(value) if depth < MAX_DEPTH else None
     if below is None:
         return function(value)
-    return _with_children(value, [map_leaves(child, function, depth + 1) for _, child in below])
+    return with_children(value, [map_leaves(child, function, depth + 1) for _, child in below])
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
@@ -223,7 +223,8 @@ def rebuild(value: Any, new_leaves: list[Any]) -> Any:
     return map_leaves(value, lambda _: next(remaining))
 
 
-def _with_children(value: Any, new: list[Any]) -> Any:
+def with_children(value: Any, new: list[Any]) -> Any:
+    """A container of the form of ``value`` over other direct children."""
     kind = type(value)
     if isinstance(value, tuple):
         if hasattr(value, "_fields"):

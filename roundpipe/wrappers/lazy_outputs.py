@@ -21,7 +21,7 @@ import torch
 
 from roundpipe.core import trees
 from roundpipe.runtime.microbatch.merge import merge_value
-from roundpipe.runtime.microbatch.spec import RoundPipePackedData, with_children
+from roundpipe.runtime.microbatch.spec import RoundPipePackedData
 
 
 class MergedLater(torch.Tensor):
@@ -170,7 +170,7 @@ def merged_later(value: Any) -> Any:
         return value[0] if len(value) == 1 else merge_value(list(value), None, ())
     if not _holds_packed(value, 0):
         return value
-    return with_children(value, [merged_later(child) for _, child in trees.children(value) or ()])
+    return trees.with_children(value, [merged_later(child) for _, child in trees.children(value) or ()])
 
 
 def _holds_packed(value: Any, depth: int) -> bool:

@@ -22,12 +22,11 @@ from roundpipe.runtime.microbatch.spec import (
     checked_dim_size,
     described,
     holds_tensor,
-    is_spec,
+    is_function,
     is_spec_of,
     shape_of,
     spec_children,
     wait_for,
-    with_children,
 )
 
 _RULES = ("TensorChunkSpec", "_Replicate", "_CustomReducer")
@@ -50,7 +49,7 @@ def merge(outputs: list[Any], config: ResolvedConfig, events: Sequence[Event | N
     wait_for(events or ())
     if rule is True or rule is None:
         return outputs[0] if len(outputs) == 1 else merge_value(outputs, None, ())
-    if callable(rule) and not is_spec(rule):
+    if is_function(rule):
         return rule(outputs)
     return merge_value(outputs, rule, ())
 
@@ -73,13 +72,10 @@ def merge_value(values: list[Any], spec: Any, path: Path) -> Any:
         check_leaf_spec(spec, where, _RULES)
         return _merge_equal(values, where)
     specs = spec_children(spec, below, where)
-    return with_children(
-        first,
-        (
-            merge_value(column, child_spec, (*path, step))
-            for (step, column), child_spec in zip(below, specs, strict=True)
-        ),
-    )
+    merged = [
+        merge_value(column, child_spec, (*path, step)) for (step, column), child_spec in zip(below, specs, strict=True)
+    ]
+    return trees.with_children(first, merged)
 
 
 def _merge_tensors(values: list[Any], spec: Any, where: str) -> torch.Tensor:
@@ -173,7 +169,7 @@ def _pack(values: list[Any], path: Path, events: Sequence[Event | None] | None) 
     below = _children_of_all(values, path)
     if below is None:
         return first if all(_equal(first, value) for value in values) else RoundPipePackedData(values, events)
-    return with_children(first, (_pack(column, (*path, step), events) for step, column in below))
+    return trees.with_children(first, [_pack(column, (*path, step), events) for step, column in below])
 
 
 def _output_name(path: Path) -> str:

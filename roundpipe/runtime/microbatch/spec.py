@@ -17,7 +17,7 @@ import torch
 
 from roundpipe.core import trees
 from roundpipe.core.errors import MicrobatchError
-from roundpipe.core.trees import Step
+from roundpipe.core.trees import Path, Step
 from roundpipe.runtime.device.backend import Event
 
 _SPEC_MODULE = "torch.distributed.pipelining.microbatch"
@@ -60,6 +60,11 @@ def is_spec_of(spec: Any, name: str) -> bool:
 def is_spec(spec: Any) -> bool:
     """Whether this is one of torch's specs; asked before `callable`, since a class is callable."""
     return any(is_spec_of(spec, name) for name in ("TensorChunkSpec", "_Replicate", "_CustomReducer"))
+
+
+def is_function(rule: Any) -> bool:
+    """Whether a rule of the user's is a function and not a spec."""
+    return callable(rule) and not is_spec(rule)
 
 
 def spec_children(spec: Any, below: list[tuple[Step, Any]], where: str) -> list[Any]:
@@ -108,12 +113,6 @@ def holds_tensor(value: Any) -> bool:
     return any(isinstance(leaf, torch.Tensor) for leaf in trees.leaves(value))
 
 
-def with_children(value: Any, new: Iterable[Any]) -> Any:
-    """A container of the form of ``value`` over other direct children."""
-    remaining = iter(new)
-    return trees.map_leaves(value, lambda _: next(remaining), trees.MAX_DEPTH - 1)
-
-
 def wait_for(events: Iterable[Event | None]) -> None:
     """Return when all have happened."""
     for event in events:
@@ -134,3 +133,10 @@ def described(value: Any) -> str:
         return f"a {type(value).__name__} of tensors"
     text = repr(value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+def input_name(path: Path) -> str:
+    """A leaf as the user would write it: ``args[0]``, ``kwargs['mask']`` or ``label[1]``."""
+    if path and path[0].key == "label":
+        return "label" + trees.path_string(path[1:])
+    return ("args", "kwargs")[path[0].key] + trees.path_string(path[1:]) if path else "(args, kwargs)"
