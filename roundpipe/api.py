@@ -22,7 +22,7 @@ from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.runtime.device.resolve import DeviceLike, largest_layer_bytes
 from roundpipe.runtime.weights.host_weights import PinMode
 from roundpipe.wrappers.auto import AutoRoundPipe
-from roundpipe.wrappers.pipe import RoundPipe
+from roundpipe.wrappers.pipe import ChainProgram, RoundPipe
 from roundpipe.wrappers.wrap import PartsChoice, check_model
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ def compile(
     source = TracedSource(model, LowerOptions(balance, largest_layer_bytes(devices)), on_failure, preview)
     if has_example and source.chain_for(example_args, example_kwargs or {}) is None:
         return choice.wrap(settings)
-    pipe = RoundPipe.from_source(model, source, make_instead=choice.inside_of, **settings)
+    pipe = RoundPipe(ChainProgram(model, source, choice.fallback), **settings)
     if has_example:
         logger.info("%s", pipe.partition_table())
     return pipe

@@ -101,7 +101,7 @@ def assert_a_call_is_eager(pipe: Any, model: nn.Module, x: torch.Tensor) -> None
 
 
 def chain_of(pipe: Any) -> Any:
-    chain = pipe._state.source.latest
+    chain = pipe._runner.source.latest
     assert chain is not None
     return chain
 
@@ -270,7 +270,7 @@ def test_a_submodule_that_can_not_be_traced_stays_whole_and_the_rest_is_cut() ->
         pipe = compiled(model, example_args=(batch(),))
     with pipe:
         assert type(pipe) is RoundPipe and len(chain_of(pipe)) >= 5
-        assert list(pipe._state.source.opaque) == ["3"]
+        assert list(pipe._runner.source.opaque) == ["3"]
         assert_a_call_is_eager(pipe, model, batch())
 
 
@@ -628,4 +628,4 @@ def test_after_a_call_with_wrong_arguments_the_model_is_traced() -> None:
             pipe(torch.randn(3, 5))
         x = torch.randn(4, 16)
         torch.testing.assert_close(pipe(x)["scores"], model(x)["scores"])
-        assert pipe._state.instead is None
+        assert pipe._runner.fallback is None

@@ -13,6 +13,7 @@ import roundpipe
 from roundpipe import RoundPipe, RoundPipeRunConfig, TraceError
 from roundpipe.fx.passes.lower import LowerOptions
 from roundpipe.fx.source import TracedSource
+from roundpipe.wrappers.pipe import ChainProgram
 from tests.equality import assert_same_gradients, assert_same_state, difference, eager_forward_backward
 from tests.models import CASES, Case, in_dtype
 
@@ -40,8 +41,8 @@ class Traced:
 
     def pipe(self, num_workers: int, grain: str = "stage", num_microbatches: int = NUM_MICROBATCHES) -> RoundPipe:
         config = RoundPipeRunConfig(num_microbatch=num_microbatches, recompute_grain=grain)
-        return RoundPipe.from_source(
-            self.fresh_model(), self.source, devices=["cpu"] * num_workers, model_run_config=config
+        return RoundPipe(
+            ChainProgram(self.fresh_model(), self.source), devices=["cpu"] * num_workers, model_run_config=config
         )
 
 

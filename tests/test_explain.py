@@ -87,7 +87,7 @@ def test_the_layers_are_those_that_compile_makes(balance: str) -> None:
         devices = roundpipe.Device("cpu", memory_bytes=memory_bytes)
         explained = explain(model, inputs, devices=devices, balance=balance).chain
         with roundpipe.compile(model, example_args=inputs, devices=devices, balance=balance) as pipe:
-            compiled = pipe._state.source.latest  # no public method gives the layers as values
+            compiled = pipe._runner.source.latest  # no public method gives the layers as values
         assert explained is not None and compiled is not None
         assert explained.specs == compiled.specs and explained.costs == compiled.costs
         num_layers.append(len(compiled))

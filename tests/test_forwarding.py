@@ -184,7 +184,7 @@ def test_what_can_not_be_copied_says_what_to_do(kind: str, use: Callable[[Any], 
         assert isinstance(caught.value, TypeError) and isinstance(caught.value, RoundPipeError)
         if isinstance(pipe, AutoRoundPipe):
             with pytest.raises(NotCopyableError, match="part of another wrapper"):
-                copy.deepcopy(pipe._state.model)
+                copy.deepcopy(pipe._runner.tree.module)
 
 
 # Utilities of torch.nn.Module

@@ -28,6 +28,7 @@ from roundpipe import (
 )
 from roundpipe.core import trees
 from roundpipe.effects.run_once import Before, first_to_run_once
+from roundpipe.wrappers.auto import Parts, PartsProgram
 from roundpipe.wrappers.parts import IN_ONE_PIECE, Part, overlaid
 from tests.equality import assert_same_gradients, assert_same_state
 
@@ -108,7 +109,7 @@ class Root(nn.Module):
 
 def auto(model: nn.Module, **options: Any) -> AutoRoundPipe:
     parts = {module: RoundPipeRunConfig() for module in model.children()}
-    return AutoRoundPipe.of_parts(model, parts, splits_inside=True, name="whole", devices=["cpu"], **options)
+    return AutoRoundPipe(PartsProgram(model, Parts(parts)), name="whole", devices=["cpu"], **options)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +185,7 @@ def test_what_a_part_hands_on_is_the_same_tensor(what: str) -> None:
     model = WritesWhatItGets(what).double()
     reference = copy.deepcopy(model)
     parts = dict.fromkeys(model.children(), IN_ONE_PIECE)
-    with AutoRoundPipe.of_parts(model, parts, splits_inside=True, name="whole", devices=["cpu"]) as pipe:
+    with AutoRoundPipe(PartsProgram(model, Parts(parts)), name="whole", devices=["cpu"]) as pipe:
         x = torch.randn(4, WIDTH, dtype=torch.float64)
         with pytest.warns(UserWarning, match="dropout runs on the CPU.*it returns memory of a tensor that it is given"):
             found = pipe(x)
@@ -254,7 +255,7 @@ def test_a_write_into_what_a_part_returned_is_seen_wherever_it_is_in_eager(
     model = WritesBehind(copy.deepcopy(part)).double()
     reference = copy.deepcopy(model)
     parts = dict.fromkeys(model.children(), RoundPipeRunConfig(num_microbatch=num_microbatch))
-    with AutoRoundPipe.of_parts(model, parts, splits_inside=True, name="whole", devices=["cpu"] * 2) as pipe:
+    with AutoRoundPipe(PartsProgram(model, Parts(parts)), name="whole", devices=["cpu"] * 2) as pipe:
         for _ in range(2):
             x = torch.randn(4, WIDTH, dtype=torch.float64)
             found, expected = pipe(x), reference(x)
@@ -304,7 +305,7 @@ def test_hooks_hand_on_through_a_context_variable(
     model = Collects().double()
     reference = copy.deepcopy(model)
     parts = dict.fromkeys(model.blocks, RoundPipeRunConfig(num_microbatch=num_microbatch))
-    with AutoRoundPipe.of_parts(model, parts, splits_inside=True, name="whole", devices=["cpu"] * 2) as pipe:
+    with AutoRoundPipe(PartsProgram(model, Parts(parts)), name="whole", devices=["cpu"] * 2) as pipe:
         for _ in range(2):
             x = torch.randn(4, WIDTH, dtype=torch.float64)
             losses = []
@@ -360,7 +361,7 @@ def test_hooks_of_a_part_run_once_around_it() -> None:
     whole.part.register_forward_hook(after)
     reference = copy.deepcopy(whole)
     parts = {whole.part: RoundPipeRunConfig(num_microbatch=2)}
-    with AutoRoundPipe.of_parts(whole, parts, splits_inside=True, name="whole", devices=["cpu"] * 2) as pipe:
+    with AutoRoundPipe(PartsProgram(whole, Parts(parts)), name="whole", devices=["cpu"] * 2) as pipe:
         x = torch.randn(4, WIDTH, dtype=torch.float64)
         for _ in range(2):
             found, expected = pipe(x), reference(x)
@@ -398,7 +399,7 @@ def test_an_expert_that_no_token_goes_to_gets_gradients_of_zero(budget_bytes: in
     reference = copy.deepcopy(model)
     parts = {module: RoundPipeRunConfig() for module in [model.router, *model.experts]}
     devices = [Device("cpu", memory_bytes=budget_bytes)] * 2
-    with AutoRoundPipe.of_parts(model, parts, splits_inside=True, name="whole", devices=devices) as pipe:
+    with AutoRoundPipe(PartsProgram(model, Parts(parts)), name="whole", devices=devices) as pipe:
         for goes_to in (torch.arange(6) % 2, torch.zeros(6), torch.ones(6), torch.arange(6) % 2):
             x = torch.randn(6, WIDTH, dtype=torch.float64)
             found, expected = pipe(x, goes_to), reference(x, goes_to)
@@ -536,7 +537,7 @@ def test_children_of_a_sequential_part_can_be_taken() -> None:
 def test_a_part_does_not_close_the_whole() -> None:
     model = Caller()
     with auto(model) as pipe:
-        part = pipe._state.model._modules["linear"]
+        part = pipe._runner.tree.module._modules["linear"]
         assert isinstance(part, Part) and isinstance(part, nn.Linear)
         part.close()
         pipe(torch.randn(4, WIDTH))
@@ -781,7 +782,7 @@ def test_a_part_without_state_stays_on_the_devices() -> None:
     model.odd.linear.register_forward_hook(lambda module, args, output: noted.append(len(output)))
     with auto(model) as pipe:
         pipe(torch.randn(4, WIDTH)).sum().backward()
-        part = pipe._state.model.odd
+        part = pipe._runner.tree.module.odd
         assert part.__dict__["_part"].why_on_host is None and noted
         assert model.odd.length == 2
 
@@ -854,7 +855,7 @@ def test_weights_that_hooks_make(kind: str, holder: str) -> None:
     parts = dict.fromkeys(model.children(), IN_ONE_PIECE)
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
     options: dict[str, Any] = {"devices": ["cpu"] * 2, "model_run_config": IN_ONE_PIECE}
-    with AutoRoundPipe.of_parts(model, parts, splits_inside=False, **options) as pipe:
+    with AutoRoundPipe(PartsProgram(model, Parts(parts, splits_inside=False)), **options) as pipe:
         own = torch.optim.SGD(pipe.optim_parameters(), lr=0.1)
         for step in range(3):
             x = torch.randn(4, WIDTH, dtype=torch.float64)
@@ -890,7 +891,7 @@ def test_nested_tensors_are_for_the_host() -> None:
     x, padding = torch.randn(4, 5, 8), torch.zeros(4, 5, dtype=torch.bool)
     padding[1:, 3:] = True
     parts = dict.fromkeys(model.encoder.layers, IN_ONE_PIECE)
-    with AutoRoundPipe.of_parts(model, parts, splits_inside=True, devices=["cpu"]) as pipe, warnings.catch_warnings():
+    with AutoRoundPipe(PartsProgram(model, Parts(parts)), devices=["cpu"]) as pipe, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*nested tensors")
         warnings.filterwarnings("error", message=".*runs on the CPU")
         for is_training in (True, False, True):

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import roundpipe
 from roundpipe import AutoRoundPipe, ConfigError, RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
+from roundpipe.wrappers.auto import HostRunner
 from roundpipe.wrappers.parts import Part
 from tests.equality import assert_same_gradients, assert_same_state, eager_forward_backward
 
@@ -115,8 +116,12 @@ def wrapped(model: nn.Module, **options: Any) -> Any:
     return wrap_model_to_roundpipe(model, use_sequential_preset=False, name="wrapped", devices=DEVICES, **options)
 
 
-def tree_parts(pipe: AutoRoundPipe) -> dict[str, Part]:
-    """Qualified name -> part, in the wrapped tree."""
+def tree_parts(pipe: Any) -> dict[str, Part]:
+    """Qualified name -> part, in the wrapped tree, which no public name shows."""
+    return parts_in(pipe._runner)
+
+
+def parts_in(runner: HostRunner) -> dict[str, Part]:
     found: dict[str, Part] = {}
 
     def look(module: nn.Module, prefix: str) -> None:
@@ -126,7 +131,7 @@ def tree_parts(pipe: AutoRoundPipe) -> dict[str, Part]:
             elif child is not None:
                 look(child, f"{prefix}{name}.")
 
-    look(pipe._state.model, "")
+    look(runner.tree.module, "")
     return found
 
 
@@ -303,7 +308,7 @@ def test_a_module_with_parameters_of_its_own_is_one_layer() -> None:
             self.table = nn.Parameter(torch.zeros(5000))
 
     with wrapped(Own()) as pipe:
-        assert pipe._state.model.model is pipe.model
+        assert pipe._runner.tree.module.model is pipe.model
     train_like_eager(Own().double(), wrapped)
 
 
@@ -314,7 +319,7 @@ def test_thresholds() -> None:
         assert isinstance(pipe, AutoRoundPipe)
         assert set(tree_parts(pipe)) == {"embed", "norm", "head", *every_block}
     with wrapped(Nested(), upper_threshold=100_000) as pipe:
-        assert pipe._state.model.model is pipe.model
+        assert pipe._runner.tree.module.model is pipe.model
     with wrapped(Nested(), upper_threshold=0) as pipe:
         assert "stem" in tree_parts(pipe)
         assert "shared" not in tree_parts(pipe)  # 9 KB, below lower_threshold and above upper_threshold
@@ -470,7 +475,7 @@ def test_an_example_of_its_own_that_does_not_fit_decides_nothing(
         assert len(caplog.records) == 1 and "at its first call" in caplog.text
         assert "not traced yet" in pipe.partition_table()
         pipe(torch.randn(6, 8))
-        assert pipe._state.instead is None and "layer" in pipe.partition_table()
+        assert pipe._runner.fallback is None and "layer" in pipe.partition_table()
 
 
 def test_required_of_a_model_that_shows_only_with_its_own_example_that_it_can_not_be_traced() -> None:
@@ -484,7 +489,7 @@ def test_required_of_a_model_that_shows_only_with_its_own_example_that_it_can_no
             pipe(torch.randn(6, 8))
     with wrap_model_to_roundpipe(Own(), devices=DEVICES) as pipe, torch.no_grad():
         pipe(torch.randn(6, 8))
-        assert isinstance(pipe._state.instead, AutoRoundPipe)
+        assert isinstance(pipe._runner.fallback, HostRunner)
 
 
 def test_without_an_example_it_is_cut_at_the_first_call(caplog: pytest.LogCaptureFixture) -> None:
@@ -524,9 +529,9 @@ def test_found_untraceable_at_the_first_call_it_is_wrapped_module_by_module() ->
     with wrap_model_to_roundpipe(model, **options) as pipe:
         with torch.no_grad():
             pipe(**inputs())
-        inside = pipe._state.instead
-        assert sizes[-2:] == [6, 6] and isinstance(inside, AutoRoundPipe)
-        assert set(tree_parts(inside)) == {"norm", "head", *(f"blocks.{index}" for index in range(3))}
+        inside = pipe._runner.fallback
+        assert sizes[-2:] == [6, 6] and isinstance(inside, HostRunner)
+        assert set(parts_in(inside)) == {"norm", "head", *(f"blocks.{index}" for index in range(3))}
     train_like_eager(Branching().double(), lambda one: wrap_model_to_roundpipe(one, devices=DEVICES))
 
 

@@ -7,24 +7,14 @@ done, or is refused where it can't be meant.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
 
 from roundpipe.core.errors import ConfigError
-from roundpipe.runtime.engine.engine import Engine
-from roundpipe.runtime.optimizer.optimizer import OptimizerSide, inside_optimizer
-
-
-class Wrapped(Protocol):
-    """What a wrapper holds that its view of the model needs."""
-
-    model: nn.Module
-    original: nn.Module | None
-    """The model to show, if it is another than the one that runs."""
-    optimizer: OptimizerSide
-    engine: Engine
+from roundpipe.runtime.optimizer.optimizer import inside_optimizer
+from roundpipe.wrappers.session import Session
 
 
 class ModelView(nn.Module):
@@ -32,33 +22,31 @@ class ModelView(nn.Module):
     original model.
     """
 
-    _state: Wrapped
+    _session: Session
 
     @property
     def model(self) -> nn.Module:
         """The wrapped module."""
-        return self._state.model
+        return self._session.model
 
     def set_original_model(self, original_model: nn.Module) -> None:
         """Answer attribute access with another model than the wrapped one."""
         if not isinstance(original_model, nn.Module):
             raise ConfigError(f"the original model must be an nn.Module, got {type(original_model).__name__}")
-        self._state.original = original_model
+        self._session.shown = original_model
 
     @property
     def _target(self) -> nn.Module:
-        state = self._state
-        return state.model if state.original is None else state.original
+        return self._session.shown
 
     def __getattr__(self, name: str) -> Any:
-        state = self.__dict__.get("_state")
-        if state is None:
+        session = self.__dict__.get("_session")
+        if session is None:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        target = state.model if state.original is None else state.original
-        return getattr(target, name)
+        return getattr(session.shown, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "_state" not in self.__dict__:
+        if "_session" not in self.__dict__:
             super().__setattr__(name, value)
         elif name == "training":
             self.__dict__["training"] = value
@@ -74,7 +62,7 @@ class ModelView(nn.Module):
     def train(self, mode: bool = True) -> Self:
         """Set training mode on the wrapper and the model."""
         self._target.train(mode)
-        self._state.model.train(mode)
+        self.model.train(mode)
         self.__dict__["training"] = mode
         return self
 
@@ -84,8 +72,8 @@ class ModelView(nn.Module):
         """The model's parameters; inside ``step_fn``, the optimizer's copies."""
         if inside_optimizer():
             return self.optim_named_parameters(prefix, remove_duplicate)
-        if not self._state.engine.is_inside:
-            self._state.engine.finish()  # whoever asks may read gradients
+        if not self._session.engine.is_inside:
+            self._session.engine.finish()  # whoever asks may read gradients
         return self._target.named_parameters(prefix, recurse, remove_duplicate)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -135,10 +123,10 @@ class ModelView(nn.Module):
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load the model's state and take it over into the optimizer's copies."""
-        state = self._state
-        state.optimizer.synchronize()
+        session = self._session
+        session.optimizer.synchronize()
         result = self._target.load_state_dict(state_dict, strict=strict, assign=assign)
-        state.optimizer.refresh()
+        session.optimizer.refresh()
         return result
 
     def _load_from_state_dict(
@@ -187,7 +175,7 @@ class ModelView(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop accumulated gradients, on the model's side and on the optimizer's."""
-        self._state.optimizer.zero_grad(set_to_none)
+        self._session.optimizer.zero_grad(set_to_none)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Switch gradients of all parameters on or off."""
@@ -196,8 +184,8 @@ class ModelView(nn.Module):
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Apply a function to every module of the model."""
-        self._state.engine.refuse_inside("apply()")
-        self._state.engine.finish()
+        self._session.engine.refuse_inside("apply()")
+        self._session.engine.finish()
         self._target.apply(fn)
         return self
 
@@ -222,9 +210,9 @@ class ModelView(nn.Module):
                 f"the model's weights stay in host memory and are streamed to the devices; moving them to {device} "
                 f"is not possible. Choose devices with compile(model, devices=[{example!r}])"
             ) from problem
-        self._state.optimizer.synchronize()
+        self._session.optimizer.synchronize()
         self._target._apply(fn, recurse)
-        self._state.optimizer.refresh()
+        self._session.optimizer.refresh()
         return self
 
 

@@ -41,6 +41,7 @@ from roundpipe.runtime.weights.replica import Replica
 from roundpipe.wrappers.lazy_outputs import all_settled, holds_later, merged_later, packed_again
 from roundpipe.wrappers.module_layers import chain_of_modules
 from roundpipe.wrappers.pipe import RoundPipe
+from roundpipe.wrappers.session import Session
 
 IN_ONE_PIECE = RoundPipeRunConfig(num_microbatch=1)
 _AS_IT_IS = RoundPipeRunConfig(num_microbatch=1, split_input=lambda args, kwargs, number: ([args], [kwargs]))
@@ -335,7 +336,7 @@ class Part(RoundPipe):
     @classmethod
     def of(
         cls,
-        whole: RoundPipe,
+        session: Session,
         name: str,
         module: nn.Module,
         given: RoundPipeRunConfig,
@@ -346,7 +347,7 @@ class Part(RoundPipe):
         """The part of a whole.
 
         Args:
-            whole: has the workers.
+            session: has the workers.
             name: qualified, of the module; empty for the whole's model itself.
             module: a `nn.Sequential` has one layer per child.
             given: options of this part alone.
@@ -367,7 +368,7 @@ class Part(RoundPipe):
         if handing_on is None:
             chain.exit = same = _GiveSame(*chain.specs[0].makes, *chain.specs[0].reads)
         kind: type[Part] = SequencePart if isinstance(module, nn.Sequential) else cls
-        part = kind.inside(whole, module, FixedChain(chain), name or whole._state.name)
+        part = kind.inside(session, module, FixedChain(chain), name or session.name)
         part.__dict__["_part"] = _PartState(given, options, merges_later, watched, same, handing_on, is_split=is_split)
         return part
 
@@ -439,7 +440,7 @@ class Part(RoundPipe):
 
     def _run_on_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any], config: RoundPipeRunConfig) -> Any:
         """The module's outputs; a neighbour's pieces are taken, and the own ones given, as they are."""
-        resolved = resolve(config, self._state.config, num_devices=self._state.engine.num_workers)
+        resolved = resolve(config, RoundPipeRunConfig(), num_devices=self._session.engine.num_workers)
         part: _PartState = self.__dict__["_part"]
         whole = args, kwargs
         if holds_later(whole):
@@ -453,7 +454,8 @@ class Part(RoundPipe):
             part.same.begin()
         if part.handing_on is not None:
             part.handing_on.clear()
-        outputs = super().forward(*args, roundpipe_run_config=config, **kwargs)
+        self._session.engine.refuse_inside(f"{self._session.name}(...)")
+        outputs = self._runner.forward(args, kwargs, config)
         if part.handing_on is not None and len(part.handing_on) == len(part.watched):
             raise _HandsOnOtherwise(_RETURNS_GIVEN)
         if later:
@@ -483,13 +485,13 @@ class Part(RoundPipe):
         part: _PartState = self.__dict__["_part"]
         if part.why_on_host is None:
             part.why_on_host = why
-            warn(f"{self._state.name or 'the model'} runs on the CPU from now on: {why}")
+            warn(f"{self._session.name or 'the model'} runs on the CPU from now on: {why}")
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         """The module's own, so that code around it which asks ``isinstance`` decides as it would in eager."""
-        state = self.__dict__.get("_state")
-        return Part if state is None else type(state.model)
+        session = self.__dict__.get("_session")
+        return Part if session is None else type(session.model)
 
     def close(self) -> None:
         """Nothing: the whole is closed."""
@@ -567,13 +569,13 @@ class HostTree(Replica):
         """What runs on the devices."""
         return [one for one in self._in_place_of.values() if isinstance(one, Part)]
 
-    def attach_loss_functions(self, whole: RoundPipe, options: CallOptions) -> None:
+    def attach_loss_functions(self, session: Session, options: CallOptions) -> None:
         """Send the loss functions of Hugging Face models to the devices: in one piece, a mean over all."""
         base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
         for original in self._originals:
             if base is not None and isinstance(original, base):
                 name = f"loss function of {type(original).__name__}"
-                part = Part.of(whole, name, _LossFunction(original), IN_ONE_PIECE, options)
+                part = Part.of(session, name, _LossFunction(original), IN_ONE_PIECE, options)
                 self._loss_functions[id(original)] = part
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

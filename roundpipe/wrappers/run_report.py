@@ -269,12 +269,13 @@ class LatestRound:
     recompute_grain: RecomputeGrain
     overlaps: bool
     """Whether the next round begins beside it."""
+    plans: PlanChooser
+    """Know what its layers take."""
 
 
 def make_report(
     name: str,
     log: RunLog,
-    plans: PlanChooser,
     engine: Engine,
     optimizer: OptimizerSide,
     model: torch.nn.Module,
@@ -285,7 +286,6 @@ def make_report(
     Args:
         name: of the model.
         log: what calls brought; is reset.
-        plans: know what layers take.
         engine: its rounds and workers; their counts are reset.
         optimizer: its steps and copies.
         model: has the weights.
@@ -312,7 +312,7 @@ def make_report(
         workers=tuple(map(_worker_report, engine.devices, meters, engine.peak_bytes())),
         optimizer_s={what: one for what, one in spent.items() if one > 0},
         host_memory=_host_memory(model, optimizer.parameter_pairs()),
-        predicted=_predict(log.latest, plans, engine, readings, spent.get("update", 0.0), num_steps),
+        predicted=_predict(log.latest, engine, readings, spent.get("update", 0.0), num_steps),
     )
     rounds.reset()
     log.num_calls, log.num_samples, log.num_tokens, log.tokens_of = 0, 0, 0, None
@@ -355,7 +355,6 @@ def _address(tensor: torch.Tensor) -> int | None:
 
 def _predict(
     latest: LatestRound | None,
-    plans: PlanChooser,
     engine: Engine,
     meters: Sequence[MeterReading],
     update_s: float,
@@ -365,7 +364,8 @@ def _predict(
     chain = None if latest is None else latest.chain()
     if latest is None or chain is None:
         return None
-    schedule, grain, costs = latest.schedule, latest.recompute_grain, plans.costs(chain, latest.elements)
+    plans, schedule, grain = latest.plans, latest.schedule, latest.recompute_grain
+    costs = plans.costs(chain, latest.elements)
     knows_memory = any(cost.activation_bytes for cost in costs)
     profile = HardwareProfile.of_devices(engine.has_accelerators, prefetch_across_rounds=latest.overlaps)
     plan_peak = None

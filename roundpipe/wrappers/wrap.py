@@ -21,10 +21,11 @@ from roundpipe.fx.passes.lower import LowerOptions
 from roundpipe.fx.source import TracedSource, own_example
 from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.runtime.device.resolve import largest_layer_bytes, resolve_devices
-from roundpipe.wrappers.auto import AutoRoundPipe, Parts
+from roundpipe.wrappers.auto import AutoRoundPipe, HostRunner, Parts, PartsProgram
 from roundpipe.wrappers.model_view import check_parts_unwrapped
 from roundpipe.wrappers.parts import IN_ONE_PIECE, is_sequential, overlaid
-from roundpipe.wrappers.pipe import RoundPipe
+from roundpipe.wrappers.pipe import ChainProgram, RoundPipe
+from roundpipe.wrappers.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +152,7 @@ def _traced(
         logger.info("%s is cut by the graph compiler; use_sequential_preset=False wraps its modules instead", kind)
     else:
         logger.info("%s will be cut by the graph compiler at its first call", kind)
-    return RoundPipe.from_source(model, source, make_instead=choice.inside_of, **settings)
+    return RoundPipe(ChainProgram(model, source, choice.fallback), **settings)
 
 
 @dataclass(slots=True)
@@ -188,15 +189,12 @@ class PartsChoice:
         if self.model in choice.parts and is_sequential(self.model):
             return RoundPipe(self.model, **settings)
         parts = self._parts(choice)
-        return AutoRoundPipe.of_parts(
-            self.model, parts.on_devices, parts.left, splits_inside=parts.splits_inside, **settings
-        )
+        return AutoRoundPipe(PartsProgram(self.model, parts), **settings)
 
-    def inside_of(self, whole: RoundPipe) -> RoundPipe:
-        """What runs the model of a wrapper that turned out to have no layers for a call."""
-        choice = self._choose(whole._state.engine.num_workers)
-        config = self._config(choice, whole._state.config)
-        return AutoRoundPipe.inside_of(whole, self.model, self._parts(choice), config)
+    def fallback(self, session: Session) -> HostRunner:
+        """What runs the calls of a session's model for which it turned out to have no layers."""
+        choice = self._choose(session.engine.num_workers)
+        return HostRunner(session, self._parts(choice), self._config(choice, session.config))
 
     def _choose(self, num_devices: int) -> _Choice:
         upper_threshold = self.upper_threshold

@@ -83,7 +83,8 @@ def check(
             model, example_kwargs=calls[0], devices=["cpu", "cpu"], model_run_config=config, name="checked"
         )
         with pipe:
-            pipe._state.maker.plan = lambda call: one_layer_per_stage(len(call.chain))  # type: ignore[method-assign]
+            if not isinstance(pipe, AutoRoundPipe):
+                pipe._runner.maker.plan = lambda call: one_layer_per_stage(len(call.chain))  # type: ignore[method-assign]
             for call in calls:
                 mine = trees.map_tensors(
                     call, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad)
@@ -101,10 +102,11 @@ def check(
                 assert_same_state(model, reference, tolerance)
                 for a, b in zip(trees.tensors(call), trees.tensors(mine), strict=True):
                     assert difference(b.grad, a.grad) <= tolerance
-        chain = pipe._state.source.latest
+        source = None if isinstance(pipe, AutoRoundPipe) else pipe._runner.source
+        chain = None if source is None else source.latest
         return Seen(
             0 if chain is None else len(chain),
             pipe.trace_count,
-            dict(getattr(pipe._state.source, "opaque", {})),
-            isinstance(pipe, AutoRoundPipe) or chain is None,
+            dict(getattr(source, "opaque", {})),
+            chain is None,
         )

@@ -556,7 +556,7 @@ def stages_of_two(num_layers):
 
 
 def backends_of(piped):
-    return piped._state.engine.backends
+    return piped._session.engine.backends
 
 
 @pytest.mark.parametrize("lane", [Lane.COMPUTE, Lane.UPLOAD], ids=str)

@@ -333,7 +333,7 @@ def test_what_goes_wrong_after_an_error_is_noted_and_the_next_call_works(monkeyp
         notes = "\n".join(caught.value.__notes__)
         assert "after it, clumsy worker" in notes and "KeyError: 'while letting go'" in notes
         assert "after the error of a round" in caplog.text
-        assert [one.ledger.by_purpose["gradients"] for one in piped._state.engine.backends] == [0, 0]
+        assert [one.ledger.by_purpose["gradients"] for one in piped._session.engine.backends] == [0, 0]
         assert_still_works(piped, model)
 
 
@@ -350,7 +350,7 @@ def test_an_error_that_nothing_catches_fails_the_rounds_instead_of_hanging(where
 
     with roundpipe.RoundPipe(model, devices=["cpu"] * 2, name="lost") as piped:
         run()
-        worker = piped._state.engine._workers[1]
+        worker = piped._session.engine._workers[1]
         if where == "after an error":
             Fragile.broken["early"] = "forward"
             monkeypatch.setattr(worker, "_abandon", fails)
@@ -374,7 +374,7 @@ def test_an_error_that_nothing_catches_fails_the_rounds_instead_of_hanging(where
 def test_a_round_that_a_worker_lost_is_taken_up_again(monkeypatch):
     """As if an error came up in the worker's thread before it had begun with what it was given."""
     with roundpipe.RoundPipe(fragile_model(), devices=["cpu"] * 2, name="lost") as piped:
-        thread = piped._state.engine._workers[0]._thread
+        thread = piped._session.engine._workers[0]._thread
         submit, told = thread.submit, threading.Event()
 
         def lose(work):
@@ -421,7 +421,7 @@ def test_a_hook_that_can_not_run_is_refused_before_any_work(monkeypatch):
                     ConfigError, match=r"1\.0\.weight has a hook of register_post_accumulate.*model\.step"
                 ):
                     call()
-                seen.append(piped._state.engine.rounds.num_begun)
+                seen.append(piped._session.engine.rounds.num_begun)
             assert seen == [0, 0]
             with torch.no_grad():
                 piped(batch())

@@ -216,7 +216,7 @@ def test_a_late_error_is_raised_at_the_next_call(then):
         train(piped, batch())
         model[1].switch.fails = True
         model[1].switch.may_go.set()
-        (running,) = piped._state.engine.running() or [None]
+        (running,) = piped._session.engine.running() or [None]
         if running is not None:
             running.progress.wait_over()
         with pytest.raises(ZeroDivisionError, match="in the backward") as caught:

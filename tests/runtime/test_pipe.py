@@ -15,6 +15,7 @@ from torch import nn
 import roundpipe
 from roundpipe.core.errors import ClosedError, ConfigError
 from roundpipe.wrappers.module_layers import chain_of_modules
+from roundpipe.wrappers.pipe import ChainProgram
 from tests.runtime.models import (
     DTYPE,
     assert_equal_bits,
@@ -43,14 +44,14 @@ def threads():
 
 def test_a_sequential_has_one_layer_per_child():
     with roundpipe.RoundPipe(mlp(5)) as piped:
-        assert len(piped._state.source.chain) == 5
-        assert [spec.name for spec in piped._state.source.chain.specs] == ["0", "1", "2", "3", "4"]
+        assert len(piped._runner.source.chain) == 5
+        assert [spec.name for spec in piped._runner.source.chain.specs] == ["0", "1", "2", "3", "4"]
 
 
 def test_a_child_that_is_there_twice_is_two_layers():
     shared = nn.Linear(3, 3)
     with roundpipe.RoundPipe(nn.Sequential(shared, nn.Tanh(), shared)) as piped:
-        assert len(piped._state.source.chain) == 3
+        assert len(piped._runner.source.chain) == 3
 
 
 def test_any_other_module_is_one_layer():
@@ -62,17 +63,17 @@ def test_any_other_module_is_one_layer():
         reference = copy.deepcopy(model)
         expected, _ = eager_round(reference, (batch(),), num=3)
         with roundpipe.RoundPipe(model, devices=["cpu"] * 2) as piped:
-            assert len(piped._state.source.chain) == 1
+            assert len(piped._runner.source.chain) == 1
             torch.testing.assert_close(train_once(piped), expected, rtol=0, atol=1e-10)
         assert_same(gradients(model), gradients(reference))
 
 
 def test_the_name_is_the_callers_line_by_default():
     with roundpipe.RoundPipe(mlp(1), name="mine") as piped:
-        assert piped._state.name == "mine"
+        assert piped._session.name == "mine"
     line = sys._getframe().f_lineno + 1
     with roundpipe.RoundPipe(mlp(1)) as piped:
-        assert piped._state.name == f"test_pipe.py:{line}"
+        assert piped._session.name == f"test_pipe.py:{line}"
 
 
 def test_attributes_are_those_of_the_model():
@@ -574,7 +575,7 @@ def test_microbatches_of_one_call_may_have_chains_of_their_own():
     outputs = references[1](references[0](batch(8)))
     expected = square_loss(outputs, None)
     expected.backward()
-    with roundpipe.RoundPipe.from_source(model, BySize(model), devices=["cpu"] * 2) as piped:
+    with roundpipe.RoundPipe(ChainProgram(model, BySize(model)), devices=["cpu"] * 2) as piped:
         assert piped.trace_count == 2
         given = front(batch(8))  # in microbatches of 3, 3 and 2
         loss, found = piped.forward_backward((given,), loss_fn=square_loss, return_outputs=True, run_config=config(3))

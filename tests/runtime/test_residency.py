@@ -87,8 +87,8 @@ def test_rebinding_data_is_noticed_and_still_right():
     model = mlp(3)
     with roundpipe.RoundPipe(model) as piped:
         piped(batch())
-        host = piped._state.host
-        layer = piped._state.source.chain[1]
+        host = piped._session.host
+        layer = piped._runner.source.chain[1]
         assert host.layer("1", layer).is_packed()
         model[1][0].weight.data = torch.full((6, 6), 0.25, dtype=DTYPE)
         assert not host.layer("1", layer).is_packed()
@@ -103,7 +103,7 @@ def test_other_dtypes_and_shapes_are_packed_again():
         model.float()
         with torch.no_grad():
             torch.testing.assert_close(piped(batch().float()), model(batch().float()))
-        assert all(piped._state.host.layer("", layer).is_packed() for layer in piped._state.source.chain)
+        assert all(piped._session.host.layer("", layer).is_packed() for layer in piped._runner.source.chain)
 
 
 def test_strides_are_kept():
@@ -148,7 +148,7 @@ def test_host_memory_of_packed_weights():
     weight_bytes = sum(p.nbytes for p in model.parameters())
     with roundpipe.RoundPipe(model) as piped, torch.no_grad():
         piped(torch.ones(2, 100))
-        buffers = {id(w.packed): w.packed.numel() for w in piped._state.host._layers.values()}
+        buffers = {id(w.packed): w.packed.numel() for w in piped._session.host._layers.values()}
     assert weight_bytes <= sum(buffers.values()) <= 1.1 * weight_bytes
 
 
@@ -164,9 +164,9 @@ with torch.no_grad():
         p.fill_(0.5)
 piped = roundpipe.RoundPipe(model)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-chain = piped._state.source.chain
+chain = piped._runner.source.chain
 for spec, layer in zip(chain.specs, chain):
-    piped._state.host.prepare(spec.name, layer)
+    piped._session.host.prepare(spec.name, layer)
 grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
 assert grown < 4 * megabytes, grown
 """

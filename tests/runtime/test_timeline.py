@@ -53,7 +53,7 @@ def recorded(**settings):
         train(piped, 1, **run)
         piped.synchronize()
         schedule = make_schedule(
-            PLAN, len(piped._state.engine.backends), NUM_MICROBATCHES, first_job=piped._state.engine.next_job
+            PLAN, len(piped._session.engine.backends), NUM_MICROBATCHES, first_job=piped._session.engine.next_job
         )
         with piped.record_timeline() as timeline:
             train(piped, 2, **run)
@@ -455,7 +455,7 @@ class TestOnAnAccelerator:
         with piped:
             run_wide(piped, value, 2)
             piped.synchronize()
-            first_job = piped._state.engine.next_job
+            first_job = piped._session.engine.next_job
             started = time.perf_counter()
             with piped.record_timeline() as timeline:
                 run_wide(piped, value, 2)

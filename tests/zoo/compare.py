@@ -34,7 +34,7 @@ from roundpipe.core.schedule import ExecutePlan
 from roundpipe.fx.passes.lower import LowerOptions
 from roundpipe.fx.source import TracedSource
 from roundpipe.runtime.config import RoundPipeRunConfig
-from roundpipe.wrappers.pipe import RoundPipe
+from roundpipe.wrappers.pipe import ChainProgram, RoundPipe
 from tests.zoo.build import Specimen, build, loss_of
 from tests.zoo.catalog import Row
 from tests.zoo.inputs import Size
@@ -213,7 +213,7 @@ def _compare(specimen: Specimen, row: Row, result: Result, tolerance: float) -> 
     result.opaque = {name: without_paths(why) for name, why in source.opaque.items()}
     result.num_blocks, result.most_carried = cuts_between_blocks(model, chain)
     result.status = "right"
-    with RoundPipe.from_source(model, source, devices=["cpu"], model_run_config=config) as pipe:
+    with RoundPipe(ChainProgram(model, source), devices=["cpu"], model_run_config=config) as pipe:
         for name, size in calls.items():
             if _applies(name, specimen):
                 _compare_call(specimen, pipe, source, reference, name, size, result, tolerance)

@@ -1,0 +1,342 @@
+"""Calls of a model that is a chain of layers: arguments in, losses, outputs and gradients out.
+
+    forward_backward:  split -> chain_for each microbatch -> round -> engine -> sum of losses, merged outputs
+    forward:           the same without loss; with grad, as one node of the caller's autograd graph
+
+Where the source has no chain for a call, the fallback runs it: another runner, made for the first such call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from roundpipe.core import trees
+from roundpipe.core.errors import ConfigError, DeviceMemoryError
+from roundpipe.core.layers import ChainSource, LayerChain
+from roundpipe.effects.user_code import reached_by
+from roundpipe.reports.tables import partition_table
+from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, resolve
+from roundpipe.runtime.engine.builder import (
+    StepBuilder,
+    finished,
+    input_gradients,
+    input_tensors,
+    label_tensors,
+    sum_losses,
+)
+from roundpipe.runtime.engine.plan_choice import Call
+from roundpipe.runtime.engine.stage import LossFunction
+from roundpipe.runtime.engine.step import HostValue, Round
+from roundpipe.runtime.microbatch import split as microbatch
+from roundpipe.runtime.weights.replica import FrozenLayers
+from roundpipe.wrappers import autograd
+from roundpipe.wrappers.model_view import ModelView
+from roundpipe.wrappers.run_report import LatestRound, RunLog
+from roundpipe.wrappers.session import Session
+
+
+class Runner(Protocol):
+    """Runs the calls of one model."""
+
+    @property
+    def trace_count(self) -> int:
+        """How many times the model was traced."""
+        ...
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: RoundPipeRunConfig) -> Any:
+        """See `RoundPipe.forward`."""
+        ...
+
+    def forward_backward(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        label: Any,
+        loss_fn: LossFunction,
+        return_outputs: bool,
+        options: RoundPipeRunConfig,
+    ) -> Any:
+        """See `RoundPipe.forward_backward`."""
+        ...
+
+    def update_begun(self) -> None:
+        """The optimizer was given an update."""
+        ...
+
+    def partition_table(self) -> str:
+        """See `RoundPipe.partition_table`."""
+        ...
+
+
+class ChainRunner:
+    """Runs calls by the chains that a source has for them.
+
+    Args:
+        session: has the workers.
+        model: whose calls they are: the session's, or a module of it.
+        source: has the chains.
+        name: of the model, for messages.
+        config: defaults for every call.
+        log: told of every call; None: a part's calls are its whole's.
+        make_fallback: makes what runs the calls for which the source has no chain.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        model: nn.Module,
+        source: ChainSource,
+        name: str,
+        config: RoundPipeRunConfig,
+        log: RunLog | None = None,
+        make_fallback: Callable[[Session], Runner] | None = None,
+    ) -> None:
+        self.session = session
+        self.model = model
+        self.source = source
+        self.name = name
+        self.config = config
+        self.log = log
+        self.make_fallback = make_fallback
+        self.fallback: Runner | None = None
+        self.maker = StepBuilder(session.engine)
+        self.last_chain: LayerChain | None = None
+
+    @property
+    def trace_count(self) -> int:
+        """How many times the model was traced."""
+        return self.source.trace_count
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: RoundPipeRunConfig) -> Any:
+        """See `RoundPipe.forward`."""
+        config = self._resolve(options)
+        self.session.begin_call(adds_gradients=config.requires_grad)
+        calls, pieces = self._calls(args, kwargs, None, config)
+        if calls is None:
+            options = options if pieces is None else pieces.kept_in(options, config)
+            result = self._fall_back().forward(args, kwargs, options)
+        else:
+            outputs = [output for call in calls for output in self._forward_call(call)]
+            self.session.optimizer.raise_pending()
+            result = microbatch.merge(outputs, config)
+        self._note_call(args, kwargs, config)
+        return result
+
+    def forward_backward(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        label: Any,
+        loss_fn: LossFunction,
+        return_outputs: bool,
+        options: RoundPipeRunConfig,
+    ) -> Any:
+        """See `RoundPipe.forward_backward`."""
+        session = self.session
+        session.begin_call()
+        config = self._resolve(options)
+        losses: list[Any] = []
+        outputs: list[Any] = []
+        arguments: list[tuple[int, str, int, torch.Tensor]] = []
+        gradients: list[torch.Tensor | None] = []
+        calls, pieces = self._calls(args, kwargs, label, config)
+        if calls is None:
+            options = options if pieces is None else pieces.kept_in(options, config)
+            result = self._fall_back().forward_backward(args, kwargs, label, loss_fn, return_outputs, options)
+            self._note_call(args, kwargs, config)
+            return result
+        alone = session.optimizer.is_async and self._reads_weights(loss_fn)
+        if alone:
+            for gate in (session.gates.weights, session.gates.gradients):
+                gate.wait(self.model.parameters(), f"a loss_fn that reads weights of {self.name}")
+        for call in calls:
+            made = self.maker.train_round(call, loss_fn, return_outputs)
+            inputs = [*input_tensors(made.values), *label_tensors(made.labels)]
+            # generators are shared with the caller, who may draw as soon as the call returns
+            draws = made.around.preserve_rng_state
+            made.may_outlive_call = session.optimizer.is_async and not (inputs or draws or alone)
+            if self.log is not None:
+                self.log.latest = LatestRound(
+                    made.schedule,
+                    weakref.ref(call.chain),
+                    call.elements(),
+                    config.recompute_grain,
+                    made.may_outlive_call,
+                    self.maker.plans,
+                )
+            self._run(made)
+            losses += finished(made.losses)
+            outputs += finished(made.outputs)
+            arguments += inputs
+            gradients += input_gradients(made, inputs)
+        session.optimizer.end_call()
+        # once, since all rounds' arguments may be pieces of one graph
+        flow_back([tensor for *_, tensor in arguments], gradients)
+        session.engine.raise_pending()
+        session.optimizer.raise_pending()
+        total = sum_losses(losses)
+        self._note_call(args, kwargs, config)
+        return (total, microbatch.merge(outputs, config)) if return_outputs else total
+
+    def update_begun(self) -> None:
+        """The optimizer was given an update: measured times may change plans."""
+        self.maker.plans.step_made()
+
+    def partition_table(self) -> str:
+        """The layers and the stages as a table: those of the latest call, else those of a call like the example."""
+        chain = self.last_chain or self.source.latest
+        if chain is None and self.fallback is not None:
+            return self.fallback.partition_table()
+        if chain is None:
+            return f"{self.name}: not traced yet; the first call traces it, or give compile(example_kwargs=...)"
+        plan = self.maker.last_plan
+        if self.last_chain is None:
+            with contextlib.suppress(DeviceMemoryError):  # the call will say so; the layers can be shown
+                plan = self.maker.plans.plan(Call.like_example(chain, self._resolve(None)))
+        return partition_table(chain, plan, title=self.name, measured=self.maker.plans.measured(chain))
+
+    def _resolve(self, options: RoundPipeRunConfig | None) -> ResolvedConfig:
+        return resolve(options, self.config, num_devices=self.session.engine.num_workers)
+
+    def _note_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], config: ResolvedConfig) -> None:
+        if self.log is not None:
+            self.log.note(args, kwargs, microbatch.batch_size(args, kwargs, config))
+
+    def _fall_back(self) -> Runner:
+        if self.fallback is None:
+            assert self.make_fallback is not None, "a source that has no chain for a call"
+            self.fallback = self.make_fallback(self.session)
+        return self.fallback
+
+    def _calls(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], label: Any, config: ResolvedConfig
+    ) -> tuple[list[Call] | None, microbatch.Split | None]:
+        """The microbatches, grouped where neighbours share a chain; None if one of them has no chain.
+
+        Beside them the pieces that they were made of, if the call was split.
+        """
+        if self.fallback is not None and self.source.latest is None:
+            return None, None  # there never was one
+        if config.auto:
+            elements = sum(tensor.numel() for tensor in trees.tensors([args, kwargs]))
+            samples = microbatch.batch_size(args, kwargs, config)
+            config = self.maker.plans.settle(config, self.last_chain or self.source.latest, samples, elements)
+        pieces = microbatch.split(args, kwargs, label, config)
+        calls: list[Call] = []
+        for one_args, one_kwargs, one_label, events in zip(
+            pieces.args, pieces.kwargs, pieces.labels, pieces.events, strict=True
+        ):
+            for event in events:  # the guards below may read the arguments
+                event.synchronize()
+            chain = self.source.chain_for(one_args, one_kwargs)
+            if chain is None:
+                self.last_chain = None
+                return None, pieces
+            if not calls or calls[-1].chain is not chain:
+                calls.append(Call(chain, config, [], [], [], pieces.num_microbatches))
+            calls[-1].args.append(one_args)
+            calls[-1].kwargs.append(one_kwargs)
+            calls[-1].labels.append(one_label)
+        self.last_chain = calls[-1].chain
+        return calls, pieces
+
+    def _reads_weights(self, function: Any) -> bool:
+        """Whether a function may read the model's weights on the host, so that they must stay while it runs."""
+        reached = [one.model if isinstance(one, ModelView) else one for one in reached_by(function)]
+        tensors = {id(one) for one in reached if isinstance(one, torch.Tensor)}
+        tensors |= {id(weight) for one in reached if isinstance(one, nn.Module) for weight in one.parameters()}
+        return bool(tensors) and any(id(weight) in tensors for weight in self.model.parameters())
+
+    def _run(self, made: Round) -> None:
+        session = self.session
+        laid_out = session.host.num_laid_out
+        try:
+            session.engine.run(made, session.host)
+        finally:
+            if session.host.num_laid_out != laid_out:
+                session.optimizer.weights_moved()
+
+    def _forward_call(self, call: Call) -> list[Any]:
+        maker, exit = self.maker, call.chain.exit
+        made = maker.forward_round(call, with_backward=call.config.requires_grad)
+        plan = maker.last_plan
+        assert plan is not None
+        inputs = input_tensors(made.values) if call.config.requires_grad else []
+        firsts = [dict(one) for one in made.values]  # arguments may be outputs as they are, with their own graph
+        self._run(made)
+        device = call.config.output_device
+
+        def collect(one: dict[str, HostValue]) -> dict[str, Any]:
+            return {name: one[name].synchronize() for name in exit.reads}
+
+        carries = [collect(one) for one in made.values]
+        around = made.around
+        outs = {
+            (m, name, position): tensor
+            for m, carry in enumerate(carries)
+            for name in exit.reads
+            if name in around.with_gradient and name not in firsts[m]
+            for position, tensor in enumerate(trees.tensors(carry[name]))
+            if position not in around.plain.get((m, name), ())
+        }
+        if call.config.requires_grad and outs:
+            backward_round = maker.backward_round(made, call, plan)
+            backward_round.frozen = FrozenLayers.of(call.chain)  # the caller may set other modes before the backward
+
+            def run_backward(gradients: Sequence[torch.Tensor | None], accumulates: bool) -> list[torch.Tensor | None]:
+                for m, carry in enumerate(carries):
+                    by_name: dict[str, list[torch.Tensor | None]] = {}
+                    for (where, name, position), gradient in zip(outs, gradients, strict=True):
+                        if where == m and gradient is not None:
+                            found = by_name.setdefault(name, [None] * len(trees.tensors(carry[name])))
+                            found[position] = gradient.to("cpu")
+                    for name, found in by_name.items():
+                        backward_round.gradients[m].setdefault(name, []).append((found, None))
+                with contextlib.nullcontext() if accumulates else self.session.optimizer.gradients_aside():
+                    self._run(backward_round)
+                self.session.optimizer.end_call()
+                return input_gradients(backward_round, inputs)
+
+            read = [
+                *((name, tensor, None) for name, tensor in microbatch.tensors_of_inputs(call.args, call.kwargs)),
+                *(one for weights in made.weights for one in weights.read_again()),
+            ]
+            results = autograd.join(lambda: tuple(outs.values()), run_backward, read, [tensor for *_, tensor in inputs])
+            joined = dict(zip(outs, results, strict=True))
+            for m, name in dict.fromkeys((m, name) for m, name, _ in outs):
+
+                def in_graph(position: int, tensor: torch.Tensor, m: int = m, name: str = name) -> torch.Tensor:
+                    return joined.get((m, name, position), tensor)
+
+                carries[m][name] = trees.map_numbered(carries[m][name], in_graph)
+        if device.type != "cpu":
+            carries = [trees.map_tensors(carry, lambda tensor: tensor.to(device)) for carry in carries]
+        return [exit(carry) for carry in carries]
+
+
+def check_training_call(input_args: Any, input_kwargs: Any, loss_fn: Any) -> None:
+    """Raise `ConfigError` for arguments of ``forward_backward`` that can't be meant."""
+    if not isinstance(input_args, (tuple, list)):
+        raise ConfigError(
+            f"input_args is {type(input_args).__name__}; give a tuple of the model's arguments, such as (x,)"
+        )
+    if not isinstance(input_kwargs, dict):
+        raise ConfigError(f"input_kwargs is {type(input_kwargs).__name__}; give a dict of keyword arguments")
+    for key in input_kwargs:
+        if not isinstance(key, str):
+            raise ConfigError(f"input_kwargs: the keyword {key!r} is {type(key).__name__}; keywords are strings")
+    if not callable(loss_fn):
+        raise ConfigError(f"loss_fn is {type(loss_fn).__name__}; give a function (outputs, label) -> loss")
+
+
+def flow_back(inputs: Sequence[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:
+    """Carry on a backward into whatever produced the arguments."""
+    pairs = [(tensor, gradient) for tensor, gradient in zip(inputs, gradients, strict=True) if gradient is not None]
+    if pairs:
+        torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
