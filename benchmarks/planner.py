@@ -21,7 +21,8 @@ from benchmarks.environment import report
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan
 from roundpipe.planning import search as plan_search
-from roundpipe.planning.planner import peak_bytes, plan, plan_replicated, round_seconds
+from roundpipe.planning.evaluation import plan_peak_bytes, plan_seconds
+from roundpipe.planning.planner import plan, plan_replicated
 from tests.runtime.chains import (
     PUBLISHED,
     all_plans,
@@ -40,14 +41,14 @@ def describe(
     chosen: ExecutePlan, costs: Sequence[LayerCost], took_s: float, replicas: Sequence[int] | None = None
 ) -> dict[str, Any]:
     """One row: time of a round, idle share, peak, and the time it took to find."""
-    seconds = round_seconds(chosen, costs, **MACHINE, replicas=replicas)
+    seconds = plan_seconds(chosen, costs, **MACHINE, replicas=replicas)
     compute_s = sum(total for total, _ in stage_times(chosen, costs))
     work_s = compute_s * MACHINE["num_microbatches"] / MACHINE["num_workers"]
     return {
         "seconds_per_round": round(seconds, 4),
         "idle_percent": round(100 * (1 - work_s / seconds), 2),
         "stages": chosen.num_stages,
-        "peak_gb": round(peak_bytes(chosen, costs, num_workers=MACHINE["num_workers"]) / 1e9, 2),
+        "peak_gb": round(plan_peak_bytes(chosen, costs, num_workers=MACHINE["num_workers"]) / 1e9, 2),
         "planning_s": round(took_s, 3),
     }
 
@@ -105,7 +106,7 @@ def short(num_chains: int = 200, num_layers: int = 7) -> dict[str, Any]:
             costs, num_workers = random_chain(random, num_layers), random.randint(2, 5)
             machine = {"num_workers": num_workers, "num_microbatches": num_workers + random.randint(0, 4)}
             start_s = time.process_time()
-            seconds = round_seconds(plan(costs, **machine), costs, **machine)
+            seconds = plan_seconds(plan(costs, **machine), costs, **machine)
             took_s += time.process_time() - start_s
             gaps.append(100 * (seconds / brute_force_s(costs, plans, **machine) - 1))
         rows[f"{num_chains} chains of {num_layers}, {name}"] = {

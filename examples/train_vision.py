@@ -20,7 +20,8 @@ from torch import nn
 from tqdm import tqdm
 
 import roundpipe
-from roundpipe.reports.tables import format_bytes, summary_table
+from roundpipe.reports.quantities import format_bytes
+from roundpipe.reports.tables import summary_table
 
 
 class Block(nn.Module):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import roundpipe
-from roundpipe.planning.planner import peak_bytes
+from roundpipe.planning.evaluation import plan_peak_bytes
 from roundpipe.runtime.engine.plan_choice import PlanChooser
 from roundpipe.tools import forecast as forecast_module
 from roundpipe.tools.device_data import EFFICIENCY, DeviceSpec
@@ -78,9 +78,9 @@ def test_temporaries_are_counted_as_a_run_on_accelerators_counts_them(layers: La
     plans = PlanChooser(2, [10**9], accelerators=True)
     counted = plans.costs(roomy.chain, roomy.chain.example_elements)
     assert all(cost.temporary_bytes == cost.workspace_bytes for cost in counted)
-    assert roomy.device.total == peak_bytes(roomy.plan, counted, num_workers=2)
+    assert roomy.device.total == plan_peak_bytes(roomy.plan, counted, num_workers=2)
     plain = [replace(cost, temporary_bytes=0) for cost in counted]
-    assert roomy.device.total > peak_bytes(roomy.plan, plain, num_workers=2)
+    assert roomy.device.total > plan_peak_bytes(roomy.plan, plain, num_workers=2)
 
 
 def test_what_leaves_too_little_room_does_not_fit(layers: Layers) -> None:

@@ -9,7 +9,7 @@ import torch
 
 import roundpipe
 from roundpipe.core.schedule import make_schedule
-from roundpipe.planning.planner import peak_bytes
+from roundpipe.planning.evaluation import plan_peak_bytes
 from roundpipe.planning.simulator import HardwareProfile, simulate
 
 NUM_MICROBATCHES = 4
@@ -45,4 +45,4 @@ def test_peak_of_a_compiled_model(num_workers: int, grain: Any) -> None:
     found = simulate(schedule, costs, HardwareProfile(gradients_stay=False), recompute_grain=grain)
     assert max(found.peak_bytes) == pytest.approx(measured, rel=0.1)
     # The planner also counts what accelerators hold longer: gradients on their way down, copies of carried values.
-    assert measured <= peak_bytes(plan, costs, num_workers=num_workers, recompute_grain=grain) <= budget_bytes
+    assert measured <= plan_peak_bytes(plan, costs, num_workers=num_workers, recompute_grain=grain) <= budget_bytes

@@ -1,10 +1,10 @@
-"""What a stage costs, and how long a round of stages takes: the arithmetic behind plans and predictions.
+"""What a stage costs, and how long a step of stages takes: the arithmetic behind plans and predictions.
 
 Times follow the rotation's recurrence: op (K, m) waits for (K, m - 1), for (K - 1, m) and for the end of job
-K - N; the recomputation in a backward op does not wait for the incoming gradient; a round starts
+K - N; the recomputation in a backward op does not wait for the incoming gradient; a step starts
 when the losses of the one before are known. Transfers are left out here; the simulator has them.
 
-Invariant: `round_seconds` is the exact steady state of that recurrence, its maximum cycle mean.
+Invariant: `step_seconds` is the exact steady state of that recurrence, its maximum cycle mean.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from operator import add, sub
 from typing import Any, Literal, NamedTuple
 
 from roundpipe.core.layers import LayerCost
+from roundpipe.reports.memory import DeviceMemory
 
 RecomputeGrain = Literal["stage", "layer"]
 
@@ -103,10 +104,10 @@ class StageCosts:
 
     def _most(self, name: str, start: int, stop: int) -> int:
         """What the layer needs that needs the most, where only one is active at a time."""
-        found = self._maxima.get(name)
-        if found is None:
-            found = self._maxima[name] = _RangeMaximum([getattr(layer, name) for layer in self.layers])
-        return found.of(start, stop)
+        maximum = self._maxima.get(name)
+        if maximum is None:
+            maximum = self._maxima[name] = _RangeMaximum([getattr(layer, name) for layer in self.layers])
+        return maximum.of(start, stop)
 
     def forward(self, start: int, stop: int) -> StageCost:
         """A range as a forward stage."""
@@ -123,14 +124,13 @@ class StageCosts:
     def _compute(self, phase: StagePhase, start: int, stop: int) -> StageCost:
         forward_s = self.forward_s[stop] - self.forward_s[start]
         backward_s = 0.0 if phase == "F" else self.backward_s[stop] - self.backward_s[start]
-        cost = StageCost(
+        cost = self._known[phase, start, stop] = StageCost(
             seconds=forward_s + backward_s,
             early_s=forward_s if phase == "B" else 0.0,
             weight_bytes=self.weight_bytes(start, stop),
             gradient_bytes=self.gradient_bytes(phase, start, stop),
             working_bytes=self.working_bytes(phase, start, stop),
         )
-        self._known[phase, start, stop] = cost
         return cost
 
 
@@ -166,38 +166,23 @@ def num_trained(cost: LayerCost) -> int:
     return round(cost.num_parameters * min(cost.gradient_bytes / cost.weight_bytes, 1.0))
 
 
-def _arena_bytes(stages: Sequence[StageCost], num_workers: int) -> int:
-    """What a worker keeps for weights: room for any two jobs of a round that follow each other on it."""
-    weights = [stage.weight_bytes for stage in stages]
-    following = [*weights[num_workers:], *[0] * num_workers]
-    return max(map(sum, zip(weights, following, strict=False)))
+# ---------------------------------------------------------------------------------- memory of a step
 
 
-class JobNeed(NamedTuple):
-    """Bytes of device memory in use while a job runs."""
-
-    weights: int
-    """Of the worker's two visits that are largest together: it keeps one piece of memory for both."""
-    gradients: int
-    """Of the visit, and of the worker's visit before, which are still on their way down."""
-    working: int
-    """Activations kept or in use, temporaries, and the values at the stage's cuts."""
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return self.weights + self.gradients + self.working
+def _arena_bytes(weights: Sequence[int], num_workers: int) -> int:
+    """What a worker keeps for weights: room for any two jobs of a step that follow each other on it."""
+    return max(map(add, weights, (*weights[num_workers:], *repeat(0, min(num_workers, len(weights))))))
 
 
-def job_needs(stages: Sequence[StageCost], num_workers: int) -> list[JobNeed]:
-    """Device memory in use while each job of a round runs.
+def device_memory(stages: Sequence[StageCost], num_workers: int) -> list[DeviceMemory]:
+    """Device memory in use while each job of a step runs.
 
-    While job K runs, the weights of job K + N come up and the gradients of job K - N, which may be of the round
+    While job K runs, the weights of job K + N come up and the gradients of job K - N, which may be of the step
     before, go down.
     """
-    arena_bytes = _arena_bytes(stages, num_workers)
+    arena_bytes = _arena_bytes([stage.weight_bytes for stage in stages], num_workers)
     return [
-        JobNeed(
+        DeviceMemory(
             arena_bytes,
             stage.gradient_bytes + stages[(position - num_workers) % len(stages)].gradient_bytes,
             stage.working_bytes,
@@ -207,16 +192,17 @@ def job_needs(stages: Sequence[StageCost], num_workers: int) -> list[JobNeed]:
 
 
 def peak_bytes(stages: Sequence[StageCost], num_workers: int) -> int:
-    """The largest of `job_needs`."""
+    """The largest total of `device_memory`, which the search asks for thousands of times."""
     _, _, weights, gradients, working = zip(*stages, strict=True)
-    # The last jobs of a round have none behind them that share their worker's memory.
-    arena_bytes = max(map(add, weights, (*weights[num_workers:], *repeat(0, min(num_workers, len(weights))))))
     turn = len(gradients) - num_workers % len(gradients)
     before = (*gradients[turn:], *gradients[:turn])
-    return arena_bytes + max(map(add, map(add, gradients, before), working))
+    return _arena_bytes(weights, num_workers) + max(map(add, map(add, gradients, before), working))
 
 
-def round_seconds(
+# ---------------------------------------------------------------------------------- time of a step
+
+
+def step_seconds(
     stages: Sequence[StageCost],
     num_forward: int,
     num_workers: int,
@@ -224,14 +210,14 @@ def round_seconds(
     replicas: Sequence[int] | None = None,
     limit_s: float = inf,
 ) -> float:
-    """Seconds per round in steady state, transfers left out.
+    """Seconds per step in steady state, transfers left out.
 
-    The workers are alike, so with their free times listed from the next job's worker on, every round is the
-    same map of those times, and a monotone one: when all of them gained the same over some rounds, that is
+    The workers are alike, so with their free times listed from the next job's worker on, every step is the
+    same map of those times, and a monotone one: when all of them gained the same over some steps, that is
     the steady state, and the least gain is a lower bound before.
 
     Args:
-        stages: of the jobs of a round, in order.
+        stages: of the jobs of a step, in order.
         num_forward: how many of them are forward stages; the fused one is next.
         num_workers: workers in the rotation.
         num_microbatches: microbatches of every job.
@@ -240,13 +226,13 @@ def round_seconds(
         limit_s: what is of interest; above it the result may be any lower bound that is also above it.
     """
     if replicas is None:
-        run_round = partial(_run_round, [(one.seconds, one.early_s, one.seconds - one.early_s) for one in stages])
+        run = partial(_run_step, [(stage.seconds, stage.early_s, stage.seconds - stage.early_s) for stage in stages])
     else:
-        run_round = partial(_run_replicated_round, list(zip(stages, replicas, strict=True)))
+        run = partial(_run_replicated_step, list(zip(stages, replicas, strict=True)))
     state = [0.0] * (num_workers + 1)
     states = [state]
     for _ in range(max(24, 3 * num_workers)):
-        state = run_round(num_forward, num_microbatches, state)
+        state = run(num_forward, num_microbatches, state)
         for age, old in enumerate(reversed(states), 1):
             gains = [*map(sub, state, old)]
             slowest, fastest = min(gains), max(gains)
@@ -258,10 +244,10 @@ def round_seconds(
     return (max(states[-1]) - max(states[-1 - num_workers])) / num_workers
 
 
-def _run_round(
+def _run_step(
     times: Sequence[tuple[float, float, float]], num_forward: int, num_microbatches: int, state: Sequence[float]
 ) -> list[float]:
-    """Runs one round.
+    """Runs one step.
 
     The end of op (K, m) is the largest of a few lines in m: a stage takes over the lines steeper than its own
     time and makes one line of the others. So a job costs the same however many microbatches there are. The
@@ -270,12 +256,12 @@ def _run_round(
 
     Args:
         times: per stage its seconds, the early part of them, and the rest.
-        num_forward: as of `round_seconds`.
-        num_microbatches: as of `round_seconds`.
-        state: when the losses of the round before are known, and when each worker is free, that of the first job first.
+        num_forward: as of `step_seconds`.
+        num_microbatches: as of `step_seconds`.
+        state: when the losses of the step before are known, and when each worker is free, that of the first job first.
 
     Returns:
-        The state behind the round.
+        The state behind the step.
     """
     repeats, shift = num_microbatches - 1, 0.0
     ends = list(state[1:])
@@ -298,25 +284,24 @@ def _run_round(
     return [ends[num_workers + num_forward], *ends[-num_workers:]]
 
 
-def _run_replicated_round(
+def _run_replicated_step(
     stages: Sequence[tuple[StageCost, int]], num_forward: int, num_microbatches: int, state: Sequence[float]
 ) -> list[float]:
     """The same, op by op, where stages have replicas: takes pairs of a stage and its count."""
     previous, losses_known, free = [state[0]] * num_microbatches, state[0], list(state[1:])
     slot, num_workers = 0, len(free)
     for position, (stage, count) in enumerate(stages):
-        seconds, early_s = stage.seconds, stage.early_s
-        late_s = seconds - early_s
-        done = [0.0] * num_microbatches
+        early_s, late_s = stage.early_s, stage.seconds - stage.early_s
+        ends = [0.0] * num_microbatches
         for replica in range(count):
             end = free[slot]
             for microbatch in range(replica, num_microbatches, count):
-                begin, given = end + early_s, previous[microbatch]
-                end = (begin if begin > given else given) + late_s
-                done[microbatch] = end
+                begin, input_s = end + early_s, previous[microbatch]
+                end = (begin if begin > input_s else input_s) + late_s
+                ends[microbatch] = end
             free[slot] = end
             slot = (slot + 1) % num_workers
         if position == num_forward:
-            losses_known = max(done)
-        previous = done
+            losses_known = max(ends)
+        previous = ends
     return [losses_known, *free[slot:], *free[:slot]]

@@ -18,19 +18,7 @@ from tabulate import tabulate
 from roundpipe.core.balance import imbalance
 from roundpipe.core.layers import LayerChain, LayerCost, LayerSpec
 from roundpipe.core.schedule import ExecutePlan
-
-__all__ = [
-    "explain_table",
-    "format_bytes",
-    "format_count",
-    "format_flops",
-    "format_seconds",
-    "layer_table",
-    "partition_table",
-    "stage_table",
-    "summary_table",
-    "worker_table",
-]
+from roundpipe.reports.quantities import format_bytes, format_count
 
 MAX_NAMES_IN_FULL = 3
 MIN_REPEATS = 3
@@ -63,46 +51,6 @@ class _Row:
     @property
     def covers(self) -> str:
         return _span(self.first, self.last) + (f" ({self.count}x)" if self.count > 1 else "")
-
-
-# Quantities
-
-
-def _scaled(value: float, base: float, units: Sequence[str]) -> str:
-    """``value`` with three significant digits in the largest unit that keeps it at or above one."""
-    unit_index = 0
-    while unit_index + 1 < len(units) and abs(value) >= base * 0.9995:
-        value /= base
-        unit_index += 1
-    if unit_index == 0 and value == int(value):
-        return f"{int(value)} {units[0]}".rstrip()
-    digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
-    return f"{value:.{digits}f} {units[unit_index]}".rstrip()
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Bytes in binary units, such as ``1.50 GiB``."""
-    return _scaled(num_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
-
-
-def format_count(count: float) -> str:
-    """A number of things in decimal units, such as ``8.03 B`` parameters."""
-    return _scaled(count, 1000, ("", "K", "M", "B", "T"))
-
-
-def format_flops(flops: float) -> str:
-    """Floating-point operations, such as ``1.25 TFLOP``."""
-    return _scaled(flops, 1000, ("FLOP", "KFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
-
-
-def format_seconds(seconds: float) -> str:
-    """A duration, such as ``12.3 ms``."""
-    if seconds >= 120:
-        minutes, rest = divmod(round(seconds), 60)
-        return f"{minutes} min {rest} s"
-    if seconds >= 1:
-        return _scaled(seconds, 1000, ("s",))
-    return _scaled(seconds * 1e6, 1000, ("us", "ms", "s"))
 
 
 # Names

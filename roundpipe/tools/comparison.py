@@ -18,11 +18,13 @@ from typing import Any
 from roundpipe.core.errors import ConfigError, DeviceMemoryError
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan, make_schedule
-from roundpipe.planning.planner import device_need, plan_greedy, plan_replicated
+from roundpipe.planning.evaluation import plan_peak_bytes
+from roundpipe.planning.planner import plan_greedy, plan_replicated
 from roundpipe.planning.simulator import HardwareProfile, simulate
 from roundpipe.planning.stage_costs import RecomputeGrain
 from roundpipe.planning.static_schedules import StaticKind, simulate_static
-from roundpipe.reports.tables import columns_table, format_bytes, format_seconds
+from roundpipe.reports.quantities import format_bytes, format_seconds
+from roundpipe.reports.tables import columns_table
 
 NUM_CHUNKS = 2
 """Parts of the model per device in the interleaved schedule."""
@@ -102,9 +104,9 @@ def _rotation(
     schedule = make_schedule(plan, setting.num_workers, number, replicas=replicas)
     grain = setting.recompute_grain
     found = simulate(schedule, setting.costs, setting.profile, recompute_grain=grain)
-    need = device_need(
+    need = plan_peak_bytes(
         plan, setting.costs, num_workers=setting.num_workers, recompute_grain=grain, replicas=replicas
-    ).total
+    )
     fits = setting.budget_bytes is None or need <= setting.budget_bytes
     remark = f"{plan.num_stages} stages" + (f" in {sum(replicas)} slots" if replicas and max(replicas) > 1 else "")
     return ComparedSchedule(name, number, found.seconds_per_round, found.mean_idle.total, need, fits, remark)

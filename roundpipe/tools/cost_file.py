@@ -22,7 +22,8 @@ from typing import Any
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan, make_schedule
-from roundpipe.planning.planner import plan, plan_replicated, round_seconds
+from roundpipe.planning.evaluation import plan_seconds
+from roundpipe.planning.planner import plan, plan_replicated
 from roundpipe.planning.simulator import HardwareProfile, simulate
 from roundpipe.runtime.config import RecomputeGrain
 from roundpipe.tools.comparison import ComparedSchedule, Setting, compare_schedules
@@ -161,13 +162,13 @@ def plan_costs(
     elif replicate:
         replicated = plan_replicated(given.costs, **limits)
         chosen, replicas = replicated.plan, replicated.replicas
-        round_s = round_seconds(
+        round_s = plan_seconds(
             chosen, given.costs, num_workers=num_workers, num_microbatches=num_microbatches, replicas=replicas
         )
     else:
         chosen = plan(given.costs, **limits)
         replicas = (1,) * _num_jobs(chosen)
-        round_s = round_seconds(chosen, given.costs, num_workers=num_workers, num_microbatches=num_microbatches)
+        round_s = plan_seconds(chosen, given.costs, num_workers=num_workers, num_microbatches=num_microbatches)
     planning_s = time.perf_counter() - since
     assert chosen.fused is not None
     busy_s = _work_s(given.costs, chosen.fused[0]) * num_microbatches / num_workers

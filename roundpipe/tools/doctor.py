@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from roundpipe.reports.tables import format_bytes, summary_table
+from roundpipe.reports.quantities import format_bytes
+from roundpipe.reports.tables import summary_table
 from roundpipe.tools.device_data import EFFICIENCY
 
 PACKAGES = ("roundpipe", "torch", "transformers", "peft", "safetensors")

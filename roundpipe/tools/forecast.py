@@ -24,10 +24,11 @@ from roundpipe.core.schedule import ExecutePlan, make_schedule
 from roundpipe.fx.passes.cost import DeviceProfile
 from roundpipe.fx.passes.lower import LowerOptions, lower
 from roundpipe.fx.trace.tracer import trace
-from roundpipe.planning.planner import stage_needs
+from roundpipe.planning.evaluation import plan_memory
 from roundpipe.planning.simulated_timeline import simulate_timeline, steady
 from roundpipe.planning.simulator import HardwareProfile, Idle, simulate
-from roundpipe.planning.stage_costs import JobNeed, largest_layer_bytes
+from roundpipe.planning.stage_costs import largest_layer_bytes
+from roundpipe.reports.memory import DeviceMemory
 from roundpipe.reports.timeline import Timeline
 from roundpipe.runtime.config import RecomputeGrain, RoundPipeRunConfig, resolve
 from roundpipe.runtime.device.accelerator import PLANNED_SHARE
@@ -163,7 +164,7 @@ class Forecast:
     machine: Machine
     training: Training
     plan: ExecutePlan | None
-    stages: tuple[JobNeed, ...]
+    stages: tuple[DeviceMemory, ...]
     """Device memory while each stage of the plan runs, in the order of the round; none without a plan."""
     host: HostNeed
     speed: Speed | None
@@ -179,7 +180,7 @@ class Forecast:
         return not self.reasons
 
     @property
-    def device(self) -> JobNeed | None:
+    def device(self) -> DeviceMemory | None:
         """Device memory of the stage that needs the most."""
         return max(self.stages, key=lambda need: need.total, default=None)
 
@@ -280,14 +281,14 @@ def _at(
     costs = tuple(with_temporaries([cost.scaled(factor) for cost in measured.device_costs]))
     plans = PlanChooser(machine.num_devices, [machine.budget_bytes], accelerators=True)
     reasons, plan, speed = [], None, None
-    stages: tuple[JobNeed, ...] = ()
+    stages: tuple[DeviceMemory, ...] = ()
     try:
         plan = plans.plan(call)
     except DeviceMemoryError as error:
         reasons.append(str(error))
     else:
         grain = training.recompute_grain
-        stages = tuple(stage_needs(plan, costs, num_workers=machine.num_devices, recompute_grain=grain))
+        stages = tuple(plan_memory(plan, costs, num_workers=machine.num_devices, recompute_grain=grain))
         speed = _speed(plan, costs, machine, training) if replay else None
         needed_bytes = max(need.total for need in stages)
         if needed_bytes > machine.budget_bytes:

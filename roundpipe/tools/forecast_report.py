@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from roundpipe.reports.tables import format_bytes, format_count, format_seconds, partition_table, summary_table
+from roundpipe.reports.quantities import format_bytes, format_count, format_seconds
+from roundpipe.reports.tables import partition_table, summary_table
 from roundpipe.tools.forecast import Forecast, HostNeed, Machine
 
 BASIS = "FLOPs and bytes counted on fake tensors; nothing was measured"
@@ -99,7 +100,7 @@ def _device_memory(result: Forecast) -> str:
         return usable
     return (
         f"{format_bytes(need.total)}: weights {format_bytes(need.weights)}, gradients {format_bytes(need.gradients)}, "
-        f"activations {format_bytes(need.working)}; {usable}"
+        f"activations {format_bytes(need.activations)}; {usable}"
     )
 
 
@@ -214,9 +215,9 @@ def forecast_json(result: Forecast) -> dict[str, Any]:
             "needed_bytes": None if need is None else need.total,
             "weights": None if need is None else need.weights,
             "gradients": None if need is None else need.gradients,
-            "activations": None if need is None else need.working,
+            "activations": None if need is None else need.activations,
             "stages": [
-                {"name": name, "weights": one.weights, "gradients": one.gradients, "activations": one.working}
+                {"name": name, "weights": one.weights, "gradients": one.gradients, "activations": one.activations}
                 for name, one in zip(_stage_names(result), result.stages, strict=True)
             ],
         },

@@ -23,7 +23,7 @@ from roundpipe.core.errors import ConfigError
 from roundpipe.fx.graph import TracedGraph, hint, module_of, value_bytes, value_of
 from roundpipe.fx.passes.partition import Partition
 from roundpipe.reports.plotting import matplotlib_modules
-from roundpipe.reports.tables import format_bytes
+from roundpipe.reports.quantities import format_bytes
 
 FORMATS = (".dot", ".png")
 MAX_PERIOD = 96

@@ -19,11 +19,12 @@ import torch
 from roundpipe.core import trees
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.schedule import Schedule
-from roundpipe.planning.planner import peak_bytes
+from roundpipe.planning.evaluation import plan_peak_bytes
 from roundpipe.planning.simulated_timeline import round_alone_s, simulate_timeline
 from roundpipe.planning.simulator import HardwareProfile, simulate
 from roundpipe.planning.stage_costs import num_trained
-from roundpipe.reports.tables import format_bytes, format_count, format_seconds, summary_table, worker_table
+from roundpipe.reports.quantities import format_bytes, format_count, format_seconds
+from roundpipe.reports.tables import summary_table, worker_table
 from roundpipe.reports.timeline import WAIT_CAUSES
 from roundpipe.runtime.config import RecomputeGrain
 from roundpipe.runtime.device.backend import Lane
@@ -370,7 +371,7 @@ def _predict(
     profile = HardwareProfile.of_devices(engine.has_accelerators, prefetch_across_rounds=latest.overlaps)
     plan_peak = None
     if knows_memory:
-        plan_peak = peak_bytes(schedule.plan, costs, num_workers=schedule.num_workers, recompute_grain=grain)
+        plan_peak = plan_peak_bytes(schedule.plan, costs, num_workers=schedule.num_workers, recompute_grain=grain)
     if not plans.is_measured(chain):
         device_bytes = simulate(schedule, costs, profile, recompute_grain=grain).peak_bytes if knows_memory else None
         rests_on = "bytes of layers; their seconds are not measured yet"

@@ -179,6 +179,6 @@ def brute_force_s(
     for bound_s, num_forward, stages in sorted(entries, key=lambda entry: entry[0]):
         if bound_s > best_s:
             break
-        value = stage_costs.round_seconds(stages, num_forward, num_workers, num_microbatches, limit_s=best_s)
+        value = stage_costs.step_seconds(stages, num_forward, num_workers, num_microbatches, limit_s=best_s)
         best_s = min(best_s, value)
     return best_s

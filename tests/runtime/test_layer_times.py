@@ -13,7 +13,7 @@ import roundpipe
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import make_schedule
 from roundpipe.fx.passes.cost import DEFAULT_PROFILE
-from roundpipe.planning.planner import peak_bytes
+from roundpipe.planning.evaluation import plan_peak_bytes
 from roundpipe.runtime.config import resolve
 from roundpipe.runtime.device.backend import Device, Lane
 from roundpipe.runtime.device.cpu import CpuBackend
@@ -330,7 +330,7 @@ def test_where_temporaries_count_a_plan_leaves_room_for_them():
 
     def peak(budget, share=0.0, **options):
         plan = PlanChooser(1, [budget], **options).plan(call)
-        return peak_bytes(plan, with_temporaries(costs, share), num_workers=1)
+        return plan_peak_bytes(plan, with_temporaries(costs, share), num_workers=1)
 
     largest = peak(10**6)
     for budget in (largest, largest - 300, 1100):

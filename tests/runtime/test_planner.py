@@ -16,7 +16,8 @@ from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan, make_schedule
 from roundpipe.planning import planner, stage_costs
 from roundpipe.planning import search as plan_search
-from roundpipe.planning.planner import peak_bytes, plan, plan_replicated, round_seconds
+from roundpipe.planning.evaluation import plan_peak_bytes, plan_seconds
+from roundpipe.planning.planner import plan, plan_replicated
 from roundpipe.planning.simulator import HardwareProfile, simulate
 from tests.runtime.chains import (
     PUBLISHED,
@@ -53,7 +54,7 @@ def test_round_seconds_is_the_steady_state_of_the_recurrence(replicate):
         replicas = [random.randint(1, most) for _ in range(chosen.num_stages)] if replicate else None
         machine = {"num_workers": num_workers, "num_microbatches": num_microbatches}
         plain_s = plain_round_seconds(chosen, costs, **machine, replicas=replicas, num_rounds=300, window=120)
-        assert round_seconds(chosen, costs, **machine, replicas=replicas) == pytest.approx(plain_s, rel=1e-6)
+        assert plan_seconds(chosen, costs, **machine, replicas=replicas) == pytest.approx(plain_s, rel=1e-6)
 
 
 def test_a_limit_gives_the_value_or_a_bound_above_the_limit():
@@ -61,9 +62,9 @@ def test_a_limit_gives_the_value_or_a_bound_above_the_limit():
     for _ in range(50):
         costs = stage_costs.StageCosts(random_chain(random, 6))
         stages = [costs.forward(0, 3), costs.forward(3, 5), costs.fused(5, 6), costs.backward(0, 5)]
-        exact_s = stage_costs.round_seconds(stages, 2, 3, 4)
+        exact_s = stage_costs.step_seconds(stages, 2, 3, 4)
         limit_s = exact_s * random.uniform(0.8, 1.2)
-        limited_s = stage_costs.round_seconds(stages, 2, 3, 4, limit_s=limit_s)
+        limited_s = stage_costs.step_seconds(stages, 2, 3, 4, limit_s=limit_s)
         if limit_s >= exact_s:
             assert limited_s == pytest.approx(exact_s)
         else:
@@ -78,11 +79,11 @@ def test_published_models(name, most_s, most_replicated_s, largest_stage):
     costs = published_chain(name)
     chosen = plan(costs, **MACHINE, memory_budget_bytes=BUDGET_BYTES)
     chosen.validate(len(costs))
-    assert peak_bytes(chosen, costs, num_workers=8) <= BUDGET_BYTES
+    assert plan_peak_bytes(chosen, costs, num_workers=8) <= BUDGET_BYTES
     seconds = plain_round_seconds(chosen, costs, **MACHINE, num_rounds=64)
     assert seconds <= most_s
     greedy = greedy_plan(costs, 8, largest_stage)
-    assert peak_bytes(greedy, costs, num_workers=8) <= BUDGET_BYTES
+    assert plan_peak_bytes(greedy, costs, num_workers=8) <= BUDGET_BYTES
     assert seconds <= plain_round_seconds(greedy, costs, **MACHINE, num_rounds=64)
     replicated = plan_replicated(costs, **MACHINE, memory_budget_bytes=BUDGET_BYTES)
     assert len(replicated.replicas) == replicated.plan.num_stages
@@ -103,7 +104,7 @@ def test_close_to_brute_force_on_short_chains(monkeypatch, exhaustive, num_chain
         num_workers = random.randint(2, 5)
         num_microbatches = num_workers + random.randint(0, 4)
         machine = {"num_workers": num_workers, "num_microbatches": num_microbatches}
-        chosen_s = round_seconds(plan(costs, **machine), costs, **machine)
+        chosen_s = plan_seconds(plan(costs, **machine), costs, **machine)
         gaps.append(chosen_s / brute_force_s(costs, plans, num_workers, num_microbatches) - 1)
     assert min(gaps) > -1e-6
     assert sum(gaps) / len(gaps) <= most_mean
@@ -120,7 +121,7 @@ def test_several_workers_without_a_budget_share_the_work():
     machine = {"num_workers": 4, "num_microbatches": 5}
     chosen = plan(costs, **machine)
     one_visit = ExecutePlan((), (0, 16), ())
-    assert round_seconds(chosen, costs, **machine) < 0.4 * round_seconds(one_visit, costs, **machine)
+    assert plan_seconds(chosen, costs, **machine) < 0.4 * plan_seconds(one_visit, costs, **machine)
 
 
 def test_single_layer():
@@ -141,7 +142,7 @@ def test_stays_within_every_budget_that_fits(grain):
             heaviest = max(2 * c.weight_bytes + c.gradient_bytes + c.activation_bytes + 4 for c in costs)
             assert heaviest + 10 > budget_bytes
             continue
-        peak = peak_bytes(chosen, costs, num_workers=machine["num_workers"], recompute_grain=grain)
+        peak = plan_peak_bytes(chosen, costs, num_workers=machine["num_workers"], recompute_grain=grain)
         assert peak <= budget_bytes
         check(make_schedule(chosen, **machine))
 
@@ -162,10 +163,10 @@ def test_peak_is_the_written_formula():
     gradients = {1: (8, 0, 40), 2: (40, 8, 0), 3: (0, 40, 8)}  # of the visit before, in the order F, U, B
     for num_workers, arena in weights.items():
         needs = [need + before for need, before in zip((forward, fused, backward), gradients[num_workers], strict=True)]
-        assert peak_bytes(chosen, costs, num_workers=num_workers) == arena + max(needs)
+        assert plan_peak_bytes(chosen, costs, num_workers=num_workers) == arena + max(needs)
     by_layer = 8 + 100 + 4 * 2 + 40
     expected = 30 + 40 + max(by_layer, forward + 8, fused)
-    assert peak_bytes(chosen, costs, num_workers=1, recompute_grain="layer") == expected
+    assert plan_peak_bytes(chosen, costs, num_workers=1, recompute_grain="layer") == expected
 
 
 def test_a_smaller_budget_is_never_faster():
@@ -174,7 +175,7 @@ def test_a_smaller_budget_is_never_faster():
     seconds = []
     for budget_bytes in (60, 90, 200):
         chosen = plan(costs, **machine, memory_budget_bytes=budget_bytes)
-        seconds.append(round_seconds(chosen, costs, **machine))
+        seconds.append(plan_seconds(chosen, costs, **machine))
     assert seconds[0] >= seconds[1] * 0.995 and seconds[1] >= seconds[2] * 0.995
 
 
@@ -231,9 +232,9 @@ def test_misuse_is_told():
     with pytest.raises(ConfigError, match="2 names for 1 layers"):
         plan([cost], num_workers=1, num_microbatches=1, names=["a", "b"])
     with pytest.raises(ScheduleError, match="ends at layer 1"):
-        peak_bytes(ExecutePlan((), (0, 1), ()), [cost, cost], num_workers=1)
+        plan_peak_bytes(ExecutePlan((), (0, 1), ()), [cost, cost], num_workers=1)
     with pytest.raises(ConfigError, match="no fused range"):
-        peak_bytes(ExecutePlan([(0, 2)], None, [(1, 2), (0, 1)]), [cost, cost], num_workers=1)
+        plan_peak_bytes(ExecutePlan([(0, 2)], None, [(1, 2), (0, 1)]), [cost, cost], num_workers=1)
 
 
 def test_replicas_are_at_most_as_many_as_workers_and_microbatches():
@@ -302,7 +303,7 @@ def test_a_finer_prediction_chooses_where_transfers_bind(num_workers):
     chosen = plan(costs, **machine, **limits, predict=predict, link_bytes_per_s=25e9)
     assert asked[chosen] == min(asked.values())
     assert asked[chosen] < 0.95 * simulate(make_schedule(by_compute, **machine), costs, profile).seconds_per_round
-    assert peak_bytes(chosen, costs, num_workers=num_workers) <= BUDGET_BYTES
+    assert plan_peak_bytes(chosen, costs, num_workers=num_workers) <= BUDGET_BYTES
     visits = sorted(one.num_stages * machine["num_microbatches"] for one in asked)
     likely = visits[:-3]  # up to three simple ones are asked for in any case
     assert sum(likely) <= planner._MOST_PREDICTED or len(likely) <= planner._LEAST_PREDICTED
@@ -315,7 +316,7 @@ def test_a_prediction_that_adds_nothing_changes_nothing():
 
     def predict(one: ExecutePlan) -> float:
         asked.append(one)
-        return round_seconds(one, costs, **machine)
+        return plan_seconds(one, costs, **machine)
 
     chosen = plan(costs, **machine, predict=predict)
     assert chosen == plan(costs, **machine)
@@ -354,5 +355,5 @@ def test_five_hundred_layers_take_less_than_a_second():
     chosen = plan(costs, **MACHINE, memory_budget_bytes=80 * 10**9)
     took_s = time.process_time() - before_s
     work_s = sum(2 * cost.forward_s + cost.backward_s for cost in costs) * 9 / 8
-    assert round_seconds(chosen, costs, **MACHINE) <= work_s * 1.05
+    assert plan_seconds(chosen, costs, **MACHINE) <= work_s * 1.05
     assert took_s < 2, f"planning took {took_s:.1f} s of processor time; below 0.7 s on an idle core is the aim"

@@ -12,7 +12,8 @@ import pytest
 from roundpipe.core.errors import ConfigError, ScheduleError
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan, make_schedule
-from roundpipe.planning.planner import peak_bytes, plan, plan_greedy, round_seconds
+from roundpipe.planning.evaluation import plan_peak_bytes, plan_seconds
+from roundpipe.planning.planner import plan, plan_greedy
 from roundpipe.planning.simulator import HardwareProfile, simulate
 from tests.runtime.chains import PUBLISHED, published_chain, random_chain
 from tests.runtime.schedule_rules import check
@@ -39,7 +40,7 @@ def test_without_transfers_it_is_the_recurrence():
         machine = {"num_workers": random.randint(1, 4), "num_microbatches": random.randint(1, 6)}
         chosen = plan(costs, **machine)
         found = simulate(make_schedule(chosen, **machine), costs)
-        assert found.seconds_per_round == pytest.approx(round_seconds(chosen, costs, **machine), rel=0.01)
+        assert found.seconds_per_round == pytest.approx(plan_seconds(chosen, costs, **machine), rel=0.01)
         assert all(idle.weights == idle.activations == idle.optimizer == 0 for idle in found.idle)
 
 
@@ -67,7 +68,7 @@ def test_workers_that_a_round_leaves_idle_at_first_are_not_taken_for_steady():
     for _ in range(60):
         costs, chosen, machine = random_schedule(random)
         found = simulate(make_schedule(chosen, **machine), costs)
-        expected_s = round_seconds(chosen, costs, **machine)
+        expected_s = plan_seconds(chosen, costs, **machine)
         assert found.seconds_per_round == pytest.approx(expected_s, rel=0.005), (chosen, machine)
 
 
@@ -95,7 +96,7 @@ def test_idle_shares_are_shares_and_leave_the_time_of_the_work():
 @pytest.mark.parametrize("num_workers", [1, 2, 4])
 def test_peak_is_the_planners_when_gradients_come_down_slowly(num_workers):
     schedule = make_schedule(PLAN, num_workers, num_workers + 1)
-    planned = peak_bytes(PLAN, UNIFORM, num_workers=num_workers)
+    planned = plan_peak_bytes(PLAN, UNIFORM, num_workers=num_workers)
     slow = simulate(schedule, UNIFORM, HardwareProfile(download_bytes_per_s=20.0))
     assert max(slow.peak_bytes) == planned
     at_once = simulate(schedule, UNIFORM)
@@ -210,8 +211,8 @@ def test_greedy_is_the_published_reference():
     for name, published_s in (("qwen3-1.7b", 1.143), ("llama3.1-8b", 3.022), ("qwen3-32b", 12.78)):
         costs = published_chain(name)
         chosen = plan_greedy(costs, **machine, memory_budget_bytes=PUBLISHED["device_memory_bytes"])
-        assert peak_bytes(chosen, costs, num_workers=8) <= PUBLISHED["device_memory_bytes"]
-        assert 0.98 * published_s <= round_seconds(chosen, costs, **machine) <= 1.001 * published_s
+        assert plan_peak_bytes(chosen, costs, num_workers=8) <= PUBLISHED["device_memory_bytes"]
+        assert 0.98 * published_s <= plan_seconds(chosen, costs, **machine) <= 1.001 * published_s
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -225,7 +226,7 @@ def test_replicas_without_transfers_are_the_recurrence(seed):
     check(schedule)
     found = simulate(schedule, costs)
     assert found.seconds_per_round == pytest.approx(
-        round_seconds(chosen, costs, **machine, replicas=replicas), rel=0.002
+        plan_seconds(chosen, costs, **machine, replicas=replicas), rel=0.002
     )
 
 

@@ -23,7 +23,8 @@ from roundpipe.core import trees
 from roundpipe.core.errors import DeviceMemoryError
 from roundpipe.core.layers import ESTIMATED_LINK_BYTES_PER_S, LayerChain, LayerCost
 from roundpipe.core.schedule import ExecutePlan, make_schedule
-from roundpipe.planning.planner import least_seconds, peak_bytes, round_seconds
+from roundpipe.planning.evaluation import plan_peak_bytes, plan_seconds
+from roundpipe.planning.planner import least_seconds
 from roundpipe.planning.planner import plan as choose_plan
 from roundpipe.planning.simulator import HardwareProfile, simulate
 from roundpipe.runtime.config import RECOMPUTE_GRAINS, RecomputeGrain, ResolvedConfig
@@ -188,7 +189,7 @@ class PlanChooser:
         key = (plan, grain, elements)
         if key not in spare:
             costs = self.costs(call.chain, elements)
-            needed = peak_bytes(plan, costs, num_workers=self._num_workers, recompute_grain=grain)
+            needed = plan_peak_bytes(plan, costs, num_workers=self._num_workers, recompute_grain=grain)
             spare[key] = max(self._budget_bytes - needed, 0)
         return spare[key]
 
@@ -298,7 +299,7 @@ class PlanChooser:
     def _recurrence(self, call: Call, costs: Sequence[LayerCost]) -> Prediction:
         """Seconds per round of a plan, transfers left out."""
         return functools.partial(
-            round_seconds, costs=costs, num_workers=self._num_workers, num_microbatches=call.num_microbatches
+            plan_seconds, costs=costs, num_workers=self._num_workers, num_microbatches=call.num_microbatches
         )
 
     def measure(self, made: Round, call: Call) -> None:
@@ -360,7 +361,7 @@ class PlanChooser:
                 found = choose_plan(costs[number], **options(number, grain))
             except DeviceMemoryError:
                 continue
-            seconds = round_seconds(found, costs[number], num_workers=self._num_workers, num_microbatches=number)
+            seconds = plan_seconds(found, costs[number], num_workers=self._num_workers, num_microbatches=number)
             seconds += self._tasks_s(found.num_stages, number)
             if best is None or (seconds, position) < best:
                 best = seconds, position
