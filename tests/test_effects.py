@@ -9,7 +9,8 @@ from torch import nn
 
 import roundpipe
 from roundpipe.core.errors import ConfigError
-from roundpipe.effects.attributes import AttributesBefore, Noticed, WeightsBefore
+from roundpipe.effects.snapshot import ModuleSnapshot, WeightSnapshot
+from roundpipe.wrappers.module_layers import StateWatch
 
 
 class Layer(nn.Module):
@@ -115,41 +116,41 @@ def test_other_layers_cause_no_warning(make):
 
 @pytest.mark.parametrize("kind", [*KEEPING, Notes], ids=lambda kind: kind.__name__)
 def test_only_the_first_calls_are_looked_at(kind):
-    noticed = Noticed()
-    assert [noticed.looks_again() for _ in range(Noticed.CALLS + 2)] == [True] * Noticed.CALLS + [False] * 2
-    layer, noticed, found = kind(), Noticed(), []
-    for _ in range(Noticed.CALLS):
-        if noticed.looks_again():
-            before = AttributesBefore(layer)
+    watch = StateWatch()
+    assert [watch.is_due() for _ in range(StateWatch.CALLS + 2)] == [True] * StateWatch.CALLS + [False] * 2
+    layer, watch, findings = kind(), StateWatch(), []
+    for _ in range(StateWatch.CALLS):
+        if watch.is_due():
+            before = ModuleSnapshot(layer.modules())
             layer(torch.ones(2, 4))
-            found.append(noticed.kept(before))
-    assert [words for words in found if words] == ([KEEPING[kind]] if kind in KEEPING else [])
+            findings.append(watch.kept_state(before))
+    assert [words for words in findings if words] == ([KEEPING[kind]] if kind in KEEPING else [])
     if kind in KEEPING:
-        assert len(found) == (2 if kind is Counts else 1), "nothing more is looked for"
+        assert len(findings) == (2 if kind is Counts else 1), "nothing more is looked for"
 
 
 def test_collections_are_put_back():
     layer = Collects()
     layer.table = {"a": 1}
-    before = AttributesBefore(layer)
-    assert before.put_back_collections() is None and before.changed_collection() is None
+    before = ModuleSnapshot(layer.modules())
+    assert before.changed_container() is None
     layer(torch.ones(2, 4))
     layer.table.clear()
-    assert before.changed_collection() == ("seen", [2])
-    assert before.put_back_collections()[0] == "seen"
+    assert before.changed_container() == ("seen", [2])
+    assert before.changed_container(restore=True)[0] == "seen"
     assert layer.seen == [] and layer.table == {"a": 1}
 
 
 def test_written_and_replaced_parameters_are_named():
     layer = nn.Sequential(Layer(), Layer())
-    before = WeightsBefore(layer)
-    assert before.written() is None
+    before = WeightSnapshot(layer)
+    assert before.diff() is None
     with torch.no_grad():
         layer[1].linear.bias.mul_(2)
-    assert before.written() == "1.linear.bias"
-    before = WeightsBefore(layer)
+    assert before.diff() == "1.linear.bias"
+    before = WeightSnapshot(layer)
     layer[0].linear.weight = nn.Parameter(torch.ones(4, 4))
-    assert before.written() == "0.linear.weight"
+    assert before.diff() == "0.linear.weight"
 
 
 def test_a_layer_wrapped_by_hand_that_writes_its_weights_is_an_error():

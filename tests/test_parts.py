@@ -27,7 +27,7 @@ from roundpipe import (
     doing_recompute,
 )
 from roundpipe.core import trees
-from roundpipe.effects.run_once import Before, first_to_run_once
+from roundpipe.effects.run_once import FirstCall, first_to_run_once
 from roundpipe.wrappers.auto import Parts, PartsProgram
 from roundpipe.wrappers.parts import IN_ONE_PIECE, Part, overlaid
 from tests.equality import assert_same_gradients, assert_same_state
@@ -734,14 +734,14 @@ def test_what_the_first_call_changed_is_put_back() -> None:
     odd = Odd()
     assert first_to_run_once(odd) is None
     state = copy.deepcopy(odd.state_dict())
-    before = Before(odd)
-    assert before.changed() is None
+    before = FirstCall(odd)
+    assert before.diff() is None
     odd.norm(torch.randn(4, WIDTH))
     odd.number, odd.more = 2, 3
-    assert before.changed() is None  # buffers and attributes are looked at elsewhere
+    assert before.diff() is None  # buffers and attributes are looked at elsewhere
     odd.names.append("a")
-    assert before.changed() == "Odd.names"
-    before.undo()
+    assert before.diff() == "Odd.names"
+    before.restore()
     assert odd.number == 1 and odd.names == [] and "more" not in vars(odd)
     torch.testing.assert_close(dict(odd.state_dict()), dict(state))
 

@@ -1,13 +1,13 @@
 """Which modules must run once, on the host: a backward runs what is on the devices a second time.
 
-    first_to_run_once, holders_of_those   before anything ran: what the code of the modules tells
-    Before                                around a first call: what it changed, and the way back
-
-What is asked of Python state is `roundpipe.effects.python_state`'s knowledge; here it is put to modules that run apart.
+first_to_run_once, holders_of_those   before anything ran: what the code of the modules tells
+FirstCall                             around a first call: what it changed, and the way back
 """
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,8 +15,22 @@ import torch
 from torch import nn
 
 from roundpipe.core import trees
-from roundpipe.effects.python_state import PythonState, hook_hands_on, must_run_once
-from roundpipe.effects.user_code import codes_of, names_in, words_in
+from roundpipe.effects.places import CONTAINERS, has_attributes, is_closed, is_library, view_of
+from roundpipe.effects.reach import MAX_DEPTH
+from roundpipe.effects.snapshot import ModuleSnapshot, PythonSnapshot
+from roundpipe.effects.user_code import codes_of, filled_cells, names_in, words_in
+from roundpipe.effects.uses import (
+    CodeUses,
+    asks_for_gradients,
+    forward_hooks,
+    methods_of_forward,
+    uses_of_forward,
+    uses_of_hook,
+    uses_of_methods,
+)
+
+_MAX_ITEMS = 256
+"""How many items of a container are looked at."""
 
 
 def hooks_run_around(module: nn.Module) -> bool:
@@ -35,6 +49,84 @@ def _without_hooks(module: nn.Module) -> nn.Module:
     return twin
 
 
+def must_run_once(module: nn.Module) -> bool:
+    """Whether a module's forward, as far as its code tells, remembers something or asks whether gradients are recorded.
+
+    For modules that were never traced: too careful rather than too bold.
+    """
+    kind = type(module)
+    uses = uses_of_forward(kind)
+    if uses.sets & uses.reads or uses.rebinds or asks_for_gradients(kind):
+        return True
+    if "data" in uses.reads or "no_grad" in uses.reads and any(map(_is_in_place, uses.reads)):  # may write weights
+        return True
+    if any(map(_hands_on, forward_hooks(module))):
+        return True
+    values = [module.__dict__.get(name) for name in uses.reads]
+    for name in methods_of_forward(kind):
+        if (function := getattr(kind, name, None)) is not None:
+            values += [function.__globals__.get(name) for name in names_in(function.__code__)]
+    return any(_may_change(value, uses) for value in values)
+
+
+def _is_in_place(name: str) -> bool:
+    return name.endswith("_") and not name.startswith("_")
+
+
+def _hands_on(hook: Any) -> bool:
+    """Whether a hook may leave something for a forward: in an attribute, a variable, or a container of a module.
+
+    Or takes from a random generator or an iterator of its own, which runs of the forward share.
+    """
+    uses = uses_of_hook(hook)
+    if uses.sets or uses.rebinds or _may_change(hook, None):
+        return True
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    values = [getattr(function, "__self__", None), *(cell.cell_contents for cell in filled_cells(function))]
+    return uses.changes_items and any(isinstance(value, nn.Module) for value in values)
+
+
+def _may_change(value: Any, uses: CodeUses | None, depth: int = 0) -> bool:
+    """Whether code that has a value changes it at every call, as far as the two tell.
+
+    Args:
+        value: of an attribute, a variable, or inside of one.
+        uses: what the code does; None: only what gives another value whenever it is asked counts.
+        depth: steps to the value from the one that the code names.
+    """
+    if isinstance(value, (*trees.PLAIN, torch.Tensor, nn.Module, types.ModuleType, type)) or depth > MAX_DEPTH:
+        return False
+    inside: list[Any] = []
+    if isinstance(value, types.FunctionType):
+        if is_library(value):
+            return False
+        if uses is not None and CodeUses.of([value.__code__]).rebinds:
+            return True
+        uses, inside = None, [cell.cell_contents for cell in filled_cells(value)]
+    elif isinstance(value, functools.partial):
+        inside = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)):
+        inside = [value.__self__]
+    elif isinstance(value, (tuple, *CONTAINERS)):
+        if uses is not None and uses.changes_items and not isinstance(value, tuple):
+            return True
+        inside = list(value.values() if isinstance(value, dict) else value)[:_MAX_ITEMS]
+    else:
+        view = view_of(value)
+        if isinstance(value, torch.Generator) or hasattr(type(value), "__next__") and is_closed(value):
+            return True
+        if view is not None and view.kind != "slots":
+            return view.kind == "random" or uses is not None and uses.changes_items
+        if view is not None or has_attributes(value):
+            attributes = value.__dict__ if view is None else view.read(value, None)
+            own = uses_of_methods(type(value), () if uses is None else uses.reads)
+            if uses is not None and own.sets & attributes.keys():
+                return True
+            uses = own if uses is not None else None
+            inside = [item for name, item in attributes.items() if name in own.reads or depth == 0]
+    return any(_may_change(item, uses, depth + 1) for item in inside)
+
+
 def _forward_must(module: nn.Module) -> bool:
     renormalizes = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
     return renormalizes or must_run_once(_without_hooks(module))
@@ -42,7 +134,7 @@ def _forward_must(module: nn.Module) -> bool:
 
 def _hooks_must(module: nn.Module) -> bool:
     """Whether a hook leaves something for a forward; what it notes for the user it may note twice."""
-    return any(map(hook_hands_on, (*module._forward_hooks.values(), *module._forward_pre_hooks.values())))
+    return any(map(_hands_on, forward_hooks(module)))
 
 
 def first_to_run_once(module: nn.Module) -> str | None:
@@ -50,9 +142,9 @@ def first_to_run_once(module: nn.Module) -> str | None:
 
     Hooks of the part's module itself are left out where they run around it.
     """
-    for one in module.modules():
-        if _forward_must(one) or _hooks_must(one) and not (one is module and hooks_run_around(one)):
-            return type(one).__name__
+    for inner in module.modules():
+        if _forward_must(inner) or _hooks_must(inner) and not (inner is module and hooks_run_around(inner)):
+            return type(inner).__name__
     return None
 
 
@@ -68,16 +160,16 @@ def holders_of_those(model: nn.Module) -> set[nn.Module]:
 
     One that only its hooks keep from running twice is none: as a part it has them around it.
     """
-    found: set[nn.Module] = set()
+    on_host: set[nn.Module] = set()
     by_name = dict(model.named_modules(remove_duplicate=False))
     for name, module in by_name.items():
-        of_hooks = _hooks_must(module)
-        if _forward_must(module) or of_hooks and not hooks_run_around(module):
-            found.add(module)
-        elif not of_hooks:
+        by_hooks = _hooks_must(module)
+        if _forward_must(module) or by_hooks and not hooks_run_around(module):
+            on_host.add(module)
+        elif not by_hooks:
             continue
-        found.update(by_name[holder] for holder in holders_of(name))
-    return found
+        on_host.update(by_name[holder] for holder in holders_of(name))
+    return on_host
 
 
 _FUNCTIONAL = frozenset({"hessian", "jacfwd", "jacrev", "jvp", "vjp"})
@@ -95,59 +187,54 @@ def differentiates_gradients(module: nn.Module) -> bool:
     return any("create_graph" in words_in(code) or not _FUNCTIONAL.isdisjoint(names_in(code)) for code in codes)
 
 
-class Before:
-    """A part's module as it was before a first call: attributes, buffers, and whatever Python its code reaches.
+class FirstCall:
+    """A part's module before its first call: attributes, buffers, and whatever Python its code reaches.
 
     Args:
         module: the user's.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        plain = [one for one in module.modules() if not isinstance(one, torch.jit.ScriptModule)]
-        self._held = [(one, dict(one.__dict__), dict(one._buffers)) for one in plain]
-        self._buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        self._modules = ModuleSnapshot(module.modules())
         around = hooks_run_around(module)
-        self._python = PythonState(
-            (_without_hooks(one) if around and one is module else one for one in module.modules()),
+        self._python = PythonSnapshot(
+            (_without_hooks(inner) if around and inner is module else inner for inner in module.modules()),
             known=module.modules(),
         )
+        self._buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
         self._hidden = [
             (buffer, buffer.clone(), f"buffer {name} of {words}")
-            for one, words in self._python.hidden.items()
-            for name, buffer in one._buffers.items()
+            for hidden, words in self._python.reach.hidden.items()
+            for name, buffer in hidden._buffers.items()
             if buffer is not None and not buffer.is_meta
         ]
 
     @property
-    def untold(self) -> str | None:
+    def closed(self) -> str | None:
         """What its code uses although nothing tells whether it changes it, such as an iterator, in words."""
-        return next((f"{words}, of type {kind}" for words, kind in self._python.closed.items()), None)
+        return next((f"{words}, of type {kind}" for words, kind in self._python.reach.closed.items()), None)
 
-    def changed(self) -> str | None:
+    def diff(self) -> str | None:
         """What of Python was changed since, in words; of what hooks write down, tensors only.
 
         Generators that drew are put back where they were.
         """
-        for words, _ in self._python.gained():
-            return words
-        for buffer, was, words in self._hidden:
-            if not torch.equal(buffer, was):
+        changed = list(self._python.diff())
+        for place in changed:
+            if not place.by_hooks:
+                return place.words
+        for buffer, before, words in self._hidden:
+            if not torch.equal(buffer, before):
                 return words
-        if any(trees.tensors(value) for value in self._python.settled().values()):
+        if any(trees.tensors(place.now()) for place in changed):
             return "what its hooks hold"
-        return "a random generator of its own" if self._python.take_back_draws() else None
+        return "a random generator of its own" if self._python.restore_generators() else None
 
-    def undo(self) -> None:
+    def restore(self) -> None:
         """Makes everything again what it was."""
-        for module, attributes, buffers in self._held:
-            held: dict[str, Any] = module.__dict__
-            for name in held.keys() - attributes.keys():
-                del held[name]
-            held.update((name, value) for name, value in attributes.items() if held.get(name, held) is not value)
-            module._buffers.clear()
-            module._buffers.update(buffers)
+        self._modules.restore()
         with torch.no_grad():
-            for buffer, was in (*self._buffers, *((buffer, was) for buffer, was, _ in self._hidden)):
-                buffer.copy_(was)
+            for buffer, before in (*self._buffers, *((buffer, before) for buffer, before, _ in self._hidden)):
+                buffer.copy_(before)
         self._python.restore()
-        self._python.take_back_draws()
+        self._python.restore_generators()

@@ -1,18 +1,16 @@
-"""The Python that a model and its user bring: hooks, and code, whose names tell what it may read or call.
+"""What the code of a model and its user may read or call, by the names in it; no code is run.
 
-Code is looked at as code objects and never run here.
+What is looked up under a name that is made up, or by compiled code, is missed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import types
 from collections.abc import Iterator
 from typing import Any
-
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""Names of attributes that hold the hooks of a module."""
 
 
 def codes_of(kind: type) -> Iterator[tuple[str, types.CodeType]]:
@@ -58,30 +56,18 @@ def reached_by(function: Any) -> Iterator[Any]:
     pending = [function]
     seen: set[int] = set()
     while pending and len(seen) < MAX_FUNCTIONS:
-        one = pending.pop()
-        if id(one) in seen:
+        target = pending.pop()
+        if id(target) in seen:
             continue
-        seen.add(id(one))
-        if isinstance(one, functools.partial):
-            pending.append(one.func)
-            held, names = [*one.args, *one.keywords.values()], set()
-        elif isinstance(one, types.MethodType):
-            pending.append(one.__func__)
-            held, names = [one.__self__], set(names_in(one.__func__.__code__) if _has_code(one.__func__) else ())
-        elif _has_code(one):
-            names = set(names_in(one.__code__))
-            cells = [cell.cell_contents for cell in one.__closure__ or () if _is_full(cell)]
-            held = [*cells, *(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()]
-            held += [one.__globals__[name] for name in names if name in one.__globals__]
-        elif _has_code(getattr(type(one), "__call__", None)):  # noqa: B004 - its code is wanted
-            pending.append(types.MethodType(type(one).__call__, one))
-            continue
-        else:
-            continue
-        for found in held:
-            of_found = getattr(found, "__dict__", {})
-            within = [of_found[name] for name in names if name in of_found]
-            for value in (found, *within):
+        seen.add(id(target))
+        if _has_code(getattr(type(target), "__call__", None)):  # noqa: B004 - its code is asked for
+            target = types.MethodType(type(target).__call__, target)
+        names, objects = _looked_up_by(target)
+        if isinstance(target, (functools.partial, types.MethodType)):
+            pending.append(target.func if isinstance(target, functools.partial) else target.__func__)
+        for item in objects:
+            attributes = getattr(item, "__dict__", {})
+            for value in (item, *(attributes[name] for name in names if name in attributes)):
                 if isinstance(value, (list, tuple, set, frozenset)):
                     yield from value
                 elif isinstance(value, dict):
@@ -91,6 +77,20 @@ def reached_by(function: Any) -> Iterator[Any]:
                         pending.append(value)
                 else:
                     yield value
+
+
+def _looked_up_by(target: Any) -> tuple[set[str], list[Any]]:
+    """Names in the code of something that can be called, and the objects that it holds or finds under them."""
+    if isinstance(target, functools.partial):
+        return set(), [*target.args, *target.keywords.values()]
+    if isinstance(target, types.MethodType):
+        return set(names_in(target.__func__.__code__)) if _has_code(target.__func__) else set(), [target.__self__]
+    if not _has_code(target):
+        return set(), []
+    names = set(names_in(target.__code__))
+    variables = [target.__globals__[name] for name in names if name in target.__globals__]
+    defaults = [*(target.__defaults__ or ()), *(target.__kwdefaults__ or {}).values()]
+    return names, [*(cell.cell_contents for cell in filled_cells(target)), *defaults, *variables]
 
 
 MAX_HELPERS = 256
@@ -105,17 +105,18 @@ def functions_reached_by(*functions: Any) -> Iterator[Any]:
     pending = list(functions)
     seen: set[int] = set()
     while pending and len(seen) < MAX_HELPERS:
-        one = pending.pop()
-        if isinstance(one, types.BuiltinFunctionType):
-            yield one
-        if not _has_code(one) or id(one) in seen or str(one.__module__).partition(".")[0] in _NOT_FOLLOWED:
+        function = pending.pop()
+        if isinstance(function, types.BuiltinFunctionType):
+            yield function
+        package = str(getattr(function, "__module__", "")).partition(".")[0]
+        if not _has_code(function) or id(function) in seen or package in _NOT_FOLLOWED:
             continue
-        seen.add(id(one))
-        yield one
-        names = dict.fromkeys(names_in(one.__code__))
-        held = [one.__globals__[name] for name in names if name in one.__globals__]
-        pending += [*held, *(cell.cell_contents for cell in one.__closure__ or () if _is_full(cell))]
-        modules = [value.__dict__ for value in held if isinstance(value, types.ModuleType)]
+        seen.add(id(function))
+        yield function
+        names = dict.fromkeys(names_in(function.__code__))
+        variables = [function.__globals__[name] for name in names if name in function.__globals__]
+        pending += [*variables, *(cell.cell_contents for cell in filled_cells(function))]
+        modules = [value.__dict__ for value in variables if isinstance(value, types.ModuleType)]
         pending += [module[name] for module in modules for name in names if name in module]
 
 
@@ -126,9 +127,9 @@ def _has_code(function: Any) -> bool:
     return isinstance(function, types.FunctionType)
 
 
-def _is_full(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - raises if it was not filled
-    except ValueError:
-        return False
-    return True
+def filled_cells(function: Any) -> Iterator[types.CellType]:
+    """The cells of a function's or method's closure that hold something."""
+    for cell in getattr(getattr(function, "__func__", function), "__closure__", None) or ():
+        with contextlib.suppress(ValueError):
+            cell.cell_contents  # noqa: B018 - raises if it is empty
+            yield cell

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from roundpipe.core.caller import warn
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import Carry, FixedChain, LayerChain, LayerCost, LayerSpec
 from roundpipe.core.module_tree import Structure, weight_bytes_of
-from roundpipe.effects.attributes import AttributesBefore, Noticed, WeightsBefore
+from roundpipe.effects.snapshot import AttributeChange, ModuleSnapshot, WeightSnapshot
 
 
 class _Writable(torch.autograd.Function):
@@ -34,6 +34,54 @@ def _writable(tensor: torch.Tensor) -> Any:
     return _Writable.apply(tensor) if tensor.requires_grad and tensor.is_leaf else tensor
 
 
+class StateWatch:
+    """Finds what forwards of the copies of one layer keep for later calls; it looks at their first calls only."""
+
+    CALLS = 8
+
+    def __init__(self) -> None:
+        self._calls_left = self.CALLS
+        self._values: dict[tuple[int, str], Any] = {}
+        """Simple values that a forward set."""
+
+    def is_due(self) -> bool:
+        """Whether to look at the next call."""
+        self._calls_left -= 1
+        return self._calls_left >= 0
+
+    def kept_state(self, before: ModuleSnapshot) -> str | None:
+        """What the forward that ran since then keeps for later ones, in words.
+
+        A simple value counts when a forward changes what an earlier one set, as a counter's does.
+        """
+        words = next(self._findings(before), None)
+        if words is not None:
+            self._calls_left = 0
+        return words
+
+    def _findings(self, before: ModuleSnapshot) -> Iterator[str]:
+        container = before.changed_container()
+        if container is not None:
+            yield f"changes the {type(container[1]).__name__} in attribute {container[0]!r}"
+        drawn = before.drawn()
+        if drawn is not None:
+            yield f"draws from the generator in attribute {drawn!r}"
+        for change in before.diff():
+            is_torchs = type(change.module).__module__.startswith("torch.")  # an RNN has its weights in a list, too
+            if is_torchs or change.is_cached_property:
+                continue
+            if trees.tensors(change.now):
+                yield f"stores tensors in attribute {change.name!r}"
+            elif isinstance(change.now, trees.PLAIN):
+                yield from self._changes_again(change)
+
+    def _changes_again(self, change: AttributeChange) -> Iterator[str]:
+        key = change.position, change.name
+        if key in self._values and trees.same(self._values[key], change.before):
+            yield f"changes attribute {change.name!r} from call to call"
+        self._values[key] = change.now
+
+
 class _ModuleLayer(nn.Module):
     """A user's module as a layer: carried value ``reads`` in, carried value ``makes`` out.
 
@@ -45,7 +93,7 @@ class _ModuleLayer(nn.Module):
         self.reads = reads
         self.makes = makes
         self.unpack = unpack
-        self.noticed = Noticed() if watched else None  # one for all copies
+        self.watch = StateWatch() if watched else None  # one for all copies
         self._modules[name] = module  # after the attributes, since a name may be one of theirs
 
     def forward(self, carry: Carry) -> Carry:
@@ -53,28 +101,28 @@ class _ModuleLayer(nn.Module):
         ((layer, module),) = self._modules.items()
         assert module is not None
         args, kwargs = value if self.unpack else ((value,), {})
-        if self.noticed is None:
+        if self.watch is None:
             return {self.makes: module(*args, **kwargs)}
         layer = layer or type(module).__name__
-        weights = WeightsBefore(module)
-        attributes = AttributesBefore(module) if self.noticed.looks_again() else None
-        made = module(*args, **kwargs)
-        written = weights.written()
+        weights = WeightSnapshot(module)
+        before = ModuleSnapshot(module.modules()) if self.watch.is_due() else None
+        output = module(*args, **kwargs)
+        written = weights.diff()
         if written is not None:
             raise ConfigError(
                 f"the forward of layer {layer} writes its parameter {written}, on a copy that "
                 "is thrown away. Write weights between steps, from outside of forward, or use "
                 "wrap_model_to_roundpipe(model), which runs such a module on the CPU"
             )
-        kept = None if attributes is None else self.noticed.kept(attributes)
-        if kept is not None:
+        words = None if before is None else self.watch.kept_state(before)
+        if words is not None:
             warn(
-                f"the forward of layer {layer} {kept}. Each worker runs a copy of the layer, and the backward runs its "
-                "forward again, so what calls find there, and results that depend on it, may differ from eager mode. "
-                "Use roundpipe.compile or wrap_model_to_roundpipe, which find out what such a layer needs, or keep it "
-                "in a buffer"
+                f"the forward of layer {layer} {words}. Each worker runs a copy of the layer, and the backward runs "
+                "its forward again, so what calls find there, and results that depend on it, may differ from eager "
+                "mode. Use roundpipe.compile or wrap_model_to_roundpipe, which find out what such a layer needs, or "
+                "keep it in a buffer"
             )
-        return {self.makes: made}
+        return {self.makes: output}
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,10 +30,10 @@ from roundpipe.core.caller import warn
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import Carry, FixedChain
 from roundpipe.core.module_tree import weight_bytes_of
-from roundpipe.effects.attributes import REGISTERED, AttributesBefore, ChangedAttribute, WeightsBefore, differ, put_back
-from roundpipe.effects.python_state import PLAIN, attributes_read, uses_of_forward
-from roundpipe.effects.run_once import Before, first_to_run_once, hooks_run_around
-from roundpipe.effects.user_code import HOOKS
+from roundpipe.effects.places import CONTAINER, HOOKS, REGISTERED, same_contents
+from roundpipe.effects.run_once import FirstCall, first_to_run_once, hooks_run_around
+from roundpipe.effects.snapshot import AttributeChange, ModuleSnapshot, WeightSnapshot
+from roundpipe.effects.uses import attributes_read, uses_of_forward
 from roundpipe.runtime.config import RoundPipeRunConfig, resolve
 from roundpipe.runtime.engine.recompute import doing_recompute
 from roundpipe.runtime.microbatch import split as microbatch
@@ -178,24 +178,27 @@ class _Watched(nn.Module):
         given = [(tensor, tensor._version) for tensor in trees.tensors(outside)]
         containers = [(one, copy.copy(one)) for one in _containers(outside)]
         collectors = [(one, copy.copy(one)) for one in _containers((tuple(contextvars.copy_context().values()), {}))]
-        attributes = AttributesBefore(self.module)
-        weights = WeightsBefore(self.module)
+        snapshot = ModuleSnapshot(self.module.modules())
+        weights = WeightSnapshot(self.module)
         run = self.module.forward if self._handing_on is None and hooks_run_around(self.module) else self.module
         result = run(*args, **kwargs)
         if any(tensor._version != version for tensor, version in given):
             raise _HandsOnOtherwise("it writes into a tensor that it is given")
-        if any(differ(one, was) for one, was in containers):
+        if not all(same_contents(was, one) for one, was in containers):
             raise _HandsOnOtherwise("it changes a list or dict that it is given")
-        if put_back(collectors):
+        changed_collectors = [(one, was) for one, was in collectors if not same_contents(was, one)]
+        for one, was in changed_collectors:
+            CONTAINER.write(one, None, was)
+        if changed_collectors:
             raise _HandsOnOtherwise("it changes a list or dict that a context variable holds")
-        collection = attributes.put_back_collections()
+        collection = snapshot.changed_container(restore=True)
         if collection is not None:
             name, value = collection
             raise _HandsOnOtherwise(f"its forward changes the {type(value).__name__} in attribute {name!r}")
-        written = weights.written()
+        written = weights.diff()
         if written is not None:
             raise _HandsOnOtherwise(f"its forward writes its parameter {written!r}")
-        for changed in attributes.changed():
+        for changed in snapshot.diff():
             if trees.tensors(changed.now):
                 raise _HandsOnOtherwise(f"its forward stores tensors in attribute {changed.name!r}")
             if self._is_kept(changed):
@@ -206,14 +209,14 @@ class _Watched(nn.Module):
             self._handing_on.add(self._index)
         return result
 
-    def _is_kept(self, changed: ChangedAttribute) -> bool:
+    def _is_kept(self, changed: AttributeChange) -> bool:
         """Whether an attribute holds something else that a later call could find, or that would not reach others."""
-        was, now = changed.was, changed.now
-        if type(was) is type(now) and isinstance(now, (*PLAIN, tuple)) and was == now:
+        was, now = changed.before, changed.now
+        if type(was) is type(now) and isinstance(now, tuple) and was == now:
             return False
         if changed.is_cached_property:
             return False
-        return not isinstance(now, PLAIN) or self.may_read(changed.name)
+        return not isinstance(now, trees.PLAIN) or self.may_read(changed.name)
 
     def may_read(self, name: str) -> bool:
         """Whether the module's code may read an attribute of a name."""
@@ -424,16 +427,16 @@ class Part(RoundPipe):
         kind = first_to_run_once(self.model)
         if kind is not None:
             raise _HandsOnOtherwise(f"{kind}'s code remembers something, writes weights or asks for the grad mode")
-        before = Before(self.model)
-        if before.untold is not None:
-            raise _HandsOnOtherwise(f"it uses {before.untold}, and nothing tells how that changes")
+        before = FirstCall(self.model)
+        if before.closed is not None:
+            raise _HandsOnOtherwise(f"it uses {before.closed}, and nothing tells how that changes")
         try:
             outputs = self._run_on_devices(args, kwargs, config)
-            changed = before.changed()
+            changed = before.diff()
             if changed is not None:
                 raise _HandsOnOtherwise(f"its forward changes {changed}")
         except _HandsOnOtherwise:
-            before.undo()
+            before.restore()
             raise
         part.proven.add(mode)
         return outputs

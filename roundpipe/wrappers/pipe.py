@@ -25,7 +25,7 @@ from torch import nn
 from roundpipe.core.caller import warn
 from roundpipe.core.errors import ConfigError, NotCopyableError
 from roundpipe.core.layers import ChainSource, LayerChain
-from roundpipe.effects.user_code import HOOKS
+from roundpipe.effects.places import HOOKS
 from roundpipe.reports.timeline import Timeline, check_path
 from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.runtime.device.resolve import DeviceLike

@@ -20,7 +20,7 @@ from torch import nn
 
 import roundpipe
 from roundpipe.core.errors import TraceError
-from roundpipe.effects.python_state import must_run_once
+from roundpipe.effects.run_once import must_run_once
 from roundpipe.fx.guards.guards import Guards
 from roundpipe.fx.trace.tracer import trace
 from tests.equality import assert_same_gradients

@@ -29,7 +29,7 @@ from torch import nn
 from roundpipe.core import trees
 from roundpipe.core.aliasing import overlapping
 from roundpipe.core.modes import Modes
-from roundpipe.effects.views import view_of
+from roundpipe.effects.places import view_of
 from roundpipe.fx.binding import CallForm
 from roundpipe.fx.fakes import Dimension, FakeWorld, InputSizes
 from roundpipe.fx.guards.model_state import ModelState, WeightForms
@@ -441,7 +441,7 @@ def _contents(value: Any) -> Any:
             return None
         return set(items) if isinstance(value, set) else items
     view = view_of(value, sys.maxsize)
-    return (type(value), view.take(value)) if view is not None and view.kind == "array" else None
+    return (type(value), view.read(value, None)) if view is not None and view.kind == "array" else None
 
 
 def _same_plain(was: Any, now: Any) -> bool:

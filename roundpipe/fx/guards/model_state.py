@@ -7,7 +7,7 @@ global that the forward reads. A graph has burned in what it found, so each such
     hooks         of modules that were looked into; those of leaves run with them
     attributes    that some code of the model reads, by its names
     weights       `WeightForms`: what tensors in their places look like
-    the rest      containers, objects, closures, globals and class attributes: `PythonState`
+    the rest      containers, objects, closures, globals and class attributes: `PythonSnapshot`
 
 Attributes that leaves set themselves are theirs, and are left out.
 
@@ -23,20 +23,12 @@ from typing import Any
 
 from torch import nn
 
+from roundpipe.core import trees
 from roundpipe.core.errors import ConfigError
-from roundpipe.effects.python_state import (
-    OF_TORCH,
-    PLAIN,
-    PythonState,
-    Settled,
-    Uses,
-    attributes_read,
-    hook_keeps,
-    same_item,
-    uses_of_forward,
-    uses_of_functions,
-)
-from roundpipe.effects.user_code import HOOKS
+from roundpipe.effects.places import HOOKS, OF_TORCH
+from roundpipe.effects.reach import BETWEEN_CALLS
+from roundpipe.effects.snapshot import PlaceValues, PythonSnapshot, QuickComparison
+from roundpipe.effects.uses import CodeUses, attributes_read, uses_of_forward, uses_of_functions, uses_of_hook
 
 _MISSING = object()
 
@@ -51,7 +43,7 @@ class Own:
     """Kinds of what attributes of modules that were looked into hold afterwards; plain values themselves, too."""
     hooks: dict[nn.Module, list[Any]] = field(default_factory=dict)
     """Hooks that modules have afterwards, by their code."""
-    places: Settled = field(default_factory=dict)
+    places: PlaceValues = field(default_factory=dict)
     counts: list[str] = field(default_factory=list)
     """What it changes at every call, in words."""
 
@@ -82,9 +74,10 @@ class ModelState:
             for held in (module._forward_hooks, module._forward_pre_hooks)
         ]
         self._settled = own
-        self._python = PythonState(self._modules, between_calls=True)
+        self._python = PythonSnapshot(self._modules, BETWEEN_CALLS)
+        self._quick = QuickComparison(self._python.reach.places)
         leaves = [module for module in self._modules if module not in glue]
-        own_names = own.attributes.union(*(uses_of_forward(type(module)).set for module in leaves))
+        own_names = own.attributes.union(*(uses_of_forward(type(module)).sets for module in leaves))
         self._own = {module: own_names if module not in glue else set() for module in self._modules}
         self._read = self._names_read()
         self._keys = [set(module.__dict__) for module in self._modules]
@@ -109,12 +102,12 @@ class ModelState:
     def _names_read(self) -> frozenset[str] | None:
         """Names of the attributes that the model's code can read; None if it makes up names."""
         kinds = {type(module) for module in self._modules}
-        uses = Uses.of(self._python.codes)
-        if uses_of_functions(self._python.codes, kinds).reads_any_name:
+        uses = CodeUses.of(self._python.reach.codes)
+        if uses_of_functions(self._python.reach.codes, kinds).reads_any_name:
             return None
         if any(uses_of_forward(kind).reads_any_name for kind in kinds):
             return None
-        return frozenset({"forward"}).union(uses.read, *map(attributes_read, kinds))
+        return frozenset({"forward"}).union(uses.reads, *map(attributes_read, kinds))
 
     def change(self) -> str | None:
         """What is otherwise now, in words.
@@ -144,16 +137,16 @@ class ModelState:
             now = [module.__dict__.get(name, _MISSING) for name in names]
             if not all(map(operator.is_, now, held)):
                 for name, one, was in zip(names, now, held, strict=True):
-                    if not same_item(was, one) and not self._is_own(module, name, one):
+                    if not trees.same(was, one) and not self._is_own(module, name, one):
                         return f"{type(module).__name__}.{name} is {_in_words(one)}, traced with {_in_words(was)}"
         if list(map(len, self._dicts)) != self._lengths:
             for module, keys in zip(self._modules, self._keys, strict=True):
                 for name in sorted(self._relevant(module, module.__dict__.keys() - keys)):
                     if not self._is_own(module, name, module.__dict__[name]):
                         return f"{type(module).__name__}.{name} is new"
-        if self._python.is_as_it_was():
+        if self._quick.is_same():
             return None
-        for words in self._python.changed_but(self._settled.places):
+        for words in self._python.side_effects(self._settled.places):
             return f"{words} holds something else now"
         return None
 
@@ -173,7 +166,7 @@ class ModelState:
         forward's own.
         """
         codes = {*map(_code_of, known.values()), *self._settled.hooks.get(leaf, ())}
-        return any(hook_keeps(hook) and _code_of(hook) not in codes for hook in hooks.values())
+        return any(_keeps(hook) and _code_of(hook) not in codes for hook in hooks.values())
 
 
 class WeightForms:
@@ -198,7 +191,7 @@ class WeightForms:
                 if tensor is None:
                     self._absent.append((module._parameters, name))
                 else:
-                    (own if name in uses.set else parameters).add(module._parameters, path, name)
+                    (own if name in uses.sets else parameters).add(module._parameters, path, name)
             for name, tensor in module._buffers.items():
                 if _sets_buffer(uses, name, set_anywhere):
                     continue
@@ -273,22 +266,28 @@ def _of_tensor(attribute: str, value: Any) -> str:
 
 def _set_in_forwards(modules: Iterable[nn.Module]) -> frozenset[str]:
     """Names of attributes that forwards of some modules set, on whatever."""
-    return frozenset().union(*(uses_of_forward(kind).set for kind in set(map(type, modules))))
+    return frozenset().union(*(uses_of_forward(kind).sets for kind in set(map(type, modules))))
 
 
-def _sets_buffer(uses: Uses, name: str, set_anywhere: Collection[str]) -> bool:
+def _sets_buffer(uses: CodeUses, name: str, set_anywhere: Collection[str]) -> bool:
     """Whether a forward may put another tensor into a buffer of a module, of whose forward these are the uses."""
-    return name in set_anywhere or "register_buffer" in uses.read
+    return name in set_anywhere or "register_buffer" in uses.reads
 
 
 def kind_and_value(value: Any) -> tuple[type, Any]:
     """A value's type, and the value if it is plain."""
-    return type(value), value if isinstance(value, PLAIN) else None
+    return type(value), value if isinstance(value, trees.PLAIN) else None
 
 
 def hooks_by_code(module: nn.Module) -> list[Any]:
     """A module's hooks, each by its code, which is the same for one that is installed again."""
     return [_code_of(hook) for name in HOOKS for hook in module.__dict__[name].values()]
+
+
+def _keeps(hook: Any) -> bool:
+    """Whether a hook may put what it is given somewhere."""
+    uses = uses_of_hook(hook)
+    return bool(uses.sets) or uses.rebinds or uses.changes_items
 
 
 def _code_of(hook: Any) -> Any:
@@ -298,7 +297,7 @@ def _code_of(hook: Any) -> Any:
 def _in_words(value: Any) -> str:
     if value is _MISSING:
         return "gone"
-    return repr(value) if isinstance(value, PLAIN) else f"another {type(value).__name__}"
+    return repr(value) if isinstance(value, trees.PLAIN) else f"another {type(value).__name__}"
 
 
 def _is_of_torch(module: nn.Module) -> bool:

@@ -25,7 +25,7 @@ from torch.fx.node import map_arg
 
 from roundpipe.core import trees
 from roundpipe.core.layers import ESTIMATED_LINK_BYTES_PER_S
-from roundpipe.effects.python_state import python_state_kept
+from roundpipe.effects.snapshot import python_restored
 from roundpipe.fx.counting import Tally, Work, flop_counter
 from roundpipe.fx.fakes import failures_unlogged, twin_of
 from roundpipe.fx.graph import (
@@ -76,7 +76,7 @@ def measure(traced: TracedGraph, profile: DeviceProfile = DEFAULT_PROFILE) -> di
         traced: a linted graph whose values are fake tensors.
         profile: the device that seconds are for.
     """
-    with python_state_kept(traced.model):
+    with python_restored(traced.model):
         return _Meter(traced, profile).measure()
 
 

@@ -29,7 +29,8 @@ from roundpipe.core import trees
 from roundpipe.core.errors import TraceError
 from roundpipe.core.modes import Modes
 from roundpipe.core.random_state import python_random_state, set_python_random_state
-from roundpipe.effects.python_state import PythonState, Readers, Settled, uses_of_forward
+from roundpipe.effects.snapshot import AttributeChange, ModuleSnapshot, PlaceValues, PythonSnapshot
+from roundpipe.effects.uses import Readers, uses_of_forward
 from roundpipe.fx.binding import CallForm
 from roundpipe.fx.fakes import DATA_DEPENDENT, Dimension, FakeWorld, is_fake
 from roundpipe.fx.flat import flat_values
@@ -42,7 +43,7 @@ from roundpipe.fx.trace.advice import set_at
 from roundpipe.fx.trace.builder import UntracedValue
 from roundpipe.fx.trace.intercept import ORIGINAL_CALL, intercepting
 from roundpipe.fx.trace.leaf_watch import handed_back
-from roundpipe.fx.trace.leaves import Contents, OutsideChanges, TreeState, contents_of, gained_by, left_behind
+from roundpipe.fx.trace.leaves import Contents, contents_of, gained_by, left_behind, set_elsewhere
 from roundpipe.fx.trace.policy import Decision, LeafPolicy
 from roundpipe.fx.trace.recorder import CallRecorder, Restart, StatefulError
 from roundpipe.fx.trace.runner import LeafRunner, is_put_by_hooks
@@ -90,7 +91,7 @@ class Attempt:
         world: FakeWorld,
         form: CallForm,
         learned: Learned,
-        outside: OutsideChanges,
+        outside: ModuleSnapshot,
         functions: Collection[types.CodeType] = (),
         cells: Collection[types.CellType] = (),
     ) -> None:
@@ -112,9 +113,8 @@ class Attempt:
         self._gave_lengths = False
         self._glue_modules: dict[nn.Module, None] = {}
         self._leaves: dict[str, nn.Module] = {}
-        self._before = TreeState(list(world.twin.modules()))
+        self._before = ModuleSnapshot(world.twin.modules())
         self._before_hooks = {module: hooks_by_code(real) for module, real in self._pairs()}
-        self._as_built = {module: _Built.of(module) for module in world.twin.modules()}
         self._python_random = python_random_state()
 
     def _pairs(self) -> Iterator[tuple[nn.Module, nn.Module]]:
@@ -169,27 +169,27 @@ class Attempt:
 
     def _refuse_changed_modules(self) -> None:
         """The next call would run in another mode or with other parameters, which no graph sets."""
-        for module, built in self._as_built.items():
-            replaced = built.replaced_parameter(module)
-            if replaced is not None:
-                name = self._world.name_of_module[module]
-                self._learned.stateful[name] = None
-                words = f"{name}.{replaced}".lstrip(".")
-                cause = StatefulError(f"the forward puts another parameter in the place of {words}")
-                restart = Restart(None, "", cause)
-                restart.location = set_at(type(module), replaced) or restart.location
-                raise restart
-            if module.training is not built.training:
-                name = self._world.name_of_module[module] or type(module).__name__
-                raise Restart(None, "", StatefulError(f"the forward leaves {name} in another mode of training"))
+        replaced = self._before.replaced_parameter()
+        if replaced is not None:
+            module, parameter = replaced
+            name = self._world.name_of_module[module]
+            self._learned.stateful[name] = None
+            words = f"{name}.{parameter}".lstrip(".")
+            restart = Restart(None, "", StatefulError(f"the forward puts another parameter in the place of {words}"))
+            restart.location = set_at(type(module), parameter) or restart.location
+            raise restart
+        other = self._before.changed_mode()
+        if other is not None:
+            name = self._world.name_of_module[other] or type(other).__name__
+            raise Restart(None, "", StatefulError(f"the forward leaves {name} in another mode of training"))
 
     def changed_attributes(self) -> dict[tuple[nn.Module, str], str]:
         """Attributes of looked-into modules that the forward set, with their qualified names."""
-        changed = {}
-        for module, name, _ in self._before.changed_attributes():
-            if module in self._glue_modules:
-                changed[module, name] = self._qualified(module, name)
-        return changed
+        return {
+            (change.module, change.name): self._qualified(change.module, change.name)
+            for change in self._before.diff()
+            if change.module in self._glue_modules
+        }
 
     def handed_on(self, changed: dict[tuple[nn.Module, str], str]) -> set[str]:
         """Those of the changed attributes that others take in the same forward."""
@@ -199,11 +199,11 @@ class Attempt:
         owner = self._world.name_of_module[module]
         return f"{owner}.{name}" if owner else name
 
-    def model_state(self, changed: list[tuple[nn.Module, str, Any]], places: Settled, counts: list[str]) -> ModelState:
+    def model_state(self, changed: list[AttributeChange], places: PlaceValues, counts: list[str]) -> ModelState:
         """What the user's model holds in Python now.
 
         Args:
-            changed: the attributes that the forward set, with their values.
+            changed: the attributes that the forward set.
             places: what it put into containers, closures and globals.
             counts: what it changes at every call, in words.
         """
@@ -213,7 +213,7 @@ class Attempt:
         leaves = [self._world.twin.get_submodule(str(node.target)) for node in self._recorder.handed_back]
         passing = {real[inner] for leaf in leaves for inner in leaf.modules() if inner in real}
         own = Own(places=places, counts=counts)
-        for module, name, value in changed:
+        for module, name, _, value, _ in changed:
             if module in self._glue_modules:
                 own.values[real[module], name] = kind_and_value(value)
             else:
@@ -230,17 +230,17 @@ class Attempt:
         """Attributes that leaves set to activations, in words."""
         return list(self._recorder.not_kept)
 
-    def refuse_activations(self, python: PythonState) -> None:
+    def refuse_activations(self, python: PythonSnapshot) -> None:
         """An activation left anywhere else would not be there at run time either, one that a hook keeps no part of a
         graph.
         """
-        for words, held in python.gained():
-            if any(self._is_activation(item) for item in flat_values(held)):
-                raise Restart(None, "", TraceError(f"{words} holds an activation after the forward"))
-        for words, held in python.gained(by_hooks=True):
-            if any(self._is_activation(item) and item.requires_grad for item in flat_values(held)):
-                cause = f"a forward hook keeps an activation in {words}, and a loss may send gradients back through it"
-                raise Restart(None, "", TraceError(cause))
+        for place in sorted(python.diff(), key=lambda place: place.by_hooks):
+            activations = [item for item in flat_values(place.now()) if self._is_activation(item)]
+            if activations and not place.by_hooks:
+                raise Restart(None, "", TraceError(f"{place.words} holds an activation after the forward"))
+            if any(activation.requires_grad for activation in activations):
+                cause = "a forward hook keeps an activation in {}, and a loss may send gradients back through it"
+                raise Restart(None, "", TraceError(cause.format(place.words)))
 
     # the session of `intercept`
 
@@ -362,8 +362,8 @@ class Attempt:
         and which code of another module sets anew in each forward, as recurrent states between tokens.
         """
         kinds = {type(one) for one in self._world.twin.modules()} - {type(module)}
-        return attribute in uses_of_forward(type(module)).read and any(
-            attribute in uses_of_forward(kind).set for kind in kinds
+        return attribute in uses_of_forward(type(module)).reads and any(
+            attribute in uses_of_forward(kind).sets for kind in kinds
         )
 
     def _hands_on(self, module: nn.Module) -> bool:
@@ -389,20 +389,16 @@ class Attempt:
         except UntracedValue as error:
             raise recorder.untraced(error) from error
         self._refuse_modules_as_arguments(module, name, args, kwargs)
-        set_elsewhere = self._outside.on(module) or self._rebuilt(module)
-        if set_elsewhere is not None:
-            cause = TraceError(
-                f"{set_elsewhere} is set by other code in the forward, and would not be when the graph runs"
-            )
+        words = set_elsewhere(self._outside, module) or self._rebuilt(module)
+        if words is not None:
+            cause = TraceError(f"{words} is set by other code in the forward, and would not be when the graph runs")
             raise Restart(Decision.DESCEND, name, cause)
         self._leaves[name] = module
         python_random = python_random_state()
         with recorder.pause():
             run = self._runner.run(module, name, args, kwargs)
-            self._outside.note_own(module)
-            for inner in module.modules():
-                if inner in self._as_built:
-                    self._as_built[inner].buffers = dict(inner._buffers)
+            self._outside.accept_attributes(module.modules())
+            self._before.accept_buffers(module.modules())
             returned = handed_back(run.out, args, kwargs, self._world.name_of)
         draws_python_random = python_random_state() != python_random
         set_python_random_state(python_random)
@@ -428,12 +424,8 @@ class Attempt:
 
     def _rebuilt(self, module: nn.Module) -> str | None:
         """What of a leaf is not as the model has it, such as weights that `torch.func.functional_call` puts there."""
-        for inner in module.modules():
-            built = self._as_built.get(inner)
-            found = None if built is None else built.difference(inner)
-            if found is not None:
-                return f"{type(inner).__name__}.{found}"
-        return None
+        rebuilt = self._before.rebuilt(module.modules())
+        return None if rebuilt is None else f"{type(rebuilt[0]).__name__}.{rebuilt[1]}"
 
     def _refuse_modules_as_arguments(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> None:
         """A module that a leaf would be given is the twin's; looked into, its weights are the leaf's own affair."""
@@ -542,34 +534,6 @@ def _copied(value: Any) -> Any:
     if type(value) in (deque, set):
         return copy.copy(value)
     return value
-
-
-@dataclass(slots=True)
-class _Built:
-    """What code outside of a module may put into it for a while."""
-
-    parameters: dict[str, Any]
-    buffers: dict[str, Any]
-    training: bool
-
-    @classmethod
-    def of(cls, module: nn.Module) -> _Built:
-        return cls(dict(module._parameters), dict(module._buffers), module.training)
-
-    def replaced_parameter(self, module: nn.Module) -> str | None:
-        """The name of a parameter that is another tensor now, gone or new."""
-        now = module._parameters
-        names = {*self.parameters, *now}
-        return next((name for name in sorted(names) if self.parameters.get(name) is not now.get(name)), None)
-
-    def difference(self, module: nn.Module) -> str | None:
-        if module.training is not self.training:
-            return "training"
-        for held, now in ((self.parameters, module._parameters), (self.buffers, module._buffers)):
-            for name, tensor in now.items():
-                if held.get(name) is not tensor:
-                    return name
-        return None
 
 
 def _has_backward_hooks(module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 from roundpipe.core import trees
 from roundpipe.core.errors import TraceError
 from roundpipe.core.random_state import preserved_random_state
-from roundpipe.effects.run_once import Before
+from roundpipe.effects.run_once import FirstCall
 from roundpipe.fx.locations import raised_at
 from roundpipe.fx.trace.advice import with_source
 
@@ -61,7 +61,7 @@ def _raised(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wit
         return copy.requires_grad_(tensor.requires_grad)
 
     args, kwargs = trees.map_tensors((args, kwargs), copied)
-    before = Before(model)
+    before = FirstCall(model)
     weights = [(parameter, parameter.data, parameter.detach().clone()) for parameter in model.parameters()]
     try:
         with preserved_random_state():
@@ -69,7 +69,7 @@ def _raised(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wit
     except Exception as error:
         return error
     finally:
-        before.undo()
+        before.restore()
         for parameter, data, was in weights:  # a forward may write them, also where no version tells
             parameter.data = data
             if not without_data:

@@ -16,6 +16,7 @@ import torch
 from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 
+from roundpipe.effects.uses import GRADIENT_ATTRIBUTES
 from roundpipe.fx.fakes import written_unseen
 from roundpipe.fx.flat import flat_tensors
 from roundpipe.fx.guards.writes import Write
@@ -103,7 +104,7 @@ class LeafWatch(TorchFunctionMode):
         return any(generator() is not None for generator in self._generators)
 
     def _note_attribute(self, attribute: str, tensor: torch.Tensor) -> None:
-        asks = attribute in ("requires_grad", "is_leaf", "grad_fn") and not getattr(tensor, "_is_param", False)
+        asks = attribute in GRADIENT_ATTRIBUTES and not getattr(tensor, "_is_param", False)
         if asks and is_model_file(sys._getframe(2).f_code.co_filename):
             self.asks_for_grad = self.asks_for_grad or model_location()
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -11,11 +11,9 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.errors import TraceError
-from roundpipe.effects.python_state import attributes_read
-from roundpipe.fx.flat import flat_tensors, flat_values
-
-_PLAIN = trees.PLAIN
-_CONTAINERS = (list, tuple, set, dict, OrderedDict, deque)
+from roundpipe.effects.snapshot import AttributeChange, ModuleSnapshot
+from roundpipe.effects.uses import attributes_read
+from roundpipe.fx.flat import flat_tensors
 
 
 class Unread:
@@ -55,151 +53,57 @@ for _name in {name for kind in (int, float, str, list, dict, set, tuple) for nam
         setattr(Unread, _name, _refuse)
 
 
-def sets_before_reading(places: list[tuple[nn.Module, str, Any]], call: Callable[[], Any]) -> bool:
+def sets_before_reading(changes: list[AttributeChange], call: Callable[[], Any]) -> bool:
     """Whether another call sets some attributes to the same again, and does nothing with what it finds there.
 
     Args:
-        places: the attributes with their values after a first call, which they have afterwards.
+        changes: what a first call did to the attributes, which they hold afterwards.
         call: calls again.
     """
-    for module, name, _ in places:
-        module.__dict__[name] = Unread()
+    for change in changes:
+        change.module.__dict__[change.name] = Unread()
     try:
         call()
-        return all(_same_kind(value, module.__dict__.get(name)) for module, name, value in places)
+        return all(_same_kind(change.now, change.module.__dict__.get(change.name)) for change in changes)
     except Exception:
         return False
     finally:
-        for module, name, value in places:
-            module.__dict__[name] = value
+        for change in changes:
+            change.module.__dict__[change.name] = change.now
 
 
 def _same_kind(was: Any, now: Any) -> bool:
-    return type(was) is type(now) and (not isinstance(was, _PLAIN) or was == now)
+    return type(was) is type(now) and (not isinstance(was, trees.PLAIN) or was == now)
 
 
-class TreeState:
-    """The attributes of a module tree at one moment.
-
-    Args:
-        modules: the modules to look at.
-    """
-
-    def __init__(self, modules: list[nn.Module]) -> None:
-        self._attributes = [(module, dict(module.__dict__)) for module in modules]
-        self._buffers = [(module, dict(module._buffers)) for module in modules]
-        self._parameters = [(module, dict(module._parameters)) for module in modules]
-        self._lengths = [
-            (value, len(value))
-            for _, attributes in self._attributes
-            for value in attributes.values()
-            if type(value) in _CONTAINERS and not isinstance(value, tuple)
-        ]
-        self._versions = [
-            (buffer, buffer._version)
-            for _, buffers in self._buffers
-            for buffer in buffers.values()
-            if buffer is not None
-        ]
-
-    def buffers_written(self) -> bool:
-        """Whether a buffer was written or replaced since."""
-        return any(buffer._version != version for buffer, version in self._versions) or any(
-            module._buffers.get(name) is not buffer
-            for module, buffers in self._buffers
-            for name, buffer in buffers.items()
-        )
-
-    def parameters_replaced(self) -> bool:
-        """Whether a parameter is another tensor since, gone or new."""
-        return any(
-            len(module._parameters) != len(parameters)
-            or any(parameters.get(name) is not now for name, now in module._parameters.items())
-            for module, parameters in self._parameters
-        )
-
-    def holds_new_values(self) -> bool:
-        """Whether an attribute was set, or a container grew, since."""
-        return any(len(value) != length for value, length in self._lengths) or any(
-            attributes.get(name, attributes) is not value
-            for module, attributes in self._attributes
-            for name, value in module.__dict__.items()
-        )
-
-    def changed_attributes(self) -> list[tuple[nn.Module, str, Any]]:
-        """Attributes set to something else since, with their values now."""
-        return [
-            (module, name, value)
-            for module, attributes in self._attributes
-            for name, value in module.__dict__.items()
-            if attributes.get(name, attributes) is not value and not _equal(attributes.get(name), value)
-        ]
-
-    def remembered(self, computed: Collection[torch.Tensor] | None = None) -> list[tuple[nn.Module, str, Any]]:
-        """Attributes that were set since to what a later call could find there, with their values.
-
-        Args:
-            computed: tensors that are more than tables made of sizes; None = all.
-        """
-        return [
-            (module, name, value)
-            for module, name, value in self.changed_attributes()
-            if name not in ("_parameters", "_buffers", "_modules", "training")
-            and name in attributes_read(type(module))
-            and (computed is None or not flat_tensors(value) or any(one in computed for one in flat_tensors(value)))
-        ]
-
-    def restore_tensors(self, keep: Collection[tuple[nn.Module, str]] = ()) -> None:
-        """Takes back every change that put a tensor into an attribute, but for those to ``keep``."""
-        for (module, attributes), (_, buffers) in zip(self._attributes, self._buffers, strict=True):
-            for name in list(module.__dict__):
-                value = module.__dict__[name]
-                if name in ("_parameters", "_buffers", "_modules") or attributes.get(name, module) is value:
-                    continue
-                if flat_values(value) and (module, name) not in keep:
-                    del module.__dict__[name]
-                    if name in attributes:
-                        module.__dict__[name] = attributes[name]
-            module._buffers.clear()
-            module._buffers.update(buffers)
-
-
-class OutsideChanges:
-    """Tells what other code sets on a leaf's modules, which the graph would not set, from what the leaf sets itself.
+def remembered(snapshot: ModuleSnapshot, computed: Set[torch.Tensor] | None = None) -> list[AttributeChange]:
+    """Attributes that were set to what a later call could find there.
 
     Args:
-        model: the modules before the first run.
+        snapshot: from before they were set.
+        computed: tensors that are more than tables made of sizes; None = all.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._held = {module: dict(module.__dict__) for module in model.modules()}
-
-    def on(self, leaf: nn.Module) -> str | None:
-        """An attribute of a leaf that its class reads and that other code has set, in words."""
-        for module in leaf.modules():
-            held = self._held.get(module)
-            if held is None:
-                continue
-            for name, value in module.__dict__.items():
-                if held.get(name, held) is value or name in _TORCH_STATE or isinstance(value, torch.Tensor):
-                    continue
-                if not _equal(held.get(name), value) and name in attributes_read(type(module)):
-                    return f"{type(module).__name__}.{name}"
-        return None
-
-    def note_own(self, leaf: nn.Module) -> None:
-        """Whatever a leaf's modules hold now, it has set itself."""
-        for module in leaf.modules():
-            held = self._held.get(module)
-            if held is not None and len(held) <= len(module.__dict__):
-                held.update(module.__dict__)
+    return [
+        change
+        for change in snapshot.diff()
+        if change.name != "training"
+        and change.name in attributes_read(type(change.module))
+        and (computed is None or not (tensors := flat_tensors(change.now)) or not computed.isdisjoint(tensors))
+    ]
 
 
-_TORCH_STATE = ("_parameters", "_buffers", "_modules", "training")
+def set_elsewhere(snapshot: ModuleSnapshot, leaf: nn.Module) -> str | None:
+    """An attribute of a leaf that its class reads and that other code has set, in words.
 
-
-def _equal(was: Any, now: Any) -> bool:
-    return isinstance(was, _PLAIN) and type(was) is type(now) and was == now
+    Args:
+        snapshot: from before the first run, with what leaves have set themselves since.
+        leaf: is about to run.
+    """
+    for change in snapshot.diff(leaf.modules()):
+        is_state = change.name == "training" or isinstance(change.now, torch.Tensor)
+        if not is_state and change.name in attributes_read(type(change.module)):
+            return f"{type(change.module).__name__}.{change.name}"
+    return None
 
 
 Contents = dict[trees.Path, Any]
@@ -245,7 +149,7 @@ def gained_by(before: Contents, args: Any, kwargs: Any) -> list[trees.Path]:
 
 
 def _is_empty(value: Any) -> bool:
-    return isinstance(value, (Mapping, *_CONTAINERS)) and not value
+    return isinstance(value, (Mapping, list, tuple, set, deque)) and not value
 
 
 def left_behind(words: str) -> str:

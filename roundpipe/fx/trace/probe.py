@@ -20,11 +20,11 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.errors import TraceError
-from roundpipe.effects.python_state import PythonState
+from roundpipe.effects.snapshot import ModuleSnapshot, PythonSnapshot
 from roundpipe.fx.fakes import FakeWorld, real_world
 from roundpipe.fx.flat import flat_tensors, flat_values
 from roundpipe.fx.sizes import Symbolic, compiled, expression_of
-from roundpipe.fx.trace.leaves import TreeState, containers_mutated, contents_of, sets_before_reading
+from roundpipe.fx.trace.leaves import containers_mutated, contents_of, remembered, sets_before_reading
 
 MAX_DIVISOR = 64
 """Sizes are looked for up to this part of another size, as pooling and striding make them."""
@@ -193,19 +193,19 @@ def _probe_module(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwarg
             module.train(twin.training)
             weights = [(parameter, parameter.detach().clone()) for parameter in module.parameters()]
             state = torch.random.get_rng_state()
-            tree, python = TreeState(list(module.modules())), PythonState(module.modules())
+            tree, python = ModuleSnapshot(module.modules()), PythonSnapshot(module.modules())
             results.append(_called(module, args, kwargs, numbers))
             random |= not torch.equal(state, torch.random.get_rng_state())
             sizes.append(numbers)
-            if tree.parameters_replaced() or not all(torch.equal(parameter, was) for parameter, was in weights):
+            if tree.replaced_parameter() or not all(torch.equal(parameter, was) for parameter, was in weights):
                 changed.append("a parameter")
-            for owner, key, value in tree.changed_attributes():
+            for owner, key, _, value, _ in tree.diff():
                 tensors = flat_tensors(value)
                 if tensors:
                     not_kept.append(f"{type(owner).__name__}.{key}")
                 if any(tensor.requires_grad and not tensor.is_leaf for tensor in tensors):
                     left_behind.append(f"{type(owner).__name__}.{key}")
-            sets |= {(type(owner), key) for owner, key, _ in tree.changed_attributes()}
+            sets |= {(type(change.module), change.name) for change in tree.diff()}
             changed += _kept_for_later(module, tree, python, args, kwargs, numbers)
             python.restore()
     has_grad = any(isinstance(v, torch.Tensor) and v.requires_grad for v in values) or any(
@@ -256,13 +256,13 @@ def _called(module: nn.Module, args: Any, kwargs: Any, numbers: _Sizes) -> Any:
 
 
 def _kept_for_later(
-    module: nn.Module, tree: TreeState, python: PythonState, args: Any, kwargs: Any, numbers: _Sizes
+    module: nn.Module, tree: ModuleSnapshot, python: PythonSnapshot, args: Any, kwargs: Any, numbers: _Sizes
 ) -> list[str]:
     """What a call has left that another call reads, in words; attributes that each call sets anew don't count."""
-    changed, remembered = python.changed(), tree.remembered()
-    if remembered and (changed or not sets_before_reading(remembered, lambda: _called(module, args, kwargs, numbers))):
-        changed += [f"{type(owner).__name__}.{key}" for owner, key, _ in remembered]
-    if python.take_back_draws():
+    changed, findings = python.side_effects(), remembered(tree)
+    if findings and (changed or not sets_before_reading(findings, lambda: _called(module, args, kwargs, numbers))):
+        changed += [f"{type(change.module).__name__}.{change.name}" for change in findings]
+    if python.restore_generators():
         changed.append("the state of a torch.Generator")
     return changed
 

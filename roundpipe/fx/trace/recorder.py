@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from roundpipe.core import trees
 from roundpipe.core.errors import TraceError
 from roundpipe.core.modes import Modes
+from roundpipe.effects.uses import GRADIENT_ATTRIBUTES
 from roundpipe.fx.fakes import (
     DATA_DEPENDENT,
     NO_FAKE_KERNEL,
@@ -306,7 +307,7 @@ class CallRecorder(TorchFunctionMode):
         """A call gave the model's code a Python value: what that took for granted must hold."""
         if self.world.shapes.recent:
             self.world.shapes.promote_recent()
-        if name != "__get__" or not args or func.__self__.__name__ not in ("requires_grad", "is_leaf", "grad_fn"):
+        if name != "__get__" or not args or func.__self__.__name__ not in GRADIENT_ATTRIBUTES:
             return
         self.grad_matters = True  # what is computed of an input requires grad if that one does
         node = self.builder.node_of.get(args[0])

@@ -12,18 +12,20 @@ from torch import nn
 
 from roundpipe.core.errors import TraceError
 from roundpipe.core.module_tree import weight_bytes_of
-from roundpipe.effects.python_state import OF_TORCH, PythonState, Readers, asks_for_gradients, attributes_read
+from roundpipe.effects.places import OF_TORCH
+from roundpipe.effects.snapshot import ModuleSnapshot, PythonSnapshot
 from roundpipe.effects.user_code import names_in
+from roundpipe.effects.uses import GRADIENT_ATTRIBUTES, Readers, asks_for_gradients, attributes_read
 from roundpipe.fx.fakes import DATA_DEPENDENT, FakeWorld, real_world
 from roundpipe.fx.flat import flat_tensors
 from roundpipe.fx.trace.intercept import ORIGINAL_CALL
 from roundpipe.fx.trace.leaf_watch import ForeignWeight, HiddenInput, LeafRun, LeafWatch
 from roundpipe.fx.trace.leaves import (
-    TreeState,
     containers_mutated,
     contents_of,
     left_behind,
     refuse_mutated,
+    remembered,
     sets_before_reading,
 )
 from roundpipe.fx.trace.policy import Decision, LeafPolicy, is_of_torch
@@ -31,7 +33,6 @@ from roundpipe.fx.trace.probe import probe_module
 from roundpipe.fx.trace.recorder import CallRecorder, Restart, StatefulError
 from roundpipe.fx.trace.siblings import SiblingCache
 
-ASKS_FOR_GRAD = frozenset({"requires_grad", "is_leaf", "grad_fn"})
 MAX_PROBE_BYTES = 1 << 28
 """Largest leaf that is copied and run only to serve more sizes."""
 
@@ -80,7 +81,7 @@ class LeafRunner:
             run = self._probe(module, name, args, kwargs)
             state = None
         else:
-            state = TreeState(list(module.modules()))
+            state = ModuleSnapshot(module.modules())
             run = self._watched(module, name, args, kwargs, state)
         if state is None or not state.holds_new_values():
             self._siblings.put(module, run, args, kwargs)
@@ -98,7 +99,7 @@ class LeafRunner:
         finally:
             self._recorder.asks_for_grad = asks_for_grad
 
-    def _watched(self, module: nn.Module, name: str, args: Any, kwargs: Any, state: TreeState) -> LeafRun:
+    def _watched(self, module: nn.Module, name: str, args: Any, kwargs: Any, state: ModuleSnapshot) -> LeafRun:
         """Runs a leaf on fakes."""
         recorder = self._recorder
         before = contents_of(args, kwargs)
@@ -109,7 +110,7 @@ class LeafRunner:
         allowed = set(given)
         own = {*given, *module.parameters(), *module.buffers()}
         real_writes = len(recorder.watch.real_written)
-        python = PythonState(module.modules(), with_hidden=False)
+        python = PythonSnapshot(module.modules(), with_hidden=False)
         watch = LeafWatch(
             name,
             recorder.builder.node_of,
@@ -126,23 +127,19 @@ class LeafRunner:
             raise self._not_a_leaf(module, name, TraceError(str(error)), structural=True) from error
         except Exception as error:
             raise self._not_a_leaf(module, name, error, structural=False) from error
-        changed = python.changed()
-        remembered = state.remembered(watch.computed)
-        if (
-            not remembered
-            or changed
-            or not sets_before_reading(remembered, lambda: ORIGINAL_CALL(module, *args, **kwargs))
-        ):
-            changed += [f"{type(owner).__name__}.{attribute}" for owner, attribute, _ in remembered]
+        changed = python.side_effects()
+        findings = remembered(state, watch.computed)
+        if findings and (changed or not sets_before_reading(findings, lambda: ORIGINAL_CALL(module, *args, **kwargs))):
+            changed += [f"{type(change.module).__name__}.{change.name}" for change in findings]
         if watch.drew_from_kept():
             changed.append("the state of a torch.Generator")
         writes = watch.written & self._world.parameter_at.keys() and not self._leaves_weights_alone(module, watch)
-        if writes or state.parameters_replaced():
+        if writes or state.replaced_parameter():
             changed.append("a parameter")
         if len(recorder.watch.real_written) > real_writes:
             changed.append("a tensor that is no part of the model")
         self._refuse_state(module, name, changed)
-        for owner, attribute, value in state.changed_attributes():
+        for owner, attribute, _, value, _ in state.diff():
             if attribute not in OF_TORCH and attribute in self._readers.beside(type(owner)):
                 self._look_into_for_others(module, name, f"{type(owner).__name__}.{attribute}")
             computed = [tensor for tensor in flat_tensors(value) if tensor in watch.computed]
@@ -255,7 +252,7 @@ class LeafRunner:
         asking = [
             kind.__name__
             for kind in map(type, module.modules())
-            if attributes_read(kind) & ASKS_FOR_GRAD or asks_for_gradients(kind)
+            if attributes_read(kind) & GRADIENT_ATTRIBUTES or asks_for_gradients(kind)
         ]
         self._refuse_asking(module, name, asking[0] if asking else "")
         may_write = any(True for _ in module.buffers())  # other data may take a way that writes them

@@ -24,13 +24,13 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.modes import Modes
-from roundpipe.effects.python_state import OF_TORCH, PythonState
+from roundpipe.effects.places import OF_TORCH
+from roundpipe.effects.snapshot import ModuleSnapshot, PythonSnapshot
 from roundpipe.fx.flat import flat_tensors, flat_values
 from roundpipe.fx.sizes import Symbolic, expression_of, is_data_dependent
 from roundpipe.fx.trace.leaf_watch import LeafRun
 from roundpipe.fx.trace.leaves import Unread
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _MAY_GO_UNREAD = (int, float, str, list, tuple, set, dict, OrderedDict, deque)
 """Kinds of attributes that may differ; not bool and None, which code tells apart by identity."""
 _CONTAINERS = (list, tuple, set, dict, OrderedDict, deque)
@@ -169,8 +169,7 @@ def _learned(kin: _Kin, own: ModuleKey, module: nn.Module, call: Callable[[], An
 
 def _used(module: nn.Module, places: dict[int, tuple[nn.Module, str]], call: Callable[[], Any]) -> set[int]:
     """Which of these attributes a call uses; all of them if it fails for an unknown reason."""
-    python = PythonState(module.modules())
-    before = [(one, dict(one.__dict__)) for one in module.modules()]
+    snapshots = ModuleSnapshot(module.modules()), PythonSnapshot(module.modules())
     unread = {index: Unread(owner.__dict__[name]) for index, (owner, name) in places.items()}
     for index, (owner, name) in places.items():
         owner.__dict__[name] = unread[index]
@@ -182,10 +181,8 @@ def _used(module: nn.Module, places: dict[int, tuple[nn.Module, str]], call: Cal
     except BaseException:  # also what ends an attempt to trace, for which the missing attribute may be the cause
         return {index for index, one in unread.items() if one.is_used()} or set(places)
     finally:
-        for one, state in before:
-            one.__dict__.clear()
-            one.__dict__.update(state)
-        python.restore()
+        for snapshot in snapshots:
+            snapshot.restore()
 
 
 def _sizes(value: Any) -> Iterator[Any]:
@@ -260,7 +257,7 @@ def _tensor_key(tensor: torch.Tensor) -> Any:
 
 def _value_key(value: Any, inside: dict[Any, int], depth: int = 0) -> Any:
     """An attribute's value; other modules of the same tree by their position."""
-    if isinstance(value, _PLAIN):
+    if isinstance(value, trees.PLAIN):
         return type(value), value
     if isinstance(value, torch.Tensor):
         return _tensor_key(value)
@@ -281,4 +278,4 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
     if type(value) in _CONTAINERS and depth < _MAX_DEPTH:
         items = [item for pair in value.items() for item in pair] if isinstance(value, dict) else value
         return all(_is_plain(item, depth + 1) for item in items)
-    return isinstance(value, _PLAIN)
+    return isinstance(value, trees.PLAIN)

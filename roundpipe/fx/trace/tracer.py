@@ -22,7 +22,7 @@ from torch import nn
 from roundpipe.core import trees
 from roundpipe.core.errors import TraceError
 from roundpipe.core.random_state import preserved_random_state
-from roundpipe.effects.python_state import PythonState, Settled
+from roundpipe.effects.snapshot import ModuleSnapshot, PlaceValues, PythonSnapshot
 from roundpipe.fx.binding import Arguments, CallForm
 from roundpipe.fx.fakes import Dimension, FakeWorld
 from roundpipe.fx.graph import TracedGraph
@@ -33,7 +33,6 @@ from roundpipe.fx.trace.advice import advice, where_set
 from roundpipe.fx.trace.attempt import Attempt, Learned, PlainLengths
 from roundpipe.fx.trace.eager import as_the_models_own
 from roundpipe.fx.trace.intercept import exclusive
-from roundpipe.fx.trace.leaves import OutsideChanges, TreeState
 from roundpipe.fx.trace.policy import Decision, is_of_torch
 from roundpipe.fx.trace.recorder import BurnSizes, LogLayouts, Restart, StatefulError
 
@@ -136,26 +135,25 @@ def _settled(world: FakeWorld, form: CallForm, learned: Learned) -> tuple[Traced
     Beside it `Attempt.model_state` and its arguments, for when all is taken back.
     """
     previous: str | None = None
-    state = TreeState(list(world.twin.modules()))
-    outside = OutsideChanges(world.twin)
-    python = PythonState([*world.twin.modules(), *world.model.modules()])
+    state, outside = ModuleSnapshot(world.twin.modules()), ModuleSnapshot(world.twin.modules())
+    python = PythonSnapshot([*world.twin.modules(), *world.model.modules()])
     changed: dict[tuple[nn.Module, str], str] = {}
     values: dict[tuple[nn.Module, str], Any] = {}
-    places: Settled = {}
-    for place, kind in python.closed.items():
+    places: PlaceValues = {}
+    for place, kind in python.reach.closed.items():
         cause = TraceError(f"it uses {place}, of type {kind}, and nothing tells how a call changes that")
         raise _root_error(world.model, cause, where_set(world.model, place), learned)
     try:
         for _ in range(MAX_SETTLING_RUNS):
-            attempt = Attempt(world, form, learned, outside, python.codes, python.cells)
+            attempt = Attempt(world, form, learned, outside, python.reach.codes, python.reach.cells)
             traced = attempt.run()
-            for place in python.drawn():
+            for place in python.draws():
                 cause = TraceError(f"it draws random numbers from {place}, which a graph would burn in")
                 raise _root_error(world.model, cause, where_set(world.model, place), learned)
             attempt.refuse_activations(python)
             changed.update(attempt.changed_attributes())
             learned.seen_to_set |= {(type(module), attribute) for module, attribute in changed}
-            words = list(dict.fromkeys([*changed.values(), *python.changed()]))
+            words = list(dict.fromkeys([*changed.values(), *python.side_effects()]))
             printed = printed_graph(traced)
             if not words or printed == previous:
                 words = [one for one in words if one not in attempt.handed_on(changed)] + attempt.not_kept()
@@ -165,13 +163,13 @@ def _settled(world: FakeWorld, form: CallForm, learned: Learned) -> tuple[Traced
                         type(world.model).__name__,
                         ", ".join(words),
                     )
-                counts = _counting(world, state, values, python.changed_but(places))
-                return traced, attempt.model_state, (state.changed_attributes(), python.settled(), counts)
+                counts = _counting(world, state, values, python.side_effects(places))
+                return traced, attempt.model_state, (state.diff(), python.changed_values(), counts)
             previous = printed
-            values = {(module, name): value for module, name, value in state.changed_attributes()}
-            places = python.settled()
-            state.restore_tensors(keep=set(changed))
-            python.restore(tensors_only=True)
+            values = {(change.module, change.name): change.now for change in state.diff()}
+            places = python.changed_values()
+            state.restore_tensors(keep=changed)
+            python.restore_tensors()
     finally:
         python.restore()
     learned.stateful.update(dict.fromkeys(world.name_of_module[module] for module, _ in changed))
@@ -182,7 +180,7 @@ def _settled(world: FakeWorld, form: CallForm, learned: Learned) -> tuple[Traced
 
 
 def _counting(
-    world: FakeWorld, state: TreeState, values: dict[tuple[nn.Module, str], Any], places: list[str]
+    world: FakeWorld, state: ModuleSnapshot, values: dict[tuple[nn.Module, str], Any], places: list[str]
 ) -> list[str]:
     """What a second run changed once more, in words.
 
@@ -193,7 +191,7 @@ def _counting(
     """
     again = [
         f"{world.name_of_module[module]}.{name}".lstrip(".")
-        for module, name, value in state.changed_attributes()
+        for module, name, _, value, _ in state.diff()
         if (module, name) in values and kind_and_value(value) != kind_and_value(values[module, name])
     ]
     return list(dict.fromkeys([*again, *places]))

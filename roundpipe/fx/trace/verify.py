@@ -18,7 +18,7 @@ import torch.fx
 from torch.fx import Node
 
 from roundpipe.core import trees
-from roundpipe.effects.python_state import python_state_kept
+from roundpipe.effects.snapshot import ModuleSnapshot, python_restored
 from roundpipe.fx.binding import CallForm
 from roundpipe.fx.fakes import Dimension, FakeWorld
 from roundpipe.fx.flat import flat_tensors
@@ -28,7 +28,6 @@ from roundpipe.fx.guards.values import plain
 from roundpipe.fx.operations import call_leaf
 from roundpipe.fx.sizes import compiled, expression_of, is_data_dependent
 from roundpipe.fx.trace.leaf_watch import LeafRun, handed_back
-from roundpipe.fx.trace.leaves import TreeState
 from roundpipe.fx.trace.siblings import SiblingCache
 
 
@@ -64,7 +63,7 @@ class ShapeVerifier:
         """What a run at these arguments' sizes assumed, or which node's shape is not the traced one."""
         world = FakeWorld(self._traced.model, arguments, self._dynamic)
         try:
-            with python_state_kept(self._traced.model), world.entered():
+            with python_restored(self._traced.model), world.entered():
                 problem = _Run(self._traced, world, self._symbols, self._probed, self._handed_back).problem()
         except Exception as error:
             return f"the graph fails on fakes of these sizes: {type(error).__name__}: {error}"
@@ -132,7 +131,7 @@ class _Run:
         if known is not None:
             return known.out
         versions = [(tensor, tensor._version) for tensor in flat_tensors(args, kwargs)]
-        state = TreeState(list(module.modules()))
+        state = ModuleSnapshot(module.modules())
         out = call_leaf(module, *args, **kwargs)
         written = tuple(tensor for tensor, version in versions if tensor._version != version)
         if not state.holds_new_values():

@@ -1,0 +1,257 @@
+"""Places that hold state which Python code can change: what each holds, and how it is put back.
+
+Attributes, lists, dicts and sets tell what they hold. So do, through a `View`, random generators, arrays and objects
+with slots. Of iterators, and of objects that compiled code of other packages makes, nothing can be told without
+changing it: those `is_closed`.
+"""
+
+from __future__ import annotations
+
+import array
+import copyreg
+import io
+import operator
+import pickle
+import random
+import sys
+import types
+from collections import ChainMap, OrderedDict, UserDict, UserList, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe.core import trees
+
+OF_TORCH = frozenset(nn.Module().__dict__)
+"""Names of attributes that every module has."""
+REGISTERED = ("_parameters", "_buffers", "_modules")
+"""Names of attributes that hold what a module registers."""
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Names of attributes that hold the hooks of a module."""
+CONTAINERS = (list, dict, set, deque, OrderedDict)
+MAX_ARRAY_BYTES = 1 << 24
+"""A larger array is taken for a table that no forward changes."""
+_LIBRARIES = frozenset(
+    "torch torchvision builtins collections functools typing types inspect logging math os sys re abc enum copy json "
+    "warnings contextlib dataclasses itertools operator numpy sympy roundpipe importlib threading random".split()
+)
+"""Packages whose classes and functions are not looked into."""
+_HELD_BY_NATURE = frozenset((*sys.stdlib_module_names, "torch", "torchvision", "numpy", "sympy"))
+"""Packages whose compiled objects hold nothing that a forward changes, but for iterators and what has a `View`."""
+
+
+def is_library(owner: Any) -> bool:
+    """Whether a class or function is of a package that is not looked into."""
+    if owner in (types.SimpleNamespace, UserDict, UserList, ChainMap):  # hold a user's values
+        return False
+    return str(getattr(owner, "__module__", None) or "builtins").partition(".")[0] in _LIBRARIES
+
+
+def has_attributes(value: Any) -> bool:
+    """Whether an object is of a user's class and has attributes of its own."""
+    return type(getattr(value, "__dict__", None)) is dict and not is_library(type(value))
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How to look at places of one kind, each given by an owner and a key; objects are owners without a key."""
+
+    kind: str
+    read: Callable[[Any, Any], Any]
+    """What a place holds: something that does not change with the place, except for a container, which is itself."""
+    write: Callable[[Any, Any, Any], object]
+    """Gives a place back what it held."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One place, and what it held when it was looked at."""
+
+    words: str
+    view: View
+    owner: Any
+    key: Any
+    held: Any
+    by_hooks: bool
+    """Whether only hooks reach it: what those write down is not the forward's own."""
+
+    def now(self) -> Any:
+        """What it holds now."""
+        return self.view.read(self.owner, self.key)
+
+    def is_changed(self) -> bool:
+        """Whether it holds something else now."""
+        return not same_contents(self.held, self.now())
+
+    def restore(self) -> None:
+        """Puts back what it held."""
+        self.view.write(self.owner, self.key, self.held)
+
+    @property
+    def kind(self) -> str:
+        """That of its view."""
+        return self.view.kind
+
+    @property
+    def identity(self) -> tuple[str, int, Any]:
+        """Equal for the same place in another snapshot."""
+        return self.view.kind, id(self.owner), self.key
+
+    def gained_tensors_only(self) -> bool:
+        """Whether a dict got tensors and is else what it was, as a cache of tables does."""
+        if not isinstance(self.owner, dict) or self.view is not CONTAINER:
+            return False
+        now = contents(self.owner)
+        return all(key in now and trees.same(value, now[key]) for key, value in self.held.items()) and all(
+            holds_tensors(value) for key, value in now.items() if key not in self.held
+        )
+
+
+def contents(container: Any) -> Any:
+    """A copy of a list, dict, set or deque; of a dict as it is stored, since a class may override ``[]``."""
+    return dict(dict.items(container)) if isinstance(container, dict) else container.copy()
+
+
+def same_contents(was: Any, now: Any) -> bool:
+    """Whether two values are the same, item by item if they are containers."""
+    if isinstance(was, dict):
+        if len(was) == dict.__len__(now) and all(map(operator.is_, was.values(), dict.values(now))):
+            return list(was) == list(dict.keys(now)) or was.keys() == dict.keys(now)
+        held = contents(now)
+        return was.keys() == held.keys() and all(trees.same(value, held[key]) for key, value in was.items())
+    if isinstance(was, set):
+        return bool(was == now)
+    if isinstance(was, (list, deque)):
+        return len(was) == len(now) and all(map(trees.same, was, now))
+    return trees.same(was, now)
+
+
+def holds_tensors(value: Any, depth: int = 0) -> bool:
+    """Whether a value is, or holds, a tensor or a symbolic size."""
+    if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return True
+    if depth > 3:
+        return False
+    if isinstance(value, dict):
+        return any(holds_tensors(item, depth + 1) for pair in value.items() for item in pair)
+    if isinstance(value, (list, tuple, set, deque)):
+        return any(holds_tensors(item, depth + 1) for item in value)
+    return False
+
+
+def _fill(container: Any, _: None, held: Any) -> None:
+    container.clear()
+    if isinstance(container, dict):
+        dict.update(container, held)
+    else:
+        (container.update if isinstance(container, set) else container.extend)(held)
+
+
+def _cell_contents(cell: types.CellType, _: None) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it was emptied
+        return None
+
+
+def names_of_class(kind: type, _: None = None) -> set[str]:
+    """Names of a class's attributes, but for those that Python sets."""
+    return {name for name in vars(kind) if not name.startswith(("__", "_abc"))}
+
+
+def _remove_names(kind: type, _: None, held: set[str]) -> None:
+    for name in names_of_class(kind) - held:
+        delattr(kind, name)
+
+
+CONTAINER = View("container", lambda owner, _: owner, _fill)
+CELL = View("cell", _cell_contents, lambda cell, _, held: setattr(cell, "cell_contents", held))
+GLOBAL = View("global", lambda owner, name: owner.get(name), dict.__setitem__)
+CLASS = View("class", lambda kind, name: getattr(kind, name, None), setattr)
+NAMES = View("names", names_of_class, _remove_names)
+
+
+def view_of(value: Any, max_bytes: int = MAX_ARRAY_BYTES) -> View | None:
+    """How to look at an object; None if its attributes tell, or nothing does.
+
+    Args:
+        value: any object.
+        max_bytes: of an array; a larger one is taken for a table that no forward changes.
+    """
+    if isinstance(value, random.Random):
+        return None if isinstance(value, random.SystemRandom) else _PYTHON_RANDOM
+    if isinstance(value, bytearray):
+        return _BYTES if len(value) <= max_bytes else None
+    if isinstance(value, array.array):
+        return _ARRAY if len(value) * value.itemsize <= max_bytes else None
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and type(value).__module__.partition(".")[0] == "numpy":
+        if isinstance(value, numpy.ndarray):
+            is_data = not value.dtype.hasobject and value.flags.writeable and value.nbytes <= max_bytes
+            return _NUMPY_ARRAY if is_data else None
+        if isinstance(value, numpy.random.Generator):
+            return _NUMPY_GENERATOR
+        if isinstance(value, numpy.random.RandomState):
+            return _NUMPY_RANDOM_STATE
+        return _NUMPY_BITS if isinstance(value, numpy.random.BitGenerator) else None
+    return _SLOTS if _slot_names(type(value)) and not _holds_by_nature(type(value)) else None
+
+
+def is_closed(value: Any) -> bool:
+    """Whether nothing tells what an object that may change holds: an iterator, or made by compiled code."""
+    kind = type(value)
+    if isinstance(value, random.SystemRandom):
+        return True
+    tells = hasattr(value, "__dict__") or any("__slots__" in vars(base) for base in kind.__mro__)
+    if hasattr(kind, "__next__"):
+        return not isinstance(value, io.IOBase) and (_holds_by_nature(kind) or not tells)
+    return not (tells or _holds_by_nature(kind) or isinstance(value, type) or callable(value))
+
+
+def _holds_by_nature(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in _HELD_BY_NATURE
+
+
+def _slot_names(kind: type) -> list[str]:
+    return copyreg._slotnames(kind)  # type: ignore[attr-defined]
+
+
+def _slots(value: Any, _: None = None) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in _slot_names(type(value)) if hasattr(value, name)}
+
+
+def _put_slots(value: Any, _: None, held: Mapping[str, Any]) -> None:
+    for name in _slots(value).keys() - held.keys():
+        object.__delattr__(value, name)
+    for name, item in held.items():
+        object.__setattr__(value, name, item)
+
+
+def _put_array(value: Any, _: None, held: bytes) -> None:
+    del value[:]
+    value.frombytes(held)
+
+
+def _put_numpy_array(value: Any, _: None, held: bytes) -> None:
+    value[...] = sys.modules["numpy"].frombuffer(held, value.dtype).reshape(value.shape)
+
+
+def _random(take: Callable[[Any], Any], put: Callable[[Any, Any], object]) -> View:
+    return View(
+        "random", lambda value, _: pickle.dumps(take(value)), lambda value, _, held: put(value, pickle.loads(held))
+    )
+
+
+_PYTHON_RANDOM = _random(lambda value: value.getstate(), lambda value, held: value.setstate(held))
+_NUMPY_BITS = _random(lambda value: value.state, lambda value, held: setattr(value, "state", held))
+_NUMPY_GENERATOR = _random(
+    lambda value: value.bit_generator.state, lambda value, held: setattr(value.bit_generator, "state", held)
+)
+_NUMPY_RANDOM_STATE = _random(lambda value: value.get_state(legacy=False), lambda value, held: value.set_state(held))
+_BYTES = View("array", lambda value, _: bytes(value), lambda value, _, held: value.__setitem__(slice(None), held))
+_ARRAY = View("array", lambda value, _: value.tobytes(), _put_array)
+_NUMPY_ARRAY = View("array", lambda value, _: value.tobytes(), _put_numpy_array)
+_SLOTS = View("slots", _slots, _put_slots)

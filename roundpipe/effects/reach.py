@@ -1,0 +1,289 @@
+"""Finds what the code of some modules can change in Python beside the modules' own attributes.
+
+    modules --attributes--> containers, objects, generators, caches, functions
+    classes --methods-----> functions --closures, globals--> the same again
+    hooks, and other modules that are reached as plain objects, such as those in a list
+
+What code reads decides about two things only: which modules and which closed objects (`places.is_closed`) count.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from roundpipe.core import trees
+from roundpipe.effects import places
+from roundpipe.effects.places import CONTAINERS, OF_TORCH, Place, View, has_attributes, is_library
+from roundpipe.effects.user_code import filled_cells, names_in
+from roundpipe.effects.uses import forward_hooks, uses_of_forward, uses_of_methods, uses_of_properties
+
+MAX_DEPTH = 4
+"""Functions are looked into that are reached from others in so many steps."""
+_MAX_TABLE_ITEMS = 256
+_VALUES = (*trees.PLAIN, torch.Tensor)
+"""Types of values for which a variable is a place by itself."""
+_NOT_VISITED = (*_VALUES, nn.Module, types.ModuleType)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much is looked at."""
+
+    num_places: int = 30_000
+    """A model with more has tables, not counters."""
+    nesting: int = 100
+    num_items: int = sys.maxsize
+    num_bytes: int = places.MAX_ARRAY_BYTES
+
+
+EVERYTHING = Limits()
+BETWEEN_CALLS = Limits(num_places=3000, nesting=MAX_DEPTH, num_items=_MAX_TABLE_ITEMS, num_bytes=1 << 20)
+"""For what is compared before every call: no large tables, and nothing that lies deep inside others."""
+
+
+class _Way(NamedTuple):
+    """How a value was reached."""
+
+    words: str
+    depth: int = 0
+    is_read: bool = True
+    """Whether code names it."""
+    in_global: bool = False
+    by_hooks: bool = False
+
+    def inside(self) -> _Way:
+        return _Way(self.words, self.depth + 1, self.is_read, self.in_global, self.by_hooks)
+
+    def to(self, words: str, is_read: bool, in_global: bool = False) -> _Way:
+        return _Way(words, self.depth + 1, is_read, in_global or self.in_global, self.by_hooks)
+
+
+@dataclass(slots=True)
+class Reach:
+    """What is found, with what it holds."""
+
+    places: list[Place] = field(default_factory=list)
+    caches: list[tuple[Any, int]] = field(default_factory=list)
+    """Functions with a `functools.lru_cache`, and how often they were not answered from it."""
+    generators: list[tuple[torch.Generator, torch.Tensor]] = field(default_factory=list)
+    codes: list[types.CodeType] = field(default_factory=list)
+    """Of the functions that were looked into, beside methods of modules."""
+    cells: list[types.CellType] = field(default_factory=list)
+    """Of closures, which hold functions that are not written in Python."""
+    hidden: dict[nn.Module, str] = field(default_factory=dict)
+    """Modules that are reached as plain Python objects only, with where."""
+    closed: dict[str, str] = field(default_factory=dict)
+    """What a forward seems to use although nothing tells how it changes it, in words, with the kind."""
+
+
+def reach_of(
+    modules: Iterable[nn.Module], limits: Limits, with_hidden: bool = True, known: Iterable[nn.Module] = ()
+) -> Reach:
+    """What the code of some modules can change.
+
+    Args:
+        modules: whose attributes and classes are looked through; torch's own have none.
+        limits: how much is looked at.
+        with_hidden: whether other modules that a forward may reach are looked through too, such as those in a list.
+        known: modules that are no such others.
+    """
+    modules = list(modules)
+    return _Walk(modules, limits, {*modules, *known} if with_hidden else None).reach
+
+
+class _Walk:
+    """Goes wherever the code of some modules can."""
+
+    def __init__(self, modules: list[nn.Module], limits: Limits, not_hidden: set[nn.Module] | None) -> None:
+        self.reach = Reach()
+        self._limits = limits
+        self._not_hidden = not_hidden
+        self._by_hooks: set[nn.Module] = set()
+        """Those hidden modules that only hooks reach."""
+        self._seen: dict[int, Any] = {}
+        """By identity, which stays their own while they are kept here."""
+        self._globals: set[tuple[int, str]] = set()
+        kinds = {type(module) for module in modules}
+        self._names: frozenset[str] = frozenset().union(*(uses_of_forward(kind).reads for kind in kinds))
+        self._names |= uses_of_properties(kinds, self._names).reads
+        for module in modules:
+            if not _is_layer_of_torch(module):
+                way = _Way(type(module).__name__, depth=-1)
+                own = {key: value for key, value in module.__dict__.items() if not _is_registry(key)}
+                self._visit_named(own, way, self._names)
+                self._visit_class(type(module), _Way(""))
+        for module in modules:
+            for hook in forward_hooks(module):
+                self._visit(hook, _Way(f"a hook of {type(module).__name__}", by_hooks=True))
+        visited: set[nn.Module] = set()
+        while len(visited) < len(self.reach.hidden):
+            for module, words in list(self.reach.hidden.items()):
+                if module not in visited:
+                    visited.add(module)
+                    self._visit_hidden(module, _Way(words, by_hooks=module in self._by_hooks))
+
+    def _is_new(self, value: Any) -> bool:
+        if id(value) in self._seen or len(self.reach.places) >= self._limits.num_places:
+            return False
+        self._seen[id(value)] = value
+        return True
+
+    def _add(self, words: str, view: View, owner: Any, key: Any, held: Any, way: _Way) -> None:
+        self.reach.places.append(Place(words, view, owner, key, held, way.by_hooks))
+
+    def _visit(self, value: Any, way: _Way) -> None:
+        if isinstance(value, nn.Module) and way.is_read:
+            self._note_hidden(value, way)
+        max_depth = MAX_DEPTH if way.in_global else self._limits.nesting  # packages have large tables there
+        if isinstance(value, _NOT_VISITED) or way.depth > max_depth:
+            return
+        if isinstance(value, torch.Generator):
+            if self._is_new(value):
+                self.reach.generators.append((value, value.get_state()))
+        elif isinstance(value, types.FunctionType):
+            self._visit_function(value, way)
+        elif isinstance(value, (types.MethodType, functools.partial, staticmethod, classmethod, property)):
+            for name in ("__self__", "__func__", "func", "fget"):
+                self._visit(getattr(value, name, None), way)
+            if isinstance(value, functools.partial):
+                self._visit((*value.args, *value.keywords.values()), way)
+        elif isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
+            self._visit(value.__self__, way)
+        elif hasattr(value, "cache_info") and hasattr(value, "cache_clear"):
+            if self._is_new(value):
+                self.reach.caches.append((value, value.cache_info().misses))
+                self._visit(getattr(value, "__wrapped__", None), way)
+        elif isinstance(value, CONTAINERS):
+            self._visit_container(value, way)
+        elif isinstance(value, tuple):
+            self._visit_items(value[: self._limits.num_items], way)
+        elif isinstance(value, type):
+            if issubclass(value, nn.Module) and not is_library(value):
+                self._visit_class(value, way.inside())
+        else:
+            self._visit_object(value, way)
+
+    def _visit_object(self, value: Any, way: _Way) -> None:
+        if places.is_closed(value):
+            if way.is_read and (way.depth == 0 or hasattr(type(value), "__next__")):
+                self.reach.closed[way.words] = type(value).__name__
+            return
+        view = places.view_of(value, self._limits.num_bytes)
+        if (view is None and not has_attributes(value)) or not self._is_new(value):
+            return
+        if view is not None:
+            held = view.read(value, None)
+            by_hooks = way.by_hooks and view.kind != "random"
+            self.reach.places.append(Place(way.words, view, value, None, held, by_hooks))
+            if view.kind == "slots":
+                self._visit_attributes(value, held, way)
+        self._visit_own_attributes(value, way)
+
+    def _visit_own_attributes(self, value: Any, way: _Way) -> None:
+        if has_attributes(value):
+            self._add_container(value.__dict__, way)
+            self._visit_attributes(value, value.__dict__, way)
+
+    def _visit_attributes(self, owner: Any, attributes: Mapping[str, Any], way: _Way) -> None:
+        names: frozenset[str] = frozenset()
+        if way.is_read:
+            names = self._names | uses_of_methods(type(owner), self._names).reads
+        self._visit_named(attributes, way, names)
+
+    def _visit_named(self, attributes: Mapping[str, Any], way: _Way, names: frozenset[str]) -> None:
+        """Visits attributes, of which some have names that code reads."""
+        for key, value in list(attributes.items()):
+            if not isinstance(value, _VALUES):
+                self._visit(value, way.to(f"{way.words}.{key}", key in names))
+
+    def _visit_container(self, value: Any, way: _Way) -> None:
+        if len(value) > self._limits.num_items or not self._is_new(value):
+            return
+        self._add_container(value, way)
+        self._visit_own_attributes(value, way)
+        if not (way.in_global and len(value) > _MAX_TABLE_ITEMS):
+            self._visit_items(list(value.values() if isinstance(value, dict) else value), way)
+
+    def _visit_items(self, items: Sequence[Any], way: _Way) -> None:
+        if not set(map(type, items)).issubset(trees.PLAIN):
+            inside = way.inside()
+            for item in items:
+                self._visit(item, inside)
+
+    def _add_container(self, value: Any, way: _Way, words: str = "") -> None:
+        self._add(words or way.words, places.CONTAINER, value, None, places.contents(value), way)
+
+    def _visit_class(self, kind: type, way: _Way) -> None:
+        if way.depth > MAX_DEPTH:
+            return
+        for owner in kind.__mro__:
+            if is_library(owner) or not self._is_new(owner):
+                continue
+            for key, value in list(vars(owner).items()):
+                words = f"{owner.__name__}.{key}"
+                if isinstance(value, _VALUES) and not key.startswith("__"):
+                    self._add(words, places.CLASS, owner, key, value, way)
+                elif not key.startswith("__") or key == "__call__":
+                    self._visit(value, way._replace(words=words))
+            self._add(owner.__name__, places.NAMES, owner, None, places.names_of_class(owner), way)
+
+    def _visit_function(self, function: types.FunctionType, way: _Way) -> None:
+        if is_library(function) or way.depth > MAX_DEPTH or not self._is_new(function):
+            return
+        self.reach.codes.append(function.__code__)
+        cells = zip(function.__closure__ or (), function.__code__.co_freevars, strict=True)
+        names = {id(cell): name for cell, name in cells}
+        for cell in filled_cells(function):
+            value, words = cell.cell_contents, f"{names[id(cell)]} of {function.__qualname__}"
+            if isinstance(value, _VALUES):
+                self._add(words, places.CELL, cell, None, value, way)
+            if isinstance(value, types.BuiltinFunctionType):
+                self.reach.cells.append(cell)
+            self._visit(value, way.to(words, way.is_read))
+        variables = function.__globals__
+        for name in names_in(function.__code__):
+            if name in variables:
+                value, words = variables[name], f"global {name}"
+                if isinstance(value, _VALUES) and (id(variables), name) not in self._globals:
+                    self._globals.add((id(variables), name))
+                    self._add(words, places.GLOBAL, variables, name, value, way)
+                self._visit(value, way.to(words, way.is_read, in_global=True))
+
+    def _note_hidden(self, module: nn.Module, way: _Way) -> None:
+        is_own = type(module).__module__.startswith("roundpipe.")  # such as the compiled model, which counts calls
+        if self._not_hidden is None or module in self._not_hidden or is_own or module in self.reach.hidden:
+            return
+        self.reach.hidden[module] = way.words
+        if way.by_hooks:
+            self._by_hooks.add(module)
+
+    def _visit_hidden(self, module: nn.Module, way: _Way) -> None:
+        if isinstance(module, torch.jit.ScriptModule) or not self._is_new(module):
+            return
+        self._add_container(module.__dict__, way)
+        for key, value in module.__dict__.items():
+            is_registry = key in OF_TORCH and isinstance(value, dict)
+            if is_registry and (value or key in ("_forward_hooks", "_forward_pre_hooks")):
+                self._add_container(value, way, f"{way.words}.{key}")
+        own = {key: value for key, value in module.__dict__.items() if key not in OF_TORCH}
+        self._visit_named(own, way, self._names | uses_of_forward(type(module)).reads)
+        for name, child in module._modules.items():
+            self._visit(child, way.to(f"{way.words}.{name}", is_read=True))
+        if not _is_layer_of_torch(module):
+            self._visit_class(type(module), way)
+
+
+def _is_layer_of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.modules.")
+
+
+def _is_registry(attribute: str) -> bool:
+    return attribute in places.REGISTERED or "_hooks" in attribute

@@ -1,0 +1,375 @@
+"""What some modules and their code held at one moment: what has changed since, and the way back.
+
+    WeightSnapshot   the parameters, by version: cheap enough for every call
+    ModuleSnapshot   attributes, parameters and buffers of modules
+    PythonSnapshot   whatever else their code can change in Python: containers, objects, closures, globals, classes
+
+A graph runs no Python, and a recomputation runs it twice, so whoever counts, caches or remembers there must be found.
+
+Invariant: after `restore`, every place that a snapshot has holds what it held when the snapshot was taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import operator
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from roundpipe.core import trees
+from roundpipe.effects import places
+from roundpipe.effects.places import REGISTERED, Place, contents, holds_tensors, same_contents
+from roundpipe.effects.reach import EVERYTHING, Limits, reach_of
+
+_SYMBOLIC = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+class WeightSnapshot:
+    """The parameters of a module.
+
+    Args:
+        module: whose, and those below it.
+    """
+
+    __slots__ = ("_module", "_weights")
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._weights = [
+            (owner, name, weight, _version_of(weight))
+            for owner in module.modules()
+            for name, weight in owner._parameters.items()
+        ]
+
+    def diff(self) -> str | None:
+        """The qualified name of a parameter that was written, or has another in its place."""
+        for owner, name, weight, version in self._weights:
+            parameters = owner._parameters  # those of script modules have no get
+            now = parameters[name] if name in parameters else None
+            if now is not weight or _version_of(weight) != version:
+                prefix = next((prefix for prefix, other in self._module.named_modules() if other is owner), "")
+                return f"{prefix}.{name}".lstrip(".")
+        return None
+
+
+def _version_of(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
+
+
+class AttributeChange(NamedTuple):
+    """An attribute of a module that was set to something else."""
+
+    module: nn.Module
+    name: str
+    before: Any
+    now: Any
+    position: int
+    """Of the module in its snapshot."""
+
+    @property
+    def is_cached_property(self) -> bool:
+        """Whether it holds what a property computed."""
+        return isinstance(getattr(type(self.module), self.name, None), functools.cached_property)
+
+
+class _Record:
+    """One module of a snapshot."""
+
+    __slots__ = ("attributes", "buffers", "parameters", "position", "training")
+
+    def __init__(self, module: nn.Module, position: int) -> None:
+        self.attributes = dict(module.__dict__)
+        self.parameters: dict[str, Any] = dict(module._parameters)
+        self.buffers: dict[str, Any] = dict(module._buffers)
+        self.training = module.training
+        self.position = position
+
+
+class ModuleSnapshot:
+    """What modules hold themselves; their parameters and buffers by identity, and buffers by version, too.
+
+    Args:
+        modules: all of them, such as ``model.modules()``.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._records = {module: _Record(module, position) for position, module in enumerate(modules)}
+        attributes = [item for record in self._records.values() for item in record.attributes.items()]
+        self._containers = [
+            (name, value, contents(value)) for name, value in attributes if type(value) in places.CONTAINERS
+        ]
+        self._generators = [
+            (name, value, value.get_state()) for name, value in attributes if isinstance(value, torch.Generator)
+        ]
+        buffers = [buffer for record in self._records.values() for buffer in record.buffers.values()]
+        self._versions = [(buffer, _version_of(buffer)) for buffer in buffers]
+
+    def diff(self, modules: Iterable[nn.Module] | None = None) -> list[AttributeChange]:
+        """Attributes that were set to something else; those of torch that hold what is registered are left out.
+
+        Args:
+            modules: only of these; None: of all.
+        """
+        changes = []
+        for module in self._records if modules is None else modules:
+            if (record := self._records.get(module)) is None:
+                continue
+            before = record.attributes
+            for name, now in module.__dict__.items():
+                if before.get(name, before) is not now and name not in REGISTERED:
+                    if not trees.same(before.get(name), now):
+                        changes.append(AttributeChange(module, name, before.get(name), now, record.position))
+        return changes
+
+    def accept_attributes(self, modules: Iterable[nn.Module]) -> None:
+        """Takes what attributes of modules hold now for what they held."""
+        for module in modules:
+            if (record := self._records.get(module)) is not None:
+                record.attributes.update(module.__dict__)
+
+    def accept_buffers(self, modules: Iterable[nn.Module]) -> None:
+        """Takes the buffers that modules have now for those that they had."""
+        for module in modules:
+            if (record := self._records.get(module)) is not None:
+                record.buffers = dict(module._buffers)
+
+    def holds_new_values(self) -> bool:
+        """Whether an attribute was set, to the same value even, or a container among them grew or shrank."""
+        return any(len(value) != len(before) for _, value, before in self._containers) or any(
+            record.attributes.get(name, record) is not value
+            for module, record in self._records.items()
+            for name, value in module.__dict__.items()
+        )
+
+    def changed_container(self, restore: bool = False) -> tuple[str, Any] | None:
+        """Name and value of an attribute whose list or dict holds something else.
+
+        Args:
+            restore: makes this, and all others, again what they were.
+        """
+        changed = [
+            (name, value, before)
+            for name, value, before in self._containers
+            if type(value) in (list, dict) and name not in REGISTERED and not same_contents(before, value)
+        ]
+        for _, value, before in changed if restore else ():
+            places.CONTAINER.write(value, None, before)
+        return changed[0][:2] if changed else None
+
+    def drawn(self) -> str | None:
+        """The name of an attribute whose generator drew."""
+        draws = (name for name, value, state in self._generators if not torch.equal(value.get_state(), state))
+        return next(draws, None)
+
+    def buffers_written(self) -> bool:
+        """Whether a buffer was written or replaced."""
+        return any(_version_of(buffer) != version for buffer, version in self._versions) or any(
+            module._buffers.get(name) is not buffer
+            for module, record in self._records.items()
+            for name, buffer in record.buffers.items()
+        )
+
+    def replaced_parameter(self) -> tuple[nn.Module, str] | None:
+        """A parameter that is another tensor, gone or new: its module and name."""
+        for module, record in self._records.items():
+            before, now = record.parameters, module._parameters
+            if len(before) == len(now) and all(map(operator.is_, before.values(), now.values())):
+                continue
+            now = dict(now)
+            for name in sorted({*before, *now}):
+                if before.get(name) is not now.get(name):
+                    return module, name
+        return None
+
+    def changed_mode(self) -> nn.Module | None:
+        """A module that is in another mode of training."""
+        return next(
+            (module for module, record in self._records.items() if module.training is not record.training), None
+        )
+
+    def rebuilt(self, modules: Iterable[nn.Module]) -> tuple[nn.Module, str] | None:
+        """Which module has another mode, parameter or buffer, and its name."""
+        for module in modules:
+            if (record := self._records.get(module)) is None:
+                continue
+            if module.training is not record.training:
+                return module, "training"
+            for before, now in ((record.parameters, module._parameters), (record.buffers, module._buffers)):
+                for name, tensor in now.items():
+                    if before.get(name) is not tensor:
+                        return module, name
+        return None
+
+    def restore(self) -> None:
+        """Puts back attributes, and which buffers there were."""
+        for module, record in self._records.items():
+            if isinstance(module, torch.jit.ScriptModule):  # can't be changed
+                continue
+            held: dict[str, Any] = module.__dict__
+            for name in held.keys() - record.attributes.keys():
+                del held[name]
+            held.update((n, value) for n, value in record.attributes.items() if held.get(n, held) is not value)
+            _put_buffers(module, record)
+
+    def restore_tensors(self, keep: Iterable[tuple[nn.Module, str]] = ()) -> None:
+        """Puts back buffers, and each attribute that holds tensors or symbolic sizes now, but for those to keep."""
+        keep = set(keep)
+        for change in self.diff():
+            leaves = trees.leaves(change.now)
+            if (change.module, change.name) in keep or not any(isinstance(leaf, _SYMBOLIC) for leaf in leaves):
+                continue
+            before = self._records[change.module].attributes
+            del change.module.__dict__[change.name]
+            if change.name in before:
+                change.module.__dict__[change.name] = before[change.name]
+        for module, record in self._records.items():
+            if not isinstance(module, torch.jit.ScriptModule):
+                _put_buffers(module, record)
+
+
+def _put_buffers(module: nn.Module, record: _Record) -> None:
+    module._buffers.clear()
+    module._buffers.update(record.buffers)
+
+
+PlaceValues = Mapping[tuple[str, int, Any], Any]
+"""What places hold, by `Place.identity`."""
+
+
+class PythonSnapshot:
+    """Everything outside of tensors and the attributes of modules that the code of some modules can change.
+
+    Args:
+        modules: whose attributes and classes are looked through; torch's own have none.
+        limits: how much is looked at.
+        with_hidden: whether other modules that a forward may reach are looked through too, such as those in a list.
+        known: modules that are no such others.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        limits: Limits = EVERYTHING,
+        with_hidden: bool = True,
+        known: Iterable[nn.Module] = (),
+    ) -> None:
+        self.reach = reach_of(modules, limits, with_hidden, known)
+
+    def diff(self) -> Iterator[Place]:
+        """The places that hold something else now."""
+        return (place for place in self.reach.places if place.is_changed())
+
+    def side_effects(self, expected: PlaceValues | None = None) -> list[str]:
+        """What the modules' own code has changed, in words; tensors that a dict got don't count.
+
+        Args:
+            expected: what places may hold as well, as a forward leaves them; draws are then not told.
+        """
+        changed = (place for place in self.diff() if not place.by_hooks and not place.gained_tensors_only())
+        if expected is not None:
+            changed = (place for place in changed if place.kind != "random" and not _is_expected(place, expected))
+        return list(dict.fromkeys(place.words for place in changed))
+
+    def draws(self) -> list[str]:
+        """Random generators of Python and NumPy that drew, in words."""
+        return list(dict.fromkeys(place.words for place in self.diff() if place.kind == "random"))
+
+    def changed_values(self) -> PlaceValues:
+        """What the changed places hold now."""
+        return {
+            place.identity: contents(now) if isinstance(now, dict) else copy.copy(now)
+            for place in self.diff()
+            for now in [place.now()]
+        }
+
+    def restore(self) -> None:
+        """Puts back what every place held, but for `torch.Generator`: on fakes, none draws."""
+        for place in list(self.diff()):
+            place.restore()
+        self._clear_caches()
+
+    def restore_tensors(self) -> None:
+        """The same, only where there are tensors or symbolic sizes now."""
+        for place in list(self.diff()):
+            owner = place.owner
+            if not holds_tensors(place.now()):
+                continue
+            is_list = place.view is places.CONTAINER and isinstance(owner, (list, deque))
+            if is_list and not any(isinstance(item, torch.Tensor) for item in owner):  # how many sizes still counts
+                for index, item in enumerate(owner):
+                    owner[index] = 0 if holds_tensors(item) else item
+            else:
+                place.restore()
+        self._clear_caches()
+
+    def _clear_caches(self) -> None:
+        for function, num_misses in self.reach.caches:
+            if function.cache_info().misses != num_misses:  # its size stays what it was when it was full
+                function.cache_clear()  # it may hold fakes
+
+    def restore_generators(self) -> bool:
+        """Puts back every `torch.Generator`; says whether any had drawn."""
+        drew = [(gen, state) for gen, state in self.reach.generators if not torch.equal(gen.get_state(), state)]
+        for generator, state in drew:
+            generator.set_state(state)
+        return bool(drew)
+
+
+def _is_expected(place: Place, expected: PlaceValues) -> bool:
+    """Whether a place holds what it held, or what is expected; a dict item by item."""
+    now, other = place.now(), expected.get(place.identity)
+    if not isinstance(now, dict) or not isinstance(other, dict):
+        return same_contents(other, now)
+    missing = object()
+    return all(
+        any(trees.same(values.get(key, missing), dict.get(now, key, missing)) for values in (place.held, other))
+        for key in {*place.held, *other, *dict.keys(now)}
+    )
+
+
+@contextlib.contextmanager
+def python_restored(model: nn.Module) -> Iterator[None]:
+    """Whatever a model's code does inside, such as to put fakes into a cache, is taken back."""
+    snapshot = PythonSnapshot(model.modules())
+    try:
+        yield
+    finally:
+        snapshot.restore()
+
+
+class QuickComparison:
+    """Tells cheaply whether places hold the same objects as when this was made; too careful rather than too bold.
+
+    Args:
+        all_places: random generators among them are not looked at.
+    """
+
+    def __init__(self, all_places: Iterable[Place]) -> None:
+        by_kind: dict[str, list[Place]] = {}
+        for place in all_places:
+            by_kind.setdefault(place.kind, []).append(place)
+        containers = by_kind.get("container", [])
+        self._dicts = [(p.owner, list(map(id, p.held.values()))) for p in containers if isinstance(p.owner, dict)]
+        self._lists = [(p.owner, list(map(id, p.held))) for p in containers if isinstance(p.owner, (list, deque))]
+        self._sets = [(p.owner, p.held) for p in containers if isinstance(p.owner, set)]
+        self._variables = [(p.owner, p.key, p.held) for p in by_kind.get("global", [])]
+        self._variables += [(vars(p.owner), p.key, p.held) for p in by_kind.get("class", [])]
+        self._names = [(vars(p.owner), len(vars(p.owner))) for p in by_kind.get("names", [])]
+        self._others = [place for kind in ("cell", "array", "slots") for place in by_kind.get(kind, [])]
+
+    def is_same(self) -> bool:
+        """Whether all hold the same objects."""
+        return (
+            all(list(map(id, dict.values(owner))) == held for owner, held in self._dicts)
+            and all(list(map(id, owner)) == held for owner, held in self._lists)
+            and all(owner == held for owner, held in self._sets)
+            and all(owner.get(key) is held for owner, key, held in self._variables)
+            and all(len(owner) == number for owner, number in self._names)
+            and not any(place.is_changed() for place in self._others)
+        )
