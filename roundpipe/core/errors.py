@@ -1,21 +1,5 @@
 """Every error that roundpipe raises on its own behalf.
 
-    RoundPipeError
-    |- ConfigError (ValueError)          an option or argument that can't be used as given
-    |- TraceError (RuntimeError)         a model's Python code that can't be captured as a graph
-    |- PartitionError (ValueError)       a graph or chain that can't be cut as asked
-    |- ScheduleError (ValueError)        a plan or schedule that breaks the rules of rotation
-    |- DeviceMemoryError (RuntimeError)  a device budget that can't hold what must be on it
-    |- DeadlockError (RuntimeError)      a hand-off that did not happen before its deadline
-    |- SynchronizationError (RuntimeError)  a tensor used before its hand-off was waited for
-    |- MicrobatchError (ValueError)      inputs or outputs that can't be split or merged
-    |- LossError (TypeError, RuntimeError)  what a loss function returned can't be trained on
-    |- BackwardError (RuntimeError)      a backward through outputs that can't be done, or not again
-    |- NotCopyableError (TypeError)      a wrapper that was to be pickled or copied
-    |- CheckpointError (OSError)         a checkpoint that can't be written or read
-    |  `- CheckpointNotFoundError (FileNotFoundError)  there is none
-    `- ClosedError (RuntimeError)        a call into a model that was closed
-
 A message says what was given, what is allowed and what to do. Exceptions raised by a user's own
 code (a layer's forward, ``loss_fn``, ``step_fn``) are never wrapped: they keep their type and gain
 a note that says where in the pipeline they were raised.
@@ -24,30 +8,19 @@ a note that says where in the pipeline they were raised.
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-__all__ = [
-    "BackwardError",
-    "CheckpointError",
-    "CheckpointNotFoundError",
-    "ClosedError",
-    "ConfigError",
-    "DeadlockError",
-    "DeviceMemoryError",
-    "LossError",
-    "MicrobatchError",
-    "NotCopyableError",
-    "PartitionError",
-    "RoundPipeError",
-    "ScheduleError",
-    "SynchronizationError",
-    "TraceError",
-]
+from typing import Any
 
 
 def enumerated(names: Sequence[str], most: int = 4) -> str:
     """The first names, for a message, and how many more there are."""
     more = [f"and {len(names) - most} more"] if len(names) > most else []
     return ", ".join([*names[:most], *more])
+
+
+def quoted(value: Any, most: int = 80) -> str:
+    """A value and its type, for a message; what is longer than ``most`` characters is cut."""
+    text = repr(value)
+    return f"{text if len(text) <= most else text[: most - 3] + '...'} ({type(value).__name__})"
 
 
 class RoundPipeError(Exception):

@@ -1,11 +1,10 @@
-"""Run options: as given by the user, as resolved for one call, and what a running call can ask for.
+"""Run options: as the user gives them, as they are resolved for one call, and what a running call can ask for.
 
 An option may be given for one call, for a model, or not at all; the first of call, model and
-built-in default that gives a field wins, field by field (`resolve`). Nothing below this floor reads a
-default: the number of devices is handed in, not looked up.
+built-in default that gives a field wins, field by field (`resolve`). The number of devices is handed in, not looked up.
 
-Invariant: a `RoundPipeRunConfig` that exists is valid on its own; a `ResolvedConfig` has no open
-question left, so that None in it is an answer (automatic splitting, no fixed plan).
+Invariant: a `RoundPipeRunConfig` that exists is valid on its own; in a `ResolvedConfig` None is an answer (automatic
+splitting, no fixed plan).
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 
-from roundpipe.core.errors import ConfigError, MicrobatchError
+from roundpipe.core.errors import ConfigError, MicrobatchError, quoted
 from roundpipe.core.schedule import ExecutePlan
 
 RecomputeGrain = Literal["stage", "layer"]
@@ -27,14 +26,8 @@ RECOMPUTE_GRAINS: tuple[RecomputeGrain, ...] = ("stage", "layer")
 AUTO: Literal["auto"] = "auto"
 """Leaves an option to choice: the fastest setting that is predicted to fit."""
 
-SplitInputFunction = Callable[[tuple[Any, ...], dict[str, Any], int], tuple[list[Any], list[Any]]]
-"""``f(args, kwargs, num_microbatch) -> (args_list, kwargs_list)``."""
-SplitLabelFunction = Callable[[Any, int], list[Any]]
-"""``f(label, num_microbatch) -> list of labels``."""
-MergeFunction = Callable[[list[Any]], Any]
-"""``f(outputs of all microbatches) -> merged output``."""
-
-SplitInput = tuple[Any, Any] | SplitInputFunction
+SplitInput = tuple[Any, Any] | Callable[[tuple[Any, ...], dict[str, Any], int], tuple[list[Any], list[Any]]]
+"""A pair of specs, or ``f(args, kwargs, num_microbatch) -> (args_list, kwargs_list)``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +76,45 @@ class RoundPipeRunConfig:
     """Which layers form a stage, in forward and in backward; built-in: chosen by the planner."""
 
     def __post_init__(self) -> None:
-        _check_count(self.num_microbatch)
+        count = self.num_microbatch
+        if not (count is None or count == AUTO or isinstance(count, int) and not isinstance(count, bool) and count > 0):
+            self._refuse("num_microbatch", 'an int of at least 1, "auto", or None for the number of devices + 1')
         if self.recompute_grain not in (None, *RECOMPUTE_GRAINS, AUTO):
-            raise ConfigError(_invalid("recompute_grain", self.recompute_grain, '"stage", "layer" or "auto"'))
-        _check_device(self.output_device)
-        _check_split_input(self.split_input)
+            self._refuse("recompute_grain", '"stage", "layer" or "auto"')
+        if not _names_device(self.output_device):
+            self._refuse("output_device", 'a torch.device, or its name such as "cuda:0"; None for the CPU')
+        if not _splits_input(self.split_input):
+            self._refuse(
+                "split_input",
+                "a pair (args_spec, kwargs_spec) of a tuple and a dict, either of them None for the automatic "
+                "rule, or a function f(args, kwargs, num_microbatch)",
+            )
         for name in ("requires_grad", "preserve_rng_state"):
             if not isinstance(getattr(self, name), bool | None):
-                raise ConfigError(_invalid(name, getattr(self, name), "True, False or None (not given)"))
+                self._refuse(name, "True, False or None (not given)")
         if not isinstance(self.execute_plan, ExecutePlan | None):
-            allowed = "an ExecutePlan, or None to let the planner choose"
-            raise ConfigError(_invalid("execute_plan", self.execute_plan, allowed))
+            self._refuse("execute_plan", "an ExecutePlan, or None to let the planner choose")
+
+    def _refuse(self, name: str, allowed: str) -> NoReturn:
+        raise ConfigError(f"RoundPipeRunConfig.{name}: got {quoted(getattr(self, name))}; allowed: {allowed}")
+
+
+def _names_device(device: Any) -> bool:
+    if device is None or isinstance(device, torch.device):
+        return True
+    try:
+        torch.device(device if isinstance(device, str) else "")
+    except RuntimeError:
+        return False
+    return True
+
+
+def _splits_input(rule: Any) -> bool:
+    if rule is None or callable(rule):
+        return True
+    if not isinstance(rule, tuple | list) or len(rule) != 2:
+        return False
+    return isinstance(rule[0], tuple | list | None) and isinstance(rule[1], Mapping | None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,21 +158,17 @@ def resolve(call: RoundPipeRunConfig | None, model: RoundPipeRunConfig | None, *
         "requires_grad": torch.is_grad_enabled(),
         "preserve_rng_state": True,
     }
-    resolved = dict(built_in)
-    given = [config for config in (model, call) if config is not None]
-    for config in given:
-        if not isinstance(config, RoundPipeRunConfig):
-            raise ConfigError(f"run config: got {_described(config)}; pass a RoundPipeRunConfig")
-    for field in fields(RoundPipeRunConfig):
-        for config in given:
-            value = getattr(config, field.name)
-            resolved[field.name] = resolved.get(field.name) if value is None else value
-        resolved.setdefault(field.name, None)
-    left = frozenset(name for name in ("num_microbatch", "recompute_grain") if resolved[name] == AUTO)
-    resolved.update((name, built_in[name]) for name in left)
-    resolved["output_device"] = torch.device(resolved["output_device"])
-    resolved["auto"] = left
-    return ResolvedConfig(**resolved)
+    names = [field.name for field in fields(RoundPipeRunConfig)]
+    options = {**dict.fromkeys(names), **built_in}
+    for config in (model, call):
+        if not isinstance(config, RoundPipeRunConfig | None):
+            raise ConfigError(f"run config: got {quoted(config)}; pass a RoundPipeRunConfig")
+        if config is not None:
+            options.update((name, value) for name in names if (value := getattr(config, name)) is not None)
+    auto = frozenset(name for name in ("num_microbatch", "recompute_grain") if options[name] == AUTO)
+    options.update((name, built_in[name]) for name in auto)
+    options["output_device"] = torch.device(options["output_device"])
+    return ResolvedConfig(**options, auto=auto)
 
 
 _RUNNING_MICROBATCHES: ContextVar[int] = ContextVar("roundpipe_num_microbatches")
@@ -179,42 +196,3 @@ def num_microbatches() -> int:
         raise MicrobatchError(
             "num_microbatches() was called where no microbatch is running; it is known only inside loss_fn"
         ) from None
-
-
-def _described(value: Any) -> str:
-    text = repr(value)
-    return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"
-
-
-def _invalid(name: str, given: Any, allowed: str) -> str:
-    return f"RoundPipeRunConfig.{name}: got {_described(given)}; allowed: {allowed}"
-
-
-def _check_count(count: Any) -> None:
-    if count is None or count == AUTO:
-        return
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        allowed = 'an int of at least 1, "auto", or None for the number of devices + 1'
-        raise ConfigError(_invalid("num_microbatch", count, allowed))
-
-
-def _check_device(device: Any) -> None:
-    if device is None or isinstance(device, torch.device):
-        return
-    try:
-        torch.device(device if isinstance(device, str) else "")
-    except RuntimeError:
-        allowed = 'a torch.device, or its name such as "cuda:0"; None for the CPU'
-        raise ConfigError(_invalid("output_device", device, allowed)) from None
-
-
-def _check_split_input(spec: Any) -> None:
-    if spec is None or callable(spec):
-        return
-    is_pair = isinstance(spec, tuple | list) and len(spec) == 2
-    if not (is_pair and isinstance(spec[0], tuple | list | None) and isinstance(spec[1], Mapping | None)):
-        allowed = (
-            "a pair (args_spec, kwargs_spec) of a tuple and a dict, either of them None for the automatic "
-            "rule, or a function f(args, kwargs, num_microbatch)"
-        )
-        raise ConfigError(_invalid("split_input", spec, allowed))

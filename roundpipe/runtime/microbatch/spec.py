@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from roundpipe.core import trees
-from roundpipe.core.errors import MicrobatchError
+from roundpipe.core.errors import MicrobatchError, quoted
 from roundpipe.core.trees import Path, Step
 from roundpipe.runtime.device.backend import Event
 
@@ -131,8 +131,7 @@ def described(value: Any) -> str:
         return f"a tensor of shape {tuple(value.shape)}"
     if trees.tensors(value):
         return f"a {type(value).__name__} of tensors"
-    text = repr(value)
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+    return quoted(value, most=60)
 
 
 def input_name(path: Path) -> str:
