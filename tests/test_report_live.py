@@ -212,7 +212,7 @@ def test_a_meter_measures_some_rounds_of_an_accelerator():
     meter._each = 3
     job = make_schedule(PLAN, 1, 1).jobs[0]
     for _ in range(6):
-        meter.begin_round(was_idle=False)
+        meter.begin_step(was_idle=False)
         meter.at(job, 0)
         meter.until("overhead")
         with meter.computing("forward", (0, 1)):

@@ -19,7 +19,7 @@ from roundpipe.planning.simulator import HardwareProfile, simulate
 from roundpipe.reports.timeline import Span, Timeline
 from roundpipe.runtime.device.backend import Device, Lane
 from roundpipe.runtime.device.cpu import CpuBackend
-from roundpipe.runtime.profiling.recorder import Recorder, waiting
+from roundpipe.runtime.profiling.recorder import DeviceWork, Recorder, waits_by_cause
 from tests.runtime.models import Branches, batch, config, mlp, square_loss
 from tests.runtime.schedule_rules import waits
 
@@ -347,7 +347,7 @@ def test_devices_and_lanes_are_in_the_order_of_people():
     ],
 )  # fmt: skip
 def test_time_between_computations_is_dealt_out(marks, parts):
-    assert list(waiting(marks, 10, "overhead")) == parts
+    assert list(waits_by_cause(marks, 10)) == parts
 
 
 def test_moments_of_a_link_are_in_its_time():
@@ -367,8 +367,8 @@ def test_what_began_before_the_recording_is_shown_from_its_start_on():
     gone = one.moment()
     time.sleep(0.002)
     recorder = Recorder({"cpu": one})
-    recorder.add("cpu", "compute", "before", began, gone, {})
-    recorder.add("cpu", "compute", "across", began, one.moment(), {})
+    recorder.add(DeviceWork("cpu", "compute", "before", began, gone, {}))
+    recorder.add(DeviceWork("cpu", "compute", "across", began, one.moment(), {}))
     (span,) = recorder.finish()
     assert span.name == "across" and span.start_s == 0
 

@@ -155,7 +155,7 @@ class Worker:
         tasks = round_.schedule.tasks(self.index)
         last_prefetch = max(i for i, task in enumerate(tasks) if task.kind is TaskKind.PREFETCH)
         with self.backend.activate(), torch.no_grad():
-            self.meter.begin_round(self._was_idle)
+            self.meter.begin_step(self._was_idle)
             self.arena.reserve(self._room_for(round_))
             for position, task in enumerate(tasks):
                 if position > last_prefetch:

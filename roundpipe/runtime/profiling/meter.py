@@ -2,16 +2,16 @@
 
 Around each computation the worker takes moments on its streams: when the one before ended, until when it waited for
 what, when this one began and ended. They are read later, when they are done. A rotation on the CPU is always measured;
-on accelerators, where a moment is an event, one round of several is.
+on accelerators, where a moment is an event, one step of several is.
 
-    cause        until
-    caller       a round was given to a worker that had none
-    no_work      what the computation takes was on the host: the stage before had made it
-    activations  it was on the device
+    cause        the worker waited until
+    caller       it was given a step, having had none
+    no_work      the stage before had put the values it takes on the host
+    activations  they were on the device
     weights      the stage's weights were on the device
     optimizer    the optimizer's thread had given weights back
-    gradients    those of the worker's job before last were home
-    overhead     the worker's thread was ready: Python, and on the CPU copies
+    gradients    those of the worker's job before last were on the host
+    overhead     its thread was ready: Python, and on the CPU copies
 
 Invariant: busy and idle seconds together are the time from the first measured moment to the last one.
 """
@@ -25,22 +25,21 @@ from math import inf
 from typing import Any, NamedTuple
 
 from roundpipe.core.schedule import Job
-from roundpipe.reports.timeline import WAIT_CAUSES, WAIT_NAMES, WaitCause
+from roundpipe.reports.timeline import WAIT_CAUSES, WaitCause
 from roundpipe.runtime.device.backend import Backend, Lane, Moment
-from roundpipe.runtime.profiling.recorder import Recorder, waiting
+from roundpipe.runtime.profiling.recorder import DeviceWork, Gap, Recorder
 
 MEASURED_EACH = 8
-"""On accelerators one round of so many is measured, the first two too."""
+"""On accelerators one step of so many is measured, the first two too."""
 
 
 class _Computation(NamedTuple):
-    before: Moment | None
-    marks: list[tuple[str, Moment]]
+    gap: Gap | None
     began: Moment
     ended: Moment
 
 
-class _Transfer(NamedTuple):
+class _LinkUse(NamedTuple):
     lane: Lane
     num_bytes: int
     began: Moment
@@ -48,10 +47,10 @@ class _Transfer(NamedTuple):
 
 
 class Meter:
-    """One worker's.
+    """Measures one worker, which calls it around what it does.
 
     Args:
-        backend: its device.
+        backend: the worker's device.
         device: its name in timelines.
     """
 
@@ -62,25 +61,24 @@ class Meter:
         """While a timeline is recorded."""
         self._each = 1 if backend.device.type == "cpu" else MEASURED_EACH
         self._is_on = False
-        self._num_rounds = 0
+        self._num_steps = 0
         self._at: tuple[Job, int | None] | None = None
+        """What the worker is at: a job, and a microbatch unless all are meant."""
         self._before: Moment | None = None
         """The end of the computation before."""
         self._marks: list[tuple[str, Moment]] = []
-        self._unread: deque[_Computation | _Transfer] = deque()
+        self._unread: deque[_Computation | _LinkUse] = deque()
         self._lock = threading.Lock()
         self._busy_s = 0.0
         self._idle_s: dict[str, float] = dict.fromkeys(WAIT_CAUSES, 0.0)
         self._link_s = [0.0] * len(Lane)
         self._link_bytes = [0] * len(Lane)
 
-    # What the worker says
-
-    def begin_round(self, was_idle: bool) -> None:
-        """A round begins here; ``was_idle``: the worker had none before."""
-        is_due = self._num_rounds < 2 or self._num_rounds % self._each == 0
+    def begin_step(self, was_idle: bool) -> None:
+        """A step begins here; ``was_idle``: the worker had none before."""
+        is_due = self._num_steps < 2 or self._num_steps % self._each == 0
         was_on, self._is_on = self._is_on, self.recorder is not None or is_due
-        self._num_rounds += 1
+        self._num_steps += 1
         if not was_on:
             self._marks.clear()
             self._before = self.backend.moment() if self._is_on else None
@@ -88,57 +86,56 @@ class Meter:
             self.until("caller")
 
     def abandon(self) -> None:
-        """The round was cancelled."""
+        """The step was cancelled."""
         self._marks.clear()
         self._before = None
 
     def at(self, job: Job, microbatch: int | None) -> None:
-        """What comes next is about this."""
+        """What comes next is part of this job."""
         self._at = job, microbatch
 
     def until(self, cause: WaitCause, moment: Moment | None = None) -> None:
-        """This kept the next computation from beginning, until now or until a moment."""
+        """The next computation waited for this, until now or until a moment."""
         if self._is_on:
             self._marks.append((cause, self.backend.moment() if moment is None else moment))
 
     def computing(self, part: str, layers: tuple[int, ...]) -> _Computing:
-        """Around a computation of consecutive layers."""
+        """A context around a computation of consecutive layers."""
         return _Computing(self, part, layers)
 
     def copying(self, lane: Lane, what: str) -> _Copying:
-        """Around copies of values on a lane."""
+        """A context around copies of values on a lane."""
         return _Copying(self, lane, what)
 
     def moved(self, lane: Lane, what: str, num_bytes: int, began: Moment, ended: Moment) -> None:
-        """Copies on a lane that were given to it between two moments of it."""
+        """Copies that a lane was given between two moments of it."""
         if not num_bytes:
             return
-        if self._is_on and self._num_rounds > 1:  # in the first round pinned memory is allocated between copies
-            self._unread.append(_Transfer(lane, num_bytes, began, ended))
-        if self.recorder is not None:
-            name, args = self._described(f"{what} ", {"bytes": num_bytes})
-            self.recorder.add(self.device, str(lane), name, began, ended, args)
+        if self._is_on and self._num_steps > 1:  # in the first step pinned memory is allocated between copies
+            self._unread.append(_LinkUse(lane, num_bytes, began, ended))
+        self._record(lane, f"{what} {{}}", began, ended, bytes=num_bytes)
 
-    def _described(self, what: str, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        if self._at is None:
-            return what.strip(), args
-        job, microbatch = self._at
-        known = {"layers": [job.start, job.stop], "job": job.index}
-        if microbatch is None:
-            return f"{what}{job}", {**known, **args}
-        return f"{what}{job} m{microbatch}", {**known, "microbatch": microbatch, **args}
+    def _record(self, lane: Lane, name: str, began: Moment, ended: Moment, **args: Any) -> None:
+        """Show work in the timeline, if one is recorded; ``{}`` in the name stands for the job it is part of."""
+        if self.recorder is None:
+            return
+        title = ""
+        if self._at is not None:
+            job, microbatch = self._at
+            title = f"{job}" if microbatch is None else f"{job} m{microbatch}"
+            known = {} if microbatch is None else {"microbatch": microbatch}
+            args = {"layers": [job.start, job.stop], "job": job.index, **known, **args}
+        self.recorder.add(DeviceWork(self.device, str(lane), name.format(title).strip(), began, ended, args))
 
     def _computed(self, part: str, layers: tuple[int, ...], began: Moment) -> None:
         ended = self.backend.moment()
         marks, self._marks = self._marks, []
-        self._unread.append(_Computation(self._before, marks, began, ended))
-        recorder = self.recorder
-        if recorder is not None:
-            name, args = self._described("", {"part": part, "layers": [layers[0], layers[-1] + 1]})
-            name += " recompute" if part == "recompute" else ""
-            recorder.add(self.device, "compute", name, began, ended, args)
-            if self._before is not None:
-                recorder.add_gap(self.device, self._before, marks, began, "overhead", WAIT_NAMES)
+        gap = None if self._before is None else Gap(self.device, self._before, marks, began)
+        self._unread.append(_Computation(gap, began, ended))
+        name = "{} recompute" if part == "recompute" else "{}"
+        self._record(Lane.COMPUTE, name, began, ended, part=part, layers=[layers[0], layers[-1] + 1])
+        if self.recorder is not None and gap is not None:
+            self.recorder.add(gap)
         self._before = ended
         self._read()
 
@@ -146,21 +143,15 @@ class Meter:
         """Take in the moments that are done."""
         with self._lock:
             while self._unread and self._unread[0].ended.is_done():
-                one = self._unread.popleft()
-                seconds = one.ended.seconds_since(one.began)
-                if isinstance(one, _Transfer):
-                    self._link_s[one.lane] += seconds
-                    self._link_bytes[one.lane] += one.num_bytes
+                work = self._unread.popleft()
+                seconds = work.ended.seconds_since(work.began)
+                if isinstance(work, _LinkUse):
+                    self._link_s[work.lane] += seconds
+                    self._link_bytes[work.lane] += work.num_bytes
                     continue
                 self._busy_s += seconds
-                if one.before is None:
-                    continue
-                before = one.before
-                marks = ((cause, moment.seconds_since(before)) for cause, moment in one.marks)
-                for cause, start_s, end_s in waiting(marks, one.began.seconds_since(before), "overhead"):
+                for cause, start_s, end_s in work.gap.waits() if work.gap is not None else ():
                     self._idle_s[cause] += end_s - start_s
-
-    # What it found
 
     def read(self) -> MeterReading:
         """What is known so far; from any thread, waits for nothing."""
@@ -178,7 +169,7 @@ class MeterReading(NamedTuple):
     idle_s: dict[str, float]
     """By `WaitCause`."""
     moved_bytes: tuple[int, ...]
-    """By lane; of all rounds."""
+    """By lane; of all steps."""
     link: tuple[tuple[int, float], ...]
     """By lane, bytes and seconds of the copies of weights and gradients that were measured."""
 
@@ -194,7 +185,7 @@ class MeterReading(NamedTuple):
 
 def _bytes_per_s(readings: Sequence[MeterReading], lane: Lane) -> float:
     """How fast whole stages moved, over all workers; infinity before any was measured."""
-    num_bytes, seconds = (sum(one.link[lane][position] for one in readings) for position in (0, 1))
+    num_bytes, seconds = (sum(reading.link[lane][position] for reading in readings) for position in (0, 1))
     return num_bytes / seconds if num_bytes and seconds > 0 else inf
 
 
@@ -204,7 +195,7 @@ def link_speeds(readings: Sequence[MeterReading]) -> tuple[float, float]:
 
 
 class _Computing:
-    """A class, since every task opens some."""
+    """Around a computation; a class, since every task opens some."""
 
     __slots__ = ("_began", "_layers", "_meter", "_part")
 
@@ -253,6 +244,4 @@ class _Copying:
         ended = meter.backend.moment(lane)
         if lane is Lane.UPLOAD:
             meter.until("activations", ended)
-        if meter.recorder is not None:
-            name, args = meter._described(f"{self._what} ", {"bytes": num_bytes})
-            meter.recorder.add(meter.device, str(lane), name, began, ended, args)
+        meter._record(lane, f"{self._what} {{}}", began, ended, bytes=num_bytes)

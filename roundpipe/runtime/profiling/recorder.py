@@ -6,52 +6,38 @@ A device's moments are placed on the host's clock by one moment taken when recor
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from roundpipe.reports.timeline import Span
+from roundpipe.reports.timeline import WAIT_NAMES, Span
 from roundpipe.runtime.device.backend import Backend, Moment
 
-Mark = tuple[str, Moment]
-"""A cause, and until when it kept a computation from beginning."""
 
-
-Part = tuple[str, float, float]
-"""A cause, and the piece of the time between two computations that it took."""
-
-
-def waiting(marks: Iterable[tuple[str, float]], start_s: float, rest: str) -> Iterator[Part]:
-    """Deals the time from 0, where a computation ended, to the start of the next one out to causes.
+def waits_by_cause(marks: Iterable[tuple[str, float]], start_s: float) -> Iterator[tuple[str, float, float]]:
+    """Deal the time from 0, where a computation ended, to the start of the next one out to causes.
 
     Args:
-        marks: causes, each with the time until which it held; in the order in which they were met.
-        start_s: of the next computation.
-        rest: the cause of what no mark covers.
+        marks: causes, each with the time until which it lasted; in the order in which they were met.
+        start_s: of the next computation; what no mark covers is overhead.
+
+    Returns:
+        causes, each with the start and the end of its piece of the time.
     """
     since_s = 0.0
-    for cause, until_s in marks:
-        if until_s > start_s:
-            until_s = start_s
+    for cause, until_s in (*marks, ("overhead", start_s)):
+        until_s = min(until_s, start_s)
         if until_s > since_s:
             yield cause, since_s, until_s
             since_s = until_s
-    if start_s > since_s:
-        yield rest, since_s, start_s
 
 
-def _joined(parts: Iterable[Part]) -> list[Part]:
-    """Parts with neighbours of one cause made one."""
-    found: list[Part] = []
-    for cause, start_s, end_s in parts:
-        if found and found[-1][0] == cause:
-            start_s = found.pop()[1]
-        found.append((cause, start_s, end_s))
-    return found
+class DeviceWork(NamedTuple):
+    """Work on a stream of a device; see `Span`."""
 
-
-class _Entry(NamedTuple):
     device: str
     lane: str
     name: str
@@ -60,13 +46,18 @@ class _Entry(NamedTuple):
     args: Mapping[str, Any]
 
 
-class _Gap(NamedTuple):
+class Gap(NamedTuple):
+    """The time between two computations of a device, with causes that kept the second one, each until a moment."""
+
     device: str
     before: Moment
-    marks: Sequence[Mark]
+    marks: Sequence[tuple[str, Moment]]
     start: Moment
-    rest: str
-    names: Mapping[str, str]
+
+    def waits(self) -> Iterator[tuple[str, float, float]]:
+        """See `waits_by_cause`, in seconds since the first computation."""
+        marks = ((cause, moment.seconds_since(self.before)) for cause, moment in self.marks)
+        return waits_by_cause(marks, self.start.seconds_since(self.before))
 
 
 class Recorder:
@@ -78,56 +69,38 @@ class Recorder:
 
     def __init__(self, backends: Mapping[str, Backend]) -> None:
         self._anchors = {name: backend.anchor() for name, backend in backends.items()}
-        self._entries: list[_Entry] = []
-        self._gaps: list[_Gap] = []
-        self._of_host: list[Span] = []
+        self._items: list[DeviceWork | Gap] = []
+        self._host_spans: list[Span] = []
         self._start_s = time.perf_counter()
 
-    def add(self, device: str, lane: str, name: str, began: Moment, ended: Moment, args: Mapping[str, Any]) -> None:
-        """Work on a stream of a device."""
-        self._entries.append(_Entry(device, lane, name, began, ended, args))
-
-    def add_gap(
-        self,
-        device: str,
-        before: Moment,
-        marks: Sequence[Mark],
-        start: Moment,
-        rest: str,
-        names: Mapping[str, str],
-    ) -> None:
-        """The time between two computations, with what kept the second one from beginning."""
-        self._gaps.append(_Gap(device, before, marks, start, rest, names))
+    def add(self, item: DeviceWork | Gap) -> None:
+        """Take in what a device does."""
+        self._items.append(item)
 
     def add_host(
         self, device: str, lane: str, name: str, start_s: float, end_s: float, args: Mapping[str, Any]
     ) -> None:
-        """Work of a thread of the host, by its clock."""
+        """Take in work of a thread of the host, timed by ``time.perf_counter``."""
         start_s = max(start_s - self._start_s, 0.0)
-        self._of_host.append(Span(device, lane, name, start_s, max(end_s - self._start_s, start_s), args))
+        self._host_spans.append(Span(device, lane, name, start_s, max(end_s - self._start_s, start_s), args))
 
     def finish(self) -> list[Span]:
-        """All spans; when everything is done that was recorded."""
-        spans = list(self._of_host)
-        for entry in self._entries:
-            if entry.began.is_done() and entry.ended.is_done():
-                start_s, end_s = self._at(entry.device, entry.began), self._at(entry.device, entry.ended)
-                spans.append(Span(entry.device, entry.lane, entry.name, start_s, max(end_s, start_s), entry.args))
-        for gap in self._gaps:
-            if not gap.start.is_done():
-                continue
-            at_s = self._at(gap.device, gap.before)
-            marks = [(cause, moment.seconds_since(gap.before)) for cause, moment in gap.marks]
-            for cause, start_s, end_s in _joined(waiting(marks, gap.start.seconds_since(gap.before), gap.rest)):
-                args = {"cause": cause}
-                spans.append(Span(gap.device, "waits", gap.names[cause], at_s + start_s, at_s + end_s, args))
-        return [
-            Span(one.device, one.lane, one.name, max(one.start_s, 0.0), one.end_s, one.args)
-            for one in spans
-            if one.end_s > 0  # what began before is shown from the start on
-        ]
+        """All spans, once everything recorded is done; what began before recording is shown from its start on."""
+        spans = [*self._host_spans, *(span for item in self._items for span in self._spans(item))]
+        return [replace(span, start_s=max(span.start_s, 0.0)) for span in spans if span.end_s > 0]
 
-    def _at(self, device: str, moment: Moment) -> float:
+    def _spans(self, item: DeviceWork | Gap) -> Iterator[Span]:
+        if isinstance(item, Gap):
+            if item.start.is_done():
+                offset_s = self._time_s(item.device, item.before)
+                for cause, pieces in itertools.groupby(item.waits(), key=lambda piece: piece[0]):
+                    times_s = [offset_s + seconds for _, *span in pieces for seconds in span]
+                    yield Span(item.device, "waits", WAIT_NAMES[cause], times_s[0], times_s[-1], {"cause": cause})
+        elif item.began.is_done() and item.ended.is_done():
+            start_s, end_s = self._time_s(item.device, item.began), self._time_s(item.device, item.ended)
+            yield Span(item.device, item.lane, item.name, start_s, max(end_s, start_s), item.args)
+
+    def _time_s(self, device: str, moment: Moment) -> float:
         anchor, host_s = self._anchors[device]
         return host_s - self._start_s + moment.seconds_since(anchor)
 
