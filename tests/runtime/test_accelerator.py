@@ -320,7 +320,7 @@ def test_memory_is_registered_where_it_is_until_the_model_is_closed():
 def test_a_refusal_to_pin_costs_speed_only(monkeypatch, pin_model):
     runtime = _Refusing(torch.cuda.cudart())
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(pinning, "_refused", threading.Event())
+    monkeypatch.setattr(pinning, "_has_warned", threading.Event())
     real = torch.empty
 
     def empty(*args, **options):

@@ -64,7 +64,7 @@ def driver():
 
 @pytest.fixture
 def unwarned(monkeypatch):
-    monkeypatch.setattr(pinning, "_refused", type(pinning._refused)())
+    monkeypatch.setattr(pinning, "_has_warned", type(pinning._has_warned)())
 
 
 def wide_model(layers=3):

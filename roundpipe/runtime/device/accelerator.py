@@ -16,12 +16,11 @@ import mmap
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 
 from roundpipe.core.random_state import SeededTorch
-from roundpipe.runtime.device.backend import Device, Event, Lane
+from roundpipe.runtime.device.backend import Backend, Device, Event, Lane, Moment
 from roundpipe.runtime.device.host_memory import bytes_of, on_huge_pages
 from roundpipe.runtime.device.pinning import Registrar, warn_unpinned
 
@@ -40,12 +39,12 @@ _idle_streams: dict[torch.device, list[tuple[torch.Stream, ...]]] = {}
 
 
 class AcceleratorEvent:
-    """A `torch.Event` recorded on a stream."""
+    """A `torch.Event` recorded on a stream; an event, and with ``timed`` a moment."""
 
     __slots__ = ("event",)
 
-    def __init__(self, stream: torch.Stream) -> None:
-        self.event = torch.Event(stream.device)
+    def __init__(self, stream: torch.Stream, timed: bool = False) -> None:
+        self.event = torch.Event(stream.device, enable_timing=timed)
         self.event.record(stream)
 
     def synchronize(self) -> None:
@@ -54,52 +53,36 @@ class AcceleratorEvent:
     def is_done(self) -> bool:
         return bool(self.event.query())
 
-
-class AcceleratorMoment:
-    """A `torch.Event` that knows its time."""
-
-    __slots__ = ("_event",)
-
-    def __init__(self, stream: torch.Stream) -> None:
-        self._event = torch.Event(stream.device, enable_timing=True)
-        self._event.record(stream)
-
-    def is_done(self) -> bool:
-        return bool(self._event.query())
-
-    def seconds_since(self, earlier: AcceleratorMoment) -> float:
-        return float(earlier._event.elapsed_time(self._event)) * 1e-3
+    def seconds_since(self, earlier: AcceleratorEvent) -> float:
+        return float(earlier.event.elapsed_time(self.event)) * 1e-3
 
 
-def memory_budget_bytes(given: Device, num_sharing: int = 1) -> int:
+def memory_budget_bytes(entry: Device, num_sharing: int = 1) -> int:
     """What may be planned for of an entry's device: its limit, or a share of what is free there now."""
-    usable_bytes = given.memory_bytes
+    usable_bytes = entry.memory_bytes
     if usable_bytes is None:
-        device = torch.device(given.device)
+        device = torch.device(entry.device)
         free_bytes, _ = torch.get_device_module(device).mem_get_info(device.index)
         usable_bytes = free_bytes // num_sharing
     return int(usable_bytes * PLANNED_SHARE)
 
 
-class AcceleratorBackend:
+class AcceleratorBackend(Backend):
     """One worker on an accelerator.
 
     Args:
-        given: the entry of ``devices=``.
+        entry: of ``devices=``.
         name: for messages.
         num_sharing: workers on the same device, which share its memory.
     """
 
-    def __init__(self, given: Device, name: str, num_sharing: int = 1) -> None:
-        device = torch.device(given.device)
+    def __init__(self, entry: Device, name: str, num_sharing: int = 1) -> None:
+        device = torch.device(entry.device)
         index = torch.accelerator.current_device_index() if device.index is None else device.index
-        self.device = torch.device(device.type, index)
-        self.name = name
-        self.memory_budget_bytes: int | None = memory_budget_bytes(given, num_sharing)
+        super().__init__(torch.device(device.type, index), name, memory_budget_bytes(entry, num_sharing))
         idle = _idle_streams.setdefault(self.device, [])
         self._streams = idle.pop() if idle else tuple(torch.Stream(self.device) for _ in Lane)
         weakref.finalize(self, idle.append, self._streams)
-        self.moved_bytes = [0] * len(Lane)
         self._uploaded: list[torch.Tensor] = []
 
     @contextlib.contextmanager
@@ -134,12 +117,6 @@ class AcceleratorBackend:
         """Pins memory where it lies, through this device's driver."""
         return Registrar(functools.partial(_register, self.device), _unregister)
 
-    def hold(self, num_bytes: int, purpose: str) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
-
-    def activations(self, known: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
-
     def peak_bytes(self, reset: bool = False) -> int:
         peak = torch.accelerator.max_memory_allocated(self.device)
         if reset and peak:  # before the first allocation the allocator may not know the device
@@ -156,10 +133,10 @@ class AcceleratorBackend:
         with self._on(lane):
             if target is not None:
                 return target.copy_(source, non_blocking=True)
-            made = source.to(self.device, non_blocking=True, copy=True)
+            target = source.to(self.device, non_blocking=True, copy=True)
         if lane is Lane.UPLOAD:
-            self._uploaded.append(made)
-        return made
+            self._uploaded.append(target)
+        return target
 
     def take_uploads(self) -> list[torch.Tensor]:
         uploaded, self._uploaded = self._uploaded, []
@@ -180,13 +157,13 @@ class AcceleratorBackend:
     def record(self, lane: Lane) -> Event:
         return AcceleratorEvent(self._streams[lane])
 
-    def moment(self, lane: Lane = Lane.COMPUTE) -> AcceleratorMoment:
-        return AcceleratorMoment(self._streams[lane])
+    def moment(self, lane: Lane = Lane.COMPUTE) -> Moment:
+        return AcceleratorEvent(self._streams[lane], timed=True)
 
-    def anchor(self) -> tuple[AcceleratorMoment, float]:
+    def anchor(self) -> tuple[Moment, float]:
         idle = torch.Stream(self.device)
         idle.synchronize()  # it has no work, but may have to be set up
-        moment = AcceleratorMoment(idle)
+        moment = AcceleratorEvent(idle, timed=True)
         host_s = time.perf_counter()
         idle.synchronize()
         return moment, host_s
@@ -197,7 +174,7 @@ class AcceleratorBackend:
         if is_cuda:  # torch's own ranges for NVIDIA's tools end at the thread in which they were switched on
             torch.cuda.nvtx.range_push(name)
         try:
-            with torch.profiler.record_function(name):
+            with super().annotate(name):
                 yield
         finally:
             if is_cuda:
@@ -230,9 +207,9 @@ def _pinned(shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor | None 
     try:
         return make(pin_memory=True)
     except RuntimeError as error:
-        made = make()
-        warn_unpinned(made.nbytes, str(error).partition("\n")[0])
-        return made
+        tensor = make()
+        warn_unpinned(tensor.nbytes, str(error).partition("\n")[0])
+        return tensor
 
 
 def _registered(num_bytes: int) -> torch.Tensor:

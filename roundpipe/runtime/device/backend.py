@@ -1,4 +1,4 @@
-"""The device protocol: all that the runtime asks of a device, so that only backend files know what one is.
+"""What the runtime asks of a device, so that only backend files know what one is.
 
 A backend is one worker's view of one device. It owns five streams: COMPUTE, where layers run, UPLOAD and
 DOWNLOAD, where carried values are copied from and to the host beside it, and WEIGHTS and GRADIENTS, where the
@@ -16,8 +16,9 @@ Sources: the stream model is CUDA's; `torch.Stream` and `torch.Event` give it fo
 from __future__ import annotations
 
 import enum
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -63,9 +64,9 @@ class Device:
         except RuntimeError as error:
             raise ConfigError(f"devices: {self.device!r} is not a device torch knows ({error})") from None
         for field in ("memory_bytes", "upload_bytes_per_s", "download_bytes_per_s"):
-            given = getattr(self, field)
-            if given is not None and (isinstance(given, bool) or not isinstance(given, int | float) or given <= 0):
-                raise ConfigError(f"Device({field}={given!r}): give a positive number, or None for no limit")
+            limit = getattr(self, field)
+            if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or limit <= 0):
+                raise ConfigError(f"Device({field}={limit!r}): give a positive number, or None for no limit")
 
 
 class Event(Protocol):
@@ -88,32 +89,55 @@ class Moment(Protocol):
         """Seconds from another moment of the same backend to this one, negative if it was later; both must be done."""
 
 
-class Backend(Protocol):
-    """One worker's view of one device."""
+class Backend(ABC):
+    """One worker's view of one device.
 
-    device: torch.device
-    memory_budget_bytes: int | None
-    moved_bytes: list[int]
-    """By lane, bytes that copies were given to it for; only the worker's own thread writes it."""
+    Args:
+        device: of torch's.
+        name: for messages.
+        memory_budget_bytes: what may be planned for; None: no limit.
+    """
+
+    def __init__(self, device: torch.device, name: str, memory_budget_bytes: int | None) -> None:
+        self.device = device
+        self.name = name
+        self.memory_budget_bytes = memory_budget_bytes
+        self.moved_bytes = [0] * len(Lane)
+        """By lane, bytes that copies were given to it for; only the worker's own thread writes it."""
 
     def activate(self) -> AbstractContextManager[Any]:
         """Make the device and its COMPUTE stream current in the calling thread."""
+        return nullcontext()
 
+    # Memory
+
+    @abstractmethod
     def allocate(self, num_bytes: int, purpose: str) -> torch.Tensor:
         """A byte buffer on the device, counted under ``purpose`` until `free`."""
 
+    @abstractmethod
     def free(self, buffer: torch.Tensor, purpose: str) -> None:
         """Stop counting a buffer of `allocate`; its memory goes with the last reference."""
 
+    @abstractmethod
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         """A byte buffer of exactly this size in host memory, pinned for this device where that is possible."""
 
     def hold(self, num_bytes: int, purpose: str) -> AbstractContextManager[Any]:
         """Count bytes that others allocated for as long as the context is open."""
+        return nullcontext()
 
     def activations(self, known: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
         """Count what autograd keeps of work done inside, storages of ``known`` left out."""
+        return nullcontext()
 
+    @abstractmethod
+    def peak_bytes(self, reset: bool = False) -> int:
+        """Largest number of bytes in use at once since the last reset."""
+
+    # Copies
+
+    @abstractmethod
     def upload(
         self, source: torch.Tensor, target: torch.Tensor | None = None, lane: Lane = Lane.UPLOAD
     ) -> torch.Tensor:
@@ -121,40 +145,51 @@ class Backend(Protocol):
 
     def take_uploads(self) -> list[torch.Tensor]:
         """What `upload` made on the UPLOAD stream since the last call; whoever gives work to COMPUTE keeps them until
-        that is done, since their memory is the UPLOAD stream's.
+        that is done, since their memory is the UPLOAD stream's. None on the CPU, where a call is done when it returns.
         """
+        return []
 
+    @abstractmethod
     def download(
         self, source: torch.Tensor, target: torch.Tensor | None = None, lane: Lane = Lane.DOWNLOAD
     ) -> torch.Tensor:
         """Copy to (pinned) host memory on the DOWNLOAD or GRADIENTS stream; always a copy."""
 
+    # Order and time
+
+    @abstractmethod
     def record(self, lane: Lane) -> Event:
         """An event after all work given to the stream so far."""
 
-    def moment(self, lane: Lane = Lane.COMPUTE) -> Moment:
-        """The moment after all work given to a stream so far; waits for nothing."""
-
-    def anchor(self) -> tuple[Moment, float]:
-        """A moment and its time by ``time.perf_counter``; waits for none of the backend's own work."""
-
-    def annotate(self, name: str) -> AbstractContextManager[Any]:
-        """Name what is done inside in the traces of profilers."""
-
+    @abstractmethod
     def wait(self, lane: Lane, event: Event) -> None:
         """Let later work on the stream run after the event, whichever backend recorded it."""
 
+    @abstractmethod
     def check_ready(self, tensors: Sequence[torch.Tensor]) -> None:
         """Raise SynchronizationError if COMPUTE did not wait for the copy that made one of them."""
 
-    def random(self, seed: int) -> AbstractContextManager[Any]:
-        """Draw random numbers from ``seed`` inside; the generator's state is as before afterwards."""
-
-    def peak_bytes(self, reset: bool = False) -> int:
-        """Largest number of bytes in use at once since the last reset."""
-
+    @abstractmethod
     def synchronize(self) -> None:
         """Block until all streams are done."""
+
+    @abstractmethod
+    def moment(self, lane: Lane = Lane.COMPUTE) -> Moment:
+        """The moment after all work given to a stream so far; waits for nothing."""
+
+    @abstractmethod
+    def anchor(self) -> tuple[Moment, float]:
+        """A moment and its time by ``time.perf_counter``; waits for none of the backend's own work."""
+
+    # What runs
+
+    def annotate(self, name: str) -> AbstractContextManager[Any]:
+        """Name what is done inside in the traces of profilers."""
+        return torch.profiler.record_function(name)
+
+    @abstractmethod
+    def random(self, seed: int) -> AbstractContextManager[Any]:
+        """Draw random numbers from ``seed`` inside; the generator's state is as before afterwards."""
 
 
 def is_profiled() -> bool:

@@ -1,14 +1,14 @@
-"""Pinning host memory where it lies, and what happens where the system refuses.
+"""Pinning the user's tensors where they lie, and what happens where the system refuses.
 
-A driver pins whole pages. Tensors that share a page are registered together, since a page can be registered once, and
-a copy must lie in one registration. What is registered stays the user's: nothing here keeps it alive, and its pages are
-given back before the memory is, whoever frees it.
+To pin memory in place is to register it with a driver, which takes whole pages. Tensors that share a page are pinned
+together, since a page can be registered once, and a copy must lie in one registration. The memory stays the user's:
+nothing here keeps it alive, and its pages are unpinned before it is freed, whoever frees it.
 
     pages     0         1         2         3         4         5
     tensors      [--- a ----][- b -]             [------ c ------]
-    pinned    [===========================]   [====================]
+    spans     [===========================]   [====================]
 
-Invariant: no page is in two registrations. Whatever is refused stays as it was, which only makes its uploads slower;
+Invariant: no page is in two spans. Whatever is refused stays as it was, which only makes its uploads slower;
 the first refusal of a process warns, with the limit of locked memory.
 """
 
@@ -36,8 +36,7 @@ Pin = Callable[[int, int], str | None]
 Unpin = Callable[[int], None]
 """``f(address)``: undoes a `Pin`."""
 
-_refused = threading.Event()
-"""Whether this process has warned."""
+_has_warned = threading.Event()
 
 
 def locked_memory_limit() -> str:
@@ -54,8 +53,8 @@ def warn_unpinned(num_bytes: int, reason: str) -> None:
     """Say that host memory stays unpinned: a warning at the first time, a log line at each."""
     text = f"could not pin {num_bytes:,} bytes of host memory ({reason})"
     logger.info("%s", text)
-    if not _refused.is_set():
-        _refused.set()
+    if not _has_warned.is_set():
+        _has_warned.set()
         warn(
             f"{text}: it stays unpinned, and copies between it and the devices are slower. The limit of locked memory "
             f"is {locked_memory_limit()}; raise it (ulimit -l, or memlock in /etc/security/limits.conf or the "
@@ -65,16 +64,20 @@ def warn_unpinned(num_bytes: int, reason: str) -> None:
 
 
 @dataclass(slots=True, eq=False)
-class _Range:
-    """Whole pages that are registered together."""
+class _PageSpan:
+    """Whole pages that are pinned together, and the storages in them."""
 
     start: int
     stop: int
     storages: list[weakref.ref[torch.UntypedStorage]] = field(default_factory=list)
 
+    @property
+    def num_bytes(self) -> int:
+        return self.stop - self.start
+
 
 class Registrar:
-    """Registers tensors' memory in place.
+    """Pins tensors where they lie.
 
     Args:
         pin: pins a range of pages; its calls and those of ``unpin`` come from any thread, one at a time.
@@ -84,17 +87,17 @@ class Registrar:
     def __init__(self, pin: Pin, unpin: Unpin) -> None:
         self._pin = pin
         self._unpin = unpin
-        self._ranges: list[_Range] = []
+        self._spans: list[_PageSpan] = []
         self._lock = threading.RLock()
         self._closed = False
         self.has_lost = False
         """Whether memory was freed since the last `register` that was pinned, perhaps together with other tensors'."""
-        weakref.finalize(self, _unpin_all, self._ranges, unpin, self._lock)
+        weakref.finalize(self, _unpin_all, self._spans, unpin, self._lock)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the pages that are registered now."""
-        return sum(one.stop - one.start for one in self._ranges)
+        """Bytes of the pages that are pinned now."""
+        return sum(span.num_bytes for span in self._spans)
 
     @staticmethod
     def suits(tensor: torch.Tensor) -> bool:
@@ -102,56 +105,54 @@ class Registrar:
         return tensor.device.type == "cpu" and _extent(tensor) is not None and tensor.nbytes >= MIN_REGISTERED_BYTES
 
     def is_registered(self, tensor: torch.Tensor) -> bool:
-        """Whether all of a tensor's memory is in one registration."""
+        """Whether all of a tensor's memory is in one span."""
         extent = _extent(tensor)
-        return extent is not None and any(one.start <= extent[0] and extent[1] <= one.stop for one in self._ranges)
+        return extent is not None and any(span.start <= extent[0] and extent[1] <= span.stop for span in self._spans)
 
     def register(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Pin those that suit and are not pinned yet; what shares a page with an earlier registration is left out."""
+        """Pin those that suit and are not pinned yet; what shares a page with an earlier span is left out."""
         with self._lock:
             self.has_lost = False
             if self._closed:
                 return
-            for one in _page_ranges(tensor for tensor in tensors if self._is_new(tensor)):
-                if any(one.start < other.stop and other.start < one.stop for other in self._ranges):
+            new = (each for each in tensors if self.suits(each) and not self.is_registered(each))
+            for span in _page_spans(tensor for tensor in new if not tensor.is_pinned()):
+                if any(span.start < other.stop and other.start < span.stop for other in self._spans):
                     continue
-                reason = self._pin(one.start, one.stop - one.start)
+                reason = self._pin(span.start, span.num_bytes)
                 if reason is not None:
-                    warn_unpinned(one.stop - one.start, reason)
+                    warn_unpinned(span.num_bytes, reason)
                     continue
-                self._ranges.append(one)
-                for reference in one.storages:
+                self._spans.append(span)
+                for reference in span.storages:
                     storage = reference()
                     assert storage is not None
-                    weakref.finalize(storage, _unpin_range, weakref.ref(self), one).atexit = False
-
-    def _is_new(self, tensor: torch.Tensor) -> bool:
-        return self.suits(tensor) and not self.is_registered(tensor) and not tensor.is_pinned()
+                    weakref.finalize(storage, _unpin_span, weakref.ref(self), span).atexit = False
 
     def close(self) -> None:
-        """Give all pages back; nothing is registered any more. Safe to call twice."""
+        """Unpin everything; nothing is pinned any more. Safe to call twice."""
         with self._lock:
             self._closed = True
-            _unpin_all(self._ranges, self._unpin, self._lock)
+            _unpin_all(self._spans, self._unpin, self._lock)
 
 
-def _unpin_range(registrar: weakref.ref[Registrar], one: _Range) -> None:
-    """One of the range's storages is about to be freed."""
+def _unpin_span(registrar: weakref.ref[Registrar], span: _PageSpan) -> None:
+    """Unpin a span of which a storage is about to be freed."""
     owner = registrar()
     if owner is None:
         return
     with owner._lock:
-        if one in owner._ranges:
-            owner._ranges.remove(one)
-            owner._unpin(one.start)
+        if span in owner._spans:
+            owner._spans.remove(span)
+            owner._unpin(span.start)
             owner.has_lost = True
 
 
-def _unpin_all(ranges: list[_Range], unpin: Unpin, lock: threading.RLock) -> None:
+def _unpin_all(spans: list[_PageSpan], unpin: Unpin, lock: threading.RLock) -> None:
     with lock:
-        while ranges:
+        while spans:
             with contextlib.suppress(RuntimeError):  # the driver is gone: so are its pins
-                unpin(ranges.pop().start)
+                unpin(spans.pop().start)
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int] | None:
@@ -164,18 +165,14 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int] | None:
     return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
 
 
-def _page_ranges(tensors: Iterable[torch.Tensor]) -> list[_Range]:
-    """Ranges of whole pages around tensors, those that share a page joined."""
+def _page_spans(tensors: Iterable[torch.Tensor]) -> list[_PageSpan]:
+    """Spans of whole pages around tensors, those that share a page joined."""
     page = mmap.PAGESIZE
-    found: list[tuple[int, int, torch.UntypedStorage]] = []
-    for tensor in tensors:
-        extent = _extent(tensor)
-        assert extent is not None
-        found.append((extent[0] // page * page, -(-extent[1] // page) * page, tensor.untyped_storage()))
-    ranges: list[_Range] = []
-    for start, stop, storage in sorted(found, key=lambda one: one[:2]):
-        if not ranges or start >= ranges[-1].stop:
-            ranges.append(_Range(start, stop))
-        ranges[-1].stop = max(ranges[-1].stop, stop)
-        ranges[-1].storages.append(weakref.ref(storage))
-    return ranges
+    spans: list[_PageSpan] = []
+    for tensor in sorted(tensors, key=torch.Tensor.data_ptr):
+        start, stop = tensor.data_ptr() // page * page, -(-(tensor.data_ptr() + tensor.nbytes) // page) * page
+        if not spans or start >= spans[-1].stop:
+            spans.append(_PageSpan(start, stop))
+        spans[-1].stop = max(spans[-1].stop, stop)
+        spans[-1].storages.append(weakref.ref(tensor.untyped_storage()))
+    return spans

@@ -17,90 +17,89 @@ from roundpipe.runtime.device.pinning import Registrar
 DeviceLike = str | int | torch.device | Device
 
 
-def resolve_devices(given: Sequence[DeviceLike] | DeviceLike | None) -> tuple[Device, ...]:
+def resolve_devices(devices: Sequence[DeviceLike] | DeviceLike | None) -> tuple[Device, ...]:
     """The entries of the rotation.
 
     Args:
-        given: None for every accelerator that torch sees, otherwise the CPU; or one entry; or a list, in which
+        devices: None for every accelerator that torch sees, otherwise the CPU; or one entry; or a list, in which
             an entry may be repeated.
 
     Raises:
         ConfigError: the list is empty, or an entry is not a device that is there.
     """
-    if given is None:
+    if devices is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is None or not torch.accelerator.is_available():
             return (Device("cpu"),)
         return tuple(Device(f"{accelerator.type}:{i}") for i in range(torch.accelerator.device_count()))
-    if isinstance(given, (str, int, torch.device, Device)):
-        given = [given]
-    if not isinstance(given, Iterable):
-        given = [given]  # which the next line refuses
-    entries = tuple(_resolve_one(one) for one in given)
+    if isinstance(devices, str) or not isinstance(devices, Iterable):
+        devices = [devices]
+    entries = tuple(map(_resolve_entry, devices))
     if not entries:
         raise ConfigError("devices=[] names no device; give at least one, or None for all accelerators")
     return entries
 
 
-def _resolve_one(given: DeviceLike) -> Device:
-    if isinstance(given, Device):
-        entry = given
-    elif isinstance(given, int) and not isinstance(given, bool):
+def _resolve_entry(entry: DeviceLike) -> Device:
+    if isinstance(entry, Device):
+        resolved = entry
+    elif isinstance(entry, int) and not isinstance(entry, bool):
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is None:
-            raise ConfigError(f"devices: {given} is an accelerator's index, but torch sees no accelerator; use 'cpu'")
-        entry = Device(f"{accelerator.type}:{given}")
-    elif isinstance(given, (str, torch.device)):
-        entry = Device(given)
+            raise ConfigError(f"devices: {entry} is an accelerator's index, but torch sees no accelerator; use 'cpu'")
+        resolved = Device(f"{accelerator.type}:{entry}")
+    elif isinstance(entry, (str, torch.device)):
+        resolved = Device(entry)
     else:
         raise ConfigError(
-            f"devices: {given!r} is {type(given).__name__}; give strings such as 'cuda:0' or 'cpu', torch.device, "
+            f"devices: {entry!r} is {type(entry).__name__}; give strings such as 'cuda:0' or 'cpu', torch.device, "
             "an index, or roundpipe.Device"
         )
-    device = torch.device(entry.device)
+    device = torch.device(resolved.device)
     if device.type == "cpu":
-        return entry
+        return resolved
     accelerator = torch.accelerator.current_accelerator(check_available=True)
+    count = 0 if accelerator is None else torch.accelerator.device_count()
     if accelerator is None or accelerator.type != device.type:
-        seen = "no accelerator" if accelerator is None else f"{torch.accelerator.device_count()} x {accelerator.type}"
-        raise ConfigError(f"devices: {given!r} is not there; torch sees {seen}. 'cpu' always works")
-    if device.index is not None and device.index >= torch.accelerator.device_count():
-        raise ConfigError(f"devices: {given!r} is not there; torch sees {torch.accelerator.device_count()} devices")
-    return entry
+        seen = "no accelerator" if accelerator is None else f"{count} x {accelerator.type}"
+        raise ConfigError(f"devices: {entry!r} is not there; torch sees {seen}. 'cpu' always works")
+    if device.index is not None and device.index >= count:
+        raise ConfigError(f"devices: {entry!r} is not there; torch sees {count} devices")
+    return resolved
 
 
-def largest_layer_bytes(given: Sequence[DeviceLike] | DeviceLike | None) -> int | None:
+def _with_sharing(entries: Sequence[Device]) -> list[tuple[Device, torch.device, int]]:
+    """Each entry with its device and the number of entries for that."""
+    devices = [torch.device(entry.device) for entry in entries]
+    counts = Counter(devices)
+    return [(entry, device, counts[device]) for entry, device in zip(entries, devices, strict=True)]
+
+
+def largest_layer_bytes(devices: Sequence[DeviceLike] | DeviceLike | None) -> int | None:
     """The most bytes of weights and gradients that a layer should have on the smallest of some devices.
 
     Args:
-        given: as for `resolve_devices`.
+        devices: as for `resolve_devices`.
 
     Returns:
         None if none of them has a limit.
     """
-    entries = resolve_devices(given)
-    sharing = Counter(torch.device(entry.device) for entry in entries)
     budgets_bytes = [
-        entry.memory_bytes
-        if torch.device(entry.device).type == "cpu"
-        else memory_budget_bytes(entry, sharing[torch.device(entry.device)])
-        for entry in entries
+        entry.memory_bytes if device.type == "cpu" else memory_budget_bytes(entry, num_sharing)
+        for entry, device, num_sharing in _with_sharing(resolve_devices(devices))
     ]
-    limited = [one for one in budgets_bytes if one is not None]
-    return stage_costs.largest_layer_bytes(min(limited)) if limited else None
+    limits_bytes = [budget for budget in budgets_bytes if budget is not None]
+    return stage_costs.largest_layer_bytes(min(limits_bytes)) if limits_bytes else None
 
 
 def open_backends(entries: Sequence[Device]) -> list[Backend]:
     """One backend per entry."""
-    backends: list[Backend] = []
-    sharing = Counter(torch.device(entry.device) for entry in entries)
-    for index, entry in enumerate(entries):
-        name = f"{entry.device} (worker {index})"
-        if torch.device(entry.device).type == "cpu":
-            backends.append(CpuBackend(entry, name))
-        else:
-            backends.append(AcceleratorBackend(entry, name, sharing[torch.device(entry.device)]))
-    return backends
+    return [
+        CpuBackend(entry, f"{entry.device} (worker {index})")
+        if device.type == "cpu"
+        else AcceleratorBackend(entry, f"{entry.device} (worker {index})", num_sharing)
+        for index, (entry, device, num_sharing) in enumerate(_with_sharing(entries))
+    ]
 
 
 def open_registrar(backends: Sequence[Backend]) -> Registrar:
@@ -110,9 +109,9 @@ def open_registrar(backends: Sequence[Backend]) -> Registrar:
         ConfigError: one of them is no CUDA device.
     """
     first = backends[0]
-    if not isinstance(first, AcceleratorBackend) or any(one.device.type != "cuda" for one in backends):
+    if not isinstance(first, AcceleratorBackend) or any(backend.device.type != "cuda" for backend in backends):
         raise ConfigError(
             "pin_model='register' pins existing memory through CUDA, and devices are "
-            f"{', '.join(str(one.device) for one in backends)}; use 'alloc' or 'off'"
+            f"{', '.join(str(backend.device) for backend in backends)}; use 'alloc' or 'off'"
         )
     return first.registrar()

@@ -1,0 +1,152 @@
+"""The memory of a CPU worker: bytes in use by purpose, among them what autograd saves, under a budget."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from roundpipe.core.errors import DeviceMemoryError
+from roundpipe.core.saved_tensor_hooks import saved_tensor_hooks_aside
+
+
+class Ledger:
+    """Bytes in use on a device by purpose, with a peak and a limit."""
+
+    def __init__(self, name: str, budget_bytes: int | None) -> None:
+        self.name = name
+        self.budget_bytes = budget_bytes
+        self.by_purpose: Counter[str] = Counter()
+        self.total_bytes = 0
+        self.peak_bytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, num_bytes: int, purpose: str) -> None:
+        """Count bytes.
+
+        Raises:
+            DeviceMemoryError: they would go past the budget; nothing is counted then.
+        """
+        with self._lock:
+            total = self.total_bytes + num_bytes
+            if self.budget_bytes is not None and total > self.budget_bytes:
+                in_use = ", ".join(f"{use} {size:,}" for use, size in self.by_purpose.items() if size)
+                raise DeviceMemoryError(
+                    f"{self.name} is out of memory: {num_bytes:,} more bytes for {purpose} with {self.total_bytes:,} "
+                    f"of {self.budget_bytes:,} in use ({in_use or 'nothing'}). Use more microbatches, "
+                    "recompute_grain='layer', shorter stages or a larger budget."
+                )
+            self.total_bytes = total
+            self.by_purpose[purpose] += num_bytes
+            self.peak_bytes = max(self.peak_bytes, total)
+
+    def remove(self, num_bytes: int, purpose: str) -> None:
+        with self._lock:
+            self.total_bytes -= num_bytes
+            self.by_purpose[purpose] -= num_bytes
+
+
+class Hold:
+    """Bytes counted while a context is open; a class, since every task opens one."""
+
+    __slots__ = ("_ledger", "_num_bytes", "_purpose")
+
+    def __init__(self, ledger: Ledger, num_bytes: int, purpose: str) -> None:
+        self._ledger, self._num_bytes, self._purpose = ledger, num_bytes, purpose
+
+    def __enter__(self) -> None:
+        self._ledger.add(self._num_bytes, self._purpose)
+
+    def __exit__(self, *exception: object) -> None:
+        self._ledger.remove(self._num_bytes, self._purpose)
+
+
+class _Storages:
+    """Storages that autograd keeps, each counted once.
+
+    Args:
+        ledger: gets their bytes.
+        known: tensors whose storages are counted elsewhere.
+    """
+
+    def __init__(self, ledger: Ledger, known: Sequence[torch.Tensor]) -> None:
+        self._ledger = ledger
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in known if tensor.layout is torch.strided}
+        self._uses: Counter[int] = Counter()
+
+    def pack(self, tensor: torch.Tensor) -> _Saved:
+        """Count the storage of a tensor that autograd saves."""
+        try:
+            storage = tensor.untyped_storage()
+            address, num_bytes = storage.data_ptr(), storage.nbytes()
+        except RuntimeError:  # sparse, or of one of torch.func's transforms: nothing to look at
+            num_bytes = 0
+        if not num_bytes or address in self._known:
+            return _Saved(tensor.detach())
+        if not self._uses[address]:
+            self._ledger.add(num_bytes, "activations")
+        self._uses[address] += 1
+        return _Saved(tensor.detach(), self, address, num_bytes)
+
+    def forget(self, address: int, num_bytes: int) -> None:
+        """One tensor of the storage is not saved any more."""
+        self._uses[address] -= 1
+        if not self._uses[address]:
+            self._ledger.remove(num_bytes, "activations")
+
+
+class _Saved:
+    """A tensor that autograd keeps; gives its bytes back to the ledger when autograd lets go of it."""
+
+    __slots__ = ("_address", "_num_bytes", "_storages", "tensor")
+
+    def __init__(
+        self, tensor: torch.Tensor, storages: _Storages | None = None, address: int = 0, num_bytes: int = 0
+    ) -> None:
+        self.tensor = tensor
+        self._storages, self._address, self._num_bytes = storages, address, num_bytes
+
+    def __del__(self) -> None:
+        if self._storages is not None:
+            self._storages.forget(self._address, self._num_bytes)
+
+
+def _unpack(saved: _Saved) -> torch.Tensor:
+    return saved.tensor
+
+
+@contextlib.contextmanager
+def saved_tensors_counted(ledger: Ledger, known: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Count what autograd saves in this thread, but for what it saves inside torch.func's transforms.
+
+    These refuse to run under any hooks, with `torch.autograd.graph.disable_saved_tensors_hooks`. So while somebody
+    counts, that function puts the hooks of who counts aside first; those of others are refused as they always are.
+    """
+    global _num_counting
+    with _counting_lock:
+        if not _num_counting:
+            torch.autograd.graph.disable_saved_tensors_hooks = _disable_beside_counting
+        _num_counting += 1
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(_Storages(ledger, known).pack, _unpack):
+            yield
+    finally:
+        with _counting_lock:
+            _num_counting -= 1
+            if not _num_counting:
+                torch.autograd.graph.disable_saved_tensors_hooks = _disable_hooks
+
+
+_num_counting = 0
+_counting_lock = threading.Lock()
+_disable_hooks = torch.autograd.graph.disable_saved_tensors_hooks
+
+
+@contextlib.contextmanager
+def _disable_beside_counting(error_message: str) -> Iterator[None]:
+    """What `saved_tensors_counted` puts in the place of `torch.autograd.graph.disable_saved_tensors_hooks`."""
+    with saved_tensor_hooks_aside(lambda unpack: unpack is _unpack), _disable_hooks(error_message):
+        yield
