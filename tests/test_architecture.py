@@ -68,7 +68,6 @@ NOT_WRITTEN_YET = [
 SOLE_USERS = {
     "tabulate": {"reports/tables.py"},
     "matplotlib": {"tools/graph_report.py", "reports/timeline_plot.py"},
-    "networkx": {"fx/graph.py"},
     "safetensors": {"wrappers/checkpoint_files.py"},
     "torch.utils._pytree": {"core/trees.py"},
     "torch.distributed.pipelining.microbatch": {"runtime/microbatch/split.py"},

@@ -17,6 +17,8 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.errors import TraceError
+from roundpipe.core.layers import Carry
+from roundpipe.core.modes import Modes
 
 
 def call_leaf(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -52,6 +54,36 @@ def with_requires_grad(tensor: torch.Tensor, requires_grad: bool = True) -> torc
     return tensor.detach().requires_grad_(requires_grad)
 
 
+def assign_buffer(buffer: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """The effect of ``module.buffer = value``; the buffer object stays, so that every holder sees it.
+
+    As a node: ``call_function assign_buffer (get_attr of the buffer, value)``, with ``mutates`` the
+    get_attr. What the forward reads from the attribute afterwards is ``value`` itself.
+    """
+    value = value.detach()
+    with torch.no_grad():
+        if value.shape == buffer.shape and value.dtype == buffer.dtype:
+            buffer.copy_(value)
+        else:
+            buffer.data = value.to(buffer.device, copy=True)
+    return buffer
+
+
+def pass_on(carry: Carry, names: tuple[str, ...], outputs: Carry) -> Carry:
+    """The next carry: what a layer made, and those of the values read further on that came with it."""
+    for name in names:
+        if name in carry:
+            outputs[name] = carry[name]
+    return outputs
+
+
+def hang_on(tensor: torch.Tensor, method: str, *args: Any, **kwargs: Any) -> Any:
+    """Calls a method that installs a hook, if gradients will flow; without autograd there are none."""
+    if tensor.requires_grad:
+        return getattr(tensor, method)(*args, **kwargs)
+    return None
+
+
 def as_traced(tensor: torch.Tensor, strides: tuple[int, ...], location: str) -> torch.Tensor:
     """The tensor itself, whose layout the model's code asked for.
 
@@ -83,11 +115,34 @@ class _Named:
     __module__ = __name__
 
     def __init__(self, name: str) -> None:
-        self.__name__ = name
-        self.__qualname__ = name
+        self.__name__ = self.__qualname__ = name if name.isidentifier() else "call"
 
     def __repr__(self) -> str:
         return self.__name__
+
+
+class NamedCall(_Named):
+    """A callable that generated code can name.
+
+    Args:
+        name: in the generated code.
+        function: what it calls.
+        modes: entered around the call.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any], modes: Modes | None = None) -> None:
+        super().__init__(name)
+        self.function = function
+        self.modes = modes
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.modes is None:
+            return self.function(*args, **kwargs)
+        with self.modes.enter():
+            return self.function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NamedCall:
+        return self
 
 
 class SizeExpression(_Named):

@@ -23,7 +23,8 @@ from roundpipe.core.errors import TraceError, enumerated
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.modes import autocast_as_on_accelerator
 from roundpipe.core.saved_tensor_hooks import saved_tensor_hooks_aside
-from roundpipe.fx.graph import OutputValue, TracedGraph, value_bytes
+from roundpipe.fx.graph.nodes import value_bytes
+from roundpipe.fx.graph.traced import OutputValue, TracedGraph
 from roundpipe.fx.passes.lower import LowerOptions, lower
 from roundpipe.fx.trace.tracer import trace
 

@@ -19,7 +19,8 @@ from torch import nn
 from roundpipe.core.errors import ConfigError, TraceError, enumerated
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.modes import autocast_as_on_accelerator
-from roundpipe.fx.graph import TracedGraph, module_of, value_bytes
+from roundpipe.fx.graph.nodes import module_of, value_bytes
+from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes.lower import LowerOptions, lower
 from roundpipe.fx.passes.partition import Balance
 from roundpipe.fx.source import own_example

@@ -20,7 +20,8 @@ import torch
 from torch.fx import Node
 
 from roundpipe.core.errors import ConfigError
-from roundpipe.fx.graph import TracedGraph, hint, module_of, value_bytes, value_of
+from roundpipe.fx.graph.nodes import hint, module_of, value_bytes, value_of
+from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes.partition import Partition
 from roundpipe.reports.plotting import matplotlib_modules
 from roundpipe.reports.quantities import format_bytes

@@ -38,7 +38,9 @@ from torch.fx import Node
 import roundpipe
 from roundpipe import ExecutePlan, RoundPipeError, RoundPipeRunConfig, TraceError
 from roundpipe.core import trees
-from roundpipe.fx.graph import NodeCost, TracedGraph, is_accessor, value_bytes
+from roundpipe.fx.graph.nodes import is_accessor, value_bytes
+from roundpipe.fx.graph.traced import TracedGraph
+from roundpipe.fx.passes.cost import NodeCost
 from roundpipe.wrappers.auto import AutoRoundPipe
 
 WIDTH = 8

@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 
 from roundpipe.core import trees
-from roundpipe.fx.graph import OutputValue, TracedGraph
+from roundpipe.fx.graph.grammar import lint
+from roundpipe.fx.graph.traced import OutputValue, TracedGraph
 
 
 class _LeafTracer(torch.fx.Tracer):
@@ -100,7 +101,7 @@ def trace(model: nn.Module, *args: torch.Tensor, leaves: Collection[str | type] 
         output=template,
         example_elements=sum(argument.numel() for argument in args),
     )
-    traced.lint()
+    lint(traced)
     return traced
 
 

@@ -5,7 +5,6 @@ The code generator is tested on its own; what is tested here is that the graph i
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections.abc import Callable
 from typing import Any
@@ -17,36 +16,33 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.fx.binding import CallForm
-from roundpipe.fx.graph import OutputValue, TracedGraph, modes_of
-from roundpipe.fx.guards.values import plain
+from roundpipe.fx.graph.interpreter import GraphInterpreter
+from roundpipe.fx.graph.traced import OutputValue, TracedGraph
+
+
+class _Replay(GraphInterpreter):
+    def __init__(self, traced: TracedGraph, arguments: Any) -> None:
+        super().__init__()
+        self.traced = traced
+        self.arguments = arguments
+
+    def placeholder(self, node: torch.fx.Node) -> Any:
+        return trees.get(self.arguments, self.traced.input_paths[node.name])
+
+    def get_attr(self, node: torch.fx.Node) -> Any:
+        return self.traced.attribute(str(node.target))
+
+    def call_module(self, node: torch.fx.Node, args: Any, kwargs: Any) -> Any:
+        return self.traced.model.get_submodule(str(node.target))(*args, **kwargs)
 
 
 def replay(traced: TracedGraph, *args: Any, **kwargs: Any) -> Any:
     """The model's outputs, computed by the graph."""
-    arguments = CallForm(traced.model).normalise(args, kwargs)
-    values: dict[torch.fx.Node, Any] = {}
-    named: dict[str, Any] = {}
-    for node in traced.graph.nodes:
-        if node.op == "output":
-            break
-        operands = plain(torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__))
-        modes = modes_of(node)
-        with modes.enter() if modes is not None else contextlib.nullcontext():
-            values[node] = named[node.name] = _value(traced, node, arguments, *operands)
+    run = _Replay(traced, CallForm(traced.model).normalise(args, kwargs))
+    for node in (*traced.graph.nodes,)[:-1]:
+        run.values[node] = run.run_node(node)
+    named = {node.name: value for node, value in run.values.items()}
     return trees.map_leaves(traced.output, lambda leaf: named[leaf.name] if isinstance(leaf, OutputValue) else leaf)
-
-
-def _value(traced: TracedGraph, node: torch.fx.Node, arguments: Any, args: Any, kwargs: Any) -> Any:
-    if node.op == "placeholder":
-        return trees.get(arguments, traced.input_paths[node.name])
-    if node.op == "get_attr":
-        return traced.attribute(str(node.target))
-    if node.op == "call_module":
-        return traced.model.get_submodule(str(node.target))(*args, **kwargs)
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    assert callable(node.target)
-    return node.target(*args, **kwargs)
 
 
 def measure(

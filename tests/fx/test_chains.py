@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from roundpipe.core.layers import LayerChain
+from roundpipe.fx.graph.grammar import lint
 from roundpipe.fx.passes.codegen import generate
 from roundpipe.fx.passes.cost import measure
 from roundpipe.fx.passes.partition import partition
@@ -29,7 +30,7 @@ NUM_BLOCKS = 4
 
 def compiled(model: nn.Module, inputs: dict[str, Any], **options: Any) -> LayerChain:
     traced = trace(model, (), inputs)
-    traced.lint()
+    lint(traced)
     costs = measure(traced)
     return generate(traced, partition(traced, costs, **options), costs)
 

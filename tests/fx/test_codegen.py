@@ -15,7 +15,9 @@ from torch import nn
 
 from roundpipe.core.layers import EXECUTION_DEVICE, LayerChain
 from roundpipe.core.modes import Modes
-from roundpipe.fx.graph import TracedGraph, assign_buffer
+from roundpipe.fx.graph.grammar import lint
+from roundpipe.fx.graph.traced import TracedGraph
+from roundpipe.fx.operations import assign_buffer
 from roundpipe.fx.passes import codegen
 from roundpipe.fx.passes.cost import measure
 from roundpipe.fx.passes.partition import partition
@@ -277,7 +279,7 @@ def with_assignment(model: Counting, x: torch.Tensor) -> TracedGraph:
     with traced.graph.inserting_after(new):
         node = traced.graph.call_function(assign_buffer, (buffer, new))
     node.meta.update(value=None, effect=True, mutates=(buffer,), module="")
-    traced.lint()
+    lint(traced)
     return traced
 
 
@@ -484,7 +486,7 @@ def test_generated_code_reads_well() -> None:
         "unsqueeze = ids.unsqueeze(1)",
         "lt = unsqueeze < 3",
         'layers_1 = getattr(self.layers, "1")(layers_0, lt)',
-        "pass_on = roundpipe_fx_passes_codegen_pass_on(carry, ('ids', 'labels'), {'layers_1': layers_1})",
+        "pass_on = roundpipe_fx_operations_pass_on(carry, ('ids', 'labels'), {'layers_1': layers_1})",
         "return pass_on",
     ]
 
@@ -518,7 +520,7 @@ def test_outputs_are_new_containers_of_the_same_types() -> None:
     traced.output = Result([template, template], None, template)
     output = next(node for node in traced.graph.nodes if node.op == "output")
     output.args = ((output.args[0][0],) * 3,)
-    traced.lint()
+    lint(traced)
     chain = chain_of(traced)
     x = torch.randn(2, 4, 10, dtype=torch.float64)
     first, second = chain.run(x), chain.run(x)

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from roundpipe.fx import counting
-from roundpipe.fx.graph import NodeCost, TracedGraph
+from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes import cost
+from roundpipe.fx.passes.cost import NodeCost
 from tests.fx import handmade
 
 

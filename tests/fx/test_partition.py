@@ -10,9 +10,11 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.fx import Node
 
 from roundpipe.core.errors import PartitionError
-from roundpipe.fx.graph import TracedGraph, mutated_by, storage_key
+from roundpipe.fx.graph.nodes import draws_random, has_effect, mutated_by, storage_key
+from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes import partition as partition_module
 from roundpipe.fx.passes.codegen import generate
 from roundpipe.fx.passes.cost import measure
@@ -36,7 +38,11 @@ def assert_is_a_chain(traced: TracedGraph, parts: Partition) -> None:
     made = set(traced.placeholders)
     owned = [node for chunk in parts.chunks for node in chunk.own]
     assert len(owned) == len(set(owned)) and not parts.recomputed & set(owned)
-    unused = partition_module._unused(traced)
+    unused: set[Node] = set()
+    for node in reversed(traced.body):
+        matters = node.op == "call_module" or has_effect(node) or draws_random(node)
+        if not matters and all(user in unused for user in node.users):
+            unused.add(node)
     assert all(node in parts.recomputed or node in set(owned) or node in unused for node in traced.body)
     for chunk in parts.chunks:
         assert set(chunk.reads) <= made

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from roundpipe.fx.graph import hint, value_of
+from roundpipe.fx.graph.nodes import hint, value_of
 from roundpipe.fx.trace.leaves import Unread
 from roundpipe.fx.trace.siblings import arguments_key, module_key
 from roundpipe.fx.trace.tracer import trace

@@ -17,7 +17,8 @@ from roundpipe.core import trees
 from roundpipe.core.errors import TraceError
 from roundpipe.core.modes import Modes
 from roundpipe.fx.fakes import is_fake
-from roundpipe.fx.graph import draws_random, has_effect, mutated_by, writes_buffers
+from roundpipe.fx.graph.grammar import lint
+from roundpipe.fx.graph.nodes import draws_random, has_effect, mutated_by, writes_buffers
 from roundpipe.fx.trace.tracer import trace
 from tests.fx.models import (
     CASES,
@@ -62,7 +63,7 @@ def test_one_trace_equals_eager_at_other_sizes(name: str) -> None:
     model = built(case)
     traced = trace(model, (), case.inputs(4, case.lengths[0]))
     assert traced.guards is not None
-    traced.lint()
+    lint(traced)
     for batch in BATCHES:
         for length in case.lengths:
             inputs = case.inputs(batch, length)

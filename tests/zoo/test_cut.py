@@ -10,7 +10,7 @@ from torch import nn
 
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.module_tree import weight_bytes_of
-from roundpipe.fx.graph import TracedGraph
+from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes.codegen import generate
 from roundpipe.fx.passes.cost import measure
 from roundpipe.fx.passes.partition import partition

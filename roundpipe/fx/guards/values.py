@@ -9,8 +9,8 @@ Invariant: a value read while tracing is one that `ValueProgram.failures` reads 
 
 from __future__ import annotations
 
-import contextlib
 import math
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +21,9 @@ from torch import nn
 from torch.fx import Node
 
 from roundpipe.core import trees
-from roundpipe.fx.graph import draws_random, has_effect, modes_of, mutated_by, storage_key
+from roundpipe.fx.graph.dataflow import needed_for
+from roundpipe.fx.graph.interpreter import GraphInterpreter
+from roundpipe.fx.graph.nodes import draws_random, has_effect, mutated_by, storage_key
 
 UNKNOWN = object()
 """What `ValueReader.read` returns when the data can't be known."""
@@ -49,114 +51,71 @@ class ValueRead:
         return found
 
 
-def _needed(order: list[Node], targets: list[Node]) -> list[Node]:
-    """The nodes, in order, that determine some nodes' values: ancestors, and writes to their memory."""
-    wanted = set(targets)
-    storages = {storage_key(node) for node in targets} - {None}
-    kept = []
-    for node in reversed(order):
-        writes = any(storage_key(value) in storages for value in mutated_by(node))
-        if node in wanted or writes:
-            kept.append(node)
-            wanted.update(node.all_input_nodes)
-            storages.update(key for key in map(storage_key, node.all_input_nodes) if key is not None)
-    return kept[::-1]
-
-
-def _needed_for(order: list[Node], reads: list[ValueRead]) -> list[Node]:
+def _needed_for_reads(order: list[Node], reads: list[ValueRead]) -> list[Node]:
     """The nodes, in order, that determine what some reads give; none that comes after its read."""
     position = {node: index for index, node in enumerate(order)}
     needed: set[Node] = set()
     for read in reads:
-        needed.update(_needed(order[: position[read.after] + 1], read.nodes))
+        needed.update(needed_for(order[: position[read.after] + 1], read.nodes))
     return [node for node in order if node in needed]
 
 
-class Replay:
+class _HostRun(GraphInterpreter):
     """Evaluates nodes on real inputs, on the CPU and without autograd.
 
     Args:
         model, constants: where get_attr nodes are looked up.
+        inputs: placeholder name -> its value.
     """
 
-    def __init__(self, model: nn.Module, constants: dict[str, Any]) -> None:
+    def __init__(self, model: nn.Module, constants: dict[str, Any], inputs: Callable[[str], torch.Tensor]) -> None:
+        super().__init__()
         self._model = model
         self._constants = constants
+        self._inputs = inputs
+        self._writes = False
+        """Whether any of the nodes writes in place."""
 
-    def answers(self, nodes: list[Node], reads: list[ValueRead], inputs: Callable[[str], torch.Tensor]) -> list[Any]:
+    def answers(self, nodes: list[Node], reads: list[ValueRead]) -> list[Any]:
         """What each read gives.
 
         Args:
             nodes: all that the reads depend on, in order.
             reads: in order; each happens right after the last of ``nodes`` that is not behind it.
-            inputs: placeholder name -> its value.
         """
-        values: dict[Node, Any] = {}
-        writes = any(mutated_by(node) for node in nodes)
-        pending = iter(reads)
-        read = next(pending, None)
+        self._writes = any(mutated_by(node) for node in nodes)
+        pending = deque(reads)
         answers: list[Any] = []
         with torch.no_grad():
             for node in nodes:
-                while read is not None and read.after < node:
-                    answers.append(_call(read.function, read.args, read.kwargs, values))
-                    read = next(pending, None)
-                values[node] = self._evaluate(node, values, inputs, writes)
-            while read is not None:
-                answers.append(_call(read.function, read.args, read.kwargs, values))
-                read = next(pending, None)
+                while pending and pending[0].after < node:
+                    answers.append(self._answer(pending.popleft()))
+                self.values[node] = self.run_node(node)
+            answers += map(self._answer, pending)
         return answers
 
-    def _evaluate(
-        self, node: Node, values: dict[Node, Any], inputs: Callable[[str], torch.Tensor], writes: bool
-    ) -> Any:
-        if node.op in ("placeholder", "get_attr"):
-            value = inputs(node.name) if node.op == "placeholder" else self._attribute(str(node.target))
-            value = _on_cpu(value)
-            return value.clone() if writes and isinstance(value, torch.Tensor) else value
-        modes = modes_of(node)
-        with modes.enter() if modes is not None else contextlib.nullcontext():
-            if node.op == "call_method":
-                return _call(_method(str(node.target)), node.args, node.kwargs, values)
-            assert callable(node.target)
-            return _call(node.target, node.args, node.kwargs, values)
+    def _answer(self, read: ValueRead) -> Any:
+        args, kwargs = self.operands(read.args, read.kwargs)
+        return read.function(*args, **kwargs)
 
-    def _attribute(self, target: str) -> Any:
+    def placeholder(self, node: Node) -> Any:
+        return self._own(self._inputs(node.name))
+
+    def get_attr(self, node: Node) -> Any:
+        target = str(node.target)
         if target in self._constants:
-            return self._constants[target]
+            return self._own(self._constants[target])
         owner, _, name = target.rpartition(".")
-        return getattr(self._model.get_submodule(owner), name)
+        return self._own(getattr(self._model.get_submodule(owner), name))
 
-
-def _call(function: Callable[..., Any], args: Any, kwargs: Any, values: dict[Node, Any]) -> Any:
-    real_args, real_kwargs = plain(torch.fx.node.map_arg((args, kwargs), values.__getitem__))
-    return function(*real_args, **real_kwargs)
-
-
-def _method(name: str) -> Callable[..., Any]:
-    def call(target: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(target, name)(*args, **kwargs)
-
-    return call
-
-
-def _on_cpu(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.is_meta:
-        raise ValueError("a tensor on the meta device has no data")
-    return value.detach().cpu()
-
-
-def plain(value: Any) -> Any:
-    """Arguments as they were given: `torch.fx` stores lists and dicts as immutable ones."""
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [plain(item) for item in value]
-    if type(value) is tuple:
-        return tuple(plain(item) for item in value)
-    return value
+    def _own(self, value: Any) -> Any:
+        """The value on the CPU, which may be written if a node writes."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.is_meta:
+            raise ValueError("a tensor on the meta device has no data")
+        value = value.detach().cpu()
+        return value.clone() if self._writes else value
 
 
 class ValueReader:
@@ -182,7 +141,8 @@ class ValueReader:
         self._inputs = lambda name: trees.get(arguments, input_paths[name])
         self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self._known: dict[Node, bool] = {}
-        self._replay = Replay(model, constants)
+        self._model = model
+        self._constants = constants
         self._tainted: set[int] = set()
         self.reads: list[ValueRead] = []
 
@@ -230,8 +190,8 @@ class ValueReader:
         return next(iter(reversed(self._graph.nodes)))
 
     def _answer(self, read: ValueRead) -> Any:
-        nodes = _needed_for(list(self._graph.nodes), [read])
-        return self._replay.answers(nodes, [read], self._inputs)[0]
+        nodes = _needed_for_reads(list(self._graph.nodes), [read])
+        return _HostRun(self._model, self._constants, self._inputs).answers(nodes, [read])[0]
 
 
 class ValueProgram:
@@ -253,7 +213,8 @@ class ValueProgram:
         input_paths: dict[str, trees.Path],
     ) -> None:
         self._input_paths = input_paths
-        self._replay = Replay(model, constants)
+        self._model = model
+        self._constants = constants
         own = torch.fx.Graph()
         copies: dict[Node, Node] = {}
         for node in graph.nodes:
@@ -268,7 +229,7 @@ class ValueProgram:
                 seen.append(key)
                 self.reads.append(replace(read, args=args, kwargs=kwargs, after=copies[read.after]))
         order = list(own.nodes)
-        self._needed_by = [_needed_for(order, [read]) for read in self.reads]
+        self._needed_by = [_needed_for_reads(order, [read]) for read in self.reads]
         self._parts: dict[bool, tuple[list[ValueRead], list[Node]]] = {}
         for of_sizes_only in (True, False):
             part = [
@@ -276,7 +237,7 @@ class ValueProgram:
                 for read, nodes in zip(self.reads, self._needed_by, strict=True)
                 if _reads_data(read, nodes) is not of_sizes_only
             ]
-            self._parts[of_sizes_only] = (part, _needed_for(order, part))
+            self._parts[of_sizes_only] = (part, _needed_for_reads(order, part))
         self._inputs = {copy.name: node.name for node, copy in copies.items() if node.op == "placeholder"}
         self.buffers = {str(node.target) for nodes in self._needed_by for node in nodes if node.op == "get_attr"} - set(
             constants
@@ -292,10 +253,12 @@ class ValueProgram:
         reads, nodes = self._parts[of_sizes_only]
         if not reads:
             return None
+
+        def value(name: str) -> torch.Tensor:
+            return trees.get(arguments, self._input_paths[self._inputs[name]])
+
         try:
-            answers = self._replay.answers(
-                nodes, reads, lambda name: trees.get(arguments, self._input_paths[self._inputs[name]])
-            )
+            answers = _HostRun(self._model, self._constants, value).answers(nodes, reads)
         except Exception as error:
             return reads[0], error
         for read, answer in zip(reads, answers, strict=True):

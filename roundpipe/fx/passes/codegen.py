@@ -34,18 +34,10 @@ from roundpipe.core.layers import EXECUTION_DEVICE, Carry, LayerChain, LayerCost
 from roundpipe.core.modes import Modes
 from roundpipe.core.module_tree import weight_bytes_of
 from roundpipe.fx.binding import CallForm
-from roundpipe.fx.graph import (
-    NodeCost,
-    OutputValue,
-    TracedGraph,
-    assign_buffer,
-    draws_random,
-    modes_of,
-    output_names,
-    storage_key,
-    value_bytes,
-)
-from roundpipe.fx.operations import call_leaf, overrides_call
+from roundpipe.fx.graph.nodes import draws_random, modes_of, storage_key, value_bytes
+from roundpipe.fx.graph.traced import OutputValue, TracedGraph, output_names
+from roundpipe.fx.operations import NamedCall, assign_buffer, call_leaf, hang_on, overrides_call, pass_on
+from roundpipe.fx.passes.cost import NodeCost
 from roundpipe.fx.passes.legal_cuts import HOOK_METHODS
 from roundpipe.fx.passes.partition import Chunk, Partition
 
@@ -110,52 +102,6 @@ class OutputExit:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OutputExit:
         return self
-
-
-# ---------------------------------------------------------------------------------- what layers call
-
-
-def pass_on(carry: Carry, names: tuple[str, ...], made: Carry) -> Carry:
-    """The next carry: what a layer made, and those of the values read further on that came with it."""
-    for name in names:
-        if name in carry:
-            made[name] = carry[name]
-    return made
-
-
-def hang_on(tensor: torch.Tensor, method: str, *args: Any, **kwargs: Any) -> Any:
-    """Calls a method that installs a hook, if gradients will flow; without autograd there are none."""
-    if tensor.requires_grad:
-        return getattr(tensor, method)(*args, **kwargs)
-    return None
-
-
-class _Callable:
-    """A callable that generated code can name."""
-
-    __module__ = __name__
-
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        self.__name__ = self.__qualname__ = name if name.isidentifier() else "call"
-        self.function = function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Callable:
-        return self
-
-
-class _ModalCallable(_Callable):
-    """A callable that runs in modes of its own."""
-
-    def __init__(self, name: str, function: Callable[..., Any], modes: Modes) -> None:
-        super().__init__(name, function)
-        self.modes = modes
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.modes.enter():
-            return self.function(*args, **kwargs)
 
 
 class _Method:
@@ -276,7 +222,7 @@ class _Writer:
             function, label = _Method(str(node.target)), str(node.target)
         else:
             function, label = node.target, getattr(node.target, "__name__", "call")
-        target = _ModalCallable(f"{label}_in_context", function, modes)
+        target = NamedCall(f"{label}_in_context", function, modes)
         return self._node("call_function", target, args, kwargs, node.name)
 
     def _node(self, op: str, target: Any, args: Any, kwargs: Any, name: str) -> Node:
@@ -371,11 +317,11 @@ def _named(function: Callable[..., Any]) -> Callable[..., Any]:
     name = getattr(function, "__name__", "")
     module = getattr(function, "__module__", None)
     if not name.isidentifier() or not hasattr(function, "__qualname__"):
-        return _Callable(name, function)
+        return NamedCall(name, function)
     if getattr(torch.Tensor, name, None) is function or getattr(torch, name, None) is function:
         return function
     if module is None or module.split(".")[0] == "torch":  # written as its path, so the path must lead to it
-        return function if getattr(sys.modules.get(module or ""), name, None) is function else _Callable(name, function)
+        return function if getattr(sys.modules.get(module or ""), name, None) is function else NamedCall(name, function)
     return function
 
 

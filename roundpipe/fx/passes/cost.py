@@ -28,16 +28,8 @@ from roundpipe.core.layers import ESTIMATED_LINK_BYTES_PER_S
 from roundpipe.effects.snapshot import python_restored
 from roundpipe.fx.counting import Tally, Work, flop_counter
 from roundpipe.fx.fakes import failures_unlogged, twin_of
-from roundpipe.fx.graph import (
-    NodeCost,
-    TracedGraph,
-    hint,
-    is_accessor,
-    modes_of,
-    mutated_by,
-    value_bytes,
-    value_of,
-)
+from roundpipe.fx.graph.nodes import hint, is_accessor, modes_of, mutated_by, value_bytes, value_of
+from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.operations import call_leaf
 
 logger = logging.getLogger(__name__)
@@ -67,6 +59,34 @@ class DeviceProfile:
 
 
 DEFAULT_PROFILE = DeviceProfile()
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCost:
+    """What one node costs at the example's sizes."""
+
+    num_parameters: int = 0
+    parameter_bytes: int = 0
+    """Bytes of its parameters and buffers."""
+    gradient_bytes: int = 0
+    """Bytes of the gradients of its trainable parameters."""
+    forward_flops: int = 0
+    backward_flops: int = 0
+    forward_bytes: int = 0
+    """Bytes that its kernels read and write in forward."""
+    backward_bytes: int = 0
+    saved_bytes: int = 0
+    """Bytes of what autograd keeps that no other node makes or names."""
+    saved_values: tuple[Node, ...] = ()
+    """Those of its operands and itself that autograd keeps for its backward."""
+    workspace_bytes: int = 0
+    """Peak of what its forward allocates without autograd, its result included."""
+    value_bytes: int = 0
+    """Bytes of its result."""
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    estimated: bool = False
+    """Whether it could not be run on fakes, so that its cost was guessed from its sizes."""
 
 
 def measure(traced: TracedGraph, profile: DeviceProfile = DEFAULT_PROFILE) -> dict[Node, NodeCost]:

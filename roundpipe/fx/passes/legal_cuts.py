@@ -19,16 +19,9 @@ import torch
 from torch.fx import Node
 
 from roundpipe.core.errors import TraceError
-from roundpipe.fx.graph import (
-    TracedGraph,
-    alias_groups,
-    is_accessor,
-    mutated_by,
-    producer_of,
-    storage_key,
-    value_of,
-    writes_buffers,
-)
+from roundpipe.fx.graph.dataflow import alias_groups
+from roundpipe.fx.graph.nodes import is_accessor, mutated_by, producer_of, storage_key, value_of, writes_buffers
+from roundpipe.fx.graph.traced import TracedGraph
 
 HOOK_METHODS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
 """Methods that hang something on a tensor, which must happen where the tensor is made."""

@@ -12,9 +12,9 @@ import torch
 from torch.fx import Node
 
 from roundpipe.core.layers import LayerChain, LayerCost
-from roundpipe.fx.graph import NodeCost, TracedGraph
+from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes.codegen import generate, layer_costs
-from roundpipe.fx.passes.cost import DEFAULT_PROFILE, DeviceProfile, measure
+from roundpipe.fx.passes.cost import DEFAULT_PROFILE, DeviceProfile, NodeCost, measure
 from roundpipe.fx.passes.partition import Balance, Partition, partition
 
 

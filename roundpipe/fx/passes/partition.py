@@ -30,25 +30,22 @@ from torch.fx import Node
 from roundpipe.core import balance as chain_balance
 from roundpipe.core.errors import PartitionError
 from roundpipe.core.layers import BalanceFunction, is_differentiable
-from roundpipe.fx.graph import (
-    NodeCost,
-    TracedGraph,
-    dependencies,
+from roundpipe.fx.graph.dataflow import live_before, merge_same_values, needed_for
+from roundpipe.fx.graph.nodes import (
     draws_random,
     has_effect,
     is_accessor,
-    live_before,
-    merge_same_values,
     modes_of,
     module_of,
     mutated_by,
     producer_of,
-    reachable_from,
     storage_key,
     value_bytes,
     value_of,
     writes_buffers,
 )
+from roundpipe.fx.graph.traced import TracedGraph
+from roundpipe.fx.passes.cost import NodeCost
 from roundpipe.fx.passes.legal_cuts import HOOK_METHODS, legal_cuts, written_memory
 
 Balance = str | BalanceFunction
@@ -158,13 +155,12 @@ def partition(
 
 def _recomputed(traced: TracedGraph, costs: Mapping[Node, NodeCost], limits: RecomputeLimits) -> frozenset[Node]:
     """Glue on inputs and constants that is cheaper to make again than to carry."""
-    order = dependencies(traced)
-    dear = written_memory(traced) | {node for node in order if not _is_plain(traced, node)}
-    dear |= {node.all_input_nodes[0] for node in order if node.op == "call_method" and node.target in HOOK_METHODS}
-    excluded = reachable_from(order, dear)
+    nodes = [node for node in traced.graph.nodes if node.op != "output"]
+    dear = written_memory(traced) | {node for node in nodes if not _is_plain(traced, node)}
+    dear |= {node.all_input_nodes[0] for node in nodes if node.op == "call_method" and node.target in HOOK_METHODS}
     closures: dict[Node, frozenset[Node]] = {}
-    for node in traced.graph.nodes:
-        if node.op == "output" or node in excluded:
+    for node in nodes:
+        if node in dear:
             continue
         sources = node.all_input_nodes
         if all(source in closures for source in sources):
@@ -198,9 +194,8 @@ def _order(traced: TracedGraph, recomputed: frozenset[Node]) -> list[Node]:
     """Body nodes that chunks own, in order of execution, accessors right behind their producers."""
     riders: dict[Node, list[Node]] = {}
     main = []
-    unused = _unused(traced)
-    for node in traced.body:
-        if node in recomputed or node in unused:
+    for node in _used(traced):
+        if node in recomputed:
             continue
         if is_accessor(node) and producer_of(node) not in recomputed:
             riders.setdefault(producer_of(node), []).append(node)
@@ -209,14 +204,10 @@ def _order(traced: TracedGraph, recomputed: frozenset[Node]) -> list[Node]:
     return [item for node in main for item in (node, *riders.get(node, ()))]
 
 
-def _unused(traced: TracedGraph) -> set[Node]:
-    """Glue without effects that nothing reads; modules stay, since hooks may hang on them."""
-    result: set[Node] = set()
-    for node in reversed(traced.body):
-        kept = node.op == "call_module" or has_effect(node) or draws_random(node)
-        if not kept and all(user in result for user in node.users):
-            result.add(node)
-    return result
+def _used(traced: TracedGraph) -> list[Node]:
+    """The body without glue that has no effect and that nothing reads; modules stay, since hooks may hang on them."""
+    roots = [node for node in traced.body if node.op == "call_module" or has_effect(node) or draws_random(node)]
+    return needed_for(traced.body, [*roots, *traced.outputs])
 
 
 def _sources(node: Node, recomputed: frozenset[Node]) -> set[Node]:

@@ -34,10 +34,13 @@ from roundpipe.effects.uses import Readers, uses_of_forward
 from roundpipe.fx.binding import CallForm
 from roundpipe.fx.fakes import DATA_DEPENDENT, Dimension, FakeWorld, is_fake
 from roundpipe.fx.flat import flat_values
-from roundpipe.fx.graph import OutputValue, TracedGraph, assign_buffer, mutated_by, storage_key
+from roundpipe.fx.graph.grammar import lint
+from roundpipe.fx.graph.nodes import mutated_by, storage_key
+from roundpipe.fx.graph.traced import OutputValue, TracedGraph
 from roundpipe.fx.guards.guards import Flags, Guards
 from roundpipe.fx.guards.model_state import ModelState, Own, hooks_by_code, kind_and_value
 from roundpipe.fx.guards.values import ValueProgram
+from roundpipe.fx.operations import assign_buffer
 from roundpipe.fx.sizes import expression_of
 from roundpipe.fx.trace.advice import set_at
 from roundpipe.fx.trace.builder import UntracedValue
@@ -492,7 +495,7 @@ class Attempt:
         shared = guards.shared_write(trees.tensors(world.real_arguments))
         if shared:
             raise Restart(None, "", TraceError(shared))
-        traced.lint()
+        lint(traced)
         return traced
 
     def _reason(self, name: str) -> str:

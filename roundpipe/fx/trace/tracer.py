@@ -25,8 +25,8 @@ from roundpipe.core.random_state import preserved_random_state
 from roundpipe.effects.snapshot import ModuleSnapshot, PlaceValues, PythonSnapshot
 from roundpipe.fx.binding import Arguments, CallForm
 from roundpipe.fx.fakes import Dimension, FakeWorld
-from roundpipe.fx.graph import TracedGraph
-from roundpipe.fx.graph_text import printed_graph
+from roundpipe.fx.graph.text import printed_graph
+from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.guards.guards import Guards
 from roundpipe.fx.guards.model_state import kind_and_value
 from roundpipe.fx.trace.advice import advice, where_set

@@ -8,13 +8,11 @@ Invariant: the run is in a world of its own: the user's model and the traced wor
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import sympy
 import torch
-import torch.fx
 from torch.fx import Node
 
 from roundpipe.core import trees
@@ -22,9 +20,10 @@ from roundpipe.effects.snapshot import ModuleSnapshot, python_restored
 from roundpipe.fx.binding import CallForm
 from roundpipe.fx.fakes import Dimension, FakeWorld
 from roundpipe.fx.flat import flat_tensors
-from roundpipe.fx.graph import TracedGraph, is_accessor, modes_of, producer_of, value_of
+from roundpipe.fx.graph.interpreter import GraphInterpreter
+from roundpipe.fx.graph.nodes import is_accessor, producer_of, value_of
+from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.guards.guards import SizeSystem, size_assumptions
-from roundpipe.fx.guards.values import plain
 from roundpipe.fx.operations import call_leaf
 from roundpipe.fx.sizes import compiled, expression_of, is_data_dependent
 from roundpipe.fx.trace.leaf_watch import LeafRun, handed_back
@@ -64,13 +63,13 @@ class ShapeVerifier:
         world = FakeWorld(self._traced.model, arguments, self._dynamic)
         try:
             with python_restored(self._traced.model), world.entered():
-                problem = _Run(self._traced, world, self._symbols, self._probed, self._handed_back).problem()
+                problem = _ShapeRun(self._traced, world, self._symbols, self._probed, self._handed_back).problem()
         except Exception as error:
             return f"the graph fails on fakes of these sizes: {type(error).__name__}: {error}"
         return problem if problem is not None else SizeSystem(world, size_assumptions(world))
 
 
-class _Run:
+class _ShapeRun(GraphInterpreter):
     """One run of the graph in a world."""
 
     def __init__(
@@ -81,13 +80,13 @@ class _Run:
         probed: Collection[Node],
         handed_back: Mapping[Node, tuple[str, ...]],
     ) -> None:
+        super().__init__()
         self._traced = traced
         self._world = world
         self._probed = probed
         self._handed_back = handed_back
         self._other_memory: str | None = None
         self._siblings = SiblingCache()
-        self._values: dict[Node, Any] = {}
         inputs = [leaf for _, leaf in trees.walk(world.arguments) if isinstance(leaf, torch.Tensor)]
         self._symbols = list(symbols)
         self._sizes = [inputs[index].shape[dim] for index, dim in symbols.values()]
@@ -97,33 +96,25 @@ class _Run:
         for node in self._traced.graph.nodes:
             if node.op == "output":
                 return None
-            self._values[node] = self._value(node)
+            self.values[node] = self._as_traced(node) if producer_of(node) in self._probed else self.run_node(node)
             problem = self._other_memory or self._difference(node)
             if problem is not None:
                 return problem
         return None
 
-    def _value(self, node: Node) -> Any:
-        if node.op == "placeholder":
-            return trees.get(self._world.arguments, self._traced.input_paths[node.name])
-        if node.op == "get_attr":
-            target = str(node.target)
-            return self._traced.constants[target] if target in self._traced.constants else self._world.fake(target)
-        if producer_of(node) in self._probed:
-            return self._as_traced(node)
-        args, kwargs = plain(torch.fx.node.map_arg((node.args, node.kwargs), self._values.__getitem__))
-        modes = modes_of(node)
-        with modes.enter() if modes is not None else contextlib.nullcontext():
-            if node.op == "call_module":
-                out = self._call_leaf(str(node.target), args, kwargs)
-                now = handed_back(out, args, kwargs, self._world.name_of)
-                if any(now) and now != self._handed_back.get(node) or not any(now) and node in self._handed_back:
-                    self._other_memory = f"{node.name} does not return the same of its arguments as when it was traced"
-                return out
-            if node.op == "call_method":
-                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            assert callable(node.target)
-            return node.target(*args, **kwargs)
+    def placeholder(self, node: Node) -> Any:
+        return trees.get(self._world.arguments, self._traced.input_paths[node.name])
+
+    def get_attr(self, node: Node) -> Any:
+        target = str(node.target)
+        return self._traced.constants[target] if target in self._traced.constants else self._world.fake(target)
+
+    def call_module(self, node: Node, args: Any, kwargs: Any) -> Any:
+        out = self._call_leaf(str(node.target), args, kwargs)
+        now = handed_back(out, args, kwargs, self._world.name_of)
+        if any(now) and now != self._handed_back.get(node) or not any(now) and node in self._handed_back:
+            self._other_memory = f"{node.name} does not return the same of its arguments as when it was traced"
+        return out
 
     def _call_leaf(self, name: str, args: Any, kwargs: Any) -> Any:
         module = self._world.twin.get_submodule(name)
@@ -154,7 +145,7 @@ class _Run:
         return compiled(expression, self._symbols)(*self._sizes)
 
     def _difference(self, node: Node) -> str | None:
-        traced, now = value_of(node), self._values[node]
+        traced, now = value_of(node), self.values[node]
         if not isinstance(traced, torch.Tensor) or (producer_of(node) in self._probed and is_accessor(node)):
             return None
         if not isinstance(now, torch.Tensor) or now.dtype != traced.dtype or now.dim() != traced.dim():

@@ -11,7 +11,8 @@ import re
 import torch
 from torch.fx import Node
 
-from roundpipe.fx.graph import TracedGraph, draws_random, has_effect, mutated_by, value_of
+from roundpipe.fx.graph.nodes import draws_random, has_effect, mutated_by, value_of
+from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.sizes import Symbolic, expression_of
 
 

@@ -1,0 +1,114 @@
+"""What the nodes of a traced graph are and say of themselves.
+
+Each key of a node's ``meta`` that the compiler uses has its function here, which also says what its absence means.
+"""
+
+from __future__ import annotations
+
+import operator
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch.fx import Node
+
+from roundpipe.core.modes import Modes
+from roundpipe.fx.operations import take
+
+FakeValue = torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool | None
+
+UNKNOWN_SIZE = 16
+"""Stands for a size that depends on data, such as the number of true elements of a mask."""
+
+# ---------------------------------------------------------------------------------- meta
+
+
+def value_of(node: Node) -> FakeValue:
+    """The fake tensor or symbolic number that a node stands for; None for structures and objects."""
+    return node.meta.get("value")
+
+
+def modes_of(node: Node) -> Modes | None:
+    """The modes to enter around the node's call; None = those around the whole model."""
+    return node.meta.get("modes")
+
+
+def entered_modes(node: Node) -> AbstractContextManager[None]:
+    """The node's modes as a context."""
+    modes = modes_of(node)
+    return nullcontext() if modes is None else modes.enter()
+
+
+def draws_random(node: Node) -> bool:
+    """Whether the node may draw random numbers."""
+    return bool(node.meta.get("random", False))
+
+
+def has_effect(node: Node) -> bool:
+    """Whether the node does more than return a value: writes in place, installs a hook, sets a buffer."""
+    return bool(node.meta.get("effect", False))
+
+
+def mutated_by(node: Node) -> tuple[Node, ...]:
+    """The values that the node writes in place."""
+    return tuple(node.meta.get("mutates", ()))
+
+
+def writes_buffers(node: Node) -> bool:
+    """Whether the node is a leaf that changes buffers of its own."""
+    return bool(node.meta.get("buffers_written", False))
+
+
+def module_of(node: Node) -> str:
+    """Qualified name of the module whose forward the node belongs to; the root is ``""``."""
+    return str(node.meta.get("module", ""))
+
+
+# ---------------------------------------------------------------------------------- kinds
+
+
+def is_accessor(node: Node) -> bool:
+    """Whether the node only takes a part out of a structure made by another node."""
+    if node.op != "call_function" or node.target not in (operator.getitem, getattr, take) or not node.args:
+        return False
+    source = node.args[0]
+    return isinstance(source, Node) and source.op.startswith("call_") and value_of(source) is None
+
+
+def producer_of(node: Node) -> Node:
+    """The node that computes a value: the node itself, or what an accessor takes a part of."""
+    while is_accessor(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+# ---------------------------------------------------------------------------------- sizes and memory
+
+
+def hint(size: int | torch.SymInt) -> int:
+    """The example's value of a size that may be symbolic; `UNKNOWN_SIZE` if the example has none."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    known = size.node.hint
+    return UNKNOWN_SIZE if known is None else int(known)
+
+
+def value_bytes(node: Node) -> int:
+    """Bytes of a node's tensor at the example's sizes; 0 for anything else."""
+    value = value_of(node)
+    if not isinstance(value, torch.Tensor):
+        return 0
+    total = value.element_size()
+    for size in value.shape:
+        total *= hint(size)
+    return total
+
+
+def storage_key(node: Node) -> int | None:
+    """Equal for values that share memory; None for values that are no plain tensors."""
+    value = value_of(node)
+    if not isinstance(value, torch.Tensor):
+        return None
+    try:
+        return value.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # layouts without a storage
+        return None
