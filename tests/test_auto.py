@@ -248,10 +248,10 @@ def test_the_whole_model_as_one_part() -> None:
     with AutoRoundPipe(model, devices=["cpu", "cpu"]) as pipe:
         assert pipe.model is model and "3 layers" in str(pipe)
         torch.testing.assert_close(pipe(x), expected)
-        part = pipe._runner.tree.module
+        (part,) = pipe._runner.tree.parts
         pipe.forward_backward((x,), loss_fn=lambda output, label: output.sum())
         pipe.synchronize()
-        assert part.model is model and part.__dict__["_part"].why_on_host is None
+        assert part.module is model and part.why_on_host is None
         assert model[0].weight.grad is not None
         copied = copy.deepcopy(pipe)
         torch.testing.assert_close(copied(x), expected)

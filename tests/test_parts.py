@@ -29,7 +29,7 @@ from roundpipe import (
 from roundpipe.core import trees
 from roundpipe.effects.run_once import FirstCall, first_to_run_once
 from roundpipe.wrappers.auto import Parts, PartsProgram
-from roundpipe.wrappers.parts import IN_ONE_PIECE, Part, overlaid
+from roundpipe.wrappers.part import IN_ONE_PIECE, overlaid
 from tests.equality import assert_same_gradients, assert_same_state
 
 WIDTH = 6
@@ -534,13 +534,31 @@ def test_children_of_a_sequential_part_can_be_taken() -> None:
         assert_same_gradients(model, eager, 1e-6)
 
 
-def test_a_part_does_not_close_the_whole() -> None:
-    model = Caller()
+def test_code_around_a_part_finds_an_object_of_its_class() -> None:
+    class Asks(Caller):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found.append((type(self.linear), isinstance(self.linear, nn.Linear), self.linear.weight is weight))
+            return super().forward(x)
+
+    found: list[Any] = []
+    model = Asks()
+    weight = model.linear.weight
     with auto(model) as pipe:
-        part = pipe._runner.tree.module._modules["linear"]
-        assert isinstance(part, Part) and isinstance(part, nn.Linear)
-        part.close()
         pipe(torch.randn(4, WIDTH))
+        assert pipe._runner.tree.parts[0].why_on_host is None  # no public name tells
+    assert found == [(nn.Linear, True, True)]
+
+
+def test_a_part_whose_class_changes_what_a_call_is() -> None:
+    class Doubled(nn.Linear):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return super().__call__(*args, **kwargs) * 2
+
+    model = Caller()
+    model.linear = Doubled(WIDTH, WIDTH)
+    reference, x = copy.deepcopy(model), torch.randn(4, WIDTH)
+    with auto(model) as pipe:
+        torch.testing.assert_close(pipe(x), reference(x))
 
 
 def test_the_first_config_that_gives_a_field_wins() -> None:
@@ -782,8 +800,8 @@ def test_a_part_without_state_stays_on_the_devices() -> None:
     model.odd.linear.register_forward_hook(lambda module, args, output: noted.append(len(output)))
     with auto(model) as pipe:
         pipe(torch.randn(4, WIDTH)).sum().backward()
-        part = pipe._runner.tree.module.odd
-        assert part.__dict__["_part"].why_on_host is None and noted
+        (part,) = (part for part in pipe._runner.tree.parts if part.module is model.odd)  # no public name tells
+        assert part.why_on_host is None and noted
         assert model.odd.length == 2
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import roundpipe
 from roundpipe import AutoRoundPipe, ConfigError, RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
 from roundpipe.wrappers.auto import HostRunner
-from roundpipe.wrappers.parts import Part
+from roundpipe.wrappers.part import Part
 from tests.equality import assert_same_gradients, assert_same_state, eager_forward_backward
 
 DEVICES = ["cpu", "cpu"]
@@ -122,17 +122,9 @@ def tree_parts(pipe: Any) -> dict[str, Part]:
 
 
 def parts_in(runner: HostRunner) -> dict[str, Part]:
-    found: dict[str, Part] = {}
-
-    def look(module: nn.Module, prefix: str) -> None:
-        for name, child in module._modules.items():
-            if isinstance(child, Part):
-                found[prefix + name] = child
-            elif child is not None:
-                look(child, f"{prefix}{name}.")
-
-    look(runner.tree.module, "")
-    return found
+    parts = {part.module: part for part in runner.tree.parts}
+    named = runner.model.named_modules(remove_duplicate=False)
+    return {name: parts[module] for name, module in named if module in parts}
 
 
 # Numbers
@@ -308,7 +300,7 @@ def test_a_module_with_parameters_of_its_own_is_one_layer() -> None:
             self.table = nn.Parameter(torch.zeros(5000))
 
     with wrapped(Own()) as pipe:
-        assert pipe._runner.tree.module.model is pipe.model
+        assert pipe._runner.tree.parts[0].module is pipe.model
     train_like_eager(Own().double(), wrapped)
 
 
@@ -319,7 +311,7 @@ def test_thresholds() -> None:
         assert isinstance(pipe, AutoRoundPipe)
         assert set(tree_parts(pipe)) == {"embed", "norm", "head", *every_block}
     with wrapped(Nested(), upper_threshold=100_000) as pipe:
-        assert pipe._runner.tree.module.model is pipe.model
+        assert pipe._runner.tree.parts[0].module is pipe.model
     with wrapped(Nested(), upper_threshold=0) as pipe:
         assert "stem" in tree_parts(pipe)
         assert "shared" not in tree_parts(pipe)  # 9 KB, below lower_threshold and above upper_threshold
@@ -340,7 +332,7 @@ def test_small_parts_and_parts_with_the_batch_elsewhere_stay_in_one_piece() -> N
 
     model = Attending().double()
     with wrapped(model, upper_threshold=150_000, lower_threshold=20_000) as pipe:
-        given = {name: part.__dict__["_part"].given.num_microbatch for name, part in tree_parts(pipe).items()}
+        given = {name: part.own_options.num_microbatch for name, part in tree_parts(pipe).items()}
         assert given == {"attention": 1, "wide": None, "small": 1}
         x = torch.randn(5, 4, 16, dtype=torch.float64)
         with torch.no_grad():

@@ -20,8 +20,9 @@ from roundpipe.runtime.engine.builder import sum_losses
 from roundpipe.runtime.engine.stage import LossFunction
 from roundpipe.runtime.microbatch import split as microbatch
 from roundpipe.wrappers.calls import flow_back
+from roundpipe.wrappers.host_tree import HostTree
 from roundpipe.wrappers.module_layers import chain_of_modules
-from roundpipe.wrappers.parts import IN_ONE_PIECE, CallOptions, HostTree, Part, overlaid
+from roundpipe.wrappers.part import IN_ONE_PIECE, CallOptions, Part, overlaid
 from roundpipe.wrappers.pipe import Program, RoundPipe, check_wrappable
 from roundpipe.wrappers.run_report import RunLog
 from roundpipe.wrappers.session import Session
@@ -69,10 +70,10 @@ class HostRunner:
         names = {module: name for name, module in self.model.named_modules()}
         in_lists = _followed_in_lists(self.model)
         on_devices = {
-            module: Part.of(session, names[module], module, given, self.options, merges_later=module in in_lists)
-            for module, given in parts.on_devices.items()
+            module: Part(session, names[module], module, own, self.options, merges_later=module in in_lists)
+            for module, own in parts.on_devices.items()
         }
-        self.tree = HostTree(self.model, {**on_devices, **{module: module for module in parts.left}})
+        self.tree = HostTree(self.model, on_devices, parts.left)
         self.tree.attach_loss_functions(session, self.options)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: RoundPipeRunConfig) -> Any:
@@ -219,8 +220,8 @@ class HostRunner:
     def partition_table(self) -> str:
         """The parts that run on the devices, as a table."""
         if self.model in self.parts.on_devices:
-            return self.tree.parts[0].partition_table()
-        parts = [(part._session.name, part.model) for part in self.tree.parts]
+            return self.tree.parts[0].runner.partition_table()
+        parts = [(part.name, part.module) for part in self.tree.parts]
         title = f"{self.session.name}: own forward on the CPU, parts on the devices"
         return partition_table(chain_of_modules(parts), None, title=title)
 

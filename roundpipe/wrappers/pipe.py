@@ -16,7 +16,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -35,7 +35,7 @@ from roundpipe.wrappers import checkpoint
 from roundpipe.wrappers.calls import ChainRunner, Runner, check_training_call
 from roundpipe.wrappers.model_view import ModelView, check_parts_unwrapped
 from roundpipe.wrappers.module_layers import ModuleSource, chain_of_modules
-from roundpipe.wrappers.run_report import RunLog, RunReport, make_report
+from roundpipe.wrappers.run_report import RunReport, make_report
 from roundpipe.wrappers.session import Session
 
 
@@ -107,26 +107,16 @@ class RoundPipe(ModelView):
         program = model if isinstance(model, Program) else self._program_of(model)
         session = Session.open(program.model, optim_dtype, name, model_run_config, pin_model, devices)
         weakref.finalize(self, session.release)
-        self._attach(session, program.start(session), program)
-
-    def _attach(self, session: Session, runner: Runner, program: Program | None) -> None:
-        self.__dict__.update(_runner=runner, _program=program, training=session.model.training)
-        self.__dict__["_session"] = session
+        # past __setattr__, which sets on the model once there is a session
+        self.__dict__.update(
+            _session=session, _runner=program.start(session), _program=program, training=program.model.training
+        )
 
     @classmethod
     def _program_of(cls, model: nn.Module) -> Program:
         """What a model that is given as it is runs as."""
         check_wrappable(model, cls.__name__)
         return ChainProgram(model, ModuleSource(model, _chain_of))
-
-    @classmethod
-    def inside(cls, session: Session, model: nn.Module, source: ChainSource, name: str) -> Self:
-        """A wrapper of one part of a session's model."""
-        pipe = cls.__new__(cls)
-        nn.Module.__init__(pipe)
-        part = replace(session, model=model, shown=model, name=name, log=RunLog())
-        pipe._attach(part, ChainRunner(part, model, source, name, RoundPipeRunConfig()), None)
-        return pipe
 
     # Calls
 
@@ -421,11 +411,6 @@ class RoundPipe(ModelView):
         The copy starts from the latest weights, without gradients and without anything of an optimizer's: its
         `optim_parameters` are new, for an optimizer of their own. A compiled model is traced anew at its first call.
         """
-        if self._program is None:
-            raise NotCopyableError(
-                f"{self._session.name} is part of another wrapper and lives by its workers; copy that one, or the "
-                "module that it was made of"
-            )
         self._session.optimizer.synchronize()
         pipe = type(self)(copy.deepcopy(self._program, memo), **self._session.settings)
         pipe._session.shown = copy.deepcopy(self._session.shown, memo)

@@ -23,7 +23,7 @@ from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.runtime.device.resolve import largest_layer_bytes, resolve_devices
 from roundpipe.wrappers.auto import AutoRoundPipe, HostRunner, Parts, PartsProgram
 from roundpipe.wrappers.model_view import check_parts_unwrapped
-from roundpipe.wrappers.parts import IN_ONE_PIECE, is_sequential, overlaid
+from roundpipe.wrappers.part import IN_ONE_PIECE, is_sequential, overlaid
 from roundpipe.wrappers.pipe import ChainProgram, RoundPipe
 from roundpipe.wrappers.session import Session
 

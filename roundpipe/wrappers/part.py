@@ -1,0 +1,297 @@
+"""One module of a larger model, run on the devices of the model's session.
+
+    host forward -> stand-in -> Part -> ChainRunner       the module on the devices, watched
+                                  `--> the module itself   on the CPU, from the first call on that can't run apart
+
+Invariant: a part gives what its module would give where it stands; one that can't runs on the host.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe.core import trees
+from roundpipe.core.caller import warn
+from roundpipe.core.errors import NotCopyableError
+from roundpipe.core.layers import FixedChain
+from roundpipe.effects.places import HOOKS
+from roundpipe.effects.run_once import FirstCall, first_to_run_once, hooks_run_around
+from roundpipe.runtime.config import RoundPipeRunConfig, resolve
+from roundpipe.runtime.microbatch import split as microbatch
+from roundpipe.wrappers.calls import ChainRunner
+from roundpipe.wrappers.lazy_outputs import holds_later, merged_later, packed_again
+from roundpipe.wrappers.module_layers import chain_of_modules
+from roundpipe.wrappers.session import Session
+from roundpipe.wrappers.watched import RETURNS_ARGUMENTS, SharingExit, SideEffect, WatchedModule, why_unfit
+
+IN_ONE_PIECE = RoundPipeRunConfig(num_microbatch=1)
+_UNSPLIT = RoundPipeRunConfig(num_microbatch=1, split_input=lambda args, kwargs, number: ([args], [kwargs]))
+"""For a call without samples, such as that of an expert that no token goes to."""
+
+
+def overlaid(*configs: RoundPipeRunConfig) -> RoundPipeRunConfig:
+    """One config of several: the first that gives a field wins."""
+    values: dict[str, Any] = {}
+    for config in configs:
+        for field in fields(RoundPipeRunConfig):
+            value = getattr(config, field.name)
+            if value is not None:
+                values.setdefault(field.name, value)
+    return RoundPipeRunConfig(**values)
+
+
+@dataclass(slots=True)
+class CallOptions:
+    """What a call of the whole asks of its parts; one object for all parts, set for a call.
+
+    It holds on after the call: a reentrant `torch.utils.checkpoint` around a part calls it again in the backward.
+    """
+
+    forced: RoundPipeRunConfig = RoundPipeRunConfig()
+    """Wins over a part's own options."""
+    default: RoundPipeRunConfig = RoundPipeRunConfig()
+    """For fields that neither the call nor the part gives."""
+
+
+class Part:
+    """One module of a larger model as a chain of its own.
+
+    Args:
+        session: has the workers.
+        name: qualified, of the module; empty for the session's model itself.
+        module: a `nn.Sequential` has one layer per child.
+        own_options: of this part alone.
+        options: those of the whole's running call.
+        merges_later: whether its outputs, unless ``merge_output`` is given, are put together only when host code
+            looks at them.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        name: str,
+        module: nn.Module,
+        own_options: RoundPipeRunConfig,
+        options: CallOptions,
+        *,
+        merges_later: bool = False,
+    ) -> None:
+        self.session = session
+        self.name = name or session.name
+        self.module = module
+        self.own_options = own_options
+        self.options = options
+        self.merges_later = merges_later
+        self.why_on_host: str | None = None
+        self._proven_modes: set[tuple[bool, bool]] = set()
+        """In which modes it ran on the devices: whether training, and whether gradients were recorded."""
+        self._is_split = is_sequential(module)
+        """Whether its children are its layers, and it itself is never called."""
+        modules = [(name or type(module).__name__, module)]
+        if self._is_split:
+            prefix = f"{name}." if name else ""
+            modules = [(f"{prefix}{key}", child) for key, child in module._modules.items() if child is not None]
+        self._passing_on: set[int] | None = set() if len(modules) > 1 else None
+        """Of several modules, those that returned memory of their arguments in the running call."""
+        self._watched = [WatchedModule(one, index, self._passing_on) for index, (_, one) in enumerate(modules)]
+        named = [(key, watched) for (key, _), watched in zip(modules, self._watched, strict=True)]
+        chain = chain_of_modules(named, watched=False)  # they do it themselves
+        self._exit: SharingExit | None = None
+        if self._passing_on is None:
+            chain.exit = self._exit = SharingExit(*chain.specs[0].makes, *chain.specs[0].reads)
+        self.runner = ChainRunner(session, module, FixedChain(chain), self.name, RoundPipeRunConfig())
+        self.stand_in = StandIn(module, self)
+
+    @torch.compiler.disable(reason="a call of a part is the work of many threads")
+    def __call__(
+        self,
+        *args: Any,
+        roundpipe_run_config: RoundPipeRunConfig = RoundPipeRunConfig(),  # noqa: B008 - frozen
+        **kwargs: Any,
+    ) -> Any:
+        """The module's outputs, from the devices if they can be had there."""
+        why = self.stand_in.give_back()
+        try:
+            if any(tensor.is_nested for tensor in trees.tensors((args, kwargs))):  # has no batch that could be split
+                return self.module(*args, **kwargs)
+            why = self.why_on_host or why or why_unfit(args, kwargs)
+            if self._is_split and not is_sequential(self.module):
+                why = why or "it got hooks or a forward of its own"
+            if why is None:
+                options = self.options
+                config = overlaid(roundpipe_run_config, options.forced, self.own_options, options.default)
+                try:
+                    return self._run_apart(args, kwargs, config)
+                except SideEffect as error:
+                    why = str(error)
+            self._leave_devices(why)
+            return self.module(*args, **kwargs)
+        finally:
+            self.stand_in.take_over()
+
+    def _run_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any], config: RoundPipeRunConfig) -> Any:
+        """The module's outputs, with its hooks as where it stands."""
+        if self._exit is None or not hooks_run_around(self.module):
+            return self._run_or_undo(args, kwargs, config)
+
+        def run(set_by_hooks: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            (watched,) = self._watched
+            try:
+                for name, value in set_by_hooks.items():
+                    if trees.tensors(value) or watched.may_read(name):
+                        raise SideEffect(f"a hook sets its attribute {name!r}, which its forward may read")
+                return self._run_or_undo(args, kwargs, config)
+            except SideEffect as error:  # here, since its hooks must run once, too
+                self._leave_devices(str(error))
+                self.module.__dict__.update(set_by_hooks)
+                return self.module.forward(*args, **kwargs)
+
+        return _between_hooks(self.module, run, args, kwargs)
+
+    def _run_or_undo(self, args: tuple[Any, ...], kwargs: dict[str, Any], config: RoundPipeRunConfig) -> Any:
+        """The module's outputs; in a mode in which it never ran, everything is as it was if they can't be had."""
+        mode = (self.module.training, torch.is_grad_enabled())
+        if mode in self._proven_modes:
+            return self._run_on_devices(args, kwargs, config)
+        kind = first_to_run_once(self.module)
+        if kind is not None:
+            raise SideEffect(f"{kind}'s code remembers something, writes weights or asks for the grad mode")
+        before = FirstCall(self.module)
+        if before.closed is not None:
+            raise SideEffect(f"it uses {before.closed}, and nothing tells how that changes")
+        try:
+            outputs = self._run_on_devices(args, kwargs, config)
+            changed = before.diff()
+            if changed is not None:
+                raise SideEffect(f"its forward changes {changed}")
+        except SideEffect:
+            before.restore()
+            raise
+        self._proven_modes.add(mode)
+        return outputs
+
+    def _run_on_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any], config: RoundPipeRunConfig) -> Any:
+        """The module's outputs; a neighbour's pieces are taken, and the own ones given, as they are."""
+        engine = self.session.engine
+        resolved = resolve(config, RoundPipeRunConfig(), num_devices=engine.num_workers)
+        arguments = args, kwargs
+        if holds_later(arguments):
+            args, kwargs = packed_again(arguments, microbatch.automatic_sizes(args, kwargs, resolved))
+        if microbatch.is_empty(args, kwargs):
+            config = overlaid(_UNSPLIT, config)
+        later = self.merges_later and config.merge_output is None
+        if later:
+            config = overlaid(RoundPipeRunConfig(merge_output=False), config)
+        if self._exit is not None:
+            self._exit.begin()
+        if self._passing_on is not None:
+            self._passing_on.clear()
+        engine.refuse_inside(f"{self.name}(...)")
+        outputs = self.runner.forward(args, kwargs, config)
+        if self._passing_on is not None and len(self._passing_on) == len(self._watched):
+            raise SideEffect(RETURNS_ARGUMENTS)
+        if later:
+            outputs = merged_later(outputs)
+        is_merged = later or resolved.merge_output is True
+        return self._exit.restore_same(outputs, arguments) if self._exit is not None and is_merged else outputs
+
+    def _leave_devices(self, why: str) -> None:
+        """Run on the host from now on."""
+        if self.why_on_host is None:
+            self.why_on_host = why
+            warn(f"{self.name} runs on the CPU from now on: {why}")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise NotCopyableError(
+            f"{self.name} is part of another wrapper and lives by its workers; copy that one, or the module that it "
+            "was made of"
+        )
+
+
+_HOOKS = tuple(name for name in nn.Module().__dict__ if name.startswith(("_forward_", "_backward_")))
+_OWN = frozenset((*_HOOKS, "_is_full_backward_hook", "_compiled_call_impl", "forward"))
+"""Attributes that a stand-in has of its own: what is called is the part, whose module has its hooks with it."""
+
+
+class StandIn:
+    """What code around a part finds in the module's place: another object of its class, which calls the part.
+
+    It shares the module's parameters, buffers and submodules; other attributes are copied to it when the part begins
+    or ends, and back from it.
+
+    Args:
+        module: of the part.
+        part: called in place of the module's forward.
+    """
+
+    def __init__(self, module: nn.Module, part: Callable[..., Any]) -> None:
+        self._original = module
+        self.module: nn.Module = object.__new__(_class_of(type(module)))  # type: ignore[arg-type]
+        attributes = self.module.__dict__
+        attributes.update({name: OrderedDict() for name in _HOOKS}, forward=part)
+        attributes.update(_is_full_backward_hook=None, _compiled_call_impl=None)
+        self._seen: dict[str, Any] = {}
+        self.take_over()
+
+    def take_over(self) -> None:
+        """Copy the module's attributes."""
+        attributes = self.module.__dict__
+        self._seen = {name: value for name, value in self._original.__dict__.items() if name not in _OWN}
+        attributes.update(self._seen)
+        if len(attributes) > len(self._seen) + len(_OWN):
+            for name in attributes.keys() - self._seen.keys() - _OWN:
+                del attributes[name]
+
+    def give_back(self) -> str | None:
+        """Copy the attributes that code around the part has set to the module; says what can't be done on devices."""
+        attributes, seen = self.module.__dict__, self._seen
+        mode_is_set = attributes.get("training") != seen.get("training")
+        for name, value in attributes.items():
+            if name not in _OWN and seen.get(name, seen) is not value:
+                self._original.__dict__[name] = value
+        for name in seen.keys() - attributes.keys():
+            self._original.__dict__.pop(name, None)
+        for name, weight in self._original._parameters.items():  # `torch.func.functional_call` puts tensors there
+            if weight is not None and not isinstance(weight, nn.Parameter):
+                return f"another tensor is put in the place of its parameter {name!r}"
+        # a recomputation would find buffers of other calls
+        return "its mode of training is set in the forward" if mode_is_set else None
+
+
+@functools.cache
+def _class_of(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class itself, unless it changes what a call is: that is done on the devices."""
+    if kind.__call__ is nn.Module.__call__:
+        return kind
+    return type(kind.__name__, (kind,), {"__call__": nn.Module.__call__, "__module__": kind.__module__})
+
+
+def _between_hooks(module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a module whose forward is ``run``; attributes that its hooks set are set on the module.
+
+    ``run`` gets a dict of what the hooks in front of it have set, then the arguments.
+    """
+    twin = object.__new__(type(module))
+
+    def set_by_hooks() -> dict[str, Any]:
+        return {name: value for name, value in twin.__dict__.items() if value is not before.get(name, before)}
+
+    before = dict(module.__dict__, forward=lambda *args, **kwargs: run(set_by_hooks(), *args, **kwargs))
+    twin.__dict__.update(before)
+    result = twin(*args, **kwargs)
+    module.__dict__.update(set_by_hooks())
+    return result
+
+
+def is_sequential(module: nn.Module) -> bool:
+    """Whether calling a module is calling its children in turn, and nothing else."""
+    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
+        return False
+    return len(module) > 0 and "forward" not in module.__dict__ and not any(module.__dict__[name] for name in HOOKS)
