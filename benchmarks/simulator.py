@@ -25,8 +25,9 @@ from torch import nn
 import roundpipe
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import make_schedule
+from roundpipe.planning.hardware import HardwareProfile
 from roundpipe.planning.planner import plan
-from roundpipe.planning.simulator import HardwareProfile, Simulation, simulate
+from roundpipe.planning.simulator import Simulation, simulate
 
 TARGET = 0.10
 FLOATS_PER_SAMPLE = 256
@@ -137,9 +138,9 @@ def run_case(case: Case, num_workers: int, num_microbatches: int, sizes: argpars
     peak_bytes = max(peaks)
     return {
         "stages": chosen.num_stages,
-        "predicted_s": round(predicted.seconds_per_round, 4),
+        "predicted_s": round(predicted.seconds_per_step, 4),
         "measured_s": round(measured_s, 4),
-        "time_error": round(predicted.seconds_per_round / measured_s - 1, 4),
+        "time_error": round(predicted.seconds_per_step / measured_s - 1, 4),
         "predicted_peak_bytes": max(predicted.peak_bytes),
         "measured_peak_bytes": peak_bytes,
         "peak_error": round(max(predicted.peak_bytes) / peak_bytes - 1, 4),

@@ -10,7 +10,8 @@ import torch
 import roundpipe
 from roundpipe.core.schedule import make_schedule
 from roundpipe.planning.evaluation import plan_peak_bytes
-from roundpipe.planning.simulator import HardwareProfile, simulate
+from roundpipe.planning.hardware import HardwareProfile
+from roundpipe.planning.simulator import simulate
 
 NUM_MICROBATCHES = 4
 

@@ -11,8 +11,9 @@ from torch import nn
 
 from roundpipe.core.layers import LayerChain, LayerCost, LayerSpec
 from roundpipe.core.schedule import ExecutePlan
+from roundpipe.reports import partition_table as report
 from roundpipe.reports import quantities
-from roundpipe.reports import tables as report
+from roundpipe.reports.tables import summary_table
 from roundpipe.wrappers.module_layers import chain_of_modules
 
 BLOCK = LayerCost(
@@ -231,7 +232,7 @@ def test_explain() -> None:
 
 
 def test_summary_aligns_its_values() -> None:
-    lines = report.summary_table({"loss": "5.5 -> 2.4", "tokens per second": "1.20 K"}).splitlines()
+    lines = summary_table({"loss": "5.5 -> 2.4", "tokens per second": "1.20 K"}).splitlines()
     assert lines == ["loss               5.5 -> 2.4", "tokens per second  1.20 K"]
 
 

@@ -117,6 +117,14 @@ class ExecutePlan:
         """The ranges of a backward pass on its own, descending, the fused tail among them."""
         return self.backward if self.fused is None else (self.fused, *self.backward)
 
+    def named_stages(self) -> list[tuple[str, LayerRange]]:
+        """The stages of a training step in order, by name: F0, F1, .., U, B1, B2, .."""
+        return [
+            *((f"F{index}", layers) for index, layers in enumerate(self.forward)),
+            *([] if self.fused is None else [("U", self.fused)]),
+            *((f"B{index}", layers) for index, layers in enumerate(self.backward, 1)),
+        ]
+
     def validate(self, num_layers: int) -> None:
         """Checks that the plan covers each layer of a model once in forward and once in backward.
 
@@ -342,23 +350,19 @@ def make_schedule(
     if plan.num_layers == 0:
         raise ScheduleError("the plan has no ranges: a schedule needs at least one layer")
     plan.validate(plan.num_layers)
-    forward, backward = plan.forward_stages, plan.backward_stages
-    stages: list[tuple[Phase, str, LayerRange]] = []
     if kind == "train":
         if plan.fused is None:
             raise ScheduleError(
                 "the plan has no fused range, which training needs: give `fused`, or make the first backward "
                 "range start where the last forward range stops"
             )
-        forward, backward = plan.forward, plan.backward
-    elif kind not in ("forward", "backward"):
+        stages = plan.named_stages()
+    elif kind == "forward":
+        stages = [(f"F{index}", layers) for index, layers in enumerate(plan.forward_stages)]
+    elif kind == "backward":
+        stages = [(f"B{index}", layers) for index, layers in enumerate(plan.backward_stages, 1)]
+    else:
         raise ScheduleError(f"kind is {kind!r}; allowed are 'train', 'forward' and 'backward'")
-    if kind != "backward":
-        stages += [(Phase.FORWARD, f"F{index}", layers) for index, layers in enumerate(forward)]
-    if kind == "train" and plan.fused is not None:
-        stages.append((Phase.FUSED, "U", plan.fused))
-    if kind != "forward":
-        stages += [(Phase.BACKWARD, f"B{index}", layers) for index, layers in enumerate(backward, 1)]
     counts = [1] * len(stages) if replicas is None else list(replicas)
     most = min(num_workers, num_microbatches)
     if len(counts) != len(stages) or any(not 1 <= count <= most for count in counts):
@@ -368,8 +372,8 @@ def make_schedule(
         )
     slots = [(*stage, replica, count) for stage, count in zip(stages, counts, strict=True) for replica in range(count)]
     jobs = tuple(
-        Job(index, phase, start, stop, index % num_workers, name, replica, count)
-        for index, (phase, name, (start, stop), replica, count) in enumerate(slots, first_job)
+        Job(index, Phase(name[0]), start, stop, index % num_workers, name, replica, count)
+        for index, (name, (start, stop), replica, count) in enumerate(slots, first_job)
     )
     worker_tasks = tuple(tuple(_worker_tasks(jobs, worker, num_microbatches)) for worker in range(num_workers))
     return Schedule(kind, plan, num_workers, num_microbatches, jobs, worker_tasks, first_job)

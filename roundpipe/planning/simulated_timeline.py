@@ -5,83 +5,29 @@ Invariant: spans begin and end when the simulator says; work that takes no time 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from roundpipe.core.layers import LayerCost
-from roundpipe.core.schedule import Job, Phase, Schedule
-from roundpipe.planning.events import Node, Transfer
-from roundpipe.planning.simulator import Cause, HardwareProfile, Simulation, Work, simulate
+from roundpipe.core.schedule import Phase, Schedule
+from roundpipe.planning.discrete_events import LinkTransfer
+from roundpipe.planning.hardware import HardwareProfile
+from roundpipe.planning.replay import Activity, StepReplay
+from roundpipe.planning.simulator import Simulation, replay, steady_state
 from roundpipe.planning.stage_costs import RecomputeGrain
 from roundpipe.reports.timeline import OPTIMIZER, WAIT_NAMES, Span, Timeline
 
-SHOWN_ROUNDS = 3
+SHOWN_STEPS = 3
 """The last ones of the replay, which are steady."""
 
-_LANES: dict[Work, str] = {
-    "recompute": "compute",
-    "compute": "compute",
-    "upload": "upload",
-    "download": "download",
-    "kept": "kept",
-    "weights": "weights",
-    "gradients": "gradients",
-    "update": "update",
-}
-_WORDS: dict[Work, str] = {
+_PREFIXES: dict[Activity, str] = {
     "upload": "values for ",
     "download": "values of ",
     "kept": "kept values of ",
     "weights": "weights of ",
     "gradients": "gradients of ",
 }
-
-
-class _Watcher:
-    """Keeps all work of a replay, by name."""
-
-    def __init__(self) -> None:
-        self._works: list[tuple[Node, Work, Job | None, int | None]] = []
-        self._bytes: dict[Node, float] = {}
-        self._waits: list[Span] = []
-
-    def add(self, node: Node, work: Work, job: Job | None, microbatch: int | None) -> None:
-        self._works.append((node, work, job, microbatch))
-        if isinstance(node, Transfer):
-            self._bytes[node] = node.bytes_left
-
-    def wait(self, worker: int, cause: Cause, start_s: float, end_s: float) -> None:
-        self._waits.append(Span(_device(worker), "waits", WAIT_NAMES[cause], start_s, end_s, {"cause": cause}))
-
-    def spans(self) -> Iterator[Span]:
-        """Everything that took time and is over."""
-        yield from self._waits
-        num_updates = 0
-        for node, work, job, microbatch in self._works:
-            start_s = node.sent_s if isinstance(node, Transfer) else node.started_s
-            if node.over_s is None or start_s is None or node.over_s <= start_s:
-                continue
-            if job is None:
-                num_updates += 1
-                yield Span(OPTIMIZER, _LANES[work], f"optimizer step {num_updates}", start_s, node.over_s)
-                continue
-            args: dict[str, object] = {"layers": [job.start, job.stop], "job": job.index}
-            name = f"{_WORDS.get(work, '')}{job}"
-            if microbatch is not None:
-                name += f" m{microbatch}"
-                args["microbatch"] = microbatch
-            if node in self._bytes:
-                args["bytes"] = round(self._bytes[node])
-            else:
-                args["part"] = work if work == "recompute" else _PARTS[job.phase]
-            name += " recompute" if work == "recompute" else ""
-            yield Span(_device(job.worker), _LANES[work], name, start_s, node.over_s, args)
-
-
 _PARTS = {Phase.FORWARD: "forward", Phase.FUSED: "fused", Phase.BACKWARD: "backward"}
-
-
-def _device(worker: int) -> str:
-    return f"worker {worker}"
 
 
 def simulate_timeline(
@@ -91,40 +37,60 @@ def simulate_timeline(
     *,
     recompute_grain: RecomputeGrain = "stage",
 ) -> tuple[Simulation, Timeline]:
-    """`simulate`, and what it played from the first round on; arguments and errors are the same."""
-    watcher = _Watcher()
-    found = simulate(schedule, costs, profile, recompute_grain=recompute_grain, watcher=watcher)
-    return found, Timeline(watcher.spans())
+    """`simulate`, and what it played from the first step on; arguments and errors are the same."""
+    steps = replay(schedule, costs, profile, recompute_grain, record=True)
+    return steady_state(steps), Timeline(_spans(steps))
 
 
-def steady(timeline: Timeline, schedule: Schedule, num_rounds: int = SHOWN_ROUNDS) -> Timeline:
-    """The last rounds of a simulated run that are whole, on a clock that begins with the first of them.
+def _spans(steps: StepReplay) -> Iterator[Span]:
+    """Everything that took time and is over."""
+    for wait in steps.waits:
+        device, cause = f"worker {wait.worker}", wait.cause
+        yield Span(device, "waits", WAIT_NAMES[cause], wait.start_s, wait.end_s, {"cause": cause})
+    num_updates = 0
+    for node, activity, job, microbatch, num_bytes in steps.activities:
+        start_s = node.sent_s if isinstance(node, LinkTransfer) else node.started_s
+        if node.over_s is None or start_s is None or node.over_s <= start_s:
+            continue
+        if job is None:
+            num_updates += 1
+            yield Span(OPTIMIZER, activity, f"optimizer step {num_updates}", start_s, node.over_s)
+            continue
+        args: dict[str, object] = {"layers": [job.start, job.stop], "job": job.index}
+        name = f"{_PREFIXES.get(activity, '')}{job}"
+        if microbatch is not None:
+            name += f" m{microbatch}"
+            args["microbatch"] = microbatch
+        if num_bytes is not None:
+            args["bytes"] = round(num_bytes)
+        else:
+            args["part"] = activity if activity == "recompute" else _PARTS[job.phase]
+        name += " recompute" if activity == "recompute" else ""
+        lane = "compute" if activity == "recompute" else activity
+        yield Span(f"worker {job.worker}", lane, name, start_s, node.over_s, args)
+
+
+def steady(timeline: Timeline, schedule: Schedule, num_steps: int = SHOWN_STEPS) -> Timeline:
+    """The last steps of a simulated run that are whole, on a clock that begins with the first of them.
 
     Args:
         timeline: from `simulate_timeline`.
-        schedule: of the first round.
-        num_rounds: how many, if there are as many.
+        schedule: of the first step.
+        num_steps: how many, if there are as many.
     """
-    first, length = schedule.first_job, len(schedule.jobs)
-    begun: dict[int, float] = {}
-    runs: dict[int, int] = {}
-    for span in timeline.spans:
-        if span.lane == "compute":
-            number = (span.args["job"] - first) // length
-            begun.setdefault(number, span.start_s)
-            runs[number] = runs.get(number, 0) + 1
-    whole = [number for number, count in runs.items() if count == runs[0]]
-    chosen = sorted(whole)[-num_rounds:]
-    end_s = max(
-        span.end_s
+    computed = [
+        ((span.args["job"] - schedule.first_job) // len(schedule.jobs), span)
         for span in timeline.spans
-        if span.lane == "compute" and (span.args["job"] - first) // length == chosen[-1]
-    )
-    return timeline.between(begun[chosen[0]], end_s)
+        if span.lane == "compute"
+    ]
+    counts = Counter(number for number, _ in computed)
+    shown = sorted(number for number, count in counts.items() if count == counts[0])[-num_steps:]
+    start_s = next(span.start_s for number, span in computed if number == shown[0])
+    return timeline.between(start_s, max(span.end_s for number, span in computed if number == shown[-1]))
 
 
-def round_alone_s(timeline: Timeline, schedule: Schedule) -> float:
-    """Seconds of a round beside which no other runs, until its gradients are home: the first of a simulated run."""
+def step_alone_s(timeline: Timeline, schedule: Schedule) -> float:
+    """Seconds of a step beside which no other runs, until its gradients are home: the first of a simulated run."""
     return max(
         span.end_s
         for span in timeline.spans

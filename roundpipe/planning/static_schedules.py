@@ -4,9 +4,9 @@
     1f1b          as many forwards as there are devices behind, then one backward, one forward in turn
     interleaved   the same with several chunks of the model on each device, dealt out in turn
 
-Rounds end with a flush: the optimizer needs all gradients before the next forward. Devices hold their weights,
+Steps end with a flush: the optimizer needs all gradients before the next forward. Devices hold their weights,
 gradients and optimizer states; values go from device to device over both links and the host, beside the
-computation. The step of the optimizer takes no time here.
+computation. The update takes no time here.
 
 Invariant: with equal stages and free links the idle share is (N - 1) / (v M + N - 1) for N devices with v chunks
 each and M microbatches. Sources: Huang et al. 2019 (GPipe), Narayanan et al. 2021 (1F1B, interleaved).
@@ -37,9 +37,9 @@ class StaticSimulation:
 
     stages: tuple[LayerRange, ...]
     """Stage s is on device s mod N."""
-    seconds_per_round: float
+    seconds_per_step: float
     idle: tuple[float, ...]
-    """Per device, the share of the round in which it computes nothing."""
+    """Per device, the share of the step in which it computes nothing."""
     peak_bytes: tuple[int, ...]
     """Per device."""
 
@@ -77,24 +77,20 @@ def _actions(kind: StaticKind, worker: int, num_workers: int, num_microbatches: 
 
     def numbered(index: int, *, backward: bool) -> tuple[int, int]:
         """Stage and microbatch of a device's index-th forward or backward: N microbatches of a chunk, then the next."""
-        chunk = index // num_workers % chunks if kind == "interleaved" else 0
-        if backward:
-            chunk = chunks - 1 - chunk
-        microbatch = index
+        chunk, microbatch = 0, index
         if kind == "interleaved":
+            chunk = index // num_workers % chunks
             microbatch = index // (num_workers * chunks) * num_workers + index % num_workers
-        return chunk * num_workers + worker, microbatch
+        return (chunks - 1 - chunk if backward else chunk) * num_workers + worker, microbatch
 
     behind = num_workers - worker - 1
     ahead = {"gpipe": total, "1f1b": behind, "interleaved": 2 * behind + (chunks - 1) * num_workers}[kind]
     ahead = min(ahead, total)
-    for index in range(ahead):
-        yield "F", *numbered(index, backward=False)
-    for index in range(ahead, total):
-        yield "F", *numbered(index, backward=False)
-        yield "B", *numbered(index - ahead, backward=True)
-    for index in range(total - ahead, total):
-        yield "B", *numbered(index, backward=True)
+    for index in range(total + ahead):
+        if index < total:
+            yield "F", *numbered(index, backward=False)
+        if index >= ahead:
+            yield "B", *numbered(index - ahead, backward=True)
 
 
 def simulate_static(
@@ -108,13 +104,13 @@ def simulate_static(
     link_bytes_per_s: float = inf,
     state_bytes_per_parameter: float = 0.0,
 ) -> StaticSimulation:
-    """Plays one round of a static schedule, stages cut as evenly as the layers allow.
+    """Plays one step of a static schedule, stages cut as evenly as the layers allow.
 
     Args:
         kind: which one.
         costs: of the layers, for one microbatch.
         num_workers: devices.
-        num_microbatches: microbatches per round.
+        num_microbatches: microbatches per step.
         num_chunks: parts of the model per device; 1 unless interleaved.
         recompute: whether devices keep only stage inputs of microbatches in flight, and run the forward again.
         link_bytes_per_s: of each device's link to the host, per direction.
@@ -131,83 +127,69 @@ def simulate_static(
     stages = cut_into(weights, num_stages)
     forward_s = [sum(cost.forward_s for cost in costs[start:stop]) for start, stop in stages]
     backward_s = [sum(weights[start:stop]) - spent for (start, stop), spent in zip(stages, forward_s, strict=True)]
-    hop_s = [2 * costs[stop - 1].carry_bytes / link_bytes_per_s for _, stop in stages]
-    over: dict[Action, float] = {}
-    free_s, position = [0.0] * num_workers, [0] * num_workers
-    progress = True
-    while progress:
-        progress = False
-        for worker, mine in enumerate(actions):
-            while position[worker] < len(mine):
-                action = mine[position[worker]]
-                ready_s = _ready_s(action, over, hop_s, num_stages, num_workers)
-                if ready_s is None:
-                    break
-                way, stage, _ = action
-                spent = forward_s[stage] if way == "F" else backward_s[stage]
-                over[action] = free_s[worker] = max(free_s[worker], ready_s) + spent
-                position[worker] += 1
-                progress = True
-    assert all(done == len(mine) for done, mine in zip(position, actions, strict=True)), (
-        "a static schedule stands still"
-    )
+    hop_s = [2 * costs[stop - 1].carry_bytes / link_bytes_per_s * (num_workers > 1) for _, stop in stages]
+    over_s: dict[Action, float] = {}
+    free_s, coming = [0.0] * num_workers, [iter(own) for own in actions]
+    waiting: dict[int, Action] = {worker: next(own) for worker, own in enumerate(coming)}
+    while waiting:
+        ready = {worker: _ready_s(action, over_s, hop_s) for worker, action in waiting.items()}
+        assert any(ready_s is not None for ready_s in ready.values()), "a static schedule stands still"
+        for worker, ready_s in ready.items():
+            if ready_s is None:
+                continue
+            action = waiting.pop(worker)
+            spent_s = forward_s[action[1]] if action[0] == "F" else backward_s[action[1]]
+            over_s[action] = free_s[worker] = max(free_s[worker], ready_s) + spent_s
+            following = next(coming[worker], None)
+            if following is not None:
+                waiting[worker] = following
     seconds = max(free_s)
-    busy_s = [
-        sum(forward_s[stage] + backward_s[stage] for stage in range(worker, num_stages, num_workers)) * num_microbatches
-        for worker in range(num_workers)
-    ]
+    parts = [range(worker, num_stages, num_workers) for worker in range(num_workers)]
+    busy_s = [sum(forward_s[stage] + backward_s[stage] for stage in part) * num_microbatches for part in parts]
     return StaticSimulation(
         stages=tuple(stages),
-        seconds_per_round=seconds,
+        seconds_per_step=seconds,
         idle=tuple(max(1.0 - busy / seconds, 0.0) if seconds else 0.0 for busy in busy_s),
         peak_bytes=tuple(
-            _peak_bytes(mine, stages, costs, worker, num_workers, recompute, state_bytes_per_parameter)
-            for worker, mine in enumerate(actions)
+            _peak_bytes(own, stages, costs, part, recompute, state_bytes_per_parameter)
+            for own, part in zip(actions, parts, strict=True)
         ),
     )
 
 
-def _ready_s(
-    action: Action, over: dict[Action, float], hop_s: Sequence[float], num_stages: int, num_workers: int
-) -> float | None:
+def _ready_s(action: Action, over_s: dict[Action, float], hop_s: Sequence[float]) -> float | None:
     """When what an action takes is on its device; None: not known yet."""
     way, stage, microbatch = action
     if way == "F":
         if stage == 0:
             return 0.0
-        done = over.get(("F", stage - 1, microbatch))
-        return None if done is None else done + (hop_s[stage - 1] if num_workers > 1 else 0.0)
-    forward = over.get(("F", stage, microbatch))
-    if stage == num_stages - 1 or forward is None:
-        return forward
-    done = over.get(("B", stage + 1, microbatch))
-    return None if done is None else done + (hop_s[stage] if num_workers > 1 else 0.0)
+        end_s, arrives_in_s = over_s.get(("F", stage - 1, microbatch)), hop_s[stage - 1]
+    elif ("F", stage, microbatch) not in over_s or stage == len(hop_s) - 1:
+        return over_s.get(("F", stage, microbatch))
+    else:
+        end_s, arrives_in_s = over_s.get(("B", stage + 1, microbatch)), hop_s[stage]
+    return None if end_s is None else end_s + arrives_in_s
 
 
 def _peak_bytes(
     actions: Sequence[Action],
     stages: Sequence[LayerRange],
     costs: Sequence[LayerCost],
-    worker: int,
-    num_workers: int,
+    own: range,
     recompute: bool,
     state_bytes_per_parameter: float,
 ) -> int:
     """What a device holds at most: its part of the model, and what the microbatches in flight keep."""
-    mine = range(worker, len(stages), num_workers)
-    layers = [cost for stage in mine for cost in costs[slice(*stages[stage])]]
+    layers = [cost for stage in own for cost in costs[slice(*stages[stage])]]
     fixed = sum(cost.weight_bytes + cost.gradient_bytes for cost in layers)
     states = sum(num_trained(cost) for cost in layers) * state_bytes_per_parameter
-    activations = {stage: sum(cost.activation_bytes for cost in costs[slice(*stages[stage])]) for stage in mine}
-    inputs = {stage: costs[max(stages[stage][0] - 1, 0)].carry_bytes for stage in mine}
+    activations = {stage: sum(cost.activation_bytes for cost in costs[slice(*stages[stage])]) for stage in own}
+    inputs = {stage: costs[max(stages[stage][0] - 1, 0)].carry_bytes for stage in own}
     boundary = BOUNDARY_BUFFERS * max(costs[stop - 1].carry_bytes for _, stop in stages[:-1] or stages)
-    held = peak = 0
+    in_flight = peak = 0
     for way, stage, _ in actions:
-        kept = inputs[stage] if recompute else activations[stage]
-        if way == "F":
-            held += kept
-        peak = max(peak, held + (activations[stage] if recompute and way == "B" else 0))
-        if way == "B":
-            held -= kept
-    temporary = max(cost.temporary_bytes for stage in mine for cost in costs[slice(*stages[stage])])
-    return fixed + round(states) + peak + boundary + temporary
+        saved = inputs[stage] if recompute else activations[stage]
+        in_flight += saved if way == "F" else 0
+        peak = max(peak, in_flight + (activations[stage] if recompute and way == "B" else 0))
+        in_flight -= saved if way == "B" else 0
+    return fixed + round(states) + peak + boundary + max(cost.temporary_bytes for cost in layers)

@@ -6,28 +6,33 @@
     GPipe, 1F1B, interleaved
                            each device owns a part of the model, with gradients and optimizer states
 
-Invariant: rows differ in the schedule alone; all of them do the same samples in a round.
+Invariant: rows differ in the schedule alone; all of them do the same samples in a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from roundpipe.core.errors import ConfigError, DeviceMemoryError
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan, make_schedule
 from roundpipe.planning.evaluation import plan_peak_bytes
-from roundpipe.planning.planner import plan_greedy, plan_replicated
-from roundpipe.planning.simulator import HardwareProfile, simulate
+from roundpipe.planning.hardware import HardwareProfile
+from roundpipe.planning.planner import ReplicatedPlan, plan_greedy, plan_replicated
+from roundpipe.planning.simulator import simulate
 from roundpipe.planning.stage_costs import RecomputeGrain
 from roundpipe.planning.static_schedules import StaticKind, simulate_static
-from roundpipe.reports.quantities import format_bytes, format_seconds
-from roundpipe.reports.tables import columns_table
+from roundpipe.reports.quantities import format_bytes, format_seconds, format_share
+from roundpipe.reports.tables import table
 
-NUM_CHUNKS = 2
-"""Parts of the model per device in the interleaved schedule."""
+_STATIC: tuple[tuple[str, StaticKind, int], ...] = (
+    ("GPipe", "gpipe", 1),
+    ("1F1B", "1f1b", 1),
+    ("interleaved 1F1B", "interleaved", 2),
+)
+"""Name, kind, and parts of the model per device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +41,7 @@ class ComparedSchedule:
 
     name: str
     microbatches: int
-    seconds_per_round: float | None = None
+    seconds_per_step: float | None = None
     idle: float | None = None
     """Mean share of a device's time."""
     peak_bytes: int | None = None
@@ -60,6 +65,10 @@ class Setting:
     state_bytes_per_parameter: float = 0.0
     """What an optimizer on the device keeps per trained parameter: its copy and its states."""
 
+    def has_room_for(self, peak_bytes: int) -> bool:
+        """Whether a peak is within the budget."""
+        return self.budget_bytes is None or peak_bytes <= self.budget_bytes
+
 
 def compare_schedules(setting: Setting, chosen: ExecutePlan | None) -> list[ComparedSchedule]:
     """All schedules on the same setting.
@@ -68,48 +77,40 @@ def compare_schedules(setting: Setting, chosen: ExecutePlan | None) -> list[Comp
         setting: layers, devices, links.
         chosen: the plan of a run; None: none fits.
     """
-    limits: dict[str, Any] = {
-        "num_workers": setting.num_workers,
-        "num_microbatches": setting.num_microbatches,
-        "memory_budget_bytes": setting.budget_bytes,
-        "recompute_grain": setting.recompute_grain,
-    }
-
-    def replicated() -> tuple[ExecutePlan, tuple[int, ...]]:
-        found = plan_replicated(setting.costs, **limits)
-        return found.plan, found.replicas
-
-    rows = []
-    if chosen is not None:
-        rows.append(_rotation("rotation", setting, lambda: (chosen, None)))
-    rows.append(_rotation("rotation, replicas", setting, replicated))
-    rows.append(_rotation("rotation, greedy", setting, lambda: (plan_greedy(setting.costs, **limits), None)))
-    for name, kind, chunks in (
-        ("GPipe", "gpipe", 1),
-        ("1F1B", "1f1b", 1),
-        ("interleaved 1F1B", "interleaved", NUM_CHUNKS),
-    ):
-        rows.append(_static(name, kind, chunks, setting))  # type: ignore[arg-type]
-    return rows
+    rows = [] if chosen is None else [_rotation("rotation", setting, chosen)]
+    rows.append(_rotation("rotation, replicas", setting, _planned(setting, plan_replicated)))
+    rows.append(_rotation("rotation, greedy", setting, _planned(setting, plan_greedy)))
+    return rows + [_static(name, kind, chunks, setting) for name, kind, chunks in _STATIC]
 
 
-def _rotation(
-    name: str, setting: Setting, make: Callable[[], tuple[ExecutePlan, tuple[int, ...] | None]]
-) -> ComparedSchedule:
-    number = setting.num_microbatches
+_Plan = TypeVar("_Plan", ExecutePlan, ReplicatedPlan)
+
+
+def _planned(setting: Setting, planner: Callable[..., _Plan]) -> _Plan | None:
+    """The plan of one of the planner's functions; None: none fits."""
     try:
-        plan, replicas = make()
+        return planner(
+            setting.costs,
+            num_workers=setting.num_workers,
+            num_microbatches=setting.num_microbatches,
+            memory_budget_bytes=setting.budget_bytes,
+            recompute_grain=setting.recompute_grain,
+        )
     except DeviceMemoryError:
+        return None
+
+
+def _rotation(name: str, setting: Setting, chosen: ExecutePlan | ReplicatedPlan | None) -> ComparedSchedule:
+    num_workers, number, grain = setting.num_workers, setting.num_microbatches, setting.recompute_grain
+    if chosen is None:
         return ComparedSchedule(name, number, remark="no plan fits")
-    schedule = make_schedule(plan, setting.num_workers, number, replicas=replicas)
-    grain = setting.recompute_grain
-    found = simulate(schedule, setting.costs, setting.profile, recompute_grain=grain)
-    need = plan_peak_bytes(
-        plan, setting.costs, num_workers=setting.num_workers, recompute_grain=grain, replicas=replicas
-    )
-    fits = setting.budget_bytes is None or need <= setting.budget_bytes
+    plan, replicas = (chosen.plan, chosen.replicas) if isinstance(chosen, ReplicatedPlan) else (chosen, None)
+    schedule = make_schedule(plan, num_workers, number, replicas=replicas)
+    simulation = simulate(schedule, setting.costs, setting.profile, recompute_grain=grain)
+    peak_bytes = plan_peak_bytes(plan, setting.costs, num_workers=num_workers, recompute_grain=grain, replicas=replicas)
     remark = f"{plan.num_stages} stages" + (f" in {sum(replicas)} slots" if replicas and max(replicas) > 1 else "")
-    return ComparedSchedule(name, number, found.seconds_per_round, found.mean_idle.total, need, fits, remark)
+    fits, idle = setting.has_room_for(peak_bytes), simulation.mean_idle.total
+    return ComparedSchedule(name, number, simulation.seconds_per_step, idle, peak_bytes, fits, remark)
 
 
 def _static(name: str, kind: StaticKind, chunks: int, setting: Setting) -> ComparedSchedule:
@@ -118,10 +119,9 @@ def _static(name: str, kind: StaticKind, chunks: int, setting: Setting) -> Compa
     if kind == "interleaved" and number % num_workers:
         number = max(round(number / num_workers), 1) * num_workers
         costs = tuple(cost.scaled(setting.num_microbatches / number) for cost in costs)
-    remark = f"{num_workers * chunks} stages"
     for recompute in (False, True):
         try:
-            found = simulate_static(
+            simulation = simulate_static(
                 kind,
                 costs,
                 num_workers=num_workers,
@@ -133,51 +133,53 @@ def _static(name: str, kind: StaticKind, chunks: int, setting: Setting) -> Compa
             )
         except ConfigError as error:
             return ComparedSchedule(name, number, remark=str(error))
-        peak_bytes = max(found.peak_bytes)
-        fits = setting.budget_bytes is None or peak_bytes <= setting.budget_bytes
+        peak_bytes = max(simulation.peak_bytes)
+        fits = setting.has_room_for(peak_bytes)
         if fits:
             break
-    remark += ", recomputing" if recompute else ""
-    return ComparedSchedule(name, number, found.seconds_per_round, found.mean_idle, peak_bytes, fits, remark)
+    remark = f"{num_workers * chunks} stages" + (", recomputing" if recompute else "")
+    return ComparedSchedule(name, number, simulation.seconds_per_step, simulation.mean_idle, peak_bytes, fits, remark)
 
 
-def comparison_text(rows: Sequence[ComparedSchedule], per_round: float | None = None, unit: str = "tokens") -> str:
+def comparison_text(rows: Sequence[ComparedSchedule], per_step: float | None = None, unit: str = "tokens") -> str:
     """The comparison as a table.
 
     Args:
         rows: the schedules.
-        per_round: what a round trains on, for a rate; None: none is shown.
+        per_step: what a step trains on, for a rate; None: none is shown.
         unit: of it.
     """
-    rate = [] if per_round is None else [f"{unit}/s"]
-    headers = ["schedule", "microbatches", "round", *rate, "idle", "device memory", "fits", "with"]
+    headers = ["schedule", "microbatches", "round", f"{unit}/s", "idle", "device memory", "fits", "with"]
     cells = []
     for row in rows:
-        if row.seconds_per_round is None or row.idle is None or row.peak_bytes is None:
-            cells.append([row.name, str(row.microbatches), "-", *["-" for _ in rate], "-", "-", "no", row.remark])
-            continue
-        speed = [] if per_round is None else [f"{per_round / row.seconds_per_round:,.0f}"]
-        cells.append(
-            [
-                row.name,
-                str(row.microbatches),
-                format_seconds(row.seconds_per_round),
-                *speed,
-                f"{row.idle:.1%}",
-                format_bytes(row.peak_bytes),
-                "yes" if row.fits else "no",
-                row.remark,
-            ]
-        )
-    return columns_table(headers, cells)
+        seconds, idle, peak_bytes = row.seconds_per_step, row.idle, row.peak_bytes
+        figures = ["-", "-", "-", "-", "no"]
+        if seconds is not None and idle is not None and peak_bytes is not None:
+            rate = "" if per_step is None else f"{per_step / seconds:,.0f}"
+            figures = [format_seconds(seconds), rate, format_share(idle), format_bytes(peak_bytes)]
+            figures.append("yes" if row.fits else "no")
+        cells.append([row.name, str(row.microbatches), *figures, row.remark])
+    if per_step is None:
+        for line in (headers, *cells):
+            del line[3]
+    return table(headers, cells)
 
 
-def comparison_json(rows: Sequence[ComparedSchedule], per_round: float | None = None) -> list[dict[str, Any]]:
+def comparison_json(rows: Sequence[ComparedSchedule], per_step: float | None = None) -> list[dict[str, Any]]:
     """The same as plain values."""
-    found = []
+    documents = []
     for row in rows:
-        values = asdict(row)
-        if per_round is not None:
-            values["per_s"] = None if not row.seconds_per_round else per_round / row.seconds_per_round
-        found.append(values)
-    return found
+        seconds = row.seconds_per_step
+        document = {
+            "name": row.name,
+            "microbatches": row.microbatches,
+            "seconds_per_round": seconds,
+            "idle": row.idle,
+            "peak_bytes": row.peak_bytes,
+            "fits": row.fits,
+            "remark": row.remark,
+        }
+        if per_step is not None:
+            document["per_s"] = None if not seconds else per_step / seconds
+        documents.append(document)
+    return documents

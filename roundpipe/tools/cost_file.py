@@ -23,8 +23,9 @@ from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan, make_schedule
 from roundpipe.planning.evaluation import plan_seconds
+from roundpipe.planning.hardware import HardwareProfile
 from roundpipe.planning.planner import plan, plan_replicated
-from roundpipe.planning.simulator import HardwareProfile, simulate
+from roundpipe.planning.simulator import simulate
 from roundpipe.runtime.config import RecomputeGrain
 from roundpipe.tools.comparison import ComparedSchedule, Setting, compare_schedules
 
@@ -155,7 +156,7 @@ def plan_costs(
 
         def predict(candidate: ExecutePlan) -> float:
             schedule = make_schedule(candidate, num_workers, num_microbatches)
-            return simulate(schedule, given.costs, profile, recompute_grain=recompute_grain).seconds_per_round
+            return simulate(schedule, given.costs, profile, recompute_grain=recompute_grain).seconds_per_step
 
         chosen = plan(given.costs, predict=predict, **limits)
         replicas, round_s = (1,) * _num_jobs(chosen), predict(chosen)

@@ -25,8 +25,9 @@ from roundpipe.fx.passes.cost import DeviceProfile
 from roundpipe.fx.passes.lower import LowerOptions, lower
 from roundpipe.fx.trace.tracer import trace
 from roundpipe.planning.evaluation import plan_memory
+from roundpipe.planning.hardware import HardwareProfile
 from roundpipe.planning.simulated_timeline import simulate_timeline, steady
-from roundpipe.planning.simulator import HardwareProfile, Idle, simulate
+from roundpipe.planning.simulator import Idle, simulate
 from roundpipe.planning.stage_costs import largest_layer_bytes
 from roundpipe.reports.memory import DeviceMemory
 from roundpipe.reports.timeline import Timeline
@@ -366,7 +367,7 @@ def _speed(plan: ExecutePlan, costs: Sequence[LayerCost], machine: Machine, trai
     found = simulate(schedule, replayed_costs(costs, training), profile, recompute_grain=training.recompute_grain)
     up, down = found.uploaded_bytes, found.downloaded_bytes
     return Speed(
-        seconds_per_step=found.seconds_per_round,
+        seconds_per_step=found.seconds_per_step,
         idle=found.mean_idle,
         uploaded_bytes=up,
         downloaded_bytes=down,

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from roundpipe.reports.partition_table import partition_table
 from roundpipe.reports.quantities import format_bytes, format_count, format_seconds
-from roundpipe.reports.tables import partition_table, summary_table
+from roundpipe.reports.tables import summary_table
 from roundpipe.tools.forecast import Forecast, HostNeed, Machine
 
 BASIS = "FLOPs and bytes counted on fake tensors; nothing was measured"

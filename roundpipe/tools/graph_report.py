@@ -25,6 +25,7 @@ from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes.partition import Partition
 from roundpipe.reports.plotting import matplotlib_modules
 from roundpipe.reports.quantities import format_bytes
+from roundpipe.reports.tables import repetitions
 
 FORMATS = (".dot", ".png")
 MAX_PERIOD = 96
@@ -134,20 +135,10 @@ def graph_lines(traced: TracedGraph) -> list[str]:
 def folded(lines: Sequence[str]) -> Iterator[str]:
     """The lines, with runs that repeat but for their numbers given once."""
     keys = [re.sub(r"\d+", "#", line) for line in lines]
-    position = 0
-    while position < len(lines):
-        period, repeats = 1, 1
-        for length in range(1, min(MAX_PERIOD, (len(lines) - position) // 2) + 1):
-            stop = position + length
-            while stop < len(keys) and keys[stop] == keys[stop - length]:
-                stop += 1
-            times = (stop - position) // length
-            if times > 1 and times * length > period * repeats:
-                period, repeats = length, times
+    for start, period, repeats in repetitions(keys, max_period=MAX_PERIOD, min_repeats=2):
         if repeats > 1:
             yield f"{repeats} times, the first of them:"
-        yield from (("  " if repeats > 1 else "") + line for line in lines[position : position + period])
-        position += period * repeats
+        yield from (("  " if repeats > 1 else "") + line for line in lines[start : start + period])
 
 
 # ---------------------------------------------------------------------------------- layers

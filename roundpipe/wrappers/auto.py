@@ -14,7 +14,7 @@ from roundpipe.core.caller import warn
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import is_differentiable
 from roundpipe.core.modes import autocast_as_on_accelerator
-from roundpipe.reports.tables import partition_table
+from roundpipe.reports.partition_table import partition_table
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, microbatch_count, resolve
 from roundpipe.runtime.engine.builder import sum_losses
 from roundpipe.runtime.engine.stage import LossFunction

@@ -20,7 +20,7 @@ from roundpipe.core import trees
 from roundpipe.core.errors import ConfigError, DeviceMemoryError
 from roundpipe.core.layers import ChainSource, LayerChain
 from roundpipe.effects.user_code import reached_by
-from roundpipe.reports.tables import partition_table
+from roundpipe.reports.partition_table import partition_table
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, resolve
 from roundpipe.runtime.engine.builder import (
     StepBuilder,

@@ -20,11 +20,12 @@ from roundpipe.core import trees
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.schedule import Schedule
 from roundpipe.planning.evaluation import plan_peak_bytes
-from roundpipe.planning.simulated_timeline import round_alone_s, simulate_timeline
-from roundpipe.planning.simulator import HardwareProfile, simulate
+from roundpipe.planning.hardware import HardwareProfile
+from roundpipe.planning.simulated_timeline import simulate_timeline, step_alone_s
+from roundpipe.planning.simulator import simulate
 from roundpipe.planning.stage_costs import num_trained
 from roundpipe.reports.quantities import format_bytes, format_count, format_seconds
-from roundpipe.reports.tables import summary_table, worker_table
+from roundpipe.reports.tables import summary_table, table
 from roundpipe.reports.timeline import WAIT_CAUSES
 from roundpipe.runtime.config import RecomputeGrain
 from roundpipe.runtime.device.backend import Lane
@@ -208,7 +209,7 @@ class RunReport:
             ]
             for index, one in enumerate(self.workers)
         ]
-        return worker_table(headers, body)
+        return table(headers, body)
 
 
 def _counted(number: int, what: str) -> str:
@@ -368,7 +369,7 @@ def _predict(
     plans, schedule, grain = latest.plans, latest.schedule, latest.recompute_grain
     costs = plans.costs(chain, latest.elements)
     knows_memory = any(cost.activation_bytes for cost in costs)
-    profile = HardwareProfile.of_devices(engine.has_accelerators, prefetch_across_rounds=latest.overlaps)
+    profile = HardwareProfile.of_devices(engine.has_accelerators, prefetch_across_steps=latest.overlaps)
     plan_peak = None
     if knows_memory:
         plan_peak = plan_peak_bytes(schedule.plan, costs, num_workers=schedule.num_workers, recompute_grain=grain)
@@ -384,10 +385,10 @@ def _predict(
         profile = replace(profile, optimizer_bytes_per_parameter=1, optimizer_bytes_per_s=rate)
     if latest.overlaps:
         found = simulate(schedule, costs, profile, recompute_grain=grain)
-        round_s, idle = found.seconds_per_round, found.mean_idle.total
+        round_s, idle = found.seconds_per_step, found.mean_idle.total
     else:
         found, timeline = simulate_timeline(schedule, costs, profile, recompute_grain=grain)
-        round_s = round_alone_s(timeline, schedule)
+        round_s = step_alone_s(timeline, schedule)
         computed_s = sum(
             span.seconds for span in timeline.spans if span.lane == "compute" and span.args["job"] < schedule.next_job
         )

@@ -361,9 +361,7 @@ def test_a_first_plan_for_accelerators_is_chosen_by_the_simulator(monkeypatch):
     assert not profiles
     chosen = PlanChooser(2, [None], accelerators=True).plan(call)
     assert {(one.upload_bytes_per_s, one.download_bytes_per_s) for one in profiles} == {(link_bytes, link_bytes)}
-    seconds = [
-        real(make_schedule(plan, 2, 3), costs, profiles[0]).seconds_per_round for plan in (by_recurrence, chosen)
-    ]
+    seconds = [real(make_schedule(plan, 2, 3), costs, profiles[0]).seconds_per_step for plan in (by_recurrence, chosen)]
     assert seconds[1] < 0.97 * seconds[0]
     assert PlanChooser(2, [None], accelerators=True).plan(call) == chosen
 

@@ -17,8 +17,9 @@ from roundpipe.core.schedule import ExecutePlan, make_schedule
 from roundpipe.planning import planner, stage_costs
 from roundpipe.planning import search as plan_search
 from roundpipe.planning.evaluation import plan_peak_bytes, plan_seconds
+from roundpipe.planning.hardware import HardwareProfile
 from roundpipe.planning.planner import plan, plan_replicated
-from roundpipe.planning.simulator import HardwareProfile, simulate
+from roundpipe.planning.simulator import simulate
 from tests.runtime.chains import (
     PUBLISHED,
     all_plans,
@@ -274,7 +275,7 @@ def test_no_simple_plan_is_predicted_to_be_faster():
 
         def predict(one, costs=costs, machine=machine, link=link):
             profile = HardwareProfile(link, link)
-            return simulate(make_schedule(one, **machine), costs, profile, recompute_grain="layer").seconds_per_round
+            return simulate(make_schedule(one, **machine), costs, profile, recompute_grain="layer").seconds_per_step
 
         chosen = plan(costs, **machine, **limits, predict=predict, link_bytes_per_s=link)
         others = [planner.plan_greedy(costs, **machine, **limits)]
@@ -295,14 +296,14 @@ def test_a_finer_prediction_chooses_where_transfers_bind(num_workers):
     asked: dict[ExecutePlan, float] = {}
 
     def predict(one: ExecutePlan) -> float:
-        asked[one] = simulate(make_schedule(one, **machine), costs, profile).seconds_per_round
+        asked[one] = simulate(make_schedule(one, **machine), costs, profile).seconds_per_step
         return asked[one]
 
     limits = {"memory_budget_bytes": BUDGET_BYTES}
     by_compute = plan(costs, **machine, **limits)
     chosen = plan(costs, **machine, **limits, predict=predict, link_bytes_per_s=25e9)
     assert asked[chosen] == min(asked.values())
-    assert asked[chosen] < 0.95 * simulate(make_schedule(by_compute, **machine), costs, profile).seconds_per_round
+    assert asked[chosen] < 0.95 * simulate(make_schedule(by_compute, **machine), costs, profile).seconds_per_step
     assert plan_peak_bytes(chosen, costs, num_workers=num_workers) <= BUDGET_BYTES
     visits = sorted(one.num_stages * machine["num_microbatches"] for one in asked)
     likely = visits[:-3]  # up to three simple ones are asked for in any case

@@ -13,8 +13,9 @@ from roundpipe.core.errors import ConfigError, ScheduleError
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan, make_schedule
 from roundpipe.planning.evaluation import plan_peak_bytes, plan_seconds
+from roundpipe.planning.hardware import HardwareProfile
 from roundpipe.planning.planner import plan, plan_greedy
-from roundpipe.planning.simulator import HardwareProfile, simulate
+from roundpipe.planning.simulator import simulate
 from tests.runtime.chains import PUBLISHED, published_chain, random_chain
 from tests.runtime.schedule_rules import check
 
@@ -40,7 +41,7 @@ def test_without_transfers_it_is_the_recurrence():
         machine = {"num_workers": random.randint(1, 4), "num_microbatches": random.randint(1, 6)}
         chosen = plan(costs, **machine)
         found = simulate(make_schedule(chosen, **machine), costs)
-        assert found.seconds_per_round == pytest.approx(plan_seconds(chosen, costs, **machine), rel=0.01)
+        assert found.seconds_per_step == pytest.approx(plan_seconds(chosen, costs, **machine), rel=0.01)
         assert all(idle.weights == idle.activations == idle.optimizer == 0 for idle in found.idle)
 
 
@@ -69,7 +70,7 @@ def test_workers_that_a_round_leaves_idle_at_first_are_not_taken_for_steady():
         costs, chosen, machine = random_schedule(random)
         found = simulate(make_schedule(chosen, **machine), costs)
         expected_s = plan_seconds(chosen, costs, **machine)
-        assert found.seconds_per_round == pytest.approx(expected_s, rel=0.005), (chosen, machine)
+        assert found.seconds_per_step == pytest.approx(expected_s, rel=0.005), (chosen, machine)
 
 
 def test_idle_shares_are_shares_and_leave_the_time_of_the_work():
@@ -90,7 +91,7 @@ def test_idle_shares_are_shares_and_leave_the_time_of_the_work():
         work_s = sum(sum(cost.forward_s for cost in costs[start:stop]) for start, stop in times)
         work_s += sum(cost.backward_s for cost in costs)
         work_s *= machine["num_microbatches"] / machine["num_workers"]
-        assert found.seconds_per_round * (1 - found.mean_idle.total) == pytest.approx(work_s, rel=0.01)
+        assert found.seconds_per_step * (1 - found.mean_idle.total) == pytest.approx(work_s, rel=0.01)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 4])
@@ -113,7 +114,7 @@ def test_idle_time_and_work_are_all_the_time():
     found = simulate(make_schedule(PLAN, 2, 3), UNIFORM, HardwareProfile(200, 150, 400))
     work_s = 3 * (6 * 1.0 + 2 * 3.0 + 6 * 3.0) / 2
     mean_idle = sum(idle.total for idle in found.idle) / 2
-    assert work_s / found.seconds_per_round + mean_idle == pytest.approx(1.0, abs=0.02)
+    assert work_s / found.seconds_per_step + mean_idle == pytest.approx(1.0, abs=0.02)
 
 
 def test_bytes_moved_per_round():
@@ -129,7 +130,7 @@ def test_a_slow_upload_binds_and_is_named():
     bandwidth = 10.0
     found = simulate(make_schedule(PLAN, 2, 3), UNIFORM, HardwareProfile(upload_bytes_per_s=bandwidth))
     at_least_s = found.uploaded_bytes / (2 * bandwidth)
-    assert at_least_s * 0.98 <= found.seconds_per_round <= at_least_s * 1.3
+    assert at_least_s * 0.98 <= found.seconds_per_step <= at_least_s * 1.3
     assert found.mean_idle.weights > 0.5 * found.mean_idle.total > 0.1
 
 
@@ -137,13 +138,13 @@ def test_the_hosts_bandwidth_is_shared():
     schedule = make_schedule(PLAN, 2, 3)
     found = simulate(schedule, UNIFORM, HardwareProfile(host_bytes_per_s=20.0))
     at_least_s = (found.uploaded_bytes + found.downloaded_bytes) / 20.0
-    assert at_least_s * 0.98 <= found.seconds_per_round <= at_least_s * 1.3
+    assert at_least_s * 0.98 <= found.seconds_per_step <= at_least_s * 1.3
 
 
 def test_a_slow_optimizer_binds_and_is_named():
     profile = HardwareProfile(optimizer_bytes_per_s=100.0, optimizer_bytes_per_parameter=44)
     found = simulate(make_schedule(PLAN, 2, 3), UNIFORM, profile)
-    assert found.seconds_per_round == pytest.approx(44 * 50 * 8 / 100.0, rel=0.02)
+    assert found.seconds_per_step == pytest.approx(44 * 50 * 8 / 100.0, rel=0.02)
     assert sum(idle.optimizer for idle in found.idle) > 0.1
     assert all(idle.weights == idle.activations == 0 for idle in found.idle)
 
@@ -152,21 +153,21 @@ def test_an_optimizer_that_keeps_up_costs_nothing():
     profile = HardwareProfile(optimizer_bytes_per_s=1e6, optimizer_bytes_per_parameter=44)
     schedule = make_schedule(PLAN, 2, 3)
     with_step, without = simulate(schedule, UNIFORM, profile), simulate(schedule, UNIFORM)
-    assert with_step.seconds_per_round == pytest.approx(without.seconds_per_round)
+    assert with_step.seconds_per_step == pytest.approx(without.seconds_per_step)
 
 
-def test_prefetch_across_rounds_hides_the_first_upload():
+def test_prefetch_across_steps_hides_the_first_upload():
     schedule = make_schedule(PLAN, 2, 3)
     ahead = simulate(schedule, UNIFORM, HardwareProfile(40.0))
-    not_ahead = simulate(schedule, UNIFORM, HardwareProfile(40.0, prefetch_across_rounds=False))
-    assert ahead.seconds_per_round < not_ahead.seconds_per_round
+    not_ahead = simulate(schedule, UNIFORM, HardwareProfile(40.0, prefetch_across_steps=False))
+    assert ahead.seconds_per_step < not_ahead.seconds_per_step
 
 
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 def test_forward_and_backward_alone(kind):
     found = simulate(make_schedule(PLAN, 2, 3, kind=kind), UNIFORM)
     seconds = 1.0 if kind == "forward" else 3.0
-    assert found.seconds_per_round >= 3 * 8 * seconds / 2 * 0.99
+    assert found.seconds_per_step >= 3 * 8 * seconds / 2 * 0.99
 
 
 PCIE_4_X16 = 25e9
@@ -186,9 +187,9 @@ def throughput_error(name, num_workers, host_bytes_per_s=HOST_BYTES_PER_S):
     costs = [cost.scaled(tokens / num_microbatches / PUBLISHED["tokens"]) for cost in published_chain(name)]
     machine = {"num_workers": num_workers, "num_microbatches": num_microbatches}
     chosen = plan_greedy(costs, **machine, memory_budget_bytes=PUBLISHED["device_memory_bytes"])
-    found = simulate(make_schedule(chosen, **machine), costs, profile, rounds_per_step=rounds)
+    found = simulate(make_schedule(chosen, **machine), costs, profile, steps_per_update=rounds)
     measured = run["tokens_per_s"][PUBLISHED["throughput"]["num_workers"].index(num_workers)]
-    return tokens / found.seconds_per_round / measured - 1
+    return tokens / found.seconds_per_step / measured - 1
 
 
 def test_published_throughput():
@@ -225,9 +226,7 @@ def test_replicas_without_transfers_are_the_recurrence(seed):
     schedule = make_schedule(chosen, **machine, replicas=replicas)
     check(schedule)
     found = simulate(schedule, costs)
-    assert found.seconds_per_round == pytest.approx(
-        plan_seconds(chosen, costs, **machine, replicas=replicas), rel=0.002
-    )
+    assert found.seconds_per_step == pytest.approx(plan_seconds(chosen, costs, **machine, replicas=replicas), rel=0.002)
 
 
 def test_replicas_bring_weights_and_gradients_several_times():
@@ -249,11 +248,11 @@ def test_frozen_layers_are_not_updated():
 def test_rounds_that_share_a_step_share_the_optimizers_time():
     profile = HardwareProfile(optimizer_bytes_per_s=100.0, optimizer_bytes_per_parameter=44)
     schedule = make_schedule(PLAN, 2, 3)
-    found = simulate(schedule, UNIFORM, profile, rounds_per_step=4)
-    compute_s = simulate(schedule, UNIFORM).seconds_per_round
+    found = simulate(schedule, UNIFORM, profile, steps_per_update=4)
+    compute_s = simulate(schedule, UNIFORM).seconds_per_step
     assert found.optimizer_bytes == 44 * 50 * 8 / 4
     at_least_s = max(44 * 50 * 8 / 100.0 / 4, compute_s)
-    assert at_least_s * 0.999 <= found.seconds_per_round <= at_least_s * 1.1
+    assert at_least_s * 0.999 <= found.seconds_per_step <= at_least_s * 1.1
 
 
 @pytest.mark.parametrize("replicas", [None, [1, 2, 1, 1, 2, 1]])
@@ -262,14 +261,14 @@ def test_idle_causes_and_work_are_all_the_time_of_every_device(replicas):
     schedule = make_schedule(PLAN, 3, 4, replicas=replicas)
     found = simulate(schedule, UNIFORM, profile)
     work_s = 4 * (6 * 1.0 + 2 * 3.0 + 6 * 3.0) / 3
-    assert found.mean_idle.total + work_s / found.seconds_per_round == pytest.approx(1.0, abs=0.01)
+    assert found.mean_idle.total + work_s / found.seconds_per_step == pytest.approx(1.0, abs=0.01)
 
 
 def test_misuse_is_told():
     with pytest.raises(ConfigError, match="costs of 7 layers for a schedule of 8"):
         simulate(make_schedule(PLAN, 2, 3), UNIFORM[:7])
-    with pytest.raises(ConfigError, match="rounds_per_step is 0"):
-        simulate(make_schedule(PLAN, 2, 3), UNIFORM, rounds_per_step=0)
+    with pytest.raises(ConfigError, match="steps_per_update is 0"):
+        simulate(make_schedule(PLAN, 2, 3), UNIFORM, steps_per_update=0)
     with pytest.raises(ScheduleError, match="one count per stage, from 1 to 2"):
         make_schedule(PLAN, 2, 3, replicas=[3] + [1] * 5)
     with pytest.raises(ConfigError, match="upload_bytes_per_s is 0"):

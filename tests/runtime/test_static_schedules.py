@@ -62,7 +62,7 @@ def test_idle_share_of_equal_stages(kind, num_workers, num_microbatches, recompu
     expected = (num_workers - 1) / (num_microbatches + num_workers - 1)
     assert all(100 * abs(idle - expected) < 0.02 for idle in found.idle)
     work_s = (8.0 if recompute else 6.0) * num_microbatches
-    assert found.seconds_per_round == pytest.approx(work_s / (1 - expected))
+    assert found.seconds_per_step == pytest.approx(work_s / (1 - expected))
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 4])
@@ -95,7 +95,7 @@ def test_slow_links_lengthen_the_round():
     free = simulate_static("1f1b", [EVEN] * 4, **machine)
     slow = simulate_static("1f1b", [EVEN] * 4, **machine, link_bytes_per_s=2.0)
     # The first microbatch's way to the last stage and the last one's way back: three hops of a second each.
-    assert slow.seconds_per_round >= free.seconds_per_round + 6.0 - 1e-9
+    assert slow.seconds_per_step >= free.seconds_per_step + 6.0 - 1e-9
 
 
 def test_rotation_wins_over_what_the_microbatches_allow_a_static_schedule():
@@ -104,7 +104,7 @@ def test_rotation_wins_over_what_the_microbatches_allow_a_static_schedule():
     rotation_s = plan_seconds(plan(costs, **machine), costs, **machine)
     replicated = plan_replicated(costs, **machine)
     replicated_s = plan_seconds(replicated.plan, costs, **machine, replicas=replicated.replicas)
-    static_s = simulate_static("1f1b", costs, **machine).seconds_per_round
+    static_s = simulate_static("1f1b", costs, **machine).seconds_per_step
     assert max(rotation_s, replicated_s) < static_s
 
 

@@ -14,8 +14,9 @@ import roundpipe
 from roundpipe.core.errors import ClosedError, ConfigError
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan, Phase, Task, TaskKind, make_schedule
-from roundpipe.planning.simulated_timeline import round_alone_s, simulate_timeline, steady
-from roundpipe.planning.simulator import HardwareProfile, simulate
+from roundpipe.planning.hardware import HardwareProfile
+from roundpipe.planning.simulated_timeline import simulate_timeline, steady, step_alone_s
+from roundpipe.planning.simulator import simulate
 from roundpipe.reports.timeline import Span, Timeline
 from roundpipe.runtime.device.backend import Device, Lane
 from roundpipe.runtime.device.cpu import CpuBackend
@@ -408,7 +409,7 @@ def test_a_simulated_run_has_the_same_spans(workers, link):
         if span.lane == "weights":
             assert span.seconds >= span.args["bytes"] / link * (1 - 1e-9)  # values interrupt it
     assert {span.name for span in timeline.on("optimizer", "update")} >= {"optimizer step 1", "optimizer step 2"}
-    assert round_alone_s(timeline, schedule) >= max(span.end_s for span in first)
+    assert step_alone_s(timeline, schedule) >= max(span.end_s for span in first)
 
 
 def test_steady_rounds_take_what_the_simulator_says():
@@ -418,7 +419,7 @@ def test_steady_rounds_take_what_the_simulator_says():
     jobs = {span.args["job"] for span in computed(shown)}
     starts = [min(s.start_s for s in computed(shown) if s.args["job"] == job) for job in sorted(jobs)]
     length = len(schedule.jobs)
-    assert starts[length + 2] - starts[2] == pytest.approx(found.seconds_per_round, rel=1e-6)
+    assert starts[length + 2] - starts[2] == pytest.approx(found.seconds_per_step, rel=1e-6)
     assert min(starts) <= 1e-12
 
 

@@ -24,9 +24,10 @@ from roundpipe.core.errors import DeviceMemoryError
 from roundpipe.core.layers import ESTIMATED_LINK_BYTES_PER_S, LayerChain, LayerCost
 from roundpipe.core.schedule import ExecutePlan, make_schedule
 from roundpipe.planning.evaluation import plan_peak_bytes, plan_seconds
+from roundpipe.planning.hardware import HardwareProfile
 from roundpipe.planning.planner import least_seconds
 from roundpipe.planning.planner import plan as choose_plan
-from roundpipe.planning.simulator import HardwareProfile, simulate
+from roundpipe.planning.simulator import simulate
 from roundpipe.runtime.config import RECOMPUTE_GRAINS, RecomputeGrain, ResolvedConfig
 from roundpipe.runtime.device.host_memory import bytes_of
 from roundpipe.runtime.engine.step import Progress, Round
@@ -288,7 +289,7 @@ class PlanChooser:
         @functools.cache
         def seconds(plan: ExecutePlan) -> float:
             found = simulate(make_schedule(plan, workers, number), costs, profile, recompute_grain=grain)
-            return found.seconds_per_round + self._tasks_s(plan.num_stages, number)
+            return found.seconds_per_step + self._tasks_s(plan.num_stages, number)
 
         return seconds
 

@@ -32,7 +32,7 @@ class Node:
         self._num_missing = 0
 
     def after(self, others: Iterable[Node]) -> None:
-        """Waits for others; before it is added to a clock."""
+        """Waits for others; before it is added to a queue."""
         for other in others:
             if other.over_s is None:
                 other._followers.append(self)
@@ -42,9 +42,9 @@ class Node:
     def is_ready(self) -> bool:
         return self._num_missing == 0
 
-    def begin(self, clock: Clock) -> None:
+    def begin(self, queue: EventQueue) -> None:
         """All that it waits for is over."""
-        clock.finish(self)
+        queue.finish(self)
 
 
 class Op(Node):
@@ -57,11 +57,11 @@ class Op(Node):
         self.worker = worker
         self.seconds = seconds
 
-    def begin(self, clock: Clock) -> None:
-        clock.start_next(self.worker)
+    def begin(self, queue: EventQueue) -> None:
+        queue.start_next(self.worker)
 
 
-class Transfer(Node):
+class LinkTransfer(Node):
     """Bytes over a link."""
 
     __slots__ = ("bytes_left", "link", "number", "priority", "sent_s")
@@ -75,11 +75,11 @@ class Transfer(Node):
         self.sent_s: float | None = None
         """When its first byte was sent; None: it took no time, or its turn has not come."""
 
-    def begin(self, clock: Clock) -> None:
-        self.started_s = clock.now_s
-        clock.send(self)
+    def begin(self, queue: EventQueue) -> None:
+        self.started_s = queue.now_s
+        queue.send(self)
 
-    def __lt__(self, other: Transfer) -> bool:
+    def __lt__(self, other: LinkTransfer) -> bool:
         return (self.priority, self.number) < (other.priority, other.number)
 
 
@@ -92,14 +92,14 @@ class Link:
         self.bytes_per_s = bytes_per_s
         self.moved_bytes = 0.0
         """Given to it so far."""
-        self.queue: list[Transfer] = []
+        self.queue: list[LinkTransfer] = []
         self.sent_since = 0.0
         """Of the transfer at the head: since when, on the clock that runs slower where the host is the limit."""
         self.version = 0
         """Counts heads, so that the planned end of one that was interrupted is known to be out of date."""
 
 
-class Clock:
+class EventQueue:
     """Time, and all that goes on in it.
 
     Args:
@@ -163,7 +163,7 @@ class Clock:
         self._number += 1
         heapq.heappush(self._ends, (self.now_s + op.seconds, self._number, op))
 
-    def send(self, transfer: Transfer) -> None:
+    def send(self, transfer: LinkTransfer) -> None:
         """Queues a transfer whose turn on the link comes by priority; one that takes no time is over at once."""
         link = transfer.link
         link.moved_bytes += transfer.bytes_left

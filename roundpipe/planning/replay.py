@@ -1,0 +1,399 @@
+"""Steps of a schedule, one after the other, as ops, transfers and what they wait for.
+
+Every step is the same `Schedule` that the engine walks. The next one begins when the losses are known and, if an update
+by the optimizer lies between them, when the update before that is done. Each worker computes its ops in the order of
+its tasks and has one link up and one down; values that stages hand on go before weights, which go before gradients.
+All links and the optimizer share the host's memory bandwidth.
+
+Invariant: the replay ends when steps in a row are like those before them, or after a bounded number of steps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from roundpipe.core.schedule import MAX_RESIDENT_JOBS, Job, Phase, Schedule
+from roundpipe.planning.discrete_events import EventQueue, Link, LinkTransfer, Node, Op
+from roundpipe.planning.hardware import HardwareProfile
+from roundpipe.planning.host_values import values_on_host
+from roundpipe.planning.stage_costs import StageCosts, num_trained
+
+Cause = Literal["weights", "activations", "optimizer", "no_work"]
+CAUSES: tuple[Cause, ...] = ("weights", "activations", "optimizer", "no_work")
+
+Activity = Literal["recompute", "compute", "upload", "download", "kept", "weights", "gradients", "update"]
+
+_SAME = 5e-4
+"""Share of a step within which all ends of two steps must agree for the replay to be steady."""
+
+_NUM_ALIKE, _SAME_LENGTH = 12, 1e-7
+"""So many steps in a row whose lengths differ by this share are taken as steady, too."""
+
+_MAX_STEPS, _MAX_TURNS = 32, 4
+"""Steps after which a replay that is not steady is averaged: as many, and as many as the workers need for so many
+times the visits that each of them may have under way."""
+
+_MIN_STEPS, _NUM_OPS = 6, 30_000
+"""Fewer if they have many ops, since then the rotation's start counts less; but never as few as that."""
+
+
+class ReplayedActivity(NamedTuple):
+    """Something that a replay consists of; the node knows when it began and ended."""
+
+    node: Node
+    activity: Activity
+    job: Job | None
+    """None: an update."""
+    microbatch: int | None
+    num_bytes: float | None
+    """Of a transfer."""
+
+
+class ReplayedWait(NamedTuple):
+    """A time in which a worker computed nothing."""
+
+    worker: int
+    cause: Cause
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _EarlierJob:
+    """A job as the later jobs on its worker see it."""
+
+    last_op: Node
+    gradients: Node | None
+    """Their way down."""
+    gradient_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _JobInputs:
+    """What all ops of a job wait for, or take from."""
+
+    losses: Node | None
+    """Of the step before."""
+    start: Node
+    weights: Node
+    gate: Node | None
+    before: _EarlierJob | None
+    """The worker's job before."""
+
+
+class _Output(NamedTuple):
+    """A microbatch's output: when it is made, and when it is on the host."""
+
+    op: Op
+    on_host: Node
+
+
+@dataclass(slots=True)
+class ReplayedStep:
+    """One step of the replay."""
+
+    schedule: Schedule
+    start: Node = field(default_factory=Node)
+    losses: Node = field(default_factory=Node)
+    ends: list[Node] = field(default_factory=list)
+    """Of each job's compute, then of everything else that must be as before in a steady step."""
+    uploads: dict[int, list[Node]] = field(default_factory=dict)
+    """Per layer, those of its weights."""
+    lost_s: list[dict[Cause, float]] = field(default_factory=list)
+    """Per job, what its ops waited."""
+    moved_bytes: tuple[float, ...] = ()
+    """Up, down and by the optimizer, until its end."""
+    relative_ends_s: list[float] = field(default_factory=list)
+    """All ends, from the last job's on, once it is over."""
+
+    @property
+    def end_s(self) -> float:
+        """When its last job was done."""
+        end_s = self.ends[len(self.schedule.jobs) - 1].over_s
+        assert end_s is not None
+        return end_s
+
+
+class StepReplay:
+    """Steps of a schedule, until some in a row are like those before them.
+
+    One alone says nothing where a step has fewer jobs than there are workers: the first ones find idle workers.
+    With ``record``, ``activities`` and ``waits`` are kept.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        costs: StageCosts,
+        profile: HardwareProfile,
+        steps_per_update: int,
+        record: bool = False,
+    ) -> None:
+        self.schedule = schedule
+        self.steps_per_update = steps_per_update
+        self.record = record
+        self.activities: list[ReplayedActivity] = []
+        self.waits: list[ReplayedWait] = []
+        self._costs = costs
+        self._profile = profile
+        num_workers = schedule.num_workers
+        self._queue = EventQueue(num_workers, profile.host_bytes_per_s)
+        self._up = [Link(profile.upload_bytes_per_s) for _ in range(num_workers)]
+        self._down = [Link(profile.download_bytes_per_s) for _ in range(num_workers)]
+        self._optimizer = Link(profile.optimizer_bytes_per_s)
+        phases = {Phase.FORWARD: costs.forward, Phase.FUSED: costs.fused, Phase.BACKWARD: costs.backward}
+        self.stages = [phases[job.phase](job.start, job.stop) for job in schedule.jobs]
+        self._on_host = values_on_host(schedule, costs)
+        trained = sum(num_trained(cost) for cost in costs.layers) if schedule.kind == "train" else 0
+        self._update_bytes = trained * profile.optimizer_bytes_per_parameter
+        self._updates: list[Node] = []
+        self._gradients: list[Node] = []
+        """Those that the next update waits for."""
+        self._earlier: list[deque[_EarlierJob]] = [deque(maxlen=2) for _ in range(num_workers)]
+        self._recent_ops: list[deque[Node]] = [deque(maxlen=profile.inputs_ahead + 1) for _ in range(num_workers)]
+        self._free_s = [0.0] * num_workers
+        self.job_bytes = [0] * len(schedule.jobs)
+        """Most that a worker held beside weights while it ran the job."""
+        self._carried_bytes = self.peak_carried_bytes = 0
+        self._num_steps = 0
+        num_ops = sum(len(schedule.microbatches(job)) for job in schedule.jobs)
+        self._num_in_a_row = -(-MAX_RESIDENT_JOBS * num_workers // len(schedule.jobs))
+        """Steps with all the visits that workers may have under way; what follows depends on them."""
+        most = max(_MAX_STEPS, _MAX_TURNS * self._num_in_a_row)
+        self._max_steps = max(_MIN_STEPS, 2 * steps_per_update + 2, min(most, _NUM_OPS // num_ops))
+        self._unfinished: deque[ReplayedStep] = deque()
+        self.over: list[ReplayedStep] = []
+        self.age = 0
+        """How many steps before the last ones there were ones like them; 0: not steady yet."""
+        self._num_alike: dict[int, int] = {}
+        """Per age, how many of the last steps in a row were like those so many steps before them."""
+
+    def run(self) -> None:
+        """Plays them."""
+        self._add_step(None)
+        while not self.age and self._queue.advance():
+            pass
+
+    # ------------------------------------------------------------------------------------ adding
+
+    def _add_step(self, before: ReplayedStep | None) -> None:
+        """Adds a step; when it begins, it adds the one behind it, whose first weights may come up meanwhile."""
+        schedule = self.schedule if before is None else before.schedule.following()
+        step = ReplayedStep(schedule)
+        self._unfinished.append(step)
+        self._num_steps += 1
+        follows_update = self._update_bytes > 0 and (self._num_steps - 1) % self.steps_per_update == 0
+        updated = self._updates[-2:-1] if follows_update else []  # an update waits for the update before
+        if self._num_steps < self._max_steps:
+            step.start.then = lambda: self._add_step(step)
+        outputs: dict[int, _Output] = {}
+        losses: list[Node] = []
+        others: list[Node] = []
+        for position, job in enumerate(schedule.jobs):
+            if job.replica == 0:
+                inputs, outputs = outputs, {}
+            earlier = self._earlier[job.worker]
+            gate = self._add_gate(job, before, updated) if before is not None and follows_update else None
+            weights = self._add_weights(step, position, gate)
+            losses_before = None if before is None else before.losses
+            source = _JobInputs(losses_before, step.start, weights, gate, earlier[-1] if earlier else None)
+            last = self._add_ops(step, position, source, inputs, outputs)
+            step.ends.append(last)
+            is_last = job.index >= schedule.next_job - job.num_replicas
+            if job.phase is Phase.FUSED or (schedule.kind != "train" and is_last):
+                losses.append(last)
+            gradients, gradient_bytes = None, self.stages[position].gradient_bytes
+            if gradient_bytes:
+                gradients = self._add_transfer("gradients", self._down[job.worker], gradient_bytes, job, None, 2, last)
+                others.append(gradients)
+            earlier.append(_EarlierJob(last, gradients, gradient_bytes))
+        self._queue.add(step.losses, *losses)
+        self._gradients += others
+        if self._update_bytes and self._num_steps % self.steps_per_update == 0:
+            waits = (*self._gradients, *self._updates[-1:])
+            update = self._add_transfer("update", self._optimizer, self._update_bytes, None, None, 0, *waits)
+            self._updates.append(update)
+            self._gradients = []
+            others.append(update)
+        step.ends += others
+        self._queue.add(Node(lambda: self._note_moved(step)), step.ends[len(schedule.jobs) - 1])
+        self._queue.add(Node(self._finish), *step.ends)
+        self._queue.add(step.start, *([] if before is None else [before.losses, *updated]))
+
+    def _add_transfer(
+        self,
+        activity: Activity,
+        link: Link,
+        num_bytes: int,
+        job: Job | None,
+        microbatch: int | None,
+        priority: int,
+        *after: Node,
+    ) -> LinkTransfer:
+        transfer = LinkTransfer(link, num_bytes, priority)
+        if self.record:
+            self.activities.append(ReplayedActivity(transfer, activity, job, microbatch, num_bytes))
+        self._queue.add(transfer, *after)
+        return transfer
+
+    def _add_gate(self, job: Job, before: ReplayedStep, updated: Sequence[Node]) -> Node | None:
+        """When an update's weights are copied in: it is done, and the step before has read the old ones."""
+        layers = [layer for layer in job.layers if self._costs.layers[layer].gradient_bytes]
+        if not layers:
+            return None
+        gate = Node()
+        self._queue.add(gate, *updated, *(upload for layer in layers for upload in before.uploads[layer]))
+        return gate
+
+    def _add_weights(self, step: ReplayedStep, position: int, gate: Node | None) -> Node:
+        """The upload of a job's weights, into the memory of the worker's visit before last."""
+        job = step.schedule.jobs[position]
+        earlier = list(self._earlier[job.worker])
+        waits = [] if gate is None else [gate]
+        is_first = position < step.schedule.num_workers
+        if is_first:  # a step's weights are asked for when it is made, with the losses of the step before
+            waits.append(step.start)
+        if not is_first or self._profile.prefetch_across_steps:
+            earlier = earlier[:-1] if len(earlier) == 2 else []
+        for visit in earlier:
+            waits += [visit.last_op, *([visit.gradients] if visit.gradients is not None else [])]
+        weight_bytes = self.stages[position].weight_bytes
+        weights = self._add_transfer("weights", self._up[job.worker], weight_bytes, job, None, 1, *waits)
+        for layer in job.layers:
+            step.uploads.setdefault(layer, []).append(weights)
+        return weights
+
+    def _add_ops(
+        self,
+        step: ReplayedStep,
+        position: int,
+        source: _JobInputs,
+        inputs: dict[int, _Output],
+        outputs: dict[int, _Output],
+    ) -> Op:
+        """A job's microbatches: values come up, they run, outputs go down; returns the last op."""
+        job, stage, layers = step.schedule.jobs[position], self.stages[position], self._costs.layers
+        carry_in = layers[job.start - 1].carry_bytes if job.start else 0
+        carry_out = layers[job.stop - 1].carry_bytes
+        is_backward = job.phase is Phase.BACKWARD
+        read_bytes, written_bytes = (carry_out, carry_in) if is_backward else (carry_in, carry_out)
+        if job.phase is Phase.FUSED:
+            written_bytes = carry_in
+        kept_bytes = self._on_host[position].kept_bytes
+        up, down, recent = self._up[job.worker], self._down[job.worker], self._recent_ops[job.worker]
+        lost: dict[Cause, float] = dict.fromkeys(CAUSES, 0.0)
+        step.lost_s.append(lost)
+
+        def add(seconds: float, values: Node, made_by: Node | None, is_last: bool) -> Op:
+            op = Op(job.worker, seconds)
+            if self.record:
+                activity: Activity = "compute" if is_last else "recompute"
+                self.activities.append(ReplayedActivity(op, activity, job, microbatch, None))
+            waited = () if made_by is source.losses else (values,)
+            op.then = lambda: self._book(op, position if is_last else -1, lost, source, made_by, waited)
+            self._queue.add(op, source.weights, values)
+            recent.append(op)
+            return op
+
+        def bring(num_bytes: int, *after: Node) -> Node:
+            is_free = (recent[0],) if len(recent) == recent.maxlen else ()
+            return self._add_transfer("upload", up, num_bytes, job, microbatch, 0, *after, *is_free)
+
+        op: Op | None = None
+        for microbatch in step.schedule.microbatches(job):
+            before = inputs.get(microbatch)
+            arrived = source.start if before is None else before.on_host
+            made_by = source.losses if before is None else before.op
+            if is_backward and self._profile.inputs_ahead:
+                saved, incoming = bring(carry_in), bring(read_bytes, arrived)
+                add(stage.early_s, saved, None, is_last=False)
+            elif is_backward:
+                add(stage.early_s, bring(carry_in), None, is_last=False)
+                incoming = bring(read_bytes, arrived)
+            else:
+                incoming = bring(read_bytes, arrived)
+            op = add(stage.seconds - stage.early_s, incoming, made_by, is_last=True)
+            on_host = self._add_transfer("download", down, written_bytes, job, microbatch, 0, op)
+            outputs[microbatch] = _Output(op, on_host)
+            if kept_bytes:
+                self._add_transfer("kept", down, kept_bytes, job, microbatch, 1, op)
+        assert op is not None
+        return op
+
+    # ----------------------------------------------------------------------------------- booking
+
+    def _book(
+        self,
+        op: Op,
+        position: int,
+        lost: dict[Cause, float],
+        source: _JobInputs,
+        made_by: Node | None,
+        inputs: tuple[Node, ...],
+    ) -> None:
+        """Notes what an op that is over had waited for; at the end of a microbatch also what was held meanwhile."""
+        since = self._free_s[op.worker]
+        self._free_s[op.worker] = self._queue.now_s
+        if op.started_s > since:
+            gates = [source.gate] if inputs or made_by is None else [source.gate, source.start]
+            marks: tuple[tuple[Cause, Sequence[Node | None]], ...] = (
+                ("no_work", (made_by,)),
+                ("activations", inputs),
+                ("optimizer", gates),
+                ("weights", (source.weights,)),
+            )
+            for cause, nodes in marks:
+                until = max((node.over_s or 0.0 for node in nodes if node is not None), default=0.0)
+                if until > since:
+                    lost[cause] += until - since
+                    if self.record:
+                        self.waits.append(ReplayedWait(op.worker, cause, since, until))
+                    since = until
+        if position < 0:
+            return
+        stage, before, values = self.stages[position], source.before, self._on_host[position]
+        held_bytes = stage.gradient_bytes + stage.working_bytes
+        if before is not None and before.gradients is not None and self._profile.gradients_stay:
+            down_s = before.gradients.over_s
+            if down_s is None or down_s > op.started_s:
+                held_bytes += before.gradient_bytes
+        self.job_bytes[position] = max(self.job_bytes[position], held_bytes)
+        self._carried_bytes += values.born_bytes
+        self.peak_carried_bytes = max(self.peak_carried_bytes, self._carried_bytes)
+        self._carried_bytes -= values.freed_bytes
+
+    def _note_moved(self, step: ReplayedStep) -> None:
+        links = (self._up, self._down, [self._optimizer])
+        step.moved_bytes = tuple(sum(link.moved_bytes for link in group) for group in links)
+
+    def _finish(self) -> None:
+        while self._unfinished and all(node.over_s is not None for node in self._unfinished[0].ends):
+            self._look_at(self._unfinished.popleft())
+
+    def _look_at(self, step: ReplayedStep) -> None:
+        """Is a step that is over like an earlier one?"""
+        self.over.append(step)
+        step.uploads.clear()
+        end_s = step.end_s
+        step.relative_ends_s = [(node.over_s or 0.0) - end_s for node in (*step.ends, step.start, step.losses)]
+        if self.age:
+            return
+        ends_s, stride = step.relative_ends_s, self.steps_per_update
+        for age in range(stride, len(self.over), stride):
+            old = self.over[-1 - age]
+            within_s = _SAME * (end_s - old.end_s) / age
+            is_like = all(abs(now - then) <= within_s for now, then in zip(ends_s, old.relative_ends_s, strict=True))
+            self._num_alike[age] = self._num_alike.get(age, 0) + 1 if is_like else 0
+            if self._num_alike[age] >= self._num_in_a_row:
+                self.age = age
+                return
+        num_alike = max(_NUM_ALIKE, 2 * self._num_in_a_row)
+        past = [earlier.end_s for earlier in self.over[::-stride][: num_alike + 1]]
+        if len(past) > num_alike:  # some ends may drift where nothing depends on them
+            gains = [now - then for now, then in pairwise(past)]
+            if max(gains) - min(gains) <= _SAME_LENGTH * max(gains):
+                self.age = stride

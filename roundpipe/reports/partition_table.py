@@ -1,0 +1,262 @@
+"""What a chain of layers covers and weighs, and how a plan cuts it into stages, as tables.
+
+Invariant: a table's totals are those of all its rows; folding repeated rows never changes them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from roundpipe.core.balance import imbalance
+from roundpipe.core.layers import LayerChain, LayerCost, LayerSpec
+from roundpipe.core.schedule import ExecutePlan
+from roundpipe.reports.quantities import counted, format_bytes, format_count
+from roundpipe.reports.tables import repetitions, table
+
+MAX_NAMES_IN_FULL = 3
+MIN_REPEATS = 3
+"""Rows are folded from this many on; two alike are read faster than one folded."""
+MAX_PERIOD = 4
+"""Longest sequence of unlike rows whose repetition is folded (such as attention, mlp, attention, mlp)."""
+
+_NOTHING = "-"
+_FLOP_UNITS = ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "KFLOP"))
+"""One for a whole column: the largest that its largest number reaches."""
+
+
+def layer_table(chain: LayerChain, *, measured: Sequence[LayerCost] | None = None) -> str:
+    """A table with one row per layer, repeated layers folded into one, and the totals.
+
+    Args:
+        chain: the layers with their specs and costs.
+        measured: costs with measured seconds, one per layer, which are shown in place of FLOPs; None: there are none.
+
+    Returns:
+        The table, without a newline at the end. The rows of folded layers show one layer's sizes.
+    """
+    rows = []
+    for index, (spec, cost) in enumerate(zip(chain.specs, chain.costs if measured is None else measured, strict=True)):
+        covers = _covers(spec)
+        rows.append(_Row(str(index), covers, covers, ("L", _pattern(covers), *_sizes(cost)), cost))
+    return _cost_table("layer", rows, "total", measured is not None)
+
+
+def stage_table(chain: LayerChain, plan: ExecutePlan, *, measured: Sequence[LayerCost] | None = None) -> str:
+    """A table with one row per stage: F forward only, U fused, B recomputation and backward.
+
+    Args:
+        chain: the layers with their specs and costs.
+        plan: the stages, as ranges over the chain's layers.
+        measured: costs with measured seconds, one per layer, which are shown in place of FLOPs; None: there are none.
+
+    Returns:
+        The table, without a newline at the end. Weights are what each visit uploads, so the total
+        is what one step uploads; compute is per microbatch and includes recomputation.
+    """
+    costs = chain.costs if measured is None else measured
+    rows = []
+    for label, (start, stop) in plan.named_stages():
+        phase = label[0]
+        cut = stop - 1 if phase == "F" else start - 1  # backward hands on the gradient of the cut in front
+        carry_bytes = costs[cut].carry_bytes if cut >= 0 else 0
+        cost = _sum(costs[start:stop], backward=phase != "F", carry_bytes=carry_bytes)
+        first, last = _covers(chain.specs[start]), _covers(chain.specs[stop - 1])
+        key = (phase, stop - start, _pattern(first), _pattern(last), *_sizes(cost))
+        rows.append(_Row(label, first, last, key, cost))
+    return _cost_table("stage", rows, "round", measured is not None)
+
+
+def partition_table(
+    chain: LayerChain, plan: ExecutePlan | None = None, *, title: str = "", measured: Sequence[LayerCost] | None = None
+) -> str:
+    """What a model was cut into: its layers and, with a plan, its stages.
+
+    Args:
+        chain: the layers with their specs and costs.
+        plan: the stages; None shows the layers alone.
+        title: the first line's subject, such as the model's name.
+        measured: costs with measured seconds, one per layer, which are shown in place of FLOPs; None: there are none.
+
+    Returns:
+        A headline and one or two tables, without a newline at the end.
+    """
+    num_parameters = sum(parameter.numel() for parameter in chain.parameters())  # shared ones once
+    parts = [counted(len(chain.specs), "layer")]
+    if plan is not None:
+        parts.append(f"{counted(plan.num_stages, 'stage')} in a round")
+    parts.append(f"{format_count(num_parameters)} parameters")
+    if num_parameters < sum(cost.num_parameters for cost in chain.costs):
+        parts[-1] += " (shared ones counted once)"
+    what = "compute and bytes" if measured is None else "measured seconds"
+    if chain.example_elements:
+        parts.append(f"{what} for {chain.example_elements:,} input elements")
+    elif measured is not None:
+        parts.append(what)
+    headline = (f"{title}: " if title else "") + ", ".join(parts)
+    tables = [layer_table(chain, measured=measured)]
+    if plan is not None:
+        tables.append(stage_table(chain, plan, measured=measured))
+    return "\n\n".join((headline, *tables))
+
+
+def explain_table(chain: LayerChain | None, opaque: Mapping[str, str]) -> str:
+    """What was traced, and which modules stayed opaque and why.
+
+    Args:
+        chain: the layers, or None when the model could not be traced at all.
+        opaque: qualified module name, ``""`` for the model itself, to the reason.
+
+    Returns:
+        A sentence, and tables where there is something to list.
+    """
+    if chain is None:
+        parts = ["The model's own forward could not be traced, so it is not cut."]
+    elif opaque:
+        parts = [f"Traced into {len(chain.specs)} layers; {len(opaque)} of its modules stayed whole."]
+    else:
+        parts = [f"Traced into {len(chain.specs)} layers; nothing stayed opaque."]
+    if opaque:
+        rows = [(name or "(the model)", reason) for name, reason in opaque.items()]
+        parts.append(table(("module", "why"), rows, text_columns=2))
+    if chain is not None:
+        parts.append(layer_table(chain))
+    return "\n\n".join(parts)
+
+
+# ---------------------------------------------------------------------------------- rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One layer or stage; ``key`` says which neighbours it may be folded with."""
+
+    label: str
+    first: str
+    """What the first of its layers covers."""
+    last: str
+    """What the last of its layers covers."""
+    key: tuple[object, ...]
+    cost: LayerCost
+    """Of a stage: the sums over its layers, and the bytes of the cut that it hands on to the next job."""
+    count: int = 1
+    """How many alike rows it stands for."""
+
+    @property
+    def covers(self) -> str:
+        return _span(self.first, self.last) + (f" ({self.count}x)" if self.count > 1 else "")
+
+
+def _covers(spec: LayerSpec) -> str:
+    """The modules of a layer: its name where that says it all, otherwise the first and the last."""
+    names = spec.module_names
+    if not names or all(name == spec.name or name.startswith(spec.name + ".") for name in names):
+        return spec.name or "(whole model)"
+    if len(names) <= MAX_NAMES_IN_FULL:
+        return ", ".join(names)
+    return f"{names[0]} .. {names[-1]} ({len(names)} modules)"
+
+
+def _span(first: str, last: str) -> str:
+    return first if first == last else f"{first} .. {last}"
+
+
+def _pattern(text: str) -> str:
+    """A name without its numbers, equal for the blocks of a stack."""
+    return re.sub(r"\d+", "#", text)
+
+
+def _sizes(cost: LayerCost) -> tuple[int, ...]:
+    """What repeated layers have in common; seconds are left out, since measured ones never repeat."""
+    flops = (cost.forward_flops, cost.backward_flops)
+    return (*flops, cost.num_parameters, cost.weight_bytes, cost.carry_bytes)
+
+
+def _sum(costs: Sequence[LayerCost], *, backward: bool = True, carry_bytes: int = 0) -> LayerCost:
+    """The cost of layers run in one visit: a forward, which a backward stage recomputes, and maybe a backward."""
+    return LayerCost(
+        forward_s=sum(cost.forward_s for cost in costs),
+        backward_s=sum(cost.backward_s for cost in costs) * backward,
+        forward_flops=sum(cost.forward_flops for cost in costs),
+        backward_flops=sum(cost.backward_flops for cost in costs) * backward,
+        num_parameters=sum(cost.num_parameters for cost in costs),
+        weight_bytes=sum(cost.weight_bytes for cost in costs),
+        carry_bytes=carry_bytes,
+    )
+
+
+def _fold(rows: Sequence[_Row]) -> list[_Row]:
+    """The rows to show; a repeated sequence becomes one period of it."""
+    keys = [row.key for row in rows]
+    return [
+        _folded_row(rows[start + offset : start + period * repeats : period])
+        for start, period, repeats in repetitions(keys, max_period=MAX_PERIOD, min_repeats=MIN_REPEATS)
+        for offset in range(period)
+    ]
+
+
+def _folded_row(alike: Sequence[_Row]) -> _Row:
+    """One row for several: first and last name, the sizes of each, the mean of their seconds."""
+    count = len(alike)
+    cost = replace(
+        alike[0].cost,
+        forward_s=sum(row.cost.forward_s for row in alike) / count,
+        backward_s=sum(row.cost.backward_s for row in alike) / count,
+    )
+    # Backward stages come deepest first, names are given in the order of the layers.
+    first, last = (alike[0], alike[-1]) if alike[0].key[0] != "B" else (alike[-1], alike[0])
+    label = _span(alike[0].label, alike[-1].label)
+    return replace(alike[0], label=label, first=first.first, last=last.last, cost=cost, count=count)
+
+
+# ---------------------------------------------------------------------------------- cells
+
+
+def _cost_table(first: str, rows: Sequence[_Row], total_label: str, measured: bool) -> str:
+    """The folded rows and, below a rule, their total."""
+    covers = f"balance (heaviest / mean) {_balance(rows):.2f}" if rows else ""
+    total = _Row(total_label, covers, covers, (), _sum([row.cost for row in rows]))
+    shown = (*_fold(rows), total)
+    compute = _compute_columns(shown, measured)
+    headers = [first, "covers", "parameters", "weights", *(title for title, _ in compute), "carries"]
+    body = [
+        [
+            row.label,
+            row.covers,
+            format_count(row.cost.num_parameters) if row.cost.num_parameters else _NOTHING,
+            format_bytes(row.cost.weight_bytes) if row.cost.weight_bytes else _NOTHING,
+            *(cell(row.cost) for _, cell in compute),
+            format_bytes(row.cost.carry_bytes) if row.cost.carry_bytes else _NOTHING,
+        ]
+        for row in shown
+    ]
+    lines = table(headers, body, text_columns=2).splitlines()
+    return "\n".join((*lines[:-1], lines[1], lines[-1]))
+
+
+def _compute_columns(rows: Sequence[_Row], measured: bool) -> list[tuple[str, Callable[[LayerCost], str]]]:
+    if measured:
+        return [
+            ("forward ms", lambda cost: f"{cost.forward_s * 1e3:.2f}"),
+            ("backward ms", lambda cost: f"{cost.backward_s * 1e3:.2f}" if cost.backward_s else _NOTHING),
+        ]
+    heaviest = max(max(row.cost.forward_flops, row.cost.backward_flops) for row in rows)
+    scale, unit = next(((scale, unit) for scale, unit in _FLOP_UNITS if heaviest >= scale), _FLOP_UNITS[-1])
+
+    def cell(flops: int) -> str:
+        value = flops / scale
+        return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if flops else _NOTHING
+
+    return [
+        (f"forward {unit}", lambda cost: cell(cost.forward_flops)),
+        (f"backward {unit}", lambda cost: cell(cost.backward_flops)),
+    ]
+
+
+def _balance(rows: Sequence[_Row]) -> float:
+    """Heaviest over mean: by seconds where there are any, otherwise by weight bytes."""
+    work = [row.cost.forward_s + row.cost.backward_s for row in rows]
+    if not any(work):
+        work = [float(row.cost.weight_bytes) for row in rows]
+    return imbalance(work, [(index, index + 1) for index in range(len(work))])
