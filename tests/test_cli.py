@@ -494,10 +494,10 @@ def test_the_plan_is_the_one_that_runs(tiny: Path) -> None:
     devices = [roundpipe.Device("cpu", memory_bytes=on.budget_bytes)] * 2
     inputs = target.kwargs_for(6)
     with roundpipe.compile(real, example_kwargs=inputs, devices=devices) as pipe:
-        pipe._runner.maker.plans = PlanChooser(2, [on.budget_bytes], accelerators=True)  # forecasts are for those
+        pipe._runner.builder.plans = PlanChooser(2, [on.budget_bytes], accelerators=True)  # forecasts are for those
         table = pipe.partition_table()
         pipe.forward_backward(input_kwargs=inputs, loss_fn=lambda out, _: out.loss)
-        assert pipe._runner.maker.last_plan == found.plan
+        assert pipe._runner.builder.last_plan == found.plan
         assert pipe.partition_table() == table
         assert pipe._runner.last_chain.specs == found.chain.specs
 

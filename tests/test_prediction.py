@@ -38,7 +38,7 @@ def test_peak_of_a_compiled_model(num_workers: int, grain: Any) -> None:
             inputs = {"input_ids": ids, "labels": ids}
             pipe.forward_backward(input_kwargs=inputs, loss_fn=lambda outputs, label: outputs.loss)
         pipe.synchronize()
-        plan, chain = pipe._runner.maker.last_plan, pipe._runner.source.latest
+        plan, chain = pipe._runner.builder.last_plan, pipe._runner.source.latest
         measured = pipe.peak_device_bytes()
     assert plan is not None and chain is not None
     costs = [cost.scaled(2 * 48 / chain.example_elements) for cost in chain.costs]

@@ -12,6 +12,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 from roundpipe.core.errors import ClosedError
 
@@ -32,7 +33,7 @@ class TaskThread:
     def __init__(self, name: str, on_error: Callable[[BaseException], None] | None = None) -> None:
         self.name = name
         self._on_error = None if on_error is None else weakref.WeakMethod(on_error)
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
         self._finalizer = weakref.finalize(self, self._inbox.put, None)
@@ -42,8 +43,8 @@ class TaskThread:
         """Whether the calling code runs in this thread."""
         return self._thread is threading.current_thread()
 
-    def submit(self, work: Callable[[], None]) -> None:
-        """Run ``work`` in the thread after all that was submitted before.
+    def submit(self, work: Callable[..., object], *args: Any) -> None:
+        """Run ``work(*args)`` in the thread after all that was submitted before.
 
         Raises:
             ClosedError: the worker was closed.
@@ -55,7 +56,7 @@ class TaskThread:
                 target=_serve, args=(self._inbox, self._on_error), name=self.name, daemon=True
             )
             self._thread.start()
-        self._inbox.put(work)
+        self._inbox.put((work, args))
 
     def close(self) -> None:
         """End the thread once it has run all that was submitted; safe to call twice."""
@@ -67,18 +68,18 @@ class TaskThread:
 
 
 def _serve(
-    inbox: queue.SimpleQueue[Callable[[], None] | None],
+    inbox: queue.SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]] | None],
     on_error: weakref.WeakMethod[Callable[[BaseException], None]] | None,
 ) -> None:
     while True:
         try:
-            if (work := inbox.get()) is None:
+            if (item := inbox.get()) is None:
                 return
-            work()
+            item[0](*item[1])
         except BaseException as error:
             _tell(error, on_error)
         finally:
-            work = None
+            item = None
 
 
 def _tell(error: BaseException, on_error: weakref.WeakMethod[Callable[[BaseException], None]] | None) -> None:

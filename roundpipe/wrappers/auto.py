@@ -17,7 +17,7 @@ from roundpipe.core.modes import autocast_as_on_accelerator
 from roundpipe.reports.partition_table import partition_table
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, microbatch_count, resolve
 from roundpipe.runtime.engine.builder import sum_losses
-from roundpipe.runtime.engine.stage import LossFunction
+from roundpipe.runtime.engine.step import LossFunction
 from roundpipe.runtime.microbatch import split as microbatch
 from roundpipe.wrappers.calls import flow_back
 from roundpipe.wrappers.host_tree import HostTree

@@ -22,20 +22,11 @@ from roundpipe.core.layers import ChainSource, LayerChain
 from roundpipe.effects.user_code import reached_by
 from roundpipe.reports.partition_table import partition_table
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, resolve
-from roundpipe.runtime.engine.builder import (
-    StepBuilder,
-    finished,
-    input_gradients,
-    input_tensors,
-    label_tensors,
-    sum_losses,
-)
+from roundpipe.runtime.engine.builder import StepBuilder, sum_losses
 from roundpipe.runtime.engine.plan_choice import Call
-from roundpipe.runtime.engine.stage import LossFunction
-from roundpipe.runtime.engine.step import HostValue, Round
+from roundpipe.runtime.engine.step import LossFunction
 from roundpipe.runtime.microbatch import split as microbatch
-from roundpipe.runtime.weights.replica import FrozenLayers
-from roundpipe.wrappers import autograd
+from roundpipe.wrappers.forward_call import run_forward
 from roundpipe.wrappers.model_view import ModelView
 from roundpipe.wrappers.run_report import LatestRound, RunLog
 from roundpipe.wrappers.session import Session
@@ -105,7 +96,7 @@ class ChainRunner:
         self.log = log
         self.make_fallback = make_fallback
         self.fallback: Runner | None = None
-        self.maker = StepBuilder(session.engine)
+        self.builder = StepBuilder(session.engine, session.host, session.optimizer)
         self.last_chain: LayerChain | None = None
 
     @property
@@ -122,7 +113,7 @@ class ChainRunner:
             options = options if pieces is None else pieces.kept_in(options, config)
             result = self._fall_back().forward(args, kwargs, options)
         else:
-            outputs = [output for call in calls for output in self._forward_call(call)]
+            outputs = [output for call in calls for output in run_forward(self.session, self.builder, call)]
             self.session.optimizer.raise_pending()
             result = microbatch.merge(outputs, config)
         self._note_call(args, kwargs, config)
@@ -141,10 +132,6 @@ class ChainRunner:
         session = self.session
         session.begin_call()
         config = self._resolve(options)
-        losses: list[Any] = []
-        outputs: list[Any] = []
-        arguments: list[tuple[int, str, int, torch.Tensor]] = []
-        gradients: list[torch.Tensor | None] = []
         calls, pieces = self._calls(args, kwargs, label, config)
         if calls is None:
             options = options if pieces is None else pieces.kept_in(options, config)
@@ -155,29 +142,31 @@ class ChainRunner:
         if alone:
             for gate in (session.gates.weights, session.gates.gradients):
                 gate.wait(self.model.parameters(), f"a loss_fn that reads weights of {self.name}")
+        losses: list[Any] = []
+        outputs: list[Any] = []
+        inputs: list[torch.Tensor] = []
+        gradients: list[torch.Tensor | None] = []
         for call in calls:
-            made = self.maker.train_round(call, loss_fn, return_outputs)
-            inputs = [*input_tensors(made.values), *label_tensors(made.labels)]
-            # generators are shared with the caller, who may draw as soon as the call returns
-            draws = made.around.preserve_rng_state
-            made.may_outlive_call = session.optimizer.is_async and not (inputs or draws or alone)
+            may_overlap = session.optimizer.is_async and not alone
+            spec, values = self.builder.train_step(call, loss_fn, return_outputs, may_overlap=may_overlap)
             if self.log is not None:
                 self.log.latest = LatestRound(
-                    made.schedule,
+                    spec.schedule,
                     weakref.ref(call.chain),
                     call.elements(),
                     config.recompute_grain,
-                    made.may_outlive_call,
-                    self.maker.plans,
+                    spec.may_outlive_call,
+                    self.builder.plans,
                 )
-            self._run(made)
-            losses += finished(made.losses)
-            outputs += finished(made.outputs)
-            arguments += inputs
-            gradients += input_gradients(made, inputs)
+            step = session.engine.run(spec, values)
+            self.builder.plans.learn_from(spec.times, call)
+            losses += step.take_losses()
+            outputs += step.take_outputs()
+            inputs += [item.tensor for item in spec.inputs]
+            gradients += step.input_gradients()
         session.optimizer.end_call()
-        # once, since all rounds' arguments may be pieces of one graph
-        flow_back([tensor for *_, tensor in arguments], gradients)
+        # once, since all steps' arguments may be pieces of one graph
+        flow_back(inputs, gradients)
         session.engine.raise_pending()
         session.optimizer.raise_pending()
         total = sum_losses(losses)
@@ -186,7 +175,7 @@ class ChainRunner:
 
     def update_begun(self) -> None:
         """The optimizer was given an update: measured times may change plans."""
-        self.maker.plans.step_made()
+        self.builder.plans.step_made()
 
     def partition_table(self) -> str:
         """The layers and the stages as a table: those of the latest call, else those of a call like the example."""
@@ -195,11 +184,11 @@ class ChainRunner:
             return self.fallback.partition_table()
         if chain is None:
             return f"{self.name}: not traced yet; the first call traces it, or give compile(example_kwargs=...)"
-        plan = self.maker.last_plan
+        plan = self.builder.last_plan
         if self.last_chain is None:
             with contextlib.suppress(DeviceMemoryError):  # the call will say so; the layers can be shown
-                plan = self.maker.plans.plan(Call.like_example(chain, self._resolve(None)))
-        return partition_table(chain, plan, title=self.name, measured=self.maker.plans.measured(chain))
+                plan = self.builder.plans.plan(Call.like_example(chain, self._resolve(None)))
+        return partition_table(chain, plan, title=self.name, measured=self.builder.plans.measured(chain))
 
     def _resolve(self, options: RoundPipeRunConfig | None) -> ResolvedConfig:
         return resolve(options, self.config, num_devices=self.session.engine.num_workers)
@@ -226,7 +215,7 @@ class ChainRunner:
         if config.auto:
             elements = sum(tensor.numel() for tensor in trees.tensors([args, kwargs]))
             samples = microbatch.batch_size(args, kwargs, config)
-            config = self.maker.plans.settle(config, self.last_chain or self.source.latest, samples, elements)
+            config = self.builder.plans.settle(config, self.last_chain or self.source.latest, samples, elements)
         pieces = microbatch.split(args, kwargs, label, config)
         calls: list[Call] = []
         for one_args, one_kwargs, one_label, events in zip(
@@ -252,72 +241,6 @@ class ChainRunner:
         tensors = {id(one) for one in reached if isinstance(one, torch.Tensor)}
         tensors |= {id(weight) for one in reached if isinstance(one, nn.Module) for weight in one.parameters()}
         return bool(tensors) and any(id(weight) in tensors for weight in self.model.parameters())
-
-    def _run(self, made: Round) -> None:
-        session = self.session
-        laid_out = session.host.num_laid_out
-        try:
-            session.engine.run(made, session.host)
-        finally:
-            if session.host.num_laid_out != laid_out:
-                session.optimizer.weights_moved()
-
-    def _forward_call(self, call: Call) -> list[Any]:
-        maker, exit = self.maker, call.chain.exit
-        made = maker.forward_round(call, with_backward=call.config.requires_grad)
-        plan = maker.last_plan
-        assert plan is not None
-        inputs = input_tensors(made.values) if call.config.requires_grad else []
-        firsts = [dict(one) for one in made.values]  # arguments may be outputs as they are, with their own graph
-        self._run(made)
-        device = call.config.output_device
-
-        def collect(one: dict[str, HostValue]) -> dict[str, Any]:
-            return {name: one[name].synchronize() for name in exit.reads}
-
-        carries = [collect(one) for one in made.values]
-        around = made.around
-        outs = {
-            (m, name, position): tensor
-            for m, carry in enumerate(carries)
-            for name in exit.reads
-            if name in around.with_gradient and name not in firsts[m]
-            for position, tensor in enumerate(trees.tensors(carry[name]))
-            if position not in around.plain.get((m, name), ())
-        }
-        if call.config.requires_grad and outs:
-            backward_round = maker.backward_round(made, call, plan)
-            backward_round.frozen = FrozenLayers.of(call.chain)  # the caller may set other modes before the backward
-
-            def run_backward(gradients: Sequence[torch.Tensor | None], accumulates: bool) -> list[torch.Tensor | None]:
-                for m, carry in enumerate(carries):
-                    by_name: dict[str, list[torch.Tensor | None]] = {}
-                    for (where, name, position), gradient in zip(outs, gradients, strict=True):
-                        if where == m and gradient is not None:
-                            found = by_name.setdefault(name, [None] * len(trees.tensors(carry[name])))
-                            found[position] = gradient.to("cpu")
-                    for name, found in by_name.items():
-                        backward_round.gradients[m].setdefault(name, []).append((found, None))
-                with contextlib.nullcontext() if accumulates else self.session.optimizer.gradients_aside():
-                    self._run(backward_round)
-                self.session.optimizer.end_call()
-                return input_gradients(backward_round, inputs)
-
-            read = [
-                *((name, tensor, None) for name, tensor in microbatch.tensors_of_inputs(call.args, call.kwargs)),
-                *(one for weights in made.weights for one in weights.read_again()),
-            ]
-            results = autograd.join(lambda: tuple(outs.values()), run_backward, read, [tensor for *_, tensor in inputs])
-            joined = dict(zip(outs, results, strict=True))
-            for m, name in dict.fromkeys((m, name) for m, name, _ in outs):
-
-                def in_graph(position: int, tensor: torch.Tensor, m: int = m, name: str = name) -> torch.Tensor:
-                    return joined.get((m, name, position), tensor)
-
-                carries[m][name] = trees.map_numbered(carries[m][name], in_graph)
-        if device.type != "cpu":
-            carries = [trees.map_tensors(carry, lambda tensor: tensor.to(device)) for carry in carries]
-        return [exit(carry) for carry in carries]
 
 
 def check_training_call(input_args: Any, input_kwargs: Any, loss_fn: Any) -> None:

@@ -29,7 +29,7 @@ from roundpipe.effects.places import HOOKS
 from roundpipe.reports.timeline import Timeline, check_path
 from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.runtime.device.resolve import DeviceLike
-from roundpipe.runtime.engine.stage import LossFunction
+from roundpipe.runtime.engine.step import LossFunction
 from roundpipe.runtime.weights.host_weights import PinMode
 from roundpipe.wrappers import checkpoint
 from roundpipe.wrappers.calls import ChainRunner, Runner, check_training_call

@@ -293,30 +293,30 @@ def make_report(
         model: has the weights.
         now_s: by ``time.perf_counter``.
     """
-    rounds, readings = engine.rounds, engine.read_meters()
+    steps, readings = engine.steps, engine.read_meters()
     meters: Sequence[MeterReading] = readings
     if log.meters_before:
         meters = [now.since(then) for now, then in zip(readings, log.meters_before, strict=True)]
     seconds = dict(optimizer.log.seconds)
     spent = {what: total - log.optimizer_before.get(what, 0.0) for what, total in sorted(seconds.items())}
     num_steps = optimizer.num_steps - log.num_steps_before
-    end_s = now_s if engine.running() else max(rounds.last_over_s, optimizer.log.last_s)
+    end_s = now_s if engine.running() else max(steps.last_over_s, optimizer.log.last_s)
     report = RunReport(
         name=name,
         num_calls=log.num_calls,
-        num_rounds=rounds.num_begun,
+        num_rounds=steps.num_begun,
         num_steps=num_steps,
-        wall_s=max(end_s - rounds.first_begun_s, 0.0) if rounds.first_begun_s else 0.0,
+        wall_s=max(end_s - steps.first_begun_s, 0.0) if steps.first_begun_s else 0.0,
         num_samples=log.num_samples,
         num_tokens=log.num_tokens if log.tokens_of is not None else None,
         tokens_of=log.tokens_of,
-        round_s=rounds.seconds_per_round("train"),
+        round_s=steps.seconds_per_step("train"),
         workers=tuple(map(_worker_report, engine.devices, meters, engine.peak_bytes())),
         optimizer_s={what: one for what, one in spent.items() if one > 0},
         host_memory=_host_memory(model, optimizer.parameter_pairs()),
         predicted=_predict(log.latest, engine, readings, spent.get("update", 0.0), num_steps),
     )
-    rounds.reset()
+    steps.reset()
     log.num_calls, log.num_samples, log.num_tokens, log.tokens_of = 0, 0, 0, None
     log.num_steps_before, log.optimizer_before, log.meters_before = optimizer.num_steps, seconds, readings
     return report

@@ -82,7 +82,7 @@ class Session:
         gates = Gates()
         engine = Engine(backends, name, gates)
         parameters = functools.partial(model.named_parameters, remove_duplicate=False)
-        optimizer = OptimizerSide(parameters, optim_dtype, name=name, gates=gates, rounds=engine)
+        optimizer = OptimizerSide(parameters, optim_dtype, name=name, gates=gates, steps=engine)
         host = HostWeights(pin_model, backends[0].host_buffer, registrar, model)
         settings = {
             "optim_dtype": optim_dtype,

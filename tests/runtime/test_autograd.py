@@ -305,7 +305,7 @@ def test_without_grad_nothing_is_kept(mode):
             expected = by_microbatch(model, batch())
         assert not output.requires_grad
         torch.testing.assert_close(output, expected, rtol=0, atol=1e-10)
-        made = piped._runner.maker  # values are dropped right behind their last reader
+        made = piped._runner.builder  # values are dropped right behind their last reader
         assert made.last_plan is not None
 
 

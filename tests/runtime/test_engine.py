@@ -612,15 +612,15 @@ class Constant(nn.Module):
 
 def test_gradients_without_their_wait_are_found(monkeypatch):
     """Only the wait for the gradients that another worker brought down is left out."""
-    from roundpipe.runtime.engine.worker import Worker
+    from roundpipe.runtime.engine.offload import Offload
 
-    real = Worker._take_gradients
+    real = Offload.upload_gradients
 
     def take(self, *args):
-        with without_waits(monkeypatch, [self.backend], Lane.UPLOAD):
+        with without_waits(monkeypatch, [self._backend], Lane.UPLOAD):
             return real(self, *args)
 
-    monkeypatch.setattr(Worker, "_take_gradients", take)
+    monkeypatch.setattr(Offload, "upload_gradients", take)
     with roundpipe.RoundPipe(mlp(6), devices=["cpu"] * 2) as piped, pytest.raises(SynchronizationError):
         piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(3, plan=stages_of_two(6)))
 

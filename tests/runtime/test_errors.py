@@ -15,6 +15,7 @@ from torch import nn
 import roundpipe
 from roundpipe.core.errors import ConfigError, DeadlockError, RoundPipeError
 from roundpipe.runtime.engine import step as steps
+from roundpipe.runtime.profiling.layer_times import StepTimes
 from roundpipe.runtime.weights.bound_layer import BoundLayer
 from tests.runtime.models import (
     DTYPE,
@@ -203,7 +204,7 @@ def test_a_loss_of_several_numbers_says_its_shape():
 def test_an_interrupt_leaves_a_model_that_works(workers, monkeypatch):
     """Ctrl-C reaches the caller where it waits; the workers stop at their next task."""
     model = fragile_model()
-    real = steps.Progress.wait_over
+    real = steps.StepState.wait_over
     calls = []
 
     def interrupted(self):
@@ -214,7 +215,7 @@ def test_an_interrupt_leaves_a_model_that_works(workers, monkeypatch):
 
     with roundpipe.RoundPipe(model, devices=["cpu"] * workers) as piped:
         with monkeypatch.context() as patch:
-            patch.setattr(steps.Progress, "wait_over", interrupted)
+            patch.setattr(steps.StepState, "wait_over", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(3, plan=SINGLES))
         assert len(calls) == 2, "the caller waits for the workers to stop"
@@ -295,7 +296,7 @@ def test_a_deadlock_names_who_waits_for_whom(monkeypatch):
     model = fragile_model()
     with roundpipe.RoundPipe(model, devices=["cpu"] * 2, name="stuck") as piped:
         with monkeypatch.context() as patch:
-            patch.setattr(steps.Progress, "advance", lambda self, job_index: None)
+            patch.setattr(steps.StepState, "advance", lambda self, job_index: None)
             with pytest.raises(DeadlockError, match="stuck worker 1 waits for microbatch 0 of job 0"):
                 piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(3, plan=SINGLES))
 
@@ -332,7 +333,7 @@ def test_what_goes_wrong_after_an_error_is_noted_and_the_next_call_works(monkeyp
                 piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(3, plan=SINGLES))
         notes = "\n".join(caught.value.__notes__)
         assert "after it, clumsy worker" in notes and "KeyError: 'while letting go'" in notes
-        assert "after the error of a round" in caplog.text
+        assert "after the error of a step" in caplog.text
         assert [one.ledger.by_purpose["gradients"] for one in piped._session.engine.backends] == [0, 0]
         assert_still_works(piped, model)
 
@@ -377,7 +378,7 @@ def test_a_round_that_a_worker_lost_is_taken_up_again(monkeypatch):
         thread = piped._session.engine._workers[0]._thread
         submit, told = thread.submit, threading.Event()
 
-        def lose(work):
+        def lose(work, *args):
             monkeypatch.setattr(thread, "submit", submit)
             submit(lambda: told.wait(5) and 1 / 0)
 
@@ -394,17 +395,17 @@ def wait_until(reached):
     assert reached()
 
 
-def test_a_round_is_over_even_if_what_it_tells_of_raises():
-    progress = steps.Progress(0, 1)
-
-    def fails():
+def test_a_step_is_over_even_if_what_it_tells_of_raises(monkeypatch):
+    def fails(*_, **options):
         raise KeyError("nobody knows why")
 
-    progress.on_over = fails
-    progress.enter(1)
-    with pytest.raises(KeyError):
-        progress.leave()
-    progress.wait_over()
+    monkeypatch.setattr(StepTimes, "end", fails)
+    with roundpipe.RoundPipe(mlp(3), devices=["cpu"] * 2) as piped:
+        with contextlib.suppress(KeyError):  # if it comes before the call returns
+            piped.forward_backward((batch(),), loss_fn=square_loss)
+        with pytest.raises(RoundPipeError, match="can't go on since an earlier error"):
+            for _ in range(2):
+                piped.forward_backward((batch(),), loss_fn=square_loss)
 
 
 def test_a_hook_that_can_not_run_is_refused_before_any_work(monkeypatch):
@@ -421,7 +422,7 @@ def test_a_hook_that_can_not_run_is_refused_before_any_work(monkeypatch):
                     ConfigError, match=r"1\.0\.weight has a hook of register_post_accumulate.*model\.step"
                 ):
                     call()
-                seen.append(piped._session.engine.rounds.num_begun)
+                seen.append(piped._session.engine.steps.num_begun)
             assert seen == [0, 0]
             with torch.no_grad():
                 piped(batch())

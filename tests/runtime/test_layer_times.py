@@ -144,7 +144,7 @@ def test_measured_seconds_are_those_of_the_layers(made_up_clock, grain):
     with roundpipe.RoundPipe(uneven(), devices=["cpu"] * 2) as piped:
         for _ in range(4):
             piped.forward_backward((batch(6),), loss_fn=square_loss, run_config=config(3, grain, plan))
-        plans, chain = piped._runner.maker.plans, piped._runner.last_chain
+        plans, chain = piped._runner.builder.plans, piped._runner.last_chain
         piped.synchronize()
         plans._learn(plans._of(chain))
         assert plans.is_measured(chain)
@@ -164,13 +164,13 @@ def test_the_plan_changes_behind_a_step_alone_and_says_so(made_up_clock, caplog)
         plans = []
         for _ in range(8):
             piped.forward_backward((batch(6),), loss_fn=square_loss, run_config=run)
-            plans.append(piped._runner.maker.last_plan)
+            plans.append(piped._runner.builder.last_plan)
         first = plans[0]
         assert plans == [first] * 8
         assert not [record for record in caplog.records if "new plan" in record.message]
         piped.step(lambda: None, is_async=False)
         piped.forward_backward((batch(6),), loss_fn=square_loss, run_config=run)
-        assert piped._runner.maker.last_plan != first
+        assert piped._runner.builder.last_plan != first
         (record,) = [record for record in caplog.records if "new plan" in record.message]
         assert "predicted" in record.message
 
@@ -196,9 +196,9 @@ def test_deterministic_algorithms_keep_the_plan(made_up_clock):
     try:
         with roundpipe.RoundPipe(uneven(), devices=["cpu"] * 2) as piped:
             train(piped, 1)
-            first = piped._runner.maker.last_plan
+            first = piped._runner.builder.last_plan
             train(piped, 9)
-            assert piped._runner.maker.last_plan == first
+            assert piped._runner.builder.last_plan == first
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -208,16 +208,16 @@ def test_a_small_gain_keeps_the_plan(made_up_clock):
     model = nn.Sequential(*(Slow(0.01) for _ in range(4))).to(DTYPE)
     with roundpipe.RoundPipe(model, devices=["cpu"] * 2) as piped:
         train(piped, 1)
-        first = piped._runner.maker.last_plan
+        first = piped._runner.builder.last_plan
         train(piped, 9)
-        assert piped._runner.maker.last_plan == first
+        assert piped._runner.builder.last_plan == first
 
 
 def test_a_given_plan_is_kept():
     plan = roundpipe.ExecutePlan([(0, 3)], (3, 4), [(0, 3)])
     with roundpipe.RoundPipe(uneven(), devices=["cpu"] * 2) as piped:
         train(piped, 9, plan)
-        assert piped._runner.maker.last_plan == plan
+        assert piped._runner.builder.last_plan == plan
 
 
 # ------------------------------------------------------------------------------------- left to choice
@@ -247,7 +247,7 @@ def used(piped, size=512):
         return output.square().mean()
 
     piped.forward_backward((torch.randn(size, 64),), loss_fn=loss)
-    ((_, grain),) = piped._runner.maker.plans._of(piped._runner.last_chain).settled.values()
+    ((_, grain),) = piped._runner.builder.plans._of(piped._runner.last_chain).settled.values()
     return numbers[0], grain
 
 

@@ -218,7 +218,7 @@ def test_a_late_error_is_raised_at_the_next_call(then):
         model[1].switch.may_go.set()
         (running,) = piped._session.engine.running() or [None]
         if running is not None:
-            running.progress.wait_over()
+            running.wait_over()
         with pytest.raises(ZeroDivisionError, match="in the backward") as caught:
             {
                 "train": lambda: train(piped, batch()),
@@ -270,18 +270,18 @@ def test_closing_ends_what_is_running():
 
 
 def test_an_interrupted_call_leaves_the_round_before_alone(monkeypatch):
-    from roundpipe.runtime.engine.step import Round
+    from roundpipe.runtime.engine.step import StepState
 
     model = build(held=1)
     with in_asynchronous_steps(model) as piped:
         train(piped, batch())
-        real = Round.wait_losses
+        real = StepState.wait_losses
 
         def interrupted(self):
-            monkeypatch.setattr(Round, "wait_losses", real)
+            monkeypatch.setattr(StepState, "wait_losses", real)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(Round, "wait_losses", interrupted)
+        monkeypatch.setattr(StepState, "wait_losses", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train(piped, batch())
         piped.zero_grad()

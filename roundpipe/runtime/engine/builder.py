@@ -1,14 +1,16 @@
-"""From one call's microbatches to a round that the engine can run, and from a finished round to results.
+"""From one call's microbatches to the spec of a step that the engine can run.
 
 Everything that a call decides is decided here, in the caller's thread: which plan (`PlanChooser`), which values flow
-where, which gradients are wanted, the seed, the surroundings.
+where, which gradients are wanted, the seed, the modes.
 """
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,142 +23,154 @@ from roundpipe.runtime.config import microbatch_count
 from roundpipe.runtime.engine.engine import Engine
 from roundpipe.runtime.engine.flow import flow, names_with_gradient, reads_of_backward
 from roundpipe.runtime.engine.plan_choice import Call, PlanChooser
-from roundpipe.runtime.engine.recompute import BufferHistory, SavedData, draw_base_seed
-from roundpipe.runtime.engine.stage import LossFunction, Surroundings
-from roundpipe.runtime.engine.step import LABEL, HostValue, Round
+from roundpipe.runtime.engine.recompute import draw_base_seed
+from roundpipe.runtime.engine.step import LABEL, HostValue, HostValues, InputTensor, LossFunction, StepSpec
+from roundpipe.runtime.optimizer.optimizer import OptimizerSide
 from roundpipe.runtime.profiling.meter import link_speeds
-
-MicrobatchValues = list[dict[str, HostValue]]
+from roundpipe.runtime.weights.host_weights import HostWeights
+from roundpipe.runtime.weights.layer_weights import LayerWeights
+from roundpipe.runtime.weights.replica import FrozenLayers
 
 
 class StepBuilder:
-    """Makes rounds for one engine.
+    """Makes the specs of one model's steps.
 
     Args:
         engine: its workers' number and budgets decide the plan.
+        host: the weights.
+        optimizer: is told when weights are moved.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, host: HostWeights, optimizer: OptimizerSide) -> None:
         self._engine = engine
+        self._host = host
+        self._optimizer = optimizer
         self.plans = PlanChooser(
             engine.num_workers,
-            (one.memory_budget_bytes for one in engine.backends),
+            (backend.memory_budget_bytes for backend in engine.backends),
             lambda: link_speeds(engine.read_meters()),
             accelerators=engine.has_accelerators,
         )
         self.last_plan: ExecutePlan | None = None
-        """The plan of the latest round, for the partition table."""
+        """The plan of the latest step, for the partition table."""
         self._shared: weakref.WeakKeyDictionary[LayerChain, list[frozenset[int]]] = weakref.WeakKeyDictionary()
 
-    def _shared_with(self, chain: LayerChain) -> list[frozenset[int]]:
-        """Per layer, other layers that have one of its parameters."""
-        found = self._shared.get(chain)
-        if found is None:
-            holders: dict[int, set[int]] = {}
-            for index, layer in enumerate(chain):
-                for parameter in layer.parameters():
-                    holders.setdefault(id(parameter), set()).add(index)
-            shared: list[set[int]] = [set() for _ in chain]
-            for indices in holders.values():
-                for index in indices:
-                    shared[index] |= indices - {index}
-            found = self._shared[chain] = [frozenset(one) for one in shared]
-        return found
+    def train_step(
+        self, call: Call, loss_fn: LossFunction, return_outputs: bool, *, may_overlap: bool
+    ) -> tuple[StepSpec, HostValues]:
+        """The step of a ``forward_backward``, and its first carries.
 
-    def enter_values(self, call: Call) -> MicrobatchValues:
-        """The first carry of each microbatch."""
-        for tensor in trees.tensors([call.args, call.kwargs, call.labels]):
-            if tensor.device.type not in ("cpu", "meta"):  # made on the caller's stream
-                torch.accelerator.current_stream(tensor.device).synchronize()
-        return [
-            {name: HostValue(value) for name, value in call.chain.entry(args, kwargs).items()}
-            for args, kwargs in zip(call.args, call.kwargs, strict=True)
-        ]
-
-    def train_round(self, call: Call, loss_fn: LossFunction, return_outputs: bool) -> Round:
-        """The round of a ``forward_backward``."""
+        Args:
+            call: the microbatches.
+            loss_fn: the user's.
+            return_outputs: whether the outputs are wanted too.
+            may_overlap: whether the call may return with the losses, if nothing else speaks against it.
+        """
         plan = self.plans.plan(call)
-        values = self.enter_values(call)
-        made = self._round(call, plan, "train", values, self._around(call, values, keep_history=True))
-        made.spare_bytes = self.plans.spare_bytes(call, plan)
-        made.loss_fn = loss_fn
-        made.labels = call.labels
-        made.return_outputs = return_outputs
-        made.output_device = call.config.output_device
-        made.losses = [None] * call.num_microbatches
-        made.outputs = [None] * call.num_microbatches
-        made.microbatch_context = functools.partial(microbatch_count, call.total_microbatches)
-        self.plans.measure(made, call)
-        return made
+        values = _first_carries(call)
+        inputs = [*_inputs(values), *_label_inputs(call.labels)]
+        spec = self._spec(call, plan, "train", values, keeps_history=True, inputs=inputs)
+        spec = replace(
+            spec,
+            spare_bytes=self.plans.spare_bytes(call, plan),
+            loss_fn=loss_fn,
+            labels=call.labels,
+            return_outputs=return_outputs,
+            output_device=call.config.output_device,
+            microbatch_context=functools.partial(microbatch_count, call.total_microbatches),
+            # generators are shared with the caller, who may draw as soon as the call returns
+            may_outlive_call=may_overlap and not inputs and not spec.preserve_rng_state,
+            times=self.plans.times_of(call),
+        )
+        return spec, values
 
-    def forward_round(self, call: Call, *, with_backward: bool) -> Round:
-        """The round of a ``forward``; with what a later `backward_round` needs kept on the host."""
+    def forward_step(self, call: Call, *, with_backward: bool) -> tuple[StepSpec, HostValues]:
+        """The step of a ``forward``, and its first carries; what a later `backward_step` needs stays on the host."""
         plan = self.plans.plan(call)
-        values = self.enter_values(call)
-        around = self._around(call, values, keep_history=with_backward)
-        kept: Iterable[str] = ()
+        values = _first_carries(call)
+        stay: Iterable[str] = ()
         if with_backward:
             later = make_schedule(plan, self._engine.num_workers, call.num_microbatches, kind="backward")
-            kept = reads_of_backward(later, call.chain.specs, call.config.recompute_grain)
-        return self._round(call, plan, "forward", values, around, kept)
+            stay = reads_of_backward(later, call.chain.specs, call.config.recompute_grain)
+        inputs = _inputs(values) if with_backward else []
+        return self._spec(call, plan, "forward", values, keeps_history=with_backward, inputs=inputs, stay=stay), values
 
-    def backward_round(self, forward: Round, call: Call, plan: ExecutePlan) -> Round:
-        """The round of the backward of a ``forward``; takes over the forward's values."""
-        made = self._round(call, plan, "backward", forward.values, forward.around)
-        made.weights = forward.weights
-        return made
+    def backward_step(self, forward: StepSpec, call: Call, plan: ExecutePlan, frozen: FrozenLayers) -> StepSpec:
+        """The step of the backward of a ``forward``.
 
-    def _round(
+        Args:
+            forward: whose values it takes over.
+            call: of the forward.
+            plan: of the forward.
+            frozen: the user's modules as the forward found them.
+        """
+        self.last_plan = plan
+        schedule = self._schedule(plan, call, "backward")
+        chain = call.chain
+        return replace(
+            forward,
+            weights=self._prepare(chain, wants_gradients=forward.keeps_history, earlier=forward.weights),
+            schedule=schedule,
+            flows=flow(schedule, chain.specs, grain=call.config.recompute_grain, exit_reads=chain.exit.reads),
+            tied_jobs=self._tied(chain, schedule),
+            frozen=frozen,
+        )
+
+    def _spec(
         self,
         call: Call,
         plan: ExecutePlan,
         kind: ScheduleKind,
-        values: MicrobatchValues,
-        around: Surroundings,
-        kept: Iterable[str] = (),
-    ) -> Round:
-        chain = call.chain
+        values: HostValues,
+        *,
+        keeps_history: bool,
+        inputs: Sequence[InputTensor],
+        stay: Iterable[str] = (),
+    ) -> StepSpec:
         self.last_plan = plan
-        schedule = make_schedule(
-            plan,
-            self._engine.num_workers,
-            call.num_microbatches,
-            first_job=self._engine.next_job,
-            kind=kind,
-        )
-        flows = flow(schedule, chain.specs, grain=call.config.recompute_grain, exit_reads=chain.exit.reads, kept=kept)
-        return Round(
-            chain=chain,
-            schedule=schedule,
-            flows=flows,
-            around=around,
-            values=values,
-            gradients=[{} for _ in values],
-            given=frozenset(name for one in values for name in one),
-            tied_after=self._tied(chain, schedule),
-        )
-
-    def _around(self, call: Call, values: MicrobatchValues, keep_history: bool) -> Surroundings:
         chain, config = call.chain, call.config
+        schedule = self._schedule(plan, call, kind)
         draws = config.preserve_rng_state and any(spec.draws_random for spec in chain.specs)
         trainable = [any(p.requires_grad for p in layer.parameters()) for layer in chain]
-        inputs = {name for one in values for name, held in one.items() if _requires_grad(held.value)}
-        plain = {
-            (microbatch, name): frozenset(i for i, t in enumerate(trees.tensors(held.value)) if not t.requires_grad)
-            for microbatch, one in enumerate(values)
-            for name, held in one.items()
-            if name in inputs
-        }
-        return Surroundings(
+        requiring = {name for carry in values for name, value in carry.items() if _requires_grad(value.value)}
+        return StepSpec(
+            chain=chain,
+            weights=self._prepare(chain, wants_gradients=keeps_history),
+            schedule=schedule,
+            flows=flow(schedule, chain.specs, grain=config.recompute_grain, exit_reads=chain.exit.reads, kept=stay),
             base_seed=draw_base_seed() if draws else 0,
             preserve_rng_state=draws,
-            with_gradient=names_with_gradient(chain.specs, trainable, inputs),
-            plain=plain,
-            buffers=BufferHistory(),
-            saved=SavedData(),
-            keep_history=keep_history,
-            ambient=caller_autocast(),
+            with_gradient=names_with_gradient(chain.specs, trainable, requiring),
+            plain={
+                (microbatch, name): frozenset(
+                    i for i, tensor in enumerate(trees.tensors(value.value)) if not tensor.requires_grad
+                )
+                for microbatch, carry in enumerate(values)
+                for name, value in carry.items()
+                if name in requiring
+            },
+            keeps_history=keeps_history,
+            autocast=caller_autocast(),
+            context=contextvars.copy_context(),
+            arguments=frozenset(name for carry in values for name in carry),
+            inputs=inputs,
+            tied_jobs=self._tied(chain, schedule),
         )
+
+    def _schedule(self, plan: ExecutePlan, call: Call, kind: ScheduleKind) -> Schedule:
+        first_job = self._engine.next_job
+        return make_schedule(plan, self._engine.num_workers, call.num_microbatches, first_job=first_job, kind=kind)
+
+    def _prepare(
+        self, chain: LayerChain, *, wants_gradients: bool, earlier: Sequence[LayerWeights] = ()
+    ) -> list[LayerWeights]:
+        """The host's side of a chain's layers; whoever must know that weights were moved is told."""
+        num_laid_out = self._host.num_laid_out
+        try:
+            return self._engine.prepare(chain, self._host, wants_gradients=wants_gradients, earlier=earlier)
+        finally:
+            if self._host.num_laid_out != num_laid_out:
+                self._optimizer.weights_moved()
 
     def _tied(self, chain: LayerChain, schedule: Schedule) -> dict[int, list[int]]:
         """Per job, the earlier jobs that bring gradients of the same parameters."""
@@ -173,58 +187,63 @@ class StepBuilder:
             for job in backward
         }
 
+    def _shared_with(self, chain: LayerChain) -> list[frozenset[int]]:
+        """Per layer, other layers that have one of its parameters."""
+        shared = self._shared.get(chain)
+        if shared is None:
+            holders: dict[int, set[int]] = {}
+            for index, layer in enumerate(chain):
+                for parameter in layer.parameters():
+                    holders.setdefault(id(parameter), set()).add(index)
+            others: list[set[int]] = [set() for _ in chain]
+            for indices in holders.values():
+                for index in indices:
+                    others[index] |= indices - {index}
+            shared = self._shared[chain] = [frozenset(each) for each in others]
+        return shared
+
+
+def _first_carries(call: Call) -> HostValues:
+    """The first carry of each microbatch."""
+    for tensor in trees.tensors([call.args, call.kwargs, call.labels]):
+        if tensor.device.type not in ("cpu", "meta"):  # made on the caller's stream
+            torch.accelerator.current_stream(tensor.device).synchronize()
+    return [
+        {name: HostValue(value) for name, value in call.chain.entry(args, kwargs).items()}
+        for args, kwargs in zip(call.args, call.kwargs, strict=True)
+    ]
+
 
 def _requires_grad(value: Any) -> bool:
     return any(tensor.requires_grad for tensor in trees.tensors(value))
 
 
-def input_tensors(values: MicrobatchValues) -> list[tuple[int, str, int, torch.Tensor]]:
-    """Argument tensors that require grad: microbatch, name, position within the value, tensor."""
+def _inputs(values: HostValues) -> list[InputTensor]:
+    """Argument tensors that gradients flow to."""
     return [
-        (microbatch, name, position, tensor)
-        for microbatch, one in enumerate(values)
-        for name, held in one.items()
-        for position, tensor in enumerate(trees.tensors(held.value))
+        InputTensor(microbatch, name, position, tensor)
+        for microbatch, carry in enumerate(values)
+        for name, value in carry.items()
+        for position, tensor in enumerate(trees.tensors(value.value))
         if tensor.requires_grad and is_differentiable(tensor)
     ]
 
 
-def label_tensors(labels: Sequence[Any]) -> list[tuple[int, str, int, torch.Tensor]]:
+def _label_inputs(labels: Sequence[Any]) -> list[InputTensor]:
     """The same of the labels of microbatches."""
     return [
-        (microbatch, LABEL, position, tensor)
+        InputTensor(microbatch, LABEL, position, tensor)
         for microbatch, label in enumerate(labels)
         for position, tensor in enumerate(trees.tensors(label))
         if tensor.requires_grad
     ]
 
 
-def input_gradients(made: Round, inputs: Sequence[tuple[int, str, int, torch.Tensor]]) -> list[torch.Tensor | None]:
-    """Gradients that a finished round left for argument tensors, on the tensors' own devices."""
-    found: list[torch.Tensor | None] = []
-    for microbatch, name, position, tensor in inputs:
-        total: torch.Tensor | None = None
-        for gradients, event in made.gradients[microbatch].get(name, ()):
-            part = gradients[position]
-            if part is None:
-                continue
-            if event is not None:
-                event.synchronize()
-            total = part if total is None else total + part
-        found.append(None if total is None else total.to(tensor.device))
-    return found
-
-
 def sum_losses(losses: Sequence[Any]) -> Any:
     """The sum over microbatches, in their order; of a list of losses, the sums by position."""
     if isinstance(losses[0], torch.Tensor):
         total = losses[0]
-        for one in losses[1:]:
-            total = total + one
+        for loss in losses[1:]:
+            total = total + loss
         return total
     return [sum_losses(position) for position in zip(*losses, strict=True)]
-
-
-def finished(values: Iterable[HostValue | None]) -> list[Any]:
-    """Values whose copies are done."""
-    return [None if held is None else held.synchronize() for held in values]

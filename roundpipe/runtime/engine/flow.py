@@ -9,8 +9,8 @@ Invariant: a name is dropped from the host right after its last reader, and neve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from roundpipe.core.layers import LayerSpec
@@ -27,6 +27,8 @@ class Segment:
     takes: tuple[str, ...]
     """Names it reads and does not make."""
     makes: tuple[str, ...]
+    last_reader: Mapping[str, int] = field(compare=False, default_factory=dict)
+    """By name, the last of its layers that reads it; a layer beyond for what the model's outputs need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +47,16 @@ class JobFlow:
 
 
 def _segment(specs: Sequence[LayerSpec], layers: Iterable[int], extra_reads: Iterable[str] = ()) -> Segment:
-    layers = tuple(layers)
+    layers, extra_reads = tuple(layers), tuple(extra_reads)
     made: dict[str, None] = {}
     taken: dict[str, None] = {}
     for index in layers:
         taken.update((name, None) for name in specs[index].reads if name not in made)
         made.update((name, None) for name in specs[index].makes)
     taken.update((name, None) for name in extra_reads if name not in made)
-    return Segment(layers, tuple(taken), tuple(made))
+    last_reader = {name: index for index in layers for name in specs[index].reads}
+    last_reader.update((name, layers[-1] + 1) for name in extra_reads)
+    return Segment(layers, tuple(taken), tuple(made), last_reader)
 
 
 def segments_of(

@@ -30,7 +30,6 @@ from roundpipe.planning.planner import plan as choose_plan
 from roundpipe.planning.simulator import simulate
 from roundpipe.runtime.config import RECOMPUTE_GRAINS, RecomputeGrain, ResolvedConfig
 from roundpipe.runtime.device.host_memory import bytes_of
-from roundpipe.runtime.engine.step import Progress, Round
 from roundpipe.runtime.profiling.layer_times import LayerTimes, StepTimes
 
 logger = logging.getLogger(__name__)
@@ -110,9 +109,9 @@ class _Known:
     """Per plan, recomputation and size, the device memory left over."""
     settled: dict[tuple[Any, ...], tuple[int, RecomputeGrain]] = field(default_factory=dict)
     """Per size of batch, the options that were left to choice."""
-    num_rounds: int = 0
-    unread: list[tuple[Progress, StepTimes, int]] = field(default_factory=list)
-    """Measured rounds that nobody has learned from: how far they are, their times, elements of their arguments."""
+    num_steps: int = 0
+    unread: list[tuple[StepTimes, int]] = field(default_factory=list)
+    """Measured steps that nobody has learned from: their times, and elements of their arguments."""
 
 
 class PlanChooser:
@@ -303,15 +302,19 @@ class PlanChooser:
             plan_seconds, costs=costs, num_workers=self._num_workers, num_microbatches=call.num_microbatches
         )
 
-    def measure(self, made: Round, call: Call) -> None:
-        """Have a training round measured, if it is its turn; one without samples tells nothing."""
+    def times_of(self, call: Call) -> StepTimes | None:
+        """Where to note what a training step takes, if it is its turn to be measured; else None."""
         if trees.tensors([call.args, call.kwargs]) and not call.elements():
-            return
+            return None  # without samples it tells nothing
         known = self._of(call.chain)
-        if known.num_rounds < MEASURED_IN_A_ROW or known.num_rounds % MEASURED_EACH == 0:
-            made.around.times = StepTimes()
-            known.unread.append((made.progress, made.around.times, call.elements()))
-        known.num_rounds += 1
+        known.num_steps += 1
+        is_due = known.num_steps <= MEASURED_IN_A_ROW or known.num_steps % MEASURED_EACH == 1
+        return StepTimes() if is_due else None
+
+    def learn_from(self, times: StepTimes | None, call: Call) -> None:
+        """Take in what a step took, once it is over; the step has begun."""
+        if times is not None:
+            self._of(call.chain).unread.append((times, call.elements()))
 
     def settle(
         self, config: ResolvedConfig, chain: LayerChain | None, batch_size: int | None, elements: int
@@ -374,12 +377,9 @@ class PlanChooser:
 
     def _learn(self, known: _Known) -> None:
         """Take in the measured rounds that are over."""
-        while known.unread:
-            progress, times, elements = known.unread[0]
-            if not progress.is_over or not times.is_done:
-                return
-            known.unread.pop(0)
-            if not progress.failed:
+        while known.unread and known.unread[0][0].is_done:
+            times, elements = known.unread.pop(0)
+            if not times.failed:
                 known.times.learn(times, elements)
 
 

@@ -17,6 +17,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -199,6 +200,16 @@ class BufferHistory:
             yield
         finally:
             bound.set_buffers(now)
+
+
+@dataclass(slots=True)
+class ForwardRecord:
+    """What the forwards of one step leave for their recomputation; workers write it."""
+
+    plain: dict[tuple[int, str], frozenset[int]]
+    """By microbatch and name of values that gradients flow through, the tensors that take no part, such as a mask."""
+    buffers: BufferHistory = field(default_factory=BufferHistory)
+    saved: SavedData = field(default_factory=SavedData)
 
 
 def _differ(before: torch.Tensor | None, now: torch.Tensor | None) -> bool:

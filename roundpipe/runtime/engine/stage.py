@@ -1,7 +1,7 @@
 """One stage times one microbatch on the device: forward, fused, recompute and backward.
 
-Nothing here knows of threads, schedules or transfers: it is given a carry of device tensors, calls the bound
-layers one after the other and returns device tensors.
+Nothing here knows of threads, schedules or transfers: it gets a carry of device tensors, calls the bound layers one
+after the other and returns device tensors.
 
 Rules it keeps: layers are called (hooks fire); a layer that draws random numbers draws from a seed of
 its own, so recomputation repeats the draws; recomputation sees the buffers as the forward saw them;
@@ -11,8 +11,7 @@ an exception of the user's code keeps its type and gains a note that says where 
 from __future__ import annotations
 
 import contextlib
-import contextvars
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,17 +19,14 @@ import torch
 
 from roundpipe.core import trees
 from roundpipe.core.errors import LossError
-from roundpipe.core.layers import Carry, Exit, LayerSpec, is_differentiable
+from roundpipe.core.layers import Carry, LayerSpec, is_differentiable
 from roundpipe.core.random_state import SeededPython
-from roundpipe.runtime.device.backend import Backend, Lane, is_profiled
+from roundpipe.runtime.device.backend import Backend, is_profiled
 from roundpipe.runtime.engine.flow import Segment
-from roundpipe.runtime.engine.recompute import BufferHistory, SavedData, layer_seed, recomputing
-from roundpipe.runtime.profiling.layer_times import Kind, StepTimes
+from roundpipe.runtime.engine.recompute import ForwardRecord, layer_seed, recomputing
+from roundpipe.runtime.engine.step import Gradients, StepSpec
+from roundpipe.runtime.profiling.layer_times import Kind
 from roundpipe.runtime.weights.bound_layer import BoundLayer
-
-Gradients = list[torch.Tensor | None]
-"""One entry per tensor of a carried value."""
-LossFunction = Callable[[Any, Any], Any]
 
 
 @dataclass(slots=True)
@@ -43,36 +39,26 @@ class StageLayer:
 
 
 @dataclass(slots=True)
-class Surroundings:
-    """What holds for a whole round, wherever its stages run."""
-
-    base_seed: int
-    """Random numbers of layer L and microbatch m derive from it, L and m."""
-    preserve_rng_state: bool
-    with_gradient: frozenset[str]
-    """Names whose tensors take part in autograd."""
-    plain: dict[tuple[int, str], frozenset[int]]
-    """By microbatch and name of those, the tensors that don't, such as a mask beside the hidden state."""
-    buffers: BufferHistory
-    saved: SavedData
-    keep_history: bool
-    """Whether a backward will recompute this forward, so that what it saw and saved must be kept."""
-    ambient: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    """Re-enters the caller's autocast state."""
-    context: contextvars.Context = field(default_factory=contextvars.copy_context)
-    """The caller's context variables, as they were when the round was made, or the round of the forward."""
-    times: StepTimes | None = None
-    """Where to note what calls take; None: the round is not measured."""
-
-
-@dataclass(slots=True)
-class Recorded:
+class RecordedSegment:
     """A segment that ran with autograd on, before its backward."""
 
     layers: tuple[int, ...]
     leaves: dict[str, Any]
     """Taken values as autograd leaves."""
-    made: Carry = field(default_factory=dict)
+    outputs: Carry = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class LossResult:
+    """A fused stage's forward, before its backward."""
+
+    segment: RecordedSegment
+    roots: list[torch.Tensor]
+    """The losses, for autograd."""
+    loss: Any
+    """The detached loss: a tensor, or a list of them."""
+    outputs: Any
+    """Of the model."""
 
 
 class Stage:
@@ -82,129 +68,107 @@ class Stage:
         name: for messages, such as ``B1[3:5]``.
         backend: where it runs.
         layers: in order.
-        around: what holds for the round.
+        spec: of the step.
+        record: what forwards leave for recomputation.
     """
 
-    def __init__(self, name: str, backend: Backend, layers: Sequence[StageLayer], around: Surroundings) -> None:
+    def __init__(
+        self, name: str, backend: Backend, layers: Sequence[StageLayer], spec: StepSpec, record: ForwardRecord
+    ) -> None:
         self.name = name
         self.backend = backend
         self.layers = {layer.index: layer for layer in layers}
-        self.around = around
+        self.spec = spec
+        self.record = record
 
     # Phases
 
-    def forward(
-        self, segment: Segment, carry: Carry, microbatch: int, keep: Iterable[str], give: Callable[[Carry], None]
-    ) -> None:
-        """Run without autograd; hands each layer's kept values to ``give`` as soon as they are made."""
-        keep = frozenset(keep)
-        backend = self.backend
-        last = {name: i for i in segment.layers for name in self.layers[i].spec.reads}
-        given = False
-        with torch.no_grad(), self.around.ambient():
-            for index in segment.layers:
-                if given and self.layers[index].spec.may_write_reads:  # what is being copied must not change
-                    backend.wait(Lane.COMPUTE, backend.record(Lane.DOWNLOAD))
-                made = self._first_call(self.layers[index], carry, microbatch, "forward")
-                if any(tensor.requires_grad for tensor in trees.tensors(made)):  # the model turned autograd on
-                    made = trees.map_tensors(made, torch.Tensor.detach)
-                self._note_plain(self.layers[index].spec, carry, made, microbatch)
-                kept = {name: value for name, value in made.items() if name in keep}
-                given = bool(kept)
-                if kept:
-                    give(kept)
-                carry.update((name, value) for name, value in made.items() if last.get(name, -1) > index)
-                for name in self.layers[index].spec.reads:
-                    if last[name] == index:
-                        carry.pop(name, None)
-
-    def fused(
-        self,
-        segment: Segment,
-        carry: Carry,
-        microbatch: int,
-        exit: Exit,
-        loss_fn: LossFunction,
-        label: Any,
-        give: Callable[[Any, Any], None],
-    ) -> dict[str, Gradients]:
-        """Run forward, loss and backward.
+    def forward(self, segment: Segment, index: int, carry: Carry, microbatch: int) -> Carry:
+        """Run one layer without autograd, which the caller has turned off.
 
         Args:
-            segment: the layers, and what they take.
-            carry: taken values.
+            segment: that the layer is part of.
+            index: of the layer.
+            carry: what later layers of the segment read is added, what none of them reads is taken out.
             microbatch: its index.
-            exit: makes the model's outputs.
-            loss_fn: the user's.
-            label: for it.
-            give: gets the detached loss (a tensor or a list of them) and the outputs as soon as they are known.
 
         Returns:
-            gradients of the taken values.
+            all values that the layer makes.
         """
-        around = self.around
-        recorded = Recorded(segment.layers, self._leaves(segment, carry, microbatch))
-        with around.ambient(), torch.enable_grad():
+        spec = self.layers[index].spec
+        outputs = self._first_call(self.layers[index], carry, microbatch, "forward")
+        if any(tensor.requires_grad for tensor in trees.tensors(outputs)):  # the model turned autograd on
+            outputs = trees.map_tensors(outputs, torch.Tensor.detach)
+        self._note_plain(spec, carry, outputs, microbatch)
+        _pass_on(spec, index, segment.last_reader, carry, outputs)
+        return outputs
+
+    def forward_to_loss(self, segment: Segment, carry: Carry, microbatch: int, label: Any) -> LossResult:
+        """Run with autograd, up to the loss; `backward_of_loss` follows."""
+        spec, exit = self.spec, self.spec.chain.exit
+        assert spec.loss_fn is not None
+        recorded = RecordedSegment(segment.layers, self._leaves(segment, carry, microbatch))
+        with spec.autocast(), torch.enable_grad():
             values = dict(recorded.leaves)
-            last = {name: i for i in segment.layers for name in self.layers[i].spec.reads}
-            last.update((name, len(self.layers) + segment.layers[-1]) for name in exit.reads)
             for index in segment.layers:
                 layer = self.layers[index]
-                with around.buffers.learning(layer.bound):
-                    made = self._call(layer, values, microbatch, "forward")
-                values.update((name, value) for name, value in made.items() if last.get(name, -1) > index)
-                for name in self.layers[index].spec.reads:
-                    if last[name] == index:
-                        values.pop(name, None)
-                del made
+                with self.record.buffers.learning(layer.bound):
+                    outputs = self._call(layer, values, microbatch, "forward")
+                _pass_on(layer.spec, index, segment.last_reader, values, outputs)
+                del outputs
             with self._timed("loss", segment.layers[-1:]):
                 with self._noted(microbatch, "outputs"):
-                    outputs = exit(values)
+                    model_outputs = exit(values)
                 del values
                 with self._noted(microbatch, "loss_fn"):
-                    loss = loss_fn(outputs, label)
-                    losses = _as_losses(loss)
-        plain = [one.detach() for one in losses]
-        give(plain[0] if isinstance(loss, torch.Tensor) else plain, outputs)
-        del outputs
-        with self._timed("backward", segment.layers), self._noted(microbatch, "backward"):
-            self._backward(losses, None, segment.layers, microbatch)
-        return _leaf_gradients(recorded)
+                    loss = spec.loss_fn(model_outputs, label)
+                    roots = _as_losses(loss)
+        plain = [root.detach() for root in roots]
+        return LossResult(recorded, roots, plain[0] if isinstance(loss, torch.Tensor) else plain, model_outputs)
 
-    def recompute(self, segment: Segment, carry: Carry, microbatch: int) -> Recorded:
+    def backward_of_loss(self, result: LossResult, microbatch: int) -> dict[str, Gradients]:
+        """Backward of a fused stage; returns the gradients of the values it took, and lets go of the outputs."""
+        result.outputs = None
+        with self._timed("backward", result.segment.layers), self._noted(microbatch, "backward"):
+            self._backward(result.roots, None, result.segment.layers, microbatch)
+        return _leaf_gradients(result.segment)
+
+    def recompute(self, segment: Segment, carry: Carry, microbatch: int) -> RecordedSegment:
         """Run a segment's forward again, with autograd."""
-        around = self.around
-        recorded = Recorded(segment.layers, self._leaves(segment, carry, microbatch))
+        record = self.record
+        recorded = RecordedSegment(segment.layers, self._leaves(segment, carry, microbatch))
         values = dict(recorded.leaves)
-        with around.ambient(), torch.enable_grad(), recomputing():
+        with self.spec.autocast(), torch.enable_grad(), recomputing():
             for index in segment.layers:
                 layer = self.layers[index]
-                with around.saved.layer(index, microbatch, self.backend):
+                with record.saved.layer(index, microbatch, self.backend):
                     if layer.bound.has_buffers:
-                        with around.buffers.as_forward_saw(layer.bound, index, microbatch, self.backend):
-                            made = self._call(layer, values, microbatch, "recomputation")
+                        with record.buffers.as_forward_saw(layer.bound, index, microbatch, self.backend):
+                            outputs = self._call(layer, values, microbatch, "recomputation")
                     else:
-                        made = self._call(layer, values, microbatch, "recomputation")
-                values.update(made)
-                recorded.made.update(made)
+                        outputs = self._call(layer, values, microbatch, "recomputation")
+                values.update(outputs)
+                recorded.outputs.update(outputs)
         return recorded
 
     def has_backward(self, segment: Segment) -> bool:
         """Whether a gradient flows to any weight or taken value of a segment; else it need not run again."""
         return any(self.layers[index].bound.parameters for index in segment.layers) or any(
-            name in self.around.with_gradient for name in segment.takes
+            name in self.spec.with_gradient for name in segment.takes
         )
 
-    def backward(self, recorded: Recorded, gradients: dict[str, Gradients], microbatch: int) -> dict[str, Gradients]:
+    def backward(
+        self, recorded: RecordedSegment, gradients: dict[str, Gradients], microbatch: int
+    ) -> dict[str, Gradients]:
         """Backward of a recomputed segment; returns the gradients of the values it took."""
         roots: list[torch.Tensor] = []
         root_gradients: list[torch.Tensor] = []
         for name, incoming in gradients.items():
-            for tensor, gradient in zip(trees.tensors(recorded.made[name]), incoming, strict=True):
+            for tensor, gradient in zip(trees.tensors(recorded.outputs[name]), incoming, strict=True):
                 if gradient is not None and tensor.requires_grad:
                     roots.append(tensor)
                     root_gradients.append(gradient)
-        recorded.made.clear()
+        recorded.outputs.clear()
         if roots:
             with self._timed("backward", recorded.layers), self._noted(microbatch, "backward"):
                 self._backward(roots, root_gradients, recorded.layers, microbatch)
@@ -232,38 +196,38 @@ class Stage:
 
     def _leaves(self, segment: Segment, carry: Carry, microbatch: int) -> dict[str, Any]:
         """The taken values with autograd leaves where a gradient flows."""
-        flowing = self.around.with_gradient
+        flowing = self.spec.with_gradient
         return {
-            name: _as_leaf(carry[name], self.around.plain.get((microbatch, name), frozenset()))
+            name: _as_leaf(carry[name], self.record.plain.get((microbatch, name), frozenset()))
             if name in flowing
             else carry[name]
             for name in segment.takes
         }
 
-    def _note_plain(self, spec: LayerSpec, given: Carry, made: Carry, microbatch: int) -> None:
+    def _note_plain(self, spec: LayerSpec, inputs: Carry, outputs: Carry, microbatch: int) -> None:
         """A tensor without gradient that a layer hands on as it is stays one; that of a traced layer is known."""
         if spec.differentiable is not None:
             return
-        around, plain = self.around, self.around.plain
+        with_gradient, plain = self.spec.with_gradient, self.record.plain
         handed_on = {
             id(tensor)
             for name in spec.reads
-            for position, tensor in enumerate(trees.tensors(given[name]))
-            if name not in around.with_gradient or position in plain.get((microbatch, name), ())
+            for position, tensor in enumerate(trees.tensors(inputs[name]))
+            if name not in with_gradient or position in plain.get((microbatch, name), ())
         }
         for name in spec.makes if handed_on else ():
-            tensors = enumerate(trees.tensors(made[name]))
-            plain[microbatch, name] = frozenset(position for position, one in tensors if id(one) in handed_on)
+            tensors = enumerate(trees.tensors(outputs[name]))
+            plain[microbatch, name] = frozenset(position for position, tensor in tensors if id(tensor) in handed_on)
 
     def _first_call(self, layer: StageLayer, values: Carry, microbatch: int, phase: str) -> Carry:
         """A layer's call in forward, with a record of what its recomputation needs."""
-        around, backend = self.around, self.backend
-        if not around.keep_history:
+        record, backend = self.record, self.backend
+        if not self.spec.keeps_history:
             return self._call(layer, values, microbatch, phase)
-        with around.saved.layer(layer.index, microbatch, backend):
+        with record.saved.layer(layer.index, microbatch, backend):
             if not layer.bound.has_buffers:
                 return self._call(layer, values, microbatch, phase)
-            with around.buffers.recording(layer.bound, layer.index, microbatch, backend):
+            with record.buffers.recording(layer.bound, layer.index, microbatch, backend):
                 return self._call(layer, values, microbatch, phase)
 
     def _call(self, layer: StageLayer, values: Carry, microbatch: int, phase: str) -> Carry:
@@ -275,21 +239,20 @@ class Stage:
         return self._timed_call(layer, carry, microbatch, phase)
 
     def _timed_call(self, layer: StageLayer, carry: Carry, microbatch: int, phase: str) -> Carry:
-        spec, around = layer.spec, self.around
-        times = around.times
+        spec, times = layer.spec, self.spec.times
         began = None if times is None else self.backend.moment()
         try:
-            if spec.draws_random and around.preserve_rng_state:
-                made = self._seeded(layer.bound, carry, layer_seed(around.base_seed, layer.index, microbatch))
+            if spec.draws_random and self.spec.preserve_rng_state:
+                outputs = self._seeded(layer.bound, carry, layer_seed(self.spec.base_seed, layer.index, microbatch))
             else:
-                made = layer.bound.module(carry)
+                outputs = layer.bound.module(carry)
         except Exception as error:
             module = _failing_module(error, layer.bound) or ", ".join(layer.spec.module_names) or layer.spec.name
             self._note(error, microbatch, phase, f"layer {layer.index} ({layer.spec.name}), module {module}, ")
             raise
         if times is not None and began is not None:
             times.add("forward", (layer.index,), began, self.backend.moment())
-        return {name: made[name] for name in spec.makes}
+        return {name: outputs[name] for name in spec.makes}
 
     def _seeded(self, bound: BoundLayer, carry: Carry, seed: int) -> Carry:
         """A layer's result with everything it draws drawn from a seed."""
@@ -297,9 +260,9 @@ class Stage:
             if bound.habits.draws_python is False:
                 return bound.module(carry)
             with SeededPython(seed) as drawing:
-                made = bound.module(carry)
+                outputs = bound.module(carry)
             bound.habits.draws_python = bound.habits.draws_python or drawing.drew
-            return made
+            return outputs
 
     def _note(self, error: Exception, microbatch: int, phase: str, layer: str = "") -> None:
         """Adds to an exception where in the pipeline it was raised."""
@@ -307,7 +270,7 @@ class Stage:
 
     @contextlib.contextmanager
     def _timed(self, kind: Kind, layers: Sequence[int]) -> Iterator[None]:
-        times = self.around.times
+        times = self.spec.times
         if times is None:
             yield
             return
@@ -324,20 +287,28 @@ class Stage:
             raise
 
 
+def _pass_on(spec: LayerSpec, index: int, last_reader: Mapping[str, int], carry: Carry, outputs: Carry) -> None:
+    """Add to a carry what later layers of the segment read, and take out what this layer was the last to read."""
+    carry.update((name, value) for name, value in outputs.items() if last_reader.get(name, -1) > index)
+    for name in spec.reads:
+        if last_reader[name] == index:
+            carry.pop(name, None)
+
+
 def _as_losses(loss: Any) -> list[torch.Tensor]:
     losses = [loss] if isinstance(loss, torch.Tensor) else loss
-    if not isinstance(losses, Sequence) or not losses or not all(isinstance(one, torch.Tensor) for one in losses):
+    if not isinstance(losses, Sequence) or not losses or not all(isinstance(each, torch.Tensor) for each in losses):
         raise LossError(
             f"loss_fn returned {type(loss).__name__}; it must return a tensor or a non-empty sequence of tensors. "
             "A model that computes its own loss needs loss_fn=lambda outputs, label: outputs.loss"
         )
-    for one in losses:
-        if one.numel() != 1:
+    for tensor in losses:
+        if tensor.numel() != 1:
             raise LossError(
-                f"loss_fn returned a tensor of shape {list(one.shape)}; a loss has one element. Reduce it, for example "
-                "with .mean() or .sum()"
+                f"loss_fn returned a tensor of shape {list(tensor.shape)}; a loss has one element. Reduce it, for "
+                "example with .mean() or .sum()"
             )
-        if not one.requires_grad:
+        if not tensor.requires_grad:
             raise LossError(
                 "loss_fn returned a loss that does not depend on anything that requires grad: it was detached, or made "
                 "of numbers (.item()), or every parameter is frozen and no input requires grad. Without training, call "
@@ -349,32 +320,32 @@ def _as_losses(loss: Any) -> list[torch.Tensor]:
 def _as_leaf(value: Any, plain: Container[int]) -> Any:
     """A carried value with autograd leaves, but for the tensors at some positions."""
 
-    def replaced(position: int, tensor: torch.Tensor) -> torch.Tensor:
+    def leaf(position: int, tensor: torch.Tensor) -> torch.Tensor:
         takes_part = position not in plain and is_differentiable(tensor)
         return tensor.detach().requires_grad_() if takes_part else tensor
 
-    return trees.map_numbered(value, replaced)
+    return trees.map_numbered(value, leaf)
 
 
-def _leaf_gradients(recorded: Recorded) -> dict[str, Gradients]:
+def _leaf_gradients(recorded: RecordedSegment) -> dict[str, Gradients]:
     """Gradients of the leaves, those without any left out."""
-    found = {}
+    result = {}
     for name, value in recorded.leaves.items():
         gradients = [tensor.grad if tensor.is_leaf else None for tensor in trees.tensors(value)]
         if any(gradient is not None for gradient in gradients):
-            found[name] = gradients
+            result[name] = gradients
     recorded.leaves.clear()
-    return found
+    return result
 
 
 def _failing_module(error: BaseException, bound: BoundLayer) -> str | None:
     """Qualified name of the innermost module whose code raised, from the traceback."""
     names = {id(module): name for name, module in bound.module.named_modules() if name}
-    found = None
+    name = None
     # Not the caller's own frame: reading its variables would make a cycle of frame and error.
     trace = error.__traceback__ and error.__traceback__.tb_next
     while trace is not None:
         owner = trace.tb_frame.f_locals.get("self")
-        found = names.get(id(owner), found)
+        name = names.get(id(owner), name)
         trace = trace.tb_next
-    return found
+    return name

@@ -1,32 +1,34 @@
-"""One call into the pipeline while it runs: its values, how far it is, and what it leaves to do when the call returns.
+"""One call into the pipeline: what is to run (`StepSpec`), and how far it is (`StepState`).
 
-A round is shared by the workers that execute it, the threads that bring its gradients home, the caller that waits
-for it and the optimizer's thread that waits for parts of it. They meet on one board, `Progress`: one lock, how far
-every job is, and who waits for what. The first error cancels the round: whoever waits gives up, and the caller gets
-the exception as it was raised.
+The spec is made in the caller's thread and complete before anything runs; nobody changes it. The state is shared by
+the workers that run the step, the threads that add its gradients, the caller that waits for it and the optimizer's
+thread that waits for parts of it. They meet on the model's `Board`. The first error cancels the step: whoever waits
+gives up, and the caller gets the exception as it was raised.
 
-A round may outlive its call: once the losses are known the caller goes on while the last backward stages run. What
-these still read of the caller's objects is kept as it was then (`Round.freeze`).
+A step may outlive its call: once the losses are known the caller goes on while the last backward stages run. What
+these still read of the caller's objects is copied first (`StepState.detach`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from roundpipe.core import trees
-from roundpipe.core.errors import DeadlockError
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.schedule import Job, Phase, Schedule
-from roundpipe.runtime.device.backend import Backend, Event, Lane
+from roundpipe.runtime.board import Board
+from roundpipe.runtime.device.backend import Event
 from roundpipe.runtime.engine.flow import JobFlow
-from roundpipe.runtime.engine.stage import LossFunction, Surroundings
-from roundpipe.runtime.weights.gate import Question
+from roundpipe.runtime.engine.recompute import ForwardRecord
+from roundpipe.runtime.profiling.layer_times import StepTimes
 from roundpipe.runtime.weights.layer_weights import LayerWeights
 from roundpipe.runtime.weights.replica import FrozenLayers
 
@@ -35,6 +37,11 @@ LABEL = "the label"
 CHECK_INTERVAL_S = 5.0
 """How often a waiting worker looks whether anybody can still make progress."""
 
+LossFunction = Callable[[Any, Any], Any]
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
+Gradients = list[torch.Tensor | None]
+"""One entry per tensor of a carried value."""
+
 
 class Cancelled(Exception):
     """Another worker failed; unwinds a waiting one."""
@@ -42,290 +49,278 @@ class Cancelled(Exception):
 
 @dataclass(slots=True)
 class HostValue:
-    """A carried value on the host, and the copy that must be done before its use."""
+    """A carried value on the host, and the copies that must be done before its use."""
 
     value: Any
     events: tuple[Event, ...] = ()
 
     def synchronize(self) -> Any:
-        """The value, once its copy is done."""
+        """The value, once its copies are done."""
         for event in self.events:
             event.synchronize()
         self.events = ()
         return self.value
 
 
-class Progress:
-    """The round's board.
-
-    Args:
-        first_job: index of its first job.
-        num_jobs: their number.
-    """
-
-    def __init__(self, first_job: int, num_jobs: int) -> None:
-        lock = threading.Lock()
-        self._condition = threading.Condition(lock)
-        """Workers wait here."""
-        self._outside = threading.Condition(lock)
-        """Everybody else waits here, so that single microbatches wake none of them."""
-        self._first_job = first_job
-        self._done = [0] * num_jobs
-        self._uploads: list[Event | None] = [None] * num_jobs
-        self._settled = [False] * num_jobs
-        self._waiting: dict[str, str] = {}
-        self._running = 0
-        self._losses = 0
-        self._homecoming = 0
-        """Jobs whose gradients are on their way."""
-        self._moves = 0
-        self._ending = False
-        self.is_over = False
-        """Nobody works for the round any more."""
-        self.on_over: Callable[[], None] = _nothing
-        """Called once, by whoever was the last, before anybody hears of it."""
-        self.error: BaseException | None = None
-        """The first error, until somebody takes it to raise it."""
-        self.failed = False
-
-    # What the round's threads say
-
-    def enter(self, num_workers: int) -> None:
-        """So many workers have something to do."""
-        self._running = num_workers
-
-    def leave(self) -> None:
-        """A worker has nothing more to do."""
-        with self._condition:
-            self._running -= 1
-            self._condition.notify_all()
-        self._end()
-
-    def advance(self, job_index: int) -> None:
-        """One more microbatch of a job is done."""
-        with self._condition:
-            self._done[job_index - self._first_job] += 1
-            self._moves += 1
-            self._condition.notify_all()
-
-    def uploading(self, job_index: int, event: Event) -> None:
-        """A job's weights are on their way to the device, and there at the event."""
-        self._uploads[job_index - self._first_job] = event
-
-    def loss_known(self) -> None:
-        """One more microbatch has its loss, and its outputs if they are wanted."""
-        with self._condition:
-            self._losses += 1
-            self._outside.notify_all()
-
-    def bring_home(self) -> None:
-        """A job's gradients are on their way."""
-        with self._condition:
-            self._homecoming += 1
-
-    def settle(self, job_index: int) -> None:
-        """A job's gradients and buffers are in host memory."""
-        with self._condition:
-            self._settled[job_index - self._first_job] = True
-            self._moves += 1
-            self._condition.notify_all()
-            self._outside.notify_all()
-
-    def came_home(self) -> None:
-        """Somebody whom `bring_home` announced is done, well or not."""
-        with self._condition:
-            self._homecoming -= 1
-        self._end()
-
-    def _end(self) -> None:
-        with self._condition:
-            if self._running or self._homecoming or self._ending:
-                return
-            self._ending = True
-        on_over, self.on_over = self.on_over, _nothing  # it knows the round, which has this board
-        try:
-            on_over()
-        finally:
-            with self._condition:
-                self.is_over = True
-                self._outside.notify_all()
-
-    def cancel(self, error: BaseException) -> None:
-        """Stop the round; the first error is kept."""
-        with self._condition:
-            if not self.failed:
-                self.failed, self.error = True, error
-            self._condition.notify_all()
-            self._outside.notify_all()
-
-    # What workers wait for
-
-    def wait_for(self, job_index: int, microbatch: int, who: str) -> None:
-        """Until a microbatch of a job is done; jobs of earlier rounds are."""
-        position = job_index - self._first_job
-        if position >= 0 and self._done[position] <= microbatch:
-            what = f"microbatch {microbatch} of job {job_index}"
-            self._wait(lambda: self._done[position] > microbatch, who, what)
-        elif self.failed:
-            raise Cancelled
-
-    def _wait(self, reached: Callable[[], bool], who: str, what: str) -> None:
-        with self._condition:
-            self._waiting[who] = what
-            moves = self._moves
-            try:
-                while not reached():
-                    if self.failed:
-                        raise Cancelled
-                    woken = self._condition.wait(CHECK_INTERVAL_S)
-                    if not woken and self._moves == moves and len(self._waiting) >= self._running:
-                        board = "; ".join(f"{one} waits for {other}" for one, other in self._waiting.items())
-                        raise DeadlockError(f"nobody can go on: {board}. This is a bug in roundpipe, please report it")
-                    moves = self._moves
-                if self.failed:
-                    raise Cancelled
-            finally:
-                del self._waiting[who]
-
-    # What others wait for
-
-    def wait_settled(self, jobs: Iterable[int]) -> None:
-        """Until the gradients and buffers of these jobs are in host memory, or the round has failed."""
-        positions = [index - self._first_job for index in jobs]
-        with self._outside:
-            self._outside.wait_for(lambda: self.failed or all(self._settled[one] for one in positions))
-
-    def wait_losses(self, num_microbatches: int) -> None:
-        """Until so many microbatches have their loss, or the round has failed."""
-        with self._outside:
-            self._outside.wait_for(lambda: self.failed or self._losses >= num_microbatches)
-
-    def has_uploaded(self, jobs: Iterable[int]) -> bool:
-        """Whether the weights of these jobs are on their devices, or the round is over."""
-        if self.is_over:
-            return True
-        events = [self._uploads[index - self._first_job] for index in jobs]
-        return all(event is not None and event.is_done() for event in events)
-
-    def has_settled(self, jobs: Iterable[int]) -> bool:
-        """Whether the gradients and buffers of these jobs are in host memory, or the round is over."""
-        return self.is_over or all(self._settled[index - self._first_job] for index in jobs)
-
-    def wait_over(self) -> None:
-        """Until nobody works for the round any more."""
-        with self._outside:
-            self._outside.wait_for(lambda: self.is_over)
+HostValues = list[dict[str, HostValue]]
+"""Per microbatch: carried values on the host, by name."""
+HostGradients = list[dict[str, list[tuple[Gradients, Event | None]]]]
+"""Per microbatch: gradients of carried values on the host, one entry per reader, to be summed in order."""
 
 
-def _nothing() -> None:
-    pass
+@dataclass(frozen=True, slots=True)
+class InputTensor:
+    """A tensor of a microbatch's arguments or label that requires grad."""
+
+    microbatch: int
+    name: str
+    """Of the carried value that it is in."""
+    position: int
+    """Among the tensors of that value."""
+    tensor: torch.Tensor
 
 
-@dataclass(slots=True, eq=False)
-class Round:
-    """Everything of one call into the pipeline."""
+@dataclass(frozen=True, slots=True, eq=False)
+class StepSpec:
+    """Everything about one step that is known before it runs."""
 
     chain: LayerChain
+    weights: Sequence[LayerWeights]
+    """Per layer; a backward has its forward's."""
     schedule: Schedule
     flows: Sequence[JobFlow]
-    around: Surroundings
-    values: list[dict[str, HostValue]]
-    """Per microbatch: carried values on the host, by name."""
-    gradients: list[dict[str, list[tuple[list[torch.Tensor | None], Event | None]]]]
-    """Per microbatch: gradients of carried values on the host, one entry per reader, to be summed in order."""
-    given: frozenset[str] = frozenset()
-    """Names of the values that the caller's arguments are in."""
+    """Per job of the schedule."""
+    base_seed: int
+    """Random numbers of layer L and microbatch m derive from it, L and m."""
+    preserve_rng_state: bool
+    with_gradient: frozenset[str]
+    """Names of carried values whose tensors take part in autograd."""
+    plain: Mapping[tuple[int, str], frozenset[int]]
+    """By microbatch and name of arguments that gradients flow to, the tensors that take no part."""
+    keeps_history: bool
+    """Whether a backward will recompute this forward, so that what it saw and saved must be kept."""
+    autocast: Context
+    """Enters the caller's autocast state."""
+    context: contextvars.Context
+    """The caller's context variables; a backward has its forward's."""
+    arguments: frozenset[str]
+    """Names of the carried values that the caller's arguments are in."""
+    inputs: Sequence[InputTensor] = ()
+    """Those that the step is to leave gradients for."""
     labels: Sequence[Any] = ()
+    """Per microbatch, as ``loss_fn`` gets them."""
     loss_fn: LossFunction | None = None
     return_outputs: bool = False
     output_device: torch.device | None = None
-    losses: list[HostValue | None] = field(default_factory=list)
-    outputs: list[HostValue | None] = field(default_factory=list)
-    microbatch_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    tied_after: dict[int, list[int]] = field(default_factory=dict)
+    microbatch_context: Context = contextlib.nullcontext
+    """Entered around the fused stage of each microbatch."""
+    tied_jobs: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """Per job: earlier jobs that bring gradients of the same parameters; they are added first."""
     may_outlive_call: bool = False
     """Whether the call returns with the losses."""
     spare_bytes: int | None = None
     """Device memory that the plan leaves over; None: there is no limit."""
-    weights: Sequence[LayerWeights] = ()
-    """Per layer; from here on, set by the engine. A backward's are its forward's until then."""
-    closings: tuple[int, int] = (0, 0)
-    """Of the gates for weights and for gradients, when the round was made."""
-    before: Sequence[Progress] = ()
-    """Rounds that were running then; their gradients are added first."""
     frozen: FrozenLayers | None = None
-    binding: threading.Lock = field(default_factory=threading.Lock)
-    """Held by whoever reads the user's modules, or freezes what will be read of them."""
-    unattended: bool = False
-    """Whether the call has returned."""
-    progress: Progress = field(init=False)
-    _jobs_of: dict[torch.Tensor, tuple[list[int], list[int]]] | None = None
-    _num_reading: int = 0
-    """Workers that are giving one of the caller's own values to UPLOAD."""
-    _reads: list[Event] = field(default_factory=list)
-    """When such uploads are done."""
-    _was_read: threading.Condition = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._was_read = threading.Condition(self.binding)
-        self.progress = Progress(self.schedule.first_job, len(self.schedule.jobs))
+    """The user's modules as the forward found them, for a backward of its own; None: as they are."""
+    times: StepTimes | None = None
+    """Where workers note what calls take; None: the step is not measured."""
 
     def flow_of(self, job: Job) -> JobFlow:
         """The values of a job."""
         return self.flows[job.index - self.schedule.first_job]
 
-    def wait_losses(self) -> None:
-        """Until every loss is known and what forward changes in the model is changed, or an error ended the round."""
-        jobs = self.schedule.jobs
-        if not any(weights.may_have_side_effects() for weights in self.weights):
-            self.progress.wait_losses(self.schedule.num_microbatches)
-            for held in (*self.losses, *self.outputs):
-                if held is not None:
-                    held.synchronize()
-            return
-        last = max((i for i, job in enumerate(jobs) if job.phase is not Phase.BACKWARD), default=len(jobs) - 1)
-        self.progress.wait_settled([job.index for job in jobs[: last + 1]])
 
-    @contextlib.contextmanager
-    def reading(self, microbatch: int, name: str, backend: Backend) -> Iterator[HostValue]:
-        """A carried value, to be given to UPLOAD inside; the caller's own is his to change only after that."""
-        if self.frozen is not None or not self.may_outlive_call or name not in self.given:
-            yield self.values[microbatch][name]
-            return
-        with self.binding:
-            held = self.values[microbatch][name]
+class StepState:
+    """How far a step is; workers write it.
+
+    Args:
+        spec: what runs.
+        board: of the model.
+        values: the first carries, or what the forward of a backward left; used up.
+        gradients: for the outputs, of a backward; else empty.
+        forward: what the forwards of this step, or of the step before this backward, leave for recomputation.
+        closings: of the gates for weights and for gradients, when the step began.
+        num_workers: that have tasks.
+    """
+
+    def __init__(
+        self,
+        spec: StepSpec,
+        board: Board,
+        values: HostValues,
+        gradients: HostGradients,
+        forward: ForwardRecord,
+        closings: tuple[int, int],
+        num_workers: int,
+    ) -> None:
+        num_jobs, num_microbatches = len(spec.schedule.jobs), spec.schedule.num_microbatches
+        self.spec = spec
+        self.board = board
+        self.values = values
+        self.gradients = gradients
+        self.forward = forward
+        self.closings = closings
+        self.losses: list[HostValue | None] = [None] * num_microbatches
+        self.outputs: list[HostValue | None] = [None] * num_microbatches
+        self.num_workers = num_workers
+        """Those that still have something to do."""
+        self.num_settling = 0
+        """Jobs whose gradients are on their way; when none and no worker is left, the step is over."""
+        self.is_over = False
+        """Whether nobody works for the step any more."""
+        self.is_unattended = False
+        """Whether the call has returned."""
+        self.failed = False
+        """Whether an error ended the step, so that its gradients are not whole."""
+        self.error: BaseException | None = None
+        """The first error, until somebody takes it to raise it."""
+        self.frozen = spec.frozen
+        """The user's modules as they are to be read; None: as they are."""
+        self.modules_lock = threading.Lock()
+        """Held by whoever reads the user's modules, or takes note of how they are."""
+        self._first_job = spec.schedule.first_job
+        self._runs = [0] * num_jobs
+        """Per job, microbatches that are done."""
+        self._uploads: list[Event | None] = [None] * num_jobs
+        self._settled = [False] * num_jobs
+        self._num_losses = 0
+        self._num_waiting = 0
+        self._changed_s = time.monotonic()
+        """When the latest microbatch or job was done."""
+        self._lent = spec.arguments if spec.may_outlive_call else frozenset[str]()
+        """Names whose values are the caller's own, which he may change once the call has returned."""
+        self._num_reading = 0
+        """Uploads of such values that are being issued."""
+        self._reads: list[Event] = []
+        """When those that were issued are done."""
+        self._jobs_of: dict[torch.Tensor, tuple[list[int], list[int]]] | None = None
+
+    # Workers
+
+    def wait_done(self, job_index: int, microbatch: int, who: str) -> None:
+        """Return when a microbatch of a job is done; jobs of earlier steps are.
+
+        Raises:
+            Cancelled: the step has failed.
+            DeadlockError: all workers of the step wait, and nothing has been done for a while.
+        """
+        position, runs = job_index - self._first_job, self._runs
+        if position >= 0 and runs[position] <= microbatch:
+            what = f"microbatch {microbatch} of job {job_index}"
+            with self.board.lock:
+                self._num_waiting += 1
+            try:
+                self.board.wait(
+                    lambda: self.failed or runs[position] > microbatch, who, what, CHECK_INTERVAL_S, self._is_stuck
+                )
+            finally:
+                with self.board.lock:
+                    self._num_waiting -= 1
+        if self.failed:
+            raise Cancelled
+
+    def _is_stuck(self) -> bool:
+        """Whether all workers wait, and nothing has been done for a while."""
+        return self._num_waiting >= self.num_workers and time.monotonic() - self._changed_s >= CHECK_INTERVAL_S
+
+    def advance(self, job_index: int) -> None:
+        """One more microbatch of a job is done."""
+        with self.board.lock:
+            self._runs[job_index - self._first_job] += 1
+            self._changed_s = time.monotonic()
+            self.board.notify()
+
+    def begin_upload(self, job_index: int, event: Event) -> None:
+        """A job's weights are on their way to the device, and there at the event."""
+        with self.board.lock:
+            self._uploads[job_index - self._first_job] = event
+            self.board.notify()
+
+    def add_loss(self) -> None:
+        """One more microbatch has its loss, and its outputs if they are wanted."""
+        with self.board.lock:
+            self._num_losses += 1
+            self.board.notify()
+
+    def settle(self, job_index: int) -> None:
+        """A job's gradients and buffers are in host memory."""
+        with self.board.lock:
+            self._settled[job_index - self._first_job] = True
+            self._changed_s = time.monotonic()
+            self.board.notify()
+
+    def wait_settled(self, jobs: Iterable[int], who: str) -> None:
+        """Return when the gradients and buffers of these jobs are in host memory, or the step has failed."""
+        positions = [index - self._first_job for index in jobs]
+        if positions:
+            settled = self._settled
+            self.board.wait(lambda: self.failed or all(settled[i] for i in positions), who, "gradients and buffers")
+
+    def cancel(self, error: BaseException) -> None:
+        """Stop the step; the first error is kept."""
+        with self.board.lock:
+            if not self.failed:
+                self.failed, self.error = True, error
+            self.board.notify()
+
+    def begin_read(self, microbatch: int, name: str) -> tuple[HostValue, bool]:
+        """A carried value that is to be uploaded, and whether `end_read` must be told when that is done."""
+        if name not in self._lent:
+            return self.values[microbatch][name], False
+        with self.board.lock:
             self._num_reading += 1
-        try:
-            yield held
-        finally:
-            event = backend.record(Lane.UPLOAD)
-            with self.binding:
-                self._num_reading -= 1
-                self._reads.append(event)
-                self._was_read.notify_all()
+            return self.values[microbatch][name], True
 
-    def freeze(self) -> None:
-        """Keep what the remaining jobs read of the caller's objects: arguments, modes, attributes, who is trained.
+    def end_read(self, event: Event) -> None:
+        """Values of `begin_read` are uploaded at the event."""
+        with self.board.lock:
+            self._num_reading -= 1
+            self._reads.append(event)
+            self.board.notify()
+
+    # The caller
+
+    def wait_losses(self) -> None:
+        """Return when every loss is known and what forward changes in the model is changed, or the step has failed."""
+        spec = self.spec
+        if any(weights.may_have_side_effects() for weights in spec.weights):
+            jobs = spec.schedule.jobs
+            last = max((i for i, job in enumerate(jobs) if job.phase is not Phase.BACKWARD), default=len(jobs) - 1)
+            self.wait_settled([job.index for job in jobs[: last + 1]], "the call")
+            return
+        number = spec.schedule.num_microbatches
+        self.board.wait(lambda: self.failed or self._num_losses >= number, "the call", "losses")
+        for value in (*self.losses, *self.outputs):
+            if value is not None:
+                value.synchronize()
+
+    def wait_over(self) -> None:
+        """Return when nobody works for the step any more."""
+        self.board.wait(lambda: self.is_over, "the call", "the end of the step")
+
+    def detach(self) -> None:
+        """Copy what the remaining jobs read of the caller's objects: arguments, modes, attributes, who is trained.
 
         The caller may change all of these as soon as the call returns.
         """
-        remaining = {i for job in self.schedule.jobs if job.phase is Phase.BACKWARD for i in job.layers}
+        backward = {i for job in self.spec.schedule.jobs if job.phase is Phase.BACKWARD for i in job.layers}
         devices = set()
         copies = []
         for values in self.values:
-            for name in self.given:
-                held = values.get(name)
-                if held is not None:
-                    copy = HostValue(trees.map_tensors(held.value, _copied), held.events)
+            for name in self.spec.arguments:
+                original = values.get(name)
+                if original is not None:
+                    copy = HostValue(trees.map_tensors(original.value, _copied), original.events)
                     copies.append((values, name, copy))
-                    devices |= {tensor.device for tensor in trees.tensors(held.value)}
-        with self.binding:
+                    devices |= {tensor.device for tensor in trees.tensors(original.value)}
+        with self.modules_lock:
+            self.frozen = FrozenLayers.of(self.spec.weights[index].layer for index in sorted(backward))
+        with self.board.lock:
             for values, name, copy in copies:
                 if name in values:
                     values[name] = copy
-            self.frozen = FrozenLayers.of(self.weights[index].layer for index in sorted(remaining))
-            self._was_read.wait_for(lambda: self._num_reading == 0)
+            self._lent = frozenset()
+        self.board.wait(lambda: self.failed or not self._num_reading, "the call", "uploads of its arguments")
         for event in self._reads:
             event.synchronize()
         self._reads.clear()
@@ -333,46 +328,68 @@ class Round:
             if device.type not in ("cpu", "meta"):
                 torch.accelerator.current_stream(device).synchronize()
 
-    # For the optimizer's thread
+    def take_losses(self) -> list[Any]:
+        """Per microbatch, the loss, once its copy is done."""
+        return [None if value is None else value.synchronize() for value in self.losses]
 
-    @property
-    def failed(self) -> bool:
-        """Whether an error ended the round, so that its gradients are not whole."""
-        return self.progress.failed
+    def take_outputs(self) -> list[Any]:
+        """Per microbatch, the model's outputs; None where they are not wanted."""
+        return [None if value is None else value.synchronize() for value in self.outputs]
+
+    def input_gradients(self) -> list[torch.Tensor | None]:
+        """Gradients that the finished step left for the spec's inputs, on the tensors' own devices."""
+        result: list[torch.Tensor | None] = []
+        for item in self.spec.inputs:
+            total: torch.Tensor | None = None
+            for gradients, event in self.gradients[item.microbatch].get(item.name, ()):
+                part = gradients[item.position]
+                if part is None:
+                    continue
+                if event is not None:
+                    event.synchronize()
+                total = part if total is None else total + part
+            result.append(None if total is None else total.to(item.tensor.device))
+        return result
+
+    # The optimizer's thread
 
     def turns(self, parameter: torch.Tensor) -> tuple[int, int]:
-        """When the round is done with a parameter's weights and with its gradient, in jobs."""
+        """When the step is done with a parameter's weights and with its gradient, in jobs."""
         uploads, adds = self._uses().get(parameter, ((), ()))
-        first = self.schedule.first_job
         # a job's weights come up while the worker's job before it runs
-        return max(uploads, default=first) - self.schedule.num_workers, max(adds, default=first)
+        last_upload = max(uploads, default=self._first_job) - self.spec.schedule.num_workers
+        return last_upload, max(adds, default=self._first_job)
 
-    def ask_uploaded(self, parameters: Iterable[torch.Tensor]) -> Question:
-        """Asks whether the round has uploaded these for the last time, or is over."""
-        jobs = self._jobs_with(parameters, 0)
-        return lambda: self.progress.has_uploaded(jobs)
+    def jobs_of(self, parameters: Iterable[torch.Tensor]) -> tuple[list[int], list[int]]:
+        """The jobs that upload some of these, and those that add to their gradients."""
+        jobs_of = self._uses()
+        uses = [jobs_of[parameter] for parameter in parameters if parameter in jobs_of]
+        uploads, adds = ({job for use in uses for job in use[kind]} for kind in (0, 1))
+        return sorted(uploads), sorted(adds)
 
-    def ask_added(self, parameters: Iterable[torch.Tensor]) -> Question:
-        """Asks whether the round has added all it will to the gradients of these, or is over."""
-        jobs = self._jobs_with(parameters, 1)
-        return lambda: self.progress.has_settled(jobs)
+    def uploads(self, jobs: Sequence[int]) -> Sequence[Event] | None:
+        """The events after which the weights of these jobs are on their devices; None: not all were begun."""
+        if self.is_over:
+            return ()
+        events = [event for index in jobs if (event := self._uploads[index - self._first_job]) is not None]
+        return events if len(events) == len(jobs) else None
 
-    def _jobs_with(self, parameters: Iterable[torch.Tensor], use: int) -> list[int]:
-        uses = self._uses()
-        return sorted({job for one in parameters if one in uses for job in uses[one][use]})
+    def has_added(self, jobs: Sequence[int]) -> bool:
+        """Whether these jobs have added their gradients, or the step is over."""
+        return self.is_over or all(self._settled[index - self._first_job] for index in jobs)
 
     def _uses(self) -> dict[torch.Tensor, tuple[list[int], list[int]]]:
         """Per parameter, the jobs that upload it and those that add to its gradient."""
         if self._jobs_of is None:
-            found: dict[torch.Tensor, tuple[list[int], list[int]]] = {}
-            for job in self.schedule.jobs:
+            jobs_of: dict[torch.Tensor, tuple[list[int], list[int]]] = {}
+            for job in self.spec.schedule.jobs:
                 for index in job.layers:
-                    for tensor in self.weights[index].parameters():
-                        uploads, adds = found.setdefault(tensor, ([], []))
+                    for tensor in self.spec.weights[index].parameters():
+                        uploads, adds = jobs_of.setdefault(tensor, ([], []))
                         uploads.append(job.index)
                         if job.phase is not Phase.FORWARD:
                             adds.append(job.index)
-            self._jobs_of = found
+            self._jobs_of = jobs_of
         return self._jobs_of
 
 

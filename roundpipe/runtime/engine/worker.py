@@ -1,39 +1,35 @@
-"""One worker of the rotation: its device, its memory for weights, its copies of layers; executes tasks.
+"""One worker of the rotation: its device, its memory for weights, its replicas of layers; executes tasks.
 
-    PREFETCH   weights of a job start coming up; at the end of a round also those of the next round's first job
+    PREFETCH   weights of a job start coming up; at the end of a step also those of the next step's first job
     RUN (K, m) wait for (K-1, m); values up; stage; values or gradients down
     RELEASE    gradients start down, the weights' memory is given back
 
-Values wait on the host between jobs, by name, each with the event of the copy that made it. Gradients are waited
-for, and added to the host's, in a thread of their own, so that the worker can go on with its next job; it has the
-gradients of no more than two jobs on their way.
+Values wait on the host between jobs, by name, each with the event of the copy that made it. Gradients of weights are
+waited for, and added to the host's, in a thread of their own, so that the worker can go on with its next job; it has
+the gradients of no more than two jobs on their way.
 
-Invariant: a round that is given to a worker is left by it, whatever is raised, so that nobody waits for ever: an error
-cancels the round, and one that is raised where none can be fails the rounds that the worker has and all later ones.
+Invariant: a step that is given to a worker is left by it, whatever is raised, so that nobody waits for ever: an error
+cancels the step, and one that is raised where none can be fails the steps that the worker has and all later ones.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from roundpipe.core import trees
 from roundpipe.core.errors import ClosedError, RoundPipeError
-from roundpipe.core.layers import Carry
 from roundpipe.core.schedule import Job, Phase, Task, TaskKind
 from roundpipe.runtime.device.backend import Backend, Event, Lane
-from roundpipe.runtime.device.host_memory import bytes_of
-from roundpipe.runtime.engine.flow import Segment
-from roundpipe.runtime.engine.stage import Gradients, Recorded, Stage, StageLayer
-from roundpipe.runtime.engine.step import LABEL, Cancelled, HostValue, Round
+from roundpipe.runtime.engine.offload import InFlight
+from roundpipe.runtime.engine.runner import MicrobatchRunner
+from roundpipe.runtime.engine.running import RunningSteps
+from roundpipe.runtime.engine.stage import Stage, StageLayer
+from roundpipe.runtime.engine.step import Cancelled, StepState
 from roundpipe.runtime.profiling.meter import Meter
 from roundpipe.runtime.profiling.recorder import HostLog, Recorder
 from roundpipe.runtime.thread import TaskThread
@@ -48,8 +44,6 @@ logger = logging.getLogger(__name__)
 RUNS_AHEAD = 3
 """Microbatches of stages that are given to an accelerator before the first of them is done: enough to keep it busy, and
 few, since the values of each are on the device."""
-REST_S = 0.0005
-"""How often a worker with nothing to do looks whether device tensors can be let go of."""
 
 
 @dataclass(slots=True)
@@ -68,9 +62,10 @@ class Worker:
         backend: its device.
         name: for messages and threads.
         gates: which weights may be read and which gradients added to.
+        steps: is told when the worker leaves a step.
     """
 
-    def __init__(self, index: int, backend: Backend, name: str, gates: Gates) -> None:
+    def __init__(self, index: int, backend: Backend, name: str, gates: Gates, steps: RunningSteps) -> None:
         self.index = index
         self.backend = backend
         self.name = name
@@ -78,39 +73,41 @@ class Worker:
         self.device = f"{backend.device} (worker {index})"
         """Its name in timelines."""
         self.meter = Meter(backend, self.device)
-        self._home_log = HostLog(self.device)
+        self._gradients_log = HostLog(self.device)
         self._gates = gates
+        self._steps = steps
         self._thread = TaskThread(f"roundpipe {name}", self._break)
         self._gradients_thread = TaskThread(f"roundpipe {name} gradients", self._break)
         self._broken: BaseException | None = None
         """What was raised where nothing may be; the worker's state is unknown since."""
-        self._current: Round | None = None
-        self._upcoming: deque[Round] = deque()
-        """Rounds that were given to the worker and that it has not begun."""
+        self._current: StepState | None = None
+        self._upcoming: deque[StepState] = deque()
+        """Steps that were given to the worker and that it has not begun."""
         self._replicas: dict[int, tuple[LayerWeights, list[Replica]]] = {}
         """By layer, its replicas, and for which layout of the layer they were made."""
         self._open: dict[int, _OpenVisit] = {}
-        self._on_the_way: threading.Event | None = None
-        """Set once the gradients given to the other thread last are in host memory."""
-        self._in_flight: deque[tuple[Event, Any]] = deque()
+        self._is_settling = False
+        """Whether the gradients of a job are on their way; changed under the board's lock."""
+        self._in_flight = InFlight()
+        self._runner = MicrobatchRunner(backend, name, self.meter, self._in_flight)
         self._issued: deque[Event] = deque()
         """After each of the latest runs; stays empty where they are done when they are issued."""
         self._was_idle = True
 
-    # For the engine
+    # The engine
 
-    def submit(self, round_: Round) -> None:
-        """Execute this worker's tasks of a round, after those of the rounds before."""
-        self._upcoming.append(round_)
+    def submit(self, step: StepState) -> None:
+        """Execute this worker's tasks of a step, after those of the steps before."""
+        self._upcoming.append(step)
         self._thread.submit(self._execute_next)
 
     def forget(self, layer: torch.nn.Module) -> None:
-        """Drop a layer's replicas; while no round is running only."""
+        """Drop a layer's replicas; while no step is running only."""
         self._replicas.pop(id(layer), None)
 
     def record(self, recorder: Recorder | None) -> None:
         """Tell a recorder what is done from now on; None: nobody any more."""
-        self.meter.recorder = self._home_log.recorder = recorder
+        self.meter.recorder = self._gradients_log.recorder = recorder
 
     @property
     def is_current(self) -> bool:
@@ -123,51 +120,51 @@ class Worker:
         self._gradients_thread.close()
         self.arena.free()
 
-    # One round
+    # One step
 
     def _execute_next(self) -> None:
-        """Execute this worker's tasks of the next round, and leave it however they end."""
+        """Execute this worker's tasks of the next step, and leave it however they end."""
         if not self._upcoming:  # nothing was lost, see `_break`
             return
-        round_ = self._current = self._upcoming.popleft()
+        step = self._current = self._upcoming.popleft()
         try:
             if self._broken is not None:
                 raise RoundPipeError(
                     f"{self.name} can't go on since an earlier error ({self._broken!r}), raised where roundpipe "
                     "expects none. Compile the model again"
                 ) from self._broken
-            round_.around.context.copy().run(self._execute_all, round_)
+            step.spec.context.copy().run(self._execute_all, step)
         except Cancelled:
-            self._abandon(round_)
+            self._abandon(step)
         except BaseException as error:
-            round_.progress.cancel(error)
-            self._abandon(round_)
+            step.cancel(error)
+            self._abandon(step)
         finally:
-            round_.progress.leave()
+            self._steps.leave(step)
             self._current = None
-        del round_
+        del step
         self._was_idle = not self._upcoming
-        while self._in_flight and not self._upcoming:
-            self._reap()
-            time.sleep(REST_S)
+        if self._was_idle and self._in_flight:
+            with contextlib.suppress(ClosedError):  # then nobody is left to wait for it
+                self._gradients_thread.submit(self._in_flight.take().wait)
 
-    def _execute_all(self, round_: Round) -> None:
-        tasks = round_.schedule.tasks(self.index)
+    def _execute_all(self, step: StepState) -> None:
+        tasks = step.spec.schedule.tasks(self.index)
         last_prefetch = max(i for i, task in enumerate(tasks) if task.kind is TaskKind.PREFETCH)
         with self.backend.activate(), torch.no_grad():
             self.meter.begin_step(self._was_idle)
-            self.arena.reserve(self._room_for(round_))
+            self.arena.reserve(self._room_for(step))
             for position, task in enumerate(tasks):
                 if position > last_prefetch:
                     self._look_ahead()
-                self._execute(round_, task)
-            if not round_.may_outlive_call:
-                self._reap(wait=True)
+                self._execute(step, task)
+            if not step.spec.may_outlive_call:
+                self._in_flight.wait()
 
-    def _abandon(self, round_: Round) -> None:
-        """Forget a cancelled round: nothing may be left that counts memory or holds tensors; never raises.
+    def _abandon(self, step: StepState) -> None:
+        """Forget a cancelled step: nothing may be left that counts memory or holds tensors; never raises.
 
-        What goes wrong meanwhile is noted at the round's error.
+        What goes wrong meanwhile is noted at the step's error.
         """
         undo = (
             self.backend.synchronize,
@@ -178,105 +175,109 @@ class Worker:
             self._issued.clear,
             self.backend.take_uploads,
         )
-        for one in undo:
+        for action in undo:
             try:
-                one()
+                action()
             except Exception as problem:
-                logger.exception("%s: after the error of a round", self.name)
+                logger.exception("%s: after the error of a step", self.name)
                 self._replicas.clear()  # who knows what they are bound to
-                error = round_.progress.error
+                error = step.error
                 if error is not None:
                     error.add_note(f"roundpipe: after it, {self.name} met {type(problem).__name__}: {problem}")
 
     def _break(self, error: BaseException) -> None:
-        """Fail the worker's rounds, and all later ones: something was raised that nothing caught."""
+        """Fail the worker's steps, and all later ones: something was raised that nothing caught."""
         self._broken = self._broken or error
         current = self._current
-        for round_ in (*(() if current is None else (current,)), *self._upcoming):
-            round_.progress.cancel(error)
+        for step in (*(() if current is None else (current,)), *self._upcoming):
+            step.cancel(error)
         with contextlib.suppress(ClosedError):
             self._thread.submit(self._execute_next)  # in the place of what may be lost
 
-    def _sizes(self, round_: Round) -> list[int]:
-        """Bytes of this worker's visits of a round, in their order."""
+    def _visit_sizes(self, step: StepState) -> list[int]:
+        """Bytes of this worker's visits of a step, in their order."""
+        spec = step.spec
         jobs = (
-            round_.schedule.job(task.job_index)
-            for task in round_.schedule.tasks(self.index)
+            spec.schedule.job(task.job_index)
+            for task in spec.schedule.tasks(self.index)
             if task.kind is TaskKind.PREFETCH
         )
-        return [visit_bytes(round_.weights[index] for index in job.layers) for job in jobs]
+        return [visit_bytes(spec.weights[index] for index in job.layers) for job in jobs]
 
-    def _room_for(self, round_: Round) -> list[int]:
-        """The same, and the first once more if a round like this one is likely to follow and memory is plentiful."""
-        sizes = self._sizes(round_)
+    def _room_for(self, step: StepState) -> list[int]:
+        """The same, and the first once more if a step like this one is likely to follow and memory is plentiful."""
+        sizes, spare_bytes = self._visit_sizes(step), step.spec.spare_bytes
         more = [*sizes, sizes[0]]
         extra_bytes = self.arena.room(more) - self.arena.room(sizes)
-        if round_.may_outlive_call and (round_.spare_bytes is None or extra_bytes <= round_.spare_bytes):
+        if step.spec.may_outlive_call and (spare_bytes is None or extra_bytes <= spare_bytes):
             return more
         return sizes
 
     def _look_ahead(self) -> None:
-        """Start the upload of the next round's first job, once its weights may be read and if there is room."""
+        """Start the upload of the next step's first job, once its weights may be read and if there is room."""
         if not self._upcoming or len(self._open) != 1:
             return
         following = self._upcoming[0]
-        job = following.schedule.job(following.schedule.tasks(self.index)[0].job_index)
+        schedule, weights = following.spec.schedule, following.spec.weights
+        job = schedule.job(schedule.tasks(self.index)[0].job_index)
         (running,) = self._open.values()
-        sizes = self._sizes(following)
-        if following.progress.failed or not self.arena.has_room(sizes):
+        sizes = self._visit_sizes(following)
+        if following.failed or not self.arena.has_room(sizes):
             return
         if not self.arena.has_room([running.visit.num_bytes, sizes[0]]):
             return
-        parameters = (tensor for index in job.layers for tensor in following.weights[index].parameters())
+        parameters = (tensor for index in job.layers for tensor in weights[index].parameters())
         if not self._gates.weights.is_open(parameters, following.closings[0]):
             return
         try:
             self._prefetch(following, job)
         except BaseException as error:
-            following.progress.cancel(error)
+            following.cancel(error)
 
-    def _execute(self, round_: Round, task: Task) -> None:
-        job = round_.schedule.job(task.job_index)
+    # One task
+
+    def _execute(self, step: StepState, task: Task) -> None:
+        job = step.spec.schedule.job(task.job_index)
         if task.kind is TaskKind.PREFETCH:
             if job.index not in self._open:
-                self._prefetch(round_, job)
+                self._prefetch(step, job)
         elif task.kind is TaskKind.RUN:
             assert task.microbatch is not None
             opened = self._open[job.index]
             self.meter.at(job, task.microbatch)
             self.meter.until("overhead")
             if opened.stage is None:
-                opened.stage = self._enter(round_, opened)
+                opened.stage = self._enter(step, opened)
             self._keep_pace()
-            self._run(round_, opened, task.microbatch)
-            self._issued_run()
-            round_.progress.advance(job.index)
+            self._runner.run(step, job, opened.stage, opened.visit, task.microbatch)
+            self._note_issued()
+            step.advance(job.index)
         else:
-            self._release(round_, self._open.pop(job.index))
+            self._release(step, self._open.pop(job.index))
 
     def _keep_pace(self) -> None:
-        """Wait until the device is no further behind than it should be, and let go of what it has done with."""
+        """Wait until the device is no further behind than it should be, and let go of what it is done with."""
         while len(self._issued) > RUNS_AHEAD:
             self._issued.popleft().synchronize()
-        self._reap()
+        self._in_flight.release()
 
-    def _issued_run(self) -> None:
+    def _note_issued(self) -> None:
         """Keep what came up for the run until the device is past it."""
         if self.backend.device.type == "cpu":
             return
         done = self.backend.record(Lane.COMPUTE)
         self._issued.append(done)
-        self._in_flight.append((done, self.backend.take_uploads()))
+        self._in_flight.add(done, self.backend.take_uploads())
 
-    def _prefetch(self, round_: Round, job: Job) -> None:
-        layers = [self._bound(round_, index) for index in job.layers]
+    def _prefetch(self, step: StepState, job: Job) -> None:
+        layers = [self._bound(step, index) for index in job.layers]
         for layer in layers:
-            self._wait_open(layer.weights.parameters(), round_.closings[0])
+            self._wait_open(layer.weights.parameters(), step.closings[0])
         visit, side = self.arena.begin(layers)
         self.meter.at(job, None)
         self.meter.moved(Lane.WEIGHTS, "weights of", visit.uploaded_bytes, visit.began, visit.arrived)
         self._open[job.index] = _OpenVisit(job, visit, side)
-        round_.progress.uploading(job.index, visit.uploaded)
+        step.begin_upload(job.index, visit.uploaded)
 
     def _wait_open(self, parameters: Sequence[torch.Tensor], closings: int) -> None:
         """Until weights may be read."""
@@ -286,9 +287,9 @@ class Worker:
             gate.wait(parameters, self.name, closings)
             self.meter.until("optimizer")
 
-    def _bound(self, round_: Round, index: int) -> BoundLayer:
+    def _bound(self, step: StepState, index: int) -> BoundLayer:
         """A layer with a replica that no open visit uses."""
-        layer, weights = round_.chain[index], round_.weights[index]
+        layer, weights = step.spec.chain[index], step.spec.weights[index]
         known = self._replicas.get(id(layer))
         if known is None or known[0] is not weights:
             known = self._replicas[id(layer)] = (weights, [])
@@ -302,21 +303,19 @@ class Worker:
             known[1].append(replica)
         return BoundLayer(weights, replica)
 
-    def _enter(self, round_: Round, opened: _OpenVisit) -> Stage:
+    def _enter(self, step: StepState, opened: _OpenVisit) -> Stage:
         job, visit = opened.job, opened.visit
         visit.arrive()
-        with round_.binding:
-            visit.ready(job.phase is not Phase.FORWARD, round_.frozen)
+        with step.modules_lock:
+            visit.ready(job.phase is not Phase.FORWARD, step.frozen)
         self.meter.until("weights", visit.arrived)
-        layers = [
-            StageLayer(index, round_.chain.specs[index], bound)
-            for index, bound in zip(job.layers, visit.layers, strict=True)
-        ]
-        return Stage(str(job), self.backend, layers, round_.around)
+        specs = step.spec.chain.specs
+        layers = [StageLayer(index, specs[index], bound) for index, bound in zip(job.layers, visit.layers, strict=True)]
+        return Stage(str(job), self.backend, layers, step.spec, step.forward)
 
-    # Gradients home
+    # Gradients of weights
 
-    def _release(self, round_: Round, opened: _OpenVisit) -> None:
+    def _release(self, step: StepState, opened: _OpenVisit) -> None:
         job = opened.job
         pending, events, alive = opened.visit.release(keep_buffers=job.phase is not Phase.BACKWARD)
         self.arena.end(opened.side, events)
@@ -324,236 +323,36 @@ class Worker:
             self.meter.at(job, None)
             self.meter.moved(Lane.GRADIENTS, "gradients of", pending.num_bytes, *pending.moments)
         if alive:
-            self._in_flight.append((events[-1], alive))
-        if self._on_the_way is not None and not self._on_the_way.is_set():
+            self._in_flight.add(events[-1], alive)
+        if self._is_settling:
             self.meter.until("overhead")
-            self._on_the_way.wait()
+            self._gates.board.wait(lambda: not self._is_settling, self.name, "gradients of the job before")
             self.meter.until("gradients")
         if pending.is_empty:
-            round_.progress.settle(job.index)
+            step.settle(job.index)
             return
-        arrived = self._on_the_way = threading.Event()
-        round_.progress.bring_home()
-        self._gradients_thread.submit(lambda: self._settle(round_, job, pending, arrived))
+        self._is_settling = True
+        self._steps.begin_settling(step)
+        self._gradients_thread.submit(self._settle, step, job, pending)
 
-    def _settle(self, round_: Round, job: Job, pending: Download, arrived: threading.Event) -> None:
+    def _settle(self, step: StepState, job: Job, pending: Download) -> None:
         """Add what a release brought down to the host's gradients; runs in the other thread, never raises."""
         try:
             if pending.gradients:
-                for earlier in round_.before:
-                    earlier.wait_over()
+                self._steps.wait_earlier(step, f"{self.name} gradients")
                 touched = (parameter for parameter, _ in pending.gradients)
-                self._gates.gradients.wait(touched, self.name, round_.closings[1])
-            round_.progress.wait_settled(round_.tied_after.get(job.index, ()))
-            if not round_.progress.failed:
+                self._gates.gradients.wait(touched, self.name, step.closings[1])
+            step.wait_settled(step.spec.tied_jobs.get(job.index, ()), f"{self.name} gradients")
+            if not step.failed:
                 pending.wait()
-                with self._home_log.doing("home", f"add gradients of {job}", bytes=pending.num_bytes, job=job.index):
+                with self._gradients_log.doing(
+                    "home", f"add gradients of {job}", bytes=pending.num_bytes, job=job.index
+                ):
                     pending.settle()
-                round_.progress.settle(job.index)
+                step.settle(job.index)
         except BaseException as error:
-            round_.progress.cancel(error)
+            step.cancel(error)
         finally:
-            arrived.set()
-            round_.progress.came_home()
-
-    def _reap(self, wait: bool = False) -> None:
-        """Let go of device tensors whose last copy or reader is done."""
-        while self._in_flight:
-            event, _ = self._in_flight[0]
-            if wait:
-                event.synchronize()
-            elif not event.is_done():
-                return
-            self._in_flight.popleft()
-
-    # One task
-
-    def _run(self, round_: Round, opened: _OpenVisit, microbatch: int) -> None:
-        assert opened.stage is not None
-        job, stage = opened.job, opened.stage
-        if job.phase is Phase.BACKWARD:
-            self._run_backward(round_, job, stage, opened.visit, microbatch)
-        else:
-            self._wait_for(round_, job.index - 1, microbatch)
-            if job.phase is Phase.FORWARD:
-                self._run_forward(round_, job, stage, microbatch)
-            else:
-                self._run_fused(round_, job, stage, opened.visit, microbatch)
-        for name in round_.flow_of(job).drops:
-            round_.values[microbatch].pop(name, None)
-
-    def _wait_for(self, round_: Round, job_index: int, microbatch: int) -> None:
-        """Until another worker has given a microbatch of a job to its device."""
-        round_.progress.wait_for(job_index, microbatch, self.name)
-        self.meter.until("no_work")
-
-    def _run_forward(self, round_: Round, job: Job, stage: Stage, microbatch: int) -> None:
-        flow = round_.flow_of(job)
-        (segment,) = flow.segments
-        carry, held = self._take(round_, segment, microbatch)
-        values = round_.values[microbatch]
-
-        def give(made: Carry) -> None:
-            for name, value in made.items():
-                values[name] = self._bring_down(value)
-
-        with self.backend.hold(num_bytes(held), "carried values"):
-            del held
-            with self.meter.computing("forward", segment.layers):
-                stage.forward(segment, carry, microbatch, flow.gives, give)
-
-    def _run_fused(self, round_: Round, job: Job, stage: Stage, visit: Visit, microbatch: int) -> None:
-        (segment,) = round_.flow_of(job).segments
-        assert round_.loss_fn is not None
-        carry, held = self._take(round_, segment, microbatch)
-        label = self._upload_structure(round_.labels[microbatch])
-        differentiated = self._as_leaves(round_.labels[microbatch], label)
-
-        def give(loss: Any, outputs: Any) -> None:
-            round_.losses[microbatch] = self._bring_down(loss, "loss of")
-            if round_.return_outputs:
-                detached = trees.map_tensors(outputs, torch.Tensor.detach)
-                round_.outputs[microbatch] = self._give_outputs(round_, detached)
-            round_.progress.loss_known()
-
-        with (
-            self.backend.hold(num_bytes(held), "carried values"),
-            self.backend.activations([visit.weights_memory, *held]),
-            round_.microbatch_context(),
-        ):
-            del held
-            with self.meter.computing("fused", segment.layers):
-                gradients = stage.fused(segment, carry, microbatch, round_.chain.exit, round_.loss_fn, label, give)
-        if differentiated:
-            gradients = {**gradients, LABEL: [tensor.grad for tensor in trees.tensors(label)]}
-        self._give_gradients(round_, gradients, microbatch)
-
-    def _run_backward(self, round_: Round, job: Job, stage: Stage, visit: Visit, microbatch: int) -> None:
-        flow = round_.flow_of(job)
-        if flow.made_by is not None:  # recomputation waits for its inputs, not for the incoming gradient
-            self._wait_for(round_, round_.schedule.first_job + flow.made_by, microbatch)
-        arrived = False
-        for segment in flow.segments:
-            if not stage.has_backward(segment):
-                continue
-            carry, held = self._take(round_, segment, microbatch)
-            with (
-                self.backend.hold(num_bytes(held), "carried values"),
-                self.backend.activations([visit.weights_memory, *held]),
-            ):
-                del held
-                with self.meter.computing("recompute", segment.layers):
-                    recorded = stage.recompute(segment, carry, microbatch)
-                carry.clear()
-                if not arrived:
-                    self._wait_for(round_, job.index - 1, microbatch)
-                    arrived = True
-                incoming = self._take_gradients(round_, segment, recorded, microbatch)
-                with self.meter.computing("backward", segment.layers):
-                    gradients = stage.backward(recorded, incoming, microbatch)
-                incoming.clear()
-            self._give_gradients(round_, gradients, microbatch)
-        if not arrived:
-            self._wait_for(round_, job.index - 1, microbatch)
-
-    # Values and gradients, up and down
-
-    def _upload_structure(self, value: Any) -> Any:
-        """A structure's tensors on the device, ready for COMPUTE."""
-        with self.meter.copying(Lane.UPLOAD, "labels of"):
-            up = trees.map_tensors(value, self.backend.upload)
-        self.backend.wait(Lane.COMPUTE, self.backend.record(Lane.UPLOAD))
-        self.backend.check_ready(trees.tensors(up))
-        return up
-
-    @staticmethod
-    def _as_leaves(given: Any, uploaded: Any) -> bool:
-        """Let gradients be collected in uploaded tensors where those that were given require grad; whether any does."""
-        found = False
-        for one, up in zip(trees.tensors(given), trees.tensors(uploaded), strict=True):
-            if one.requires_grad:
-                found = True
-                up.requires_grad_()
-        return found
-
-    def _take(self, round_: Round, segment: Segment, microbatch: int) -> tuple[Carry, list[torch.Tensor]]:
-        """The values a segment reads, on the device, ready for COMPUTE; and the tensors in them."""
-        backend = self.backend
-        carry: Carry = {}
-        for name in segment.takes:
-            with round_.reading(microbatch, name, backend) as held:
-                for event in held.events:
-                    backend.wait(Lane.UPLOAD, event)
-                with self.meter.copying(Lane.UPLOAD, "values for"):
-                    carry[name] = trees.map_tensors(held.value, backend.upload)
-        backend.wait(Lane.COMPUTE, backend.record(Lane.UPLOAD))
-        tensors = trees.tensors(carry)
-        backend.check_ready(tensors)
-        return carry, tensors
-
-    def _bring_down(self, value: Any, what: str = "values of") -> HostValue:
-        """A device value on the host, with the event of its copy."""
-        found = trees.tensors(value)
-        if not found:
-            return HostValue(value)
-        backend = self.backend
-        backend.wait(Lane.DOWNLOAD, backend.record(Lane.COMPUTE))
-        with self.meter.copying(Lane.DOWNLOAD, what):
-            down = trees.map_tensors(value, backend.download)
-        copied = backend.record(Lane.DOWNLOAD)
-        self._in_flight.append((copied, found))
-        return HostValue(down, (copied,))
-
-    def _give_outputs(self, round_: Round, outputs: Any) -> HostValue:
-        device = round_.output_device
-        if device is None or device.type == "cpu":
-            return self._bring_down(outputs)
-        moved = trees.map_tensors(outputs, lambda tensor: tensor.to(device))
-        return HostValue(moved, (self.backend.record(Lane.COMPUTE),))
-
-    def _take_gradients(
-        self, round_: Round, segment: Segment, recorded: Recorded, microbatch: int
-    ) -> dict[str, Gradients]:
-        """Gradients of the values a segment made, summed over their readers, on the device."""
-        backend = self.backend
-        waiting = round_.gradients[microbatch]
-        taken: dict[str, list[list[torch.Tensor | None]]] = {}
-        for name in segment.makes:
-            for gradients, event in waiting.pop(name, ()):
-                if event is not None:
-                    backend.wait(Lane.UPLOAD, event)
-                with self.meter.copying(Lane.UPLOAD, "gradients for"):
-                    up = [None if one is None else backend.upload(one) for one in gradients]
-                taken.setdefault(name, []).append(up)
-        backend.wait(Lane.COMPUTE, backend.record(Lane.UPLOAD))
-        backend.check_ready(trees.tensors(taken))
-        return {name: [_sum(parts) for parts in zip(*each, strict=True)] for name, each in taken.items()}
-
-    def _give_gradients(self, round_: Round, gradients: dict[str, Gradients], microbatch: int) -> None:
-        if not gradients:
-            return
-        backend = self.backend
-        backend.wait(Lane.DOWNLOAD, backend.record(Lane.COMPUTE))
-        waiting = round_.gradients[microbatch]
-        with self.meter.copying(Lane.DOWNLOAD, "gradients of"):
-            down = {
-                name: [None if one is None else backend.download(one) for one in each]
-                for name, each in gradients.items()
-            }
-        copied = backend.record(Lane.DOWNLOAD)
-        for name, each in down.items():
-            waiting.setdefault(name, []).append((each, copied))
-        self._in_flight.append((copied, gradients))
-
-
-def num_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    """Bytes of some tensors."""
-    return sum(map(bytes_of, tensors))
-
-
-def _sum(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    total: torch.Tensor | None = None
-    for part in parts:
-        if part is not None:
-            total = part if total is None else total + part
-    return total
+            with self._gates.board.lock:
+                self._is_settling = False
+            self._steps.leave(step, settling=True)

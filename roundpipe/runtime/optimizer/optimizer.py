@@ -3,133 +3,43 @@
 The model side (host weights that devices read, gradients that devices bring down into ``.grad``) and the
 optimizer side (copies in ``optim_dtype`` with gradients of their own) meet in two places only:
 
-    step k     wait for update k-1
-               per parameter, once round k has uploaded it for the last time: weights W[k-1] into the model,
-               once round k has added to it for the last time: gradients out of it      `_exchange`
-               update k: step_fn, which makes W[k] from W[k-1]                        optimizer thread
-    round k+1  trains on W[k-1] meanwhile; after a step that is not asynchronous, on W[k]
+    update k   waits for update k-1
+               per parameter, once step k has uploaded it for the last time: weights W[k-1] into the model,
+               once step k has added to it for the last time: gradients out of it      `HandOver.exchange`
+               runs step_fn, which makes W[k] from W[k-1]                              optimizer thread
+    step k+1   trains on W[k-1] meanwhile; after an update that is not asynchronous, on W[k]
 
 so that for SGD ``W[k] = W[k-1] - lr * grad(W[max(k-2, 0)])``.
 
 Invariant: a gradient is in one place, the model's ``.grad`` or the copy's, until `synchronize` shows it:
 then the model's ``.grad`` is a view of the copy's, taken back at the next call (`begin_call`) with what
 the user did to it. Weights are copied in place, never re-bound: devices read the same memory.
-
-Whether ``step_fn`` is running: `inside_optimizer`, also set by the context manager `OptimizerCtx`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar, Token
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from roundpipe.core.caller import warn
 from roundpipe.core.errors import ClosedError, ConfigError, DeadlockError, enumerated
 from roundpipe.reports.timeline import OPTIMIZER
+from roundpipe.runtime.board import DEADLINE_S, Board
 from roundpipe.runtime.device.host_memory import is_plain
 from roundpipe.runtime.optimizer.grad_scaler import GradScaler, ScalerScope
+from roundpipe.runtime.optimizer.hand_over import HandOver
+from roundpipe.runtime.optimizer.update import OptimizerCtx, Update, UpdateRunner, inside_optimizer
 from roundpipe.runtime.profiling.recorder import HostLog
 from roundpipe.runtime.thread import TaskThread
-from roundpipe.runtime.weights.gate import Gates, Question, Rounds, Uses
-from roundpipe.runtime.weights.master_weights import (
-    Fingerprint,
-    ParameterPair,
-    copy_in,
-    groups_of,
-    make_pairs,
-    num_bytes,
-    take_gradients,
-)
+from roundpipe.runtime.weights.gate import Gates, ParameterUse, Steps
+from roundpipe.runtime.weights.master_weights import ParameterPair, groups_of, make_pairs
 
 __all__ = ["GradScaler", "OptimizerCtx", "OptimizerSide", "inside_optimizer"]
-
-DEADLINE_S = 1800.0
-"""How long a call waits for an update before it gives up."""
-REST_S = 0.001
-"""How often the optimizer's thread looks whether a round is done with more parameters."""
-
-_INSIDE: ContextVar[bool] = ContextVar("roundpipe_inside_optimizer", default=False)
-_RUNNING: ContextVar[OptimizerSide | None] = ContextVar("roundpipe_running_optimizer", default=None)
-
-
-def inside_optimizer() -> bool:
-    """Whether parameters asked for in this thread are the optimizer's."""
-    return _INSIDE.get()
-
-
-class OptimizerCtx:
-    """While open, ``parameters()`` and ``named_parameters()`` of a RoundPipe model are the optimizer's."""
-
-    def __init__(self) -> None:
-        self._tokens: list[Token[bool]] = []
-
-    def __enter__(self) -> OptimizerCtx:
-        self._tokens.append(_INSIDE.set(True))
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        _INSIDE.reset(self._tokens.pop())
-
-
-@dataclass(slots=True)
-class _Update:
-    """One asynchronous update: set by the optimizer thread, awaited by the next call that needs it."""
-
-    step_index: int
-    started_s: float
-    done: threading.Event = field(default_factory=threading.Event)
-    taken: threading.Lock = field(default_factory=threading.Lock)
-    """Whoever gets it decides: the optimizer's thread runs the update, an interrupted `step` takes it back."""
-
-
-class _IdleWatch:
-    """Until a ``step_fn`` has written a copy: whether one leaves all that have gradients as they are."""
-
-    def __init__(self) -> None:
-        self._looks = True
-        self._is_due = False
-        self._before: list[Fingerprint] = []
-
-    def before(self, pairs: Iterable[ParameterPair]) -> None:
-        """``step_fn`` is about to run."""
-        copies = [pair.copy for pair in pairs if pair.copy is not None] if self._looks else []
-        self._before = (
-            [Fingerprint.of(copy) for copy in copies] if any(copy.grad is not None for copy in copies) else []
-        )
-
-    def after(self, scalers: ScalerScope) -> None:
-        """It has run. Gradients that it took away, or that a scaler may have refused, were to have no effect."""
-        before, self._before = self._before, []
-        if not before:
-            return
-        if any(copy.is_marked or copy.has_other_values for copy in before):
-            self._looks = False
-            return
-        gradients = [copy.parameter.grad for copy in before]
-        left = [one for one in gradients if one is not None and one.layout is torch.strided]
-        if scalers.in_use or not any(bool(one.any()) for one in left) or not all(one.isfinite().all() for one in left):
-            return
-        self._looks, self._is_due = False, True
-
-    def tell(self) -> None:
-        """Warn, once; called from the training thread."""
-        if self._is_due:
-            self._is_due = False
-            warn(
-                "step_fn changed none of the parameters that have gradients. Unless that is meant (such as to let "
-                "gradients accumulate), the optimizer is made from other parameters: make it from "
-                "model.optim_parameters(), not from model.parameters() or those of the original module"
-            )
 
 
 class OptimizerSide:
@@ -145,9 +55,9 @@ class OptimizerSide:
             are asked for, so that parameters that were replaced or added since are found.
         optim_dtype: dtype of the copies of floating-point parameters; None keeps each parameter's.
         name: of the model, for messages.
-        gates: lets an asynchronous step hand over in the optimizer's thread, parameter by parameter; None hands
+        gates: lets an asynchronous update hand over in the optimizer's thread, parameter by parameter; None hands
             all over before `step` returns.
-        rounds: that use the parameters; None: there are none, or none is running when a method is called.
+        steps: that use the parameters; None: there are none, or none is running when a method is called.
         deadline_s: how long to wait for an update.
 
     Raises:
@@ -161,7 +71,7 @@ class OptimizerSide:
         *,
         name: str = "model",
         gates: Gates | None = None,
-        rounds: Rounds | None = None,
+        steps: Steps | None = None,
         deadline_s: float = DEADLINE_S,
     ) -> None:
         if not isinstance(optim_dtype, torch.dtype | None) or not (
@@ -173,21 +83,23 @@ class OptimizerSide:
         self._optim_dtype = optim_dtype
         self._name = name
         self._gates = gates
-        self._rounds = rounds
+        self._steps = steps
+        self._board = Board() if gates is None else gates.board
         self._deadline_s = deadline_s
         self._scalers = ScalerScope()
         self._thread = TaskThread(f"roundpipe-optimizer-{name}")
         self._finalizer = weakref.finalize(self, self._thread.close)
         self._num_steps = 0
         self.log = HostLog(OPTIMIZER)
-        """Where the time of steps goes."""
-        self._update: _Update | None = None
+        """Where the time of updates goes."""
+        self._hand_over = HandOver(gates, self.log)
+        self._runner = UpdateRunner(name, self.log, self._scalers)
+        self._update: Update | None = None
         self._error: BaseException | None = None
         self._weights_changed = False
         self._gradients_due = False
         self._is_settled = True
         """Whether nothing was called or stepped since the last `synchronize`."""
-        self._idle = _IdleWatch()
         self._closed = False
         self.is_async = False
         """Whether the last step was asynchronous."""
@@ -271,9 +183,9 @@ class OptimizerSide:
                 f"is_async is {type(is_async).__name__}; give True or False. What step_fn takes comes behind it: "
                 "step(step_fn, True, argument)"
             )
-        if _RUNNING.get() is self:
+        if self._runner.is_inside:
             raise ConfigError("step() was called inside step_fn; a step can't contain another one")
-        self._ready("step()", finish_rounds=not is_async)
+        self._ready("step()", finish_steps=not is_async)
         self.is_async = is_async
         self._trainable()
         pairs = self._with_copies()
@@ -291,17 +203,16 @@ class OptimizerSide:
         try:
             self._call(step_fn, self._num_steps, args, kwargs or {})
         finally:
-            self._copy_in(pairs)
+            self._write_weights(pairs)
             self._scalers.publish()
-        self._idle.tell()
+        self._runner.warn_if_idle()
 
     def _submit(
         self, pairs: list[ParameterPair], step_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         """Hand an update to the optimizer's thread, or, if interrupted, leave all as it was before the step."""
-        exchanged = None if self._gates is None else pairs
-        rounds = () if self._rounds is None else self._rounds.running()
-        update = _Update(self._num_steps + 1, time.monotonic())
+        steps = () if self._steps is None else self._steps.running()
+        update = Update(self._num_steps + 1)
         due = self._gradients_due
         scales = self._scalers.state()
         try:
@@ -311,119 +222,60 @@ class OptimizerSide:
                 self._gates.close(pair.parameter for pair in pairs)
             self._scalers.begin_step()
             self._gradients_due = False
-            self._num_steps, self._update = update.step_index, update
-            self._thread.submit(lambda: self._run_update(update, exchanged, rounds, step_fn, args, kwargs))
+            self._num_steps, self._update = update.index, update
+            self._thread.submit(self._run_update, update, pairs, steps, step_fn, args, kwargs)
         except BaseException:
-            if update.taken.acquire(blocking=False):  # otherwise the thread has it, and the step is made
+            if update.claim.acquire(blocking=False):  # otherwise the thread has it, and the step is made
                 self._scalers.restore(scales)
                 self._gradients_due = due
-                self._num_steps = update.step_index - 1
-                update.done.set()
+                self._num_steps = update.index - 1
+                self._end(update)
                 if self._gates is not None:
                     self._gates.open(pair.parameter for pair in pairs)
             raise
 
     def _run_update(
         self,
-        update: _Update,
-        exchanged: list[ParameterPair] | None,
-        rounds: Sequence[Uses],
+        update: Update,
+        pairs: list[ParameterPair],
+        steps: Sequence[ParameterUse],
         step_fn: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> None:
-        """One asynchronous update, in the optimizer thread; none on the gradients of a round that failed."""
-        if not update.taken.acquire(blocking=False):
+        """One asynchronous update, in the optimizer thread; none on the gradients of a step that failed."""
+        if not update.claim.acquire(blocking=False):
             return
         try:
-            if exchanged is not None:
-                self._exchange(exchanged, rounds)
-            if any(round_.failed for round_ in rounds):
-                return
-            self._call(step_fn, update.step_index, args, kwargs)
+            if self._gates is not None:
+                self._exchange(pairs, steps)
+            if not any(step.failed for step in steps):
+                self._call(step_fn, update.index, args, kwargs)
         except BaseException as error:  # raised again in the training thread
             self._error = error
         finally:
-            update.done.set()
+            self._end(update)
 
-    def _call(
-        self, step_fn: Callable[..., Any], step_index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
-        token = _RUNNING.set(self)
+    def _end(self, update: Update) -> None:
+        with self._board.lock:
+            update.is_done = True
+            self._board.notify()
+
+    def _call(self, step_fn: Callable[..., Any], index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._weights_changed = True
-        try:
-            with self.log.doing("update", f"optimizer step {step_index}"), OptimizerCtx(), self._scalers.running():
-                self._idle.before(self._pairs)
-                step_fn(*args, **kwargs)
-                self._idle.after(self._scalers)
-        except BaseException as error:
-            error.add_note(f"raised in step_fn of step {step_index} of {self._name}")
-            raise
-        finally:
-            _RUNNING.reset(token)
+        self._runner.run(step_fn, index, args, kwargs, self._pairs)
 
-    @torch.no_grad()
-    def _exchange(self, pairs: list[ParameterPair], rounds: Sequence[Uses] = ()) -> None:
-        """Latest weights into the model, gradients out of it; opens the gates of parameters as they are done.
-
-        Args:
-            pairs: whose.
-            rounds: that are running, or were; each parameter is touched once they are done with it.
-        """
+    def _exchange(self, pairs: list[ParameterPair], steps: Sequence[ParameterUse] = ()) -> None:
+        """Latest weights into the model, gradients out of it, once the steps are done with them."""
         changed, self._weights_changed = self._weights_changed, False
-        is_inside = _RUNNING.get() is self  # a loss of two forwards is evaluated on weights that stay as they are
-
-        def give(group: list[ParameterPair]) -> None:
-            if changed:
-                with self.log.doing("hand-over", "weights into the model", bytes=num_bytes(group)):
-                    copy_in([pair for pair in group if pair.is_behind] if is_inside else group)
-            if self._gates is not None:
-                self._gates.weights.open(pair.parameter for pair in group)
-
-        def take(group: list[ParameterPair]) -> None:
-            if not any(round_.failed for round_ in rounds):
-                with self.log.doing("hand-over", "gradients to the optimizer", bytes=num_bytes(group)):
-                    take_gradients(group)
-            if self._gates is not None:
-                self._gates.gradients.open(pair.parameter for pair in group)
-
-        def turns(pair: ParameterPair) -> tuple[int, int]:
-            given, taken = zip((0, 0), *(round_.turns(pair.parameter) for round_ in rounds), strict=True)
-            return max(given), max(taken)
-
-        groups = list(groups_of(pairs, turns))
-        to_give = deque(
-            (group, [round_.ask_uploaded(pair.parameter for pair in group) for round_ in rounds])
-            for _, group in sorted(groups, key=lambda one: one[0][0])
-        )
-        to_take = deque(
-            (group, [round_.ask_added(pair.parameter for pair in group) for round_ in rounds])
-            for _, group in sorted(groups, key=lambda one: one[0][1])
-        )
-
-        def may_go(queue: deque[tuple[list[ParameterPair], list[Question]]]) -> bool:
-            return bool(queue) and all(is_done() for is_done in queue[0][1])
-
-        try:
-            while to_give or to_take:
-                if may_go(to_give):
-                    give(to_give.popleft()[0])
-                elif may_go(to_take):
-                    take(to_take.popleft()[0])
-                else:
-                    with self.log.doing("waits", "wait for uploads" if to_give else "wait for gradients"):
-                        while not may_go(to_give) and not may_go(to_take):
-                            time.sleep(REST_S)
-        finally:
-            if self._gates is not None:
-                self._gates.open(pair.parameter for pair in pairs)
+        # inside step_fn a loss of two forwards is evaluated on weights that stay as they are
+        self._hand_over.exchange(pairs, steps, weights_changed=changed, only_behind=self._runner.is_inside)
 
     @torch.no_grad()
-    def _copy_in(self, pairs: list[ParameterPair]) -> None:
+    def _write_weights(self, pairs: list[ParameterPair]) -> None:
         self._weights_changed = False
         for _, group in groups_of(pairs):
-            with self.log.doing("hand-over", "weights into the model", bytes=num_bytes(group)):
-                copy_in(group)
+            self._hand_over.write_weights(group)
 
     # --------------------------------------------------------------------------------------- calls
 
@@ -440,12 +292,12 @@ class OptimizerSide:
         """
         if self._closed:
             raise ClosedError(f"{self._name} was closed; make a new one to go on")
-        if _RUNNING.get() is self:
+        if self._runner.is_inside:
             self._begin_inside()
         self._is_settled = False
         self.raise_pending()
-        self._idle.tell()
-        is_exchanging = self._update is not None and not self._update.done.is_set()
+        self._runner.warn_if_idle()
+        is_exchanging = self._update is not None and not self._update.is_done
         for pair in self._pairs:
             if adds_gradients:
                 pair.take_back()
@@ -480,7 +332,7 @@ class OptimizerSide:
 
     def _begin_inside(self) -> None:
         """A call inside ``step_fn``, as an optimizer makes it that evaluates the loss: on its present weights."""
-        if self._update is not None and not self._update.done.is_set():
+        if self._update is not None and not self._update.is_done:
             raise ConfigError(
                 f"{self._name} was called inside an asynchronous step_fn, while the next round may be running. An "
                 "optimizer that evaluates the loss itself, such as LBFGS, needs step(..., is_async=False)"
@@ -490,7 +342,7 @@ class OptimizerSide:
 
     def end_call(self) -> None:
         """A call into the model has brought its gradients; inside ``step_fn`` the optimizer sees them at once."""
-        if _RUNNING.get() is self:
+        if self._runner.is_inside:
             self._exchange(self._with_copies())
 
     def _with_copies(self) -> list[ParameterPair]:
@@ -503,8 +355,8 @@ class OptimizerSide:
     @contextlib.contextmanager
     def gradients_aside(self) -> Iterator[None]:
         """While open, gradients that come home are thrown away; those that are there stay as they are."""
-        if self._rounds is not None:
-            self._rounds.finish()
+        if self._steps is not None:
+            self._steps.finish()
         if self._gates is not None:
             self._gates.gradients.wait([pair.parameter for pair in self._pairs], "a backward for inputs alone")
         kept = [(pair.parameter, pair.parameter.grad) for pair in self._pairs]
@@ -524,8 +376,8 @@ class OptimizerSide:
     def wait_update(self) -> None:
         """Return when no update is running, for those who only look on; not inside one."""
         update = self._update
-        if update is not None and _RUNNING.get() is not self:
-            update.done.wait(self._deadline_s)
+        if update is not None and not self._runner.is_inside:
+            self._board.wait(lambda: update.is_done, "the call", f"update {update.index}", self._deadline_s)
 
     def raise_pending(self) -> None:
         """Raise, once, what the previous asynchronous ``step_fn`` raised; does not wait for it."""
@@ -546,26 +398,26 @@ class OptimizerSide:
         update = self._update
         if update is None:
             return
-        if _RUNNING.get() is self and not update.done.is_set():
+        if self._runner.is_inside and not update.is_done:
             raise ConfigError(f"{waiter} was called inside an asynchronous step_fn; use step(..., is_async=False)")
-        if not update.done.wait(self._deadline_s):
-            running_s = time.monotonic() - update.started_s
+        if not self._board.wait(lambda: update.is_done, waiter, f"update {update.index}", self._deadline_s):
+            running_s = time.monotonic() - update.began_s
             raise DeadlockError(
-                f"{waiter} of {self._name} waits for update {update.step_index} in thread "
+                f"{waiter} of {self._name} waits for update {update.index} in thread "
                 f"{self._thread.name}, which has been running for {running_s:.0f} s "
                 f"(deadline {self._deadline_s:.0f} s)"
             )
         self._update = None
 
-    def _ready(self, waiter: str, finish_rounds: bool = True) -> None:
-        if self._rounds is not None:
-            self._rounds.refuse_inside(waiter)
+    def _ready(self, waiter: str, finish_steps: bool = True) -> None:
+        if self._steps is not None:
+            self._steps.refuse_inside(waiter)
         if not self._closed:
-            if self._rounds is not None and _RUNNING.get() is not self:
-                if finish_rounds:
-                    self._rounds.finish()
+            if self._steps is not None and not self._runner.is_inside:
+                if finish_steps:
+                    self._steps.finish()
                 else:
-                    self._rounds.raise_pending()
+                    self._steps.raise_pending()
             self.wait(waiter)
         self.begin_call()
 
@@ -576,7 +428,7 @@ class OptimizerSide:
         asynchronous it hands over the copies' present values, so that the model can be called on them.
         """
         self._ready("synchronize()")
-        if _RUNNING.get() is self:
+        if self._runner.is_inside:
             self._weights_changed = True
         pairs = self._with_copies()
         self._gradients_due |= any(pair.parameter.grad is not None and not pair.is_frozen for pair in pairs)

@@ -28,6 +28,13 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._spans: list[tuple[Kind, Sequence[int], Moment, Moment]] = []
+        self._is_over = False
+        self.failed = False
+        """Whether an error ended the step, so that not all calls were made."""
+
+    def end(self, *, failed: bool) -> None:
+        """The step is over: nothing is added any more."""
+        self._is_over, self.failed = True, failed
 
     def add(self, kind: Kind, layers: Sequence[int], began: Moment, ended: Moment) -> None:
         """One call of these layers with one microbatch."""
@@ -35,8 +42,8 @@ class StepTimes:
 
     @property
     def is_done(self) -> bool:
-        """Whether every moment has come; for a round that is over."""
-        return all(ended.is_done() for *_, ended in self._spans)
+        """Whether the step is over and every moment has come."""
+        return self._is_over and all(ended.is_done() for *_, ended in self._spans)
 
     def means(self) -> dict[tuple[Kind, tuple[int, ...]], float]:
         """Mean seconds per call, by kind and layers."""

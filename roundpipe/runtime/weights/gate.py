@@ -1,58 +1,59 @@
-"""Who may touch a parameter on the host, and when: rounds and optimizer steps, several of them under way at once.
+"""Who may touch a parameter on the host, and when: steps and updates, several of them under way at once.
 
-After an asynchronous step the next round begins while the round before is still in its last backward stages and the
-optimizer's thread hands over: new weights into the model, gradients out of it. Two gates keep them apart, one for
-weights and one for gradients, both by parameter and both numbered: a closing concerns the rounds that are made
-after it.
+After an asynchronous update was asked for, the next step begins while the step before is still in its last backward
+stages and the optimizer's thread hands over: new weights into the model, gradients out of it. Two gates keep them
+apart, one for weights and one for gradients, both by parameter and both numbered: a closing concerns the steps that
+begin after it.
 
-    closed by   the training thread, before the step is handed to the optimizer's thread
+    closed by   the training thread, before the update is handed to the optimizer's thread
     opened by   the optimizer's thread, each parameter once, also after an error
     awaited by  the engine: before it uploads a parameter, and before it adds a gradient to one
 
-The other way round the optimizer's thread waits for the rounds that were running when the step was made (`Uses`):
-a parameter is written once these have uploaded it for the last time, and its gradient taken once they have added to it.
+The other way round the optimizer's thread waits for the steps that were running when the update was asked for
+(`ParameterUse`): a parameter is written once these have uploaded it for the last time, and its gradient taken once they
+have added to it.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
 
 from roundpipe.core.errors import DeadlockError
-
-DEADLINE_S = 1800.0
+from roundpipe.runtime.board import DEADLINE_S, Board
+from roundpipe.runtime.device.backend import Event
 
 
 class Gate:
-    """Parameters that later rounds must not touch yet.
+    """Parameters that later steps must not touch yet.
 
     Args:
         deadline_s: how long to wait for a parameter to be opened.
+        board: where to wait; None: one of its own.
     """
 
-    def __init__(self, deadline_s: float = DEADLINE_S) -> None:
-        self._condition = threading.Condition()
+    def __init__(self, deadline_s: float = DEADLINE_S, board: Board | None = None) -> None:
+        self._board = board or Board()
         self._closed: dict[torch.Tensor, int] = {}
         """By parameter, the number of the closing."""
         self._deadline_s = deadline_s
         self.closings = 0
-        """How often it was closed; a round that is made now waits for these closings and for no later ones."""
+        """How often it was closed; a step that begins now waits for these closings and for no later ones."""
 
     def close(self, parameters: Iterable[torch.Tensor]) -> None:
         """Let those who come later wait for these."""
-        with self._condition:
+        with self._board.lock:
             self.closings += 1
             self._closed.update((parameter, self.closings) for parameter in parameters)
 
     def open(self, parameters: Iterable[torch.Tensor]) -> None:
         """Let these be touched."""
-        with self._condition:
+        with self._board.lock:
             for parameter in parameters:
                 self._closed.pop(parameter, None)
-            self._condition.notify_all()
+            self._board.notify()
 
     def is_open(self, parameters: Iterable[torch.Tensor], closings: int | None = None) -> bool:
         """Whether `wait` would return at once."""
@@ -76,23 +77,24 @@ class Gate:
         if not self._closed:
             return
         awaited = list(parameters)
-        with self._condition:
-            if not self._condition.wait_for(lambda: self.is_open(awaited, closings), self._deadline_s):
-                shut = sum(not self.is_open([parameter], closings) for parameter in awaited)
-                raise DeadlockError(
-                    f"{waiter} waits for {shut} parameters that the optimizer's thread took "
-                    f"{self._deadline_s:.0f} s ago and did not give back"
-                )
+        what = "parameters that the optimizer's thread has"
+        if not self._board.wait(lambda: self.is_open(awaited, closings), waiter, what, self._deadline_s):
+            num_closed = sum(not self.is_open([parameter], closings) for parameter in awaited)
+            raise DeadlockError(
+                f"{waiter} waits for {num_closed} parameters that the optimizer's thread took "
+                f"{self._deadline_s:.0f} s ago and did not give back"
+            )
 
 
 class Gates:
-    """The gates of one model's parameters."""
+    """The gates of one model's parameters, and the board that its threads wait at."""
 
     def __init__(self, deadline_s: float = DEADLINE_S) -> None:
-        self.weights = Gate(deadline_s)
+        self.board = Board()
+        self.weights = Gate(deadline_s, self.board)
         """Closed until the new weights are in the model."""
-        self.gradients = Gate(deadline_s)
-        """Closed until the step has taken the gradients."""
+        self.gradients = Gate(deadline_s, self.board)
+        """Closed until the update has taken the gradients."""
 
     def close(self, parameters: Iterable[torch.Tensor]) -> None:
         """Close both."""
@@ -107,31 +109,33 @@ class Gates:
         self.gradients.open(parameters)
 
 
-Question = Callable[[], bool]
-"""May be asked again and again; never waits."""
-
-
-class Uses(Protocol):
-    """What a running round does to parameters, as the optimizer's thread sees it."""
+class ParameterUse(Protocol):
+    """What a running step does to parameters, as the optimizer's thread sees it."""
 
     def turns(self, parameter: torch.Tensor) -> tuple[int, int]:
-        """When the round is done with a parameter's weights and with its gradient, as numbers to sort by."""
+        """When the step is done with a parameter's weights and with its gradient, as numbers to sort by."""
 
-    def ask_uploaded(self, parameters: Iterable[torch.Tensor]) -> Question:
-        """Asks whether the round has uploaded these for the last time, or is over."""
+    def jobs_of(self, parameters: Iterable[torch.Tensor]) -> tuple[list[int], list[int]]:
+        """The jobs that upload some of these, and those that add to their gradients."""
 
-    def ask_added(self, parameters: Iterable[torch.Tensor]) -> Question:
-        """Asks whether the round has added all it will to the gradients of these, or is over."""
+    def uploads(self, jobs: Sequence[int]) -> Sequence[Event] | None:
+        """The events after which the weights of these jobs are on their devices; None: not all were begun.
+
+        None are left when the step is over.
+        """
+
+    def has_added(self, jobs: Sequence[int]) -> bool:
+        """Whether these jobs have added their gradients, or the step is over."""
 
     @property
     def failed(self) -> bool:
-        """Whether an error ended the round, so that its gradients are not whole."""
+        """Whether an error ended the step, so that its gradients are not whole."""
 
 
-class Rounds(Protocol):
-    """The rounds of one model."""
+class Steps(Protocol):
+    """The steps of one model."""
 
-    def running(self) -> Sequence[Uses]:
+    def running(self) -> Sequence[ParameterUse]:
         """Those that are not over, in their order."""
 
     def refuse_inside(self, what: str) -> None:

@@ -1,0 +1,132 @@
+"""The steps of one model that are under way: when they begin and end, and what they raise after their calls.
+
+Invariant: a step begins with the workers that will run it, and each of them leaves it, whatever is raised. The last one
+to leave ends it; steps end in no particular order, but gradients are added in the order in which they began.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from roundpipe.core.schedule import ScheduleKind
+from roundpipe.runtime.engine.recompute import ForwardRecord
+from roundpipe.runtime.engine.step import HostGradients, HostValues, StepSpec, StepState
+from roundpipe.runtime.weights.gate import Gates
+
+MEASURED_STEPS = 64
+"""Steps whose seconds are kept, for their median."""
+
+
+class RunningSteps:
+    """Knows the steps that are not over, and counts those that were.
+
+    Args:
+        gates: of the model's parameters; its board is where everybody waits.
+    """
+
+    def __init__(self, gates: Gates) -> None:
+        self._gates = gates
+        self._board = gates.board
+        self._running: list[StepState] = []
+        self._unseen: list[StepState] = []
+        """Those whose call has returned and that failed since."""
+        self.num_begun = 0
+        self.first_begun_s = 0.0
+        """Of those since `reset`, by ``time.perf_counter``; 0: none."""
+        self.last_over_s = 0.0
+        self._begun_s: dict[StepState, float] = {}
+        self._seconds: deque[tuple[ScheduleKind, float]] = deque(maxlen=MEASURED_STEPS)
+
+    def begin(
+        self, spec: StepSpec, values: HostValues, gradients: HostGradients, forward: ForwardRecord, num_workers: int
+    ) -> StepState:
+        """The state of a step that is about to be given to workers."""
+        now_s = time.perf_counter()
+        with self._board.lock:
+            closings = self._gates.weights.closings, self._gates.gradients.closings
+            step = StepState(spec, self._board, values, gradients, forward, closings, num_workers)
+            self._running.append(step)
+            self._begun_s[step] = now_s
+            self.num_begun += 1
+            self.first_begun_s = self.first_begun_s or now_s
+        return step
+
+    def begin_settling(self, step: StepState) -> None:
+        """A job's gradients are on their way; `leave` is told when they are not any more."""
+        with self._board.lock:
+            step.num_settling += 1
+
+    def leave(self, step: StepState, *, settling: bool = False) -> None:
+        """A worker has nothing more to do for a step; or, ``settling``, a job's gradients have come or failed."""
+        with self._board.lock:
+            if settling:
+                step.num_settling -= 1
+            else:
+                step.num_workers -= 1
+            try:
+                if not step.num_workers and not step.num_settling:
+                    self._end(step)
+            finally:
+                self._board.notify()
+
+    def _end(self, step: StepState) -> None:
+        """Nobody works for a step any more."""
+        step.is_over = True
+        self._running.remove(step)
+        now_s, begun_s = time.perf_counter(), self._begun_s.pop(step)
+        if not step.failed:
+            self._seconds.append((step.spec.schedule.kind, now_s - max(begun_s, self.last_over_s)))
+        elif step.is_unattended:
+            self._unseen.append(step)
+        self.last_over_s = now_s
+        if step.spec.times is not None:
+            step.spec.times.end(failed=step.failed)
+
+    def leave_alone(self, step: StepState) -> None:
+        """The step's call returns, unless the step has failed; if it fails now, the next call says so."""
+        with self._board.lock:
+            step.is_unattended = not step.failed
+
+    def wait_earlier(self, step: StepState, who: str) -> None:
+        """Return when all steps that began before this one are over."""
+        running = self._running
+        self._board.wait(lambda: running[0] is step, who, "the end of the step before")
+
+    def now(self) -> list[StepState]:
+        """Steps that are not over, in their order."""
+        with self._board.lock:
+            return list(self._running)
+
+    def wait_idle(self) -> None:
+        """Return when the steps that are running now are over."""
+        for step in self.now():
+            step.wait_over()
+
+    def raise_pending(self) -> None:
+        """Raise, once, what a step raised after its call had returned; does not wait for it."""
+        with self._board.lock:
+            failed, self._unseen = self._unseen, []
+        if failed:
+            raise_error(failed[0])
+
+    def reset(self) -> None:
+        """Forget what was counted, for a report about what comes."""
+        self.num_begun = 0
+        self.first_begun_s = 0.0
+        self._seconds.clear()
+
+    def seconds_per_step(self, kind: ScheduleKind) -> float | None:
+        """Median seconds from the end of the step before, or from the call if that was later; None: there was none."""
+        seconds = sorted(seconds for other, seconds in list(self._seconds) if other == kind)
+        return seconds[(len(seconds) - 1) // 2] if seconds else None
+
+
+def raise_error(step: StepState) -> None:
+    """Raise a failed step's error, and forget it, or the traceback, this frame and the error keep each other alive."""
+    error, step.error = step.error, None
+    assert error is not None
+    try:
+        raise error
+    finally:
+        del error, step

@@ -1,0 +1,144 @@
+"""Runs the user's ``step_fn``: inside it a model's parameters are the optimizer's copies.
+
+Whether it is running: `inside_optimizer`, also set by the context manager `OptimizerCtx`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from roundpipe.core.caller import warn
+from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
+from roundpipe.runtime.profiling.recorder import HostLog
+from roundpipe.runtime.weights.master_weights import Fingerprint, ParameterPair
+
+_INSIDE: ContextVar[bool] = ContextVar("roundpipe_inside_optimizer", default=False)
+_RUNNING: ContextVar[UpdateRunner | None] = ContextVar("roundpipe_running_optimizer", default=None)
+
+
+def inside_optimizer() -> bool:
+    """Whether parameters asked for in this thread are the optimizer's."""
+    return _INSIDE.get()
+
+
+class OptimizerCtx:
+    """While open, ``parameters()`` and ``named_parameters()`` of a RoundPipe model are the optimizer's."""
+
+    def __init__(self) -> None:
+        self._tokens: list[Token[bool]] = []
+
+    def __enter__(self) -> OptimizerCtx:
+        self._tokens.append(_INSIDE.set(True))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _INSIDE.reset(self._tokens.pop())
+
+
+@dataclass(slots=True, eq=False)
+class Update:
+    """One asynchronous update."""
+
+    index: int
+    """Of the step, counted from 1."""
+    began_s: float = field(default_factory=time.monotonic)
+    is_done: bool = False
+    """Changed under the board's lock."""
+    claim: threading.Lock = field(default_factory=threading.Lock)
+    """Whoever gets it decides: the optimizer's thread runs the update, an interrupted `step` takes it back."""
+
+
+class _IdleCheck:
+    """Until a ``step_fn`` has written a copy: whether one leaves all that have gradients as they are."""
+
+    def __init__(self) -> None:
+        self._looks = True
+        self._is_due = False
+        self._before: list[Fingerprint] = []
+
+    def before(self, pairs: Iterable[ParameterPair]) -> None:
+        """``step_fn`` is about to run."""
+        copies = [pair.copy for pair in pairs if pair.copy is not None] if self._looks else []
+        has_gradients = any(copy.grad is not None for copy in copies)
+        self._before = [Fingerprint.of(copy) for copy in copies] if has_gradients else []
+
+    def after(self, scalers: ScalerScope) -> None:
+        """It has run. Gradients that it took away, or that a scaler may have refused, were to have no effect."""
+        before, self._before = self._before, []
+        if not before:
+            return
+        if any(copy.is_marked or copy.has_other_values for copy in before):
+            self._looks = False
+            return
+        gradients = [copy.parameter.grad for copy in before]
+        dense = [each for each in gradients if each is not None and each.layout is torch.strided]
+        if (
+            scalers.in_use
+            or not any(bool(each.any()) for each in dense)
+            or not all(each.isfinite().all() for each in dense)
+        ):
+            return
+        self._looks, self._is_due = False, True
+
+    def warn(self) -> None:
+        """Warn, once; called from the training thread."""
+        if self._is_due:
+            self._is_due = False
+            warn(
+                "step_fn changed none of the parameters that have gradients. Unless that is meant (such as to let "
+                "gradients accumulate), the optimizer is made from other parameters: make it from "
+                "model.optim_parameters(), not from model.parameters() or those of the original module"
+            )
+
+
+class UpdateRunner:
+    """Runs the ``step_fn`` of one model.
+
+    Args:
+        name: of the model, for messages.
+        log: where the time goes.
+        scalers: that may be used inside.
+    """
+
+    def __init__(self, name: str, log: HostLog, scalers: ScalerScope) -> None:
+        self._name = name
+        self._log = log
+        self._scalers = scalers
+        self._idle = _IdleCheck()
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the calling code runs in this model's ``step_fn``."""
+        return _RUNNING.get() is self
+
+    def run(
+        self,
+        step_fn: Callable[..., Any],
+        index: int,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        pairs: Sequence[ParameterPair],
+    ) -> None:
+        """Run it; an error of it gains a note that says in which step it was raised."""
+        token = _RUNNING.set(self)
+        try:
+            with self._log.doing("update", f"optimizer step {index}"), OptimizerCtx(), self._scalers.running():
+                self._idle.before(pairs)
+                step_fn(*args, **kwargs)
+                self._idle.after(self._scalers)
+        except BaseException as error:
+            error.add_note(f"raised in step_fn of step {index} of {self._name}")
+            raise
+        finally:
+            _RUNNING.reset(token)
+
+    def warn_if_idle(self) -> None:
+        """Warn, once, if a ``step_fn`` left all parameters with gradients as they were; in the training thread."""
+        self._idle.warn()
