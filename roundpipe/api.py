@@ -98,7 +98,7 @@ def compile(
     def on_failure(error: TraceError) -> None:
         if not fallback:
             raise error
-        choice.hold(error.stateful)
+        choice.hold(error.facts.stateful)
         warn(f"{kind} runs module by module, as an AutoRoundPipe, because its forward can't be traced: {error}")
 
     has_example = bool(example_args) or example_kwargs is not None

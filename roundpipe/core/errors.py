@@ -7,7 +7,9 @@ a note that says where in the pipeline they were raised.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -31,15 +33,61 @@ class ConfigError(RoundPipeError, ValueError):
     """An option or argument can't be used as given."""
 
 
-class TraceError(RoundPipeError, RuntimeError):
-    """A model's Python code can't be captured as a graph."""
+class TraceCause(enum.Enum):
+    """What in a model's code stands in the way of a graph."""
 
-    stateful: tuple[str, ...] = ()
-    """Names of submodules whose forward changes Python state, so that running it again for a backward is wrong."""
-    is_the_models: bool = False
-    """Whether the model's forward raises its cause without a trace, too."""
+    ACTIVATION_DATA = "needs the data of an activation"
+    ACTIVATION_LEFT = "leaves an activation where others may take it"
+    ACTIVATION_HOOKED = "has a forward hook that keeps an activation"
+    ARGUMENT_CHANGED = "puts something into an argument"
+    BUFFER_CREATED = "creates a buffer in the forward"
+    FORWARD_RAISES = "raises an exception on fake tensors"
+    LAYOUT = "asks how an activation lies in memory"
+    MODEL_ERROR = "raises the same exception without a trace"
+    OPAQUE_STATE = "uses an object whose changes can't be seen"
+    OTHER = "does something else that a graph can't express"
+    PARAMETER_REPLACED = "puts another parameter in the place of one"
+    RANDOM = "draws random numbers that a graph would repeat"
+    STATE = "changes Python state that it computes with"
+    UNTRACED_VALUE = "uses a value that nothing recorded"
+    WEIGHT_WRITTEN = "writes a parameter or a tensor from outside"
+
+
+@dataclass(frozen=True, slots=True)
+class TraceFacts:
+    """Where the cause of a `TraceError` is, and what it is about; empty where that is unknown or does not apply."""
+
+    file: str = ""
+    line: int = 0
+    source: str = ""
+    """The text of the line."""
+    module: str = ""
+    """Qualified name of the module whose code it is."""
+    function: str = ""
+    """Name of the function that was called."""
+    attribute: str = ""
+    """Name of the attribute that is set."""
     changes: tuple[str, ...] = ()
     """What the forward changes and computes with, in words."""
+    stateful: tuple[str, ...] = ()
+    """Names of submodules whose forward changes Python state, so that running it again for a backward is wrong."""
+
+
+class TraceError(RoundPipeError, RuntimeError):
+    """A model's Python code can't be captured as a graph.
+
+    Args:
+        message: the whole story in words.
+        cause: what stands in the way.
+        facts: where, and what it is about.
+    """
+
+    def __init__(
+        self, message: str = "", cause: TraceCause = TraceCause.OTHER, facts: TraceFacts | None = None
+    ) -> None:
+        super().__init__(message)
+        self.cause = cause
+        self.facts = facts or TraceFacts()
 
 
 class PartitionError(RoundPipeError, ValueError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import sys
 import traceback
@@ -59,3 +60,15 @@ def asked_by_operator() -> bool:
             return not is_model_file(frame.f_code.co_filename)
         frame = frame.f_back
     return False
+
+
+def source_at(location: str) -> str:
+    """The text of the line at ``file:line``, or nothing."""
+    file, _, line = location.rpartition(":")
+    return linecache.getline(file, int(line)).strip() if line.isdigit() else ""
+
+
+def with_source(location: str) -> str:
+    """A location with the line's text behind it."""
+    source = source_at(location)
+    return f"{location} ({source})" if source else location

@@ -19,7 +19,7 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.caller import warn
-from roundpipe.core.errors import TraceError, enumerated
+from roundpipe.core.errors import TraceCause, TraceError, enumerated
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.modes import autocast_as_on_accelerator
 from roundpipe.core.saved_tensor_hooks import saved_tensor_hooks_aside
@@ -127,7 +127,7 @@ class TracedSource:
             try:
                 return self._trace(args, kwargs)
             except TraceError as error:
-                if error.is_the_models and isinstance(error.__cause__, Exception):
+                if error.cause is TraceCause.MODEL_ERROR and isinstance(error.__cause__, Exception):
                     error.__cause__.add_note(f"roundpipe: {error}")
                     raise error.__cause__ from None
                 self._refuse_lost_state(error)
@@ -139,7 +139,7 @@ class TracedSource:
     def _refuse_lost_state(self, cause: TraceError | None = None) -> None:
         """The model's own Python must not go on from state that calls of a graph have not kept."""
         if cause is not None and self._kept:
-            self._lost.update(dict.fromkeys(cause.changes))
+            self._lost.update(dict.fromkeys(cause.facts.changes))
         if self._lost:
             raise TraceError(
                 f"{type(self._model).__name__}: its forward changes {', '.join(self._lost)}, which the compiled calls "

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe.core.errors import ConfigError, TraceError, enumerated
+from roundpipe.core.errors import ConfigError, TraceCause, TraceError, enumerated
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.modes import autocast_as_on_accelerator
 from roundpipe.fx.graph.nodes import module_of, value_bytes
@@ -69,7 +69,7 @@ class Explanation:
             failed = f"{self.model_name} can't be cut into layers.\n\n{self.error}"
             if self.own_example:
                 failed += f"\n\n{self._doubt()}"
-            if self.error is not None and self.error.is_the_models:
+            if self.error is not None and self.error.cause is TraceCause.MODEL_ERROR:
                 return failed
             return (
                 f"{failed}\n\n"
@@ -87,7 +87,7 @@ class Explanation:
     def _doubt(self) -> str:
         """About an example that nobody gave."""
         names = ", ".join(self.own_example)
-        if self.error is not None and self.error.is_the_models:
+        if self.error is not None and self.error.cause is TraceCause.MODEL_ERROR:
             return (
                 f"Those arguments are the model's own dummy_inputs ({names}), since no others were given, and they "
                 "don't fit its forward: give example_args=(...) or example_kwargs={...} like those of a call."

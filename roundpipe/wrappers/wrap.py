@@ -139,7 +139,7 @@ def _traced(
     def on_failure(error: TraceError) -> None:
         if required:
             raise NotImplementedError(f"use_sequential_preset=True, but {kind} can't be traced: {error}") from error
-        choice.hold(error.stateful)
+        choice.hold(error.facts.stateful)
         logger.info("%s can't be traced, so it is not cut by the graph compiler: %s", kind, error)
 
     options = LowerOptions(balance, largest_layer_bytes(settings.get("devices")))

@@ -6,69 +6,29 @@ Only words: nothing here decides anything.
 from __future__ import annotations
 
 import inspect
-import linecache
 import re
+from collections.abc import Callable
 
 from torch import nn
 
-_STAYS_WHOLE = (
-    "Or move this code into a submodule with a forward of its own, which then stays whole, as one layer, while the "
-    "rest is cut"
-)
+from roundpipe.core.errors import TraceCause, TraceFacts
 
-_RULES: tuple[tuple[str, str, str], ...] = (
-    # pattern of the cause, pattern of the line, what to write instead; the first for which both are found
-    (
-        r"is set to an activation",
-        r"",
-        "Return the value and take it as an argument of the next call, or keep it in a buffer: "
-        "self.register_buffer('{name}', ...) in __init__, self.{name}.copy_(value.detach()) in forward",
-    ),
-    (
-        r"did not exist or was None, is set",
-        r"",
-        "Create the buffer in __init__ with its shape, so that forward only changes it",
-    ),
-    (
-        r"another parameter in the place",
-        r"",
-        "Keep a tensor that forward changes in a buffer, self.register_buffer('codebook', ...) in __init__, and write "
-        "it with self.codebook.copy_(value)",
-    ),
-    (
-        r"puts something into its argument",
-        r"",
-        "Return the value beside the output, and have the loss function take it from there",
-    ),
-    (
-        r"nothing tells how a call changes",
-        r"",
-        "Count in a buffer (self.register_buffer('steps', torch.zeros(())) and self.steps.add_(1)), or take the next "
-        "value outside and pass it as a tensor argument",
-    ),
-    (
-        r"\bit sets\b",
-        r"",
-        "Keep what changes from call to call in a buffer (self.register_buffer('steps', torch.zeros(())) and "
-        "self.steps.add_(1)), or compute it outside and pass it as a tensor argument",
-    ),
-    (
-        r"random\.|random numbers",
-        r"",
-        "Draw with torch and decide with tensors: torch.where(torch.rand(()) < p, a, b) in place of "
-        "if random.random() < p; or draw outside and pass the number as a tensor argument",
-    ),
-    (
-        r"numpy|__array__",
-        r"",
-        "Use torch's function in place of NumPy's (torch.tanh for np.tanh): no .numpy(), np.asarray or "
-        "torch.from_numpy on activations",
-    ),
-    (
-        r"",
-        r"^assert\b",
-        "Take the assertion out of forward: check inputs before the call and outputs in the loss function",
-    ),
+_STAYS_WHOLE = (
+    "ove this code into a submodule with a forward of its own, which then stays whole, as one layer, while the "
+    "rest is cut."
+)
+_ONLY_OBSERVED = "If it is only looked at, keep activation.detach()."
+
+_NUMPY = (
+    "Use torch's function in place of NumPy's (torch.tanh for np.tanh): no .numpy(), np.asarray or "
+    "torch.from_numpy on activations"
+)
+_ASSERTION = "Take the assertion out of forward: check inputs before the call and outputs in the loss function"
+
+_BY_FUNCTION_AND_LINE: tuple[tuple[str, str, str], ...] = (
+    # the function that needs data, the line of code, what to write instead; the first for which both are found
+    (r"numpy|__array__", r"", _NUMPY),
+    (r"", r"^assert\b", _ASSERTION),
     (
         r"tolist|__iter__|unbind",
         r"",
@@ -97,12 +57,12 @@ _RULES: tuple[tuple[str, str, str], ...] = (
         "Choose with a tensor: stack the candidates and use torch.index_select, or torch.where for two of them",
     ),
     (
-        r"item|__int__|__float__|an operator needs",
+        r"^$|item|__int__|__float__",
         r"\bif\b.*(\.item\(|\bint\(|\bfloat\()|(\.item\(|\bint\(|\bfloat\().*\bif\b",
         "Drop .item(), int() and float(), and choose with torch.where(condition, a, b) in place of the if",
     ),
     (
-        r"item|__int__|__float__|an operator needs",
+        r"^$|item|__int__|__float__",
         r"\.item\(|\bint\(|\bfloat\(",
         "Drop .item(), int() and float(): a tensor of one element works in arithmetic, indexing and torch.where",
     ),
@@ -111,28 +71,69 @@ _RULES: tuple[tuple[str, str, str], ...] = (
         r"",
         "Choose by data with torch.where(condition, a, b) in place of a decision in Python",
     ),
-    (
-        r"data of an activation",
-        r"",
-        "Write it with tensor operations whose results have sizes that don't depend on data",
-    ),
+    (r"", r"", "Write it with tensor operations whose results have sizes that don't depend on data"),
 )
 
 
-def advice(cause: str, line: str) -> str:
+def _instead_of_data(facts: TraceFacts) -> str:
+    return next(
+        change
+        for function, line, change in _BY_FUNCTION_AND_LINE
+        if re.search(function, facts.function) and re.search(line, facts.source)
+    )
+
+
+def _instead_of_raising(facts: TraceFacts) -> str:
+    if facts.function in ("numpy", "__array__"):
+        return _NUMPY
+    return _ASSERTION if facts.source.startswith("assert ") else ""
+
+
+def _instead_of_leaving(facts: TraceFacts) -> str:
+    name = facts.attribute
+    return name and (
+        f"Return the value and take it as an argument of the next call, or keep it in a buffer: "
+        f"self.register_buffer({name!r}, ...) in __init__, self.{name}.copy_(value.detach()) in forward"
+    )
+
+
+def _instead_of_drawing(facts: TraceFacts) -> str:
+    if facts.function == "torch.manual_seed":
+        return ""
+    return (
+        "Draw with torch and decide with tensors: torch.where(torch.rand(()) < p, a, b) in place of "
+        "if random.random() < p; or draw outside and pass the number as a tensor argument"
+    )
+
+
+_BY_CAUSE: dict[TraceCause, str | Callable[[TraceFacts], str]] = {
+    TraceCause.ACTIVATION_DATA: _instead_of_data,
+    TraceCause.ACTIVATION_LEFT: _instead_of_leaving,
+    TraceCause.FORWARD_RAISES: _instead_of_raising,
+    TraceCause.RANDOM: _instead_of_drawing,
+    TraceCause.BUFFER_CREATED: "Create the buffer in __init__ with its shape, so that forward only changes it",
+    TraceCause.PARAMETER_REPLACED: "Keep a tensor that forward changes in a buffer, "
+    "self.register_buffer('codebook', ...) in __init__, and write it with self.codebook.copy_(value)",
+    TraceCause.ARGUMENT_CHANGED: "Return the value beside the output, and have the loss function take it from there",
+    TraceCause.OPAQUE_STATE: "Count in a buffer (self.register_buffer('steps', torch.zeros(())) and "
+    "self.steps.add_(1)), or take the next value outside and pass it as a tensor argument",
+    TraceCause.STATE: "Keep what changes from call to call in a buffer (self.register_buffer('steps', "
+    "torch.zeros(())) and self.steps.add_(1)), or compute it outside and pass it as a tensor argument",
+}
+
+
+def advice(cause: TraceCause, facts: TraceFacts) -> str:
     """What to write instead, in a sentence or two.
 
     Args:
-        cause: what tracing says.
-        line: the line of the model's code, or nothing.
+        cause: what stands in the way.
+        facts: where, and what it is about.
     """
-    if "a forward hook keeps" in cause:
-        return "If it is only looked at, keep activation.detach()."
-    for in_cause, in_line, change in _RULES:
-        if re.search(in_cause, cause) and re.search(in_line, line.strip()):
-            name = re.search(r"\.(\w+) is set", cause)
-            return f"{change.replace('{name}', name[1] if name else 'state')}. {_STAYS_WHOLE}."
-    return _STAYS_WHOLE.replace("Or move", "Move") + "."
+    if cause is TraceCause.ACTIVATION_HOOKED:
+        return _ONLY_OBSERVED
+    change = _BY_CAUSE.get(cause, "")
+    words = change if isinstance(change, str) else change(facts)
+    return f"{words}. Or m{_STAYS_WHOLE}" if words else f"M{_STAYS_WHOLE}"
 
 
 def set_at(kind: type, attribute: str) -> str:
@@ -148,17 +149,10 @@ def set_at(kind: type, attribute: str) -> str:
 
 
 def where_set(model: nn.Module, dotted: str) -> str:
-    """The line that sets an attribute, given by its qualified name, with the line's text; else the model's forward."""
+    """``file:line`` of the line that sets an attribute, given by its qualified name; else the model's forward."""
     owner, _, attribute = dotted.rpartition(".")
     try:
         kind = type(model.get_submodule(owner))
     except AttributeError:
         kind = type(model)
-    return with_source(set_at(kind, attribute)) or f"{type(model).__name__}.forward"
-
-
-def with_source(location: str) -> str:
-    """A location with the line's text behind it."""
-    file, _, number = location.rpartition(":")
-    source = linecache.getline(file, int(number)).strip() if number.isdigit() else ""
-    return f"{location} ({source})" if source else location
+    return set_at(kind, attribute) or f"{type(model).__name__}.forward"

@@ -26,14 +26,8 @@ from roundpipe.fx.operations import Build, Hole, take
 from roundpipe.fx.sizes import Symbolic, expression_of, size_function
 
 Meta = Callable[[], dict[str, Any]]
-
-
-class UntracedValue(Exception):
-    """A value that traced code uses but that no node makes."""
-
-    def __init__(self, message: str, tensor: torch.Tensor | None = None) -> None:
-        super().__init__(message)
-        self.tensor = tensor
+Untraced = Callable[[str, torch.Tensor | None], BaseException]
+"""The exception to raise for a value that no node makes, given in words, with the tensor if it is one."""
 
 
 class GraphBuilder:
@@ -42,9 +36,10 @@ class GraphBuilder:
     Args:
         world: where the values live.
         common_meta: what every new node's ``meta`` holds, such as the module it belongs to.
+        untraced: what to raise for a value without a node.
     """
 
-    def __init__(self, world: FakeWorld, common_meta: Meta) -> None:
+    def __init__(self, world: FakeWorld, common_meta: Meta, untraced: Untraced) -> None:
         self.world = world
         self.graph = torch.fx.Graph()
         self.constants: dict[str, Any] = {}
@@ -54,6 +49,7 @@ class GraphBuilder:
         self.written_storages: set[int] = set()
         """Storages that some node wrote in place."""
         self._common_meta = common_meta
+        self._untraced = untraced
         self._attributes: dict[str, Node] = {}
         self._sizes: dict[sympy.Basic, Node] = {}
         self._size_sources: dict[sympy.Basic, tuple[Node, int]] = {}
@@ -147,7 +143,8 @@ class GraphBuilder:
         if type(value) is dict and all(isinstance(key, str) for key in value):
             return {key: self.argument(item) for key, item in value.items()}
         if isinstance(value, torch.Generator):
-            raise UntracedValue("a torch.Generator is an argument, and each call of the graph would find it further on")
+            words = "a torch.Generator is an argument, and each call of the graph would find it further on"
+            raise self._untraced(words, None)
         if value is None or isinstance(value, trees.ATOMS):
             return value
         return self._object_argument(value)
@@ -164,19 +161,20 @@ class GraphBuilder:
         name = self.world.name_of.get(tensor)
         if name is not None:
             if not is_fake(tensor) and not self.world.has_in_place(name):
-                raise UntracedValue(f"{name} is read, in whose place another tensor is for now", tensor)
+                raise self._untraced(f"{name} is read, in whose place another tensor is for now", tensor)
             return self.attribute(name, tensor)
         if is_fake(tensor):
             shape = tuple(str(size) for size in tensor.shape)
-            raise UntracedValue(
+            raise self._untraced(
                 f"a tensor of shape ({', '.join(shape)}) and dtype {tensor.dtype} is used, but nothing "
                 f"that was recorded made it",
                 tensor,
             )
         if tensor.requires_grad:
-            raise UntracedValue(
+            raise self._untraced(
                 f"a tensor of shape {tuple(tensor.shape)} that requires grad is neither a parameter of the "
-                f"model nor an input; register it as an nn.Parameter"
+                f"model nor an input; register it as an nn.Parameter",
+                None,
             )
         if tensor not in self._constant_names:
             name = f"_constant_{len(self.constants)}"
@@ -226,7 +224,7 @@ class GraphBuilder:
 
     def _dimension_node(self, symbol: sympy.Symbol) -> Node:
         if symbol not in self._size_sources:
-            raise UntracedValue(f"a size ({symbol}) is used that no recorded tensor has")
+            raise self._untraced(f"a size ({symbol}) is used that no recorded tensor has", None)
         source, dim = self._size_sources[symbol]
         after = self._last_input if source.op == "placeholder" else source
         assert after is not None
@@ -250,7 +248,7 @@ class GraphBuilder:
             node.meta["modes"] = None
             return node
         for tensor in _captured_tensors(value):
-            raise UntracedValue(
+            raise self._untraced(
                 f"the function {getattr(value, '__qualname__', value)!r} is an argument and holds a tensor "
                 f"in its closure; pass the tensor as an argument of its own",
                 tensor,

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from roundpipe.core import trees
-from roundpipe.core.errors import TraceError
+from roundpipe.core.errors import TraceCause, TraceError
 from roundpipe.core.random_state import preserved_random_state
 from roundpipe.effects.run_once import FirstCall
-from roundpipe.fx.locations import raised_at
-from roundpipe.fx.trace.advice import with_source
+from roundpipe.fx.locations import raised_at, with_source
 
 MAX_BYTES = 1 << 30
 """Of weights; the forward of a larger model on the CPU may take minutes, so it is not run to find out."""
@@ -43,16 +42,16 @@ def as_the_models_own(
         return None
     assert own is not None
     place = raised_at(own)
-    is_there = bool(place) and not without_data and f"at {place} " in str(error)
+    is_there = not without_data and place == f"{error.facts.file}:{error.facts.line}"
     if str(own) != str(cause) and not is_there:
         return None
-    found = TraceError(
+    words = (
         f"the forward of {type(model).__name__} raises {type(own).__name__} at {with_source(place) or 'its call'}: "
         f"{str(own).strip()}. It does so without roundpipe too, with these arguments: correct them, or the model"
     )
-    found.is_the_models = True
-    found.__cause__ = own
-    return found
+    result = TraceError(words, TraceCause.MODEL_ERROR, error.facts)
+    result.__cause__ = own
+    return result
 
 
 def _raised(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], without_data: bool) -> Exception | None:

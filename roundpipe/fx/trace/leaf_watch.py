@@ -16,19 +16,12 @@ import torch
 from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 
+from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
 from roundpipe.effects.uses import GRADIENT_ATTRIBUTES
 from roundpipe.fx.fakes import written_unseen
 from roundpipe.fx.flat import flat_tensors
 from roundpipe.fx.guards.writes import Write
 from roundpipe.fx.locations import is_model_file, model_location
-
-
-class HiddenInput(BaseException):
-    """A leaf used an activation that is not among its arguments."""
-
-
-class ForeignWeight(BaseException):
-    """A leaf used a weight of the model that is not its own."""
 
 
 class LeafWatch(TorchFunctionMode):
@@ -39,6 +32,8 @@ class LeafWatch(TorchFunctionMode):
         node_of: the tensors that have nodes.
         allowed: tensors that the leaf may use: its arguments, parameters and buffers.
         foreign: the name of a weight of the model that is not the leaf's, which would not be there when it runs.
+        refuse_hidden: what to raise if the leaf uses an activation that is not among its arguments.
+        refuse_foreign: what to raise if it uses a weight that is not its own.
         born_in: gets every tensor made inside.
     """
 
@@ -48,6 +43,8 @@ class LeafWatch(TorchFunctionMode):
         node_of: dict[torch.Tensor, Node],
         allowed: Callable[[torch.Tensor], bool],
         foreign: Callable[[torch.Tensor], str | None],
+        refuse_hidden: Callable[[TraceError], BaseException],
+        refuse_foreign: Callable[[TraceError], BaseException],
         born_in: dict[torch.Tensor, str],
     ) -> None:
         super().__init__()
@@ -55,6 +52,8 @@ class LeafWatch(TorchFunctionMode):
         self._node_of = node_of
         self._allowed = allowed
         self._foreign = foreign
+        self._refuse_hidden = refuse_hidden
+        self._refuse_foreign = refuse_foreign
         self._born_in = born_in
         self.runs_autograd = False
         self.written: set[int] = set()
@@ -74,7 +73,8 @@ class LeafWatch(TorchFunctionMode):
         for tensor in given:
             node = self._node_of.get(tensor)
             if node is not None and node.op != "get_attr" and not self._allowed(tensor):
-                raise HiddenInput(f"{self._name} uses {node.name}, which is not one of its arguments")
+                words = f"{self._name} uses {node.name}, which is not one of its arguments"
+                raise self._refuse_hidden(TraceError(words, TraceCause.UNTRACED_VALUE))
         versions = [tensor._version for tensor in given]
         name = getattr(func, "__name__", "")
         if name == "__set__" and func.__self__.__name__ == "data":
@@ -88,7 +88,8 @@ class LeafWatch(TorchFunctionMode):
         made = flat_tensors(out)
         for weight in map(self._foreign, given) if made else ():  # what it asks of their form may come from anywhere
             if weight is not None:
-                raise ForeignWeight(f"{self._name} uses {weight}, which is not a weight of its own")
+                words = f"{self._name} uses {weight}, which is not a weight of its own"
+                raise self._refuse_foreign(TraceError(words))
         if not made and name == "__get__":
             self._note_attribute(func.__self__.__name__, args[0])
         computed = any(tensor in self.computed or self._allowed(tensor) for tensor in given)
@@ -130,3 +131,11 @@ def handed_back(out: Any, args: Any, kwargs: Any, name_of: Mapping[torch.Tensor,
         given.get(tensor) or name_of.get(tensor) or given.get(tensor.untyped_storage()._cdata, "")
         for tensor in flat_tensors(out)
     )
+
+
+def left_behind(kind: type, attribute: str) -> TraceError:
+    """The error for an activation in an attribute, from where a loss function may take it."""
+    words = (
+        f"{kind.__name__}.{attribute} is set to an activation in the forward, and would not be set when the graph runs"
+    )
+    return TraceError(words, TraceCause.ACTIVATION_LEFT, TraceFacts(attribute=attribute))

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from roundpipe.core import trees
-from roundpipe.core.errors import TraceError
 from roundpipe.effects.snapshot import AttributeChange, ModuleSnapshot
 from roundpipe.effects.uses import attributes_read
 from roundpipe.fx.flat import flat_tensors
@@ -150,13 +149,3 @@ def gained_by(before: Contents, args: Any, kwargs: Any) -> list[trees.Path]:
 
 def _is_empty(value: Any) -> bool:
     return isinstance(value, (Mapping, list, tuple, set, deque)) and not value
-
-
-def left_behind(words: str) -> str:
-    """Why an activation in an attribute, from where a loss function may take it, is refused."""
-    return f"{words} is set to an activation in the forward, and would not be set when the graph runs"
-
-
-def refuse_mutated(name: str) -> TraceError:
-    """The error for a leaf that changes a container among its arguments."""
-    return TraceError(f"{name} changes a list, dict or object that it takes as an argument")

@@ -45,8 +45,8 @@ class Probe:
     """Attributes that it set: the owner's class and the name."""
     not_kept: tuple[str, ...] = ()
     """Those that hold tensors, in words."""
-    left_behind: tuple[str, ...] = ()
-    """Those that hold tensors with a gradient, in words."""
+    left_behind: tuple[tuple[type, str], ...] = ()
+    """Those that hold tensors with a gradient."""
 
 
 @contextlib.contextmanager
@@ -184,7 +184,7 @@ def _probe_module(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwarg
     changed: list[str] = []
     sets: set[tuple[type, str]] = set()
     not_kept: list[str] = []
-    left_behind: list[str] = []
+    left_behind: list[tuple[type, str]] = []
     values = flat_values(args, kwargs)
     with _real_world():
         for enlarged in (False, True):
@@ -204,7 +204,7 @@ def _probe_module(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwarg
                 if tensors:
                     not_kept.append(f"{type(owner).__name__}.{key}")
                 if any(tensor.requires_grad and not tensor.is_leaf for tensor in tensors):
-                    left_behind.append(f"{type(owner).__name__}.{key}")
+                    left_behind.append((type(owner), key))
             sets |= {(type(change.module), change.name) for change in tree.diff()}
             changed += _kept_for_later(module, tree, python, args, kwargs, numbers)
             python.restore()

@@ -4,18 +4,17 @@
       `- OperatorWatch (operators)   what the recorder can't see: random draws inside a call, and the
                                      operators below a function transform such as vmap
 
-Both see calls before the fake tensors do. Control flow that ends an attempt (`Restart`) derives from
-BaseException, so that ``except Exception`` in a model's code does not take it.
+Both see calls before the fake tensors do.
 
 Invariant: a call that changes the graph's meaning is either recorded or ends the attempt.
 """
 
 from __future__ import annotations
 
-import linecache
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 
 from roundpipe.core import trees
-from roundpipe.core.errors import TraceError
+from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
 from roundpipe.core.modes import Modes
 from roundpipe.effects.uses import GRADIENT_ATTRIBUTES
 from roundpipe.fx.fakes import (
@@ -37,12 +36,14 @@ from roundpipe.fx.fakes import (
     written_unseen,
 )
 from roundpipe.fx.flat import flat_tensors, flat_values
-from roundpipe.fx.guards.values import UNKNOWN, ValueReader
+from roundpipe.fx.guards.values import UNKNOWN
 from roundpipe.fx.guards.writes import Write
-from roundpipe.fx.locations import asked_by_operator, model_location, raised_at
+from roundpipe.fx.locations import asked_by_operator, model_location
 from roundpipe.fx.operations import ApplyFunction, as_traced, set_item, set_property, with_requires_grad
 from roundpipe.fx.sizes import Symbolic, expression_of, is_data_dependent
-from roundpipe.fx.trace.builder import GraphBuilder, UntracedValue
+from roundpipe.fx.trace.builder import GraphBuilder
+from roundpipe.fx.trace.example_data import ExampleData
+from roundpipe.fx.trace.knowledge import Lesson, Need, Retry
 from roundpipe.fx.trace.layout import PLACES, QUESTIONS, LayoutLog, dense_strides
 from roundpipe.fx.trace.operator_watch import OperatorWatch
 from roundpipe.fx.trace.policy import Decision
@@ -62,42 +63,24 @@ GRAPH_CHANGES: dict[str, Callable[..., Any]] = {"detach_": torch.Tensor.detach, 
 """Methods that change a tensor's place in the autograd graph, with what gives a changed one instead."""
 
 
-class StatefulError(TraceError):
-    """A module's forward must run just once, and with autograd: it changes Python state, say."""
+@dataclass(slots=True)
+class Findings:
+    """What one attempt finds out beside the graph."""
 
-
-class Restart(BaseException):
-    """Ends an attempt to trace: something was learned that the next attempt must know.
-
-    Args:
-        decision: what was learned about the module; None for something else.
-        name: the module's qualified name.
-        cause: what went wrong.
-    """
-
-    def __init__(self, decision: Decision | None, name: str, cause: BaseException) -> None:
-        super().__init__(decision, name, cause)
-        self.location = model_location()
-        self.decision = decision
-        self.name = name
-        self.cause = cause
-        self.hands_on = False
-        """Whether the module leaves values in its attributes that others take in the same forward."""
-
-    def where(self) -> str:
-        """The line of the model's code that raised the cause; if it was ours, that ran when it was raised."""
-        raised = raised_at(self.cause)
-        filename, _, line = (raised or self.location).rpartition(":")
-        source = linecache.getline(filename, int(line)).strip() if line.isdigit() else ""
-        return f"{filename}:{line} ({source})" if source else f"{filename}:{line}"
-
-
-class BurnSizes(BaseException):
-    """Ends an attempt: sizes that the inputs' data determine must be taken from the example."""
-
-
-class LogLayouts(BaseException):
-    """Ends an attempt: how tensors lie in memory is asked for, so that what makes them must be logged."""
+    grad_matters: bool
+    """Whether the code asks for what only a forward with autograd tells."""
+    born_in: dict[torch.Tensor, str] = field(default_factory=dict)
+    """Tensors made inside leaves, with the leaf's name."""
+    probed_nodes: set[Node] = field(default_factory=set)
+    """Nodes whose output sizes a probe found."""
+    handed_back: dict[Node, tuple[str, ...]] = field(default_factory=dict)
+    """Leaves that return an argument or a weight itself, with which; at other sizes it may be something new."""
+    weight_writes: list[tuple[Write, torch.Tensor]] = field(default_factory=list)
+    """Writes to weights, with the weight, that change nothing of it now."""
+    not_kept: dict[str, None] = field(default_factory=dict)
+    """Attributes that leaves set to activations, which nobody reads."""
+    fixes_sizes: dict[str, TraceError] = field(default_factory=dict)
+    """Modules whose glue turns sizes into plain numbers, with where."""
 
 
 class CallRecorder(TorchFunctionMode):
@@ -106,46 +89,28 @@ class CallRecorder(TorchFunctionMode):
     Args:
         world: the model's twin and the fake inputs.
         base: the state around the whole model.
-        burn_sizes: whether sizes that depend on the inputs' data are taken from the example.
-        log_layouts: whether to keep what makes each tensor, for code that asks how one lies in memory.
+        needs: what earlier attempts found out.
     """
 
-    def __init__(self, world: FakeWorld, base: Modes, burn_sizes: bool = False, log_layouts: bool = False) -> None:
+    def __init__(self, world: FakeWorld, base: Modes, needs: Collection[Need] = ()) -> None:
         super().__init__()
         self.world = world
         self.base = base
         self.modules: list[str] = []
         """Names of the modules whose forwards are being recorded, outermost first."""
         self.paused = 0
-        self.builder = GraphBuilder(world, self._common_meta)
-        self.watch = OperatorWatch(self._record_operator, LayoutLog() if log_layouts else None)
-        self.born_in: dict[torch.Tensor, str] = {}
-        """Tensors made inside leaves, with the leaf's name."""
-        self.probed_nodes: dict[Node, str] = {}
-        """Nodes whose output sizes a probe found, with why."""
-        self.grad_matters = not torch.is_grad_enabled()  # without, code may skip what it would ask
-        self.handed_back: dict[Node, tuple[str, ...]] = {}
-        """Leaves that return an argument or a weight itself, with which; at other sizes it may be something new."""
-        self.weight_writes: list[tuple[Any, torch.Tensor]] = []
-        """Writes of leaves to weights, with the weight, that change nothing of it now."""
-        self.not_kept: dict[str, None] = {}
-        """Attributes that leaves set to activations, which nobody reads."""
+        self.builder = GraphBuilder(world, self._common_meta, self.untraced)
+        self.watch = OperatorWatch(self._record_operator, LayoutLog() if Need.LAYOUTS in needs else None)
+        self.findings = Findings(grad_matters=not torch.is_grad_enabled())  # without, code may skip what it would ask
         self.asks_for_grad = ""
         """Where the code of a leaf asked whether gradients are recorded, if it did."""
-        self._burn_sizes = burn_sizes
+        self._specializes_sizes = Need.SPECIALIZED_SIZES in needs
         self._transformed = 0
-        self.fixes_sizes: dict[str, TraceError] = {}
-        """Modules whose glue turns sizes into plain numbers, with where."""
+        self._raised = (0, "")
         world.shapes.in_glue = self._asked_in_glue
         world.shapes.on_fixed_size = self._note_fixed_size
         self.builder.add_inputs()
-        self.reader = ValueReader(
-            self.builder.graph,
-            world.model,
-            self.builder.constants,
-            world.real_arguments,
-            self.builder.input_paths,
-        )
+        self.data = ExampleData(world, self.builder, self.pause)
 
     # ------------------------------------------------------------------ state
 
@@ -183,13 +148,17 @@ class CallRecorder(TorchFunctionMode):
         """Name of the module whose forward is being recorded."""
         return self.modules[-1] if self.modules else ""
 
-    def give_up(self, cause: BaseException) -> Restart:
+    def give_up(self, error: BaseException, is_stateful: bool = False) -> Retry:
         """The module being recorded can't be: the next attempt keeps it whole."""
-        return Restart(Decision.LEAF, self.module, cause)
+        return Retry(Lesson(error, self.module, Decision.LEAF, is_stateful=is_stateful))
+
+    def raised_by(self, error: BaseException) -> str:
+        """Name of the torch function that raised an error, if one did."""
+        return self._raised[1] if self._raised[0] == id(error) else ""
 
     def _note_fixed_size(self) -> None:
-        cause = TraceError(f"a size is turned into a plain number at {model_location()}")
-        self.fixes_sizes.setdefault(self.module, cause)
+        error = TraceError(f"a size is turned into a plain number at {model_location()}")
+        self.findings.fixes_sizes.setdefault(self.module, error)
 
     def _common_meta(self) -> dict[str, Any]:
         return {
@@ -205,17 +174,16 @@ class CallRecorder(TorchFunctionMode):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name in DATA_READS:
-            answer = self._read_data(func, args, kwargs)
+            answer = self.data.answer(func, args, kwargs)
             if answer is not UNKNOWN:
                 return answer
         if func in AUTOGRAD:
-            raise self.give_up(
-                StatefulError(f"{name} runs autograd inside the forward, which a first run does without")
-            )
+            error = TraceError(f"{name} runs autograd inside the forward, which a first run does without")
+            raise self.give_up(error, is_stateful=True)
         if name == "__set__" and args[0] in self.world.name_of:
-            raise self.give_up(TraceError(f"{func.__self__.__name__} of a parameter or buffer is set in the forward"))
+            raise self._written_weight(f"{func.__self__.__name__} of a parameter or buffer is set in the forward")
         if name in GRAPH_CHANGES and args[0] in self.world.name_of:
-            raise self.give_up(TraceError(f"{name} changes a parameter or buffer in the forward"))
+            raise self._written_weight(f"{name} changes a parameter or buffer in the forward")
         if name in QUESTIONS or name in PLACES:
             return self._layout(func, name, args, kwargs)
         if func is torch.Tensor.__iter__:
@@ -228,7 +196,7 @@ class CallRecorder(TorchFunctionMode):
         draws = self.watch.num_random_draws
         self.world.shapes.recent.clear()
         with self.pause():
-            out, why_probed = self._call(func, args, kwargs)
+            out, is_probed = self._call(func, args, kwargs)
         written = [tensor for tensor, version in versions if tensor._version != version]
         written += written_unseen(func, args, kwargs)
         produced = flat_values(out)
@@ -242,9 +210,12 @@ class CallRecorder(TorchFunctionMode):
             return out
         node = self.record(func, args, kwargs, out, written)
         node.meta["random"] = self.watch.num_random_draws != draws
-        if why_probed is not None:
-            self.probed_nodes[node] = why_probed
+        if is_probed:
+            self.findings.probed_nodes.add(node)
         return out
+
+    def _written_weight(self, words: str) -> Retry:
+        return self.give_up(TraceError(words, TraceCause.WEIGHT_WRITTEN))
 
     def _leaves_weights_alone(self, write: Write, written: list[torch.Tensor]) -> bool:
         """Whether a call in glue writes nothing but a weight, and changes nothing of it now; the guards look again."""
@@ -255,28 +226,29 @@ class CallRecorder(TorchFunctionMode):
         with self.pause(), real_world():
             if not write.leaves_alone(weight):
                 return False
-        self.weight_writes.append((write, weight))
+        self.findings.weight_writes.append((write, weight))
         return True
 
     def _layout(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """How a tensor lies in memory: known of weights and inputs, of activations where kernels have no choice."""
         tensor = args[0]
         if name != "data_ptr":
-            answer = func(*args, **kwargs) if tensor in self.world.name_of else self._read_data(func, args, kwargs)
+            answer = func(*args, **kwargs) if tensor in self.world.name_of else self.data.answer(func, args, kwargs)
             if answer is not UNKNOWN:
                 return answer
         if name in QUESTIONS and tensor in self.builder.node_of and not is_transformed(tensor):
             if self.watch.layouts is None:
-                raise LogLayouts()
+                raise Retry(Need.LAYOUTS)
             if self.watch.layouts.is_settled(tensor, self._of_known_layout()):
                 return self._settled_layout(func, args, kwargs)
-        raise self.give_up(TraceError(f"{name} asks how an activation lies in memory, which is known when it is run"))
+        words = f"{name} asks how an activation lies in memory, which is known when it is run"
+        raise self.give_up(TraceError(words, TraceCause.LAYOUT))
 
     def _of_known_layout(self) -> set[torch.Tensor]:
         """Weights, and inputs that are contiguous now and at every call of the graph."""
         known = {tensor for tensor in self.world.name_of if is_fake(tensor) and dense_strides(tensor) is not None}
         for tensor, node in list(self.builder.node_of.items()):
-            if node.op == "placeholder" and self._read_data(torch.Tensor.is_contiguous, (tensor,), {}) is True:
+            if node.op == "placeholder" and self.data.answer(torch.Tensor.is_contiguous, (tensor,), {}) is True:
                 known.add(tensor)
         return known
 
@@ -290,14 +262,12 @@ class CallRecorder(TorchFunctionMode):
         strides = dense_strides(tensor)
         if strides is None:
             if answer is not False:
-                raise self.give_up(TraceError("it asks for the strides of a part of a tensor, which a copy changes"))
+                words = "it asks for the strides of a part of a tensor, which a copy changes"
+                raise self.give_up(TraceError(words, TraceCause.LAYOUT))
             return answer  # what has gaps is contiguous nowhere
         if self.builder.node_of[tensor].target is as_traced:
             return answer
-        try:
-            node_args, _ = self.builder.arguments((tensor, strides, model_location()), {})
-        except UntracedValue as error:
-            raise self.untraced(error) from error
+        node_args, _ = self.builder.arguments((tensor, strides, model_location()), {})
         node = self.builder.add("call_function", as_traced, node_args)
         node.meta["effect"] = True  # it stays where nothing reads the tensor any more
         self.builder.bind(tensor, node)
@@ -309,94 +279,64 @@ class CallRecorder(TorchFunctionMode):
             self.world.shapes.promote_recent()
         if name != "__get__" or not args or func.__self__.__name__ not in GRADIENT_ATTRIBUTES:
             return
-        self.grad_matters = True  # what is computed of an input requires grad if that one does
+        self.findings.grad_matters = True  # what is computed of an input requires grad if that one does
         node = self.builder.node_of.get(args[0])
         if func.__self__.__name__ != "requires_grad" and node is not None and node.op == "placeholder":
             if args[0].requires_grad:
                 raise self.give_up(TraceError(f"{func.__self__.__name__} of an input depends on how batches are split"))
 
-    def _call(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, str | None]:
-        """The result on fakes; if fakes can't tell, of the example's data or of a probe, and why."""
+    def _call(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
+        """The result on fakes, of the example's data or of a probe, and whether it is a probe's."""
         if func is torch.tensor and flat_values(args):
             if not flat_tensors(args):
-                return _tensor_of_sizes(*args, **kwargs), None
-            real = self._read_data(func, args, kwargs)
-            if isinstance(real, torch.Tensor):
-                return self.world.static_fake(real), None
+                return _tensor_of_sizes(*args, **kwargs), False
+            known = self.data.fake_of_answer(func, args, kwargs)
+            if known is not None:
+                return known, False
         try:
             out = func(*args, **kwargs)
+        except TraceError:
+            raise
         except Exception as error:
-            if isinstance(error, (TraceError, UntracedValue)):
-                raise
             return self._call_without_fakes(func, args, kwargs, error)
-        if self._burn_sizes and any(_has_data_size(tensor) for tensor in flat_tensors(out)):
-            real = self._read_data(func, args, kwargs)
-            if isinstance(real, torch.Tensor):
-                return self.world.static_fake(real), None
-        return out, None
+        if self._specializes_sizes and any(_has_data_size(tensor) for tensor in flat_tensors(out)):
+            known = self.data.fake_of_answer(func, args, kwargs)
+            if known is not None:
+                return known, False
+        return out, False
 
-    def _call_without_fakes(self, func: Any, args: Any, kwargs: Any, error: Exception) -> tuple[Any, Any]:
+    def _call_without_fakes(self, func: Any, args: Any, kwargs: Any, error: Exception) -> tuple[Any, bool]:
         name = getattr(func, "__name__", str(func))
-        data_dependent = isinstance(error, DATA_DEPENDENT)
-        if not data_dependent or name not in DATA_READS:
-            real = self._read_data(func, args, kwargs)
-            if isinstance(real, torch.Tensor):
-                return self.world.static_fake(real), None
+        is_about_data = isinstance(error, DATA_DEPENDENT)
+        if not is_about_data or name not in DATA_READS:
+            known = self.data.fake_of_answer(func, args, kwargs)
+            if known is not None:
+                return known, False
         if isinstance(error, NO_FAKE_KERNEL):
             try:
-                return self._probe(func, args, kwargs), f"{name} has no fake kernel: {error}"
+                return probe_function(func, args, kwargs, self.data.of), True
             except Exception as second:
                 raise error from second
-        if data_dependent:
-            raise self.data_dependent(error, name) from error
+        if is_about_data:
+            raise self.needs_data(error, name) from error
+        self._raised = id(error), name
         raise error
 
-    def _probe(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The output of a function by running it, on the inputs' own data where that is known."""
-
-        def data_of(tensor: torch.Tensor) -> torch.Tensor | None:
-            node = self.builder.node_of.get(tensor)
-            known = node is not None and self.reader.depends_on_inputs_only(node)
-            return self.reader.value(node) if node is not None and known else None
-
-        return probe_function(func, args, kwargs, data_of)
-
-    def data_dependent(self, error: BaseException, name: str = "") -> BaseException:
+    def needs_data(self, error: BaseException, name: str = "") -> Retry:
         """What ends the attempt when glue asks for data that only running the model gives."""
-        if not self._burn_sizes and any(
-            is_data_dependent(expression_of(size))
-            for tensor, node in self.builder.node_of.items()
-            for size in tensor.shape
-            if self.reader.depends_on_inputs_only(node)
-        ):
-            return BurnSizes()
+        if not self._specializes_sizes and self.data.determines_sizes():
+            return Retry(Need.SPECIALIZED_SIZES)
         what = f"{name} asks for" if name in DATA_READS else f"{name or 'an operator'} needs"
-        cause = TraceError(f"{what} the data of an activation, which is only known when the model runs")
+        words = f"{what} the data of an activation, which is only known when the model runs"
+        cause = TraceError(words, TraceCause.ACTIVATION_DATA, TraceFacts(function=name))
         cause.__cause__ = error
         return self.give_up(cause)
-
-    def _read_data(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The answer for the example if only inputs and buffers determine it, else `UNKNOWN`."""
-        tensors = flat_tensors(args, kwargs)
-        nodes = [self.builder.node_of.get(t) or self._known_attribute(t) for t in tensors]
-        if not nodes or not all(node and self.reader.depends_on_inputs_only(node) for node in nodes):
-            return UNKNOWN
-        with self.pause(), real_world():
-            node_args, node_kwargs = self.builder.arguments(tuple(args), kwargs)
-            return self.reader.read(func, node_args, node_kwargs, model_location())
-
-    def _known_attribute(self, tensor: torch.Tensor) -> Node | None:
-        name = self.world.name_of.get(tensor)
-        return None if name is None else self.builder.attribute(name, tensor)
 
     # ------------------------------------------------------------------ nodes
 
     def record(self, func: Any, args: Any, kwargs: Any, out: Any, written: list[torch.Tensor]) -> Node:
         """The node of one torch function call."""
-        try:
-            node_args, node_kwargs = self.builder.arguments(tuple(args), kwargs)
-        except UntracedValue as error:
-            raise self.untraced(error) from error
+        node_args, node_kwargs = self.builder.arguments(tuple(args), kwargs)
         name = getattr(func, "__name__", "")
         op, target, node_args, node_kwargs = _form(GRAPH_CHANGES.get(name, func), node_args, node_kwargs)
         mutates = tuple(dict.fromkeys(self.builder.tensor_argument(tensor) for tensor in written))
@@ -421,7 +361,7 @@ class CallRecorder(TorchFunctionMode):
     def note_grad_mode_asked(self) -> None:
         """The model's code asks whether gradients are recorded."""
         if not self.paused:
-            self.grad_matters = True
+            self.findings.grad_matters = True
         elif not self.asks_for_grad:
             self.asks_for_grad = model_location()
 
@@ -429,10 +369,10 @@ class CallRecorder(TorchFunctionMode):
         """A node writes these tensors in place."""
         storages = {tensor.untyped_storage()._cdata for tensor in written}
         if storages & self.world.parameter_at.keys() or not all(map(is_fake, written)):
-            raise self.give_up(TraceError("it writes a parameter, or a tensor that is no part of the model, in place"))
+            raise self._written_weight("it writes a parameter, or a tensor that is no part of the model, in place")
         self.builder.written_storages.update(storages)
-        if not self.reader.depends_on_inputs_only(node):
-            self.reader.taint(written)
+        if not self.data.reader.depends_on_inputs_only(node):
+            self.data.reader.taint(written)
 
     def record_function(self, function: type[torch.autograd.Function], args: Any, kwargs: Any) -> Any:
         """One node for the call of a custom autograd function."""
@@ -454,10 +394,7 @@ class CallRecorder(TorchFunctionMode):
         if self.paused or not flat_values(out):
             return
         with self.pause():
-            try:
-                node_args, node_kwargs = self.builder.arguments(tuple(args), kwargs)
-            except UntracedValue as error:
-                raise self.untraced(error) from error
+            node_args, node_kwargs = self.builder.arguments(tuple(args), kwargs)
             written = [
                 value
                 for value, argument in zip(args, func._schema.arguments, strict=False)
@@ -469,15 +406,14 @@ class CallRecorder(TorchFunctionMode):
             node.meta["random"] = random
             self.builder.bind_output(out, node)
 
-    def untraced(self, error: UntracedValue) -> Restart:
+    def untraced(self, words: str, tensor: torch.Tensor | None = None) -> Retry:
         """What ends the attempt when a value is used that nothing recorded made."""
-        leaf = self.born_in.get(error.tensor) if error.tensor is not None else None
+        leaf = None if tensor is None else self.findings.born_in.get(tensor)
         if leaf is None:
-            return self.give_up(TraceError(str(error)))
-        cause = TraceError(f"a tensor made inside {leaf} is used outside, but {leaf} did not return it")
-        restart = Restart(Decision.DESCEND, leaf, cause)
-        restart.hands_on = True
-        return restart
+            return self.give_up(TraceError(words, TraceCause.UNTRACED_VALUE))
+        words = f"a tensor made inside {leaf} is used outside, but {leaf} did not return it"
+        error = TraceError(words, TraceCause.UNTRACED_VALUE)
+        return Retry(Lesson(error, leaf, Decision.DESCEND, hands_on=True))
 
 
 def _tensor_of_sizes(data: Any, **options: Any) -> torch.Tensor:

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe.core.errors import TraceError
+from roundpipe.core import trees
+from roundpipe.core.errors import TraceCause, TraceError
 from roundpipe.core.module_tree import weight_bytes_of
+from roundpipe.core.random_state import python_random_state, set_python_random_state
 from roundpipe.effects.places import OF_TORCH
 from roundpipe.effects.snapshot import ModuleSnapshot, PythonSnapshot
 from roundpipe.effects.user_code import names_in
@@ -19,18 +21,18 @@ from roundpipe.effects.uses import GRADIENT_ATTRIBUTES, Readers, asks_for_gradie
 from roundpipe.fx.fakes import DATA_DEPENDENT, FakeWorld, real_world
 from roundpipe.fx.flat import flat_tensors
 from roundpipe.fx.trace.intercept import ORIGINAL_CALL
-from roundpipe.fx.trace.leaf_watch import ForeignWeight, HiddenInput, LeafRun, LeafWatch
+from roundpipe.fx.trace.knowledge import Knowledge, Lesson, Retry
+from roundpipe.fx.trace.leaf_watch import LeafRun, LeafWatch, handed_back, left_behind
 from roundpipe.fx.trace.leaves import (
     containers_mutated,
     contents_of,
-    left_behind,
-    refuse_mutated,
     remembered,
+    set_elsewhere,
     sets_before_reading,
 )
 from roundpipe.fx.trace.policy import Decision, LeafPolicy, is_of_torch
 from roundpipe.fx.trace.probe import probe_module
-from roundpipe.fx.trace.recorder import CallRecorder, Restart, StatefulError
+from roundpipe.fx.trace.recorder import CallRecorder
 from roundpipe.fx.trace.siblings import SiblingCache
 
 MAX_PROBE_BYTES = 1 << 28
@@ -43,10 +45,11 @@ class LeafRunner:
     Args:
         world: where they run.
         recorder: what records the attempt.
-        policy: what is known about the modules.
-        history: what was tried in earlier attempts.
-        seen_to_set: attributes of classes that earlier attempts saw a forward change.
+        policy: which modules are leaves.
+        knowledge: what earlier attempts found out.
         readers: who reads what.
+        before: the modules before the run.
+        outside: the modules before the first run, but for what leaves set themselves.
     """
 
     def __init__(
@@ -54,23 +57,86 @@ class LeafRunner:
         world: FakeWorld,
         recorder: CallRecorder,
         policy: LeafPolicy,
-        history: set[tuple[str, Decision]],
-        seen_to_set: set[tuple[type, str]],
+        knowledge: Knowledge,
         readers: Readers,
+        before: ModuleSnapshot,
+        outside: ModuleSnapshot,
     ) -> None:
         self._world = world
         self._recorder = recorder
         self._policy = policy
-        self._history = history
-        self._seen_to_set = seen_to_set
+        self._knowledge = knowledge
         self._readers = readers
+        self._before = before
+        self._outside = outside
         self._siblings = SiblingCache()
+        self._leaves: dict[str, nn.Module] = {}
+
+    def opaque(self) -> dict[str, str]:
+        """Leaves whose inside was not traced, and why."""
+        return {
+            name: self._knowledge.reason(name, type(module))
+            for name, module in self._leaves.items()
+            if self._policy.is_opaque(module) or self.is_probed(module)
+        }
+
+    def call(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
+        """Runs a leaf on fakes and records one node for the call."""
+        recorder = self._recorder
+        node_args, node_kwargs = recorder.builder.arguments(tuple(args), kwargs)
+        self._refuse_modules_as_arguments(module, name, args, kwargs)
+        attribute = set_elsewhere(self._outside, module) or self._rebuilt(module)
+        if attribute is not None:
+            words = f"{attribute} is set by other code in the forward, and would not be when the graph runs"
+            raise Retry(Lesson(TraceError(words), name, Decision.DESCEND))
+        self._leaves[name] = module
+        python_random = python_random_state()
+        with recorder.pause():
+            run = self._run(module, name, args, kwargs)
+            self._outside.accept_attributes(module.modules())
+            self._before.accept_buffers(module.modules())
+            returned = handed_back(run.out, args, kwargs, self._world.name_of)
+        draws_python_random = python_random_state() != python_random
+        set_python_random_state(python_random)
+        if draws_python_random:
+            self._siblings.forget(module)  # each of its kin runs by itself
+        node = recorder.builder.add("call_module", name, node_args, node_kwargs)
+        mutates = tuple(dict.fromkeys(recorder.builder.tensor_argument(tensor) for tensor in run.written))
+        node.meta.update(
+            random=run.random or draws_python_random,
+            buffers_written=run.buffers_written,
+            mutates=mutates,
+            effect=bool(mutates),
+        )
+        recorder.note_written(node, run.written)
+        if run.buffers_written:
+            recorder.builder.written_storages.update(buffer.untyped_storage()._cdata for buffer in module.buffers())
+        if self.is_probed(module):
+            recorder.findings.probed_nodes.add(node)
+        if any(returned):
+            recorder.findings.handed_back[node] = returned
+        recorder.builder.bind_output(run.out, node)
+        return run.out
+
+    def _rebuilt(self, module: nn.Module) -> str | None:
+        """What of a leaf is not as the model has it, such as weights that `torch.func.functional_call` puts there."""
+        rebuilt = self._before.rebuilt(module.modules())
+        return None if rebuilt is None else f"{type(rebuilt[0]).__name__}.{rebuilt[1]}"
+
+    def _refuse_modules_as_arguments(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> None:
+        """A module that a leaf would be given is the twin's; looked into, its weights are the leaf's own affair."""
+        if not any(isinstance(leaf, nn.Module) for leaf in trees.leaves((args, kwargs))):
+            return
+        error = TraceError(f"{name} takes a module as an argument")
+        if self._policy.decision(module) is None:
+            raise Retry(Lesson(error, name, Decision.DESCEND))
+        raise self._recorder.give_up(error)
 
     def is_probed(self, module: nn.Module) -> bool:
         """Whether a leaf's output sizes are found by running a copy of it."""
         return self._policy.decision(module) is Decision.PROBE or isinstance(module, torch.jit.ScriptModule)
 
-    def run(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> LeafRun:
+    def _run(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> LeafRun:
         """The outcome of a leaf's call on fakes, and what else it does."""
         logs_layouts = self._recorder.watch.layouts is not None
         if not self.is_probed(module) and not logs_layouts:
@@ -86,10 +152,6 @@ class LeafRunner:
         if state is None or not state.holds_new_values():
             self._siblings.put(module, run, args, kwargs)
         return run
-
-    def forget(self, module: nn.Module) -> None:
-        """Runs each of a module's kin by itself from now on."""
-        self._siblings.forget(module)
 
     def _known(self, module: nn.Module, args: Any, kwargs: Any) -> LeafRun | None:
         """The run of a leaf that can't differ."""
@@ -116,15 +178,13 @@ class LeafRunner:
             recorder.builder.node_of,
             lambda tensor: tensor in allowed or tensor in self._world.name_of,
             lambda tensor: None if tensor in own else self._world.name_of.get(tensor),
-            recorder.born_in,
+            lambda error: self._not_a_leaf(module, name, error, structural=True),
+            lambda error: self._to_look_into(module, name, error),
+            recorder.findings.born_in,
         )
         try:
             with watch:
                 out = ORIGINAL_CALL(module, *args, **kwargs)
-        except ForeignWeight as error:
-            raise self._to_look_into(module, name, TraceError(str(error))) from error
-        except HiddenInput as error:
-            raise self._not_a_leaf(module, name, TraceError(str(error)), structural=True) from error
         except Exception as error:
             raise self._not_a_leaf(module, name, error, structural=False) from error
         changed = python.side_effects()
@@ -144,19 +204,18 @@ class LeafRunner:
                 self._look_into_for_others(module, name, f"{type(owner).__name__}.{attribute}")
             computed = [tensor for tensor in flat_tensors(value) if tensor in watch.computed]
             if any(tensor.requires_grad for tensor in computed) and not is_put_by_hooks(owner, attribute):
-                raise self._to_look_into(
-                    module, name, StatefulError(left_behind(f"{type(owner).__name__}.{attribute}"))
-                )
+                raise self._to_look_into(module, name, left_behind(type(owner), attribute), is_stateful=True)
             if computed:
-                recorder.not_kept[f"{type(owner).__name__}.{attribute}"] = None
+                recorder.findings.not_kept[f"{type(owner).__name__}.{attribute}"] = None
         if watch.runs_autograd:
-            raise self._recorder.give_up(StatefulError(f"{name} runs autograd inside its forward"))
+            raise self._recorder.give_up(TraceError(f"{name} runs autograd inside its forward"), is_stateful=True)
         self._refuse_asking(module, name, watch.asks_for_grad)
         if self._world.shapes.num_fixed_sizes() > fixed and self._may_probe(module, name):
-            cause = TraceError(f"{name} works at one size only on fakes, such as a loop over a size")
-            raise Restart(Decision.PROBE, name, cause)
+            fixed_size = TraceError(f"{name} works at one size only on fakes, such as a loop over a size")
+            raise Retry(Lesson(fixed_size, name, Decision.PROBE))
         if containers_mutated(before, args, kwargs):
-            raise self._not_a_leaf(module, name, refuse_mutated(name), structural=True)
+            mutated = TraceError(f"{name} changes a list, dict or object that it takes as an argument")
+            raise self._not_a_leaf(module, name, mutated, structural=True)
         return LeafRun(
             out,
             recorder.watch.num_random_draws != draws,
@@ -176,47 +235,48 @@ class LeafRunner:
             if not all(one.leaves_alone(weight) for one, weight in zip(writes, weights, strict=True)):
                 return False
         self._siblings.forget(module)  # each of its kin has weights of its own
-        self._recorder.weight_writes += zip(writes, weights, strict=True)
+        self._recorder.findings.weight_writes += zip(writes, weights, strict=True)
         return True
 
     def _refuse_state(self, module: nn.Module, name: str, changed: list[str]) -> None:
         """A recomputation would change once more what a leaf's Python remembers."""
         if changed:
-            raise self._to_look_into(module, name, StatefulError(f"it changes {', '.join(changed)} in its forward"))
+            error = TraceError(f"it changes {', '.join(changed)} in its forward", TraceCause.STATE)
+            raise self._to_look_into(module, name, error, is_stateful=True)
 
     def _look_into_for_others(self, module: nn.Module, name: str, attribute: str) -> None:
         """What a leaf leaves in an attribute may be read elsewhere, before or after."""
-        restart = self._to_look_into(module, name, TraceError(f"it sets {attribute}, which other code reads"))
-        restart.hands_on = restart.decision is Decision.DESCEND
-        raise restart
+        error = TraceError(f"it sets {attribute}, which other code reads", TraceCause.STATE)
+        raise self._to_look_into(module, name, error, hands_on=True)
 
     def _refuse_asking(self, module: nn.Module, name: str, asks_at: str) -> None:
         """A first run of a leaf records no gradients, so that it must not ask."""
         recorder = self._recorder
         asks_at, recorder.asks_for_grad = asks_at or recorder.asks_for_grad, ""
         if asks_at:
-            cause = StatefulError(f"it asks at {asks_at} whether gradients are recorded, which a first run does not do")
-            raise self._to_look_into(module, name, cause)
+            error = TraceError(f"it asks at {asks_at} whether gradients are recorded, which a first run does not do")
+            raise self._to_look_into(module, name, error, is_stateful=True)
 
-    def _to_look_into(self, module: nn.Module, name: str, cause: Exception) -> Restart:
+    def _to_look_into(
+        self, module: nn.Module, name: str, error: Exception, is_stateful: bool = False, hands_on: bool = False
+    ) -> Retry:
         """What to try for a leaf that is right only as glue."""
-        if self._policy.decision(module) is Decision.LEAF or (name, Decision.DESCEND) in self._history:
-            return self._recorder.give_up(cause)
-        return Restart(Decision.DESCEND, name, cause)
+        if self._policy.decision(module) is Decision.LEAF or (name, Decision.DESCEND) in self._knowledge.tried:
+            return self._recorder.give_up(error, is_stateful)
+        return Retry(Lesson(error, name, Decision.DESCEND, is_stateful=is_stateful, hands_on=hands_on))
 
-    def _not_a_leaf(self, module: nn.Module, name: str, cause: Exception, structural: bool) -> Restart:
+    def _not_a_leaf(self, module: nn.Module, name: str, error: Exception, structural: bool) -> Retry:
         """What to try for a leaf that can't be one."""
-        if isinstance(cause, DATA_DEPENDENT):
-            error = TraceError("a decision depends on the data of an activation")
+        if isinstance(error, DATA_DEPENDENT):
+            cause, words = error, "a decision depends on the data of an activation"
+            error = TraceError(words, TraceCause.ACTIVATION_DATA)
             error.__cause__ = cause
-            cause = error
-        decision = self._policy.decision(module)
-        is_torch = is_of_torch(type(module))
-        if self._has_inside(module, structural) and not is_torch and decision is not Decision.LEAF:
-            return Restart(Decision.DESCEND, name, cause)
+        may_descend = self._policy.decision(module) is not Decision.LEAF and not is_of_torch(type(module))
+        if may_descend and self._has_inside(module, structural):
+            return Retry(Lesson(error, name, Decision.DESCEND))
         if structural:
-            return self._recorder.give_up(cause)
-        return Restart(Decision.PROBE, name, cause)
+            return self._recorder.give_up(error)
+        return Retry(Lesson(error, name, Decision.PROBE))
 
     @staticmethod
     def _has_inside(module: nn.Module, structural: bool) -> bool:
@@ -225,27 +285,30 @@ class LeafRunner:
 
     def _may_probe(self, module: nn.Module, name: str) -> bool:
         """Whether to try a probe of a leaf that works on fakes."""
-        tried = {(name, Decision.PROBE), (name, Decision.DESCEND)} & self._history
+        tried = {(name, Decision.PROBE), (name, Decision.DESCEND)} & self._knowledge.tried
         return not tried and weight_bytes_of(module) <= MAX_PROBE_BYTES
 
     def _probe(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> LeafRun:
         try:
             probe = probe_module(self._world, name, module, args, kwargs)
         except Exception as error:
-            if (name, Decision.DESCEND) not in self._history and not is_of_torch(type(module)):
-                raise Restart(Decision.DESCEND, name, error) from error  # as glue it may serve one size
-            if (name, Decision.LEAF) not in self._history:
+            tried = self._knowledge.tried
+            if (name, Decision.DESCEND) not in tried and not is_of_torch(type(module)):
+                raise Retry(Lesson(error, name, Decision.DESCEND)) from error  # as glue it may serve one size
+            if (name, Decision.LEAF) not in tried:
                 cause = TraceError(f"{name} works at the example's sizes only")  # as a layer over positions does
-                raise Restart(Decision.LEAF, name, cause) from error
+                raise Retry(Lesson(cause, name, Decision.LEAF)) from error
             raise self._recorder.give_up(error) from error
         kinds = set(map(type, module.modules()))
         if_data_say_so = [
-            f"{kind.__name__}.{attribute}" for kind, attribute in self._seen_to_set - probe.sets if kind in kinds
+            f"{kind.__name__}.{attribute}"
+            for kind, attribute in self._knowledge.seen_to_set - probe.sets
+            if kind in kinds
         ]
         self._refuse_state(module, name, [*probe.changed, *sorted(if_data_say_so)])
-        for words in probe.left_behind:
-            raise self._to_look_into(module, name, StatefulError(left_behind(words)))
-        self._recorder.not_kept.update(dict.fromkeys(probe.not_kept))
+        for kind, attribute in probe.left_behind:
+            raise self._to_look_into(module, name, left_behind(kind, attribute), is_stateful=True)
+        self._recorder.findings.not_kept.update(dict.fromkeys(probe.not_kept))
         for owner, attribute in sorted(probe.sets, key=str):
             if attribute not in OF_TORCH and attribute in self._readers.beside(owner):
                 self._look_into_for_others(module, name, f"{owner.__name__}.{attribute}")

@@ -1,0 +1,137 @@
+"""Runs the forwards of modules that are looked into, and records what they do to their own attributes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe.core.errors import TraceCause, TraceError
+from roundpipe.effects.uses import uses_of_forward
+from roundpipe.fx.fakes import DATA_DEPENDENT, FakeWorld, is_fake
+from roundpipe.fx.flat import flat_values
+from roundpipe.fx.locations import model_location
+from roundpipe.fx.operations import assign_buffer
+from roundpipe.fx.sizes import expression_of
+from roundpipe.fx.trace.advice import set_at
+from roundpipe.fx.trace.intercept import ORIGINAL_CALL
+from roundpipe.fx.trace.knowledge import Knowledge, Lesson, Need, Retry
+from roundpipe.fx.trace.leaf_watch import left_behind
+from roundpipe.fx.trace.policy import Decision
+from roundpipe.fx.trace.recorder import CallRecorder
+from roundpipe.fx.trace.runner import is_put_by_hooks
+
+
+class GlueRunner:
+    """Runs modules whose calls are recorded one by one.
+
+    Args:
+        world: where they run.
+        recorder: what records the attempt.
+        knowledge: what earlier attempts found out.
+    """
+
+    def __init__(self, world: FakeWorld, recorder: CallRecorder, knowledge: Knowledge) -> None:
+        self._world = world
+        self._recorder = recorder
+        self._knowledge = knowledge
+        self._gave_lengths = False
+        self.modules: dict[nn.Module, None] = {}
+        """Those that ran."""
+
+    def call(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
+        """Records the forward of a module."""
+        recorder = self._recorder
+        if has_backward_hooks(module):
+            raise Retry(Lesson(TraceError(f"{name or 'the model'} has backward hooks"), name, Decision.LEAF))
+        self.modules[module] = None
+        buffers = dict(module._buffers)
+        attributes = dict(module.__dict__)
+        recorder.modules.append(name)
+        try:
+            out = ORIGINAL_CALL(module, *args, **kwargs)
+            self._record_assignments(module, name, buffers)
+            self._refuse_kept_activations(module, name, attributes)
+        except DATA_DEPENDENT as error:
+            raise recorder.needs_data(error) from error
+        except Exception as error:
+            if self._gave_lengths and isinstance(error, TypeError):
+                raise Retry(Need.PLAIN_LENGTHS) from error
+            raise Retry(Lesson(error, name, Decision.LEAF, function=recorder.raised_by(error))) from error
+        finally:
+            recorder.modules.pop()
+        return out
+
+    def length_of(self, tensor: torch.Tensor) -> Any:
+        """What ``len(tensor)`` gives: a symbol, which only a few things can't be done with."""
+        if Need.PLAIN_LENGTHS in self._knowledge.needs or not tensor.dim():
+            return len(tensor)
+        self._gave_lengths = True
+        return tensor.shape[0]
+
+    def _record_assignments(self, module: nn.Module, name: str, before: dict[str, Any]) -> None:
+        """One effect node per buffer that a forward replaced by another tensor."""
+        builder = self._recorder.builder
+        for key, buffer in module._buffers.items():
+            if buffer is before.get(key):
+                continue
+            full_name = f"{name}.{key}" if name else key
+            if buffer is None:
+                raise self._recorder.give_up(TraceError(f"buffer {full_name} is set to None in the forward"))
+            if full_name not in self._world.real:
+                words = f"buffer {full_name}, which did not exist or was None, is set in the forward"
+                raise self._recorder.give_up(TraceError(words, TraceCause.BUFFER_CREATED))
+            target = builder.attribute(full_name, self._world.fake(full_name))
+            if not _alike(buffer, target.meta["value"]):
+                words = f"buffer {full_name} is set to a tensor of another shape or dtype in the forward"
+                raise self._recorder.give_up(TraceError(words))
+            node = builder.add("call_function", assign_buffer, (target, builder.tensor_argument(buffer)))
+            node.meta.update(modes=None, effect=True, mutates=(target,), value=target.meta["value"])
+            builder.written_storages.add(target.meta["value"].untyped_storage()._cdata)
+
+    def _refuse_kept_activations(self, module: nn.Module, name: str, before: dict[str, Any]) -> None:
+        """An activation left in an attribute would not be there at run time."""
+        if self.hands_on(module):
+            return
+        for key, value in module.__dict__.items():
+            if key in ("_buffers", "_parameters", "_modules"):
+                continue
+            if before.get(key, before) is value and not isinstance(value, (list, dict)):
+                continue
+            if before.get(key, before) is None and self._is_reset(module, key):
+                continue
+            if any(self.is_activation(item) for item in flat_values(value)) and not is_put_by_hooks(module, key):
+                location = set_at(type(module), key) or model_location()
+                raise Retry(Lesson(left_behind(type(module), key), name, Decision.LEAF, location))
+
+    def _is_reset(self, module: nn.Module, attribute: str) -> bool:
+        """Whether an attribute, None when a module is called, is state for the module's own forward, which reads it,
+        and which code of another module sets anew in each forward, as recurrent states between tokens.
+        """
+        kinds = {type(inner) for inner in self._world.twin.modules()} - {type(module)}
+        return attribute in uses_of_forward(type(module)).reads and any(
+            attribute in uses_of_forward(kind).sets for kind in kinds
+        )
+
+    def hands_on(self, module: nn.Module) -> bool:
+        """Whether another module takes a value from this one's attributes in the same forward, so that it is glue."""
+        keys = {self._world.name_of_module[module], type(module)}
+        return bool(keys & self._knowledge.handing_on) and not keys & self._knowledge.stateful
+
+    def is_activation(self, value: Any) -> bool:
+        """Whether a value is a fake that the parameters have a part in."""
+        if not isinstance(value, torch.Tensor) or not is_fake(value) or value in self._world.name_of:
+            return False
+        return not self._recorder.data.determines(value)
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether hooks wait for the gradients of a module."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same shape, for every size of the inputs, and dtype."""
+    sizes = [list(map(expression_of, tensor.shape)) for tensor in (one, other)]
+    return one.dtype == other.dtype and sizes[0] == sizes[1]
