@@ -1,4 +1,4 @@
-"""Parameters of the model and the optimizer's copies of them: weights in, gradients out, one by one or many at once."""
+"""Master weights: the optimizer's copies of the model's parameters; new weights in, gradients out, many at once."""
 
 from __future__ import annotations
 
@@ -15,42 +15,56 @@ HAND_OVER_BYTES = 16 * 1024**2
 """Parameters are handed over in groups of this size: few calls for small ones, early uploads of the first layers."""
 
 SAMPLED = 128
-"""Elements of each parameter that are compared before a step."""
+"""Elements of each parameter that are compared before an update."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """A parameter, and what it was when it was looked at."""
+    """What tells that a parameter was written: its version, its memory and a sample of its values."""
 
     parameter: torch.Tensor
-    marks: tuple[int, int]
-    """Its version and memory."""
+    version: int
+    address: int
     sample: torch.Tensor | None
-    """Some of its bits: a write through ``.data`` leaves no other mark."""
+    """Bits of some elements: a write through ``.data`` leaves no other mark."""
 
     @classmethod
     def of(cls, parameter: torch.Tensor) -> Fingerprint:
-        """As it is now."""
+        """The fingerprint as it is now."""
         sample = _sample(parameter)
-        return cls(parameter, _marks(parameter), None if sample is None else sample.clone())
+        return cls(parameter, *_marks(parameter), None if sample is None else sample.clone())
 
     @property
     def is_marked(self) -> bool:
-        """Whether its version or memory tells that it was written since."""
-        return _marks(self.parameter) != self.marks
+        """Whether version or memory tell that the parameter was written since."""
+        return _marks(self.parameter) != (self.version, self.address)
 
     @property
     def has_other_values(self) -> bool:
-        """Whether the part of it that is looked at holds something else."""
+        """Whether the sample holds something else by now."""
         if self.sample is None:
             return False
         now = _sample(self.parameter)
         return now is not None and now.dtype == self.sample.dtype and not torch.equal(now, self.sample)
 
     def moved(self) -> Fingerprint:
-        """The same in the memory that it has now."""
-        return replace(self, marks=(self.marks[0], _marks(self.parameter)[1]))
+        """The same in the memory that the parameter has now."""
+        return replace(self, address=_marks(self.parameter)[1])
+
+
+def _marks(parameter: torch.Tensor) -> tuple[int, int]:
+    version = 0 if parameter.is_inference() else parameter._version
+    return version, parameter.data_ptr() if is_plain(parameter) else 0
+
+
+def _sample(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The bits of about `SAMPLED` elements all over a parameter, as a view; None if not one piece of memory here."""
+    bits = _BITS.get(parameter.element_size())
+    if bits is None or not is_plain(parameter) or parameter.device.type != "cpu" or not parameter.is_contiguous():
+        return None
+    stride = parameter.numel() // SAMPLED | 1  # odd: not always the same column
+    return parameter.detach().view(-1)[::stride].view(bits)
 
 
 @dataclass(slots=True, eq=False)
@@ -61,13 +75,13 @@ class ParameterPair:
     parameter: nn.Parameter
     copy: nn.Parameter | None = None
     spare: torch.Tensor | None = None
-    """Memory for the copy's gradient, kept from step to step where dtypes differ."""
+    """Memory for the copy's gradient, used at each update where dtypes differ."""
     shown: tuple[torch.Tensor, int, torch.Tensor] | None = None
-    """What `synchronize` put into the model's ``.grad``, its version, and the copy's gradient then."""
+    """What `show_gradient` put into the model's ``.grad``, its version, and the copy's gradient then."""
     known: Fingerprint | None = None
     """The model's parameter when the copy and it last agreed, or the copy was newer."""
     is_frozen: bool = False
-    """Whether the model's parameter required no grad at the last step or `synchronize`."""
+    """Whether the model's parameter required no grad at the last update or `synchronize`."""
     is_written: bool = False
     """Whether somebody else has written the model's parameter since; see `look`."""
 
@@ -130,15 +144,12 @@ class ParameterPair:
             return copy is not None
         return not torch.equal(now, copy.to(now.device, now.dtype))
 
-    def needs_conversion(self, gradient: torch.Tensor) -> bool:
-        """Whether a gradient of the model is to be written into the spare memory, as it is the first of a step."""
-        copy = self.copy
-        return (
-            copy is not None
-            and copy.grad is None
-            and gradient.layout is torch.strided
-            and (gradient.dtype != copy.dtype or gradient.device != copy.device)
-        )
+    def needs_conversion(self) -> bool:
+        """Whether the model's gradient is to be written into the spare memory, as it is the first of an update."""
+        copy, gradient = self.copy, self.parameter.grad
+        if copy is None or copy.grad is not None or gradient is None or not is_plain(gradient):
+            return False
+        return gradient.dtype != copy.dtype or gradient.device != copy.device
 
     def take_gradient(self) -> None:
         """The model's gradient into the copy's, added to what is there."""
@@ -184,46 +195,30 @@ class ParameterPair:
             return
         (shown, version, of_copy), self.shown = self.shown, None
         gradient, self.parameter.grad = self.parameter.grad, None
+        is_written = self.copy.grad is of_copy and shown is not of_copy and shown._version != version
         if gradient is None:
             self.copy.grad = None
-        elif gradient is not shown:
+        elif gradient is not shown or is_written:
             self.copy.grad = self._converted(gradient)
-        elif self.copy.grad is of_copy and shown is not of_copy and shown._version != version:
-            self.copy.grad = self._converted(gradient)
-
-
-def _marks(parameter: torch.Tensor) -> tuple[int, int]:
-    version = 0 if parameter.is_inference() else parameter._version
-    return version, parameter.data_ptr() if is_plain(parameter) else 0
-
-
-def _sample(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The bits of about `SAMPLED` elements all over a parameter, as a view; None if not one piece of memory here."""
-    bits = _BITS.get(parameter.element_size())
-    if bits is None or not is_plain(parameter) or parameter.device.type != "cpu" or not parameter.is_contiguous():
-        return None
-    stride = parameter.numel() // SAMPLED | 1  # odd: not always the same column
-    return parameter.detach().view(-1)[::stride].view(bits)
 
 
 def groups_of(
     pairs: Iterable[ParameterPair], turns: Callable[[ParameterPair], tuple[int, int]] = lambda pair: (0, 0)
 ) -> Iterator[tuple[tuple[int, int], list[ParameterPair]]]:
     """The pairs that have copies and the same turns, in order, in groups of about `HAND_OVER_BYTES`."""
-    found: dict[tuple[int, int], list[ParameterPair]] = {}
+    by_turn: dict[tuple[int, int], list[ParameterPair]] = {}
     for pair in pairs:
         if pair.copy is not None:
-            found.setdefault(turns(pair), []).append(pair)
-    for turn, alike in found.items():
+            by_turn.setdefault(turns(pair), []).append(pair)
+    for turn, alike in by_turn.items():
         group: list[ParameterPair] = []
-        so_far = 0
+        group_bytes = 0
         for pair in alike:
-            assert pair.copy is not None
             group.append(pair)
-            so_far += pair.copy.nbytes
-            if so_far >= HAND_OVER_BYTES:
+            group_bytes += 0 if pair.copy is None else pair.copy.nbytes
+            if group_bytes >= HAND_OVER_BYTES:
                 yield turn, group
-                group, so_far = [], 0
+                group, group_bytes = [], 0
         if group:
             yield turn, group
 
@@ -251,21 +246,18 @@ def copy_in(group: list[ParameterPair]) -> None:
 
 
 def take_gradients(group: list[ParameterPair]) -> None:
-    """The model's gradients into the copies'; where dtypes differ, into memory kept from step to step."""
+    """The model's gradients into the copies', those of other dtypes in one go."""
     converted: list[ParameterPair] = []
-    gradients: list[torch.Tensor] = []
     for pair in group:
         if pair.is_frozen:
             continue
-        gradient = pair.parameter.grad
-        if gradient is not None and is_plain(gradient) and pair.needs_conversion(gradient):
+        if pair.needs_conversion():
             converted.append(pair)
-            gradients.append(gradient)
         else:
             pair.take_gradient()
     if converted:
         spares = [pair.spare_memory() for pair in converted]
-        torch._foreach_copy_(spares, gradients)
+        torch._foreach_copy_(spares, [pair.parameter.grad for pair in converted if pair.parameter.grad is not None])
         for pair, spare in zip(converted, spares, strict=True):
             assert pair.copy is not None
             pair.copy.grad, pair.parameter.grad = spare, None
