@@ -11,7 +11,7 @@ import torch.utils._pytree as torch_pytree
 from torch import nn
 
 from roundpipe.core import trees
-from roundpipe.core.trees import Step
+from roundpipe.core.trees import Access
 
 transformers_outputs = pytest.importorskip("transformers.modeling_outputs", reason="needs transformers")
 
@@ -155,9 +155,9 @@ def test_what_is_no_container():
 
 def test_steps_say_how_to_get_there():
     ((path, _),) = trees.walk({"a": [Frozen(T[0])]})
-    assert path == (Step("item", "a"), Step("item", 0), Step("attribute", "value"))
+    assert path == (Access("item", "a"), Access("item", 0), Access("attribute", "value"))
     ((first, _), _) = trees.walk(CASES["registered"][0])
-    assert first == (Step("node", 0),)
+    assert first == (Access("node", 0),)
 
 
 def test_too_deep_values_are_leaves():

@@ -29,48 +29,48 @@ ATOMS = (
 MAX_DEPTH = 12
 
 
-class Step(NamedTuple):
-    """One step of a path into a structure."""
+class Access(NamedTuple):
+    """One access on the path into a structure."""
 
     kind: str
     """``"item"`` for ``value[key]``, ``"attribute"`` for ``value.key``, ``"node"`` for a pytree child."""
     key: Any
 
 
-Path = tuple[Step, ...]
+Path = tuple[Access, ...]
 
 
 def path_string(path: Path) -> str:
     """A path as a user would write it, such as ``[0]['mask'].values``."""
-    return "".join(f".{step.key}" if step.kind == "attribute" else f"[{step.key!r}]" for step in path)
+    return "".join(f".{access.key}" if access.kind == "attribute" else f"[{access.key!r}]" for access in path)
 
 
 def _registered(kind: type) -> bool:
     return kind in torch_pytree.SUPPORTED_NODES and kind not in torch_pytree.BUILTIN_TYPES
 
 
-def children(value: Any) -> list[tuple[Step, Any]] | None:
+def children(value: Any) -> list[tuple[Access, Any]] | None:
     """The direct children of a container, or None for a leaf."""
     if isinstance(value, (torch.Tensor, *ATOMS)):
         return None
     if isinstance(value, Mapping):
-        return [(Step("item", key), value[key]) for key in value]
+        return [(Access("item", key), value[key]) for key in value]
     if isinstance(value, (list, tuple)):
-        return [(Step("item", index), item) for index, item in enumerate(value)]
+        return [(Access("item", index), item) for index, item in enumerate(value)]
     if isinstance(value, slice):
-        return [(Step("attribute", name), getattr(value, name)) for name in ("start", "stop", "step")]
+        return [(Access("attribute", name), getattr(value, name)) for name in ("start", "stop", "step")]
     if _registered(type(value)):
         parts, _ = torch_pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)
-        return [(Step("node", index), part) for index, part in enumerate(parts)]
+        return [(Access("node", index), part) for index, part in enumerate(parts)]
     if dataclasses.is_dataclass(value):
         return [
-            (Step("attribute", field.name), getattr(value, field.name))
+            (Access("attribute", field.name), getattr(value, field.name))
             for field in dataclasses.fields(value)
             if hasattr(value, field.name)
         ]
     if callable(value) or not hasattr(value, "__dict__"):
         return None
-    return [(Step("attribute", name), item) for name, item in vars(value).items()]
+    return [(Access("attribute", name), item) for name, item in vars(value).items()]
 
 
 class Container(NamedTuple):
@@ -97,8 +97,8 @@ def walk(value: Any, path: Path = (), containers: list[Container] | None = None)
     if containers is not None:
         kind = type(value)
         containers.append(Container(path, f"{kind.__module__}.{kind.__qualname__}", len(below)))
-    for step, child in below:
-        yield from walk(child, (*path, step), containers)
+    for access, child in below:
+        yield from walk(child, (*path, access), containers)
 
 
 def leaves(value: Any) -> list[Any]:
@@ -108,14 +108,14 @@ def leaves(value: Any) -> list[Any]:
 
 def tensors(value: Any) -> list[torch.Tensor]:
     """The tensors of a structure, in the order of `walk`."""
-    found: list[torch.Tensor] = []
-    _gather(value, found, 0)
-    return found
+    result: list[torch.Tensor] = []
+    _gather(value, result, 0)
+    return result
 
 
-def _gather(value: Any, found: list[torch.Tensor], depth: int) -> None:
+def _gather(value: Any, result: list[torch.Tensor], depth: int) -> None:
     if isinstance(value, torch.Tensor):
-        found.append(value)
+        result.append(value)
     elif depth < MAX_DEPTH:
         if type(value) in (list, tuple):
             below = value
@@ -124,12 +124,12 @@ def _gather(value: Any, found: list[torch.Tensor], depth: int) -> None:
         else:
             below = [child for _, child in children(value) or ()]
         for child in below:
-            _gather(child, found, depth + 1)
+            _gather(child, result, depth + 1)
 
 
 def holds_any(value: Any, objects: list[Any], depth: int = 0) -> bool:
     """Whether a value is one of some objects, or holds one."""
-    if any(value is one for one in objects):
+    if any(value is each for each in objects):
         return True
     below = children(value) if depth < MAX_DEPTH else None
     return any(holds_any(child, objects, depth + 1) for _, child in below or ())
@@ -139,46 +139,41 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 """Types of leaves that are compared by what they are."""
 
 
-def same(was: Any, now: Any) -> bool:
+def same(first: Any, second: Any) -> bool:
     """Whether two leaves are one object, or equal plain values."""
-    return was is now or isinstance(was, PLAIN) and type(was) is type(now) and was == now
+    return first is second or isinstance(first, PLAIN) and type(first) is type(second) and first == second
 
 
 def gained(before: Mapping[Path, Any], after: Mapping[Path, Any]) -> list[Path]:
-    """Where there is a leaf beside those that there were, or another in their place.
-
-    Args:
-        before: leaves by their paths.
-        after: the same later.
-    """
+    """Paths at which ``after``, leaves by their paths, has a leaf that ``before`` does not have there."""
     missing = object()
     return [path for path, now in after.items() if not same(before.get(path, missing), now)]
 
 
 def above(value: Any, path: Path, first: int) -> list[Any]:
-    """What lies on the way to a leaf, from the step of number ``first`` on; without the leaf."""
+    """The containers on the way to a leaf, from the access of number ``first`` on."""
     return [get(value, path[:length]) for length in range(first, len(path))]
 
 
 def put(value: Any, other: Any, path: Path) -> None:
-    """Puts what a structure has at a path, once of the same form, into lists, dicts and objects of ``value``.
+    """Copy what another structure, once of the same form, has at a path into lists, dicts and objects of ``value``.
 
-    Lists that are shorter now are left alone.
+    Lists that are shorter in ``other`` are left alone.
     """
-    for index, step in enumerate(path):
+    for index, access in enumerate(path):
         below = dict(children(value) or ())
-        if step in below and index + 1 < len(path):
-            value, other = below[step], get(other, (step,))
+        if access in below and index + 1 < len(path):
+            value, other = below[access], get(other, (access,))
             continue
-        item = get(other, (step,))
+        item = get(other, (access,))
         if isinstance(value, list) and len(other) < len(value):
             return
-        if step.kind == "attribute":
-            setattr(value, step.key, item)
-        elif isinstance(value, list) and step.key >= len(value):
+        if access.kind == "attribute":
+            setattr(value, access.key, item)
+        elif isinstance(value, list) and access.key >= len(value):
             value.append(item)
-        elif step.kind == "item" and not isinstance(value, tuple):
-            value[step.key] = item
+        elif access.kind == "item" and not isinstance(value, tuple):
+            value[access.key] = item
         return
 
 
@@ -252,7 +247,7 @@ def with_children(value: Any, new: list[Any]) -> Any:
     if isinstance(value, list):
         clone[:] = new
         return clone
-    names = [step.key for step, _ in children(value) or []]
+    names = [access.key for access, _ in children(value) or []]
     for name, item in zip(names, new, strict=True):
         object.__setattr__(clone, name, item)
     return clone

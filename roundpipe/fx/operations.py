@@ -106,7 +106,7 @@ def as_traced(tensor: torch.Tensor, strides: tuple[int, ...], location: str) -> 
 
 def take(value: Any, kind: str, key: Any) -> Any:
     """The child of a structure at one step, for children that neither ``[]`` nor ``.`` reaches."""
-    return trees.get(value, (trees.Step(kind, key),))
+    return trees.get(value, (trees.Access(kind, key),))
 
 
 class _Named:

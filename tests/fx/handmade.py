@@ -81,7 +81,7 @@ def trace(model: nn.Module, *args: torch.Tensor, leaves: Collection[str | type] 
     with mode:
         _FakeRun(model, graph, mode).run(*fakes)
     names = [node.name for node in graph.nodes if node.op == "placeholder"]
-    paths = {name: (trees.Step("item", 1), trees.Step("item", name)) for name in names}
+    paths = {name: (trees.Access("item", 1), trees.Access("item", name)) for name in names}
     for node in graph.nodes:
         owner = node.meta.get("nn_module_stack")
         node.meta["module"] = list(owner.values())[-1][0] if owner else ""

@@ -116,7 +116,7 @@ class GraphBuilder:
         if not isinstance(value, (tuple, list, dict, *trees.ATOMS)):
             self._objects.append((value, node, leaves))
 
-    def _accessor(self, source: Node, step: trees.Step) -> Node:
+    def _accessor(self, source: Node, step: trees.Access) -> Node:
         function = {"item": operator.getitem, "attribute": getattr}.get(step.kind)
         if function is None:
             node = self.add("call_function", take, (source, step.kind, step.key))

@@ -116,7 +116,7 @@ def contents_of(args: Any, kwargs: Any) -> Contents:
 
 def _walked(value: Any, path: trees.Path) -> Iterator[tuple[trees.Path, Any]]:
     if isinstance(value, (deque, set)):
-        below = [(trees.Step("item", index), item) for index, item in enumerate(value)]
+        below = [(trees.Access("item", index), item) for index, item in enumerate(value)]
     else:
         below = trees.children(value) or []
         if not below:

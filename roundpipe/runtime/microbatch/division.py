@@ -189,6 +189,6 @@ def _chunked_sizes(value: Any, spec: Any, path: Path) -> list[tuple[int, str]]:
     specs = spec_children(spec, below, input_name(path))
     return [
         size
-        for (step, child), child_spec in zip(below, specs, strict=True)
-        for size in _chunked_sizes(child, child_spec, (*path, step))
+        for (access, child), child_spec in zip(below, specs, strict=True)
+        for size in _chunked_sizes(child, child_spec, (*path, access))
     ]

@@ -13,7 +13,7 @@ import torch
 
 from roundpipe.core import trees
 from roundpipe.core.errors import MicrobatchError
-from roundpipe.core.trees import Path, Step
+from roundpipe.core.trees import Access, Path
 from roundpipe.runtime.config import ResolvedConfig
 from roundpipe.runtime.device.backend import Event
 from roundpipe.runtime.microbatch.spec import (
@@ -73,7 +73,8 @@ def merge_value(values: list[Any], spec: Any, path: Path) -> Any:
         return _merge_equal(values, where)
     specs = spec_children(spec, below, where)
     merged = [
-        merge_value(column, child_spec, (*path, step)) for (step, column), child_spec in zip(below, specs, strict=True)
+        merge_value(column, child_spec, (*path, access))
+        for (access, column), child_spec in zip(below, specs, strict=True)
     ]
     return trees.with_children(first, merged)
 
@@ -136,7 +137,7 @@ def _equal(one: Any, other: Any) -> bool:
         return False
 
 
-def _children_of_all(values: list[Any], path: Path) -> list[tuple[Step, list[Any]]] | None:
+def _children_of_all(values: list[Any], path: Path) -> list[tuple[Access, list[Any]]] | None:
     """Each direct child's values in all microbatches; None if one of the values is a leaf.
 
     Raises:
@@ -147,7 +148,7 @@ def _children_of_all(values: list[Any], path: Path) -> list[tuple[Step, list[Any
     if len(columns) < len(values):
         return None
     forms = [
-        f"{type(value).__name__} with the items {[step.key for step, _ in children]}"
+        f"{type(value).__name__} with the items {[access.key for access, _ in children]}"
         for value, children in zip(values, columns, strict=True)
     ]
     for index, form in enumerate(forms):
@@ -156,7 +157,9 @@ def _children_of_all(values: list[Any], path: Path) -> list[tuple[Step, list[Any
                 f"{_output_name(path)} is a {forms[0]} for microbatch 0 but a {form} for microbatch {index}; "
                 "it must have one structure for all"
             )
-    return [(step, [children[position][1] for children in columns]) for position, (step, _) in enumerate(columns[0])]
+    return [
+        (access, [children[position][1] for children in columns]) for position, (access, _) in enumerate(columns[0])
+    ]
 
 
 def _pack(values: list[Any], path: Path, events: Sequence[Event | None] | None) -> Any:
@@ -169,7 +172,7 @@ def _pack(values: list[Any], path: Path, events: Sequence[Event | None] | None) 
     below = _children_of_all(values, path)
     if below is None:
         return first if all(_equal(first, value) for value in values) else RoundPipePackedData(values, events)
-    return trees.with_children(first, [_pack(column, (*path, step), events) for step, column in below])
+    return trees.with_children(first, [_pack(column, (*path, access), events) for access, column in below])
 
 
 def _output_name(path: Path) -> str:

@@ -17,7 +17,7 @@ import torch
 
 from roundpipe.core import trees
 from roundpipe.core.errors import MicrobatchError, quoted
-from roundpipe.core.trees import Path, Step
+from roundpipe.core.trees import Access, Path
 from roundpipe.runtime.device.backend import Event
 
 _SPEC_MODULE = "torch.distributed.pipelining.microbatch"
@@ -67,11 +67,11 @@ def is_function(rule: Any) -> bool:
     return callable(rule) and not is_spec(rule)
 
 
-def spec_children(spec: Any, below: list[tuple[Step, Any]], where: str) -> list[Any]:
+def spec_children(spec: Any, below: list[tuple[Access, Any]], where: str) -> list[Any]:
     """The part of a spec that stands for each child of a container; None stands for the automatic rule."""
     if spec is None or is_spec_of(spec, "_Replicate"):
         return [spec] * len(below)
-    keys = [step.key for step, _ in below]
+    keys = [access.key for access, _ in below]
     if isinstance(spec, Mapping):
         if set(spec) == set(keys):
             return [spec[key] for key in keys]

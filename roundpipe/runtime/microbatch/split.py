@@ -22,7 +22,7 @@ import torch
 from roundpipe.core import trees
 from roundpipe.core.caller import warn
 from roundpipe.core.errors import MicrobatchError
-from roundpipe.core.trees import Path, Step
+from roundpipe.core.trees import Access, Path
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, microbatch_count, num_microbatches
 from roundpipe.runtime.device.backend import Event
 from roundpipe.runtime.microbatch.division import (
@@ -149,7 +149,8 @@ class _Splitter:
             return [value] * number
         specs = spec_children(spec, below, input_name(path))
         columns = [
-            self.split(child, child_spec, (*path, step)) for (step, child), child_spec in zip(below, specs, strict=True)
+            self.split(child, child_spec, (*path, access))
+            for (access, child), child_spec in zip(below, specs, strict=True)
         ]
         rows = zip(*columns, strict=True) if columns else [()] * number
         return [trees.with_children(value, list(row)) for row in rows]
@@ -201,7 +202,7 @@ class _Splitter:
         if self._division.labels_decide and isinstance(first, torch.Tensor) and first.shape[0] >= number:
             sizes = self._division.sizes_for(first.shape[0])
             self._division = dataclasses.replace(self._division, sizes=sizes)
-        return self.split(label, rule, (Step("attribute", "label"),))
+        return self.split(label, rule, (Access("attribute", "label"),))
 
     def warn(self) -> None:
         """Tell what the user may not expect."""
