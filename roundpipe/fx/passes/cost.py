@@ -13,24 +13,24 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.fx import Node
-from torch.fx.node import map_arg
 
 from roundpipe.core import trees
 from roundpipe.core.layers import ESTIMATED_LINK_BYTES_PER_S
 from roundpipe.effects.snapshot import python_restored
 from roundpipe.fx.counting import Tally, Work, flop_counter
 from roundpipe.fx.fakes import failures_unlogged, twin_of
-from roundpipe.fx.graph.nodes import hint, is_accessor, modes_of, mutated_by, value_bytes, value_of
+from roundpipe.fx.graph.interpreter import GraphInterpreter
+from roundpipe.fx.graph.nodes import entered_modes, hint, is_accessor, mutated_by, value_bytes, value_of
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.operations import call_leaf
+from roundpipe.fx.passes.lookalikes import Lookalikes
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ def measure(traced: TracedGraph, profile: DeviceProfile = DEFAULT_PROFILE) -> di
         profile: the device that seconds are for.
     """
     with python_restored(traced.model):
-        return _Meter(traced, profile).measure()
+        return _CostRun(traced, profile).costs()
 
 
 # ---------------------------------------------------------------------------------- running nodes
@@ -118,43 +118,46 @@ class _Reading:
     """The node's result on fakes, for nodes that take apart or read a structure."""
 
 
+_NOTHING = _Reading(Work(), Work(), 0, (), False, 0, None)
+
+
 class _Unrunnable(Exception):
     """A node can't be run on fakes."""
 
 
-class _Meter:
-    """One pass over a graph."""
+class _CostRun(GraphInterpreter):
+    """Runs each node by itself on fakes; those that look alike once."""
 
     def __init__(self, traced: TracedGraph, profile: DeviceProfile) -> None:
-        self.traced = traced
-        self.profile = profile
-        self.mode = _fake_mode_of(traced)
-        self.results: dict[Node, Any] = {}
-        self.readings: dict[Any, _Reading | None] = {}
-        self.module_keys: dict[str, Any] = {}
+        super().__init__()
+        self._traced = traced
+        self._profile = profile
+        self._mode = _fake_mode_of(traced)
+        self._lookalikes = Lookalikes(traced)
+        self._readings: dict[Any, _Reading | None] = {}
+        self._structures: dict[Node, Any] = {}
+        """Results, on fakes, of nodes that give no tensor."""
+        self._twin = nn.Module()
+        """Stands for the leaf of the node that runs."""
 
-    def measure(self) -> dict[Node, NodeCost]:
+    def costs(self) -> dict[Node, NodeCost]:
         """Costs in graph order."""
-        return {node: self._cost(node) for node in self.traced.graph.nodes if node.op != "output"}
+        return {node: self._cost(node) for node in self._traced.graph.nodes if node.op != "output"}
 
     def _cost(self, node: Node) -> NodeCost:
-        if node.op == "placeholder" or is_accessor(node):
-            return NodeCost(value_bytes=value_bytes(node))
-        if node.op == "get_attr":
-            return _weights_of(self.traced, node)
+        weights = _weights_of(self._traced, node)
+        if node.op in ("placeholder", "get_attr") or is_accessor(node):
+            return weights
         reading = self._read(node)
-        weights = _weights_of(self.traced, node)
         if reading is None:
-            return _estimate(node, weights, self.profile)
+            return _estimate(node, weights, self._profile)
         operands = _tensor_operands(node)
         saved = [operands[position] for position in reading.saved_operands]
         if reading.saves_result and value_bytes(node):
             saved.append(node)
-        forward, backward, seconds = reading.forward, reading.backward, self.profile.seconds
-        return NodeCost(
-            num_parameters=weights.num_parameters,
-            parameter_bytes=weights.parameter_bytes,
-            gradient_bytes=weights.gradient_bytes,
+        forward, backward, seconds = reading.forward, reading.backward, self._profile.seconds
+        return replace(
+            weights,
             forward_flops=forward.flops,
             backward_flops=backward.flops,
             forward_bytes=forward.num_bytes,
@@ -162,91 +165,80 @@ class _Meter:
             saved_bytes=reading.saved_bytes,
             saved_values=tuple(dict.fromkeys(saved)),
             workspace_bytes=reading.workspace_bytes,
-            value_bytes=value_bytes(node),
             forward_s=seconds(forward.flops, forward.num_bytes, forward.num_kernels),
             backward_s=seconds(backward.flops, backward.num_bytes, backward.num_kernels),
         )
 
     def _read(self, node: Node) -> _Reading | None:
         """The reading of the node or of one that looks alike; None if it can't be run."""
-        if self.mode is None or not (_tensor_operands(node) or isinstance(value_of(node), torch.Tensor)):
+        if self._mode is None or not (_tensor_operands(node) or isinstance(value_of(node), torch.Tensor)):
             return _NOTHING if value_of(node) is not None else None
-        key = self._key(node)
-        if key not in self.readings:
+        key = self._lookalikes.key(node)
+        if key not in self._readings:
             try:
-                self.readings[key] = self._run(node)
+                self._readings[key] = self._run(node)
             except Exception as error:  # whatever the user's code raises on fakes: fall back to an estimate
                 kind = type(error).__name__
                 logger.debug("cost of %s is estimated: %s: %s", node.format_node(), kind, error)
-                self.readings[key] = None
-        reading = self.readings[key]
+                self._readings[key] = None
+        reading = self._readings[key]
         if reading is not None and value_of(node) is None:
-            self.results[node] = reading.result
+            self._structures[node] = reading.result
         return reading
 
     def _run(self, node: Node) -> _Reading:
-        assert self.mode is not None
-        function = self._callable(node)
-        modes = modes_of(node)
-        mutated = set(mutated_by(node))
-        with failures_unlogged(), self.mode, torch.random.fork_rng(devices=[]):
-            operands = _tensor_operands(node)
-            leaves = {operand: self._fake(operand) for operand in operands}
+        assert self._mode is not None
+        weights: list[torch.Tensor] = []
+        if node.op == "call_module":
+            leaf = self._traced.attribute(str(node.target))
+            self._twin = twin_of(leaf, {t: self._fake_weight(t) for t in (*leaf.parameters(), *leaf.buffers())})
+            weights = [*self._twin.parameters(), *self._twin.buffers()]
+        with failures_unlogged(), self._mode, torch.random.fork_rng(devices=[]):
+            leaves = {operand: self._fake(operand) for operand in _tensor_operands(node)}
+            self.values = leaves
             tally = Tally(leaves.values())
-            with (
-                torch.no_grad(),
-                modes.enter() if modes else nullcontext(),
-                tally,
-                flop_counter() as flops,
-            ):
-                args, kwargs = self._arguments(node, leaves)
-                result = _called(function, args, kwargs)
+            with torch.no_grad(), tally, flop_counter() as flops:
+                result = self.run_node(node)
             forward = tally.work(flops)
-            del args, kwargs
-            with torch.enable_grad(), modes.enter() if modes else nullcontext():
-                passed = {n: leaf.clone() if n in mutated else leaf for n, leaf in leaves.items()}
-                args, kwargs = self._arguments(node, passed)
-                kept: list[torch.Tensor] = []
+            kept: list[torch.Tensor] = []
 
-                def keep(tensor: torch.Tensor) -> torch.Tensor:
-                    kept.append(tensor)
-                    return tensor
+            def keep(tensor: torch.Tensor) -> torch.Tensor:
+                kept.append(tensor)
+                return tensor
 
-                with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept_tensor: kept_tensor):
-                    output = _called(function, args, kwargs)
-                del args, kwargs
-            saved = _saved(kept, passed, operands, output, self._weight_storages(node, function))
-            backward = _backward(function, node, leaves, self, modes)
+            with torch.enable_grad(), entered_modes(node):
+                self.values = _passed(node, leaves)
+                with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                    output = self.run_node(node)
+            saved = _saved(kept, self.values, output, weights)
+            backward = self._backward(node, leaves)
         return _Reading(forward, backward, *saved, tally.peak_bytes, result)
 
-    def _callable(self, node: Node) -> Callable[..., Any]:
+    def _backward(self, node: Node, leaves: Mapping[Node, torch.Tensor]) -> Work:
+        """What a node's backward does, through parameters and differentiable operands."""
+        with torch.enable_grad(), entered_modes(node):
+            self.values = _passed(node, leaves)
+            output = self.run_node(node)
+        results = [tensor for tensor in trees.tensors(output) if tensor.requires_grad]
+        results = [t for t in results if not any(t is leaf for leaf in leaves.values())]
+        inputs = [leaf for leaf in leaves.values() if leaf.requires_grad]
         if node.op == "call_module":
-            module = self.traced.attribute(str(node.target))
-            return twin_of(module, {t: self._fake_weight(t) for t in (*module.parameters(), *module.buffers())})
-        if node.op == "call_method":
-            return lambda operand, *args, **kwargs: getattr(operand, str(node.target))(*args, **kwargs)
-        return node.target  # type: ignore[return-value]
+            inputs += [parameter for parameter in self._twin.parameters() if parameter.requires_grad]
+        if not results or not inputs:
+            return Work()
+        gradients = [torch.empty_like(tensor) for tensor in results]
+        tally = Tally(())
+        with tally, flop_counter() as flops:
+            torch.autograd.grad(results, inputs, gradients, allow_unused=True)
+        return tally.work(flops)
 
-    def _arguments(self, node: Node, tensors: Mapping[Node, torch.Tensor]) -> tuple[Any, Any]:
-        """Arguments with fakes for nodes and plain containers for fx's immutable ones."""
+    def call_module(self, node: Node, args: Any, kwargs: Any) -> Any:
+        return call_leaf(self._twin, *args, **kwargs)
 
-        def concrete(value: Any) -> Any:
-            if isinstance(value, Node):
-                return tensors[value] if value in tensors else self._untensored(value)
-            if isinstance(value, dict):
-                return {key: concrete(item) for key, item in value.items()}
-            if isinstance(value, tuple) and hasattr(value, "_fields"):
-                return type(value)(*map(concrete, value))
-            if isinstance(value, (list, tuple)):
-                return [*map(concrete, value)] if isinstance(value, list) else tuple(map(concrete, value))
-            if isinstance(value, slice):
-                return slice(concrete(value.start), concrete(value.stop), concrete(value.step))
-            return value
-
-        return concrete(node.args), concrete(node.kwargs)
-
-    def _untensored(self, node: Node) -> Any:
-        """The concrete value of a node that is no tensor."""
+    def value(self, node: Node) -> Any:
+        """A fake, or the concrete value of what is no tensor."""
+        if node in self.values:
+            return self.values[node]
         value = value_of(node)
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             known = value.node.hint
@@ -256,14 +248,14 @@ class _Meter:
         if value is not None:
             return value
         if node.op == "get_attr":
-            return self.traced.attribute(str(node.target))
+            return self._traced.attribute(str(node.target))
         if is_accessor(node):
             source, *keys = node.args
             assert isinstance(source, Node) and callable(node.target)
-            return node.target(self._untensored(source), *keys)
-        if node not in self.results:
+            return node.target(self.value(source), *keys)
+        if node not in self._structures:
             raise _Unrunnable(f"{node.name} was not run")
-        return self.results[node]
+        return self._structures[node]
 
     def _fake(self, node: Node) -> torch.Tensor:
         """A fake of the node's concrete size, a leaf of autograd."""
@@ -277,74 +269,45 @@ class _Meter:
         return fake.requires_grad_(value.requires_grad)
 
     def _fake_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        assert self.mode is not None
-        with self.mode:
+        assert self._mode is not None
+        with self._mode:
             fake = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype)
         if isinstance(weight, nn.Parameter):
             return nn.Parameter(fake, requires_grad=weight.requires_grad)
         return fake
 
-    def _weight_storages(self, node: Node, function: Any) -> set[int]:
-        """Storages of the fakes that stand for weights."""
-        if not isinstance(function, nn.Module):
-            return set()
-        return {t.untyped_storage()._cdata for t in (*function.parameters(), *function.buffers())}
 
-    def _key(self, node: Node) -> Any:
-        """Equal for nodes that cost the same."""
-        target: Any = node.target
-        if node.op == "call_module":
-            if target not in self.module_keys:
-                self.module_keys[target] = _module_key(self.traced.attribute(target))
-            target = self.module_keys[target]
-        elif node.op == "call_function":
-            target = (id(target), getattr(target, "__name__", ""))
-        arguments = (_argument_key(node.args), _argument_key(node.kwargs))
-        value, state = _value_key(node), id(modes_of(node))
-        return node.op, target, arguments, _sharing(node), value, state, bool(mutated_by(node))
+def _fake_mode_of(traced: TracedGraph) -> Any:
+    """The fake tensor mode that the graph's values live in; None if they are no fakes."""
+    modes = (getattr(value_of(node), "fake_mode", None) for node in traced.graph.nodes)
+    return next((mode for mode in modes if mode is not None), None)
 
 
-_NOTHING = _Reading(Work(), Work(), 0, (), False, 0, None)
+def _tensor_operands(node: Node) -> list[Node]:
+    """The operands that are tensors, each once, in order."""
+    return [operand for operand in node.all_input_nodes if isinstance(value_of(operand), torch.Tensor)]
 
 
-def _backward(function: Any, node: Node, leaves: Mapping[Node, torch.Tensor], meter: _Meter, modes: Any) -> Work:
-    """What a node's backward does, through parameters and differentiable operands."""
+def _passed(node: Node, leaves: Mapping[Node, torch.Tensor]) -> dict[Node, torch.Tensor]:
+    """The operands of a call with autograd, which can't write leaves in place."""
     mutated = set(mutated_by(node))
-    with torch.enable_grad(), modes.enter() if modes else nullcontext():
-        passed = {n: leaf.clone() if n in mutated else leaf for n, leaf in leaves.items()}
-        args, kwargs = meter._arguments(node, passed)
-        output = _called(function, args, kwargs)
-    results = [tensor for tensor in trees.tensors(output) if tensor.requires_grad]
-    results = [t for t in results if not any(t is leaf for leaf in leaves.values())]
-    inputs = [leaf for leaf in leaves.values() if leaf.requires_grad]
-    if isinstance(function, nn.Module):
-        inputs += [parameter for parameter in function.parameters() if parameter.requires_grad]
-    if not results or not inputs:
-        return Work()
-    gradients = [torch.empty_like(tensor) for tensor in results]
-    tally = Tally(())
-    with tally, flop_counter() as flops:
-        torch.autograd.grad(results, inputs, gradients, allow_unused=True)
-    return tally.work(flops)
+    return {operand: leaf.clone() if operand in mutated else leaf for operand, leaf in leaves.items()}
 
 
 def _saved(
-    kept: Iterable[torch.Tensor],
-    passed: Mapping[Node, torch.Tensor],
-    operands: list[Node],
-    output: Any,
-    weights: set[int],
+    kept: Iterable[torch.Tensor], passed: Mapping[Node, torch.Tensor], output: Any, weights: Iterable[torch.Tensor]
 ) -> tuple[int, tuple[int, ...], bool]:
     """Bytes of what only autograd holds, positions of the operands it keeps, whether it keeps the result."""
-    where = {passed[operand].untyped_storage()._cdata: index for index, operand in enumerate(operands)}
-    result = output.untyped_storage()._cdata if isinstance(output, torch.Tensor) else None
-    unique = {tensor.untyped_storage()._cdata: tensor for tensor in kept}
+    operands = list(passed)
+    position_of = {_storage(tensor): index for index, tensor in enumerate(passed.values())}
+    result = _storage(output) if isinstance(output, torch.Tensor) else None
+    elsewhere = set(map(_storage, weights))
     positions, saves_result, total = [], False, 0
-    for key, tensor in unique.items():
-        if key in weights:
+    for key, tensor in {_storage(tensor): tensor for tensor in kept}.items():
+        if key in elsewhere:
             continue
-        if key in where:
-            positions.append(where[key])
+        if key in position_of:
+            positions.append(position_of[key])
         elif key == result:
             saves_result = True
         else:
@@ -353,87 +316,28 @@ def _saved(
     return total, tuple(positions), saves_result
 
 
-# ---------------------------------------------------------------------------------- looking alike
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
-def _module_key(module: nn.Module) -> Any:
-    weights = tuple(
-        (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-        for name, tensor in (*module.named_parameters(), *module.named_buffers())
-    )
-    return tuple(map(type, module.modules())), weights, module.training
-
-
-def _value_key(node: Node) -> Any:
-    value = value_of(node)
-    if isinstance(value, torch.Tensor):
-        return tuple(map(_size_key, value.shape)), value.dtype, value.requires_grad
-    if value is None:
-        return id(node) if node.op == "call_function" and not is_accessor(node) else None
-    return _size_key(value)
-
-
-def _size_key(size: Any) -> Any:
-    return size.node.hint if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) else size
-
-
-def _argument_key(argument: Any) -> Any:
-    if isinstance(argument, Node):
-        return "node", argument.op == "get_attr", _value_key(argument)
-    if isinstance(argument, dict):
-        return tuple((key, _argument_key(item)) for key, item in argument.items())
-    if isinstance(argument, (list, tuple)):
-        return tuple(map(_argument_key, argument))
-    if isinstance(argument, slice):
-        return tuple(map(_argument_key, (argument.start, argument.stop, argument.step)))
-    plain = (int, float, bool, str, complex, type(None), torch.dtype, torch.device, torch.memory_format)
-    return (type(argument), argument) if isinstance(argument, plain) else id(argument)
-
-
-# ---------------------------------------------------------------------------------- fakes and weights
-
-
-def _fake_mode_of(traced: TracedGraph) -> Any:
-    """The fake tensor mode that the graph's values live in; None if they are no fakes."""
-    for node in traced.graph.nodes:
-        mode = getattr(node.meta.get("value"), "fake_mode", None)
-        if mode is not None:
-            return mode
-    return None
-
-
-def _tensor_operands(node: Node) -> list[Node]:
-    """The operands that are tensors, each once, in order."""
-    return [operand for operand in node.all_input_nodes if isinstance(value_of(operand), torch.Tensor)]
-
-
-def _sharing(node: Node) -> tuple[int, ...]:
-    """Which operands are one value."""
-    first: dict[Node, int] = {}
-    places: list[int] = []
-    map_arg((node.args, node.kwargs), lambda one: places.append(first.setdefault(one, len(first))))
-    return tuple(places)
-
-
-def _called(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    return call_leaf(function, *args, **kwargs) if isinstance(function, nn.Module) else function(*args, **kwargs)
+# ---------------------------------------------------------------------------------- weights and estimates
 
 
 def _weights_of(traced: TracedGraph, node: Node) -> NodeCost:
-    """The part of a node's cost that its weights make up."""
+    """The part of a node's cost that its weights and its result make up."""
     attribute = traced.attribute(str(node.target)) if node.op in ("get_attr", "call_module") else None
+    weights: list[torch.Tensor] = []
     if isinstance(attribute, nn.Module):
-        parameters, buffers = list(attribute.parameters()), list(attribute.buffers())
-    else:
-        parameters = [attribute] if isinstance(attribute, nn.Parameter) else []
-        is_buffer = isinstance(attribute, torch.Tensor) and not parameters
-        buffers = [attribute] if is_buffer and isinstance(attribute, torch.Tensor) else []
-    sizes = {id(t): t.numel() * t.element_size() for t in (*parameters, *buffers)}
+        weights = [*attribute.parameters(), *attribute.buffers()]
+    elif isinstance(attribute, torch.Tensor):
+        weights = [attribute]
+    sizes = {weight: weight.numel() * weight.element_size() for weight in weights}
+    parameters = [weight for weight in weights if isinstance(weight, nn.Parameter)]
     return NodeCost(
         num_parameters=sum(parameter.numel() for parameter in parameters),
         parameter_bytes=sum(sizes.values()),
-        gradient_bytes=sum(sizes[id(parameter)] for parameter in parameters if parameter.requires_grad),
-        value_bytes=0 if node.op == "call_module" else value_bytes(node),
+        gradient_bytes=sum(sizes[parameter] for parameter in parameters if parameter.requires_grad),
+        value_bytes=value_bytes(node),
     )
 
 
@@ -449,17 +353,14 @@ def _estimate(node: Node, weights: NodeCost, profile: DeviceProfile) -> NodeCost
             break
     flops = 2 * weights.num_parameters * rows
     num_bytes = 2 * moved + weights.parameter_bytes
-    return NodeCost(
-        num_parameters=weights.num_parameters,
-        parameter_bytes=weights.parameter_bytes,
-        gradient_bytes=weights.gradient_bytes,
+    return replace(
+        weights,
         forward_flops=flops,
         backward_flops=2 * flops,
         forward_bytes=num_bytes,
         backward_bytes=2 * num_bytes,
         saved_bytes=GUESSED_SAVED_PER_BYTE * moved,
         workspace_bytes=2 * moved,
-        value_bytes=value_bytes(node),
         forward_s=profile.seconds(flops, num_bytes, 1),
         backward_s=2 * profile.seconds(flops, num_bytes, 1),
         estimated=True,
