@@ -11,19 +11,19 @@ MAX_STEPS = 10_000
 """How many combinations of indices are looked at."""
 
 
-def share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
+def share_elements(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two strided tensors have an element of memory in common; True as well where that takes long to tell.
 
     Looks at shapes, strides and offsets only. ``x.chunk(2)`` gives two that have none, ``x`` and ``x[0]`` have some.
     """
-    if not one.numel() or not other.numel() or _memory(one) != _memory(other):
+    if not tensor.numel() or not other.numel() or _memory(tensor) != _memory(other):
         return False
-    if one.element_size() != other.element_size():
+    if tensor.element_size() != other.element_size():
         return True
     # an index for each dimension of both, such that the sum of stride * index is the distance of the first elements
     lowest: dict[int, int] = {}
     highest: dict[int, int] = {}
-    for size, stride in zip(one.shape, one.stride(), strict=True):
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         highest[stride] = highest.get(stride, 0) + size - 1
     for size, stride in zip(other.shape, other.stride(), strict=True):
         lowest[stride] = lowest.get(stride, 0) - (size - 1)
@@ -31,7 +31,7 @@ def share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
     ranges = [(stride, lowest.get(stride, 0), highest.get(stride, 0)) for stride in strides]
     below = [*itertools.accumulate((stride * low for stride, low, _ in reversed(ranges)), initial=0)][::-1]
     above = [*itertools.accumulate((stride * high for stride, _, high in reversed(ranges)), initial=0)][::-1]
-    pending = [(other.storage_offset() - one.storage_offset(), 0)]
+    pending = [(other.storage_offset() - tensor.storage_offset(), 0)]
     for _ in range(MAX_STEPS):
         if not pending:
             return False
@@ -53,14 +53,14 @@ def overlapping(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
     for position, tensor in enumerate(tensors):
         by_memory.setdefault(_memory(tensor), []).append(position)
     for positions in by_memory.values():
-        spans = sorted((*_span(tensors[one]), one) for one in positions) if len(positions) > 1 else ()
+        spans = sorted((*_span(tensors[position]), position) for position in positions) if len(positions) > 1 else ()
         reaching: list[tuple[int, int]] = []
-        for first, last, one in spans:
+        for first, last, position in spans:
             reaching = [(end, other) for end, other in reaching if end >= first]
             for _, other in reaching:
-                if share_elements(tensors[one], tensors[other]):
-                    yield min(one, other), max(one, other)
-            reaching.append((last, one))
+                if share_elements(tensors[position], tensors[other]):
+                    yield min(position, other), max(position, other)
+            reaching.append((last, position))
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

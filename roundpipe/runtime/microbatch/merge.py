@@ -127,12 +127,12 @@ def _merge_equal(values: list[Any], where: str) -> Any:
     return values[0]
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if one is other:
+def _equal(first: Any, second: Any) -> bool:
+    if first is second:
         return True
     try:
-        result = one == other
-        return bool(result.all() if hasattr(result, "all") else result) or bool(one != one and other != other)
+        result = first == second
+        return bool(result.all() if hasattr(result, "all") else result) or bool(first != first and second != second)
     except (TypeError, ValueError, RuntimeError):
         return False
 

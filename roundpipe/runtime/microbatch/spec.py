@@ -122,7 +122,7 @@ def wait_for(events: Iterable[Event | None]) -> None:
 
 def shape_of(value: Any) -> Any:
     """Shape of a tensor, or the shapes of a list of tensors, for messages."""
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else [shape_of(one) for one in value]
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else [shape_of(item) for item in value]
 
 
 def described(value: Any) -> str:

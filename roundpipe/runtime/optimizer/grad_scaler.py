@@ -1,11 +1,11 @@
 """Loss scaling that is safe with an optimizer that runs one step behind.
 
-torch's scaler has one scale. Here the losses of round k+1 are scaled while ``step_fn`` of step k may be
+torch's scaler has one scale. Here the losses of step k+1 are scaled while ``step_fn`` of step k may be
 changing it, so there are three, and they change hands only between two steps (`ScalerScope.begin_step`,
 called in the training thread when the previous update has finished):
 
     latest     result of the last ``update()``               written in step_fn
-    published  multiplies losses, the same in a whole round  := latest   at each step
+    published  multiplies losses, the same in a whole call   := latest   at each step
     unscaling  divides the gradients of the running step     := published, before it changes
 
 Invariant: a gradient is divided by the scale that its loss was multiplied with. Where steps are not
@@ -58,7 +58,7 @@ class ScalerScope:
         return [(scaler, scaler._step_state()) for scaler in list(self._scalers)]
 
     def restore(self, state: list[tuple[GradScaler, tuple[Any, ...]]]) -> None:
-        """Undo a `begin_step` whose step was not made."""
+        """Undo a `begin_step` whose update could not be begun."""
         for scaler, values in state:
             scaler._restore_step(*values)
 
@@ -107,7 +107,7 @@ class GradScaler:
     ) -> None:
         numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
         if (
-            not all(isinstance(one, int | float) for one in numbers)
+            not all(isinstance(number, int | float) for number in numbers)
             or growth_factor <= 1.0
             or not 0.0 < backoff_factor < 1.0
             or growth_interval < 1
@@ -132,14 +132,14 @@ class GradScaler:
         self._lock = threading.Lock()
 
     def scale(self, outputs: Any) -> Any:
-        """A loss, or a list or tuple of losses, times the scale of this round."""
+        """A loss, or a list or tuple of losses, times the scale of this step."""
         if not self._enabled:
             return outputs
         if isinstance(outputs, torch.Tensor):
             factor = torch.full((), self._published, dtype=torch.float32, device=outputs.device)
             return outputs * factor
         if isinstance(outputs, list | tuple):
-            return type(outputs)([self.scale(one) for one in outputs])
+            return type(outputs)([self.scale(output) for output in outputs])
         raise ConfigError(f"scale() got a {type(outputs).__name__}; give a tensor, or a list or tuple of them")
 
     @torch.no_grad()
@@ -254,7 +254,7 @@ class GradScaler:
             self._published = self._latest
 
     def get_scale(self) -> float:
-        """The latest scale inside ``step_fn``, elsewhere the scale of the losses of this round."""
+        """The latest scale inside ``step_fn``, elsewhere the scale of the losses of this step."""
         if not self._enabled:
             return 1.0
         return self._published if _SCOPE.get() is None else self._latest

@@ -1,9 +1,9 @@
-"""Measured seconds of layers: what the calls of a round took, and their exponential mean over rounds.
+"""Measured seconds of layers: what the calls of a step took, and their exponential mean over steps.
 
-A round that is measured gets a `StepTimes`; the workers note in it when each call began and ended, which costs two
-marks on the device's stream and waits for nothing. Once the round is over, `LayerTimes.learn` takes it in: a layer's
+A step that is measured gets a `StepTimes`; the workers note in it when each call began and ended, which costs two
+marks on the device's stream and waits for nothing. Once the step is over, `LayerTimes.learn` takes it in: a layer's
 forward is what its calls took (recomputations too), the backward of several layers that run at once is dealt out
-among them as is believed so far, and what the loss takes belongs to the last layer.
+among them by the seconds known so far, and what the loss takes belongs to the last layer.
 
 Invariant: costs keep all bytes; only seconds are replaced by measured ones.
 """
@@ -18,13 +18,13 @@ from roundpipe.core.layers import LayerCost
 from roundpipe.runtime.device.backend import Moment
 
 LATEST_SHARE = 0.3
-"""Weight of the latest round in the mean."""
+"""Weight of the latest step in the mean."""
 
 Kind = Literal["forward", "loss", "backward"]
 
 
 class StepTimes:
-    """What the calls of one round took; all its workers add to it."""
+    """What the calls of one step took; all its workers add to it."""
 
     def __init__(self) -> None:
         self._spans: list[tuple[Kind, Sequence[int], Moment, Moment]] = []
@@ -47,18 +47,18 @@ class StepTimes:
 
     def means(self) -> dict[tuple[Kind, tuple[int, ...]], float]:
         """Mean seconds per call, by kind and layers."""
-        found: dict[tuple[Kind, tuple[int, ...]], list[float]] = {}
+        by_call: dict[tuple[Kind, tuple[int, ...]], list[float]] = {}
         for kind, layers, began, ended in self._spans:
-            found.setdefault((kind, tuple(layers)), []).append(ended.seconds_since(began))
-        return {key: sum(seconds) / len(seconds) for key, seconds in found.items()}
+            by_call.setdefault((kind, tuple(layers)), []).append(ended.seconds_since(began))
+        return {key: sum(seconds) / len(seconds) for key, seconds in by_call.items()}
 
 
 class LayerTimes:
-    """Exponential means over the measured rounds of one chain.
+    """Exponential means over the measured steps of one chain.
 
     Args:
         costs: estimated, one per layer, for a microbatch of ``example_elements``.
-        example_elements: elements of the tensor arguments that the costs are for; 0: those of the first measured round.
+        example_elements: elements of the tensor arguments that the costs are for; 0: those of the first measured step.
     """
 
     def __init__(self, costs: Sequence[LayerCost], example_elements: int) -> None:
@@ -76,11 +76,11 @@ class LayerTimes:
 
     @property
     def num_rounds(self) -> int:
-        """Rounds in the means; the first one measured is not, since it warms up."""
+        """Steps in the means; the first one measured is not, since it warms up."""
         return max(self._seen - 1, 0)
 
     def learn(self, times: StepTimes, elements: int) -> None:
-        """Take in a round that is over.
+        """Take in a step that is over.
 
         Args:
             times: what its calls took.
@@ -104,26 +104,26 @@ class LayerTimes:
                     self._backward_s[layer] = _mixed(self._backward_s.get(layer), seconds * share)
 
     def _shares(self, layers: Sequence[int]) -> list[float]:
-        believed = [self._backward_s.get(layer, self._estimated[layer].backward_s) for layer in layers]
-        known = [layer in self._backward_s for layer in layers]
-        if any(known) and not all(known):  # measured and estimated seconds are not of one scale
-            believed = [self._estimated[layer].backward_s for layer in layers]
-        total = sum(believed)
-        return [one / total if total else 1 / len(layers) for one in believed]
+        seconds = [self._backward_s.get(layer, self._estimated[layer].backward_s) for layer in layers]
+        is_known = [layer in self._backward_s for layer in layers]
+        if any(is_known) and not all(is_known):  # measured and estimated seconds are not of one scale
+            seconds = [self._estimated[layer].backward_s for layer in layers]
+        total = sum(seconds)
+        return [layer_s / total if total else 1 / len(layers) for layer_s in seconds]
 
     def costs(self, elements: int) -> list[LayerCost]:
         """Costs for a microbatch of so many elements: measured seconds where there are any, else estimated ones."""
         factor = elements / self._example_elements if self._example_elements else 1.0
-        found = []
+        costs = []
         for layer, cost in enumerate(self._estimated):
             forward_s = self._forward_s.get(layer, cost.forward_s)
             # seconds that were estimated go with those that were measured
-            guessed_s = cost.backward_s * (forward_s / cost.forward_s if cost.forward_s else 1.0)
-            backward_s = self._backward_s.get(layer, guessed_s)
+            estimated_s = cost.backward_s * (forward_s / cost.forward_s if cost.forward_s else 1.0)
+            backward_s = self._backward_s.get(layer, estimated_s)
             if layer == len(self._estimated) - 1:
                 forward_s += self._loss_s or 0.0
-            found.append(replace(cost, forward_s=forward_s, backward_s=backward_s).scaled(factor))
-        return found
+            costs.append(replace(cost, forward_s=forward_s, backward_s=backward_s).scaled(factor))
+        return costs
 
 
 def _mixed(mean: float | None, latest: float) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -82,7 +82,7 @@ class BoundLayer:
 
     def _fill(self, attributes: Iterable[Attribute], tensor: torch.Tensor | None) -> list[Attribute]:
         """Set the replica's attributes that stand for these; returns them."""
-        twins = [Attribute(self.replica.twin(one.module), one.table, one.name) for one in attributes]
+        twins = [replace(attribute, module=self.replica.twin(attribute.module)) for attribute in attributes]
         for twin in twins:
             twin.set(tensor)
             if not isinstance(twin.module, torch.jit.ScriptModule):  # can't be without; has views of the arena

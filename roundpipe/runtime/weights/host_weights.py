@@ -145,14 +145,14 @@ class HostWeights:
             if is_plain(tensor) and not tensor.is_meta and tensor.numel()
         ]
         for i, j in overlapping([tensor for _, tensor in named]):
-            (one, tensor), (other, second) = named[i], named[j]
+            (name, tensor), (other_name, other) = named[i], named[j]
             if isinstance(tensor, nn.Parameter):
-                kind = "parameters" if isinstance(second, nn.Parameter) else "a parameter and a buffer"
+                kind = "parameters" if isinstance(other, nn.Parameter) else "a parameter and a buffer"
                 raise ConfigError(
-                    f"{one} and {other} are {kind} in the same memory, as .data or a view of the one gives the other; "
-                    "they would get memory of their own, and changes of the one would not reach the other. Tie "
-                    f"parameters by assigning the same one (as in decoder.weight = encoder.weight), or give {other} a "
-                    "copy (.data = .data.clone()); then wrap the model again"
+                    f"{name} and {other_name} are {kind} in the same memory, as .data or a view of the one gives the "
+                    "other; they would get memory of their own, and changes of the one would not reach the other. Tie "
+                    "parameters by assigning the same one (as in decoder.weight = encoder.weight), or give "
+                    f"{other_name} a copy (.data = .data.clone()); then wrap the model again"
                 )
         self._compared = own | {id(tensor) for _, tensor in named}
 

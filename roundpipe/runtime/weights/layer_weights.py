@@ -52,9 +52,9 @@ class LayerWeights:
         """The buffer that the first `num_packed` slots lie in."""
         self.slots: list[Slot] = []
         self.num_bytes = 0
-        found = [(tensor, attributes, may_pack(tensor)) for tensor, attributes in tensors_of(layer)]
-        self.num_packed = sum(is_packed for *_, is_packed in found)
-        for tensor, attributes, _ in sorted(found, key=lambda item: not item[2]):
+        tensors = [(tensor, attributes, may_pack(tensor)) for tensor, attributes in tensors_of(layer)]
+        self.num_packed = sum(is_packed for *_, is_packed in tensors)
+        for tensor, attributes, _ in sorted(tensors, key=lambda item: not item[2]):
             if tensor.is_meta:
                 raise ConfigError(
                     f"{name}.{attributes[0].name} is on the meta device, so it has no values to train or run with; "
@@ -77,8 +77,8 @@ class LayerWeights:
         """Whether a forward may write buffers without a change of version on a way that it has not gone so far."""
         if self._writers is None:
             modules = self.layer.modules()
-            self._writers = [one for one in modules if hasattr(one, "track_running_stats") or _writes_data(type(one))]
-        return any(one.training or not hasattr(one, "track_running_stats") for one in self._writers)
+            self._writers = [each for each in modules if _has_statistics(each) or _writes_data(type(each))]
+        return any(module.training or not _has_statistics(module) for module in self._writers)
 
     def check_structure(self) -> None:
         """Raise `ConfigError` if the layer has other modules, or parameters under other names, than as laid out."""
@@ -96,8 +96,8 @@ class LayerWeights:
         """
         return (
             self._structure.changed() is None
-            and all(one.name in one.module._buffers and one.get() is None for one in self.empty_buffers)
-            and all(one.name in one.module._parameters and one.get() is None for one in self._empty_parameters)
+            and all(attribute.is_none for attribute in self.empty_buffers)
+            and all(attribute.is_none for attribute in self._empty_parameters)
             and all(slot.fits for slot in self.slots)
             and all(slot.is_tied for slot in self._tied)
         )
@@ -177,6 +177,10 @@ class LayerWeights:
             elif slot.num_bytes:
                 copies.append(backend.upload(slot.tensor.detach(), slot.view(region), Lane.WEIGHTS))
         return outside, copies
+
+
+def _has_statistics(module: nn.Module) -> bool:
+    return hasattr(module, "track_running_stats")
 
 
 def _writes_data(kind: type) -> bool:

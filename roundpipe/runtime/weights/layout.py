@@ -36,6 +36,12 @@ class Attribute:
         tensor: torch.Tensor | None = tensors[self.name] if self.name in tensors else None
         return tensor
 
+    @property
+    def is_none(self) -> bool:
+        """Whether the module has the name, and no tensor under it."""
+        tensors = getattr(self.module, self.table)
+        return self.name in tensors and tensors[self.name] is None
+
     def set(self, tensor: torch.Tensor | None) -> None:
         getattr(self.module, self.table)[self.name] = tensor
 

@@ -78,7 +78,7 @@ class ParameterPair:
     """Memory for the copy's gradient, used at each update where dtypes differ."""
     shown: tuple[torch.Tensor, int, torch.Tensor] | None = None
     """What `show_gradient` put into the model's ``.grad``, its version, and the copy's gradient then."""
-    known: Fingerprint | None = None
+    fingerprint: Fingerprint | None = None
     """The model's parameter when the copy and it last agreed, or the copy was newer."""
     is_frozen: bool = False
     """Whether the model's parameter required no grad at the last update or `synchronize`."""
@@ -87,24 +87,24 @@ class ParameterPair:
 
     def look(self) -> None:
         """Notice that somebody else has written the model's parameter, or given it other memory."""
-        if self.known is not None and self.known.is_marked:
+        if self.fingerprint is not None and self.fingerprint.is_marked:
             self.is_written = True
             self.agree()
 
     @property
     def has_other_values(self) -> bool:
         """Whether the model's parameter, or the part of it that is looked at, was written and bears no mark of it."""
-        return self.known is not None and self.known.has_other_values
+        return self.fingerprint is not None and self.fingerprint.has_other_values
 
     def agree(self) -> None:
         """What the model's parameter holds now is known to the copy's side, if there is a copy."""
         if self.copy is not None:
-            self.known = Fingerprint.of(self.parameter)
+            self.fingerprint = Fingerprint.of(self.parameter)
 
     def moved(self) -> None:
         """The model's parameter has other memory now, with the same values."""
-        if self.known is not None:
-            self.known = self.known.moved()
+        if self.fingerprint is not None:
+            self.fingerprint = self.fingerprint.moved()
 
     def start_again(self) -> None:
         """Take the copy's values from the model's parameter."""
@@ -272,12 +272,12 @@ def make_pairs(
         named_parameters: of the model; a shared one may come under each of its names.
         before: pairs to go on with for the parameters that they are of.
     """
-    known = {pair.parameter: pair for pair in before}
+    pair_of = {pair.parameter: pair for pair in before}
     pairs: dict[nn.Parameter, ParameterPair] = {}
     by_name: dict[str, ParameterPair] = {}
     for name, parameter in named_parameters:
         if parameter not in pairs:
-            pairs[parameter] = known.get(parameter) or ParameterPair([], parameter)
+            pairs[parameter] = pair_of.get(parameter) or ParameterPair([], parameter)
             pairs[parameter].names = []
         pair = pairs[parameter]
         pair.names.append(name)

@@ -87,9 +87,9 @@ class Replica:
             return twin
         if isinstance(original, torch.jit.ScriptModule):
             twin = copy.deepcopy(original)  # a script module's state lives in C++
-            for one, other in zip(original.modules(), twin.modules(), strict=True):
-                self._twins[id(one)] = other
-                self._originals.append(one)
+            for module, copied in zip(original.modules(), twin.modules(), strict=True):
+                self._twins[id(module)] = copied
+                self._originals.append(module)
             return twin
         twin = object.__new__(type(original))
         self._twins[id(original)] = twin
