@@ -33,7 +33,8 @@ from roundpipe.reports.memory import DeviceMemory
 from roundpipe.reports.timeline import Timeline
 from roundpipe.runtime.config import RecomputeGrain, RoundPipeRunConfig, resolve
 from roundpipe.runtime.device.accelerator import PLANNED_SHARE
-from roundpipe.runtime.engine.plan_choice import Call, PlanChooser, times_the_example, with_temporaries
+from roundpipe.runtime.engine.call import Call
+from roundpipe.runtime.engine.plan_choice import PlanChooser, times_the_example, with_temporaries
 from roundpipe.tools.comparison import ComparedSchedule, Setting, compare_schedules
 from roundpipe.tools.device_data import DeviceSpec, Efficiency
 from roundpipe.tools.target import Target

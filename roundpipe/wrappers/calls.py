@@ -23,7 +23,7 @@ from roundpipe.effects.user_code import reached_by
 from roundpipe.reports.partition_table import partition_table
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, resolve
 from roundpipe.runtime.engine.builder import StepBuilder, sum_losses
-from roundpipe.runtime.engine.plan_choice import Call
+from roundpipe.runtime.engine.call import Call
 from roundpipe.runtime.engine.step import LossFunction
 from roundpipe.runtime.microbatch import split as microbatch
 from roundpipe.wrappers.forward_call import run_forward

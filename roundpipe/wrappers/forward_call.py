@@ -15,7 +15,7 @@ import torch
 from roundpipe.core import trees
 from roundpipe.core.schedule import ExecutePlan
 from roundpipe.runtime.engine.builder import StepBuilder
-from roundpipe.runtime.engine.plan_choice import Call
+from roundpipe.runtime.engine.call import Call
 from roundpipe.runtime.engine.step import HostGradients, StepState
 from roundpipe.runtime.microbatch import split as microbatch
 from roundpipe.runtime.weights.replica import FrozenLayers

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from roundpipe.core.errors import ConfigError
-from roundpipe.runtime.optimizer.optimizer import inside_optimizer
+from roundpipe.runtime.optimizer.update import inside_optimizer
 from roundpipe.wrappers.session import Session
 
 

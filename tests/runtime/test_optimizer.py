@@ -11,7 +11,8 @@ from torch import nn
 
 from roundpipe.core.errors import ClosedError, ConfigError, DeadlockError
 from roundpipe.runtime.optimizer.grad_scaler import GradScaler
-from roundpipe.runtime.optimizer.optimizer import OptimizerCtx, OptimizerSide, inside_optimizer
+from roundpipe.runtime.optimizer.optimizer import OptimizerSide
+from roundpipe.runtime.optimizer.update import OptimizerCtx, inside_optimizer
 from roundpipe.runtime.weights.gate import Gate, Gates
 
 LR = 0.1
@@ -674,12 +675,12 @@ def test_an_interrupted_step_was_made_or_not(model, where, behind):
     setattr(side, holder, real)
     for gate in (gates.weights, gates.gradients):
         gate.wait(model.parameters(), "a worker")
-    if side._num_steps == 0:
+    if side.num_steps == 0:
         assert_same(weights_of(side), before)
         assert all(p.grad is not None for p in model.parameters())
         side.step(step_fn)
     side.synchronize()
-    assert side._num_steps == 1
+    assert side.num_steps == 1
     assert_same(weights_of(side), {n: w - LR * gradient[n] for n, w in before.items()}, rtol=0, atol=1e-15)
     side.close()
 

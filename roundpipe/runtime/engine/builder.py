@@ -20,9 +20,10 @@ from roundpipe.core.layers import LayerChain, is_differentiable
 from roundpipe.core.modes import caller_autocast
 from roundpipe.core.schedule import ExecutePlan, Phase, Schedule, ScheduleKind, make_schedule
 from roundpipe.runtime.config import microbatch_count
+from roundpipe.runtime.engine.call import Call
 from roundpipe.runtime.engine.engine import Engine
 from roundpipe.runtime.engine.flow import flow, names_with_gradient, reads_of_backward
-from roundpipe.runtime.engine.plan_choice import Call, PlanChooser
+from roundpipe.runtime.engine.plan_choice import PlanChooser
 from roundpipe.runtime.engine.recompute import draw_base_seed
 from roundpipe.runtime.engine.step import LABEL, HostValue, HostValues, InputTensor, LossFunction, StepSpec
 from roundpipe.runtime.optimizer.optimizer import OptimizerSide

@@ -29,7 +29,7 @@ from roundpipe.planning.planner import least_seconds
 from roundpipe.planning.planner import plan as choose_plan
 from roundpipe.planning.simulator import simulate
 from roundpipe.runtime.config import RECOMPUTE_GRAINS, RecomputeGrain, ResolvedConfig
-from roundpipe.runtime.device.host_memory import bytes_of
+from roundpipe.runtime.engine.call import Call
 from roundpipe.runtime.profiling.layer_times import LayerTimes, StepTimes
 
 logger = logging.getLogger(__name__)
@@ -60,41 +60,6 @@ GUESSED_ACTIVATIONS = 4
 
 Prediction = Callable[[ExecutePlan], float]
 """Seconds per round of a plan."""
-
-
-@dataclass(slots=True)
-class Call:
-    """The microbatches of one call that share a chain."""
-
-    chain: LayerChain
-    config: ResolvedConfig
-    args: list[tuple[Any, ...]]
-    kwargs: list[dict[str, Any]]
-    labels: list[Any]
-    total_microbatches: int
-    """Of the whole call, for `num_microbatches`."""
-
-    @classmethod
-    def like_example(cls, chain: LayerChain, config: ResolvedConfig) -> Call:
-        """A call that is only planned: the example's elements, split evenly."""
-        number = config.num_microbatch
-        piece = torch.empty(-(-chain.example_elements // number), device="meta")
-        return cls(chain, config, [(piece,)] * number, [{}] * number, [None] * number, number)
-
-    @property
-    def num_microbatches(self) -> int:
-        """Microbatches of this round."""
-        return len(self.args)
-
-    def elements(self) -> int:
-        """Tensor elements of the largest microbatch's arguments."""
-        return max(
-            sum(tensor.numel() for tensor in trees.tensors(one)) for one in zip(self.args, self.kwargs, strict=True)
-        )
-
-    def argument_bytes(self) -> int:
-        """Bytes of the tensors in the largest microbatch's arguments."""
-        return max(sum(map(bytes_of, trees.tensors(one))) for one in zip(self.args, self.kwargs, strict=True))
 
 
 @dataclass(slots=True)

@@ -110,10 +110,12 @@ class HandOver:
         if to_write is not None and (to_take is None or not to_take.is_added()):
             to_write.wait_uploaded()
 
-    def write_weights(self, pairs: list[ParameterPair]) -> None:
+    @torch.no_grad()
+    def write_weights(self, pairs: Iterable[ParameterPair]) -> None:
         """The optimizer's weights into the model."""
-        with self._log.doing("hand-over", "weights into the model", bytes=num_bytes(pairs)):
-            copy_in(pairs)
+        for _, group in groups_of(pairs):
+            with self._log.doing("hand-over", "weights into the model", bytes=num_bytes(group)):
+                copy_in(group)
 
 
 def _groups(pairs: Iterable[ParameterPair], steps: Sequence[ParameterUse]) -> Iterable[_Group]:

@@ -21,25 +21,23 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from roundpipe.core.errors import ClosedError, ConfigError, DeadlockError, enumerated
+from roundpipe.core.errors import ClosedError, ConfigError, DeadlockError
 from roundpipe.reports.timeline import OPTIMIZER
 from roundpipe.runtime.board import DEADLINE_S, Board
-from roundpipe.runtime.device.host_memory import is_plain
-from roundpipe.runtime.optimizer.grad_scaler import GradScaler, ScalerScope
+from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
 from roundpipe.runtime.optimizer.hand_over import HandOver
-from roundpipe.runtime.optimizer.update import OptimizerCtx, Update, UpdateRunner, inside_optimizer
+from roundpipe.runtime.optimizer.pairs import NamedParameters, ParameterPairs, take_writes
+from roundpipe.runtime.optimizer.update import Update, UpdateRunner
 from roundpipe.runtime.profiling.recorder import HostLog
 from roundpipe.runtime.thread import TaskThread
 from roundpipe.runtime.weights.gate import Gates, ParameterUse, Steps
-from roundpipe.runtime.weights.master_weights import ParameterPair, groups_of, make_pairs
-
-__all__ = ["GradScaler", "OptimizerCtx", "OptimizerSide", "inside_optimizer"]
+from roundpipe.runtime.weights.master_weights import ParameterPair
 
 
 class OptimizerSide:
@@ -50,10 +48,8 @@ class OptimizerSide:
     need a step that is not asynchronous, in which the model may be called and runs on the copies' present values.
 
     Args:
-        named_parameters: gives names and parameters of the model, in order; a shared parameter may come under
-            each of its names and has one copy. A function is asked again before each step and whenever the copies
-            are asked for, so that parameters that were replaced or added since are found.
-        optim_dtype: dtype of the copies of floating-point parameters; None keeps each parameter's.
+        named_parameters: of the model, see `ParameterPairs`.
+        optim_dtype: dtype of the copies, likewise.
         name: of the model, for messages.
         gates: lets an asynchronous update hand over in the optimizer's thread, parameter by parameter; None hands
             all over before `step` returns.
@@ -66,7 +62,7 @@ class OptimizerSide:
 
     def __init__(
         self,
-        named_parameters: Iterable[tuple[str, nn.Parameter]] | Callable[[], Iterable[tuple[str, nn.Parameter]]],
+        named_parameters: NamedParameters | Callable[[], NamedParameters],
         optim_dtype: torch.dtype | None = None,
         *,
         name: str = "model",
@@ -74,13 +70,10 @@ class OptimizerSide:
         steps: Steps | None = None,
         deadline_s: float = DEADLINE_S,
     ) -> None:
-        if not isinstance(optim_dtype, torch.dtype | None) or not (
-            optim_dtype is None or optim_dtype.is_floating_point
-        ):
+        is_dtype = isinstance(optim_dtype, torch.dtype) and optim_dtype.is_floating_point
+        if optim_dtype is not None and not is_dtype:
             raise ConfigError(f"optim_dtype is {optim_dtype!r}; give a floating-point torch.dtype, or None")
-        self._named_parameters = named_parameters if callable(named_parameters) else None
-        self._pairs, self._by_name = make_pairs(named_parameters() if callable(named_parameters) else named_parameters)
-        self._optim_dtype = optim_dtype
+        self._pairs = ParameterPairs(named_parameters, optim_dtype)
         self._name = name
         self._gates = gates
         self._steps = steps
@@ -89,7 +82,8 @@ class OptimizerSide:
         self._scalers = ScalerScope()
         self._thread = TaskThread(f"roundpipe-optimizer-{name}")
         self._finalizer = weakref.finalize(self, self._thread.close)
-        self._num_steps = 0
+        self.num_steps = 0
+        """Steps made so far, asynchronous ones as soon as they are asked for."""
         self.log = HostLog(OPTIMIZER)
         """Where the time of updates goes."""
         self._hand_over = HandOver(gates, self.log)
@@ -104,57 +98,19 @@ class OptimizerSide:
         self.is_async = False
         """Whether the last step was asynchronous."""
 
-    # ---------------------------------------------------------------------------------- parameters
-
     def optim_parameters(self) -> Iterator[nn.Parameter]:
         """The optimizer's copies of the parameters that are trainable now."""
-        for _, parameter in self.optim_named_parameters():
-            yield parameter
+        return (copy for _, copy in self.optim_named_parameters())
 
     def optim_named_parameters(
         self, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The copies with the original names.
-
-        Args:
-            prefix: put before each name, with a dot.
-            remove_duplicate: give a shared parameter once, under its first name.
-
-        Raises:
-            ConfigError: ``prefix`` is not a string.
-        """
-        if not isinstance(prefix, str):
-            raise ConfigError(f"prefix is {type(prefix).__name__}; give a string that is put before each name")
-        chosen = self._trainable()
-        names = {pair.names[0]: pair for pair in chosen}
-        if not remove_duplicate:
-            names = {name: pair for name, pair in self._by_name.items() if pair.parameter.requires_grad}
-        for name, pair in names.items():
-            assert pair.copy is not None
-            yield (f"{prefix}.{name}" if prefix else name), pair.copy
+        """The copies with the original names; see `ParameterPairs.named_copies`."""
+        return self._pairs.named_copies(prefix, remove_duplicate)
 
     def parameter_pairs(self) -> Sequence[ParameterPair]:
         """Every parameter once, frozen ones too; makes no copies, and shows those that are made later."""
         return tuple(self._pairs)
-
-    def _trainable(self) -> list[ParameterPair]:
-        """The pairs of trainable parameters; those that had no copy get one."""
-        if self._named_parameters is not None:
-            now = list(self._named_parameters())
-            known = self._by_name
-            if len(now) != len(known) or any(
-                name not in known or known[name].parameter is not parameter for name, parameter in now
-            ):
-                self._pairs, self._by_name = make_pairs(now, self._pairs)
-        chosen = [pair for pair in self._pairs if pair.parameter.requires_grad]
-        for pair in chosen:
-            if pair.copy is None:
-                pair.make_copy(self._optim_dtype)
-            elif self._optim_dtype is None:
-                pair.follow_dtype()
-        return chosen
-
-    # --------------------------------------------------------------------------------------- steps
 
     def step(
         self,
@@ -187,9 +143,9 @@ class OptimizerSide:
             raise ConfigError("step() was called inside step_fn; a step can't contain another one")
         self._ready("step()", finish_steps=not is_async)
         self.is_async = is_async
-        self._trainable()
-        pairs = self._with_copies()
-        self._take_writes(pairs)
+        self._pairs.trainable()
+        pairs = self._pairs.with_copies()
+        take_writes(pairs, has_update=self._weights_changed)
         for pair in pairs:
             if pair.is_frozen and pair.copy is not None:
                 pair.copy.grad = None
@@ -198,12 +154,13 @@ class OptimizerSide:
             return
         self._scalers.begin_step()
         self._gradients_due = False
-        self._num_steps += 1
+        self.num_steps += 1
         self._exchange(pairs)
         try:
-            self._call(step_fn, self._num_steps, args, kwargs or {})
+            self._call(step_fn, self.num_steps, args, kwargs or {})
         finally:
-            self._write_weights(pairs)
+            self._weights_changed = False
+            self._hand_over.write_weights(pairs)
             self._scalers.publish()
         self._runner.warn_if_idle()
 
@@ -212,7 +169,7 @@ class OptimizerSide:
     ) -> None:
         """Hand an update to the optimizer's thread, or, if interrupted, leave all as it was before the step."""
         steps = () if self._steps is None else self._steps.running()
-        update = Update(self._num_steps + 1)
+        update = Update(self.num_steps + 1)
         due = self._gradients_due
         scales = self._scalers.state()
         try:
@@ -222,13 +179,13 @@ class OptimizerSide:
                 self._gates.close(pair.parameter for pair in pairs)
             self._scalers.begin_step()
             self._gradients_due = False
-            self._num_steps, self._update = update.index, update
+            self.num_steps, self._update = update.index, update
             self._thread.submit(self._run_update, update, pairs, steps, step_fn, args, kwargs)
         except BaseException:
             if update.claim.acquire(blocking=False):  # otherwise the thread has it, and the step is made
                 self._scalers.restore(scales)
                 self._gradients_due = due
-                self._num_steps = update.index - 1
+                self.num_steps = update.index - 1
                 self._end(update)
                 if self._gates is not None:
                     self._gates.open(pair.parameter for pair in pairs)
@@ -263,21 +220,13 @@ class OptimizerSide:
 
     def _call(self, step_fn: Callable[..., Any], index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._weights_changed = True
-        self._runner.run(step_fn, index, args, kwargs, self._pairs)
+        self._runner.run(step_fn, index, args, kwargs, self.parameter_pairs())
 
     def _exchange(self, pairs: list[ParameterPair], steps: Sequence[ParameterUse] = ()) -> None:
         """Latest weights into the model, gradients out of it, once the steps are done with them."""
         changed, self._weights_changed = self._weights_changed, False
         # inside step_fn a loss of two forwards is evaluated on weights that stay as they are
         self._hand_over.exchange(pairs, steps, weights_changed=changed, only_behind=self._runner.is_inside)
-
-    @torch.no_grad()
-    def _write_weights(self, pairs: list[ParameterPair]) -> None:
-        self._weights_changed = False
-        for _, group in groups_of(pairs):
-            self._hand_over.write_weights(group)
-
-    # --------------------------------------------------------------------------------------- calls
 
     def begin_call(self, adds_gradients: bool = True) -> None:
         """A call into the model begins: raise what ``step_fn`` raised, take back gradients that were shown.
@@ -297,87 +246,57 @@ class OptimizerSide:
         self._is_settled = False
         self.raise_pending()
         self._runner.warn_if_idle()
-        is_exchanging = self._update is not None and not self._update.is_done
+        is_exchanging = self._has_update
         for pair in self._pairs:
             if adds_gradients:
                 pair.take_back()
             if not is_exchanging:
                 pair.look()
 
+    @property
+    def _has_update(self) -> bool:
+        """Whether an asynchronous update is on its way."""
+        return self._update is not None and not self._update.is_done
+
     def weights_moved(self) -> None:
         """The model's weights lie elsewhere now, such as packed; their values are the same."""
         for pair in self._pairs:
             pair.moved()
 
-    @torch.no_grad()
-    def _take_writes(self, pairs: list[ParameterPair]) -> None:
-        """What was written into the model's weights since the last step holds for the copies too."""
-        for pair in pairs:
-            pair.look()
-        unmarked = [pair for pair in pairs if not pair.is_written and pair.has_other_values]
-        written = [pair for pair in pairs if pair.is_written] + unmarked
-        if written and self._weights_changed:
-            for pair in written:
-                pair.agree()
-                pair.is_written = False
-            raise ConfigError(
-                f"{enumerated([pair.names[0] for pair in written])}: written while an asynchronous update was on its "
-                "way, so that one of the two would be lost. Write weights after synchronize(), or take steps that are "
-                "not asynchronous: step(..., is_async=False)"
-            )
-        if unmarked:  # through `.data`: others may have been written where nobody looked
-            written = [pair for pair in pairs if pair.is_written or (is_plain(pair.parameter) and pair.is_behind)]
-        for pair in written:
-            pair.start_again()
-
     def _begin_inside(self) -> None:
         """A call inside ``step_fn``, as an optimizer makes it that evaluates the loss: on its present weights."""
-        if self._update is not None and not self._update.is_done:
+        if self._has_update:
             raise ConfigError(
                 f"{self._name} was called inside an asynchronous step_fn, while the next round may be running. An "
                 "optimizer that evaluates the loss itself, such as LBFGS, needs step(..., is_async=False)"
             )
         self._weights_changed = True
-        self._exchange(self._with_copies())
+        self._exchange(self._pairs.with_copies())
 
     def end_call(self) -> None:
         """A call into the model has brought its gradients; inside ``step_fn`` the optimizer sees them at once."""
         if self._runner.is_inside:
-            self._exchange(self._with_copies())
+            self._exchange(self._pairs.with_copies())
 
-    def _with_copies(self) -> list[ParameterPair]:
-        """The pairs that the optimizer may have updated; of those that are frozen now no gradients are taken."""
-        pairs = [pair for pair in self._pairs if pair.copy is not None]
-        for pair in pairs:
-            pair.is_frozen = not pair.parameter.requires_grad
-        return pairs
-
-    @contextlib.contextmanager
-    def gradients_aside(self) -> Iterator[None]:
-        """While open, gradients that come home are thrown away; those that are there stay as they are."""
+    def gradients_aside(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which gradients that come home are thrown away; those that are there stay as they are."""
         if self._steps is not None:
             self._steps.finish()
         if self._gates is not None:
             self._gates.gradients.wait([pair.parameter for pair in self._pairs], "a backward for inputs alone")
-        kept = [(pair.parameter, pair.parameter.grad) for pair in self._pairs]
-        for parameter, _ in kept:
-            parameter.grad = None
-        try:
-            yield
-        finally:
-            for parameter, gradient in kept:
-                parameter.grad = gradient
-
-    @property
-    def num_steps(self) -> int:
-        """Steps made so far, asynchronous ones as soon as they are asked for."""
-        return self._num_steps
+        return self._pairs.gradients_aside()
 
     def wait_update(self) -> None:
         """Return when no update is running, for those who only look on; not inside one."""
+        if not self._runner.is_inside:
+            self._wait_done("a timeline")
+
+    def _wait_done(self, waiter: str) -> bool:
+        """Return when no update is running; False: it took too long."""
         update = self._update
-        if update is not None and not self._runner.is_inside:
-            self._board.wait(lambda: update.is_done, "the call", f"update {update.index}", self._deadline_s)
+        if update is None or update.is_done:
+            return True
+        return self._board.wait(lambda: update.is_done, waiter, f"update {update.index}", self._deadline_s)
 
     def raise_pending(self) -> None:
         """Raise, once, what the previous asynchronous ``step_fn`` raised; does not wait for it."""
@@ -400,12 +319,11 @@ class OptimizerSide:
             return
         if self._runner.is_inside and not update.is_done:
             raise ConfigError(f"{waiter} was called inside an asynchronous step_fn; use step(..., is_async=False)")
-        if not self._board.wait(lambda: update.is_done, waiter, f"update {update.index}", self._deadline_s):
+        if not self._wait_done(waiter):
             running_s = time.monotonic() - update.began_s
             raise DeadlockError(
-                f"{waiter} of {self._name} waits for update {update.index} in thread "
-                f"{self._thread.name}, which has been running for {running_s:.0f} s "
-                f"(deadline {self._deadline_s:.0f} s)"
+                f"{waiter} of {self._name} waits for update {update.index} in thread {self._thread.name}, which has "
+                f"been running for {running_s:.0f} s (deadline {self._deadline_s:.0f} s)"
             )
         self._update = None
 
@@ -430,7 +348,7 @@ class OptimizerSide:
         self._ready("synchronize()")
         if self._runner.is_inside:
             self._weights_changed = True
-        pairs = self._with_copies()
+        pairs = self._pairs.with_copies()
         self._gradients_due |= any(pair.parameter.grad is not None and not pair.is_frozen for pair in pairs)
         self._exchange(pairs)
         if not self._gradients_due:
@@ -440,14 +358,10 @@ class OptimizerSide:
                 pair.show_gradient()
         self._is_settled = True
 
-    @torch.no_grad()
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, those on the model's side too."""
         self._ready("zero_grad()")
-        for pair in self._pairs:
-            for holder in (pair.parameter, pair.copy):
-                if holder is not None and holder.grad is not None:
-                    holder.grad = None if set_to_none else holder.grad.detach().zero_()
+        self._pairs.zero_grad(set_to_none)
         self._gradients_due = False
 
     @torch.no_grad()
@@ -467,15 +381,10 @@ class OptimizerSide:
             self.synchronize()
 
     @torch.no_grad()
-    def after_load(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    def after_load(self, named_parameters: NamedParameters) -> None:
         """Start the copies of some parameters again, which may have been replaced by others of the same names."""
         for name, parameter in named_parameters:
-            pair = self._by_name.get(name)
-            if pair is None:
-                continue
-            if pair.parameter is not parameter:
-                pair.parameter, pair.shown = parameter, None
-            pair.start_again()
+            self._pairs.replace(name, parameter)
 
     def close(self) -> None:
         """Wait for the running update and end the thread; safe to call twice.
