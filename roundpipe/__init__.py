@@ -8,7 +8,7 @@ loss = model.forward_backward(input_kwargs=batch, loss_fn=lambda outputs, label:
 model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
 """
 
-from roundpipe.api import compile
+from roundpipe.api import compile, wrap_model_to_roundpipe
 from roundpipe.core.errors import (
     BackwardError,
     CheckpointError,
@@ -38,7 +38,6 @@ from roundpipe.tools.explain import explain
 from roundpipe.wrappers.auto import AutoRoundPipe
 from roundpipe.wrappers.pipe import RoundPipe
 from roundpipe.wrappers.run_report import RunReport
-from roundpipe.wrappers.wrap import wrap_model_to_roundpipe
 
 __version__ = "0.1.0"
 

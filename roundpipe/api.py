@@ -1,14 +1,16 @@
-"""`compile`: any module in, a model that trains in rotation out.
+"""`compile` and `wrap_model_to_roundpipe`: any module in, a model that trains in rotation out.
 
-trace -> measure -> partition -> generate      roundpipe.fx, through its `TracedSource`
-      -> RoundPipe                             roundpipe.runtime
+cut            trace the model, as soon as there are arguments, and cut it into layers    `roundpipe.fx.source`
+RoundPipe      run the layers                                                             `roundpipe.wrappers.pipe`
+PartsChoice    for a model that can't be traced: which modules run on the devices         `roundpipe.wrappers.auto`
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -22,12 +24,15 @@ from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.runtime.device.resolve import DeviceLike, largest_layer_bytes
 from roundpipe.runtime.weights.host_weights import PinMode
 from roundpipe.wrappers.auto import AutoRoundPipe
+from roundpipe.wrappers.model_view import check_parts_unwrapped
+from roundpipe.wrappers.parts_choice import LOWER_THRESHOLD_BYTES, PartsChoice
 from roundpipe.wrappers.pipe import ChainProgram, RoundPipe
-from roundpipe.wrappers.wrap import PartsChoice, check_model
 
 logger = logging.getLogger(__name__)
 
-_WRAP_OPTIONS = ("lower_threshold", "upper_threshold", "skip_modules", "override_config")
+_SETTINGS = ("optim_dtype", "pin_model", "devices")
+_TRACING = ("example_args", "example_kwargs", "balance")
+_PARTS_OPTIONS = ("lower_threshold", "upper_threshold", "skip_modules", "override_config")
 
 
 def compile(
@@ -75,38 +80,170 @@ def compile(
         ConfigError: an argument can't be used as given.
         TraceError: the model can't be traced, and ``fallback`` is False; at the first call, if there is no example.
     """
-    check_model(model, "compile")
+    _check_model(model, "compile", "compiled")
     if not (balance in ("time", "size") if isinstance(balance, str) else callable(balance)):
         raise ConfigError(f"balance={balance!r}; allowed are 'time', 'size' or a function from a module to a weight")
     if not isinstance(example_args, tuple):
         raise ConfigError(f"example_args is {type(example_args).__name__}; give a tuple, such as (x,)")
-    unknown = [repr(option) for option in wrap_kwargs if option not in _WRAP_OPTIONS]
+    unknown = [repr(option) for option in wrap_kwargs if option not in _PARTS_OPTIONS]
     if unknown:
         raise ConfigError(f"compile has no option {', '.join(unknown)}; see help(roundpipe.compile)")
-    name = name or caller_name()
     settings: dict[str, Any] = {
         "optim_dtype": optim_dtype,
-        "name": name,
+        "name": name or caller_name(),
         "model_run_config": model_run_config,
         "pin_model": pin_model,
         "devices": devices,
     }
-
-    choice = PartsChoice(model, **wrap_kwargs)
-    kind = type(model).__name__
-
-    def on_failure(error: TraceError) -> None:
-        if not fallback:
-            raise error
-        choice.hold(error.facts.stateful)
-        warn(f"{kind} runs module by module, as an AutoRoundPipe, because its forward can't be traced: {error}")
-
-    has_example = bool(example_args) or example_kwargs is not None
-    preview = None if has_example else own_example(model)
-    source = TracedSource(model, LowerOptions(balance, largest_layer_bytes(devices)), on_failure, preview)
-    if has_example and source.chain_for(example_args, example_kwargs or {}) is None:
-        return choice.wrap(settings)
-    pipe = RoundPipe(ChainProgram(model, source, choice.fallback), **settings)
-    if has_example:
+    untraceable = Fallback(PartsChoice(model, **wrap_kwargs), "warn" if fallback else "refuse")
+    program = cut(model, untraceable, devices, balance, example_args, example_kwargs)
+    if program is None:
+        return untraceable.choice.wrap(settings)
+    pipe = RoundPipe(program, **settings)
+    if example_args or example_kwargs is not None:
         logger.info("%s", pipe.partition_table())
     return pipe
+
+
+def wrap_model_to_roundpipe(
+    model: nn.Module,
+    use_sequential_preset: bool | None = None,
+    lower_threshold: int = LOWER_THRESHOLD_BYTES,
+    upper_threshold: int | None = None,
+    skip_modules: Container[nn.Module] = [],
+    override_config: Mapping[nn.Module, RoundPipeRunConfig] = {},
+    model_run_config: RoundPipeRunConfig = RoundPipeRunConfig(),  # noqa: B008 - frozen
+    name: str | None = None,
+    **roundpipe_kwargs: Any,
+) -> RoundPipe | AutoRoundPipe:
+    """Wrap a model: cut by the graph compiler if it can be traced, otherwise module by module.
+
+    Module by module means, for the model and then for what is below it, the first of these that holds:
+
+    1. in ``skip_modules``: left as it is, on the CPU;
+    2. it, or a module in it, must run once, since its code remembers something from call to call (a counter, a list,
+       a generator of its own), writes its weights or asks whether gradients are recorded: as 5;
+    3. a ``nn.Sequential``: a pipeline with one layer per child;
+    4. parameters of its own of at least ``lower_threshold`` bytes, or at most ``upper_threshold`` bytes in all, and
+       a forward: a pipeline of one layer. It is not split into microbatches if it is smaller than ``lower_threshold``
+       or has the batch in another dimension than the first (``batch_first=False`` somewhere in it); an activation
+       with ``inplace=True`` is left on the CPU;
+    5. anything else runs its own forward on the CPU, and the choice is made for each of its children, or for each
+       element of a ``nn.ModuleList``.
+
+    The loss function of a Hugging Face model runs on the device. A module that does more than return a value (writes
+    into its arguments, changes attributes, lists or globals, is given objects such as caches) goes back to the CPU
+    when it is found out, with a warning. If its first call in a mode shows it, all of that is put back before it runs
+    again; if only a later one does, what that call had changed by then stays. The model itself is not changed and
+    keeps the parameters.
+
+    Each pipeline splits what it is given on dim 0, or gets other options from ``override_config``: say
+    ``num_microbatch=1`` for a module whose inputs have something else than the batch there. Elements of a
+    ``nn.ModuleList``, all but the last, hand on their outputs in pieces, which the next pipeline takes as they are,
+    without a copy; to the code around them they are tensors, put together when it first uses their data. With
+    ``merge_output=True`` for an element they are put together at once; with ``merge_output=False`` that code gets
+    `RoundPipePackedData`.
+
+    Args:
+        model: any module; on the CPU.
+        use_sequential_preset: the graph compiler: None tries it, True requires it, False leaves it out. It traces at
+            once if there is an example, or if the model's own ``dummy_inputs`` can be traced; otherwise at the first
+            call, which then raises what is said below.
+        lower_threshold: bytes; see above.
+        upper_threshold: bytes; None: those of the whole model // (number of devices + 1).
+        skip_modules: modules that stay on the CPU; the model itself is given back as it is.
+        override_config: options of single modules that become pipelines.
+        model_run_config: defaults for every call.
+        name: for logs and traces; None: ``filename:line`` of the caller.
+        **roundpipe_kwargs: ``optim_dtype``, ``pin_model``, ``devices`` as for `RoundPipe`; ``example_args``,
+            ``example_kwargs``, ``balance`` as for `roundpipe.compile`.
+
+    Returns:
+        A `RoundPipe` if the model is cut by the graph compiler or is an ``nn.Sequential``, else an `AutoRoundPipe`.
+
+    Raises:
+        ConfigError: an argument can't be used as given.
+        NotImplementedError: ``use_sequential_preset=True``, and the model can't be traced.
+    """
+    unknown = [repr(option) for option in roundpipe_kwargs if option not in (*_SETTINGS, *_TRACING)]
+    if unknown:
+        allowed = ", ".join((*_SETTINGS, *_TRACING))
+        raise ConfigError(f"wrap_model_to_roundpipe has no option {', '.join(unknown)}; further ones are {allowed}")
+    _check_model(model, "wrap_model_to_roundpipe", "wrapped")
+    settings = {key: value for key, value in roundpipe_kwargs.items() if key in _SETTINGS}
+    settings |= {"name": name or caller_name(), "model_run_config": model_run_config}
+    choice = PartsChoice(model, lower_threshold, upper_threshold, skip_modules, override_config, splits_inside=True)
+    if model in skip_modules:
+        return model  # type: ignore[return-value]
+    if use_sequential_preset is False:
+        return choice.wrap(settings)
+    tracing = {key: value for key, value in roundpipe_kwargs.items() if key in _TRACING}
+    fallback = Fallback(choice, "not implemented" if use_sequential_preset else "log")
+    program = cut(model, fallback, settings.get("devices"), **tracing)
+    if program is None:
+        return choice.wrap(settings)
+    kind = type(model).__name__
+    if program.source.latest is not None:
+        logger.info("%s is cut by the graph compiler; use_sequential_preset=False wraps its modules instead", kind)
+    else:
+        logger.info("%s will be cut by the graph compiler at its first call", kind)
+    return RoundPipe(program, **settings)
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """What happens when a model can't be traced: it is refused, or it runs in parts."""
+
+    choice: PartsChoice
+    reaction: Literal["warn", "log", "refuse", "not implemented"]
+    """Two of them refuse."""
+
+    def on_failure(self, error: TraceError) -> None:
+        """React to the error; returns if the model runs in parts from now on."""
+        kind = type(self.choice.model).__name__
+        if self.reaction == "refuse":
+            raise error
+        if self.reaction == "not implemented":
+            raise NotImplementedError(f"use_sequential_preset=True, but {kind} can't be traced: {error}") from error
+        self.choice.keep_on_host(error.facts.stateful)
+        if self.reaction == "log":
+            logger.info("%s can't be traced, so it is not cut by the graph compiler: %s", kind, error)
+        else:
+            warn(f"{kind} runs module by module, as an AutoRoundPipe, because its forward can't be traced: {error}")
+
+
+def cut(
+    model: nn.Module,
+    fallback: Fallback,
+    devices: Sequence[DeviceLike] | DeviceLike | None = None,
+    balance: Balance = "time",
+    example_args: tuple[Any, ...] = (),
+    example_kwargs: dict[str, Any] | None = None,
+) -> ChainProgram | None:
+    """The model as layers: traced now if there is an example, else at the first call.
+
+    Args:
+        model: not changed.
+        fallback: what to do if it can't be traced.
+        devices: layers fit in the memory of each of them.
+        balance, example_args, example_kwargs: as for `compile`.
+
+    Returns:
+        None if the model can't be traced and runs in parts.
+    """
+    has_example = bool(example_args) or example_kwargs is not None
+    preview = None if has_example else own_example(model)
+    options = LowerOptions(balance, largest_layer_bytes(devices))
+    source = TracedSource(model, options, fallback.on_failure, preview)
+    if has_example and source.chain_for(example_args, example_kwargs or {}) is None:
+        return None
+    return ChainProgram(model, source, fallback.choice.make_fallback)
+
+
+def _check_model(model: Any, caller: str, participle: str) -> None:
+    """Raise `ConfigError` for what is no model, or one that is wrapped already, or has a part that is."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{caller} takes an nn.Module, got {type(model).__name__}")
+    if isinstance(model, RoundPipe):
+        raise ConfigError(f"the model is {participle} already; pass the original, which {caller} left as it was")
+    check_parts_unwrapped(model)

@@ -439,7 +439,7 @@ class Traceable(Nested):
 @pytest.mark.parametrize("options", [{}, {"example_args": (torch.randn(4, 8),)}])
 def test_a_traceable_model_is_cut(preset: bool | None, options: Any, caplog: pytest.LogCaptureFixture) -> None:
     model = Nested() if options else Traceable()
-    with caplog.at_level(logging.INFO, "roundpipe.wrappers.wrap"):
+    with caplog.at_level(logging.INFO, "roundpipe.api"):
         pipe = wrap_model_to_roundpipe(model, preset, devices=DEVICES, **options)
     with pipe:
         assert type(pipe) is RoundPipe
@@ -461,7 +461,7 @@ class Misleading(Nested):
 def test_an_example_of_its_own_that_does_not_fit_decides_nothing(
     preset: bool | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, "roundpipe.wrappers.wrap"):
+    with caplog.at_level(logging.INFO, "roundpipe.api"):
         pipe = wrap_model_to_roundpipe(Misleading(), preset, devices=DEVICES)
     with pipe:
         assert len(caplog.records) == 1 and "at its first call" in caplog.text
@@ -485,7 +485,7 @@ def test_required_of_a_model_that_shows_only_with_its_own_example_that_it_can_no
 
 
 def test_without_an_example_it_is_cut_at_the_first_call(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "roundpipe.wrappers.wrap"):
+    with caplog.at_level(logging.INFO, "roundpipe.api"):
         pipe = wrap_model_to_roundpipe(Nested(), devices=DEVICES)
     with pipe:
         assert pipe.trace_count == 0
@@ -496,7 +496,7 @@ def test_without_an_example_it_is_cut_at_the_first_call(caplog: pytest.LogCaptur
 
 def test_a_model_that_can_not_be_traced(caplog: pytest.LogCaptureFixture) -> None:
     x = torch.randn(4, 8)
-    with caplog.at_level(logging.INFO, "roundpipe.wrappers.wrap"):
+    with caplog.at_level(logging.INFO, "roundpipe.api"):
         pipe = wrap_model_to_roundpipe(Branching(), devices=DEVICES, example_args=(x,))
     with pipe:
         assert isinstance(pipe, AutoRoundPipe)

@@ -100,7 +100,8 @@ class TracedSource:
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedSource:
         """A source for the copy of the model; it traces anew."""
         model = copy.deepcopy(self._model, memo)
-        return TracedSource(model, self._options, self._on_failure, self._preview)
+        on_failure = copy.deepcopy(self._on_failure, memo)  # it may know modules of the model
+        return TracedSource(model, self._options, on_failure, self._preview)
 
     def chain_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerChain | None:
         """The chain for these arguments of one microbatch; None if the model can't be traced.

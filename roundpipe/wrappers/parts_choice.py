@@ -1,0 +1,194 @@
+"""Which modules of a model become parts, where the model is not cut into layers: see `PartsChoice`."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from roundpipe.core.caller import warn
+from roundpipe.core.errors import ConfigError, enumerated
+from roundpipe.core.module_tree import weight_bytes_of
+from roundpipe.effects.run_once import differentiates_gradients, holders_of, holders_of_those, runs_autograd
+from roundpipe.runtime.config import RoundPipeRunConfig
+from roundpipe.runtime.device.resolve import resolve_devices
+from roundpipe.wrappers.auto import AutoRoundPipe, HostRunner, Parts, PartsProgram
+from roundpipe.wrappers.part import IN_ONE_PIECE, is_sequential, overlaid
+from roundpipe.wrappers.pipe import RoundPipe
+from roundpipe.wrappers.session import Session
+
+LOWER_THRESHOLD_BYTES = 16 * 1024
+
+
+@dataclass(slots=True)
+class PartsChoice:
+    """How a model runs in parts, if it has to; see `roundpipe.wrap_model_to_roundpipe` for the options.
+
+    Raises:
+        ConfigError: an option can't be used as given.
+    """
+
+    model: nn.Module
+    lower_threshold: int = LOWER_THRESHOLD_BYTES
+    upper_threshold: int | None = None
+    skip_modules: Container[nn.Module] = ()
+    override_config: Mapping[nn.Module, RoundPipeRunConfig] = field(default_factory=dict)
+    splits_inside: bool = False
+    """See `roundpipe.wrappers.auto.Parts`."""
+    host_modules: set[nn.Module] = field(default_factory=set)
+    """Modules whose own forward must run on the CPU, once; see `keep_on_host`."""
+
+    def __post_init__(self) -> None:
+        _check_options(self.model, self.lower_threshold, self.upper_threshold, self.override_config)
+        _check_skipped(self.skip_modules)
+
+    def keep_on_host(self, names: Iterable[str]) -> None:
+        """Run the forwards of modules that must run once, and of those that hold them, on the CPU."""
+        for name in names:
+            self.host_modules.update(self.model.get_submodule(module) for module in (name, *holders_of(name)))
+
+    def wrap(self, settings: Mapping[str, Any]) -> RoundPipe:
+        """A wrapper of the model in parts, with these settings: name, devices and so on."""
+        walk = self._walk(len(resolve_devices(settings.get("devices"))))
+        settings = {**settings, "model_run_config": self._config(walk, settings["model_run_config"])}
+        if self.model in walk.parts and is_sequential(self.model):
+            return RoundPipe(self.model, **settings)
+        return AutoRoundPipe(PartsProgram(self.model, self._parts(walk)), **settings)
+
+    def make_fallback(self, session: Session) -> HostRunner:
+        """What runs the calls of a session's model for which there are no layers."""
+        walk = self._walk(session.engine.num_workers)
+        return HostRunner(session, self._parts(walk), self._config(walk, session.config))
+
+    def _walk(self, num_devices: int) -> _Walk:
+        upper_threshold = self.upper_threshold
+        if upper_threshold is None:
+            upper_threshold = weight_bytes_of(self.model) // (num_devices + 1)
+        on_host = self.host_modules | holders_of_those(self.model)
+        all_on_host = differentiates_gradients(self.model)
+        if all_on_host:
+            on_host.add(self.model)
+        walk = _Walk(
+            self.model, self.lower_threshold, upper_threshold, self.skip_modules, on_host, self.override_config
+        )
+        if all_on_host:
+            walk.leave_all()
+        else:
+            walk.visit(self.model)
+        walk.warn_of_unused_options()
+        return walk
+
+    def _config(self, walk: _Walk, of_model: RoundPipeRunConfig) -> RoundPipeRunConfig:
+        return overlaid(walk.parts.get(self.model) or walk.override.get(self.model) or of_model, of_model)
+
+    def _parts(self, walk: _Walk) -> Parts:
+        nothing_chosen = not walk.parts and self.model not in walk.on_host
+        is_whole = nothing_chosen and not any(module in self.skip_modules for module in walk.left)
+        if self.model in walk.parts or is_whole:
+            return Parts.whole(self.model, splits_inside=self.splits_inside)
+        return Parts(walk.parts, tuple(walk.left), self.splits_inside)
+
+
+def _check_skipped(modules: Any) -> None:
+    if isinstance(modules, (str, Iterator)) or not isinstance(modules, (Container, Iterable)):
+        shown = f"the name {modules!r}" if isinstance(modules, str) else f"of type {type(modules).__name__}"
+        raise ConfigError(f"skip_modules is {shown}; give a list of modules, such as [model.head]")
+    wrong = [entry for entry in modules if not isinstance(entry, nn.Module)] if isinstance(modules, Iterable) else []
+    if wrong:
+        raise ConfigError(
+            f"skip_modules has {wrong[0]!r}, a {type(wrong[0]).__name__}; give the modules themselves, such as "
+            "[model.head], or [model.get_submodule(name)]"
+        )
+
+
+def _check_options(model: nn.Module, lower: Any, upper: Any, overrides: Any) -> None:
+    for name, value in (("lower_threshold", lower), ("upper_threshold", upper)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            if name == "upper_threshold" and value is None:
+                continue
+            raise ConfigError(f"{name}={value!r}; give a number of bytes")
+    known = set(model.modules())
+    for module, config in overrides.items():
+        if module not in known:
+            raise ConfigError(f"override_config has a {type(module).__name__} that is no module of the model")
+        if not isinstance(config, RoundPipeRunConfig):
+            raise ConfigError(f"override_config has a {type(config).__name__}; give RoundPipeRunConfig objects")
+
+
+@dataclass(slots=True)
+class _Walk:
+    """Chooses for each module of a model, from the root down."""
+
+    model: nn.Module
+    lower_threshold: int
+    upper_threshold: int
+    skip: Container[nn.Module]
+    """Left as they are by the user's wish."""
+    on_host: Container[nn.Module]
+    """Must be opened."""
+    override: Mapping[nn.Module, RoundPipeRunConfig]
+    parts: dict[nn.Module, RoundPipeRunConfig] = field(default_factory=dict)
+    """Become pipelines."""
+    left: dict[nn.Module, None] = field(default_factory=dict)
+    """Are called as they are."""
+    opened: dict[nn.Module, None] = field(default_factory=dict)
+    """Run their own forward on the CPU, around what was chosen for their children."""
+
+    def visit(self, module: nn.Module) -> None:
+        """Choose for a module and what is below it."""
+        if module in self.parts or module in self.left or module in self.opened:
+            return
+        runs_gradients = module is not self.model and module in self.on_host and runs_autograd(module)
+        if module in self.skip or _is_inplace_activation(module) or runs_gradients:
+            self.left[module] = None
+        elif module not in self.on_host and (is_sequential(module) or self._is_one_layer(module)):
+            options = self.override.get(module, RoundPipeRunConfig())
+            stays_whole = not is_sequential(module) and weight_bytes_of(module) < self.lower_threshold
+            if stays_whole or _has_batch_elsewhere(module):
+                options = overlaid(options, IN_ONE_PIECE)
+            self.parts[module] = options
+        else:
+            self.opened[module] = None
+            for child in module.children():
+                self.visit(child)
+
+    def leave_all(self) -> None:
+        """Choose the host for all of a model that makes gradients of gradients."""
+        self.opened[self.model] = None
+        self.left.update(dict.fromkeys(self.model.children()))
+        warn(
+            f"the forward of {type(self.model).__name__} makes gradients that the loss goes through, which can't be "
+            "done with layers on devices: all of it runs on the CPU"
+        )
+
+    def _is_one_layer(self, module: nn.Module) -> bool:
+        if type(module).forward is nn.Module.forward:
+            return False
+        own_bytes = sum(parameter.nbytes for parameter in module.parameters(recurse=False))
+        return own_bytes >= self.lower_threshold or weight_bytes_of(module) <= self.upper_threshold
+
+    def warn_of_unused_options(self) -> None:
+        """Warn of options for modules that are inside a pipeline or around one."""
+        names = {module: name for name, module in self.model.named_modules()}
+        chosen = {*self.parts, *self.left, *self.opened}
+        inside = [name for module, name in names.items() if module not in chosen and module in self.skip]
+        if inside:
+            verb = "is" if len(inside) == 1 else "are"
+            warn(
+                f"skip_modules: {enumerated(inside)} {verb} inside a module that becomes one pipeline, and with it on "
+                "the devices; skip that one, or lower the thresholds"
+            )
+        unused = [names[module] for module in self.override if module not in self.parts and module is not self.model]
+        if unused:
+            why = "since it is no pipeline of its own" if len(unused) == 1 else "since none is a pipeline of its own"
+            warn(f"override_config: the options of {enumerated(unused)} have no effect, {why}")
+
+
+def _is_inplace_activation(module: nn.Module) -> bool:
+    return getattr(module, "inplace", False) is True and next(module.parameters(), None) is None
+
+
+def _has_batch_elsewhere(module: nn.Module) -> bool:
+    return any(getattr(part, "batch_first", True) is False for part in module.modules())
