@@ -35,13 +35,13 @@ class Work:
 class Tally(TorchDispatchMode):
     """Counts the bytes that kernels move and the peak of the memory that they allocate."""
 
-    def __init__(self, given: Iterable[torch.Tensor]) -> None:
+    def __init__(self, inputs: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.moved_bytes = 0
         self.num_kernels = 0
         self.live_bytes = 0
         self.peak_bytes = 0
-        self.known: dict[int, Any] = {tensor.untyped_storage()._cdata: None for tensor in given}
+        self.known: dict[int, Any] = {tensor.untyped_storage()._cdata: None for tensor in inputs}
 
     def work(self, flops: FlopCounterMode) -> Work:
         """What was counted so far, together with a counter of FLOPs that ran alongside."""
@@ -49,20 +49,20 @@ class Tally(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        read = _tensors_of((args, kwargs))
-        made = _tensors_of(result)
-        if not made and not func._schema.is_mutable:
+        inputs = _tensors_of((args, kwargs))
+        outputs = _tensors_of(result)
+        if not outputs and not func._schema.is_mutable:
             return result  # a question, not a kernel
-        read_storages = {tensor.untyped_storage()._cdata for tensor in read}
-        if all(tensor.untyped_storage()._cdata in read_storages for tensor in made):
+        storages = {tensor.untyped_storage()._cdata for tensor in inputs}
+        if all(tensor.untyped_storage()._cdata in storages for tensor in outputs):
             if func._schema.is_mutable:
-                self.moved_bytes += sum(map(_bytes, read))
+                self.moved_bytes += sum(map(_bytes, inputs))
                 self.num_kernels += 1
             return result
-        source_bytes = sum(map(_bytes, made)) if func._opname in GATHERING else sum(map(_bytes, read))
+        source_bytes = sum(map(_bytes, outputs)) if func._opname in GATHERING else sum(map(_bytes, inputs))
         self.num_kernels += 1
-        self.moved_bytes += source_bytes + sum(map(_bytes, made))
-        for tensor in made:
+        self.moved_bytes += source_bytes + sum(map(_bytes, outputs))
+        for tensor in outputs:
             self._allocated(tensor)
         return result
 

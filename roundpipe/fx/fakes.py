@@ -87,9 +87,9 @@ def written_unseen(function: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
         return []
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
-    given = bound.arguments
-    writes = given["use_input_stats"] if "use_input_stats" in given else given["training"]
-    statistics = [given["running_mean"], given["running_var"]]
+    arguments = bound.arguments
+    writes = arguments["use_input_stats"] if "use_input_stats" in arguments else arguments["training"]
+    statistics = [arguments["running_mean"], arguments["running_var"]]
     return [tensor for tensor in statistics if writes and isinstance(tensor, torch.Tensor)]
 
 
@@ -212,8 +212,8 @@ class FakeWorld:
         """Whether the twin has its fake of a parameter or buffer in place, not what a forward put there."""
         owner, _, attribute = name.rpartition(".")
         module = self.twin.get_submodule(owner)
-        held = module._parameters if attribute in module._parameters else module._buffers
-        return held.get(attribute) is self.fake(name)
+        tensors = module._parameters if attribute in module._parameters else module._buffers
+        return tensors.get(attribute) is self.fake(name)
 
     @functools.cached_property
     def parameter_at(self) -> dict[int, torch.Tensor]:

@@ -12,10 +12,10 @@ from roundpipe.fx.sizes import Symbolic
 
 def flat_values(*values: Any) -> list[Any]:
     """The tensors and symbolic numbers in some arguments, fast for the usual containers."""
-    found: list[Any] = []
+    result: list[Any] = []
     for value in values:
-        _collect(value, found)
-    return found
+        _collect(value, result)
+    return result
 
 
 def flat_tensors(*values: Any) -> list[torch.Tensor]:
@@ -23,19 +23,25 @@ def flat_tensors(*values: Any) -> list[torch.Tensor]:
     return [value for value in flat_values(*values) if isinstance(value, torch.Tensor)]
 
 
+def flat_sizes(*values: Any) -> list[Any]:
+    """The symbolic numbers in some arguments, and every dimension of the tensors."""
+    flat = flat_values(*values)
+    return [size for value in flat for size in (value.shape if isinstance(value, torch.Tensor) else (value,))]
+
+
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
-def _collect(value: Any, found: list[Any]) -> None:
+def _collect(value: Any, result: list[Any]) -> None:
     if isinstance(value, (torch.Tensor, *Symbolic)):
-        found.append(value)
+        result.append(value)
     elif isinstance(value, _PLAIN):
         return
     elif isinstance(value, (list, tuple)):
         for item in value:
-            _collect(item, found)
+            _collect(item, result)
     elif type(value) is dict:
         for item in value.values():
-            _collect(item, found)
+            _collect(item, result)
     else:
-        found.extend(leaf for leaf in trees.leaves(value) if isinstance(leaf, (torch.Tensor, *Symbolic)))
+        result.extend(leaf for leaf in trees.leaves(value) if isinstance(leaf, (torch.Tensor, *Symbolic)))

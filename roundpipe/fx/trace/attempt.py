@@ -183,7 +183,7 @@ class Attempt:
         names = self._world.name_of_module
         real = {module: self._world.model.get_submodule(names[module]) for module in self._before_hooks}
         glue = {real[module] for module in self._glue.modules}
-        leaves = [self._world.twin.get_submodule(str(node.target)) for node in self._recorder.findings.handed_back]
+        leaves = [self._world.twin.get_submodule(str(node.target)) for node in self._recorder.findings.origins]
         passing = {real[inner] for leaf in leaves for inner in leaf.modules() if inner in real}
         own = Own(places=places, counts=counts)
         for module, name, _, value, _ in changed:
@@ -193,9 +193,9 @@ class Attempt:
                 own.attributes.add(name)
         own.hooks.update(
             (real[module], now)
-            for module, was in self._before_hooks.items()
+            for module, hooks in self._before_hooks.items()
             for now in [hooks_by_code(module)]
-            if now != was
+            if now != hooks
         )
         return ModelState(self._world.model, glue, passing, own)
 
@@ -217,36 +217,45 @@ class Attempt:
                 words = f"{words}, and a loss may send gradients back through it"
                 raise Retry(Lesson(TraceError(words, TraceCause.ACTIVATION_HOOKED)))
 
-    # the session of `intercept`
+    # what `intercept` asks
 
     def in_glue(self) -> bool:
+        """Whether the model's own Python is running, rather than an operator or a leaf."""
         return self._recorder.in_glue()
 
     def in_transform(self) -> bool:
+        """Whether a function transform is running in glue."""
         return bool(self._recorder.watch.below_transform)
 
     def transform(self) -> AbstractContextManager[None]:
+        """Around a function transform in glue."""
         return self._recorder.transform()
 
     def apply_function(self, function: type[torch.autograd.Function], args: Any, kwargs: Any) -> Any:
+        """A custom autograd function is applied in glue."""
         return self._recorder.record_function(function, args, kwargs)
 
     def draw_random(self, what: str) -> BaseException:
+        """Glue uses Python's or NumPy's random numbers: the exception to raise."""
         words = f"{what} is called, and its result would be the same at every call of the graph"
         return self._recorder.give_up(TraceError(words, TraceCause.RANDOM, TraceFacts(function=what)))
 
     def note_grad_mode_asked(self) -> None:
+        """The model's code asks whether gradients are recorded."""
         self._recorder.note_grad_mode_asked()
 
     def length_of(self, tensor: torch.Tensor) -> Any:
+        """What ``len(tensor)`` gives in the model's own code."""
         return self._glue.length_of(tensor)
 
     def has_readable_data(self, tensor: Any) -> bool:
+        """Whether the data of a fake tensor can be read while tracing."""
         if not self.in_glue() or not isinstance(tensor, torch.Tensor) or not self._world.has_data:
             return False
         return self._recorder.data.determines(tensor)
 
     def call_module(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A module is called."""
         name = self._world.name_of_module.get(module)
         if not self.in_glue() or name is None:
             return ORIGINAL_CALL(module, *args, **kwargs)

@@ -22,7 +22,7 @@ from torch.fx import Node
 from roundpipe.core import trees
 from roundpipe.fx.fakes import FakeWorld, is_fake
 from roundpipe.fx.flat import flat_tensors, flat_values
-from roundpipe.fx.operations import Build, Hole, take
+from roundpipe.fx.operations import Build, Hole, set_item, set_property, take
 from roundpipe.fx.sizes import Symbolic, expression_of, size_function
 
 Meta = Callable[[], dict[str, Any]]
@@ -98,16 +98,16 @@ class GraphBuilder:
             node.meta["value"] = value
             self._sizes.setdefault(expression_of(value), node)
             return
-        made: dict[trees.Path, Node] = {(): node}
+        nodes: dict[trees.Path, Node] = {(): node}
         leaves = []
         for path, leaf in trees.walk(value):
             if not isinstance(leaf, (torch.Tensor, *Symbolic)):
                 continue
             leaves.append(leaf)
             for end in range(1, len(path) + 1):
-                if path[:end] not in made:
-                    made[path[:end]] = self._accessor(made[path[: end - 1]], path[end - 1])
-            accessor = made[path]
+                if path[:end] not in nodes:
+                    nodes[path[:end]] = self._accessor(nodes[path[: end - 1]], path[end - 1])
+            accessor = nodes[path]
             if isinstance(leaf, torch.Tensor):
                 self.bind(leaf, accessor)
             else:
@@ -236,8 +236,8 @@ class GraphBuilder:
 
     def _object_argument(self, value: Any) -> Any:
         now = flat_values(value)
-        for known, node, leaves in reversed(self._objects):
-            if known is value and _same(leaves, now):
+        for other, node, leaves in reversed(self._objects):
+            if other is value and _same(leaves, now):
                 return node
         if now:
             template = trees.map_leaves(
@@ -277,3 +277,21 @@ def _input_name(path: trees.Path) -> str:
     if half == 0 or not name.isidentifier() or keyword.iskeyword(name):
         name = f"input_{name}"
     return name
+
+
+def node_form(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Any, Any, Any]:
+    """The kind of node and the target for a call as torch reports it."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__") and hasattr(func, "__self__"):
+        attribute = func.__self__.__name__
+        if name == "__get__":
+            return "call_function", getattr, (args[0], attribute), {}
+        return "call_function", set_property, (args[0], attribute, args[1]), {}
+    if func is torch.Tensor.__setitem__:
+        return "call_function", set_item, args, kwargs
+    if name == "__getitem__":
+        return "call_function", operator.getitem, args, kwargs
+    is_method = getattr(func, "__objclass__", None) is torch._C.TensorBase
+    if (is_method or getattr(torch.Tensor, name, None) is func) and isinstance(args[0], Node):
+        return "call_method", name, args, kwargs
+    return "call_function", func, args, kwargs

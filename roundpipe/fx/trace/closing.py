@@ -77,7 +77,7 @@ def closed_graph(
         example_elements=sum(tensor.numel() for tensor in trees.tensors(world.real_arguments)),
         opaque=dict(opaque),
     )
-    verifier = ShapeVerifier(traced, world, form, findings.probed_nodes, knowledge.dynamic, findings.handed_back)
+    verifier = ShapeVerifier(traced, world, form, findings.probed_nodes, knowledge.dynamic, findings.origins)
     weights = {str(node.target) for node in graph.nodes if node.op == "get_attr"} - set(traced.constants)
     flags = flags.with_weights(sorted(weights))
     flags.forms.leave_out([name for name in world.real if not world.has_in_place(name)])

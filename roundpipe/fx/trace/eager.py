@@ -69,8 +69,8 @@ def _raised(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wit
         return error
     finally:
         before.restore()
-        for parameter, data, was in weights:  # a forward may write them, also where no version tells
+        for parameter, data, original in weights:  # a forward may write them, also where no version tells
             parameter.data = data
             if not without_data:
-                data.copy_(was)
+                data.copy_(original)
     return None

@@ -131,7 +131,7 @@ def has_backward_hooks(module: nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors have the same shape, for every size of the inputs, and dtype."""
-    sizes = [list(map(expression_of, tensor.shape)) for tensor in (one, other)]
-    return one.dtype == other.dtype and sizes[0] == sizes[1]
+    sizes = [list(map(expression_of, tensor.shape)) for tensor in (first, second)]
+    return first.dtype == second.dtype and sizes[0] == sizes[1]

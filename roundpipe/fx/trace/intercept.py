@@ -14,8 +14,8 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._functorch.apis
@@ -24,45 +24,8 @@ from torch import nn
 
 from roundpipe.fx.locations import is_model_file
 
-
-class Session(Protocol):
-    """What decides about intercepted calls of the tracing thread."""
-
-    def in_glue(self) -> bool:
-        """Whether the model's own Python is running, rather than an operator or a leaf."""
-        ...
-
-    def call_module(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A module is called."""
-        ...
-
-    def apply_function(self, function: type[torch.autograd.Function], args: Any, kwargs: Any) -> Any:
-        """A custom autograd function is applied in glue."""
-        ...
-
-    def in_transform(self) -> bool:
-        """Whether a function transform is running in glue."""
-        ...
-
-    def transform(self) -> AbstractContextManager[None]:
-        """Around a function transform in glue."""
-        ...
-
-    def draw_random(self, what: str) -> BaseException:
-        """Glue uses Python's or NumPy's random numbers: the exception to raise."""
-        ...
-
-    def note_grad_mode_asked(self) -> None:
-        """The model's code asks whether gradients are recorded."""
-        ...
-
-    def length_of(self, tensor: torch.Tensor) -> Any:
-        """What ``len(tensor)`` gives in the model's own code."""
-        ...
-
-    def has_readable_data(self, tensor: Any) -> bool:
-        """Whether the data of a fake tensor can be read while tracing."""
-        ...
+if TYPE_CHECKING:
+    from roundpipe.fx.trace.attempt import Attempt
 
 
 _LOCK = threading.RLock()
@@ -73,8 +36,8 @@ PYTHON_RANDOM = "random randint uniform choice choices shuffle sample gauss rand
 NUMPY_RANDOM = "rand randn random randint uniform choice permutation random_sample normal shuffle binomial".split()
 
 
-def _session() -> Session | None:
-    return getattr(_ACTIVE, "session", None)
+def _attempt() -> Attempt | None:
+    return getattr(_ACTIVE, "attempt", None)
 
 
 @contextmanager
@@ -86,12 +49,12 @@ def exclusive() -> Iterator[None]:
 
 @contextmanager
 def intercepting(
-    session: Session, files: Iterable[types.ModuleType] = (), cells: Iterable[types.CellType] = ()
+    attempt: Attempt, files: Iterable[types.ModuleType] = (), cells: Iterable[types.CellType] = ()
 ) -> Iterator[None]:
-    """Sends the calls of this thread to ``session``.
+    """Sends the calls of this thread to ``attempt``.
 
     Args:
-        files: Python modules with code of the model's, in which ``len`` of a tensor is asked of the session too:
+        files: Python modules with code of the model's, in which ``len`` of a tensor is asked of the attempt too:
             the builtin can't give a symbol.
         cells: of closures of the model's, which may hold functions of torch's.
     """
@@ -112,8 +75,8 @@ def intercepting(
             if "len" not in file.__dict__:
                 file.__dict__["len"] = _length
                 stack.callback(file.__dict__.pop, "len", None)
-        stack.callback(setattr, _ACTIVE, "session", _session())
-        _ACTIVE.session = session
+        stack.callback(setattr, _ACTIVE, "attempt", _attempt())
+        _ACTIVE.attempt = attempt
         yield
 
 
@@ -123,17 +86,17 @@ def _patch(stack: ExitStack, owner: Any, name: str, new: Any) -> None:
 
 
 def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    session = _session()
-    if session is None:
+    attempt = _attempt()
+    if attempt is None:
         return ORIGINAL_CALL(module, *args, **kwargs)
-    return session.call_module(module, args, kwargs)
+    return attempt.call_module(module, args, kwargs)
 
 
 def _length(value: Any, /) -> Any:
-    session = _session()
-    if session is None or not isinstance(value, torch.Tensor) or not session.in_glue():
+    attempt = _attempt()
+    if attempt is None or not isinstance(value, torch.Tensor) or not attempt.in_glue():
         return len(value)
-    return session.length_of(value)
+    return attempt.length_of(value)
 
 
 def _patch_function_apply(stack: ExitStack) -> None:
@@ -141,15 +104,15 @@ def _patch_function_apply(stack: ExitStack) -> None:
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         bound = original.__get__(None, cls)
-        session = _session()
-        if session is None or not session.in_glue() or session.in_transform():
+        attempt = _attempt()
+        if attempt is None or not attempt.in_glue() or attempt.in_transform():
             return bound(*args, **kwargs)
         if cls is torch.utils.checkpoint.CheckpointFunction:
             function, _preserve_rng_state, *inputs = args
             # Recomputation is the runtime's affair. Without an input that requires grad, eager gives no gradients.
             with torch.set_grad_enabled(torch.is_grad_enabled() and _any_requires_grad(inputs)):
                 return function(*inputs)
-        return session.apply_function(cls, args, kwargs)
+        return attempt.apply_function(cls, args, kwargs)
 
     _patch(stack, torch.autograd.Function, "apply", classmethod(apply))
 
@@ -163,10 +126,10 @@ def _patch_transforms(stack: ExitStack) -> None:
     original = apis.vmap_impl
 
     def vmap_impl(*args: Any, **kwargs: Any) -> Any:
-        session = _session()
-        if session is None or not session.in_glue():
+        attempt = _attempt()
+        if attempt is None or not attempt.in_glue():
             return original(*args, **kwargs)
-        with session.transform():
+        with attempt.transform():
             return original(*args, **kwargs)
 
     _patch(stack, apis, "vmap_impl", vmap_impl)
@@ -174,19 +137,19 @@ def _patch_transforms(stack: ExitStack) -> None:
 
 def _refused(owner: str, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def draw(*args: Any, **kwargs: Any) -> Any:
-        session = _session()
-        if session is None or not session.in_glue():
+        attempt = _attempt()
+        if attempt is None or not attempt.in_glue():
             return original(*args, **kwargs)
-        raise session.draw_random(f"{owner}.{name}")
+        raise attempt.draw_random(f"{owner}.{name}")
 
     return draw
 
 
 def _noting_grad_mode(original: Callable[[], bool]) -> Callable[[], bool]:
     def is_grad_enabled() -> bool:
-        session = _session()
-        if session is not None and is_model_file(sys._getframe(1).f_code.co_filename):
-            session.note_grad_mode_asked()
+        attempt = _attempt()
+        if attempt is not None and is_model_file(sys._getframe(1).f_code.co_filename):
+            attempt.note_grad_mode_asked()
         return original()
 
     is_grad_enabled.__wrapped__ = original  # type: ignore[attr-defined]
@@ -199,13 +162,13 @@ def _patch_grad_mode(stack: ExitStack, cells: Iterable[types.CellType]) -> None:
     noting = _noting_grad_mode(original)
     _patch(stack, torch, "is_grad_enabled", noting)
     for file, module in list(sys.modules.items()):
-        held = getattr(module, "__dict__", None)
-        if type(held) is not dict or file.partition(".")[0] in _OTHERS:
+        namespace = getattr(module, "__dict__", None)
+        if type(namespace) is not dict or file.partition(".")[0] in _OTHERS:
             continue
-        if id(original) in set(map(id, list(held.values()))):
-            for name in [name for name, value in list(held.items()) if value is original]:
-                stack.callback(held.__setitem__, name, original)
-                held[name] = noting
+        if id(original) in set(map(id, list(namespace.values()))):
+            for name in [name for name, value in list(namespace.items()) if value is original]:
+                stack.callback(namespace.__setitem__, name, original)
+                namespace[name] = noting
     for cell in cells:
         if cell.cell_contents is original:
             stack.callback(setattr, cell, "cell_contents", original)
@@ -224,8 +187,8 @@ def _patch_transformers(stack: ExitStack) -> None:
         return
 
     def is_fake_tensor(tensor: Any) -> bool:
-        session = _session()
-        if session is not None and session.has_readable_data(tensor):
+        attempt = _attempt()
+        if attempt is not None and attempt.has_readable_data(tensor):
             return False
         return bool(original(tensor))
 

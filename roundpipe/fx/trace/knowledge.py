@@ -4,6 +4,7 @@
     Lesson      what to do otherwise about one module, and why
     Need        what to do otherwise everywhere
     Knowledge   the lessons so far; attempts only read it
+    Findings    what one attempt finds out beside the graph
 
 An attempt is never repaired midway: Python state that it left behind could not be taken back.
 """
@@ -15,15 +16,38 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import nn
+from torch.fx import Node
 
 from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
 from roundpipe.fx.fakes import Dimension
+from roundpipe.fx.guards.writes import Write
 from roundpipe.fx.locations import model_location, raised_at, source_at, with_source
 from roundpipe.fx.trace.advice import advice
 from roundpipe.fx.trace.policy import Decision, is_of_torch
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Findings:
+    """What one attempt finds out beside the graph."""
+
+    grad_matters: bool
+    """Whether the code asks for what only a forward with autograd tells."""
+    born_in: dict[torch.Tensor, str] = field(default_factory=dict)
+    """Tensors made inside leaves, with the leaf's name."""
+    probed_nodes: set[Node] = field(default_factory=set)
+    """Nodes whose output sizes a probe found."""
+    origins: dict[Node, tuple[str, ...]] = field(default_factory=dict)
+    """Leaves that return an argument or a weight itself, with which; at other sizes it may be something new."""
+    weight_writes: list[tuple[Write, torch.Tensor]] = field(default_factory=list)
+    """Writes to weights, with the weight, that change nothing of it now."""
+    not_kept: dict[str, None] = field(default_factory=dict)
+    """Attributes that leaves set to activations, which nobody reads."""
+    fixes_sizes: dict[str, TraceError] = field(default_factory=dict)
+    """Modules whose glue turns sizes into plain numbers, with where."""
 
 
 class Need(enum.Enum):

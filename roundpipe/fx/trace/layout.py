@@ -36,13 +36,13 @@ class LayoutLog:
     """What made each tensor of one run, in order."""
 
     def __init__(self) -> None:
-        self._made: dict[torch.Tensor, tuple[Any, list[torch.Tensor]]] = {}
+        self._sources: dict[torch.Tensor, tuple[Any, list[torch.Tensor]]] = {}
 
-    def note(self, func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
+    def note(self, func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         """An operator was called."""
-        for tensor in made:
-            if not any(tensor is one for one in given):
-                self._made[tensor] = (func, given)
+        for tensor in outputs:
+            if not any(tensor is value for value in inputs):
+                self._sources[tensor] = (func, inputs)
 
     def is_settled(self, tensor: torch.Tensor, known: Collection[torch.Tensor]) -> bool:
         """Whether a fake's strides are those of the real tensor, whatever kernels run.
@@ -51,29 +51,29 @@ class LayoutLog:
             known: tensors that lie as their fakes do: weights, buffers and contiguous inputs.
         """
         settled = set(known)
-        for made, (func, given) in self._made.items():
-            if _settles(func, given, made, settled):
-                settled.add(made)
-            if made is tensor:
+        for output, (func, inputs) in self._sources.items():
+            if _settles(func, inputs, output, settled):
+                settled.add(output)
+            if output is tensor:
                 break
         return tensor in settled
 
 
-def _settles(func: Any, given: list[torch.Tensor], made: torch.Tensor, settled: set[torch.Tensor]) -> bool:
+def _settles(func: Any, inputs: list[torch.Tensor], output: torch.Tensor, settled: set[torch.Tensor]) -> bool:
     name = func._opname if func.namespace == "aten" else ""
     if name in _ALWAYS_CONTIGUOUS:
-        return is_contiguous(made)
-    if not all(tensor in settled for tensor in given):
+        return is_contiguous(output)
+    if not all(tensor in settled for tensor in inputs):
         return False
     if name in _KEEPING or _is_view(func):
         return True
-    is_plain = name in _CONTIGUOUS_OF_CONTIGUOUS or (name and torch.Tag.pointwise in func.tags) or (name and not given)
-    return bool(is_plain) and all(map(is_contiguous, (*given, made)))
+    is_plain = name in _CONTIGUOUS_OF_CONTIGUOUS or (name and torch.Tag.pointwise in func.tags) or (name and not inputs)
+    return bool(is_plain) and all(map(is_contiguous, (*inputs, output)))
 
 
 def _is_view(func: Any) -> bool:
-    aliases = [one.alias_info for one in func._schema.returns]
-    return func.namespace == "aten" and any(one is not None and not one.is_write for one in aliases)
+    aliases = [value.alias_info for value in func._schema.returns]
+    return func.namespace == "aten" and any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[Any, ...] | None:

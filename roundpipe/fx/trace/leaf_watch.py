@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 
 from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
@@ -22,6 +21,7 @@ from roundpipe.fx.fakes import written_unseen
 from roundpipe.fx.flat import flat_tensors
 from roundpipe.fx.guards.writes import Write
 from roundpipe.fx.locations import is_model_file, model_location
+from roundpipe.fx.trace.builder import GraphBuilder
 
 
 class LeafWatch(TorchFunctionMode):
@@ -29,10 +29,10 @@ class LeafWatch(TorchFunctionMode):
 
     Args:
         name: the leaf's.
-        node_of: the tensors that have nodes.
-        allowed: tensors that the leaf may use: its arguments, parameters and buffers.
-        foreign: the name of a weight of the model that is not the leaf's, which would not be there when it runs.
-        refuse_hidden: what to raise if the leaf uses an activation that is not among its arguments.
+        builder: which tensors have nodes.
+        inputs: the leaf's arguments.
+        weights: its own parameters and buffers; those of others would not be there when it runs.
+        refuse_hidden: what to raise if it uses an activation that is not among its arguments.
         refuse_foreign: what to raise if it uses a weight that is not its own.
         born_in: gets every tensor made inside.
     """
@@ -40,18 +40,19 @@ class LeafWatch(TorchFunctionMode):
     def __init__(
         self,
         name: str,
-        node_of: dict[torch.Tensor, Node],
-        allowed: Callable[[torch.Tensor], bool],
-        foreign: Callable[[torch.Tensor], str | None],
+        builder: GraphBuilder,
+        inputs: Iterable[torch.Tensor],
+        weights: Iterable[torch.Tensor],
         refuse_hidden: Callable[[TraceError], BaseException],
         refuse_foreign: Callable[[TraceError], BaseException],
         born_in: dict[torch.Tensor, str],
     ) -> None:
         super().__init__()
         self._name = name
-        self._node_of = node_of
-        self._allowed = allowed
-        self._foreign = foreign
+        self._node_of = builder.node_of
+        self._name_of = builder.world.name_of
+        self._inputs = frozenset(inputs)
+        self._own = self._inputs.union(weights)
         self._refuse_hidden = refuse_hidden
         self._refuse_foreign = refuse_foreign
         self._born_in = born_in
@@ -67,38 +68,47 @@ class LeafWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = flat_tensors(args, kwargs)
-        self._generators += [weakref.ref(one) for one in (*args, *kwargs.values()) if isinstance(one, torch.Generator)]
+        inputs = flat_tensors(args, kwargs)
+        arguments = (*args, *kwargs.values())
+        self._generators += [weakref.ref(value) for value in arguments if isinstance(value, torch.Generator)]
         self.runs_autograd |= func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
-        for tensor in given:
+        for tensor in inputs:
             node = self._node_of.get(tensor)
-            if node is not None and node.op != "get_attr" and not self._allowed(tensor):
+            if node is not None and node.op != "get_attr" and not self._is_known(tensor):
                 words = f"{self._name} uses {node.name}, which is not one of its arguments"
                 raise self._refuse_hidden(TraceError(words, TraceCause.UNTRACED_VALUE))
-        versions = [tensor._version for tensor in given]
+        versions = [tensor._version for tensor in inputs]
         name = getattr(func, "__name__", "")
         if name == "__set__" and func.__self__.__name__ == "data":
             self.written.add(args[0].untyped_storage()._cdata)
         out = func(*args, **kwargs)
-        for tensor, version in zip(given, versions, strict=True):
+        for tensor, version in zip(inputs, versions, strict=True):
             if tensor._version != version:
                 self.written.add(tensor.untyped_storage()._cdata)
                 self.writes.append(Write(tensor, func, args, kwargs))
         self.written.update(tensor.untyped_storage()._cdata for tensor in written_unseen(func, args, kwargs))
-        made = flat_tensors(out)
-        for weight in map(self._foreign, given) if made else ():  # what it asks of their form may come from anywhere
-            if weight is not None:
-                words = f"{self._name} uses {weight}, which is not a weight of its own"
+        outputs = flat_tensors(out)
+        for tensor in inputs if outputs else ():  # whose form it asks for may be anyone's
+            if tensor in self._name_of and tensor not in self._own:
+                words = f"{self._name} uses {self._name_of[tensor]}, which is not a weight of its own"
                 raise self._refuse_foreign(TraceError(words))
-        if not made and name == "__get__":
+        if not outputs and name == "__get__":
             self._note_attribute(func.__self__.__name__, args[0])
-        computed = any(tensor in self.computed or self._allowed(tensor) for tensor in given)
-        for tensor in made:
+        computed = any(tensor in self.computed or self._is_known(tensor) for tensor in inputs)
+        for tensor in outputs:
             if computed:
                 self.computed.add(tensor)
             if tensor not in self._node_of:
                 self._born_in[tensor] = self._name
         return out
+
+    def _is_known(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is an argument or a weight."""
+        return tensor in self._inputs or tensor in self._name_of
+
+    def wrote_any(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether it wrote the memory of some tensors in place."""
+        return any(tensor.untyped_storage()._cdata in self.written for tensor in tensors)
 
     def drew_from_kept(self) -> bool:
         """Whether it drew random numbers from a generator that outlives the call."""
@@ -121,14 +131,14 @@ class LeafRun:
     """Arguments that it wrote in place."""
 
 
-def handed_back(out: Any, args: Any, kwargs: Any, name_of: Mapping[torch.Tensor, str]) -> tuple[str, ...]:
+def output_origins(out: Any, args: Any, kwargs: Any, name_of: Mapping[torch.Tensor, str]) -> tuple[str, ...]:
     """For each tensor that a call returned, the argument or weight that it is or lies in; nothing for a new one."""
-    given: dict[Any, str] = {}
+    inputs: dict[Any, str] = {}
     for index, tensor in enumerate(flat_tensors(args, kwargs)):
-        given.setdefault(tensor, f"argument {index}")
-        given.setdefault(tensor.untyped_storage()._cdata, f"in argument {index}")
+        inputs.setdefault(tensor, f"argument {index}")
+        inputs.setdefault(tensor.untyped_storage()._cdata, f"in argument {index}")
     return tuple(
-        given.get(tensor) or name_of.get(tensor) or given.get(tensor.untyped_storage()._cdata, "")
+        inputs.get(tensor) or name_of.get(tensor) or inputs.get(tensor.untyped_storage()._cdata, "")
         for tensor in flat_tensors(out)
     )
 

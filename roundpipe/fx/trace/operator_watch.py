@@ -26,14 +26,14 @@ class OperatorWatch(TorchDispatchMode):
         self.layouts = layouts
         self.num_random_draws = 0
         self.below_transform = 0
-        self.real_written: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self.originals: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         """What tensors with data, which are no part of the model, held before the forward wrote them."""
         self._on_transformed = on_transformed
 
     def undo_real_writes(self) -> None:
         """Gives tensors with data again what they held."""
-        for storage, was in self.real_written.values():
-            storage.copy_(was)
+        for storage, original in self.originals.values():
+            storage.copy_(original)
 
     def _keep_what_is_written(self, func: Any, args: Any, kwargs: Any) -> None:
         for index, argument in enumerate(func._schema.arguments):
@@ -41,9 +41,9 @@ class OperatorWatch(TorchDispatchMode):
                 value = args[index] if index < len(args) else kwargs.get(argument.name)
                 for tensor in filter(is_of_no_world, flat_tensors(value)):
                     storage = tensor.untyped_storage()
-                    if storage._cdata not in self.real_written:
+                    if storage._cdata not in self.originals:
                         with real_world():
-                            self.real_written[storage._cdata] = storage, storage.clone()
+                            self.originals[storage._cdata] = storage, storage.clone()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

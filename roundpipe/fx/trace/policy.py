@@ -146,13 +146,13 @@ def _is_block(module: nn.Module) -> bool:
 
 def _stacks_in(module: nn.Module) -> list[list[nn.Module]]:
     """The blocks of every list or sequence in a module, itself included, that has two or more."""
-    found = []
+    stacks = []
     for inner in module.modules():
         if isinstance(inner, (*_CONTAINERS, nn.Sequential)):
             blocks = [child for child in inner.children() if _is_block(child)]
             if len(blocks) > 1:
-                found.append(blocks)
-    return found
+                stacks.append(blocks)
+    return stacks
 
 
 def _holds_stack(module: nn.Module) -> bool:

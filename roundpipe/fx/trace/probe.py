@@ -22,7 +22,7 @@ from roundpipe.core import trees
 from roundpipe.core.errors import TraceError
 from roundpipe.effects.snapshot import ModuleSnapshot, PythonSnapshot
 from roundpipe.fx.fakes import FakeWorld, real_world
-from roundpipe.fx.flat import flat_tensors, flat_values
+from roundpipe.fx.flat import flat_sizes, flat_tensors, flat_values
 from roundpipe.fx.sizes import Symbolic, compiled, expression_of
 from roundpipe.fx.trace.leaves import containers_mutated, contents_of, remembered, sets_before_reading
 
@@ -39,7 +39,7 @@ class Probe:
     """The output with fakes in place of its tensors."""
     random: bool
     """Whether it drew random numbers."""
-    changed: tuple[str, ...]
+    side_effects: tuple[str, ...]
     """What its Python remembers for later calls, in words."""
     sets: frozenset[tuple[type, str]] = frozenset()
     """Attributes that it set: the owner's class and the name."""
@@ -56,14 +56,6 @@ def _real_world() -> Iterator[None]:
         yield
 
 
-def _symbols_of(values: list[Any]) -> list[sympy.Symbol]:
-    symbols: set[sympy.Symbol] = set()
-    for value in values:
-        for size in value.shape if isinstance(value, torch.Tensor) else [value]:
-            symbols |= getattr(expression_of(size), "free_symbols", set())
-    return sorted(symbols, key=str)
-
-
 class _Sizes:
     """Numbers for the symbols of some fakes: those of the example, or larger ones.
 
@@ -74,7 +66,8 @@ class _Sizes:
     """
 
     def __init__(self, values: list[Any], enlarged: bool, in_steps: bool = False, again: bool = False) -> None:
-        self._symbols = _symbols_of(values)
+        expressions = map(expression_of, flat_sizes(values))
+        self._symbols = sorted({symbol for it in expressions for symbol in _symbols_in(it)}, key=str)
         self._numbers: list[int] = []
         hints = _hints_of(values)
         for index, symbol in enumerate(self._symbols):
@@ -102,18 +95,18 @@ class _Sizes:
         return self.tensor(value) if isinstance(value, torch.Tensor) else self.number(value)
 
 
+def _symbols_in(expression: Any) -> set[sympy.Symbol]:
+    return getattr(expression, "free_symbols", set())
+
+
 def _hints_of(values: list[Any]) -> dict[Any, int]:
-    """The example's number for every symbol that is a size by itself."""
+    """The example's number for every symbol in some sizes."""
     hints: dict[Any, int] = {}
-    for value in values:
-        for size in value.shape if isinstance(value, torch.Tensor) else [value]:
-            expression = expression_of(size)
-            if isinstance(size, torch.SymInt):
-                environment = size.node.shape_env
-                known = getattr(environment, "backed_var_to_val", None) or environment.var_to_val
-                for symbol in getattr(expression, "free_symbols", ()):
-                    if symbol in known:
-                        hints[symbol] = int(known[symbol])
+    for size in flat_sizes(values):
+        if isinstance(size, torch.SymInt):
+            environment = size.node.shape_env
+            known = getattr(environment, "backed_var_to_val", None) or environment.var_to_val
+            hints.update({symbol: int(known[symbol]) for symbol in _symbols_in(expression_of(size)) if symbol in known})
     return hints
 
 
@@ -166,22 +159,20 @@ def _equate(values: list[Any]) -> bool:
     """Takes sizes for equal that are different symbols with one number in the example; whether there were any."""
     known: dict[int, Any] = {}
     hints = _hints_of(values)
-    found = False
-    for value in values:
-        for size in value.shape if isinstance(value, torch.Tensor) else [value]:
-            expression = expression_of(size)
-            if isinstance(size, torch.SymInt) and expression in hints:
-                first = known.setdefault(hints[expression], size)
-                if expression_of(first) != expression and bool(first == size):
-                    found = True
-    return found
+    has_equal = False
+    for size in flat_sizes(values):
+        expression = expression_of(size)
+        if isinstance(size, torch.SymInt) and expression in hints:
+            first = known.setdefault(hints[expression], size)
+            has_equal |= expression_of(first) != expression and bool(first == size)
+    return has_equal
 
 
 def _probe_module(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwargs: Any, in_steps: bool) -> Probe:
     results: list[Any] = []
     sizes: list[_Sizes] = []
     random = False
-    changed: list[str] = []
+    side_effects: list[str] = []
     sets: set[tuple[type, str]] = set()
     not_kept: list[str] = []
     left_behind: list[tuple[type, str]] = []
@@ -197,8 +188,9 @@ def _probe_module(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwarg
             results.append(_called(module, args, kwargs, numbers))
             random |= not torch.equal(state, torch.random.get_rng_state())
             sizes.append(numbers)
-            if tree.replaced_parameter() or not all(torch.equal(parameter, was) for parameter, was in weights):
-                changed.append("a parameter")
+            is_same = all(torch.equal(parameter, original) for parameter, original in weights)
+            if tree.replaced_parameter() or not is_same:
+                side_effects.append("a parameter")
             for owner, key, _, value, _ in tree.diff():
                 tensors = flat_tensors(value)
                 if tensors:
@@ -206,7 +198,7 @@ def _probe_module(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwarg
                 if any(tensor.requires_grad and not tensor.is_leaf for tensor in tensors):
                     left_behind.append((type(owner), key))
             sets |= {(type(change.module), change.name) for change in tree.diff()}
-            changed += _kept_for_later(module, tree, python, args, kwargs, numbers)
+            side_effects += _kept_for_later(module, tree, python, args, kwargs, numbers)
             python.restore()
     has_grad = any(isinstance(v, torch.Tensor) and v.requires_grad for v in values) or any(
         parameter.requires_grad for parameter in twin.parameters()
@@ -218,16 +210,15 @@ def _probe_module(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwarg
             module = _real_copy(world.model.get_submodule(name))
             module.train(twin.training)
             _check(out, _called(module, args, kwargs, numbers), numbers)
-    return Probe(out, random, tuple(dict.fromkeys(changed)), frozenset(sets), tuple(not_kept), tuple(left_behind))
+    return Probe(out, random, tuple(dict.fromkeys(side_effects)), frozenset(sets), tuple(not_kept), tuple(left_behind))
 
 
 def _is_guessed(out: Any, values: list[Any]) -> bool:
     """Whether sizes of an output are made of those of the inputs by more than copying and multiplying."""
-    known = {expression_of(size) for value in values for size in getattr(value, "shape", (value,))}
+    known = set(map(expression_of, flat_sizes(values)))
     return any(
         isinstance(expression, sympy.Basic) and expression not in known and not expression.is_Mul
-        for tensor in trees.tensors(out)
-        for expression in map(expression_of, tensor.shape)
+        for expression in map(expression_of, flat_sizes(trees.tensors(out)))
     )
 
 
@@ -245,12 +236,13 @@ def _called(module: nn.Module, args: Any, kwargs: Any, numbers: _Sizes) -> Any:
     Raises:
         TraceError: it changes one of its arguments.
     """
-    given = [_map_values(arg, numbers.real) for arg in args]
-    named = {key: _map_values(value, numbers.real) for key, value in kwargs.items()}
-    before = contents_of(given, named)
-    versions = [(tensor, tensor._version) for tensor in trees.tensors([given, named])]
-    out = module(*given, **named)
-    if containers_mutated(before, given, named) or any(tensor._version != version for tensor, version in versions):
+    positional = [_map_values(arg, numbers.real) for arg in args]
+    keywords = {key: _map_values(value, numbers.real) for key, value in kwargs.items()}
+    before = contents_of(positional, keywords)
+    versions = [(tensor, tensor._version) for tensor in trees.tensors([positional, keywords])]
+    out = module(*positional, **keywords)
+    is_written = any(tensor._version != version for tensor, version in versions)
+    if is_written or containers_mutated(before, positional, keywords):
         raise TraceError("it changes a tensor, list, dict or object that it takes as an argument")
     return out
 
@@ -259,12 +251,12 @@ def _kept_for_later(
     module: nn.Module, tree: ModuleSnapshot, python: PythonSnapshot, args: Any, kwargs: Any, numbers: _Sizes
 ) -> list[str]:
     """What a call has left that another call reads, in words; attributes that each call sets anew don't count."""
-    changed, findings = python.side_effects(), remembered(tree)
-    if findings and (changed or not sets_before_reading(findings, lambda: _called(module, args, kwargs, numbers))):
-        changed += [f"{type(change.module).__name__}.{change.name}" for change in findings]
+    side_effects, changes = python.side_effects(), remembered(tree)
+    if changes and (side_effects or not sets_before_reading(changes, lambda: _called(module, args, kwargs, numbers))):
+        side_effects += [f"{type(change.module).__name__}.{change.name}" for change in changes]
     if python.restore_generators():
-        changed.append("the state of a torch.Generator")
-    return changed
+        side_effects.append("the state of a torch.Generator")
+    return side_effects
 
 
 def probe_function(func: Any, args: Any, kwargs: Any, data_of: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
@@ -302,11 +294,8 @@ def probe_function(func: Any, args: Any, kwargs: Any, data_of: Callable[[torch.T
 
 def _fitted(results: list[Any], sizes: list[_Sizes], values: list[Any], has_grad: bool) -> Any:
     """The first result with fakes whose sizes are expressions that fit both results."""
-    candidates = []
-    for value in values:
-        for size in value.shape if isinstance(value, torch.Tensor) else [value]:
-            if isinstance(size, torch.SymInt):
-                candidates.append((sizes[0].number(size), sizes[1].number(size), size))
+    symbolic = [size for size in flat_sizes(values) if isinstance(size, torch.SymInt)]
+    candidates = [(sizes[0].number(size), sizes[1].number(size), size) for size in symbolic]
     numbers_out = [leaf for leaf in trees.leaves(results[0]) if isinstance(leaf, (int, float, complex))]
     if numbers_out:
         raise TraceError(

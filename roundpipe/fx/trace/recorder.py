@@ -11,10 +11,8 @@ Invariant: a call that changes the graph's meaning is either recorded or ends th
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,9 +39,9 @@ from roundpipe.fx.guards.writes import Write
 from roundpipe.fx.locations import asked_by_operator, model_location
 from roundpipe.fx.operations import ApplyFunction, as_traced, set_item, set_property, with_requires_grad
 from roundpipe.fx.sizes import Symbolic, expression_of, is_data_dependent
-from roundpipe.fx.trace.builder import GraphBuilder
+from roundpipe.fx.trace.builder import GraphBuilder, node_form
 from roundpipe.fx.trace.example_data import ExampleData
-from roundpipe.fx.trace.knowledge import Lesson, Need, Retry
+from roundpipe.fx.trace.knowledge import Findings, Lesson, Need, Retry
 from roundpipe.fx.trace.layout import PLACES, QUESTIONS, LayoutLog, dense_strides
 from roundpipe.fx.trace.operator_watch import OperatorWatch
 from roundpipe.fx.trace.policy import Decision
@@ -61,26 +59,6 @@ HOOKS = frozenset("register_hook register_post_accumulate_grad_hook retain_grad 
 AUTOGRAD = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 GRAPH_CHANGES: dict[str, Callable[..., Any]] = {"detach_": torch.Tensor.detach, "requires_grad_": with_requires_grad}
 """Methods that change a tensor's place in the autograd graph, with what gives a changed one instead."""
-
-
-@dataclass(slots=True)
-class Findings:
-    """What one attempt finds out beside the graph."""
-
-    grad_matters: bool
-    """Whether the code asks for what only a forward with autograd tells."""
-    born_in: dict[torch.Tensor, str] = field(default_factory=dict)
-    """Tensors made inside leaves, with the leaf's name."""
-    probed_nodes: set[Node] = field(default_factory=set)
-    """Nodes whose output sizes a probe found."""
-    handed_back: dict[Node, tuple[str, ...]] = field(default_factory=dict)
-    """Leaves that return an argument or a weight itself, with which; at other sizes it may be something new."""
-    weight_writes: list[tuple[Write, torch.Tensor]] = field(default_factory=list)
-    """Writes to weights, with the weight, that change nothing of it now."""
-    not_kept: dict[str, None] = field(default_factory=dict)
-    """Attributes that leaves set to activations, which nobody reads."""
-    fixes_sizes: dict[str, TraceError] = field(default_factory=dict)
-    """Modules whose glue turns sizes into plain numbers, with where."""
 
 
 class CallRecorder(TorchFunctionMode):
@@ -112,8 +90,6 @@ class CallRecorder(TorchFunctionMode):
         self.builder.add_inputs()
         self.data = ExampleData(world, self.builder, self.pause)
 
-    # ------------------------------------------------------------------ state
-
     def in_glue(self) -> bool:
         """Whether the model's own Python is running, rather than an operator or a leaf."""
         return not self.paused
@@ -134,14 +110,14 @@ class CallRecorder(TorchFunctionMode):
     @contextmanager
     def transform(self) -> Iterator[None]:
         """Inside, operators are recorded below function transforms instead of torch functions."""
+        in_glue = self.in_glue()
         self._transformed += 1
-        self.watch.below_transform += not self.paused
-        counted = not self.paused
+        self.watch.below_transform += in_glue
         try:
             yield
         finally:
             self._transformed -= 1
-            self.watch.below_transform -= counted
+            self.watch.below_transform -= in_glue
 
     @property
     def module(self) -> str:
@@ -161,12 +137,7 @@ class CallRecorder(TorchFunctionMode):
         self.findings.fixes_sizes.setdefault(self.module, error)
 
     def _common_meta(self) -> dict[str, Any]:
-        return {
-            "modes": Modes.current().changes_from(self.base),
-            "module": self.module,
-        }
-
-    # ------------------------------------------------------------------ torch functions
+        return {"modes": Modes.current().changes_from(self.base), "module": self.module}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -199,10 +170,10 @@ class CallRecorder(TorchFunctionMode):
             out, is_probed = self._call(func, args, kwargs)
         written = [tensor for tensor, version in versions if tensor._version != version]
         written += written_unseen(func, args, kwargs)
-        produced = flat_values(out)
-        if (out is not None or name == "__get__") and not any(isinstance(value, torch.Tensor) for value in produced):
+        values = flat_values(out)
+        if (out is not None or name == "__get__") and not any(isinstance(value, torch.Tensor) for value in values):
             self._note_python_result(func, name, args)
-        if not produced and not written and name not in HOOKS:
+        if not values and not written and name not in HOOKS:
             return out
         if out is not None and not written and any(out is t and t in self.world.name_of for t in tensors):
             return out  # a parameter or buffer in the form it already has
@@ -332,13 +303,11 @@ class CallRecorder(TorchFunctionMode):
         cause.__cause__ = error
         return self.give_up(cause)
 
-    # ------------------------------------------------------------------ nodes
-
     def record(self, func: Any, args: Any, kwargs: Any, out: Any, written: list[torch.Tensor]) -> Node:
         """The node of one torch function call."""
         node_args, node_kwargs = self.builder.arguments(tuple(args), kwargs)
         name = getattr(func, "__name__", "")
-        op, target, node_args, node_kwargs = _form(GRAPH_CHANGES.get(name, func), node_args, node_kwargs)
+        op, target, node_args, node_kwargs = node_form(GRAPH_CHANGES.get(name, func), node_args, node_kwargs)
         mutates = tuple(dict.fromkeys(self.builder.tensor_argument(tensor) for tensor in written))
         node = self.builder.add(op, target, node_args, node_kwargs)
         self._note_effects(node, mutates, written, target, name)
@@ -425,21 +394,3 @@ def _tensor_of_sizes(data: Any, **options: Any) -> torch.Tensor:
 
 def _has_data_size(tensor: torch.Tensor) -> bool:
     return any(is_data_dependent(expression_of(size)) for size in tensor.shape)
-
-
-def _form(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Any, Any, Any]:
-    """The kind of node and the target for a call as torch reports it."""
-    name = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__") and hasattr(func, "__self__"):
-        attribute = func.__self__.__name__
-        if name == "__get__":
-            return "call_function", getattr, (args[0], attribute), {}
-        return "call_function", set_property, (args[0], attribute, args[1]), {}
-    if func is torch.Tensor.__setitem__:
-        return "call_function", set_item, args, kwargs
-    if name == "__getitem__":
-        return "call_function", operator.getitem, args, kwargs
-    is_method = getattr(func, "__objclass__", None) is torch._C.TensorBase
-    if (is_method or getattr(torch.Tensor, name, None) is func) and isinstance(args[0], Node):
-        return "call_method", name, args, kwargs
-    return "call_function", func, args, kwargs

@@ -5,6 +5,7 @@ Invariant: a leaf either runs to an outcome, or ends the attempt with what to tr
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from roundpipe.fx.fakes import DATA_DEPENDENT, FakeWorld, real_world
 from roundpipe.fx.flat import flat_tensors
 from roundpipe.fx.trace.intercept import ORIGINAL_CALL
 from roundpipe.fx.trace.knowledge import Knowledge, Lesson, Retry
-from roundpipe.fx.trace.leaf_watch import LeafRun, LeafWatch, handed_back, left_behind
+from roundpipe.fx.trace.leaf_watch import LeafRun, LeafWatch, left_behind, output_origins
 from roundpipe.fx.trace.leaves import (
     containers_mutated,
     contents_of,
@@ -95,7 +96,7 @@ class LeafRunner:
             run = self._run(module, name, args, kwargs)
             self._outside.accept_attributes(module.modules())
             self._before.accept_buffers(module.modules())
-            returned = handed_back(run.out, args, kwargs, self._world.name_of)
+            origins = output_origins(run.out, args, kwargs, self._world.name_of)
         draws_python_random = python_random_state() != python_random
         set_python_random_state(python_random)
         if draws_python_random:
@@ -113,8 +114,8 @@ class LeafRunner:
             recorder.builder.written_storages.update(buffer.untyped_storage()._cdata for buffer in module.buffers())
         if self.is_probed(module):
             recorder.findings.probed_nodes.add(node)
-        if any(returned):
-            recorder.findings.handed_back[node] = returned
+        if any(origins):
+            recorder.findings.origins[node] = origins
         recorder.builder.bind_output(run.out, node)
         return run.out
 
@@ -166,18 +167,16 @@ class LeafRunner:
         recorder = self._recorder
         before = contents_of(args, kwargs)
         fixed = self._world.shapes.num_fixed_sizes()
-        given = flat_tensors(args, kwargs)
-        versions = [(tensor, tensor._version) for tensor in given]
+        inputs = flat_tensors(args, kwargs)
+        versions = [(tensor, tensor._version) for tensor in inputs]
         draws = recorder.watch.num_random_draws
-        allowed = set(given)
-        own = {*given, *module.parameters(), *module.buffers()}
-        real_writes = len(recorder.watch.real_written)
+        num_originals = len(recorder.watch.originals)
         python = PythonSnapshot(module.modules(), with_hidden=False)
         watch = LeafWatch(
             name,
-            recorder.builder.node_of,
-            lambda tensor: tensor in allowed or tensor in self._world.name_of,
-            lambda tensor: None if tensor in own else self._world.name_of.get(tensor),
+            recorder.builder,
+            inputs,
+            (*module.parameters(), *module.buffers()),
             lambda error: self._not_a_leaf(module, name, error, structural=True),
             lambda error: self._to_look_into(module, name, error),
             recorder.findings.born_in,
@@ -187,18 +186,19 @@ class LeafRunner:
                 out = ORIGINAL_CALL(module, *args, **kwargs)
         except Exception as error:
             raise self._not_a_leaf(module, name, error, structural=False) from error
-        changed = python.side_effects()
-        findings = remembered(state, watch.computed)
-        if findings and (changed or not sets_before_reading(findings, lambda: ORIGINAL_CALL(module, *args, **kwargs))):
-            changed += [f"{type(change.module).__name__}.{change.name}" for change in findings]
+        side_effects = python.side_effects()
+        changes = remembered(state, watch.computed)
+        call = functools.partial(ORIGINAL_CALL, module, *args, **kwargs)
+        if changes and (side_effects or not sets_before_reading(changes, call)):
+            side_effects += [f"{type(change.module).__name__}.{change.name}" for change in changes]
         if watch.drew_from_kept():
-            changed.append("the state of a torch.Generator")
+            side_effects.append("the state of a torch.Generator")
         writes = watch.written & self._world.parameter_at.keys() and not self._leaves_weights_alone(module, watch)
         if writes or state.replaced_parameter():
-            changed.append("a parameter")
-        if len(recorder.watch.real_written) > real_writes:
-            changed.append("a tensor that is no part of the model")
-        self._refuse_state(module, name, changed)
+            side_effects.append("a parameter")
+        if len(recorder.watch.originals) > num_originals:
+            side_effects.append("a tensor that is no part of the model")
+        self._refuse_state(module, name, side_effects)
         for owner, attribute, _, value, _ in state.diff():
             if attribute not in OF_TORCH and attribute in self._readers.beside(type(owner)):
                 self._look_into_for_others(module, name, f"{type(owner).__name__}.{attribute}")
@@ -219,29 +219,29 @@ class LeafRunner:
         return LeafRun(
             out,
             recorder.watch.num_random_draws != draws,
-            state.buffers_written() or any(one.untyped_storage()._cdata in watch.written for one in module.buffers()),
+            state.buffers_written() or watch.wrote_any(module.buffers()),
             tuple(tensor for tensor, version in versions if tensor._version != version),
         )
 
     def _leaves_weights_alone(self, module: nn.Module, watch: LeafWatch) -> bool:
         """Whether a leaf's writes to its weights change nothing now; the guards look at that again."""
         real = self._world.parameter_at
-        places = [one.tensor.untyped_storage()._cdata for one in watch.writes]
-        writes = [one for one, place in zip(watch.writes, places, strict=True) if place in real]
+        places = [write.tensor.untyped_storage()._cdata for write in watch.writes]
+        writes = [write for write, place in zip(watch.writes, places, strict=True) if place in real]
         weights = [real[place] for place in places if place in real]
         if watch.written & real.keys() != real.keys() & set(places):  # given other data
             return False
         with real_world():
-            if not all(one.leaves_alone(weight) for one, weight in zip(writes, weights, strict=True)):
+            if not all(write.leaves_alone(weight) for write, weight in zip(writes, weights, strict=True)):
                 return False
         self._siblings.forget(module)  # each of its kin has weights of its own
         self._recorder.findings.weight_writes += zip(writes, weights, strict=True)
         return True
 
-    def _refuse_state(self, module: nn.Module, name: str, changed: list[str]) -> None:
+    def _refuse_state(self, module: nn.Module, name: str, side_effects: list[str]) -> None:
         """A recomputation would change once more what a leaf's Python remembers."""
-        if changed:
-            error = TraceError(f"it changes {', '.join(changed)} in its forward", TraceCause.STATE)
+        if side_effects:
+            error = TraceError(f"it changes {', '.join(side_effects)} in its forward", TraceCause.STATE)
             raise self._to_look_into(module, name, error, is_stateful=True)
 
     def _look_into_for_others(self, module: nn.Module, name: str, attribute: str) -> None:
@@ -305,7 +305,7 @@ class LeafRunner:
             for kind, attribute in self._knowledge.seen_to_set - probe.sets
             if kind in kinds
         ]
-        self._refuse_state(module, name, [*probe.changed, *sorted(if_data_say_so)])
+        self._refuse_state(module, name, [*probe.side_effects, *sorted(if_data_say_so)])
         for kind, attribute in probe.left_behind:
             raise self._to_look_into(module, name, left_behind(kind, attribute), is_stateful=True)
         self._recorder.findings.not_kept.update(dict.fromkeys(probe.not_kept))

@@ -15,7 +15,7 @@ Invariant: a run that is shared would have gone the same way, statement by state
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from roundpipe.core import trees
 from roundpipe.core.modes import Modes
 from roundpipe.effects.places import OF_TORCH
 from roundpipe.effects.snapshot import ModuleSnapshot, PythonSnapshot
-from roundpipe.fx.flat import flat_tensors, flat_values
+from roundpipe.fx.flat import flat_sizes, flat_tensors
 from roundpipe.fx.sizes import Symbolic, expression_of, is_data_dependent
 from roundpipe.fx.trace.leaf_watch import LeafRun
 from roundpipe.fx.trace.leaves import Unread
@@ -67,7 +67,7 @@ class ModuleKey:
 
 
 @dataclass(slots=True)
-class _Kept:
+class _SharedRun:
     """A run with the values that its module had, and those of them that it does not depend on."""
 
     values: tuple[Any, ...]
@@ -76,15 +76,15 @@ class _Kept:
 
     def differing(self, values: tuple[Any, ...]) -> set[int]:
         pairs = enumerate(zip(self.values, values, strict=True))
-        return {index for index, (one, other) in pairs if one != other} - self.unread
+        return {index for index, (first, second) in pairs if first != second} - self.unread
 
 
 @dataclass(slots=True)
 class _Kin:
     """Runs of modules of one form."""
 
-    kept: list[_Kept] = field(default_factory=list)
-    by_values: dict[tuple[Any, ...], _Kept] = field(default_factory=dict)
+    records: list[_SharedRun] = field(default_factory=list)
+    by_values: dict[tuple[Any, ...], _SharedRun] = field(default_factory=dict)
     read: set[int] = field(default_factory=set)
     """Values that some run depends on."""
 
@@ -110,14 +110,14 @@ class SiblingCache:
         own = self._modules[module]
         if kin is None or own is None:
             return None
-        kept = kin.by_values.get(own.values) or next(
-            (one for one in kin.kept[:_MAX_COMPARED] if not one.differing(own.values)), None
+        record = kin.by_values.get(own.values) or next(
+            (record for record in kin.records[:_MAX_COMPARED] if not record.differing(own.values)), None
         )
-        if kept is None:
-            kept = _learned(kin, own, module, call)
-        if kept is None:
+        if record is None:
+            record = _learned(kin, own, module, call)
+        if record is None:
             return None
-        return LeafRun(trees.map_tensors(kept.run.out, _like), kept.run.random, kept.run.buffers_written, ())
+        return LeafRun(trees.map_tensors(record.run.out, _like), record.run.random, record.run.buffers_written, ())
 
     def put(self, module: nn.Module, run: LeafRun, args: Any, kwargs: Any) -> None:
         """Keeps a run, unless its outputs share memory with its arguments or each other, or have sizes of their own.
@@ -126,17 +126,17 @@ class SiblingCache:
         """
         key, own = self._key(module, args, kwargs), self._modules[module]
         outs = flat_tensors(run.out)
-        if any(is_data_dependent(expression_of(size)) for size in _sizes(run.out)):
+        if any(is_data_dependent(expression_of(size)) for size in flat_sizes(run.out)):
             return
         storages = [tensor.untyped_storage()._cdata for tensor in (*outs, *flat_tensors(args, kwargs))]
         outside = set(storages[len(outs) :])
         inside = storages[: len(outs)]
         if own is None or run.written or len(set(inside)) < len(inside) or outside & set(inside):
             return
-        kept = _Kept(own.values, run)
+        record = _SharedRun(own.values, run)
         kin = self._kin.setdefault(key, _Kin())
-        kin.kept.append(kept)
-        kin.by_values[own.values] = kept
+        kin.records.append(record)
+        kin.by_values[own.values] = record
 
     def forget(self, module: nn.Module) -> None:
         """Shares no run of a module or of its kin from now on."""
@@ -153,16 +153,16 @@ class SiblingCache:
         return None if own is None else (own.form, arguments_key(args, kwargs), Modes.current())
 
 
-def _learned(kin: _Kin, own: ModuleKey, module: nn.Module, call: Callable[[], Any]) -> _Kept | None:
+def _learned(kin: _Kin, own: ModuleKey, module: nn.Module, call: Callable[[], Any]) -> _SharedRun | None:
     """A run that depends on nothing in which the module differs, found out by running the module without that."""
-    for kept in kin.kept[:_MAX_COMPARED]:
-        differing = kept.differing(own.values)
-        if differing & kin.read or kept.run.buffers_written:
+    for record in kin.records[:_MAX_COMPARED]:
+        differing = record.differing(own.values)
+        if differing & kin.read or record.run.buffers_written:
             continue
         used = _used(module, {index: own.places[index] for index in sorted(differing)}, call)
         if not used:
-            kept.unread |= differing
-            return kept
+            record.unread |= differing
+            return record
         kin.read |= used
     return None
 
@@ -175,20 +175,14 @@ def _used(module: nn.Module, places: dict[int, tuple[nn.Module, str]], call: Cal
         owner.__dict__[name] = unread[index]
     try:
         call()
-        return {index for index, one in unread.items() if one.is_used()}
+        return {index for index, value in unread.items() if value.is_used()}
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException:  # also what ends an attempt to trace, for which the missing attribute may be the cause
-        return {index for index, one in unread.items() if one.is_used()} or set(places)
+        return {index for index, value in unread.items() if value.is_used()} or set(places)
     finally:
         for snapshot in snapshots:
             snapshot.restore()
-
-
-def _sizes(value: Any) -> Iterator[Any]:
-    """Every size in a value: symbolic numbers, and dimensions of tensors."""
-    for item in flat_values(value):
-        yield from item.shape if isinstance(item, torch.Tensor) else (item,)
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.guards.guards import SizeSystem, size_assumptions
 from roundpipe.fx.operations import call_leaf
 from roundpipe.fx.sizes import compiled, expression_of, is_data_dependent
-from roundpipe.fx.trace.leaf_watch import LeafRun, handed_back
+from roundpipe.fx.trace.leaf_watch import LeafRun, output_origins
 from roundpipe.fx.trace.siblings import SiblingCache
 
 
@@ -39,7 +39,7 @@ class ShapeVerifier:
         form: the model's signature.
         probed: nodes that can't run on fakes; what the trace says of them is taken as given.
         dynamic: input dimensions that are symbols although the rule says they are not.
-        handed_back: leaves that return an argument or a weight itself, see `roundpipe.fx.trace.leaves.handed_back`.
+        origins: leaves that return an argument or a weight itself, see `roundpipe.fx.trace.leaf_watch.output_origins`.
     """
 
     def __init__(
@@ -49,21 +49,21 @@ class ShapeVerifier:
         form: CallForm,
         probed: Collection[Node],
         dynamic: Collection[Dimension],
-        handed_back: Mapping[Node, tuple[str, ...]],
+        origins: Mapping[Node, tuple[str, ...]],
     ) -> None:
         self._traced = traced
         self._symbols = world.symbols()
         self._form = form
         self._probed = frozenset(probed)
         self._dynamic = dynamic
-        self._handed_back = dict(handed_back)
+        self._origins = dict(origins)
 
     def __call__(self, arguments: Any) -> SizeSystem | str:
         """What a run at these arguments' sizes assumed, or which node's shape is not the traced one."""
         world = FakeWorld(self._traced.model, arguments, self._dynamic)
         try:
             with python_restored(self._traced.model), world.entered():
-                problem = _ShapeRun(self._traced, world, self._symbols, self._probed, self._handed_back).problem()
+                problem = _ShapeRun(self._traced, world, self._symbols, self._probed, self._origins).problem()
         except Exception as error:
             return f"the graph fails on fakes of these sizes: {type(error).__name__}: {error}"
         return problem if problem is not None else SizeSystem(world, size_assumptions(world))
@@ -78,13 +78,13 @@ class _ShapeRun(GraphInterpreter):
         world: FakeWorld,
         symbols: dict[sympy.Symbol, tuple[int, int]],
         probed: Collection[Node],
-        handed_back: Mapping[Node, tuple[str, ...]],
+        origins: Mapping[Node, tuple[str, ...]],
     ) -> None:
         super().__init__()
         self._traced = traced
         self._world = world
         self._probed = probed
-        self._handed_back = handed_back
+        self._origins = origins
         self._other_memory: str | None = None
         self._siblings = SiblingCache()
         inputs = [leaf for _, leaf in trees.walk(world.arguments) if isinstance(leaf, torch.Tensor)]
@@ -111,8 +111,8 @@ class _ShapeRun(GraphInterpreter):
 
     def call_module(self, node: Node, args: Any, kwargs: Any) -> Any:
         out = self._call_leaf(str(node.target), args, kwargs)
-        now = handed_back(out, args, kwargs, self._world.name_of)
-        if any(now) and now != self._handed_back.get(node) or not any(now) and node in self._handed_back:
+        origins = output_origins(out, args, kwargs, self._world.name_of)
+        if any(origins) and origins != self._origins.get(node) or not any(origins) and node in self._origins:
             self._other_memory = f"{node.name} does not return the same of its arguments as when it was traced"
         return out
 
