@@ -77,9 +77,13 @@ class Container(NamedTuple):
     """One container of a structure."""
 
     path: Path
-    kind: str
-    """Its class, by name: one that is defined anew at every call is the same class again."""
+    kind: type
     length: int
+
+    @property
+    def kind_name(self) -> str:
+        """Of its class, which is the same for one that is defined anew at every call."""
+        return f"{self.kind.__module__}.{self.kind.__qualname__}"
 
 
 def walk(value: Any, path: Path = (), containers: list[Container] | None = None) -> Iterator[tuple[Path, Any]]:
@@ -95,8 +99,7 @@ def walk(value: Any, path: Path = (), containers: list[Container] | None = None)
         yield path, value
         return
     if containers is not None:
-        kind = type(value)
-        containers.append(Container(path, f"{kind.__module__}.{kind.__qualname__}", len(below)))
+        containers.append(Container(path, type(value), len(below)))
     for access, child in below:
         yield from walk(child, (*path, access), containers)
 

@@ -34,8 +34,8 @@ from roundpipe.fx.binding import CallForm
 from roundpipe.fx.fakes import FakeWorld
 from roundpipe.fx.flat import flat_values
 from roundpipe.fx.graph.traced import TracedGraph
-from roundpipe.fx.guards.guards import Flags
-from roundpipe.fx.guards.model_state import ModelState, Own, hooks_by_code, kind_and_value
+from roundpipe.fx.guards.guards import CallModes
+from roundpipe.fx.guards.model_guard import OwnChanges, TracedParts, hooks_by_code, kind_and_value
 from roundpipe.fx.locations import model_location
 from roundpipe.fx.trace.advice import set_at
 from roundpipe.fx.trace.closing import closed_graph, output_template
@@ -73,7 +73,7 @@ class Attempt:
         self._form = form
         self._knowledge = knowledge
         self._cells = cells
-        self._flags = Flags.of(world.model)
+        self._call_modes = CallModes.current()
         self._recorder = CallRecorder(world, Modes.current(), knowledge.needs)
         hooked = [
             name
@@ -116,7 +116,7 @@ class Attempt:
                 words = "its forward draws from Python's or NumPy's random numbers"
                 raise Retry(Lesson(TraceError(words, TraceCause.RANDOM)))
             opaque = self._leaves.opaque()
-            return closed_graph(world, self._form, self._knowledge, recorder, template, self._flags, opaque)
+            return closed_graph(world, self._form, self._knowledge, recorder, template, self._call_modes, opaque)
         finally:
             recorder.watch.undo_real_writes()
 
@@ -172,8 +172,10 @@ class Attempt:
         owner = self._world.name_of_module[module]
         return f"{owner}.{name}" if owner else name
 
-    def model_state(self, changed: list[AttributeChange], places: PlaceValues, counts: list[str]) -> ModelState:
-        """What the user's model holds in Python now.
+    def traced_parts(
+        self, changed: list[AttributeChange], places: PlaceValues, counts: list[str]
+    ) -> tuple[TracedParts, OwnChanges]:
+        """What was done with the parts of the user's model, and what its forward changed.
 
         Args:
             changed: the attributes that the forward set.
@@ -185,7 +187,7 @@ class Attempt:
         glue = {real[module] for module in self._glue.modules}
         leaves = [self._world.twin.get_submodule(str(node.target)) for node in self._recorder.findings.origins]
         passing = {real[inner] for leaf in leaves for inner in leaf.modules() if inner in real}
-        own = Own(places=places, counts=counts)
+        own = OwnChanges(places=places, counts=counts)
         for module, name, _, value, _ in changed:
             if module in self._glue.modules:
                 own.values[real[module], name] = kind_and_value(value)
@@ -197,7 +199,7 @@ class Attempt:
             for now in [hooks_by_code(module)]
             if now != hooks
         )
-        return ModelState(self._world.model, glue, passing, own)
+        return TracedParts(glue, passing), own
 
     def not_kept(self) -> list[str]:
         """Attributes that leaves set to activations, in words."""

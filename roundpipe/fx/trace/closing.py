@@ -16,7 +16,7 @@ from roundpipe.fx.flat import flat_values
 from roundpipe.fx.graph.grammar import lint
 from roundpipe.fx.graph.nodes import mutated_by, storage_key
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph
-from roundpipe.fx.guards.guards import Flags, Guards
+from roundpipe.fx.guards.guards import CallModes, Guards
 from roundpipe.fx.guards.values import ValueProgram
 from roundpipe.fx.trace.builder import GraphBuilder
 from roundpipe.fx.trace.knowledge import Knowledge, Lesson, Retry
@@ -50,7 +50,7 @@ def closed_graph(
     knowledge: Knowledge,
     recorder: CallRecorder,
     template: Any,
-    flags: Flags,
+    call_modes: CallModes,
     opaque: Mapping[str, str],
 ) -> TracedGraph:
     """The graph of an attempt, with its guards.
@@ -61,7 +61,7 @@ def closed_graph(
         knowledge: what earlier attempts found out.
         recorder: what recorded it.
         template: the output, see `output_template`.
-        flags: of the model before the run.
+        call_modes: those of the run.
         opaque: leaves whose inside was not traced, and why.
     """
     builder, findings, graph = recorder.builder, recorder.findings, recorder.builder.graph
@@ -79,12 +79,20 @@ def closed_graph(
     )
     verifier = ShapeVerifier(traced, world, form, findings.probed_nodes, knowledge.dynamic, findings.origins)
     weights = {str(node.target) for node in graph.nodes if node.op == "get_attr"} - set(traced.constants)
-    flags = flags.with_weights(sorted(weights))
-    flags.forms.leave_out([name for name in world.real if not world.has_in_place(name)])
+    replaced = frozenset(name for name in world.real if not world.has_in_place(name))
     written = {storage_key(target) for node in graph.nodes for target in mutated_by(node)} - {None}
     into = frozenset(index for index, node in enumerate(traced.placeholders) if storage_key(node) in written)
     guards = traced.guards = Guards(
-        form, world, flags, values, verifier, findings.grad_matters, findings.weight_writes, into
+        form,
+        world,
+        call_modes,
+        values,
+        verifier,
+        grad_matters=findings.grad_matters,
+        weight_writes=findings.weight_writes,
+        written=into,
+        weights=sorted(weights),
+        replaced=replaced,
     )
     shared = guards.shared_write(trees.tensors(world.real_arguments))
     if shared:

@@ -29,7 +29,7 @@ from roundpipe.fx.fakes import Dimension, FakeWorld
 from roundpipe.fx.graph.text import printed_graph
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.guards.guards import Guards
-from roundpipe.fx.guards.model_state import kind_and_value
+from roundpipe.fx.guards.model_guard import kind_and_value
 from roundpipe.fx.trace.advice import where_set
 from roundpipe.fx.trace.attempt import Attempt
 from roundpipe.fx.trace.eager import as_the_models_own
@@ -104,12 +104,12 @@ def _trace(model: nn.Module, form: CallForm, arguments: Arguments, knowledge: Kn
     for _ in range(MAX_ATTEMPTS):
         world = FakeWorld(model, arguments, knowledge.dynamic)
         try:
-            traced, model_state, changed = _settled(world, form, knowledge)
+            traced, traced_parts, changed = _settled(world, form, knowledge)
         except Retry as retry:
             knowledge = knowledge.after(retry, model)
             continue
         assert isinstance(traced.guards, Guards)
-        traced.guards.remember(model_state(*changed))  # now that the run's own traces are taken back
+        traced.guards.watch(model, *traced_parts(*changed))  # now that the run's own traces are taken back
         return traced
     raise TraceError(
         f"can't trace {type(model).__name__}: no graph after {MAX_ATTEMPTS} attempts; looked into or kept "
@@ -120,7 +120,7 @@ def _trace(model: nn.Module, form: CallForm, arguments: Arguments, knowledge: Kn
 def _settled(world: FakeWorld, form: CallForm, knowledge: Knowledge) -> tuple[TracedGraph, Any, Any]:
     """The graph that the model gives again and again, should its forward set attributes of its own.
 
-    Beside it `Attempt.model_state` and its arguments, for when all is taken back.
+    Beside it `Attempt.traced_parts` and its arguments, for when all is taken back.
 
     Raises:
         Retry: an attempt failed, or the graph is another one the second time.
@@ -156,7 +156,7 @@ def _settled(world: FakeWorld, form: CallForm, knowledge: Knowledge) -> tuple[Tr
                         ", ".join(lost),
                     )
                 counts = _counting(world, state, values, python.side_effects(places))
-                return traced, attempt.model_state, (state.diff(), python.changed_values(), counts)
+                return traced, attempt.traced_parts, (state.diff(), python.changed_values(), counts)
             previous = printed
             values = {(change.module, change.name): change.now for change in state.diff()}
             places = python.changed_values()

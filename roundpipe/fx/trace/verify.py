@@ -23,7 +23,7 @@ from roundpipe.fx.flat import flat_tensors
 from roundpipe.fx.graph.interpreter import GraphInterpreter
 from roundpipe.fx.graph.nodes import is_accessor, producer_of, value_of
 from roundpipe.fx.graph.traced import TracedGraph
-from roundpipe.fx.guards.guards import SizeSystem, size_assumptions
+from roundpipe.fx.guards.size_guards import SizeSystem, size_assumptions
 from roundpipe.fx.operations import call_leaf
 from roundpipe.fx.sizes import compiled, expression_of, is_data_dependent
 from roundpipe.fx.trace.leaf_watch import LeafRun, output_origins

@@ -1,0 +1,110 @@
+"""What a trace is specialized for in its arguments beside tensors: their containers and plain values."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from typing import Any
+
+import torch
+
+from roundpipe.core import trees
+from roundpipe.effects.places import view_of
+
+
+class ArgumentForm:
+    """The containers, places and plain values of arguments.
+
+    Args:
+        arguments: in normal form, as traced.
+    """
+
+    def __init__(self, arguments: Any) -> None:
+        self._containers: list[trees.Container] = []
+        leaves = list(trees.walk(arguments, (), self._containers))
+        self._paths = [path for path, _ in leaves]
+        self._values = [(path, leaf) for path, leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        contents = [(path, leaf, _contents(leaf)) for path, leaf in self._values]
+        self._contents = [entry for entry in contents if entry[2] is not None]
+
+    def difference(self, arguments: Any, tensors: list[torch.Tensor]) -> str | None:
+        """What is otherwise in other arguments, in words.
+
+        Args:
+            arguments: in normal form.
+            tensors: gets those among them.
+        """
+        paths: list[trees.Path] = []
+        values: list[tuple[trees.Path, Any]] = []
+        containers: list[trees.Container] = []
+        for path, leaf in trees.walk(arguments, (), containers):
+            paths.append(path)
+            if isinstance(leaf, torch.Tensor):
+                tensors.append(leaf)
+            else:
+                values.append((path, leaf))
+        if paths != self._paths or len(values) != len(self._values):
+            return _path_difference(self._paths, paths)
+        if containers != self._containers and (words := _container_difference(self._containers, containers)):
+            return words
+        for (path, before), (other, now) in zip(self._values, values, strict=True):
+            if path != other or not _same_value(before, now):
+                return f"argument {argument_words(path)} is {now!r}, traced with {before!r}"
+        for path, leaf, contents in self._contents:  # the graph has the very object
+            if _contents(leaf) != contents:
+                return f"argument {argument_words(path)} was written in place since it was traced"
+        return None
+
+
+def argument_words(path: trees.Path) -> str:
+    """A path into normal-form arguments as the user would write it."""
+    (_, half), *steps = path
+    if half == 1 and steps:
+        return str(steps[0].key) + trees.path_string(tuple(steps[1:]))
+    return "args" + trees.path_string(tuple(steps))
+
+
+def _path_difference(before: list[trees.Path], now: list[trees.Path]) -> str:
+    gone = [argument_words(path) for path in before if path not in now]
+    new = [argument_words(path) for path in now if path not in before]
+    parts = [f"without {', '.join(gone)}"] if gone else []
+    parts += [f"with {', '.join(new)}"] if new else []
+    return f"the arguments are now {' and '.join(parts) or 'in another order'}"
+
+
+def _container_difference(before: list[trees.Container], now: list[trees.Container]) -> str | None:
+    """Which container differs, for arguments with the same leaves; a class of the same name is the same."""
+    forms = [{one.path: (one.kind_name, one.length) for one in containers} for containers in (before, now)]
+    if forms[0] == forms[1]:
+        return None
+    for path in dict.fromkeys((*forms[1], *forms[0])):
+        if len(path) > 1 and forms[0].get(path) != forms[1].get(path):
+            words = [_container_words(*form[path]) if path in form else "not given" for form in forms]
+            return f"argument {argument_words(path)} is {words[1]}, traced with {words[0]}"
+    return "the arguments are now in other containers"
+
+
+def _container_words(kind_name: str, length: int) -> str:
+    return f"{'' if length else 'empty '}{kind_name.removeprefix('builtins.')}"
+
+
+def _contents(value: Any) -> Any:
+    """What an array, a set or a deque of plain values holds, to compare it later; None for other values."""
+    if isinstance(value, (set, deque)):
+        items = [(type(item), item) for item in value]
+        if not all(isinstance(item, trees.PLAIN) for item in value):
+            return None
+        return set(items) if isinstance(value, set) else items
+    view = view_of(value, sys.maxsize)
+    return (type(value), view.read(value, None)) if view is not None and view.kind == "array" else None
+
+
+def _same_value(before: Any, now: Any) -> bool:
+    if before is now:
+        return True
+    if type(before) is not type(now):
+        return False
+    try:
+        return bool(before == now)
+    except Exception:  # an object whose comparison fails is another object
+        return False

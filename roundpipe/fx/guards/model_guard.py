@@ -1,0 +1,281 @@
+"""What a trace took for granted about the model itself: looked at again before the trace is used.
+
+Code between two calls may set ``model.config.use_cache``, put another function into a module, add a hook, or change a
+global that the forward reads. A graph is specialized for what was there, so each such place is compared:
+
+    modules       the same objects under the same names; else there is no way on but to compile again
+    training      of every module
+    weights       dtypes and shapes, whichever tensors are in their places; the very tensors that traced code used
+    hooks         of modules that were looked into; those of leaves run with them
+    attributes    that some code of the model reads, by its names
+    the rest      containers, objects, closures, globals and class attributes: `PythonSnapshot`
+
+Attributes that leaves set themselves are theirs, and are left out.
+
+Invariant: `ModelGuard.change` returns None only if the model's code would find what it found when it was traced.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe.core import trees
+from roundpipe.core.errors import ConfigError
+from roundpipe.effects.places import HOOKS, OF_TORCH
+from roundpipe.effects.reach import BETWEEN_CALLS
+from roundpipe.effects.snapshot import PlaceValues, PythonSnapshot, QuickComparison
+from roundpipe.effects.uses import CodeUses, attributes_read, uses_of_forward, uses_of_functions, uses_of_hook
+
+_MISSING = object()
+_TRAINING = operator.attrgetter("training")
+
+
+@dataclass(slots=True)
+class OwnChanges:
+    """What a forward changes in Python by itself, without any change to the graph."""
+
+    attributes: set[str] = field(default_factory=set)
+    """Names of attributes that leaves set."""
+    values: dict[tuple[nn.Module, str], tuple[type, Any]] = field(default_factory=dict)
+    """What attributes of modules that were looked into hold afterwards, by `kind_and_value`."""
+    hooks: dict[nn.Module, list[Any]] = field(default_factory=dict)
+    """Hooks that modules have afterwards, by their code."""
+    places: PlaceValues = field(default_factory=dict)
+    counts: list[str] = field(default_factory=list)
+    """What it changes at every call, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class TracedParts:
+    """What a trace did with the parts of a model."""
+
+    glue: Collection[nn.Module]
+    """Modules that were looked into."""
+    passing: Collection[nn.Module]
+    """Leaves that return what they are given, and all within, past which readers of their output may read."""
+
+
+class ModelGuard:
+    """Compares a model with what it is now.
+
+    Args:
+        model: the user's.
+        parts: what the trace did with its parts.
+        own: what its forward was seen to change.
+        weights: qualified names of parameters and buffers that traced code used itself: they must stay the same.
+        replaced: those of tensors that the forward replaces, which may be anything.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: TracedParts,
+        own: OwnChanges,
+        weights: Collection[str],
+        replaced: Collection[str],
+    ) -> None:
+        self.own = own
+        self._modules = list(model.modules())
+        self._training = list(map(_TRAINING, self._modules))
+        self._forms = _WeightForms(model, replaced)
+        places = [name.rpartition(".") for name in weights]
+        owners = [(model.get_submodule(path), name) for path, _, name in places]
+        self._weights = [(owner, name, getattr(owner, name)) for owner, name in owners]
+        self._child_dicts = [module._modules for module in self._modules]
+        self._children = list(map(dict, self._child_dicts))
+        self._weight_dicts = [module._parameters for module in self._modules]
+        self._num_weights = list(map(len, self._weight_dicts))
+        seen_through = {*parts.glue, *parts.passing}
+        self._hooked = [module for module in self._modules if module in seen_through]
+        self._hook_dicts = [module.__dict__[name] for module in self._hooked for name in HOOKS]
+        self._hooks = list(map(dict, self._hook_dicts))
+        leaves = [module for module in self._modules if module not in seen_through]
+        leaf_hooks = [(leaf, hooks) for leaf in leaves for hooks in (leaf._forward_hooks, leaf._forward_pre_hooks)]
+        self._leaf_hooks = [(leaf, hooks, dict(hooks)) for leaf, hooks in leaf_hooks]
+        self._python = PythonSnapshot(self._modules, BETWEEN_CALLS)
+        self._quick = QuickComparison(self._python.reach.places)
+        kept_whole = [module for module in self._modules if module not in parts.glue]
+        own_names = own.attributes.union(*(uses_of_forward(type(module)).sets for module in kept_whole))
+        self._own_names = dict.fromkeys(kept_whole, own_names)
+        self._read = self._names_read()
+        self._dicts = [module.__dict__ for module in self._modules]
+        self._keys = list(map(set, self._dicts))
+        self._lengths = list(map(len, self._dicts))
+        names = [(module, sorted(self._relevant(module, module.__dict__))) for module in self._modules]
+        self._attributes = [(module, own, [module.__dict__[name] for name in own]) for module, own in names if own]
+
+    def _relevant(self, module: nn.Module, names: Iterable[str]) -> set[str]:
+        """Those attributes of a module that its model's code may read, and that the graph would not set."""
+        others = set(names) - OF_TORCH - self._own_names.get(module, set())
+        return others if self._read is None or type(module).__module__.startswith("torch.") else others & self._read
+
+    def _names_read(self) -> frozenset[str] | None:
+        """Names of the attributes that the model's code can read; None if it makes up names."""
+        kinds, codes = {type(module) for module in self._modules}, self._python.reach.codes
+        if uses_of_functions(codes, kinds).reads_any_name:
+            return None
+        if any(uses_of_forward(kind).reads_any_name for kind in kinds):
+            return None
+        return frozenset({"forward"}).union(CodeUses.of(codes).reads, *map(attributes_read, kinds))
+
+    def change(self) -> str | None:
+        """What is otherwise now, in words.
+
+        Raises:
+            ConfigError: modules were replaced, added or removed.
+        """
+        return (
+            self._change_of_mode()
+            or self._change_of_weights()
+            or self._change_of_structure()
+            or self._change_of_attributes()
+            or (None if self._quick.is_same() else self._change_of_python())
+        )
+
+    def _change_of_mode(self) -> str | None:
+        training = list(map(_TRAINING, self._modules))
+        if training == self._training:
+            return None
+        changed = [m for m, before in zip(self._modules, self._training, strict=True) if m.training != before]
+        mode, first = "train" if changed[0].training else "eval", type(changed[0]).__name__
+        return f"{len(changed)} of {len(self._modules)} modules are now in {mode} mode, a {first} first"
+
+    def _change_of_weights(self) -> str | None:
+        change = self._forms.change()
+        if change is not None:
+            return change
+        for module, name, tensor in self._weights:
+            if module._buffers.get(name) is not tensor and module._parameters.get(name) is not tensor:
+                return f"{type(module).__name__}.{name} is another tensor now"
+        return None
+
+    def _change_of_structure(self) -> str | None:
+        if not all(map(operator.eq, self._child_dicts, self._children)):  # modules are equal by identity
+            pairs = zip(self._modules, self._children, strict=True)
+            kind = next(type(module).__name__ for module, children in pairs if module._modules != children)
+            raise ConfigError(
+                f"submodules of a {kind} were replaced, added or removed since the model was compiled; compile it again"
+            )
+        if not all(map(operator.eq, self._hook_dicts, self._hooks)):
+            for index, module in enumerate(self._hooked):
+                if self._has_other_hooks(index, module):
+                    return f"the hooks of a {type(module).__name__} are others now"
+        for module, hooks, known in self._leaf_hooks:
+            if len(hooks) > len(known) and self._keeps_more(module, hooks, known):
+                return f"a {type(module).__name__} has got a hook that may keep what it is given"
+        if list(map(len, self._weight_dicts)) != self._num_weights:
+            return "parameters came or went"
+        return None
+
+    def _change_of_attributes(self) -> str | None:
+        for module, names, values in self._attributes:
+            attributes = module.__dict__
+            now = [attributes.get(name, _MISSING) for name in names]
+            if not all(map(operator.is_, now, values)):
+                for name, value, before in zip(names, now, values, strict=True):
+                    if not trees.same(before, value) and not self._sets_itself(module, name, value):
+                        return f"{type(module).__name__}.{name} is {_words(value)}, traced with {_words(before)}"
+        if list(map(len, self._dicts)) != self._lengths:
+            for module, keys in zip(self._modules, self._keys, strict=True):
+                for name in sorted(self._relevant(module, module.__dict__.keys() - keys)):
+                    if not self._sets_itself(module, name, module.__dict__[name]):
+                        return f"{type(module).__name__}.{name} is new"
+        return None
+
+    def _change_of_python(self) -> str | None:
+        words = next(iter(self._python.side_effects(self.own.places)), None)
+        return None if words is None else f"{words} holds something else now"
+
+    def _sets_itself(self, module: nn.Module, name: str, value: Any) -> bool:
+        """Whether the forward itself puts such a value there."""
+        return self.own.values.get((module, name)) == kind_and_value(value)
+
+    def _has_other_hooks(self, index: int, module: nn.Module) -> bool:
+        """Whether a module has neither the hooks that it had nor those that its forward installs."""
+        own = slice(index * len(HOOKS), (index + 1) * len(HOOKS))
+        return self._hook_dicts[own] != self._hooks[own] and hooks_by_code(module) != self.own.hooks.get(module)
+
+    def _keeps_more(self, leaf: nn.Module, hooks: Mapping[int, Any], known: Mapping[int, Any]) -> bool:
+        """Whether a leaf has a new hook that keeps something, other than those that the forward installs."""
+        codes = {*map(_code_of, known.values()), *self.own.hooks.get(leaf, ())}
+        uses = [uses_of_hook(hook) for hook in hooks.values() if _code_of(hook) not in codes]
+        return any(use.sets or use.rebinds or use.changes_items for use in uses)
+
+
+class _WeightForms:
+    """What a model's parameters and buffers look like, whichever tensors are in their places later.
+
+    A graph is specialized for dtypes and shapes, and ``model.double()`` or ``p.data = other`` leave the objects as they
+    are. What code of the model puts somewhere itself, such as a table that grows, looks as that code decides.
+    """
+
+    def __init__(self, model: nn.Module, replaced: Collection[str]) -> None:
+        modules = dict(model.named_modules())
+        uses = {kind: uses_of_forward(kind) for kind in set(map(type, modules.values()))}
+        set_anywhere: frozenset[str] = frozenset().union(*(use.sets for use in uses.values()))
+        parameters, buffers = [], []
+        for path, module in modules.items():
+            use, held = uses[type(module)], module._parameters
+            parameters += [(path, held, name, _LOOSE if name in use.sets else _STRICT) for name in held]
+            if "register_buffer" not in use.reads:
+                held = module._buffers
+                buffers += [(path, held, name, _BUFFER) for name in held if name not in set_anywhere]
+        named = [(f"{path}.{name}".lstrip("."), held, name, look) for path, held, name, look in parameters + buffers]
+        self._absent = [(tensors, name) for _, tensors, name, _ in named if tensors[name] is None]
+        self._places = [place for place in named if place[1][place[2]] is not None and place[0] not in replaced]
+        self._forms = [look(tensors[name]) for _, tensors, name, look in self._places]
+
+    def change(self) -> str | None:
+        """What is otherwise now, in words."""
+        for tensors, name in self._absent:
+            if tensors.get(name) is not None:
+                return f"{name}, which was None, is a tensor now"
+        try:
+            if [look(tensors.get(name)) for _, tensors, name, look in self._places] == self._forms:
+                return None
+        except AttributeError:  # there is None in a place
+            pass
+        for (qualified, tensors, name, look), form in zip(self._places, self._forms, strict=True):
+            if (tensor := tensors.get(name)) is None:
+                return f"{qualified} is None now"
+            for before, now in zip(form, look(tensor), strict=True):
+                if now != before:
+                    return f"{qualified} has {_form_words(now)} now, traced with {_form_words(before)}"
+        return None
+
+
+_STRICT = operator.attrgetter("dtype", "shape", "requires_grad")
+_LOOSE = operator.attrgetter("dtype", "requires_grad")
+_BUFFER = operator.attrgetter("dtype", "shape")
+
+
+def _form_words(value: Any) -> str:
+    if isinstance(value, torch.Size):
+        return f"shape {tuple(value)}"
+    return f"requires_grad {value}" if isinstance(value, bool) else f"dtype {value}"
+
+
+def kind_and_value(value: Any) -> tuple[type, Any]:
+    """A value's type, and the value if it is plain."""
+    return type(value), value if isinstance(value, trees.PLAIN) else None
+
+
+def hooks_by_code(module: nn.Module) -> list[Any]:
+    """A module's hooks, each by its code, which is the same for one that is installed again."""
+    return [_code_of(hook) for name in HOOKS for hook in module.__dict__[name].values()]
+
+
+def _code_of(hook: Any) -> Any:
+    return getattr(getattr(hook, "func", hook), "__code__", id(hook))
+
+
+def _words(value: Any) -> str:
+    if value is _MISSING:
+        return "gone"
+    return repr(value) if isinstance(value, trees.PLAIN) else f"another {type(value).__name__}"
