@@ -70,7 +70,7 @@ SOLE_USERS = {
     "matplotlib": {"tools/graph_report.py", "reports/timeline_plot.py"},
     "safetensors": {"wrappers/checkpoint_files.py"},
     "torch.utils._pytree": {"core/trees.py"},
-    "torch.distributed.pipelining.microbatch": {"runtime/microbatch/split.py"},
+    "torch.distributed.pipelining.microbatch": {"runtime/microbatch/spec.py"},
 }
 """Module (and what is below it) -> the only files that may import it."""
 

@@ -18,7 +18,9 @@ from roundpipe.reports.partition_table import partition_table
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, microbatch_count, resolve
 from roundpipe.runtime.engine.builder import sum_losses
 from roundpipe.runtime.engine.step import LossFunction
-from roundpipe.runtime.microbatch import split as microbatch
+from roundpipe.runtime.microbatch.division import batch_size
+from roundpipe.runtime.microbatch.merge import merge
+from roundpipe.runtime.microbatch.split import split
 from roundpipe.wrappers.calls import flow_back
 from roundpipe.wrappers.host_tree import HostTree
 from roundpipe.wrappers.module_layers import chain_of_modules
@@ -84,12 +86,12 @@ class HostRunner:
                 outputs = self._run_tree(args, kwargs, options, RoundPipeRunConfig(), (args, kwargs))
                 outputs = trees.map_tensors(outputs, lambda tensor: tensor.to(config.output_device))
             else:
-                pieces = microbatch.split(args, kwargs, None, config)
+                pieces = split(args, kwargs, None, config)
                 given = zip(pieces.args, pieces.kwargs, pieces.events, strict=True)
                 own = (args, kwargs) if len(pieces.args) == 1 else None
                 made = [self._run_piece(*one, options, own) for one in given]
                 made = trees.map_tensors(made, lambda tensor: tensor.to(config.output_device))
-                outputs = microbatch.merge(made, config)
+                outputs = merge(made, config)
         self.session.optimizer.raise_pending()
         self._note_call(args, kwargs, config)
         return outputs
@@ -111,7 +113,7 @@ class HostRunner:
                 "nothing overlaps between layers"
             )
         config = self._begin(options)
-        pieces = microbatch.split(args, kwargs, label, config)
+        pieces = split(args, kwargs, label, config)
         device = self.session.engine.backends[0].device
         losses: list[Any] = []
         outputs: list[Any] = []
@@ -143,7 +145,7 @@ class HostRunner:
         self.session.optimizer.raise_pending()
         self._note_call(args, kwargs, config)
         total = sum_losses(losses)
-        return (total, microbatch.merge(outputs, config)) if return_outputs else total
+        return (total, merge(outputs, config)) if return_outputs else total
 
     def _begin(self, call: RoundPipeRunConfig) -> ResolvedConfig:
         """The options of a call that runs the tree; returns when the weights may be read on the host."""
@@ -227,7 +229,7 @@ class HostRunner:
 
     def _note_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], config: ResolvedConfig) -> None:
         if self.log is not None:
-            self.log.note(args, kwargs, microbatch.batch_size(args, kwargs, config))
+            self.log.note(args, kwargs, batch_size(args, kwargs, config))
 
 
 @dataclass(slots=True)

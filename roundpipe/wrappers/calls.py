@@ -25,7 +25,9 @@ from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, resolve
 from roundpipe.runtime.engine.builder import StepBuilder, sum_losses
 from roundpipe.runtime.engine.call import Call
 from roundpipe.runtime.engine.step import LossFunction
-from roundpipe.runtime.microbatch import split as microbatch
+from roundpipe.runtime.microbatch.division import batch_size
+from roundpipe.runtime.microbatch.merge import merge
+from roundpipe.runtime.microbatch.split import Split, split
 from roundpipe.wrappers.forward_call import run_forward
 from roundpipe.wrappers.model_view import ModelView
 from roundpipe.wrappers.run_report import LatestRound, RunLog
@@ -110,12 +112,12 @@ class ChainRunner:
         self.session.begin_call(adds_gradients=config.requires_grad)
         calls, pieces = self._calls(args, kwargs, None, config)
         if calls is None:
-            options = options if pieces is None else pieces.kept_in(options, config)
+            options = options if pieces is None else pieces.replay_options(options, config)
             result = self._fall_back().forward(args, kwargs, options)
         else:
             outputs = [output for call in calls for output in run_forward(self.session, self.builder, call)]
             self.session.optimizer.raise_pending()
-            result = microbatch.merge(outputs, config)
+            result = merge(outputs, config)
         self._note_call(args, kwargs, config)
         return result
 
@@ -134,7 +136,7 @@ class ChainRunner:
         config = self._resolve(options)
         calls, pieces = self._calls(args, kwargs, label, config)
         if calls is None:
-            options = options if pieces is None else pieces.kept_in(options, config)
+            options = options if pieces is None else pieces.replay_options(options, config)
             result = self._fall_back().forward_backward(args, kwargs, label, loss_fn, return_outputs, options)
             self._note_call(args, kwargs, config)
             return result
@@ -171,7 +173,7 @@ class ChainRunner:
         session.optimizer.raise_pending()
         total = sum_losses(losses)
         self._note_call(args, kwargs, config)
-        return (total, microbatch.merge(outputs, config)) if return_outputs else total
+        return (total, merge(outputs, config)) if return_outputs else total
 
     def update_begun(self) -> None:
         """The optimizer was given an update: measured times may change plans."""
@@ -195,7 +197,7 @@ class ChainRunner:
 
     def _note_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], config: ResolvedConfig) -> None:
         if self.log is not None:
-            self.log.note(args, kwargs, microbatch.batch_size(args, kwargs, config))
+            self.log.note(args, kwargs, batch_size(args, kwargs, config))
 
     def _fall_back(self) -> Runner:
         if self.fallback is None:
@@ -205,7 +207,7 @@ class ChainRunner:
 
     def _calls(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], label: Any, config: ResolvedConfig
-    ) -> tuple[list[Call] | None, microbatch.Split | None]:
+    ) -> tuple[list[Call] | None, Split | None]:
         """The microbatches, grouped where neighbours share a chain; None if one of them has no chain.
 
         Beside them the pieces that they were made of, if the call was split.
@@ -214,9 +216,9 @@ class ChainRunner:
             return None, None  # there never was one
         if config.auto:
             elements = sum(tensor.numel() for tensor in trees.tensors([args, kwargs]))
-            samples = microbatch.batch_size(args, kwargs, config)
+            samples = batch_size(args, kwargs, config)
             config = self.builder.plans.settle(config, self.last_chain or self.source.latest, samples, elements)
-        pieces = microbatch.split(args, kwargs, label, config)
+        pieces = split(args, kwargs, label, config)
         calls: list[Call] = []
         for one_args, one_kwargs, one_label, events in zip(
             pieces.args, pieces.kwargs, pieces.labels, pieces.events, strict=True

@@ -17,7 +17,7 @@ from roundpipe.core.schedule import ExecutePlan
 from roundpipe.runtime.engine.builder import StepBuilder
 from roundpipe.runtime.engine.call import Call
 from roundpipe.runtime.engine.step import HostGradients, StepState
-from roundpipe.runtime.microbatch import split as microbatch
+from roundpipe.runtime.microbatch.split import tensors_of_inputs
 from roundpipe.runtime.weights.replica import FrozenLayers
 from roundpipe.wrappers import autograd
 from roundpipe.wrappers.session import Session
@@ -98,8 +98,8 @@ def _join(backward: DeferredBackward, outputs: dict[OutputPlace, torch.Tensor], 
     """Put the outputs in the carries into the caller's graph."""
     call, spec = backward.call, backward.forward.spec
     read: autograd.Read = [
-        *((name, tensor, None) for name, tensor in microbatch.tensors_of_inputs(call.args, call.kwargs)),
-        *(entry for weights in spec.weights for entry in weights.read_again()),
+        *((name, tensor, None) for name, tensor in tensors_of_inputs(call.args, call.kwargs)),
+        *(entry for weights in spec.weights for entry in weights.recomputation_inputs()),
     ]
     inputs = [item.tensor for item in spec.inputs]
     tensors = autograd.join(lambda: tuple(outputs.values()), backward.run, read, inputs)

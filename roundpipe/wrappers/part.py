@@ -24,7 +24,7 @@ from roundpipe.core.layers import FixedChain
 from roundpipe.effects.places import HOOKS
 from roundpipe.effects.run_once import FirstCall, first_to_run_once, hooks_run_around
 from roundpipe.runtime.config import RoundPipeRunConfig, resolve
-from roundpipe.runtime.microbatch import split as microbatch
+from roundpipe.runtime.microbatch.division import automatic_sizes, is_empty
 from roundpipe.wrappers.calls import ChainRunner
 from roundpipe.wrappers.lazy_outputs import holds_later, merged_later, packed_again
 from roundpipe.wrappers.module_layers import chain_of_modules
@@ -183,8 +183,8 @@ class Part:
         resolved = resolve(config, RoundPipeRunConfig(), num_devices=engine.num_workers)
         arguments = args, kwargs
         if holds_later(arguments):
-            args, kwargs = packed_again(arguments, microbatch.automatic_sizes(args, kwargs, resolved))
-        if microbatch.is_empty(args, kwargs):
+            args, kwargs = packed_again(arguments, automatic_sizes(args, kwargs, resolved))
+        if is_empty(args, kwargs):
             config = overlaid(_UNSPLIT, config)
         later = self.merges_later and config.merge_output is None
         if later:

@@ -14,7 +14,9 @@ from torch.distributed.pipelining.microbatch import TensorChunkSpec, _CustomRedu
 
 from roundpipe.core.errors import MicrobatchError
 from roundpipe.runtime.config import RoundPipeRunConfig, resolve
-from roundpipe.runtime.microbatch.split import RoundPipePackedData, merge, split
+from roundpipe.runtime.microbatch.merge import merge
+from roundpipe.runtime.microbatch.spec import RoundPipePackedData
+from roundpipe.runtime.microbatch.split import split
 
 Pair = namedtuple("Pair", "left right")
 CHUNK_0, CHUNK_1 = TensorChunkSpec(0), TensorChunkSpec(1)

@@ -23,21 +23,18 @@ from roundpipe.core import trees
 from roundpipe.core.caller import warn
 from roundpipe.core.errors import MicrobatchError
 from roundpipe.core.trees import Access, Path
-from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, microbatch_count, num_microbatches
+from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig
 from roundpipe.runtime.device.backend import Event
 from roundpipe.runtime.microbatch.division import (
     Division,
     Inputs,
-    automatic_sizes,
-    batch_size,
     batched_leaf,
     divide,
     division_of_pieces,
-    is_empty,
     packed_leaves,
     specs_of,
 )
-from roundpipe.runtime.microbatch.merge import merge, merge_value
+from roundpipe.runtime.microbatch.merge import merge_value
 from roundpipe.runtime.microbatch.spec import (
     RoundPipePackedData,
     check_leaf_spec,
@@ -49,18 +46,6 @@ from roundpipe.runtime.microbatch.spec import (
     is_spec_of,
     spec_children,
 )
-
-__all__ = [
-    "RoundPipePackedData",
-    "Split",
-    "automatic_sizes",
-    "batch_size",
-    "is_empty",
-    "merge",
-    "microbatch_count",
-    "num_microbatches",
-    "split",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +65,7 @@ class Split:
         """The actual number, which may be less than asked for."""
         return len(self.args)
 
-    def kept_in(self, call: RoundPipeRunConfig, resolved: ResolvedConfig) -> RoundPipeRunConfig:
+    def replay_options(self, call: RoundPipeRunConfig, resolved: ResolvedConfig) -> RoundPipeRunConfig:
         """Options for the same call once more, in which functions of the user's that made these pieces don't run again.
 
         Args:

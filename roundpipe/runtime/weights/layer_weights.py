@@ -138,7 +138,7 @@ class LayerWeights:
         """Whether a forward in the present mode leaves buffers or attributes changed, as far as is known."""
         return self._habits_now().has_side_effects is not False
 
-    def read_again(self) -> Iterator[tuple[str, torch.Tensor, Callable[[], torch.Tensor | None]]]:
+    def recomputation_inputs(self) -> Iterator[tuple[str, torch.Tensor, Callable[[], torch.Tensor | None]]]:
         """What a recomputation takes as it is by then: names, tensors, and what gives the tensor of that time.
 
         Those are not the buffers of a layer that writes them: each of its forwards keeps what it saw.
