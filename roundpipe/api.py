@@ -17,8 +17,8 @@ from torch import nn
 
 from roundpipe.core.caller import caller_name, warn
 from roundpipe.core.errors import ConfigError, TraceError
+from roundpipe.fx.passes.cut_choice import Balance
 from roundpipe.fx.passes.lower import LowerOptions
-from roundpipe.fx.passes.partition import Balance
 from roundpipe.fx.source import TracedSource, own_example
 from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.runtime.device.resolve import DeviceLike, largest_layer_bytes

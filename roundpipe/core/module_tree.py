@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -17,6 +18,12 @@ def weight_bytes_of(module: nn.Module) -> int:
 def training_bytes_of(module: nn.Module) -> int:
     """Bytes of a module's parameters and buffers and of the gradients of those that are trained, shared ones once."""
     return weight_bytes_of(module) + sum(t.numel() * t.element_size() for t in module.parameters() if t.requires_grad)
+
+
+def common_path(names: Sequence[str]) -> list[str]:
+    """The parts of qualified names that all of them begin with."""
+    paths = [name.split(".") for name in names]
+    return [parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))]
 
 
 class Structure:

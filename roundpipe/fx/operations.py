@@ -35,6 +35,11 @@ def overrides_call(kind: type[nn.Module]) -> bool:
     return any("__call__" in vars(owner) for owner in kind.__mro__ if not owner.__module__.startswith("torch."))
 
 
+def call_method(operand: Any, name: str, /, *args: Any, **kwargs: Any) -> Any:
+    """``operand.name(*args, **kwargs)``."""
+    return getattr(operand, name)(*args, **kwargs)
+
+
 def set_item(target: Any, index: Any, value: Any) -> Any:
     """``target[index] = value``, returning the target."""
     target[index] = value

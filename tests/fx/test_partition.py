@@ -15,10 +15,11 @@ from torch.fx import Node
 from roundpipe.core.errors import PartitionError
 from roundpipe.fx.graph.nodes import draws_random, has_effect, mutated_by, storage_key
 from roundpipe.fx.graph.traced import TracedGraph
-from roundpipe.fx.passes import partition as partition_module
+from roundpipe.fx.passes import cut_choice
 from roundpipe.fx.passes.codegen import generate
 from roundpipe.fx.passes.cost import measure
-from roundpipe.fx.passes.partition import Partition, RecomputeLimits, partition
+from roundpipe.fx.passes.glue import RecomputeLimits
+from roundpipe.fx.passes.partition import Partition, partition
 from tests.fx import handmade
 from tests.fx.layerwise import assert_equals_eager
 
@@ -132,11 +133,11 @@ def test_random_models_run_in_any_number_of_pieces(steps: list[Step], pieces: in
     model.zero_grad()
     model.norm.reset_running_stats()
     traced = handmade.trace(model, x.clone(), y)
-    limit, partition_module.NARROW = partition_module.NARROW, float("inf")
+    limit, cut_choice.NARROW = cut_choice.NARROW, float("inf")
     try:
         parts = cut(traced, num_layers=pieces)
     finally:
-        partition_module.NARROW = limit
+        cut_choice.NARROW = limit
     assert_is_a_chain(traced, parts)
     inputs = {storage_key(node) for node in traced.placeholders}
     writes_input = any(storage_key(value) in inputs for node in traced.body for value in mutated_by(node))

@@ -63,7 +63,20 @@ def module_of(node: Node) -> str:
     return str(node.meta.get("module", ""))
 
 
+def covered_module(node: Node) -> str:
+    """Qualified name of the module that a node is part of: a leaf's own, or that of glue."""
+    return str(node.target) if node.op == "call_module" else module_of(node)
+
+
 # ---------------------------------------------------------------------------------- kinds
+
+HOOK_METHODS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
+"""Methods that hang something on a tensor, which must happen where the tensor is made."""
+
+
+def installs_hook(node: Node) -> bool:
+    """Whether the node hangs something on the tensor that is its first operand."""
+    return node.op == "call_method" and node.target in HOOK_METHODS
 
 
 def is_accessor(node: Node) -> bool:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,19 +30,14 @@ from torch import nn
 from torch.fx import Node
 
 from roundpipe.core import trees
-from roundpipe.core.layers import EXECUTION_DEVICE, Carry, LayerChain, LayerCost, LayerSpec
-from roundpipe.core.modes import Modes
-from roundpipe.core.module_tree import weight_bytes_of
+from roundpipe.core.layers import EXECUTION_DEVICE, Carry, LayerChain, LayerSpec
 from roundpipe.fx.binding import CallForm
-from roundpipe.fx.graph.nodes import draws_random, modes_of, storage_key, value_bytes
+from roundpipe.fx.graph.nodes import draws_random, installs_hook, modes_of
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph, output_names
-from roundpipe.fx.operations import NamedCall, assign_buffer, call_leaf, hang_on, overrides_call, pass_on
+from roundpipe.fx.operations import NamedCall, assign_buffer, call_leaf, call_method, hang_on, overrides_call, pass_on
 from roundpipe.fx.passes.cost import NodeCost
-from roundpipe.fx.passes.legal_cuts import HOOK_METHODS
+from roundpipe.fx.passes.layer_costs import layer_costs
 from roundpipe.fx.passes.partition import Chunk, Partition
-
-SIZE_BYTES_PER_S = 1e12
-"""Turns weight bytes into the seconds that the planner balances, under ``balance="size"``."""
 
 
 def generate(traced: TracedGraph, partition: Partition, costs: Mapping[Node, NodeCost]) -> LayerChain:
@@ -102,16 +97,6 @@ class OutputExit:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OutputExit:
         return self
-
-
-class _Method:
-    """A method by its name, as a function of the object and its arguments."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __call__(self, operand: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(operand, self.name)(*args, **kwargs)
 
 
 class Layer(torch.fx.GraphModule):
@@ -175,58 +160,39 @@ class _Writer:
             )
         for node in self.chunk.clones:
             self.values[node] = self.graph.call_method("clone", (self.values[node],))
-        for node in self._attributes_kept():
+        for node in self._assigned_buffers():
             self._read_attribute(node)
         for node in self.chunk.nodes:
             self.values[node] = self._write(node)
-        made = {node.name: self._operand(node) for node in self.chunk.makes}
+        outputs = {node.name: self._operand(node) for node in self.chunk.makes}
         passed = tuple(node.name for node in self.chunk.passes)
-        self.graph.output(self.graph.call_function(pass_on, (carry, passed, made)) if passed else made)
-        root = self._root()
-        return Layer(root, self.graph, class_name="Layer")
+        self.graph.output(self.graph.call_function(pass_on, (carry, passed, outputs)) if passed else outputs)
+        return Layer(self._root(), self.graph, class_name="Layer")
 
-    def _attributes_kept(self) -> list[Node]:
+    def _assigned_buffers(self) -> list[Node]:
         """Buffers that this layer assigns to, whose value from before is read first."""
-        kept = [s for node in self.chunk.nodes for s in node.all_input_nodes if s.target in self.assigned]
-        return [node for node in dict.fromkeys(kept) if node.op == "get_attr"]
+        sources = dict.fromkeys(source for node in self.chunk.nodes for source in node.all_input_nodes)
+        return [source for source in sources if source.op == "get_attr" and source.target in self.assigned]
 
     def _write(self, node: Node) -> Node:
+        op, target, modes = node.op, node.target, modes_of(node)
         args, kwargs = self._argument(node.args), self._argument(node.kwargs)
-        modes = modes_of(node)
-        if node.target is assign_buffer:
-            args = (self._attribute(node.args[0]), *args[1:])  # type: ignore[arg-type]
-        if node.op == "call_method" and node.target in HOOK_METHODS:
-            return self._node("call_function", hang_on, (args[0], node.target, *args[1:]), kwargs, node.name)
-        if modes is not None:
-            return self._write_in(modes, node, args, kwargs)
-        target = node.target
-        if node.op == "call_module":
+        label = target if isinstance(target, str) else getattr(target, "__name__", "call")
+        if installs_hook(node):
+            op, target, args, modes = "call_function", hang_on, (args[0], target, *args[1:]), None
+        elif op == "call_module":
             module = self.traced.attribute(str(target))
-            target = self._install(str(target), module)
-            if overrides_call(type(module)):
-                args = (self.graph.get_attr(target), *args)
-                return self._node("call_function", _named(call_leaf), args, kwargs, node.name)
-        elif node.op == "call_function":
+            target = name = self._install(str(target), module)
+            if modes is not None or overrides_call(type(module)):
+                op, target, args, label = "call_function", call_leaf, (self.graph.get_attr(name), *args), "call_leaf"
+        elif op == "call_method" and modes is not None:
+            op, target, args = "call_function", call_method, (args[0], target, *args[1:])
+        elif target is assign_buffer:
+            args = (self._attribute(node.args[0]), *args[1:])  # type: ignore[arg-type]
+        if op == "call_function":
             assert callable(target)
-            target = _named(target)
-        return self._node(node.op, target, args, kwargs, node.name)
-
-    def _write_in(self, modes: Modes, node: Node, args: Any, kwargs: Any) -> Node:
-        """A call in modes of its own."""
-        if node.op == "call_module":
-            name = self._install(str(node.target), self.traced.attribute(str(node.target)))
-            args = (self.graph.get_attr(name), *args)
-            function: Any = call_leaf
-            label = "call_module"
-        elif node.op == "call_method":
-            function, label = _Method(str(node.target)), str(node.target)
-        else:
-            function, label = node.target, getattr(node.target, "__name__", "call")
-        target = NamedCall(f"{label}_in_context", function, modes)
-        return self._node("call_function", target, args, kwargs, node.name)
-
-    def _node(self, op: str, target: Any, args: Any, kwargs: Any, name: str) -> Node:
-        return self.graph.create_node(op, target, args, kwargs, name=name)
+            target = _named(target) if modes is None else NamedCall(f"{label}_in_context", target, modes)
+        return self.graph.create_node(op, target, args, kwargs, name=node.name)
 
     # -- operands
 
@@ -247,7 +213,8 @@ class _Writer:
         if type(value) in LITERALS:
             return value
         if isinstance(value, torch.device) and value.type != "meta":
-            return self._execution_device()
+            self.uses_device = True
+            return self.graph.get_attr(self._install(EXECUTION_DEVICE, torch.device("cpu")))
         return self._object(value)
 
     def _operand(self, node: Node) -> Node:
@@ -264,10 +231,6 @@ class _Writer:
 
     def _attribute(self, node: Node) -> Node:
         return self.graph.get_attr(self._install(str(node.target), self.traced.attribute(str(node.target))))
-
-    def _execution_device(self) -> Node:
-        self.uses_device = True
-        return self.graph.get_attr(self._install(EXECUTION_DEVICE, torch.device("cpu")))
 
     def _object(self, value: Any) -> Node:
         name = self.objects.setdefault(id(value), f"_object_{len(self.objects)}")
@@ -325,9 +288,6 @@ def _named(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-# ---------------------------------------------------------------------------------- specs and costs
-
-
 def _spec(traced: TracedGraph, partition: Partition, chunk: Chunk, uses_device: bool) -> LayerSpec:
     return LayerSpec(
         name=chunk.name,
@@ -339,70 +299,3 @@ def _spec(traced: TracedGraph, partition: Partition, chunk: Chunk, uses_device: 
         may_write_reads=False,
         execution_device=uses_device,
     )
-
-
-def layer_costs(
-    traced: TracedGraph, partition: Partition, layers: Iterable[nn.Module], costs: Mapping[Node, NodeCost]
-) -> tuple[LayerCost, ...]:
-    """The costs of a partition's layers, from those of the nodes."""
-    pairs = zip(partition.chunks, layers, strict=True)
-    return tuple(_layer_cost(traced, partition, chunk, layer, costs) for chunk, layer in pairs)
-
-
-def _layer_cost(
-    traced: TracedGraph, partition: Partition, chunk: Chunk, layer: nn.Module, costs: Mapping[Node, NodeCost]
-) -> LayerCost:
-    """The sum of a layer's nodes; shared weights and saved values once."""
-    parameters = list(layer.parameters())
-    weight_bytes = weight_bytes_of(layer)
-    forward_s = sum(costs[node].forward_s for node in chunk.nodes)
-    backward_s = sum(costs[node].backward_s for node in chunk.nodes)
-    if partition.balance == "size":
-        forward_s = weight_bytes / SIZE_BYTES_PER_S
-        backward_s = 2 * forward_s
-    elif callable(partition.balance):
-        balance = partition.balance
-        modules = [traced.attribute(str(n.target)) for n in chunk.nodes if n.op == "call_module"]
-        forward_s = sum(float(balance(module)) for module in modules)
-        backward_s = 2 * forward_s
-    return LayerCost(
-        forward_s=forward_s,
-        backward_s=backward_s,
-        forward_flops=sum(costs[node].forward_flops for node in chunk.nodes),
-        backward_flops=sum(costs[node].backward_flops for node in chunk.nodes),
-        num_parameters=sum(parameter.numel() for parameter in parameters),
-        weight_bytes=weight_bytes,
-        gradient_bytes=sum(p.numel() * p.element_size() for p in parameters if p.requires_grad),
-        activation_bytes=_activation_bytes(chunk, costs),
-        workspace_bytes=_workspace_bytes(chunk, costs),
-        carry_bytes=chunk.carry_bytes,
-    )
-
-
-def _activation_bytes(chunk: Chunk, costs: Mapping[Node, NodeCost]) -> int:
-    """What autograd keeps: each node's own, and every value that any node keeps, by memory."""
-    kept: dict[Any, int] = {}
-    for node in chunk.nodes:
-        for value in costs[node].saved_values:
-            key = storage_key(value)
-            kept[key] = max(kept.get(key, 0), value_bytes(value))
-    return sum(kept.values()) + sum(costs[node].saved_bytes for node in chunk.nodes)
-
-
-def _workspace_bytes(chunk: Chunk, costs: Mapping[Node, NodeCost]) -> int:
-    """The peak over its nodes of what it holds: values made and still needed, and the node's own."""
-    last_use: dict[Node, int] = {node: len(chunk.nodes) for node in chunk.makes}
-    for index, node in enumerate(chunk.nodes):
-        for source in node.all_input_nodes:
-            last_use[source] = max(last_use.get(source, index), index)
-    held: dict[Any, tuple[int, int]] = {}  # memory -> bytes, index of its last use
-    outside = {storage_key(node) for node in chunk.reads} - set(map(storage_key, chunk.clones))
-    peak = 0
-    for index, node in enumerate(chunk.nodes):
-        held = {key: item for key, item in held.items() if item[1] >= index}
-        peak = max(peak, sum(size for size, _ in held.values()) + costs[node].workspace_bytes)
-        key = storage_key(node)
-        if key is not None and key not in outside:
-            size, until = held.get(key, (0, -1))
-            held[key] = (max(size, value_bytes(node)), max(until, last_use.get(node, -1)))
-    return max(peak, sum(size for size, _ in held.values()))

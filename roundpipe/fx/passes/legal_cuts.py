@@ -20,11 +20,16 @@ from torch.fx import Node
 
 from roundpipe.core.errors import TraceError
 from roundpipe.fx.graph.dataflow import alias_groups
-from roundpipe.fx.graph.nodes import is_accessor, mutated_by, producer_of, storage_key, value_of, writes_buffers
+from roundpipe.fx.graph.nodes import (
+    installs_hook,
+    is_accessor,
+    mutated_by,
+    producer_of,
+    storage_key,
+    value_of,
+    writes_buffers,
+)
 from roundpipe.fx.graph.traced import TracedGraph
-
-HOOK_METHODS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
-"""Methods that hang something on a tensor, which must happen where the tensor is made."""
 
 
 def legal_cuts(traced: TracedGraph, order: Sequence[Node], live: Sequence[Set[Node]]) -> list[int]:
@@ -42,7 +47,7 @@ def legal_cuts(traced: TracedGraph, order: Sequence[Node], live: Sequence[Set[No
     for node in order:
         if is_accessor(node):
             together((producer_of(node), node))
-        if node.op == "call_method" and node.target in HOOK_METHODS:
+        if installs_hook(node):
             together((producer_of(node.args[0]), node))  # type: ignore[arg-type]
     for users in _buffer_users(traced).values():
         together(users)

@@ -13,9 +13,11 @@ from torch.fx import Node
 
 from roundpipe.core.layers import LayerChain, LayerCost
 from roundpipe.fx.graph.traced import TracedGraph
-from roundpipe.fx.passes.codegen import generate, layer_costs
+from roundpipe.fx.passes.codegen import generate
 from roundpipe.fx.passes.cost import DEFAULT_PROFILE, DeviceProfile, NodeCost, measure
-from roundpipe.fx.passes.partition import Balance, Partition, partition
+from roundpipe.fx.passes.cut_choice import Balance
+from roundpipe.fx.passes.layer_costs import layer_costs
+from roundpipe.fx.passes.partition import Partition, partition
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,230 @@
+"""Which of the legal cuts are taken.
+
+As many as leave every layer worth a task, at narrow places: after a residual add one tensor crosses, in the middle of
+a block two or more.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from itertools import accumulate, pairwise
+from statistics import quantiles
+
+from torch import nn
+from torch.fx import Node
+
+from roundpipe.core import balance as chain_balance
+from roundpipe.core.errors import PartitionError
+from roundpipe.core.layers import BalanceFunction
+from roundpipe.core.module_tree import common_path
+from roundpipe.fx.graph.nodes import covered_module, value_bytes
+from roundpipe.fx.graph.traced import TracedGraph
+from roundpipe.fx.passes.cost import NodeCost
+
+Balance = str | BalanceFunction
+
+NARROW = 1.6
+"""A cut is narrow if it carries at most this many times what the narrowest cuts around it do."""
+SMALLEST_SHARE = 0.25
+"""A layer weighs at least this share of a small block of the model."""
+SMALLEST_BLOCK = 0.15
+"""Blocks lighter than this share of the heaviest one (a list of norms) don't say what a layer weighs."""
+LARGEST_NUM_LAYERS = 8192
+"""A layer weighs at least one in so many parts of the model."""
+
+
+class CutChoice:
+    """Chooses cuts for one graph.
+
+    Args:
+        traced: the graph.
+        costs: of its nodes.
+        balance: what weighs.
+        order: the nodes that layers own, in order of execution.
+        live: what is carried in front of each of them, and behind the last.
+        legal: the positions in front of which a cut may be.
+
+    Raises:
+        PartitionError: ``balance`` is not usable.
+    """
+
+    def __init__(
+        self,
+        traced: TracedGraph,
+        costs: Mapping[Node, NodeCost],
+        balance: Balance,
+        order: Sequence[Node],
+        live: Sequence[Set[Node]],
+        legal: Sequence[int],
+    ) -> None:
+        self._traced = traced
+        self._costs = costs
+        self._order = order
+        self._legal = legal
+        self._weights = self._weights_by(balance)
+        self._prefix = [0.0, *accumulate(self._weights)]
+        self._edges = [*legal, len(order)]
+        # inputs are at hand wherever they are needed
+        self._carried = [sum(value_bytes(n) for n in live[cut] if n.op != "placeholder") for cut in self._edges]
+
+    def even(self, num_layers: int) -> list[int]:
+        """Narrow cuts for at most so many layers, evenly weighted."""
+        widths = self._widths(max(self._weights))
+        narrow = [cut for cut in self._legal if widths[cut] <= NARROW]
+        parts = chain_balance.cut_into(self._weights, num_layers, narrow)
+        return [stop for _, stop in parts[:-1]]
+
+    def finest(self) -> list[int]:
+        """As many narrow cuts as leave every layer heavy enough; among equals, the narrower, at blocks' edges.
+
+        ``best[j] = score(j) + max of best[i]`` over the cuts ``i`` that leave enough weight between ``i`` and ``j``.
+        """
+        prefix, blocks = self._prefix, _blocks(self._traced, self._order)
+        least, window = _scale(blocks, self._weights)
+        widths = self._widths(window)
+        heavy = self._with_parameters()
+        candidates = [cut for cut in self._legal if widths[cut] <= NARROW and heavy and heavy[0] < cut <= heavy[-1]]
+        best: list[tuple[float, int]] = []  # for each candidate: score of the chain up to it, previous candidate
+        leading: list[tuple[float, int]] = []  # running maximum of best
+        for index, cut in enumerate(candidates):
+            allowed = bisect_right(prefix, prefix[cut] - least) - 1  # items before which a layer may start
+            allowed = min(allowed, heavy[bisect_left(heavy, cut) - 1])  # so that it has parameters
+            if allowed < 0 or prefix[cut] < least:
+                score, previous = float("-inf"), -1
+            else:
+                before = bisect_right(candidates, allowed) - 1
+                score, previous = leading[before] if before >= 0 else (0.0, -1)
+                if score < 0:
+                    score, previous = 0.0, -1
+            edge = 0.2 if blocks[cut - 1] != blocks[cut] else 0.05 / (1 + _depth_in_common(self._order, cut))
+            score += 1 + edge - 0.5 * (widths[cut] - 1)
+            best.append((score, previous))
+            leading.append(max(leading[-1], (score, index)) if leading else (score, index))
+        last = bisect_right(candidates, bisect_right(prefix, prefix[-1] - least) - 1) - 1
+        cuts: list[int] = []
+        index = leading[last][1] if last >= 0 and leading[last][0] > 0 else -1
+        while index >= 0:
+            cuts.append(candidates[index])
+            index = best[index][1]
+        return cuts[::-1]
+
+    def within(self, max_layer_bytes: int, cuts: Sequence[int]) -> list[int]:
+        """The cuts, with more of them in layers above a limit: narrow ones if they are enough, else any legal ones."""
+        loads = [self._bytes_used(node, gradients=True) for node in self._order]
+        widths = self._widths(max(self._weights))
+        result = list(cuts)
+        for start, stop in pairwise([0, *cuts, len(loads)]):
+            layer = loads[start:stop]
+            if sum(layer) <= max_layer_bytes:
+                continue
+            legal = [cut - start for cut in self._legal if start < cut < stop]
+            narrow = [cut for cut in legal if widths[start + cut] <= NARROW]
+            inner = narrow if _heaviest_between(narrow, layer) <= max_layer_bytes else legal
+            parts = chain_balance.cut_under(layer, max(max_layer_bytes, _heaviest_between(inner, layer)), inner)
+            result += [start + end for _, end in parts[:-1]]
+        return sorted(result)
+
+    def _weights_by(self, balance: Balance) -> list[float]:
+        """How much each node counts, as a share of the whole model."""
+        sizes = _shares([float(self._bytes_used(node)) for node in self._order])
+        if balance == "size":
+            return sizes
+        if callable(balance):
+            modules = [self._traced.attribute(str(n.target)) if n.op == "call_module" else None for n in self._order]
+            return _shares([0.0 if module is None else float(balance(module)) for module in modules])
+        if balance != "time":
+            raise PartitionError(f"balance is {balance!r}; it can be 'time', 'size' or a function of a module")
+        times = _shares([self._costs[node].forward_s + self._costs[node].backward_s for node in self._order])
+        return [(time + size) / 2 for time, size in zip(times, sizes, strict=True)]
+
+    def _bytes_used(self, node: Node, gradients: bool = False) -> int:
+        """Bytes of the weights that a node uses, directly or through get_attr, and of their gradients."""
+        costs = [self._costs[user] for user in (node, *_attributes_read(node))]
+        return sum(cost.parameter_bytes + (cost.gradient_bytes if gradients else 0) for cost in costs)
+
+    def _with_parameters(self) -> list[int]:
+        """Positions of the nodes that use parameters; every layer has one of them."""
+        return [
+            index
+            for index, node in enumerate(self._order)
+            if any(map(self._traced.parameters_of, (node, *_attributes_read(node))))
+        ]
+
+    def _widths(self, window: float) -> dict[int, float]:
+        """For each legal cut: bytes carried, over those of the narrowest cut nearby on its wider side.
+
+        The wider side, so that where the carry grows or shrinks for good (a skip connection opens, a
+        decoder starts) the step itself is no reason against a cut.
+        """
+        prefix, edges, carried = self._prefix, self._edges, self._carried
+        result = {}
+        for index, cut in enumerate(self._legal):
+            low = min(bisect_left(edges, bisect_left(prefix, prefix[cut] - window * 1.01)), max(index - 1, 0))
+            high = max(bisect_right(edges, bisect_right(prefix, prefix[cut] + window * 1.01) - 1), index + 2)
+            before = min(carried[low : index + 1], default=carried[index])
+            after = min(carried[index:high], default=carried[index])
+            result[cut] = max(carried[index], 1) / max(before, after, 1)
+        return result
+
+
+def _shares(amounts: Sequence[float]) -> list[float]:
+    total = sum(amounts)
+    return [amount / total if total else 0.0 for amount in amounts]
+
+
+def _attributes_read(node: Node) -> list[Node]:
+    return [source for source in node.all_input_nodes if source.op == "get_attr"]
+
+
+def _heaviest_between(cuts: Sequence[int], loads: Sequence[int]) -> int:
+    """The heaviest stretch without a cut."""
+    return max(sum(loads[start:stop]) for start, stop in pairwise([0, *cuts, len(loads)]))
+
+
+def _scale(blocks: Sequence[str], weights: Sequence[float]) -> tuple[float, float]:
+    """The least weight of a layer, and the weight of a typical block."""
+    block_weights: dict[str, float] = {}
+    for block, weight in zip(blocks, weights, strict=True):
+        if block:
+            block_weights[block] = block_weights.get(block, 0.0) + weight
+    largest = max(block_weights.values(), default=0.0)
+    typical = sorted(weight for weight in block_weights.values() if weight > SMALLEST_BLOCK * largest)
+    small_block = quantiles(typical, n=4)[0] if len(typical) > 1 else max(largest, 1 / 4)
+    least = max(min(SMALLEST_SHARE * small_block, 1 / 16), 1 / LARGEST_NUM_LAYERS)
+    return least, typical[len(typical) // 2] if typical else 1 / 16
+
+
+def _blocks(traced: TracedGraph, order: Sequence[Node]) -> list[str]:
+    """For each node the innermost repeated block it belongs to, such as ``model.layers.3``, or ``""``.
+
+    Blocks are children of one class of a list of modules. Where there are none with children of their
+    own, plain layers with weights count (a `Sequential` of `Linear`s).
+    """
+    repeated: dict[str, dict[str, bool]] = {}  # container -> repeated child -> has children of its own
+    for name, container in traced.model.named_modules():
+        if isinstance(container, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+            kinds = Counter(type(child) for child in container.children())
+            repeated[name] = {
+                key: next(child.children(), None) is not None
+                for key, child in container.named_children()
+                if (kinds[type(child)] > 1 or len(kinds) == 1) and next(child.parameters(), None) is not None
+            }
+
+    def innermost(node: Node, composite: bool) -> str:
+        parts = covered_module(node).split(".")
+        for end in range(len(parts), 0, -1):
+            children = repeated.get(".".join(parts[: end - 1]), {})
+            if children.get(parts[end - 1]) in ((True,) if composite else (True, False)):
+                return ".".join(parts[:end])
+        return ""
+
+    blocks = [innermost(node, composite=True) for node in order]
+    return blocks if any(blocks) else [innermost(node, composite=False) for node in order]
+
+
+def _depth_in_common(order: Sequence[Node], cut: int) -> int:
+    """How deep the innermost module is that holds both nodes at a cut."""
+    left, right = (covered_module(order[position]) for position in (cut - 1, cut))
+    return len(common_path([left, right])) if left else 0
