@@ -177,7 +177,7 @@ class ChainRunner:
 
     def update_begun(self) -> None:
         """The optimizer was given an update: measured times may change plans."""
-        self.builder.plans.step_made()
+        self.builder.plans.update_begun()
 
     def partition_table(self) -> str:
         """The layers and the stages as a table: those of the latest call, else those of a call like the example."""

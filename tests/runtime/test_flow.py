@@ -17,9 +17,9 @@ PLAN = ExecutePlan([(0, 1), (1, 3)], (3, 4), [(1, 3), (0, 1)])
 
 def rows(kind, grain, kept=(), exit_reads=("y",)):
     schedule = make_schedule(PLAN, 2, 3, kind=kind)
-    flows = flow(schedule, SPECS, grain=grain, exit_reads=exit_reads, kept=kept)
+    flows = flow(schedule, SPECS, grain=grain, exit_reads=exit_reads, stay=kept)
     return [
-        (str(job), [set(one.takes) for one in each.segments], set(each.gives), set(each.drops), each.made_by)
+        (str(job), [set(one.takes) for one in each.segments], set(each.gives), set(each.drops), each.last_source)
         for job, each in zip(schedule.jobs, flows, strict=True)
     ]
 

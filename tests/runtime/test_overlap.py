@@ -431,3 +431,23 @@ def test_what_waits_for_rounds_is_refused_inside_of_one(what, where):
         if handle is not None:
             handle.remove()
         assert torch.isfinite(piped.forward_backward((x,), loss_fn=square_loss))
+
+
+def test_backwards_of_forwards_run_in_any_order_beside_a_training_step():
+    """Each step has job numbers of its own, though a backward runs long after its forward."""
+    model = build(held=0)
+    reference = eager(copy.deepcopy(model), batch())
+    for value in (batch(seed=1), batch(seed=3)):
+        copied = copy.deepcopy(model)
+        copied(value).sum().backward()
+        reference = {name: total + gradients(copied)[name] for name, total in reference.items()}
+    with in_asynchronous_steps(model) as piped:
+        options = config(3, plan=SINGLES, preserve_rng_state=False)
+        first, _, third = (piped(batch(seed=seed), roundpipe_run_config=options) for seed in (1, 2, 3))
+        first.sum().backward()
+        model[0].switch.may_go.clear()
+        train(piped, batch())
+        threading.Timer(0.1, model[0].switch.may_go.set).start()
+        third.sum().backward()
+        piped.synchronize()
+        assert_same(gradients(model), reference)

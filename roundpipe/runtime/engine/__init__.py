@@ -1,5 +1,5 @@
-"""Runs a round of stages on the workers.
+"""Runs a step: stages times microbatches, on the workers.
 
 May use: everything else in runtime.
-Start reading: `engine`, then `stage`.
+Start reading: `step` (what runs), `engine` (who waits), `worker` (who runs), `runner` (one task), `stage` (compute).
 """

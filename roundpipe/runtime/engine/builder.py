@@ -138,7 +138,7 @@ class StepBuilder:
             chain=chain,
             weights=self._prepare(chain, wants_gradients=keeps_history),
             schedule=schedule,
-            flows=flow(schedule, chain.specs, grain=config.recompute_grain, exit_reads=chain.exit.reads, kept=stay),
+            flows=flow(schedule, chain.specs, grain=config.recompute_grain, exit_reads=chain.exit.reads, stay=stay),
             base_seed=draw_base_seed() if draws else 0,
             preserve_rng_state=draws,
             with_gradient=names_with_gradient(chain.specs, trainable, requiring),
@@ -192,15 +192,11 @@ class StepBuilder:
         """Per layer, other layers that have one of its parameters."""
         shared = self._shared.get(chain)
         if shared is None:
-            holders: dict[int, set[int]] = {}
-            for index, layer in enumerate(chain):
-                for parameter in layer.parameters():
-                    holders.setdefault(id(parameter), set()).add(index)
-            others: list[set[int]] = [set() for _ in chain]
-            for indices in holders.values():
-                for index in indices:
-                    others[index] |= indices - {index}
-            shared = self._shared[chain] = [frozenset(each) for each in others]
+            ids = [{id(parameter) for parameter in layer.parameters()} for layer in chain]
+            shared = self._shared[chain] = [
+                frozenset(other for other, its_ids in enumerate(ids) if other != index and not own.isdisjoint(its_ids))
+                for index, own in enumerate(ids)
+            ]
         return shared
 
 

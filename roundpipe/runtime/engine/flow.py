@@ -41,22 +41,22 @@ class JobFlow:
     """Names that it makes and others read: brought to the host."""
     drops: tuple[str, ...]
     """Names that nobody reads after it."""
-    made_by: int | None
-    """Position in the round of the last job that makes a value it takes, or that ran one of its layers forward
+    last_source: int | None
+    """Position in the step of the last job that makes a value it takes, or that ran one of its layers forward
     and so left the buffers for its recomputation; None: all were there before."""
 
 
 def _segment(specs: Sequence[LayerSpec], layers: Iterable[int], extra_reads: Iterable[str] = ()) -> Segment:
     layers, extra_reads = tuple(layers), tuple(extra_reads)
-    made: dict[str, None] = {}
-    taken: dict[str, None] = {}
+    makes: dict[str, None] = {}
+    takes: dict[str, None] = {}
     for index in layers:
-        taken.update((name, None) for name in specs[index].reads if name not in made)
-        made.update((name, None) for name in specs[index].makes)
-    taken.update((name, None) for name in extra_reads if name not in made)
+        takes.update((name, None) for name in specs[index].reads if name not in makes)
+        makes.update((name, None) for name in specs[index].makes)
+    takes.update((name, None) for name in extra_reads if name not in makes)
     last_reader = {name: index for index in layers for name in specs[index].reads}
     last_reader.update((name, layers[-1] + 1) for name in extra_reads)
-    return Segment(layers, tuple(taken), tuple(made), last_reader)
+    return Segment(layers, tuple(takes), tuple(makes), last_reader)
 
 
 def segments_of(
@@ -74,41 +74,41 @@ def flow(
     *,
     grain: RecomputeGrain,
     exit_reads: Sequence[str],
-    kept: Iterable[str] = (),
+    stay: Iterable[str] = (),
 ) -> tuple[JobFlow, ...]:
     """The flow of each job of a schedule.
 
     Args:
-        schedule: the round.
+        schedule: of the step.
         specs: one per layer.
         grain: ``"stage"`` or ``"layer"``: what a backward job recomputes at once.
         exit_reads: names that the model's outputs need.
-        kept: names that must stay on the host after the round.
+        stay: names that must stay on the host after the step.
     """
     segments = [segments_of(job, specs, grain, exit_reads) for job in schedule.jobs]
     last_reader: dict[str, int] = {}
     for position, parts in enumerate(segments):
         for part in parts:
             last_reader.update((name, position) for name in part.takes)
-    stay = set(kept)
+    stays = set(stay)
     if schedule.kind == "forward":
-        stay.update(exit_reads)
+        stays.update(exit_reads)
     flows = []
     maker: dict[str, int] = {}
     forward_job: dict[int, int] = {}
     for position, (job, parts) in enumerate(zip(schedule.jobs, segments, strict=True)):
         gives: frozenset[str] = frozenset()
         if job.phase is Phase.FORWARD:
-            made = {name for part in parts for name in part.makes}
-            gives = frozenset(name for name in made if name in stay or last_reader.get(name, -1) > position)
-        drops = tuple(name for name, last in last_reader.items() if last == position and name not in stay)
+            names = {name for part in parts for name in part.makes}
+            gives = frozenset(name for name in names if name in stays or last_reader.get(name, -1) > position)
+        drops = tuple(name for name, last in last_reader.items() if last == position and name not in stays)
         earlier = [maker[name] for part in parts for name in part.takes if name in maker]
         if job.phase is Phase.FORWARD:
             forward_job.update((index, position) for index in job.layers)
         else:
             earlier += [forward_job[index] for index in job.layers if index in forward_job]
-        made_by = max(earlier, default=None)
-        flows.append(JobFlow(parts, gives, drops, made_by))
+        last_source = max(earlier, default=None)
+        flows.append(JobFlow(parts, gives, drops, last_source))
         maker.update((name, position) for name in gives)
     return tuple(flows)
 

@@ -1,7 +1,7 @@
 """Which plan a call gets: the user's, or the planner's, by estimated costs until there are measured ones.
 
-Plans are kept per chain, number of microbatches and size. What rounds took is learned from once they are over; the
-next round behind an optimizer step may then get another plan, if that is predicted to be faster by enough. Options
+Plans are kept per chain, number of microbatches and size. What steps took is learned from once they are over; the
+next step behind an update may then get another plan, if that is predicted to be faster by enough. Options
 left to choice (``"auto"``) are settled here too, before a batch is split.
 """
 
@@ -35,19 +35,19 @@ from roundpipe.runtime.profiling.layer_times import LayerTimes, StepTimes
 logger = logging.getLogger(__name__)
 
 REPLAN_GAIN = 0.03
-"""Share of a round's time that another plan must be predicted to save before it takes the place of the present one."""
-SHORTEST_ROUND_S = 0.02
-"""Rounds shorter than this keep their plan: what is measured of them is mostly noise."""
+"""Share of a step's time that another plan must be predicted to save before it takes the place of the present one."""
+SHORTEST_STEP_S = 0.02
+"""Steps shorter than this keep their plan: what is measured of them is mostly noise."""
 FIRST_REPLAN = 2
-"""Measured rounds before the first look at the plan; then four times as many each time."""
+"""Measured steps before the first look at the plan; then four times as many each time."""
 MEASURED_IN_A_ROW = 5
-"""Rounds of a chain that are measured from the start on; then every `MEASURED_EACH`-th."""
+"""Steps of a chain that are measured from the start on; then every `MEASURED_EACH`-th."""
 MEASURED_EACH = 8
 
 MOST_SIMULATED = 4000
-"""Visits of layers, times microbatches, of the largest rounds that are simulated to choose among plans."""
+"""Visits of layers, times microbatches, of the largest steps that are simulated to choose among plans."""
 MOST_SIMULATED_WORKERS = 2000
-"""Workers, times microbatches, of such rounds: a replay lasts until all workers have had several visits."""
+"""Workers, times microbatches, of such steps: a replay lasts until all workers have had several visits."""
 TASK_S = 150e-6
 """Seconds that a worker needs for a microbatch of a stage beside what layers take; tells many small microbatches from
 few large ones, and many small stages from few large ones, which cost the same otherwise."""
@@ -59,17 +59,17 @@ GUESSED_ACTIVATIONS = 4
 """Values as large as the arguments that a layer of a chain without measured costs is taken to keep."""
 
 Prediction = Callable[[ExecutePlan], float]
-"""Seconds per round of a plan."""
+"""Seconds per step of a plan."""
 
 
 @dataclass(slots=True)
-class _Known:
+class _ChainRecord:
     """What is known of one chain."""
 
     times: LayerTimes
     plans: dict[tuple[Any, ...], ExecutePlan] = field(default_factory=dict)
     looked_at: dict[tuple[Any, ...], int] = field(default_factory=dict)
-    """Per plan, how many measured rounds there were when it was last chosen or looked at."""
+    """Per plan, how many measured steps there were when it was last chosen or looked at."""
     spare_bytes: dict[tuple[Any, ...], int] = field(default_factory=dict)
     """Per plan, recomputation and size, the device memory left over."""
     settled: dict[tuple[Any, ...], tuple[int, RecomputeGrain]] = field(default_factory=dict)
@@ -98,19 +98,19 @@ class PlanChooser:
         link_speeds: Callable[[], tuple[float, float]] = lambda: (inf, inf),
         accelerators: bool = False,
     ) -> None:
-        limits = [one for one in budgets_bytes if one is not None]
+        limits = [limit for limit in budgets_bytes if limit is not None]
         self._num_workers = num_workers
         self._budget_bytes = min(limits) if limits else None
         self._link_speeds = link_speeds
         self._accelerators = accelerators
-        self._known: weakref.WeakKeyDictionary[LayerChain, _Known] = weakref.WeakKeyDictionary()
+        self._records: weakref.WeakKeyDictionary[LayerChain, _ChainRecord] = weakref.WeakKeyDictionary()
         self._may_replan = False
 
-    def _of(self, chain: LayerChain) -> _Known:
-        known = self._known.get(chain)
-        if known is None:
-            known = self._known[chain] = _Known(LayerTimes(chain.costs, chain.example_elements))
-        return known
+    def _of(self, chain: LayerChain) -> _ChainRecord:
+        record = self._records.get(chain)
+        if record is None:
+            record = self._records[chain] = _ChainRecord(LayerTimes(chain.costs, chain.example_elements))
+        return record
 
     def plan(self, call: Call) -> ExecutePlan:
         """The plan of a call: the user's, or the planner's for microbatches of this size.
@@ -123,8 +123,8 @@ class PlanChooser:
         if config.execute_plan is not None:
             config.execute_plan.validate(len(chain))
             return config.execute_plan
-        known = self._of(chain)
-        self._learn(known)
+        record = self._of(chain)
+        self._learn(record)
         elements = call.elements()
         size = times_the_example(chain, elements)
         if self._budget_bytes is None:
@@ -132,16 +132,16 @@ class PlanChooser:
         elif not chain.example_elements:
             size = call.argument_bytes()
         key = (call.num_microbatches, config.recompute_grain, size)
-        present = known.plans.get(key)
+        present = record.plans.get(key)
         if present is None:
             costs = self.costs(chain, elements)
-            known.plans[key] = self._choose(call, costs, self._links(call.chain))
-            known.looked_at[key] = known.times.num_rounds
-        elif self._may_replan and known.times.num_rounds >= max(FIRST_REPLAN, 4 * known.looked_at[key]):
-            known.looked_at[key] = known.times.num_rounds
-            known.plans[key] = self._replanned(call, present)
+            record.plans[key] = self._choose(call, costs, self._links(call.chain))
+            record.looked_at[key] = record.times.num_rounds
+        elif self._may_replan and record.times.num_rounds >= max(FIRST_REPLAN, 4 * record.looked_at[key]):
+            record.looked_at[key] = record.times.num_rounds
+            record.plans[key] = self._replanned(call, present)
         self._may_replan = False
-        return known.plans[key]
+        return record.plans[key]
 
     def spare_bytes(self, call: Call, plan: ExecutePlan) -> int | None:
         """Device memory that a training plan leaves over, as predicted; None: there is no limit."""
@@ -158,8 +158,8 @@ class PlanChooser:
             spare[key] = max(self._budget_bytes - needed, 0)
         return spare[key]
 
-    def step_made(self) -> None:
-        """An optimizer step was made: the next round may have another plan."""
+    def update_begun(self) -> None:
+        """The optimizer was given an update: the next step may have another plan."""
         self._may_replan = True
 
     def costs(self, chain: LayerChain, elements: int) -> list[LayerCost]:
@@ -169,10 +169,10 @@ class PlanChooser:
         summation, are the same in every run.
         """
         if self.is_measured(chain):
-            found = self._of(chain).times.costs(elements)
+            costs = self._of(chain).times.costs(elements)
         else:
-            found = [cost.scaled(times_the_example(chain, elements)) for cost in chain.costs]
-        return with_temporaries(found) if self._accelerators else found
+            costs = [cost.scaled(times_the_example(chain, elements)) for cost in chain.costs]
+        return with_temporaries(costs) if self._accelerators else costs
 
     def measured(self, chain: LayerChain) -> list[LayerCost] | None:
         """Measured costs for a microbatch like the example, or like the first one; None before there are any."""
@@ -180,9 +180,9 @@ class PlanChooser:
 
     def is_measured(self, chain: LayerChain) -> bool:
         """Whether costs rest on measured times."""
-        known = self._of(chain)
-        self._learn(known)
-        return known.times.num_rounds > 0 and not torch.are_deterministic_algorithms_enabled()
+        record = self._of(chain)
+        self._learn(record)
+        return record.times.num_rounds > 0 and not torch.are_deterministic_algorithms_enabled()
 
     def _choose(self, call: Call, costs: list[LayerCost], links: tuple[float, float]) -> ExecutePlan:
         choose = functools.partial(
@@ -212,20 +212,20 @@ class PlanChooser:
         costs, links = self.costs(call.chain, call.elements()), self._link_speeds()
         seconds = self._prediction(call, costs, links) or self._recurrence(call, costs)
         present_s = seconds(present)
-        if present_s < SHORTEST_ROUND_S:
+        if present_s < SHORTEST_STEP_S:
             return present
-        found = self._choose(call, costs, links)
-        found_s = seconds(found)
-        if found_s > (1 - REPLAN_GAIN) * present_s:
+        plan = self._choose(call, costs, links)
+        plan_s = seconds(plan)
+        if plan_s > (1 - REPLAN_GAIN) * present_s:
             return present
         logger.info(
-            "new plan from measured layer times: %d stages instead of %d, predicted %.3g s per round instead of %.3g s",
-            found.num_stages,
+            "new plan from measured layer times: %d stages instead of %d, predicted %.3g s per step instead of %.3g s",
+            plan.num_stages,
             present.num_stages,
-            found_s,
+            plan_s,
             present_s,
         )
-        return found
+        return plan
 
     def _links(self, chain: LayerChain) -> tuple[float, float]:
         """Bytes per second up and down that go with a chain's costs: measured, or of the device they are estimated for.
@@ -239,7 +239,7 @@ class PlanChooser:
         return inf, inf
 
     def _prediction(self, call: Call, costs: Sequence[LayerCost], links: tuple[float, float]) -> Prediction | None:
-        """The simulator's seconds per round of a plan; None if transfers take no time, or the simulator too much."""
+        """The simulator's seconds per step of a plan; None if transfers take no time, or the simulator too much."""
         number, workers, grain = call.num_microbatches, self._num_workers, call.config.recompute_grain
         up, down = links
         if (
@@ -252,17 +252,17 @@ class PlanChooser:
 
         @functools.cache
         def seconds(plan: ExecutePlan) -> float:
-            found = simulate(make_schedule(plan, workers, number), costs, profile, recompute_grain=grain)
-            return found.seconds_per_step + self._tasks_s(plan.num_stages, number)
+            result = simulate(make_schedule(plan, workers, number), costs, profile, recompute_grain=grain)
+            return result.seconds_per_step + self._tasks_s(plan.num_stages, number)
 
         return seconds
 
     def _tasks_s(self, num_stages: int, num_microbatches: int) -> float:
-        """Seconds per round that workers need beside what layers take."""
+        """Seconds per step that workers need beside what layers take."""
         return TASK_S * num_stages * num_microbatches / self._num_workers
 
     def _recurrence(self, call: Call, costs: Sequence[LayerCost]) -> Prediction:
-        """Seconds per round of a plan, transfers left out."""
+        """Seconds per step of a plan, transfers left out."""
         return functools.partial(
             plan_seconds, costs=costs, num_workers=self._num_workers, num_microbatches=call.num_microbatches
         )
@@ -271,9 +271,9 @@ class PlanChooser:
         """Where to note what a training step takes, if it is its turn to be measured; else None."""
         if trees.tensors([call.args, call.kwargs]) and not call.elements():
             return None  # without samples it tells nothing
-        known = self._of(call.chain)
-        known.num_steps += 1
-        is_due = known.num_steps <= MEASURED_IN_A_ROW or known.num_steps % MEASURED_EACH == 1
+        record = self._of(call.chain)
+        record.num_steps += 1
+        is_due = record.num_steps <= MEASURED_IN_A_ROW or record.num_steps % MEASURED_EACH == 1
         return StepTimes() if is_due else None
 
     def learn_from(self, times: StepTimes | None, call: Call) -> None:
@@ -294,17 +294,17 @@ class PlanChooser:
         """
         if not config.auto or chain is None:
             return config
-        known = self._of(chain)
+        record = self._of(chain)
         key = (config.auto, config.num_microbatch, config.recompute_grain, batch_size, elements)
-        if key not in known.settled:
+        if key not in record.settled:
             numbers: list[int] = [config.num_microbatch]
             if "num_microbatch" in config.auto and batch_size is not None:
                 numbers = _numbers_of_microbatches(self._num_workers, batch_size)
             grains: Sequence[RecomputeGrain] = (config.recompute_grain,)
             if "recompute_grain" in config.auto and self._budget_bytes is not None:
                 grains = RECOMPUTE_GRAINS
-            known.settled[key] = self._fastest(chain, numbers, grains, elements) or (numbers[-1], grains[-1])
-        number, grain = known.settled[key]
+            record.settled[key] = self._fastest(chain, numbers, grains, elements) or (numbers[-1], grains[-1])
+        number, grain = record.settled[key]
         return replace(config, num_microbatch=number, recompute_grain=grain)
 
     def _fastest(
@@ -327,25 +327,25 @@ class PlanChooser:
                 break
             number, grain = pairs[position]
             try:
-                found = choose_plan(costs[number], **options(number, grain))
+                plan = choose_plan(costs[number], **options(number, grain))
             except DeviceMemoryError:
                 continue
-            seconds = plan_seconds(found, costs[number], num_workers=self._num_workers, num_microbatches=number)
-            seconds += self._tasks_s(found.num_stages, number)
+            seconds = plan_seconds(plan, costs[number], num_workers=self._num_workers, num_microbatches=number)
+            seconds += self._tasks_s(plan.num_stages, number)
             if best is None or (seconds, position) < best:
                 best = seconds, position
         if best is None:
             return None
         number, grain = pairs[best[1]]
-        logger.info("num_microbatch=%d, recompute_grain=%r: predicted %.3g s per round", number, grain, best[0])
+        logger.info("num_microbatch=%d, recompute_grain=%r: predicted %.3g s per step", number, grain, best[0])
         return number, grain
 
-    def _learn(self, known: _Known) -> None:
-        """Take in the measured rounds that are over."""
-        while known.unread and known.unread[0][0].is_done:
-            times, elements = known.unread.pop(0)
+    def _learn(self, record: _ChainRecord) -> None:
+        """Take in the measured steps that are over."""
+        while record.unread and record.unread[0][0].is_done:
+            times, elements = record.unread.pop(0)
             if not times.failed:
-                known.times.learn(times, elements)
+                record.times.learn(times, elements)
 
 
 def times_the_example(chain: LayerChain, elements: int) -> float:
@@ -355,12 +355,12 @@ def times_the_example(chain: LayerChain, elements: int) -> float:
 
 def _numbers_of_microbatches(num_workers: int, batch_size: int) -> list[int]:
     """Numbers worth a look, ascending: the built-in one, as many as workers, and multiples, up to single samples."""
-    found = {1, num_workers, num_workers + 1}
+    numbers = {1, num_workers, num_workers + 1}
     number = 2 * num_workers
     while number < batch_size:
-        found.add(number)
+        numbers.add(number)
         number *= 2
-    return sorted({min(number, batch_size) for number in (*found, batch_size)})
+    return sorted({min(number, batch_size) for number in (*numbers, batch_size)})
 
 
 def with_temporaries(costs: Sequence[LayerCost], share: float = 1.0) -> list[LayerCost]:

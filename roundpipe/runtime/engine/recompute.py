@@ -158,8 +158,8 @@ class BufferHistory:
         if versions is not None and bound.buffer_versions() != versions:  # the first write of all
             bound.habits.writes_buffers = True
             values = bound.buffers_on_host()
-            for one in (*unwritten, microbatch):
-                self._seen[layer_index, one] = values, None
+            for unseen in (*unwritten, microbatch):
+                self._seen[layer_index, unseen] = values, None
         elif bound.versions_tell:
             unwritten.append(microbatch)
         elif before:  # a later microbatch may write what this one has seen

@@ -107,8 +107,8 @@ class MicrobatchRunner:
     def _run_backward(self, step: StepState, job: Job, stage: Stage, visit: Visit, microbatch: int) -> None:
         offload = self._offload
         flow = step.spec.flow_of(job)
-        if flow.made_by is not None:  # recomputation waits for its inputs, not for the incoming gradient
-            self._wait_done(step, step.spec.schedule.first_job + flow.made_by, microbatch)
+        if flow.last_source is not None:  # recomputation waits for its inputs, not for the incoming gradient
+            self._wait_done(step, step.spec.schedule.first_job + flow.last_source, microbatch)
         has_waited = False
         for segment in flow.segments:
             if not stage.has_backward(segment):

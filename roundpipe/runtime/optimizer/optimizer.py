@@ -123,7 +123,7 @@ class OptimizerSide:
 
         Args:
             step_fn: does the update; its arguments are ``args`` and ``kwargs``.
-            is_async: return at once and let the next round train on the weights before this update; False
+            is_async: return at once and let the next step train on the weights before this update; False
                 runs ``step_fn`` in this thread and copies its result into the model.
 
         Raises:
