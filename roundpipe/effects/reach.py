@@ -67,7 +67,7 @@ class _Way(NamedTuple):
 
 
 @dataclass(slots=True)
-class Reach:
+class ReachedState:
     """What is found, with what it holds."""
 
     places: list[Place] = field(default_factory=list)
@@ -86,7 +86,7 @@ class Reach:
 
 def reach_of(
     modules: Iterable[nn.Module], limits: Limits, with_hidden: bool = True, known: Iterable[nn.Module] = ()
-) -> Reach:
+) -> ReachedState:
     """What the code of some modules can change.
 
     Args:
@@ -96,14 +96,14 @@ def reach_of(
         known: modules that are no such others.
     """
     modules = list(modules)
-    return _Walk(modules, limits, {*modules, *known} if with_hidden else None).reach
+    return _StateWalk(modules, limits, {*modules, *known} if with_hidden else None).reach
 
 
-class _Walk:
+class _StateWalk:
     """Goes wherever the code of some modules can."""
 
     def __init__(self, modules: list[nn.Module], limits: Limits, not_hidden: set[nn.Module] | None) -> None:
-        self.reach = Reach()
+        self.reach = ReachedState()
         self._limits = limits
         self._not_hidden = not_hidden
         self._by_hooks: set[nn.Module] = set()

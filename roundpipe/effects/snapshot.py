@@ -27,6 +27,7 @@ from roundpipe.effects import places
 from roundpipe.effects.places import REGISTERED, Place, contents, holds_tensors, same_contents
 from roundpipe.effects.reach import EVERYTHING, Limits, reach_of
 
+_CONTAINERS = frozenset(places.CONTAINERS)
 _SYMBOLIC = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -100,13 +101,18 @@ class ModuleSnapshot:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._records = {module: _Record(module, position) for position, module in enumerate(modules)}
-        attributes = [item for record in self._records.values() for item in record.attributes.items()]
-        self._containers = [
-            (name, value, contents(value)) for name, value in attributes if type(value) in places.CONTAINERS
-        ]
-        self._generators = [
-            (name, value, value.get_state()) for name, value in attributes if isinstance(value, torch.Generator)
-        ]
+        self._lengths: list[tuple[Any, int]] = []
+        self._containers: list[tuple[str, Any, Any]] = []
+        self._generators: list[tuple[str, torch.Generator, torch.Tensor]] = []
+        for record in self._records.values():
+            for name, value in record.attributes.items():
+                kind = type(value)
+                if kind in _CONTAINERS:
+                    self._lengths.append((value, len(value)))
+                    if (kind is dict or kind is list) and name not in REGISTERED:
+                        self._containers.append((name, value, value.copy()))
+                elif kind is torch.Generator:
+                    self._generators.append((name, value, value.get_state()))
         buffers = [buffer for record in self._records.values() for buffer in record.buffers.values()]
         self._versions = [(buffer, _version_of(buffer)) for buffer in buffers]
 
@@ -141,7 +147,7 @@ class ModuleSnapshot:
 
     def holds_new_values(self) -> bool:
         """Whether an attribute was set, to the same value even, or a container among them grew or shrank."""
-        return any(len(value) != len(before) for _, value, before in self._containers) or any(
+        return any(len(value) != length for value, length in self._lengths) or any(
             record.attributes.get(name, record) is not value
             for module, record in self._records.items()
             for name, value in module.__dict__.items()
@@ -154,9 +160,7 @@ class ModuleSnapshot:
             restore: makes this, and all others, again what they were.
         """
         changed = [
-            (name, value, before)
-            for name, value, before in self._containers
-            if type(value) in (list, dict) and name not in REGISTERED and not same_contents(before, value)
+            (name, value, before) for name, value, before in self._containers if not same_contents(before, value)
         ]
         for _, value, before in changed if restore else ():
             places.CONTAINER.write(value, None, before)

@@ -43,28 +43,29 @@ def words_in(code: types.CodeType) -> Iterator[str]:
             pending += constant.co_consts
 
 
-MAX_FUNCTIONS = 64
+MAX_FUNCTIONS = 256
 """How many functions `reached_by` follows."""
+_NOT_FOLLOWED = frozenset({"torch", *sys.stdlib_module_names}) - {"__main__"}
 
 
-def reached_by(function: Any) -> Iterator[Any]:
-    """What a function, and those of its user's that it names, can look up: closures, defaults, ``self``, globals.
+def reached_by(*functions: Any) -> Iterator[Any]:
+    """What functions, and those that they name, can look up: closures, defaults, ``self``, globals, and functions.
 
-    Of each also the attributes that the code names, and the items of a list, tuple, set or dict. Functions of torch
-    are not followed.
+    Of each also the attributes that the code names, such as those of Python modules, and the items of a list, tuple,
+    set or dict. Functions of torch and of Python's own library are not followed.
     """
-    pending = [function]
+    pending = list(functions)
     seen: set[int] = set()
     while pending and len(seen) < MAX_FUNCTIONS:
         target = pending.pop()
-        if id(target) in seen:
+        if id(target) in seen or _has_code(target) and package_of(target) in _NOT_FOLLOWED:
             continue
         seen.add(id(target))
         if _has_code(getattr(type(target), "__call__", None)):  # noqa: B004 - its code is asked for
             target = types.MethodType(type(target).__call__, target)
+        elif isinstance(target, (types.FunctionType, types.BuiltinFunctionType)):
+            yield target
         names, objects = _looked_up_by(target)
-        if isinstance(target, (functools.partial, types.MethodType)):
-            pending.append(target.func if isinstance(target, functools.partial) else target.__func__)
         for item in objects:
             attributes = getattr(item, "__dict__", {})
             for value in (item, *(attributes[name] for name in names if name in attributes)):
@@ -72,19 +73,22 @@ def reached_by(function: Any) -> Iterator[Any]:
                     yield from value
                 elif isinstance(value, dict):
                     yield from value.values()
-                elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
-                    if not str(getattr(value, "__module__", "")).startswith("torch."):
-                        pending.append(value)
+                elif isinstance(value, _FUNCTIONS):
+                    pending.append(value)
                 else:
                     yield value
+
+
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 
 
 def _looked_up_by(target: Any) -> tuple[set[str], list[Any]]:
     """Names in the code of something that can be called, and the objects that it holds or finds under them."""
     if isinstance(target, functools.partial):
-        return set(), [*target.args, *target.keywords.values()]
+        return set(), [target.func, *target.args, *target.keywords.values()]
     if isinstance(target, types.MethodType):
-        return set(names_in(target.__func__.__code__)) if _has_code(target.__func__) else set(), [target.__self__]
+        names = set(names_in(target.__func__.__code__)) if _has_code(target.__func__) else set()
+        return names, [target.__func__, target.__self__]
     if not _has_code(target):
         return set(), []
     names = set(names_in(target.__code__))
@@ -93,34 +97,9 @@ def _looked_up_by(target: Any) -> tuple[set[str], list[Any]]:
     return names, [*(cell.cell_contents for cell in filled_cells(target)), *defaults, *variables]
 
 
-MAX_HELPERS = 256
-"""How many functions `functions_reached_by` follows."""
-
-
-def functions_reached_by(*functions: Any) -> Iterator[Any]:
-    """Some functions, and those that they name: globals, what closures hold, and functions of modules.
-
-    Those that are not written in Python are given too; those of torch and of Python's own library are not followed.
-    """
-    pending = list(functions)
-    seen: set[int] = set()
-    while pending and len(seen) < MAX_HELPERS:
-        function = pending.pop()
-        if isinstance(function, types.BuiltinFunctionType):
-            yield function
-        package = str(getattr(function, "__module__", "")).partition(".")[0]
-        if not _has_code(function) or id(function) in seen or package in _NOT_FOLLOWED:
-            continue
-        seen.add(id(function))
-        yield function
-        names = dict.fromkeys(names_in(function.__code__))
-        variables = [function.__globals__[name] for name in names if name in function.__globals__]
-        pending += [*variables, *(cell.cell_contents for cell in filled_cells(function))]
-        modules = [value.__dict__ for value in variables if isinstance(value, types.ModuleType)]
-        pending += [module[name] for module in modules for name in names if name in module]
-
-
-_NOT_FOLLOWED = frozenset({"torch", *sys.stdlib_module_names}) - {"__main__"}
+def package_of(owner: Any) -> str:
+    """The first word of the Python module that a class or function is from."""
+    return str(getattr(owner, "__module__", None) or "builtins").partition(".")[0]
 
 
 def _has_code(function: Any) -> bool:

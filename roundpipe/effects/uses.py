@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from roundpipe.effects.places import is_library
-from roundpipe.effects.user_code import codes_of, functions_reached_by, names_in
+from roundpipe.effects.user_code import codes_of, names_in, reached_by
 
 GRADIENT_ATTRIBUTES = frozenset({"requires_grad", "is_leaf", "grad_fn"})
 """Attributes of a tensor that tell whether gradients are recorded."""
@@ -194,7 +194,7 @@ def asks_for_gradients(kind: type) -> bool:
     if not _ASKING.isdisjoint(uses_of_forward(kind).reads):
         return True
     methods = [getattr(kind, name, None) for name in methods_of_forward(kind)]
-    return any(map(_asks, functions_reached_by(*methods)))
+    return any(map(_asks, reached_by(*methods)))
 
 
 def _asks(function: Any) -> bool:

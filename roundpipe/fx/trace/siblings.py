@@ -14,7 +14,6 @@ Invariant: a run that is shared would have gone the same way, statement by state
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,22 +23,22 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.modes import Modes
-from roundpipe.effects.places import OF_TORCH
+from roundpipe.effects.places import CONTAINERS, OF_TORCH
 from roundpipe.effects.snapshot import ModuleSnapshot, PythonSnapshot
 from roundpipe.fx.flat import flat_sizes, flat_tensors
 from roundpipe.fx.sizes import Symbolic, expression_of, is_data_dependent
 from roundpipe.fx.trace.leaf_watch import LeafRun
 from roundpipe.fx.trace.leaves import Unread
 
-_MAY_GO_UNREAD = (int, float, str, list, tuple, set, dict, OrderedDict, deque)
+_MAY_GO_UNREAD = (int, float, str, tuple, *CONTAINERS)
 """Kinds of attributes that may differ; not bool and None, which code tells apart by identity."""
-_CONTAINERS = (list, tuple, set, dict, OrderedDict, deque)
+_CONTAINERS = (tuple, *CONTAINERS)
 _MAX_DEPTH = 3
 _MAX_COMPARED = 16
 """Runs of one form that are compared attribute by attribute."""
 
 
-class Same:
+class Identity:
     """An object by identity, as part of a key."""
 
     __slots__ = ("value",)
@@ -48,7 +47,7 @@ class Same:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other.value is self.value
+        return isinstance(other, Identity) and other.value is self.value
 
     def __hash__(self) -> int:
         return object.__hash__(self.value)
@@ -264,7 +263,7 @@ def _value_key(value: Any, inside: dict[Any, int], depth: int = 0) -> Any:
         )
     if isinstance(value, nn.Module) and value in inside:
         return nn.Module, inside[value]
-    return Same(value)
+    return Identity(value)
 
 
 def _is_plain(value: Any, depth: int = 0) -> bool:
