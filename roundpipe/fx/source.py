@@ -24,13 +24,13 @@ from roundpipe.core.layers import LayerChain
 from roundpipe.core.modes import autocast_as_on_accelerator
 from roundpipe.core.saved_tensor_hooks import saved_tensor_hooks_aside
 from roundpipe.fx.graph.nodes import value_bytes
-from roundpipe.fx.graph.traced import OutputValue, TracedGraph
+from roundpipe.fx.graph.traced import CallCheck, OutputValue, TracedGraph
 from roundpipe.fx.passes.lower import LowerOptions, lower
 from roundpipe.fx.trace.tracer import trace
 
 logger = logging.getLogger(__name__)
 
-MAX_KEPT = 32
+MAX_TRACES = 32
 """Traces kept at once; the one unused for longest goes first."""
 RETRACES_BEFORE_WARNING = 5
 FEW_MICROBATCHES = 64
@@ -39,9 +39,10 @@ MOST_RETURNED = 2
 """Bytes of a cut that are carried only to be returned, per byte that later layers read, above which it is said."""
 
 
-@dataclass(slots=True)
-class _Kept:
+@dataclass(frozen=True, slots=True)
+class _Trace:
     traced: TracedGraph
+    guards: CallCheck
     chain: LayerChain
 
 
@@ -67,7 +68,8 @@ class TracedSource:
         self._options = options
         self._on_failure = on_failure
         self._preview = preview
-        self._kept: list[_Kept] = []
+        self._traces: list[_Trace] = []
+        """The one used last first."""
         self._failed_modes: set[bool] = set()
         """Values of ``model.training`` in which it could not be traced."""
         self._retraces_in_a_row = 0
@@ -83,19 +85,19 @@ class TracedSource:
     @property
     def latest(self) -> LayerChain | None:
         """The chain last handed out; before the first call, that of the preview's arguments."""
-        if not self._kept and not self._failed_modes and self._preview is not None:
+        if not self._traces and not self._failed_modes and self._preview is not None:
             preview, self._preview = self._preview, None
             try:
                 with _tracing_modes():
                     return self._trace(*preview)
             except (TraceError, TypeError) as error:  # real arguments may be others; the first call decides
                 logger.info("%s's own example can't be traced: %s", type(self._model).__name__, error)
-        return self._kept[0].chain if self._kept else None
+        return self._traces[0].chain if self._traces else None
 
     @property
     def opaque(self) -> dict[str, str]:
         """Modules of the latest trace whose inside was not traced, and why."""
-        return dict(self._kept[0].traced.opaque) if self._kept else {}
+        return dict(self._traces[0].traced.opaque) if self._traces else {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedSource:
         """A source for the copy of the model; it traces anew."""
@@ -112,14 +114,14 @@ class TracedSource:
         """
         failure = None
         with _tracing_modes():
-            for position, kept in enumerate(self._kept):
-                found = self._failure(kept.traced, args, kwargs)
-                if found is None:
+            for position, candidate in enumerate(self._traces):
+                mismatch = candidate.guards.check(args, kwargs)
+                if mismatch is None:
                     self._served += 1
                     if position:
-                        self._kept.insert(0, self._kept.pop(position))
-                    return kept.chain
-                failure = failure or found
+                        self._traces.insert(0, self._traces.pop(position))
+                    return candidate.chain
+                failure = failure or mismatch
             if self._model.training in self._failed_modes:
                 self._refuse_lost_state()
                 return None
@@ -139,7 +141,7 @@ class TracedSource:
 
     def _refuse_lost_state(self, cause: TraceError | None = None) -> None:
         """The model's own Python must not go on from state that calls of a graph have not kept."""
-        if cause is not None and self._kept:
+        if cause is not None and self._traces:
             self._lost.update(dict.fromkeys(cause.facts.changes))
         if self._lost:
             raise TraceError(
@@ -147,10 +149,6 @@ class TracedSource:
                 "so far have not done. Now its Python has to run, and may find another state there than after as many "
                 "calls in eager mode. Keep what changes from call to call in a buffer"
             ) from cause
-
-    @staticmethod
-    def _failure(traced: TracedGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return None if traced.guards is None else traced.guards.check(args, kwargs)
 
     def _note_retrace(self, failure: Any) -> None:
         logger.info("tracing %s again: %s", type(self._model).__name__, failure)
@@ -168,19 +166,19 @@ class TracedSource:
         self.trace_count += 1
         records_gradients = torch.is_grad_enabled()
         with torch.enable_grad():
-            traced = self._traced(args, kwargs)
-        if not records_gradients and traced.guards is not None and traced.guards.grad_matters:
-            traced = self._traced(args, kwargs)  # its code asked
+            traced, guards = self._graph_for(args, kwargs)
+        if not records_gradients and guards.grad_matters:
+            traced, guards = self._graph_for(args, kwargs)  # its code asked
         chain = lower(traced, self._options).chain
-        not_kept = [] if traced.guards is None else traced.guards.not_kept
-        if not_kept and self._failed_modes:
-            raise TraceError(f"it changes {', '.join(not_kept)}, which its own Python may read in the other mode")
-        self._lost.update(dict.fromkeys(not_kept))
-        self._note_written([] if traced.guards is None else traced.guards.written)
+        if guards.not_kept and self._failed_modes:
+            changes = ", ".join(guards.not_kept)
+            raise TraceError(f"it changes {changes}, which its own Python may read in the other mode")
+        self._lost.update(dict.fromkeys(guards.not_kept))
+        self._note_written(guards.written)
         if records_gradients:
-            _tell_of_carried_outputs(self._model, traced, chain)
-        self._kept.insert(0, _Kept(traced, chain))
-        del self._kept[MAX_KEPT:]
+            _warn_of_carried_outputs(self._model, traced, chain)
+        self._traces.insert(0, _Trace(traced, guards, chain))
+        del self._traces[MAX_TRACES:]
         return chain
 
     def _note_written(self, arguments: list[str]) -> None:
@@ -192,9 +190,11 @@ class TracedSource:
                 "which each microbatch has a copy: the caller's own stays as it was"
             )
 
-    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedGraph:
+    def _graph_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[TracedGraph, CallCheck]:
         dynamic = tuple(self._varying)
-        return trace(self._model, args, kwargs, max_leaf_bytes=self._options.max_layer_bytes, dynamic=dynamic)
+        traced = trace(self._model, args, kwargs, max_leaf_bytes=self._options.max_layer_bytes, dynamic=dynamic)
+        assert traced.guards is not None, "the tracer gives every graph its guards"
+        return traced, traced.guards
 
 
 def own_example(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -203,7 +203,7 @@ def own_example(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | No
     return ((), dict(dummy)) if isinstance(dummy, dict) else None
 
 
-def _tell_of_carried_outputs(model: nn.Module, traced: TracedGraph, chain: LayerChain) -> None:
+def _warn_of_carried_outputs(model: nn.Module, traced: TracedGraph, chain: LayerChain) -> None:
     """Warn of outputs that go through later layers only to be returned, where they are most of what is carried."""
     sizes = {node.name: value_bytes(node) for node in traced.graph.nodes}
     made: set[str] = set()
@@ -218,7 +218,8 @@ def _tell_of_carried_outputs(model: nn.Module, traced: TracedGraph, chain: Layer
     num_bytes, num_read, returned = worst
     if num_bytes <= MOST_RETURNED * num_read:
         return
-    places = [trees.path_string(path) for path, leaf in trees.walk(traced.output) if _name_of(leaf) in returned]
+    leaves = [(path, leaf) for path, leaf in trees.walk(traced.output) if isinstance(leaf, OutputValue)]
+    places = [trees.path_string(path) for path, leaf in leaves if leaf.name in returned]
     config = getattr(model, "config", None)
     advice = " config.use_cache = False avoids that of the cache." if getattr(config, "use_cache", None) is True else ""
     logger.warning(
@@ -232,13 +233,9 @@ def _tell_of_carried_outputs(model: nn.Module, traced: TracedGraph, chain: Layer
     )
 
 
-def _name_of(leaf: Any) -> str | None:
-    return leaf.name if isinstance(leaf, OutputValue) else None
-
-
 @contextmanager
 def _tracing_modes() -> Iterator[None]:
-    """Those of a trace and of its guards; stages set their own grad mode.
+    """The modes of a trace and of its guards; stages set their own grad mode.
 
     A checkpoint around the call would run the call again where a trace looks at what autograd saved.
     """

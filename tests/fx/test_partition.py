@@ -15,10 +15,9 @@ from torch.fx import Node
 from roundpipe.core.errors import PartitionError
 from roundpipe.fx.graph.nodes import draws_random, has_effect, mutated_by, storage_key
 from roundpipe.fx.graph.traced import TracedGraph
-from roundpipe.fx.passes import cut_choice
+from roundpipe.fx.passes import cut_choice, glue
 from roundpipe.fx.passes.codegen import generate
 from roundpipe.fx.passes.cost import measure
-from roundpipe.fx.passes.glue import RecomputeLimits
 from roundpipe.fx.passes.partition import Partition, partition
 from tests.fx import handmade
 from tests.fx.layerwise import assert_equals_eager
@@ -283,7 +282,7 @@ class Masked(nn.Module):
         return x
 
 
-def test_cheap_glue_is_recomputed_and_dear_glue_carried() -> None:
+def test_cheap_glue_is_recomputed_and_dear_glue_carried(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(4, 16)
     cheap = cut(handmade.trace(Masked(), x, torch.randn(4, 3, 8, 8)))
     assert {node.name for node in cheap.recomputed} == {"mean", "unsqueeze", "mul"}
@@ -292,7 +291,8 @@ def test_cheap_glue_is_recomputed_and_dear_glue_carried() -> None:
     assert not dear.recomputed & {node for chunk in dear.chunks for node in chunk.makes}
     assert [chunk.reads[-1].name for chunk in dear.chunks[1:]] != []
     assert not any("picture" in [node.name for node in chunk.reads] for chunk in dear.chunks[1:])
-    never = cut(handmade.trace(Masked(), x, torch.randn(4, 3, 8, 8)), limits=RecomputeLimits(allowance_s=-1.0))
+    monkeypatch.setattr(glue, "ALLOWANCE_S", -1.0)
+    never = cut(handmade.trace(Masked(), x, torch.randn(4, 3, 8, 8)))
     assert not never.recomputed
 
 

@@ -42,7 +42,7 @@ def known_layers(pipe: Any) -> int:
 
 @pytest.mark.filterwarnings("ignore:.*was traced")
 def test_dropped_traces_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "MAX_KEPT", 2)
+    monkeypatch.setattr(source, "MAX_TRACES", 2)
     model = Scaled()
     x = torch.randn(6, 8, dtype=DTYPE)
     layers: list[weakref.ref[nn.Module]] = []
@@ -66,7 +66,7 @@ def test_dropped_traces_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_layers_that_a_newer_trace_shares_stay_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights of a dropped trace are still the model's: one buffer for both, one copy per upload."""
-    monkeypatch.setattr(source, "MAX_KEPT", 1)
+    monkeypatch.setattr(source, "MAX_TRACES", 1)
     model = Scaled()
     x = torch.randn(6, 8, dtype=DTYPE)
     with roundpipe.compile(model, devices=["cpu"]) as pipe, torch.no_grad():
@@ -80,7 +80,7 @@ def test_layers_that_a_newer_trace_shares_stay_packed(monkeypatch: pytest.Monkey
 
 def test_forward_and_backward_apart_over_a_dropped_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph that waits for its backward keeps its chain."""
-    monkeypatch.setattr(source, "MAX_KEPT", 1)
+    monkeypatch.setattr(source, "MAX_TRACES", 1)
     model = Scaled()
     x = torch.randn(6, 8, dtype=DTYPE)
     model(x, 1).square().sum().backward()

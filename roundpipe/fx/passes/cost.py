@@ -22,7 +22,6 @@ from torch import nn
 from torch.fx import Node
 
 from roundpipe.core import trees
-from roundpipe.core.layers import ESTIMATED_LINK_BYTES_PER_S
 from roundpipe.effects.snapshot import python_restored
 from roundpipe.fx.counting import Tally, Work, flop_counter
 from roundpipe.fx.fakes import failures_unlogged, twin_of
@@ -42,14 +41,12 @@ GUESSED_SAVED_PER_BYTE = 4
 class DeviceProfile:
     """Speeds that turn FLOPs and bytes into seconds; only their ratios matter to a partition.
 
-    The defaults are sustained bf16 figures of a data-centre GPU on PCIe 4 x16.
+    The defaults are sustained bf16 figures of a data-centre GPU.
     """
 
     flops_per_s: float = 200e12
     bytes_per_s: float = 1.5e12
     """Device memory bandwidth."""
-    link_bytes_per_s: float = ESTIMATED_LINK_BYTES_PER_S
-    """Between host and device, one direction."""
     kernel_s: float = 3e-6
     """Least time of one kernel."""
 

@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass
 
 from torch.fx import Node
 
+from roundpipe.core.layers import ESTIMATED_LINK_BYTES_PER_S
 from roundpipe.fx.graph.nodes import draws_random, has_effect, installs_hook, value_bytes, value_of, writes_buffers
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes.cost import NodeCost
 from roundpipe.fx.passes.legal_cuts import written_memory
 
-
-@dataclass(frozen=True, slots=True)
-class RecomputeLimits:
-    """When glue is made again rather than carried."""
-
-    link_bytes_per_s: float = 25e9
-    allowance_s: float = 3e-4
-    """Time that recomputing a value may take beyond what carrying it would: a carried value costs
-    copies, events and host memory in every stage."""
+ALLOWANCE_S = 3e-4
+"""Time that recomputing a value may take beyond what carrying it would: a carried value costs copies, events and host
+memory in every stage."""
 
 
-DEFAULT_LIMITS = RecomputeLimits()
-
-
-def recomputed_glue(
-    traced: TracedGraph, costs: Mapping[Node, NodeCost], limits: RecomputeLimits = DEFAULT_LIMITS
-) -> frozenset[Node]:
+def recomputed_glue(traced: TracedGraph, costs: Mapping[Node, NodeCost]) -> frozenset[Node]:
     """Glue on inputs and constants that is cheaper to make again than to carry."""
     nodes = [node for node in traced.graph.nodes if node.op != "output"]
     dear = written_memory(traced) | {node for node in nodes if not _is_plain(traced, node)}
@@ -38,7 +27,7 @@ def recomputed_glue(
         sources = node.all_input_nodes
         if node not in dear and all(source in closures for source in sources):
             closure = frozenset((node,)).union(*(closures[source] for source in sources))
-            if not node.op.startswith("call_") or _is_cheap(node, closure, costs, limits):
+            if not node.op.startswith("call_") or _is_cheap(node, closure, costs):
                 closures[node] = closure
     return frozenset(node for node in closures if node.op.startswith("call_"))
 
@@ -62,14 +51,14 @@ def sources(node: Node, recomputed: Set[Node]) -> set[Node]:
     return {source for source in reads if source not in recomputed and source.op != "get_attr"}
 
 
-def _is_cheap(node: Node, closure: frozenset[Node], costs: Mapping[Node, NodeCost], limits: RecomputeLimits) -> bool:
+def _is_cheap(node: Node, closure: frozenset[Node], costs: Mapping[Node, NodeCost]) -> bool:
     """Whether making a value again takes less time than moving it, give or take the allowance."""
     if value_of(node) is None:
         return True  # decided at its parts
     seconds = sum(costs[item].forward_s for item in closure)
     moved = sum(value_bytes(item) for item in closure if item.op == "placeholder")
     carried = value_bytes(node)
-    return seconds + moved / limits.link_bytes_per_s <= carried / limits.link_bytes_per_s + limits.allowance_s
+    return seconds + moved / ESTIMATED_LINK_BYTES_PER_S <= carried / ESTIMATED_LINK_BYTES_PER_S + ALLOWANCE_S
 
 
 def _is_plain(traced: TracedGraph, node: Node) -> bool:

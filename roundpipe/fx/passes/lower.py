@@ -28,8 +28,6 @@ class LowerOptions:
     """What weighs: ``"time"``, ``"size"`` (bytes of weights) or a function of a leaf module."""
     max_layer_bytes: int | None = None
     """Bytes of weights and gradients above which a layer is cut, inside blocks if need be; the trace needs it, too."""
-    num_layers: int | None = None
-    """At most so many layers, evenly weighted, instead of the finest chain."""
     profile: DeviceProfile = DEFAULT_PROFILE
     """The device that estimated seconds are for."""
 
@@ -59,15 +57,9 @@ def lower(traced: TracedGraph, options: LowerOptions = LowerOptions()) -> Lowere
 
     Raises:
         TraceError: an input is written in place and returned under its old name.
-        PartitionError: ``balance`` or ``num_layers`` is not usable, or there is nothing to cut.
+        PartitionError: ``balance`` is not usable, or there is nothing to cut.
     """
     with torch.enable_grad():
         costs = measure(traced, options.profile)
-        parts = partition(
-            traced,
-            costs,
-            balance=options.balance,
-            num_layers=options.num_layers,
-            max_layer_bytes=options.max_layer_bytes,
-        )
+        parts = partition(traced, costs, balance=options.balance, max_layer_bytes=options.max_layer_bytes)
         return LoweredGraph(traced, costs, parts, generate(traced, parts, costs))

@@ -41,7 +41,7 @@ from roundpipe.fx.graph.nodes import (
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes.cost import NodeCost
 from roundpipe.fx.passes.cut_choice import Balance, CutChoice
-from roundpipe.fx.passes.glue import DEFAULT_LIMITS, RecomputeLimits, glue_of, recomputed_glue, sources
+from roundpipe.fx.passes.glue import glue_of, recomputed_glue, sources
 from roundpipe.fx.passes.legal_cuts import legal_cuts
 
 DETACHING = frozenset({"detach", "detach_", "data"})
@@ -88,7 +88,6 @@ def partition(
     balance: Balance = "time",
     num_layers: int | None = None,
     max_layer_bytes: int | None = None,
-    limits: RecomputeLimits = DEFAULT_LIMITS,
 ) -> Partition:
     """Cuts a graph into the finest chain of sensible layers.
 
@@ -99,14 +98,13 @@ def partition(
         num_layers: at most so many layers, evenly weighted, instead of the finest chain.
         max_layer_bytes: layers with more bytes of weights and gradients are cut wherever that is legal; None: a layer
             may be of any size.
-        limits: when glue is carried instead of recomputed.
 
     Raises:
         TraceError: an input is written in place and returned under its old name.
         PartitionError: ``balance`` or ``num_layers`` is not usable, or there is nothing to cut.
     """
     merge_same_values(traced)
-    recomputed = recomputed_glue(traced, costs, limits)
+    recomputed = recomputed_glue(traced, costs)
     order = _order(traced, recomputed)
     if not order:
         order, recomputed = _order(traced, frozenset()), frozenset()
