@@ -24,9 +24,10 @@ from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.runtime.device.resolve import DeviceLike, largest_layer_bytes
 from roundpipe.runtime.weights.host_weights import PinMode
 from roundpipe.wrappers.auto import AutoRoundPipe
+from roundpipe.wrappers.calls import ChainProgram
 from roundpipe.wrappers.model_view import check_parts_unwrapped
 from roundpipe.wrappers.parts_choice import LOWER_THRESHOLD_BYTES, PartsChoice
-from roundpipe.wrappers.pipe import ChainProgram, RoundPipe
+from roundpipe.wrappers.pipe import RoundPipe
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +52,9 @@ def compile(
 ) -> RoundPipe | AutoRoundPipe:
     """Cut a model into layers and make it train in rotation.
 
-    The model is traced from the example, else at the first call from the real arguments; asked for the partition
-    before that, from its own ``dummy_inputs`` if it has them.
-    One trace serves every batch size, and every length where the model's code allows it.
+    The model is traced with the example, or at the first call with that call's arguments. (For a partition table
+    before the first call, its own ``dummy_inputs`` are the example, if it has them.) One trace serves every batch
+    size, and every sequence length that the model's code allows.
 
     Args:
         model: any module that eager PyTorch trains; on the CPU, or on ``meta`` to plan without weights.
@@ -66,10 +67,9 @@ def compile(
         devices: the rotation; see `RoundPipe`. Blocks too large for the memory of one of them are cut inside.
         balance: what layers are balanced by: ``"time"`` (FLOPs and bytes), ``"size"`` (weight bytes), or a
             function from a module to a weight.
-        fallback: what to do when the model's own forward can't be traced: True warns and returns an
-            `AutoRoundPipe`, which runs that forward on the CPU and its modules on the devices; found out at a later
-            call, the `RoundPipe` does the same for that call and those like it, with the parameters and optimizers
-            it has. False raises.
+        fallback: what happens if the model's own forward can't be traced. True: a warning, and an `AutoRoundPipe`
+            that runs this forward on the CPU and its modules on the devices; if only a later call shows it, the
+            `RoundPipe` does the same for such calls, with the parameters and optimizers that it has. False: an error.
         **wrap_kwargs: options of the fallback: ``lower_threshold``, ``upper_threshold``, ``skip_modules`` and
             ``override_config``, see `roundpipe.wrap_model_to_roundpipe`.
 

@@ -629,3 +629,12 @@ def test_after_a_call_with_wrong_arguments_the_model_is_traced() -> None:
         x = torch.randn(4, 16)
         torch.testing.assert_close(pipe(x)["scores"], model(x)["scores"])
         assert pipe._runner.fallback is None
+
+
+def test_a_copys_fallback_knows_the_copys_modules() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    with roundpipe.compile(model, devices=["cpu"]) as pipe, copy.deepcopy(pipe) as copied:
+        # nothing public tells, unless a trace fails with a module that must run once
+        on_failure, make_fallback = copied._runner.source._on_failure, copied._runner.make_fallback
+        assert on_failure.__self__.choice is make_fallback.__self__
+        assert make_fallback.__self__.model is copied.model is not model

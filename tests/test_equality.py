@@ -13,7 +13,7 @@ import roundpipe
 from roundpipe import RoundPipe, RoundPipeRunConfig, TraceError
 from roundpipe.fx.passes.lower import LowerOptions
 from roundpipe.fx.source import TracedSource
-from roundpipe.wrappers.pipe import ChainProgram
+from roundpipe.wrappers.calls import ChainProgram
 from tests.equality import assert_same_gradients, assert_same_state, difference, eager_forward_backward
 from tests.models import CASES, Case, in_dtype
 

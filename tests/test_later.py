@@ -15,7 +15,7 @@ from torch import nn
 import roundpipe
 from roundpipe import RoundPipePackedData, RoundPipeRunConfig
 from roundpipe.core.errors import MicrobatchError
-from roundpipe.wrappers.lazy_outputs import MergedLater, holds_later, merged_later, packed_again
+from roundpipe.wrappers.lazy_outputs import LazyBatch, holds_lazy, merge_lazily, repack
 from tests.equality import assert_same_gradients
 
 WIDTH = 16
@@ -81,7 +81,7 @@ def check(body: Body, x: torch.Tensor | None = None, blocks: list[nn.Module] | N
     skipped = [model.blocks[index] for index in options.pop("skipped", ())]
     with wrapped(model, override_config=overrides, skip_modules=skipped, **options) as pipe:
         outputs, expected = pipe(x), reference(other)
-        assert not holds_later(outputs)
+        assert not holds_lazy(outputs)
         torch.testing.assert_close(outputs, expected, rtol=1e-12, atol=1e-12)
         total(outputs).backward()
         total(expected).backward()
@@ -100,13 +100,13 @@ def check(body: Body, x: torch.Tensor | None = None, blocks: list[nn.Module] | N
 def merges(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of what was put together."""
     seen: list[tuple[int, ...]] = []
-    original = MergedLater.whole
+    original = LazyBatch.whole
 
-    def watched(self: MergedLater) -> torch.Tensor:
+    def watched(self: LazyBatch) -> torch.Tensor:
         seen.append(tuple(self.shape))
         return original(self)
 
-    monkeypatch.setattr(MergedLater, "whole", watched)
+    monkeypatch.setattr(LazyBatch, "whole", watched)
     return seen
 
 
@@ -311,7 +311,7 @@ def test_kinds_of_what_the_code_around_sees() -> None:
     model = Listed(body).double()
     with wrapped(model, override_config={model.blocks[1]: apart, model.blocks[2]: whole}) as pipe:
         pipe(batch())
-    assert model.looked == ["MergedLater", "RoundPipePackedData", "Tensor", "Tensor"]
+    assert model.looked == ["LazyBatch", "RoundPipePackedData", "Tensor", "Tensor"]
 
 
 def test_a_split_of_the_users_own_gets_tensors() -> None:
@@ -425,8 +425,8 @@ def _saved(x: torch.Tensor) -> io.BytesIO:
 def test_uses_of_the_tensor(use: str, grad: bool) -> None:
     parts = pieces()
     with torch.set_grad_enabled(grad):
-        later, whole = merged_later(RoundPipePackedData([1 * one for one in parts])), torch.cat([1 * x for x in parts])
-        assert isinstance(later, MergedLater)
+        later, whole = merge_lazily(RoundPipePackedData([1 * one for one in parts])), torch.cat([1 * x for x in parts])
+        assert isinstance(later, LazyBatch)
         found, expected = USES[use](later), USES[use](whole)
     if isinstance(expected, torch.Tensor):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
@@ -438,20 +438,20 @@ def test_uses_of_the_tensor(use: str, grad: bool) -> None:
 
 
 def test_pieces_that_make_no_batch() -> None:
-    assert merged_later([RoundPipePackedData([1, 1]), "a"]) == [1, "a"]
-    scalars = merged_later(RoundPipePackedData([torch.tensor(1.0), torch.tensor(2.0)]))
+    assert merge_lazily([RoundPipePackedData([1, 1]), "a"]) == [1, "a"]
+    scalars = merge_lazily(RoundPipePackedData([torch.tensor(1.0), torch.tensor(2.0)]))
     assert type(scalars) is torch.Tensor and scalars == 1.5
     one = torch.zeros(2)
-    assert merged_later(RoundPipePackedData([one])) is one
+    assert merge_lazily(RoundPipePackedData([one])) is one
     with pytest.raises(MicrobatchError, match="can't be concatenated"):
-        merged_later(RoundPipePackedData([torch.zeros(2, 3), torch.zeros(2, 4)]))
+        merge_lazily(RoundPipePackedData([torch.zeros(2, 3), torch.zeros(2, 4)]))
 
 
 def test_pieces_are_taken_only_as_they_would_be_cut() -> None:
-    later = merged_later(RoundPipePackedData(pieces()))
-    assert isinstance(packed_again([later], [3, 3, 2])[0], RoundPipePackedData)
+    later = merge_lazily(RoundPipePackedData(pieces()))
+    assert isinstance(repack([later], [3, 3, 2])[0], RoundPipePackedData)
     for sizes in ([4, 4], [2, 3, 3], None):
-        assert type(packed_again([later], sizes)[0]) is torch.Tensor
+        assert type(repack([later], sizes)[0]) is torch.Tensor
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -459,16 +459,16 @@ def test_pieces_are_taken_only_as_they_would_be_cut() -> None:
 def test_pieces_have_what_is_written(grad: bool, before: bool) -> None:
     """By operations, views, and through memory alone."""
     with torch.set_grad_enabled(grad):
-        later = merged_later(RoundPipePackedData([1 * one for one in pieces()]))
+        later = merge_lazily(RoundPipePackedData([1 * one for one in pieces()]))
         if before:
-            packed_again([later], [3, 3, 2])
+            repack([later], [3, 3, 2])
         later.add_(1)
         later[2:4] = 7
         later.view(-1)[:2].mul_(3)
         later.data[7] = 5
         later.detach()[6] = 4
         later.detach().numpy()[5] = 3
-        taken = packed_again([later], [3, 3, 2])[0]
+        taken = repack([later], [3, 3, 2])[0]
         assert isinstance(taken, RoundPipePackedData)
         torch.testing.assert_close(torch.cat(list(taken)), later * 1, rtol=0, atol=0)
         assert [later[row, 0].item() for row in (2, 3, 5, 6, 7)] == [7, 7, 3, 4, 5]
@@ -483,9 +483,9 @@ def test_events_are_awaited_when_looked_at() -> None:
             self.happened += 1
 
     events = [Arrival() for _ in range(3)]
-    later = merged_later(RoundPipePackedData(pieces(), events))
+    later = merge_lazily(RoundPipePackedData(pieces(), events))
     assert later.shape == (8, 3) and [one.happened for one in events] == [0, 0, 0]
-    assert packed_again([later], [3, 3, 2])[0].events == events
+    assert repack([later], [3, 3, 2])[0].events == events
     later.sum()
     assert [one.happened for one in events] == [1, 1, 1]
 

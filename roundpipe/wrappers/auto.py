@@ -25,9 +25,9 @@ from roundpipe.wrappers.calls import flow_back
 from roundpipe.wrappers.host_tree import HostTree
 from roundpipe.wrappers.module_layers import chain_of_modules
 from roundpipe.wrappers.part import IN_ONE_PIECE, CallOptions, Part, overlaid
-from roundpipe.wrappers.pipe import Program, RoundPipe, check_wrappable
-from roundpipe.wrappers.run_report import RunLog
-from roundpipe.wrappers.session import Session
+from roundpipe.wrappers.pipe import RoundPipe, check_wrappable
+from roundpipe.wrappers.run_log import RunLog
+from roundpipe.wrappers.session import Program, Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class HostRunner:
         names = {module: name for name, module in self.model.named_modules()}
         in_lists = _followed_in_lists(self.model)
         on_devices = {
-            module: Part(session, names[module], module, own, self.options, merges_later=module in in_lists)
+            module: Part(session, names[module], module, own, self.options, merges_lazily=module in in_lists)
             for module, own in parts.on_devices.items()
         }
         self.tree = HostTree(self.model, on_devices, parts.left)
@@ -87,11 +87,11 @@ class HostRunner:
                 outputs = trees.map_tensors(outputs, lambda tensor: tensor.to(config.output_device))
             else:
                 pieces = split(args, kwargs, None, config)
-                given = zip(pieces.args, pieces.kwargs, pieces.events, strict=True)
                 own = (args, kwargs) if len(pieces.args) == 1 else None
-                made = [self._run_piece(*one, options, own) for one in given]
-                made = trees.map_tensors(made, lambda tensor: tensor.to(config.output_device))
-                outputs = merge(made, config)
+                parts = zip(pieces.args, pieces.kwargs, pieces.events, strict=True)
+                outputs = [self._run_piece(*part, options, own) for part in parts]
+                outputs = trees.map_tensors(outputs, lambda tensor: tensor.to(config.output_device))
+                outputs = merge(outputs, config)
         self.session.optimizer.raise_pending()
         self._note_call(args, kwargs, config)
         return outputs
@@ -140,7 +140,7 @@ class HostRunner:
                 torch.autograd.backward(loss)
                 losses.append(trees.map_tensors(loss, lambda tensor: tensor.detach().cpu()))
                 if return_outputs:
-                    outputs.append(trees.map_tensors(output, lambda one: one.detach().to(config.output_device)))
+                    outputs.append(trees.map_tensors(output, lambda tensor: tensor.detach().to(config.output_device)))
         flow_back([tensor for tensor, _ in leaves], [leaf.grad for _, leaf in leaves])
         self.session.optimizer.raise_pending()
         self._note_call(args, kwargs, config)
@@ -187,27 +187,27 @@ class HostRunner:
             recompute_grain=both.recompute_grain,
             preserve_rng_state=both.preserve_rng_state,
         )
-        given = trees.map_tensors((args, kwargs), _to_host)
-        before = dict(trees.walk(given))
+        copies = trees.map_tensors((args, kwargs), _to_host)
+        before = dict(trees.walk(copies))
         with autocast_as_on_accelerator():
-            output = self.tree.run(*given)
-        self._hand_back(before, given, own, output)
+            output = self.tree.run(*copies)
+        self._hand_back(before, copies, own, output)
         return output
 
-    def _hand_back(self, before: dict[trees.Path, Any], given: Any, own: tuple[Any, Any] | None, output: Any) -> None:
-        """Puts what the forward put into its arguments, which are copies, into the caller's own.
+    def _hand_back(self, before: dict[trees.Path, Any], copies: Any, own: tuple[Any, Any] | None, output: Any) -> None:
+        """Put what the forward put into its arguments, which are copies, into the caller's own.
 
         Args:
             before: what the copies held before.
-            given: the copies.
+            copies: the arguments that the forward got.
             own: the caller's arguments; None: they are of several microbatches, and what each puts there is lost.
             output: an argument that is returned is looked at there.
         """
-        for path in trees.gained(before, dict(trees.walk(given))):
-            if trees.holds_any(output, trees.above(given, path, 2)):
+        for path in trees.gained(before, dict(trees.walk(copies))):
+            if trees.holds_any(output, trees.above(copies, path, 2)):
                 continue
             if own is not None:
-                trees.put(own, given, path)
+                trees.put(own, copies, path)
             elif not self._warned_of_arguments:
                 self._warned_of_arguments = True
                 warn(
@@ -244,13 +244,15 @@ class PartsProgram(Program):
 
 
 class AutoRoundPipe(RoundPipe):
-    """A model that is not one chain of layers: its own forward runs on the CPU, parts of it on the devices.
+    """A model that can't be cut into layers: its own forward runs on the CPU, and parts of it on the devices.
 
-    It has everything that `RoundPipe` has (forward, ``forward_backward``, the optimizer's side over all parameters,
-    those of modules on the CPU too). Made by `roundpipe.wrap_model_to_roundpipe`, and by `roundpipe.compile` for a
-    model that can't be traced. Made directly, the whole model is one part: all of it must fit on a device at once,
-    but for an ``nn.Sequential``, whose children are layers. ``split_input`` and ``merge_output`` are of the whole
-    model's inputs and outputs; ``forward_backward`` warns once that nothing overlaps between layers.
+    It offers all that `RoundPipe` does; the optimizer's side has the parameters of modules on the CPU, too.
+    `roundpipe.compile` returns one for a model that can't be traced, and so does `roundpipe.wrap_model_to_roundpipe`.
+    Constructed directly, the whole model is one part: it must fit on a device as a whole, unless it is an
+    ``nn.Sequential``, whose children become layers.
+
+    ``split_input`` and ``merge_output`` apply to the inputs and outputs of the whole model. ``forward_backward``
+    runs the model microbatch by microbatch and warns once that nothing overlaps between layers.
     """
 
     @classmethod
@@ -262,7 +264,7 @@ class AutoRoundPipe(RoundPipe):
 def _followed_in_lists(model: nn.Module) -> set[nn.Module]:
     """The elements of lists of modules, but for the last of each."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return {element for one in lists for element in list(one)[:-1]}
+    return {element for elements in lists for element in list(elements)[:-1]}
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,41 +31,8 @@ from roundpipe.runtime.microbatch.merge import merge
 from roundpipe.runtime.microbatch.split import Split, split
 from roundpipe.wrappers.forward_call import run_forward
 from roundpipe.wrappers.model_view import ModelView
-from roundpipe.wrappers.run_report import LatestRound, RunLog
-from roundpipe.wrappers.session import Session
-
-
-class Runner(Protocol):
-    """Runs the calls of one model."""
-
-    @property
-    def trace_count(self) -> int:
-        """How many times the model was traced."""
-        ...
-
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: RoundPipeRunConfig) -> Any:
-        """See `RoundPipe.forward`."""
-        ...
-
-    def forward_backward(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        label: Any,
-        loss_fn: LossFunction,
-        return_outputs: bool,
-        options: RoundPipeRunConfig,
-    ) -> Any:
-        """See `RoundPipe.forward_backward`."""
-        ...
-
-    def update_begun(self) -> None:
-        """The optimizer was given an update."""
-        ...
-
-    def partition_table(self) -> str:
-        """See `RoundPipe.partition_table`."""
-        ...
+from roundpipe.wrappers.run_log import LatestStep, RunLog
+from roundpipe.wrappers.session import Program, Runner, Session
 
 
 class ChainRunner:
@@ -152,7 +120,7 @@ class ChainRunner:
             may_overlap = session.optimizer.is_async and not alone
             spec, values = self.builder.train_step(call, loss_fn, return_outputs, may_overlap=may_overlap)
             if self.log is not None:
-                self.log.latest = LatestRound(
+                self.log.latest = LatestStep(
                     spec.schedule,
                     weakref.ref(call.chain),
                     call.elements(),
@@ -239,10 +207,26 @@ class ChainRunner:
 
     def _reads_weights(self, function: Any) -> bool:
         """Whether a function may read the model's weights on the host, so that they must stay while it runs."""
-        reached = [one.model if isinstance(one, ModelView) else one for one in reached_by(function)]
-        tensors = {id(one) for one in reached if isinstance(one, torch.Tensor)}
-        tensors |= {id(weight) for one in reached if isinstance(one, nn.Module) for weight in one.parameters()}
+        reached = [value.model if isinstance(value, ModelView) else value for value in reached_by(function)]
+        tensors = {id(value) for value in reached if isinstance(value, torch.Tensor)}
+        tensors |= {id(weight) for value in reached if isinstance(value, nn.Module) for weight in value.parameters()}
         return bool(tensors) and any(id(weight) in tensors for weight in self.model.parameters())
+
+
+@dataclass(slots=True)
+class ChainProgram(Program):
+    """A model cut into layers."""
+
+    model: nn.Module
+    source: ChainSource
+    """Has the layers of each call."""
+    make_fallback: Callable[[Session], Runner] | None = None
+    """Makes what runs the calls for which the source has no layers."""
+
+    def start(self, session: Session) -> ChainRunner:
+        return ChainRunner(
+            session, self.model, self.source, session.name, session.config, session.log, self.make_fallback
+        )
 
 
 def check_training_call(input_args: Any, input_kwargs: Any, loss_fn: Any) -> None:

@@ -203,12 +203,12 @@ def _once_each(
 
     Where the model says which name it makes from the other (transformers does), that one is left out.
     """
-    made = getattr(target, "all_tied_weights_keys", None) or getattr(target, "_tied_weights_keys", None) or ()
+    derived = getattr(target, "all_tied_weights_keys", None) or getattr(target, "_tied_weights_keys", None) or ()
     chosen: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     for names in _groups(tensors):
-        given = [name for name in names if not any(re.search(one, name) for one in made)]
-        first = (given or names)[0]
+        own = [name for name in names if not any(re.search(pattern, name) for pattern in derived)]
+        first = (own or names)[0]
         chosen[first] = tensors[first]
         aliases.update((name, first) for name in names if name != first)
     return chosen, aliases
@@ -228,9 +228,9 @@ def _configs(target: nn.Module) -> list[Any]:
 
     A model with adapters has the configuration of its base and other keys: `from_pretrained` would start at random.
     """
-    found: list[Any] = []
+    configs: list[Any] = []
     if hasattr(target, "peft_config"):
-        return found
+        return configs
     for name in ("config", "generation_config"):
         config = getattr(target, name, None)
         if config is not None and callable(getattr(config, "save_pretrained", None)):
@@ -240,8 +240,8 @@ def _configs(target: nn.Module) -> list[Any]:
                 if hasattr(config, "dtype"):
                     dtypes = [p.dtype for p in target.parameters() if p.dtype.is_floating_point]
                     config.dtype = dtypes[0] if dtypes else config.dtype
-            found.append(config)
-    return found
+            configs.append(config)
+    return configs
 
 
 # Loading
@@ -264,19 +264,16 @@ def load(
     writer.wait()
     model.synchronize()
     folder = _absolute(dir)
-    given = {
-        name: one
-        for name, one in (("optimizer", optimizer), ("scheduler", scheduler), ("scaler", scaler))
-        if one is not None
-    }
-    if weights_only and given:
-        raise ConfigError(f"weights_only=True does not restore {', '.join(given)}; leave it out")
-    found = files.read_whole(folder, lambda whole: (*files.read_weights(whole), _read_state(whole, weights_only)))
-    if found is None:
+    objects: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    objects = {name: value for name, value in objects.items() if value is not None}
+    if weights_only and objects:
+        raise ConfigError(f"weights_only=True does not restore {', '.join(objects)}; leave it out")
+    content = files.read_whole(folder, lambda whole: (*files.read_weights(whole), _read_state(whole, weights_only)))
+    if content is None:
         raise CheckpointNotFoundError(f"there is no checkpoint at {folder}; give the folder that save_checkpoint wrote")
-    weights, aliases, state = found
+    weights, aliases, state = content
     if not weights_only:
-        _check_parts(given, state, folder)
+        _check_parts(objects, state, folder)
     values = _fit(model.state_dict(), {**weights, **state["module_state"]}, aliases, folder)
     if optimizer is not None:
         _check_class(optimizer, state["optimizer_class"], folder)
@@ -293,8 +290,8 @@ def load(
         return Checkpoint(None, None)
     model.zero_grad()
     # Cloned, because what is loaded is mapped from a file that will be replaced.
-    for name, one in given.items():
-        one.load_state_dict(portable.plain(state[name], name, torch.clone))
+    for name, value in objects.items():
+        value.load_state_dict(portable.plain(state[name], name, torch.clone))
     portable.restore_random_state(state["random"])
     return Checkpoint(state["step"], portable.plain(state["extra"], "extra", torch.clone))
 
@@ -319,11 +316,11 @@ def _read_state(folder: Path, weights_only: bool) -> dict[str, Any]:
     return state
 
 
-def _check_parts(given: Mapping[str, Any], state: Mapping[str, Any], folder: Path) -> None:
+def _check_parts(objects: Mapping[str, Any], state: Mapping[str, Any], folder: Path) -> None:
     for name in ("optimizer", "scheduler", "scaler"):
-        if name in given and state[name] is None:
+        if name in objects and state[name] is None:
             raise ConfigError(f"{name}= was given, and the checkpoint at {folder} was saved without one; leave it out")
-        if name not in given and state[name] is not None:
+        if name not in objects and state[name] is not None:
             raise ConfigError(
                 f"the checkpoint at {folder} has {name} state, and no {name} was given; give {name}=, or "
                 "weights_only=True to load the weights alone"
@@ -358,7 +355,7 @@ def _fit(own: Mapping[str, Any], saved: Mapping[str, Any], aliases: Mapping[str,
 
 def _check_masters(masters: Mapping[str, torch.Tensor], pairs: Sequence[ParameterPair], folder: Path) -> None:
     parameters = {pair.names[0]: pair.parameter for pair in pairs}
-    wrong = [name for name, one in masters.items() if name not in parameters or parameters[name].shape != one.shape]
+    wrong = [name for name, copy in masters.items() if name not in parameters or parameters[name].shape != copy.shape]
     portable.raise_misfit(
         f"the checkpoint at {folder} does not fit the model", {"copies of the optimizer have no parameter": wrong}
     )
@@ -367,10 +364,10 @@ def _check_masters(masters: Mapping[str, torch.Tensor], pairs: Sequence[Paramete
 def _check_stateful(optimizer: Any, scheduler: Any, scaler: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer | None):
         raise ConfigError(f"optimizer is {type(optimizer).__name__}; give a torch.optim.Optimizer, or None")
-    for name, one in (("scheduler", scheduler), ("scaler", scaler)):
-        if one is not None and not isinstance(one, _Stateful):
+    for name, value in (("scheduler", scheduler), ("scaler", scaler)):
+        if value is not None and not isinstance(value, _Stateful):
             raise ConfigError(
-                f"{name} is {type(one).__name__}, which has no state_dict and load_state_dict; give one that has them"
+                f"{name} is {type(value).__name__}, which has no state_dict and load_state_dict; give one that has them"
             )
 
 

@@ -174,11 +174,11 @@ def read_weights(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]
     aliases: dict[str, str] = {}
     for name in files:
         try:
-            found, metadata = _read_file(folder / name)
+            content, metadata = _read_file(folder / name)
         except (library.SafetensorError, KeyError, ValueError, OSError, RuntimeError) as error:
             raise CheckpointError(f"{folder / name} can't be read as safetensors: {error}") from error
-        tensors.update(found)
-        aliases.update((alias, name) for alias, name in metadata.items() if name in found)
+        tensors.update(content)
+        aliases.update((alias, name) for alias, name in metadata.items() if name in content)
     return tensors, aliases
 
 
@@ -221,12 +221,12 @@ def read_whole(folder: Path, read: Callable[[Path], Result]) -> Result | None:
     of different checkpoints. Files that are mapped stay readable after their removal.
     """
     for _ in range(NUM_READS):
-        found = find(folder)
-        if found is None:
+        latest = find(folder)
+        if latest is None:
             return None
-        with _held(found) as still_there:
+        with _opened(latest) as still_there:
             try:
-                result = read(found)
+                result = read(latest)
             except (ConfigError, OSError):
                 if still_there():
                     raise
@@ -239,7 +239,7 @@ def read_whole(folder: Path, read: Callable[[Path], Result]) -> Result | None:
 
 
 @contextlib.contextmanager
-def _held(folder: Path) -> Iterator[Callable[[], bool]]:
+def _opened(folder: Path) -> Iterator[Callable[[], bool]]:
     """Whether the path still leads to the same folder; held open, as its inode could be another folder's soon."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
@@ -318,9 +318,9 @@ def _swap(new: Path, folder: Path, old: Path) -> None:
 
 def _tidy(folder: Path) -> None:
     """End the swap that a crash left half done, and remove what crashes left behind."""
-    found = find(folder)
-    if found is not None and found != folder:
-        os.rename(found, folder)
+    latest = find(folder)
+    if latest is not None and latest != folder:
+        os.rename(latest, folder)
     for kind in ("old", "tmp"):  # a tmp counts as whole while its old is there
         for leftover in _leftovers(folder, kind):
             _discard(leftover)

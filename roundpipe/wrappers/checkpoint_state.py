@@ -45,12 +45,12 @@ def plain(value: Any, where: str, keep: Callable[[torch.Tensor], torch.Tensor]) 
     if isinstance(value, torch.Tensor) and type(value.detach()) is torch.Tensor and not value.is_meta:
         return keep(value)
     if kind in (list, tuple):
-        return kind(plain(one, f"{where}[{index}]", keep) for index, one in enumerate(value))
+        return kind(plain(item, f"{where}[{index}]", keep) for index, item in enumerate(value))
     if kind is set:
-        return {plain(one, where, keep) for one in value}
+        return {plain(item, where, keep) for item in value}
     if isinstance(value, dict) and kind in (dict, OrderedDict, Counter):
-        made = {plain(k, f"a key of {where}", keep): plain(v, f"{where}[{k!r}]", keep) for k, v in value.items()}
-        return made if kind is dict else kind(made)
+        items = {plain(k, f"a key of {where}", keep): plain(v, f"{where}[{k!r}]", keep) for k, v in value.items()}
+        return items if kind is dict else kind(items)
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic) and type(value.item()) in _LEAVES:
         return value.item()
@@ -63,8 +63,8 @@ def plain(value: Any, where: str, keep: Callable[[torch.Tensor], torch.Tensor]) 
 def raise_misfit(what: str, problems: Mapping[str, Iterable[str]]) -> None:
     """Raise a `ConfigError` with the first names of each problem, if there is one."""
     parts = []
-    for problem, found in problems.items():
-        names = list(found)
+    for problem, subjects in problems.items():
+        names = list(subjects)
         if names:
             parts.append(f"{len(names)} {problem}: {enumerated(names)}")
     if parts:
@@ -179,8 +179,8 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
     accelerator = _accelerator(kind)
     if accelerator is not None and accelerator[0] == kind:
         module = accelerator[1]
-        for index, one in enumerate(saved[: module.device_count()]):
-            module.set_rng_state(one.clone(), index)
+        for index, state_of_device in enumerate(saved[: module.device_count()]):
+            module.set_rng_state(state_of_device.clone(), index)
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
         with contextlib.suppress(ValueError):  # another bit generator was installed: the user seeds it

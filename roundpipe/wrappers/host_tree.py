@@ -18,7 +18,7 @@ from torch import nn
 from roundpipe.core.errors import ConfigError
 from roundpipe.effects.places import REGISTERED
 from roundpipe.runtime.weights.replica import Replica
-from roundpipe.wrappers.lazy_outputs import all_settled
+from roundpipe.wrappers.lazy_outputs import materialize_all
 from roundpipe.wrappers.part import IN_ONE_PIECE, CallOptions, Part
 from roundpipe.wrappers.session import Session
 
@@ -81,7 +81,7 @@ class HostTree(Replica):
         """The model's outputs; what its forwards leave in attributes and buffers is left in the model."""
         self._take_over()
         try:
-            return all_settled(self.module(*args, **kwargs))
+            return materialize_all(self.module(*args, **kwargs))
         finally:
             self._hand_back()
 
@@ -121,7 +121,7 @@ class HostTree(Replica):
                     original._parameters[name] = weight
             for name, value in twin.__dict__.items():
                 if name not in REGISTERED and value is not before.get(name, before):
-                    original.__dict__[name] = _pointing(all_settled(value), originals)
+                    original.__dict__[name] = _pointing(materialize_all(value), originals)
             for name in before.keys() - twin.__dict__.keys():
                 original.__dict__.pop(name, None)
 

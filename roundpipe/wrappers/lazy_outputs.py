@@ -3,13 +3,13 @@
 What one part of a model gives and the next one takes need not be merged in between. Host code around the parts sees
 a tensor like any other: shape, dtype and place in the autograd graph are there at once, the data when first used.
 
-    pieces --Merge--> MergedLater --Pieces--> the same pieces, for another part
+    pieces --Merge--> LazyBatch --Pieces--> the same pieces, for another part
                            `--------------> whatever host code does, on the pieces put together
 
 Both directions are nodes of autograd, so hooks, ``retain_grad`` and gradients are those of one tensor. This file is
 the only user of torch's wrapper subclasses.
 
-Invariant: whatever is done with a `MergedLater` gives what the merged tensor would give.
+Invariant: whatever is done with a `LazyBatch` gives what the merged tensor would give.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from roundpipe.runtime.microbatch.merge import merge_value
 from roundpipe.runtime.microbatch.spec import RoundPipePackedData
 
 
-class MergedLater(torch.Tensor):
-    """A batch that still is in pieces; made by `merged_later`."""
+class LazyBatch(torch.Tensor):
+    """A batch that still is in pieces; made by `merge_lazily`."""
 
     _pieces: list[torch.Tensor]
     _events: list[Any]
@@ -34,27 +34,27 @@ class MergedLater(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def of(pieces: Sequence[torch.Tensor], events: Sequence[Any]) -> MergedLater:
+    def of(pieces: Sequence[torch.Tensor], events: Sequence[Any]) -> LazyBatch:
         """The tensor that these pieces make up along dim 0, in no autograd graph."""
         form = torch.cat(
-            [torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta") for one in pieces]
+            [torch.empty_strided(piece.shape, piece.stride(), dtype=piece.dtype, device="meta") for piece in pieces]
         )
         first = pieces[0]
-        tensor: MergedLater = torch.Tensor._make_wrapper_subclass(
-            MergedLater, form.shape, form.stride(), dtype=first.dtype, device=first.device
+        tensor: LazyBatch = torch.Tensor._make_wrapper_subclass(
+            LazyBatch, form.shape, form.stride(), dtype=first.dtype, device=first.device
         )
-        tensor._pieces, tensor._events = [one.detach() for one in pieces], list(events)
+        tensor._pieces, tensor._events = [piece.detach() for piece in pieces], list(events)
         tensor._whole = None
         return tensor
 
     @property
     def sizes(self) -> list[int]:
         """Samples of each piece."""
-        return [len(one) for one in self._pieces]
+        return [len(piece) for piece in self._pieces]
 
     def pieces(self) -> list[torch.Tensor]:
         """What it consists of, without gradients; see ``events`` for when they may be read."""
-        return [one.detach() for one in self._pieces]
+        return [piece.detach() for piece in self._pieces]
 
     @property
     def events(self) -> list[Any]:
@@ -75,16 +75,17 @@ class MergedLater(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        given = {id(one.whole()): one for one in trees.tensors((args, kwargs)) if isinstance(one, MergedLater)}
+        lazy = [tensor for tensor in trees.tensors((args, kwargs)) if isinstance(tensor, LazyBatch)]
+        by_whole = {id(tensor.whole()): tensor for tensor in lazy}
         args, kwargs = trees.map_tensors((args, kwargs or {}), _whole_of)
         result = func(*args, **kwargs)
-        return trees.map_tensors(result, lambda one: given.get(id(one), one))  # what was written in place
+        return trees.map_tensors(result, lambda tensor: by_whole.get(id(tensor), tensor))  # what was written in place
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
-        return repr(settled(self))
+        return repr(materialize(self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return settled(self).detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+        return materialize(self).detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
     # what reads memory, or gives other memory, without calling an operation
 
@@ -96,7 +97,7 @@ class MergedLater(torch.Tensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         value = _whole_of(value).detach()
-        form = MergedLater.of([value], [None])
+        form = LazyBatch.of([value], [None])
         torch.Tensor.data.__set__(self, form)  # type: ignore[attr-defined]  # shape and dtype
         self._whole, self._pieces, self._events = value, [value], [None]
 
@@ -106,7 +107,7 @@ class MergedLater(torch.Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         """See `torch.Tensor.numpy`."""
-        return settled(self).numpy(force=force)
+        return materialize(self).numpy(force=force)
 
     def data_ptr(self) -> int:
         """See `torch.Tensor.data_ptr`."""
@@ -118,12 +119,12 @@ class MergedLater(torch.Tensor):
 
 
 def _whole_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.whole() if isinstance(tensor, MergedLater) else tensor
+    return tensor.whole() if isinstance(tensor, LazyBatch) else tensor
 
 
-def settled(tensor: torch.Tensor) -> torch.Tensor:
-    """An ordinary tensor in place of a `MergedLater`, in the same autograd graph; other tensors as they are."""
-    return tensor.view_as(tensor) if isinstance(tensor, MergedLater) else tensor
+def materialize(tensor: torch.Tensor) -> torch.Tensor:
+    """An ordinary tensor in place of a `LazyBatch`, in the same autograd graph; other tensors as they are."""
+    return tensor.view_as(tensor) if isinstance(tensor, LazyBatch) else tensor
 
 
 class _Merge(torch.autograd.Function):
@@ -132,12 +133,12 @@ class _Merge(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, events: Sequence[Any], *pieces: torch.Tensor) -> torch.Tensor:
         ctx.sizes = [len(piece) for piece in pieces]
-        return MergedLater.of(pieces, events)
+        return LazyBatch.of(pieces, events)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
-        if isinstance(gradient, MergedLater) and gradient.sizes == ctx.sizes:
+        if isinstance(gradient, LazyBatch) and gradient.sizes == ctx.sizes:
             return None, *gradient.pieces()
         return None, *gradient.split(ctx.sizes)
 
@@ -146,15 +147,15 @@ class _Pieces(torch.autograd.Function):
     """A batch to the pieces that it was made of."""
 
     @staticmethod
-    def forward(ctx: Any, batch: MergedLater) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, batch: LazyBatch) -> tuple[torch.Tensor, ...]:
         return tuple(batch.pieces())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return MergedLater.of(gradients, [None] * len(gradients))
+        return LazyBatch.of(gradients, [None] * len(gradients))
 
 
-def merged_later(value: Any) -> Any:
+def merge_lazily(value: Any) -> Any:
     """An output with every packed tensor in it put together, when somebody looks; other packed values at once.
 
     Args:
@@ -170,7 +171,7 @@ def merged_later(value: Any) -> Any:
         return value[0] if len(value) == 1 else merge_value(list(value), None, ())
     if not _holds_packed(value, 0):
         return value
-    return trees.with_children(value, [merged_later(child) for _, child in trees.children(value) or ()])
+    return trees.with_children(value, [merge_lazily(child) for _, child in trees.children(value) or ()])
 
 
 def _holds_packed(value: Any, depth: int) -> bool:
@@ -191,7 +192,7 @@ def _are_pieces(values: Sequence[Any]) -> bool:
     )
 
 
-def packed_again(value: Any, sizes: list[int] | None) -> Any:
+def repack(value: Any, sizes: list[int] | None) -> Any:
     """Arguments with the pieces of what is still in pieces of these sizes, and ordinary tensors for the rest.
 
     Args:
@@ -200,22 +201,22 @@ def packed_again(value: Any, sizes: list[int] | None) -> Any:
     """
 
     def replaced(leaf: Any) -> Any:
-        if not isinstance(leaf, MergedLater):
+        if not isinstance(leaf, LazyBatch):
             return leaf
         if leaf.sizes != sizes:
-            return settled(leaf)
+            return materialize(leaf)
         return RoundPipePackedData(_Pieces.apply(leaf), leaf.events)
 
-    if not holds_later(value):
+    if not holds_lazy(value):
         return value
     return trees.map_leaves(value, replaced)
 
 
-def holds_later(value: Any) -> bool:
+def holds_lazy(value: Any) -> bool:
     """Whether anything in a structure is still in pieces."""
-    return any(isinstance(tensor, MergedLater) for tensor in trees.tensors(value))
+    return any(isinstance(tensor, LazyBatch) for tensor in trees.tensors(value))
 
 
-def all_settled(value: Any) -> Any:
+def materialize_all(value: Any) -> Any:
     """A structure with ordinary tensors only."""
-    return trees.map_tensors(value, settled) if holds_later(value) else value
+    return trees.map_tensors(value, materialize) if holds_lazy(value) else value

@@ -84,21 +84,11 @@ class ModelView(nn.Module):
         """The model's buffers."""
         return self._target.named_buffers(*args, **kwargs)
 
-    def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
-        """The model's buffers."""
-        return self._target.buffers(recurse)
+    # `buffers`, `children`, `modules` and `get_buffer` go by these
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """The model's children."""
         return self._target.named_children()
-
-    def children(self) -> Iterator[nn.Module]:
-        """The model's children."""
-        return self._target.children()
-
-    def modules(self, *args: Any, **kwargs: Any) -> Iterator[nn.Module]:
-        """The model's modules."""
-        return self._target.modules(*args, **kwargs)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """The model's modules by name."""
@@ -112,10 +102,6 @@ class ModelView(nn.Module):
         """The model's parameter of a name that `named_parameters` gives; inside ``step_fn``, the optimizer's copy."""
         named = dict(self.named_parameters(remove_duplicate=False))
         return named[target] if target in named else self._target.get_parameter(target)
-
-    def get_buffer(self, target: str) -> torch.Tensor:
-        """The model's buffer of a name that `named_buffers` gives."""
-        return self._target.get_buffer(target)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's state with its own keys; call `synchronize` first for the latest update."""
@@ -142,12 +128,12 @@ class ModelView(nn.Module):
         """What torch calls where the wrapper is a submodule of what loads."""
         own = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
         try:
-            found = self.load_state_dict(own, False, bool(local_metadata.get("assign_to_params_buffers")))
+            result = self.load_state_dict(own, False, bool(local_metadata.get("assign_to_params_buffers")))
         except RuntimeError as error:  # sizes
             error_msgs.append(str(error))
             return
-        missing_keys += [prefix + key for key in found.missing_keys]
-        unexpected_keys += [prefix + key for key in found.unexpected_keys]
+        missing_keys += [prefix + key for key in result.missing_keys]
+        unexpected_keys += [prefix + key for key in result.unexpected_keys]
 
     def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
         """Register a buffer with the model."""

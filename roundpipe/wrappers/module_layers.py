@@ -15,6 +15,7 @@ from roundpipe.core.caller import warn
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import Carry, FixedChain, LayerChain, LayerCost, LayerSpec
 from roundpipe.core.module_tree import Structure, weight_bytes_of
+from roundpipe.effects.places import HOOKS
 from roundpipe.effects.snapshot import AttributeChange, ModuleSnapshot, WeightSnapshot
 
 
@@ -188,6 +189,37 @@ def chain_of_modules(modules: Sequence[tuple[str, nn.Module]], *, watched: bool 
             )
         )
     return LayerChain(layers, specs, costs, _TakeAll("value_0"), _GiveOne((f"value_{len(modules)}",)))
+
+
+def layers_of(model: nn.Module) -> LayerChain:
+    """A model as it is given: an ``nn.Sequential`` has one layer per child, any other module is one layer."""
+    if isinstance(model, LayerChain):
+        return model
+    if type(model) is nn.Sequential and len(model):
+        # By entry, not by object: a child that is there twice is two layers.
+        children = [(name, child) for name, child in model._modules.items() if child is not None]
+        _warn_of_shared_buffers(children)
+        if any(model.__dict__[name] for name in HOOKS):
+            warn(
+                "the hooks of the nn.Sequential itself don't run, since its children are the layers: put them on its "
+                "first or last child, or use roundpipe.compile"
+            )
+        return chain_of_modules(children)
+    return chain_of_modules([("", model)])
+
+
+def _warn_of_shared_buffers(children: Sequence[tuple[str, nn.Module]]) -> None:
+    holders: dict[int, list[str]] = {}
+    for name, child in children:
+        for buffer in child.buffers():
+            holders.setdefault(id(buffer), []).append(name)
+    shared = {tuple(names) for names in holders.values() if len(names) > 1}
+    for names in sorted(shared):
+        warn(
+            f"layers {', '.join(names)} share buffers, but each runs on a copy of its own: if their forward writes "
+            "them (BatchNorm in training), what one writes is not seen by the others, and the last one's values stay. "
+            "roundpipe.compile keeps such layers together"
+        )
 
 
 class ModuleSource(FixedChain):

@@ -26,7 +26,7 @@ from roundpipe.effects.run_once import FirstCall, first_to_run_once, hooks_run_a
 from roundpipe.runtime.config import RoundPipeRunConfig, resolve
 from roundpipe.runtime.microbatch.division import automatic_sizes, is_empty
 from roundpipe.wrappers.calls import ChainRunner
-from roundpipe.wrappers.lazy_outputs import holds_later, merged_later, packed_again
+from roundpipe.wrappers.lazy_outputs import holds_lazy, merge_lazily, repack
 from roundpipe.wrappers.module_layers import chain_of_modules
 from roundpipe.wrappers.session import Session
 from roundpipe.wrappers.watched import RETURNS_ARGUMENTS, SharingExit, SideEffect, WatchedModule, why_unfit
@@ -69,7 +69,7 @@ class Part:
         module: a `nn.Sequential` has one layer per child.
         own_options: of this part alone.
         options: those of the whole's running call.
-        merges_later: whether its outputs, unless ``merge_output`` is given, are put together only when host code
+        merges_lazily: whether its outputs, unless ``merge_output`` is given, are put together only when host code
             looks at them.
     """
 
@@ -81,14 +81,14 @@ class Part:
         own_options: RoundPipeRunConfig,
         options: CallOptions,
         *,
-        merges_later: bool = False,
+        merges_lazily: bool = False,
     ) -> None:
         self.session = session
         self.name = name or session.name
         self.module = module
         self.own_options = own_options
         self.options = options
-        self.merges_later = merges_later
+        self.merges_lazily = merges_lazily
         self.why_on_host: str | None = None
         self._proven_modes: set[tuple[bool, bool]] = set()
         """In which modes it ran on the devices: whether training, and whether gradients were recorded."""
@@ -100,7 +100,7 @@ class Part:
             modules = [(f"{prefix}{key}", child) for key, child in module._modules.items() if child is not None]
         self._passing_on: set[int] | None = set() if len(modules) > 1 else None
         """Of several modules, those that returned memory of their arguments in the running call."""
-        self._watched = [WatchedModule(one, index, self._passing_on) for index, (_, one) in enumerate(modules)]
+        self._watched = [WatchedModule(part, index, self._passing_on) for index, (_, part) in enumerate(modules)]
         named = [(key, watched) for (key, _), watched in zip(modules, self._watched, strict=True)]
         chain = chain_of_modules(named, watched=False)  # they do it themselves
         self._exit: SharingExit | None = None
@@ -182,11 +182,11 @@ class Part:
         engine = self.session.engine
         resolved = resolve(config, RoundPipeRunConfig(), num_devices=engine.num_workers)
         arguments = args, kwargs
-        if holds_later(arguments):
-            args, kwargs = packed_again(arguments, automatic_sizes(args, kwargs, resolved))
+        if holds_lazy(arguments):
+            args, kwargs = repack(arguments, automatic_sizes(args, kwargs, resolved))
         if is_empty(args, kwargs):
             config = overlaid(_UNSPLIT, config)
-        later = self.merges_later and config.merge_output is None
+        later = self.merges_lazily and config.merge_output is None
         if later:
             config = overlaid(RoundPipeRunConfig(merge_output=False), config)
         if self._exit is not None:
@@ -198,7 +198,7 @@ class Part:
         if self._passing_on is not None and len(self._passing_on) == len(self._watched):
             raise SideEffect(RETURNS_ARGUMENTS)
         if later:
-            outputs = merged_later(outputs)
+            outputs = merge_lazily(outputs)
         is_merged = later or resolved.merge_output is True
         return self._exit.restore_same(outputs, arguments) if self._exit is not None and is_merged else outputs
 

@@ -16,27 +16,24 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import nn
 
-from roundpipe.core.caller import warn
 from roundpipe.core.errors import ConfigError, NotCopyableError
-from roundpipe.core.layers import ChainSource, LayerChain
-from roundpipe.effects.places import HOOKS
 from roundpipe.reports.timeline import Timeline, check_path
 from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.runtime.device.resolve import DeviceLike
 from roundpipe.runtime.engine.step import LossFunction
 from roundpipe.runtime.weights.host_weights import PinMode
 from roundpipe.wrappers import checkpoint
-from roundpipe.wrappers.calls import ChainRunner, Runner, check_training_call
+from roundpipe.wrappers.calls import ChainProgram, check_training_call
 from roundpipe.wrappers.model_view import ModelView, check_parts_unwrapped
-from roundpipe.wrappers.module_layers import ModuleSource, chain_of_modules
-from roundpipe.wrappers.run_report import RunReport, make_report
-from roundpipe.wrappers.session import Session
+from roundpipe.wrappers.module_layers import ModuleSource, layers_of
+from roundpipe.wrappers.run_log import make_report
+from roundpipe.wrappers.run_report import RunReport
+from roundpipe.wrappers.session import Program, Runner, Session
 
 
 def pass_outputs(outputs: Any, labels: Any) -> Any:
@@ -44,50 +41,24 @@ def pass_outputs(outputs: Any, labels: Any) -> Any:
     return outputs
 
 
-class Program:
-    """A model and how its calls are run; given to a wrapper's class in place of a model."""
-
-    model: nn.Module
-
-    def start(self, session: Session) -> Runner:
-        """Make what runs the calls, on the session's workers."""
-        raise NotImplementedError
-
-
-@dataclass(slots=True)
-class ChainProgram(Program):
-    """A model cut into layers."""
-
-    model: nn.Module
-    source: ChainSource
-    """Has the layers of each call."""
-    make_fallback: Callable[[Session], Runner] | None = None
-    """Makes what runs the calls for which the source has no layers."""
-
-    def start(self, session: Session) -> ChainRunner:
-        return ChainRunner(
-            session, self.model, self.source, session.name, session.config, session.log, self.make_fallback
-        )
-
-
 class RoundPipe(ModelView):
-    """A model that trains in rotation: weights in host memory, any stage on any device.
+    """A model that trains in rotation: its weights stay in host memory, and any stage runs on any device.
 
     Args:
-        model: an ``nn.Sequential`` becomes one layer per child; any other module becomes one layer.
-            `roundpipe.compile` cuts any module into layers.
+        model: the module to train. An ``nn.Sequential`` becomes one layer per child, any other module a single
+            layer; `roundpipe.compile` cuts any module into layers.
         optim_dtype: dtype of the optimizer's copies of the parameters; None: the parameters' own.
         name: for logs and traces; None: ``filename:line`` of the caller.
         model_run_config: defaults for every call; see `RoundPipeRunConfig`.
-        pin_model: how host weights are pinned for fast uploads. ``"alloc"``: in pinned memory of their exact
-            size; ``"register"``: registered with the driver where they lie, all but the small ones (CUDA only);
-            ``"off"``: they stay where they are, so an mmap-ed checkpoint pages in on demand. Where the system
-            refuses to pin, memory stays unpinned, with a warning that names the limit.
-        devices: the rotation: None for every accelerator that torch sees, otherwise the CPU; or a list of
-            device names and `roundpipe.Device`, in which an entry may be repeated.
+        pin_model: how host weights are pinned for fast uploads. ``"alloc"`` moves them to pinned memory of their
+            exact size. ``"register"`` registers them with the driver where they lie, except small ones (CUDA only).
+            ``"off"`` leaves them as they are, so that an mmap-ed checkpoint is paged in on demand. If the system
+            refuses to pin, memory stays unpinned, and a warning names the limit.
+        devices: the rotation: a list of device names and `roundpipe.Device` objects, in which an entry may be
+            repeated. None: every accelerator that torch sees, or the CPU if there is none.
 
     Raises:
-        ConfigError: an argument can't be used as given.
+        ConfigError: an argument can't be used.
     """
 
     _session: Session
@@ -116,7 +87,7 @@ class RoundPipe(ModelView):
     def _program_of(cls, model: nn.Module) -> Program:
         """What a model that is given as it is runs as."""
         check_wrappable(model, cls.__name__)
-        return ChainProgram(model, ModuleSource(model, _chain_of))
+        return ChainProgram(model, ModuleSource(model, layers_of))
 
     # Calls
 
@@ -129,10 +100,12 @@ class RoundPipe(ModelView):
     ) -> Any:
         """The model's outputs: split, run as a pipeline, merged.
 
-        With grad mode on, ``backward()`` on the outputs runs the backward stages and gradients flow to the
-        arguments that require grad; without, nothing is kept. ``torch.autograd.grad`` gives the gradients of
-        arguments, and of what they were made of, but not those of the model's own parameters. The backward runs the
-        layers again from the arguments: if one was written in place since, it is a `BackwardError`.
+        With grad mode on, ``backward()`` on the outputs runs the backward stages, and gradients flow on to arguments
+        that require grad. With grad mode off, nothing is kept for a backward. ``torch.autograd.grad`` gives gradients
+        of the arguments and of what they were computed from, but not of the model's own parameters.
+
+        The backward runs the layers again on the arguments. If an argument was changed in place in between, it raises
+        `BackwardError`.
 
         Args:
             *args: the model's arguments, on any device.
@@ -140,7 +113,7 @@ class RoundPipe(ModelView):
             **kwargs: the model's keyword arguments.
 
         Raises:
-            Exception: whatever the model's own code raises, with a note that says where.
+            Exception: what the model's own code raises, with a note that says where.
         """
         self._session.check_callable()
         return self._runner.forward(args, kwargs, roundpipe_run_config)
@@ -154,21 +127,21 @@ class RoundPipe(ModelView):
         return_outputs: bool = False,
         run_config: RoundPipeRunConfig = RoundPipeRunConfig(),  # noqa: B008 - frozen
     ) -> Any:
-        """Forward, loss and backward of every microbatch; gradients add up until they are zeroed.
+        """Run forward, loss and backward of every microbatch; gradients accumulate until they are zeroed.
 
-        Equal to splitting inputs and labels and, for each microbatch, ``loss_fn(model(...), label)``
-        followed by ``torch.autograd.backward(loss)``.
+        This equals splitting inputs and label, computing ``loss_fn(model(...), label)`` for each microbatch, and
+        calling ``torch.autograd.backward(loss)``.
 
-        Once steps are asynchronous it returns with the losses: its last backward stages run on while the next
-        call's first ones begin. ``.grad`` is then whole after `synchronize`; `step` takes it when it is. What an
-        unfinished backward raises is raised at the next call into the model. (Rounds with random numbers, and those
-        whose arguments require grad, are always waited for.)
+        After the first asynchronous `step`, a call returns as soon as the losses are known: its last backward stages
+        run beside the first stages of the next call. ``.grad`` is then complete after `synchronize`; `step` waits
+        for it by itself. What such a backward raises is raised at the next call into the model. (Calls that draw
+        random numbers, or whose arguments require grad, are always waited for.)
 
         Args:
             input_args: the model's arguments.
             input_kwargs: the model's keyword arguments.
             label: split like the inputs and given to ``loss_fn``; gradients flow to tensors in it that require grad.
-            loss_fn: ``(outputs, label) -> loss``, run on the device; a tensor or a sequence of tensors.
+            loss_fn: ``(outputs, label) -> loss``, run on the device; gives a tensor or a sequence of tensors.
             return_outputs: also return the merged outputs.
             run_config: options for this call.
 
@@ -177,7 +150,7 @@ class RoundPipe(ModelView):
             returns a sequence); with ``return_outputs``, the pair of it and the merged outputs.
 
         Raises:
-            Exception: whatever the model or ``loss_fn`` raises, with a note that says where.
+            Exception: what the model or ``loss_fn`` raises, with a note that says where.
         """
         self._session.check_callable()
         check_training_call(input_args, input_kwargs, loss_fn)
@@ -434,33 +407,3 @@ def check_wrappable(model: Any, wrapper: str) -> None:
     if isinstance(model, ModelView):
         raise ConfigError(f"the model is a {type(model).__name__} already; pass the original, {wrapper}(pipe.model)")
     check_parts_unwrapped(model)
-
-
-def _chain_of(model: nn.Module) -> LayerChain:
-    if isinstance(model, LayerChain):
-        return model
-    if type(model) is nn.Sequential and len(model):
-        # By entry, not by object: a child that is there twice is two layers.
-        children = [(name, child) for name, child in model._modules.items() if child is not None]
-        _warn_of_shared_buffers(children)
-        if any(model.__dict__[name] for name in HOOKS):
-            warn(
-                "the hooks of the nn.Sequential itself don't run, since its children are the layers: put them on its "
-                "first or last child, or use roundpipe.compile"
-            )
-        return chain_of_modules(children)
-    return chain_of_modules([("", model)])
-
-
-def _warn_of_shared_buffers(children: Sequence[tuple[str, nn.Module]]) -> None:
-    holders: dict[int, list[str]] = {}
-    for name, child in children:
-        for buffer in child.buffers():
-            holders.setdefault(id(buffer), []).append(name)
-    shared = {tuple(names) for names in holders.values() if len(names) > 1}
-    for names in sorted(shared):
-        warn(
-            f"layers {', '.join(names)} share buffers, but each runs on a copy of its own: if their forward writes "
-            "them (BatchNorm in training), what one writes is not seen by the others, and the last one's values stay. "
-            "roundpipe.compile keeps such layers together"
-        )

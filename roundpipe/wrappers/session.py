@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import nn
@@ -22,12 +22,13 @@ from roundpipe.core.errors import ClosedError, ConfigError
 from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.runtime.device.resolve import DeviceLike, open_backends, open_registrar, resolve_devices
 from roundpipe.runtime.engine.engine import Engine
+from roundpipe.runtime.engine.step import LossFunction
 from roundpipe.runtime.optimizer.loading import LoadWatch
 from roundpipe.runtime.optimizer.optimizer import OptimizerSide
 from roundpipe.runtime.weights.gate import Gates
 from roundpipe.runtime.weights.host_weights import HostWeights, PinMode
 from roundpipe.wrappers.checkpoint import BackgroundWriter
-from roundpipe.wrappers.run_report import RunLog
+from roundpipe.wrappers.run_log import RunLog
 
 
 @dataclass(slots=True)
@@ -139,3 +140,46 @@ class Session:
             self.engine.close()
             if self.host.registrar is not None:
                 self.host.registrar.close()
+
+
+class Runner(Protocol):
+    """Runs the calls of one model."""
+
+    @property
+    def trace_count(self) -> int:
+        """How many times the model was traced."""
+        ...
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: RoundPipeRunConfig) -> Any:
+        """See `RoundPipe.forward`."""
+        ...
+
+    def forward_backward(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        label: Any,
+        loss_fn: LossFunction,
+        return_outputs: bool,
+        options: RoundPipeRunConfig,
+    ) -> Any:
+        """See `RoundPipe.forward_backward`."""
+        ...
+
+    def update_begun(self) -> None:
+        """The optimizer was given an update."""
+        ...
+
+    def partition_table(self) -> str:
+        """See `RoundPipe.partition_table`."""
+        ...
+
+
+class Program:
+    """A model and how its calls are run; given to a wrapper's class in place of a model."""
+
+    model: nn.Module
+
+    def start(self, session: Session) -> Runner:
+        """Make what runs the calls, on the session's workers."""
+        raise NotImplementedError

@@ -115,7 +115,7 @@ class WatchedModule(nn.Module):
         self._index = index
         self._passing_on = passing_on
         self._has_weights = weight_bytes_of(module) > 0
-        kinds = {type(one) for one in module.modules()}
+        kinds = {type(submodule) for submodule in module.modules()}
         self._read = frozenset().union(*map(attributes_read, kinds))
         """Names of attributes that its code reads."""
         self._reads_any_name = any(uses_of_forward(kind).reads_any_name for kind in kinds)

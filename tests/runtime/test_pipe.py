@@ -14,8 +14,8 @@ from torch import nn
 
 import roundpipe
 from roundpipe.core.errors import ClosedError, ConfigError
+from roundpipe.wrappers.calls import ChainProgram
 from roundpipe.wrappers.module_layers import chain_of_modules
-from roundpipe.wrappers.pipe import ChainProgram
 from tests.runtime.models import (
     DTYPE,
     assert_equal_bits,

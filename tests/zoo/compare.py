@@ -34,7 +34,8 @@ from roundpipe.core.schedule import ExecutePlan
 from roundpipe.fx.passes.lower import LowerOptions
 from roundpipe.fx.source import TracedSource
 from roundpipe.runtime.config import RoundPipeRunConfig
-from roundpipe.wrappers.pipe import ChainProgram, RoundPipe
+from roundpipe.wrappers.calls import ChainProgram
+from roundpipe.wrappers.pipe import RoundPipe
 from tests.zoo.build import Specimen, build, loss_of
 from tests.zoo.catalog import Row
 from tests.zoo.inputs import Size
