@@ -176,7 +176,7 @@ class FakeWorld:
         """Name of a parameter or buffer, real or fake; the first if it has several."""
         self._fake_of: dict[torch.Tensor, torch.Tensor] = {}
         self._make_fakes()
-        self.twin, self.name_of_module = _make_twin(model, self._fake_of)
+        self.twin, self.name_of_module = make_twin(model, self._fake_of)
         self.inputs: list[InputSizes] = []
         self._num_inputs = 0
         self.arguments = self._fake_arguments(arguments)
@@ -289,16 +289,15 @@ class FakeWorld:
         return fake
 
 
-# ---------------------------------------------------------------------------------- the twin
-
-
-def _make_twin(
-    model: nn.Module, fake_of: Mapping[torch.Tensor, torch.Tensor]
-) -> tuple[nn.Module, dict[nn.Module, str]]:
+def make_twin(model: nn.Module, fake_of: Mapping[torch.Tensor, torch.Tensor]) -> tuple[nn.Module, dict[nn.Module, str]]:
     """A copy of a module tree with fakes as its state, and the names of its modules.
 
-    Modules of the original that code still reaches (through closures) have their names too.
-    Scripted modules can't be copied and stay what they are.
+    Modules are replaced in lists and other containers of attributes too. Modules of the original that code still
+    reaches (through closures) have their names too. Scripted modules can't be copied and stay what they are.
+
+    Args:
+        model: the original, which is only read.
+        fake_of: what stands in place of its tensors.
     """
     twins: dict[nn.Module, nn.Module] = {}
     names: dict[nn.Module, str] = {}
@@ -307,43 +306,28 @@ def _make_twin(
         is_scripted = isinstance(module, torch.jit.ScriptModule)
         twins[module] = module if is_scripted else object.__new__(type(module))
         names[twins[module]] = name
-    adopt = _Adoption(twins, fake_of)
+    replacements: dict[Any, Any] = {**twins, **fake_of}
     for module, twin in twins.items():
         if twin is not module:
-            twin.__dict__.update({key: adopt(value) for key, value in module.__dict__.items()})
+            twin.__dict__.update({key: _replaced(value, replacements) for key, value in module.__dict__.items()})
     return twins[model], names
 
 
-def twin_of(module: nn.Module, fake_of: Mapping[torch.Tensor, torch.Tensor]) -> nn.Module:
-    """A copy of a module tree with fakes as its state, also where modules are reached through lists and the like."""
-    return _make_twin(module, fake_of)[0]
-
-
-class _Adoption:
-    """Maps an attribute's value to the twin's: its modules and tensors, containers copied."""
-
-    def __init__(self, twins: Mapping[nn.Module, nn.Module], fake_of: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        self._twins = twins
-        self._fake_of = fake_of
-
-    def __call__(self, value: Any, depth: int = 0) -> Any:
-        if isinstance(value, nn.Module):
-            return self._twins.get(value, value)
-        if isinstance(value, torch.Tensor):
-            return self._fake_of.get(value, value)
-        if depth > 3:
-            return value
-        kind = type(value)
-        if kind in (list, set, deque):
-            return kind(self(item, depth + 1) for item in value)
-        if kind is tuple:
-            return tuple(self(item, depth + 1) for item in value)
-        if kind in (dict, OrderedDict):
-            return kind((key, self(item, depth + 1)) for key, item in value.items())
-        if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
-            return types.MethodType(value.__func__, self(value.__self__))
-        if kind is functools.partial:
-            args = (self(item, depth + 1) for item in value.args)
-            kwargs = {key: self(item, depth + 1) for key, item in value.keywords.items()}
-            return functools.partial(self(value.func, depth + 1), *args, **kwargs)
+def _replaced(value: Any, replacements: Mapping[Any, Any], depth: int = 0) -> Any:
+    """An attribute's value with other modules and tensors in it, containers copied."""
+    if isinstance(value, (nn.Module, torch.Tensor)):
+        return replacements.get(value, value)
+    if depth > 3:
         return value
+    replace = functools.partial(_replaced, replacements=replacements, depth=depth + 1)
+    kind = type(value)
+    if kind in (list, set, deque, tuple):
+        return kind(map(replace, value))
+    if kind in (dict, OrderedDict):
+        return kind((key, replace(item)) for key, item in value.items())
+    if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
+        return types.MethodType(value.__func__, replace(value.__self__))
+    if kind is functools.partial:
+        keywords = {key: replace(item) for key, item in value.keywords.items()}
+        return functools.partial(replace(value.func), *map(replace, value.args), **keywords)
+    return value

@@ -24,7 +24,7 @@ from torch.fx import Node
 from roundpipe.core import trees
 from roundpipe.effects.snapshot import python_restored
 from roundpipe.fx.counting import Tally, Work, flop_counter
-from roundpipe.fx.fakes import failures_unlogged, twin_of
+from roundpipe.fx.fakes import failures_unlogged, make_twin
 from roundpipe.fx.graph.interpreter import GraphInterpreter
 from roundpipe.fx.graph.nodes import entered_modes, hint, is_accessor, mutated_by, value_bytes, value_of
 from roundpipe.fx.graph.traced import TracedGraph
@@ -188,7 +188,8 @@ class _CostRun(GraphInterpreter):
         weights: list[torch.Tensor] = []
         if node.op == "call_module":
             leaf = self._traced.attribute(str(node.target))
-            self._twin = twin_of(leaf, {t: self._fake_weight(t) for t in (*leaf.parameters(), *leaf.buffers())})
+            originals = (*leaf.parameters(), *leaf.buffers())
+            self._twin, _ = make_twin(leaf, {weight: self._fake_weight(weight) for weight in originals})
             weights = [*self._twin.parameters(), *self._twin.buffers()]
         with failures_unlogged(), self._mode, torch.random.fork_rng(devices=[]):
             leaves = {operand: self._fake(operand) for operand in _tensor_operands(node)}

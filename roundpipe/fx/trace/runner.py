@@ -6,6 +6,7 @@ Invariant: a leaf either runs to an outcome, or ends the attempt with what to tr
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -139,22 +140,21 @@ class LeafRunner:
 
     def _run(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> LeafRun:
         """The outcome of a leaf's call on fakes, and what else it does."""
-        logs_layouts = self._recorder.watch.layouts is not None
-        if not self.is_probed(module) and not logs_layouts:
-            known = self._known(module, args, kwargs)
-            if known is not None:
-                return known
         if self.is_probed(module):
             run = self._probe(module, name, args, kwargs)
-            state = None
-        else:
-            state = ModuleSnapshot(module.modules())
-            run = self._watched(module, name, args, kwargs, state)
-        if state is None or not state.holds_new_values():
+            self._siblings.put(module, run, args, kwargs)
+            return run
+        logs_layouts = self._recorder.watch.layouts is not None
+        sibling = None if logs_layouts else self._sibling(module, args, kwargs)
+        if sibling is not None:
+            return sibling
+        state = ModuleSnapshot(module.modules())
+        run = self._watched(module, name, args, kwargs, state)
+        if not state.holds_new_values():
             self._siblings.put(module, run, args, kwargs)
         return run
 
-    def _known(self, module: nn.Module, args: Any, kwargs: Any) -> LeafRun | None:
+    def _sibling(self, module: nn.Module, args: Any, kwargs: Any) -> LeafRun | None:
         """The run of a leaf that can't differ."""
         asks_for_grad = self._recorder.asks_for_grad
         try:
@@ -165,7 +165,7 @@ class LeafRunner:
     def _watched(self, module: nn.Module, name: str, args: Any, kwargs: Any, state: ModuleSnapshot) -> LeafRun:
         """Runs a leaf on fakes."""
         recorder = self._recorder
-        before = contents_of(args, kwargs)
+        contents = contents_of(args, kwargs)
         fixed = self._world.shapes.num_fixed_sizes()
         inputs = flat_tensors(args, kwargs)
         versions = [(tensor, tensor._version) for tensor in inputs]
@@ -186,34 +186,19 @@ class LeafRunner:
                 out = ORIGINAL_CALL(module, *args, **kwargs)
         except Exception as error:
             raise self._not_a_leaf(module, name, error, structural=False) from error
-        side_effects = python.side_effects()
-        changes = remembered(state, watch.computed)
         call = functools.partial(ORIGINAL_CALL, module, *args, **kwargs)
-        if changes and (side_effects or not sets_before_reading(changes, call)):
-            side_effects += [f"{type(change.module).__name__}.{change.name}" for change in changes]
-        if watch.drew_from_kept():
-            side_effects.append("the state of a torch.Generator")
-        writes = watch.written & self._world.parameter_at.keys() and not self._leaves_weights_alone(module, watch)
-        if writes or state.replaced_parameter():
-            side_effects.append("a parameter")
+        side_effects = self._side_effects(module, state, python, watch, call)
         if len(recorder.watch.originals) > num_originals:
             side_effects.append("a tensor that is no part of the model")
         self._refuse_state(module, name, side_effects)
-        for owner, attribute, _, value, _ in state.diff():
-            if attribute not in OF_TORCH and attribute in self._readers.beside(type(owner)):
-                self._look_into_for_others(module, name, f"{type(owner).__name__}.{attribute}")
-            computed = [tensor for tensor in flat_tensors(value) if tensor in watch.computed]
-            if any(tensor.requires_grad for tensor in computed) and not is_put_by_hooks(owner, attribute):
-                raise self._to_look_into(module, name, left_behind(type(owner), attribute), is_stateful=True)
-            if computed:
-                recorder.findings.not_kept[f"{type(owner).__name__}.{attribute}"] = None
+        self._refuse_values_for_others(module, name, state, watch)
         if watch.runs_autograd:
             raise self._recorder.give_up(TraceError(f"{name} runs autograd inside its forward"), is_stateful=True)
         self._refuse_asking(module, name, watch.asks_for_grad)
         if self._world.shapes.num_fixed_sizes() > fixed and self._may_probe(module, name):
             fixed_size = TraceError(f"{name} works at one size only on fakes, such as a loop over a size")
             raise Retry(Lesson(fixed_size, name, Decision.PROBE))
-        if containers_mutated(before, args, kwargs):
+        if containers_mutated(contents, args, kwargs):
             mutated = TraceError(f"{name} changes a list, dict or object that it takes as an argument")
             raise self._not_a_leaf(module, name, mutated, structural=True)
         return LeafRun(
@@ -222,6 +207,37 @@ class LeafRunner:
             state.buffers_written() or watch.wrote_any(module.buffers()),
             tuple(tensor for tensor, version in versions if tensor._version != version),
         )
+
+    def _side_effects(
+        self,
+        module: nn.Module,
+        state: ModuleSnapshot,
+        python: PythonSnapshot,
+        watch: LeafWatch,
+        call: Callable[[], Any],
+    ) -> list[str]:
+        """What a leaf's call has changed that another call finds, in words."""
+        side_effects = python.side_effects()
+        changes = remembered(state, watch.computed)
+        if changes and (side_effects or not sets_before_reading(changes, call)):
+            side_effects += [f"{type(change.module).__name__}.{change.name}" for change in changes]
+        if watch.drew_from_kept():
+            side_effects.append("the state of a torch.Generator")
+        writes = watch.written & self._world.parameter_at.keys() and not self._leaves_weights_alone(module, watch)
+        if writes or state.replaced_parameter():
+            side_effects.append("a parameter")
+        return side_effects
+
+    def _refuse_values_for_others(self, module: nn.Module, name: str, state: ModuleSnapshot, watch: LeafWatch) -> None:
+        """What a leaf leaves in attributes may be read by other modules, or by a loss function."""
+        for owner, attribute, _, value, _ in state.diff():
+            if attribute not in OF_TORCH and attribute in self._readers.beside(type(owner)):
+                self._look_into_for_others(module, name, f"{type(owner).__name__}.{attribute}")
+            computed = [tensor for tensor in flat_tensors(value) if tensor in watch.computed]
+            if any(tensor.requires_grad for tensor in computed) and not is_put_by_hooks(owner, attribute):
+                raise self._to_look_into(module, name, left_behind(type(owner), attribute), is_stateful=True)
+            if computed:
+                self._recorder.findings.not_kept[f"{type(owner).__name__}.{attribute}"] = None
 
     def _leaves_weights_alone(self, module: nn.Module, watch: LeafWatch) -> bool:
         """Whether a leaf's writes to its weights change nothing now; the guards look at that again."""
