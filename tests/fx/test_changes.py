@@ -1013,3 +1013,22 @@ def test_a_write_into_an_argument_that_another_one_shares(share: Callable[..., A
         pipe.synchronize()
         assert pipe._runner.fallback is not None
     assert_same_gradients(models[0], models[1], 1e-9)
+
+
+OUTPUT_DTYPE = torch.float32
+
+
+class CastsToGlobalDtype(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).to(OUTPUT_DTYPE)
+
+
+def test_a_global_dtype_is_compared_before_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    guards = trace(CastsToGlobalDtype(), (), vectors(3, 6)).guards
+    assert isinstance(guards, Guards) and guards.check((), vectors(3, 6)) is None
+    monkeypatch.setitem(globals(), "OUTPUT_DTYPE", torch.float64)
+    assert "global OUTPUT_DTYPE holds something else now" in str(guards.check((), vectors(3, 6)))

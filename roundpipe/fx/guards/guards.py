@@ -115,6 +115,11 @@ class Guards:
         self._arguments = ArgumentForm(world.arguments)
         self._glue = SizeSystem(world, glue_assumptions(world))
         self._operators = [SizeSystem(world, size_assumptions(world))]
+        symbols = zip(self._glue.symbols, self._glue.positions, strict=True)
+        self._sizes = {
+            str(symbol): (f"{argument_words(self._inputs[index].path)}.size({dim})", index, dim)
+            for symbol, (index, dim) in symbols
+        }
         self._by_shapes: dict[Any, Failure | None] = {}
         self._model: ModelGuard | None = None
         self._weight_writes = list(weight_writes)
@@ -164,7 +169,7 @@ class Guards:
     def describe(self) -> list[str]:
         """Every assumption that must hold, in words."""
         sizes = [
-            f"{self._inargument_words(guard.source)} (asked at {guard.location or 'an operator'})"
+            f"{self._source_words(guard.source)} (asked at {guard.location or 'an operator'})"
             for guard in self._glue.guards
         ]
         reads = [
@@ -212,7 +217,7 @@ class Guards:
             where = f"the model's code at {broken.location}" if broken.location else "an operator"
             return Failure(
                 f"{where} took a decision that holds only if "
-                f"{self._inargument_words(broken.source)}; now {self._sizes_inargument_words(broken.source, shapes)}"
+                f"{self._source_words(broken.source)}; now {self._current_sizes(broken.source, shapes)}"
             )
         if any(system.first_failure(shapes) is None for system in self._operators):
             return None
@@ -223,52 +228,44 @@ class Guards:
         varied: list[Dimension] = []
         words: list[str] = []
         for item, shape in zip(self._inputs, shapes, strict=True):
-            for dim, (was, now) in enumerate(zip(item.sizes, shape, strict=True)):
-                if isinstance(was, sympy.Symbol):
+            for dim, (traced, now) in enumerate(zip(item.sizes, shape, strict=True)):
+                if isinstance(traced, sympy.Symbol):
                     if now == 0:
                         return Failure(f"input {argument_words(item.path)} is empty: dimension {dim} has size 0")
-                elif int(was) != now:
+                elif int(traced) != now:
                     varied.append((item.path, dim))
-                    words.append(f"dimension {dim} of {argument_words(item.path)} is {now}, traced with {was}")
+                    words.append(f"dimension {dim} of {argument_words(item.path)} is {now}, traced with {traced}")
         return Failure("; ".join(words), tuple(varied)) if varied else None
 
     def _verified(self, arguments: Any, shapes: list[torch.Size]) -> Failure | None:
         first = self._operators[0].first_failure(shapes)
-        asked = self._inargument_words(first.source) if first is not None else "other sizes"
+        asked = self._source_words(first.source) if first is not None else "other sizes"
         if len(self._operators) >= MAX_VARIANTS:
             return Failure(f"an operator assumed {asked}, and {MAX_VARIANTS} other sets were tried already")
         with torch.set_grad_enabled(self._call_modes.modes.grad is not False):
-            found = self._verifier(arguments)
-        if isinstance(found, str):
-            return Failure(f"an operator assumed {asked}, and without that {found}")
-        self._operators.append(found)
+            variant = self._verifier(arguments)
+        if isinstance(variant, str):
+            return Failure(f"an operator assumed {asked}, and without that {variant}")
+        self._operators.append(variant)
         return None
 
     def _value_failure(self, arguments: Any, of_sizes_only: bool) -> Failure | None:
-        found = self.values.first_failure(arguments, of_sizes_only)
-        if found is None:
+        failure = self.values.first_failure(arguments, of_sizes_only)
+        if failure is None:
             return None
-        read, now = found
+        read, now = failure
         name = getattr(read.function, "__name__", str(read.function))
         inputs = ", ".join(self.values.inputs_of(read)) or "a buffer"
-        given = tuple(now.shape) if isinstance(now, torch.Tensor) else now
+        answer = tuple(now.shape) if isinstance(now, torch.Tensor) else now
         return Failure(
             f"the model's code at {read.location} read data of {inputs}: {name} gave {read.expected!r} "
-            f"when traced and gives {given!r} now"
+            f"when traced and gives {answer!r} now"
         )
 
-    def _inargument_words(self, source: str) -> str:
-        for symbol, (index, dim) in zip(self._glue.symbols, self._glue.positions, strict=True):
-            source = _replace_word(source, str(symbol), f"{argument_words(self._inputs[index].path)}.size({dim})")
-        return source
+    def _source_words(self, source: str) -> str:
+        """An assumption with the arguments' sizes in place of symbols."""
+        return re.sub(r"\w+", lambda match: self._sizes[match[0]][0] if match[0] in self._sizes else match[0], source)
 
-    def _sizes_inargument_words(self, source: str, shapes: list[torch.Size]) -> str:
-        return ", ".join(
-            f"{argument_words(self._inputs[index].path)}.size({dim}) is {shapes[index][dim]}"
-            for symbol, (index, dim) in zip(self._glue.symbols, self._glue.positions, strict=True)
-            if _replace_word(source, str(symbol), "") != source
-        )
-
-
-def _replace_word(text: str, word: str, by: str) -> str:
-    return re.sub(rf"\b{re.escape(word)}\b", by, text)
+    def _current_sizes(self, source: str, shapes: list[torch.Size]) -> str:
+        sizes = [size for symbol, size in self._sizes.items() if symbol in re.findall(r"\w+", source)]
+        return ", ".join(f"{words} is {shapes[index][dim]}" for words, index, dim in sizes)
