@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,8 +13,7 @@ from roundpipe.runtime.weights.layout import Attribute, Slot
 from roundpipe.runtime.weights.replica import FrozenLayers, Replica
 
 
-@dataclass(frozen=True, slots=True)
-class _Buffer:
+class _Buffer(NamedTuple):
     """A buffer of the layer as it was bound."""
 
     originals: list[Attribute]
@@ -35,7 +34,7 @@ class BoundLayer:
         self.parameters: list[tuple[Slot, nn.Parameter]] = []
         """Those that get gradients."""
         self._buffers: list[_Buffer] = []
-        self._bound: list[Attribute] = []
+        self._bound: list[tuple[dict[str, Any], str]] = []
         """Where the replica's modules have what was bound, to be emptied."""
 
     @property
@@ -82,11 +81,12 @@ class BoundLayer:
 
     def _fill(self, attributes: Iterable[Attribute], tensor: torch.Tensor | None) -> list[Attribute]:
         """Set the replica's attributes that stand for these; returns them."""
-        twins = [replace(attribute, module=self.replica.twin(attribute.module)) for attribute in attributes]
-        for twin in twins:
-            twin.set(tensor)
-            if not isinstance(twin.module, torch.jit.ScriptModule):  # can't be without; has views of the arena
-                self._bound.append(twin)
+        twins = [Attribute(self.replica.twin(module), table, name) for module, table, name in attributes]
+        for module, table, name in twins:
+            tensors = getattr(module, table)
+            tensors[name] = tensor
+            if not isinstance(module, torch.jit.ScriptModule):  # can't be without; has views of the arena
+                self._bound.append((tensors, name))
         return twins
 
     @property
@@ -141,8 +141,8 @@ class BoundLayer:
         """Drop every reference to device memory, also if `bind` did not come to its end."""
         for _, parameter in self.parameters:
             parameter.grad = None  # whoever still holds the parameter does not hold its gradient
-        for twin in self._bound:
-            twin.set(None)
+        for tensors, name in self._bound:
+            tensors[name] = None
         self._bound.clear()
         self.parameters.clear()
         self._buffers.clear()

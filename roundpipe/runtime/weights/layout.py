@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -21,8 +21,7 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-@dataclass(frozen=True, slots=True)
-class Attribute:
+class Attribute(NamedTuple):
     """A name under which a module holds a parameter or buffer."""
 
     module: nn.Module
@@ -72,6 +71,7 @@ class Slot:
 
     attributes: list[Attribute]
     """All that hold it, in modules of the original tree."""
+    is_parameter: bool
     offset: int
     num_bytes: int
     shape: torch.Size
@@ -83,14 +83,10 @@ class Slot:
     @classmethod
     def of(cls, tensor: torch.Tensor, attributes: list[Attribute], offset: int) -> Slot:
         """The slot of a tensor as it is now."""
-        if is_plain(tensor):
-            num_bytes, strides = tensor.numel() * tensor.element_size(), _dense_strides(tensor)
-            return cls(attributes, offset, num_bytes, tensor.shape, strides, tensor.dtype, False)
-        return cls(attributes, offset, 0, tensor.shape, tensor.stride(), tensor.dtype, True)
-
-    @property
-    def is_parameter(self) -> bool:
-        return self.attributes[0].table == "_parameters"
+        is_parameter, is_loose = attributes[0].table == "_parameters", not is_plain(tensor)
+        num_bytes = 0 if is_loose else tensor.numel() * tensor.element_size()
+        strides = tensor.stride() if is_loose else _dense_strides(tensor)
+        return cls(attributes, is_parameter, offset, num_bytes, tensor.shape, strides, tensor.dtype, is_loose)
 
     @property
     def current(self) -> torch.Tensor | None:
