@@ -155,8 +155,9 @@ class Engine:
     @property
     def is_inside(self) -> bool:
         """Whether the calling code runs for a step: a layer, a loss function, a hook. It can't wait for that step."""
-        thread = threading.current_thread()  # autograd's own, for accelerators, were not made by Python
-        of_autograd = thread.name.startswith("Dummy-") and thread.ident not in self._callers
+        thread = threading.current_thread()
+        # Python did not start autograd's own threads, for accelerators
+        of_autograd = isinstance(thread, threading._DummyThread) and thread.ident not in self._callers
         return any(worker.is_current for worker in self._workers) or (of_autograd and bool(self.running()))
 
     def refuse_inside(self, what: str) -> None:
