@@ -23,9 +23,10 @@ from roundpipe.runtime.microbatch.merge import merge
 from roundpipe.runtime.microbatch.split import split
 from roundpipe.wrappers.calls import flow_back
 from roundpipe.wrappers.host_tree import HostTree
+from roundpipe.wrappers.model_view import check_wrappable
 from roundpipe.wrappers.module_layers import chain_of_modules
 from roundpipe.wrappers.part import IN_ONE_PIECE, CallOptions, Part, overlaid
-from roundpipe.wrappers.pipe import RoundPipe, check_wrappable
+from roundpipe.wrappers.pipe import RoundPipe
 from roundpipe.wrappers.run_log import RunLog
 from roundpipe.wrappers.session import Program, Session
 

@@ -202,6 +202,15 @@ class ModelView(nn.Module):
         return self
 
 
+def check_wrappable(model: Any, wrapper: str) -> None:
+    """Raise `ConfigError` for what is no module, or is wrapped already, or has a part that is."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{wrapper} wraps an nn.Module, got {type(model).__name__}")
+    if isinstance(model, ModelView):
+        raise ConfigError(f"the model is a {type(model).__name__} already; pass the original, {wrapper}(pipe.model)")
+    check_parts_unwrapped(model)
+
+
 def check_parts_unwrapped(model: nn.Module) -> None:
     """Raise `ConfigError` for a model that has a wrapper inside: its layers would run in two pipelines at once."""
     pending: list[tuple[str, nn.Module]] = [("", model)]

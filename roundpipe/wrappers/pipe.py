@@ -21,24 +21,19 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from roundpipe.core.errors import ConfigError, NotCopyableError
+from roundpipe.core.errors import NotCopyableError
 from roundpipe.reports.timeline import Timeline, check_path
 from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.runtime.device.resolve import DeviceLike
 from roundpipe.runtime.engine.step import LossFunction
 from roundpipe.runtime.weights.host_weights import PinMode
 from roundpipe.wrappers import checkpoint
-from roundpipe.wrappers.calls import ChainProgram, check_training_call
-from roundpipe.wrappers.model_view import ModelView, check_parts_unwrapped
+from roundpipe.wrappers.calls import ChainProgram, check_training_call, pass_outputs
+from roundpipe.wrappers.model_view import ModelView, check_wrappable
 from roundpipe.wrappers.module_layers import ModuleSource, layers_of
 from roundpipe.wrappers.run_log import make_report
 from roundpipe.wrappers.run_report import RunReport
 from roundpipe.wrappers.session import Program, Runner, Session
-
-
-def pass_outputs(outputs: Any, labels: Any) -> Any:
-    """The loss of a model that returns its loss."""
-    return outputs
 
 
 class RoundPipe(ModelView):
@@ -398,12 +393,3 @@ class RoundPipe(ModelView):
             "torch.save(model.state_dict(), file) or torch.save(model.model, file) after synchronize(), and compile "
             "that again; copy.deepcopy(model) makes an independent one"
         )
-
-
-def check_wrappable(model: Any, wrapper: str) -> None:
-    """Raise `ConfigError` for what is no module, or is wrapped already, or has a part that is."""
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"{wrapper} wraps an nn.Module, got {type(model).__name__}")
-    if isinstance(model, ModelView):
-        raise ConfigError(f"the model is a {type(model).__name__} already; pass the original, {wrapper}(pipe.model)")
-    check_parts_unwrapped(model)
