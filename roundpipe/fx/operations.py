@@ -100,7 +100,7 @@ def as_traced(tensor: torch.Tensor, strides: tuple[int, ...], location: str) -> 
         TraceError: it lies otherwise, so that the code might go another way.
     """
     pairs = zip(tensor.shape, tensor.stride(), strides, strict=False)
-    if all(size <= 1 or now == was for size, now, was in pairs) if strides else tensor.is_contiguous():
+    if all(size <= 1 or stride == expected for size, stride, expected in pairs) if strides else tensor.is_contiguous():
         return tensor
     raise TraceError(
         f"the model's code at {location} asked how a tensor lies in memory, and was traced with strides "

@@ -206,15 +206,15 @@ def own_example(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | No
 def _warn_of_carried_outputs(model: nn.Module, traced: TracedGraph, chain: LayerChain) -> None:
     """Warn of outputs that go through later layers only to be returned, where they are most of what is carried."""
     sizes = {node.name: value_bytes(node) for node in traced.graph.nodes}
-    made: set[str] = set()
+    earlier: set[str] = set()
     worst: tuple[int, int, list[str]] = (0, 0, [])
     for index, spec in enumerate(chain.specs[:-1]):
-        made.update(spec.makes)
+        earlier.update(spec.makes)
         read = {name for later in chain.specs[index + 1 :] for name in later.reads}
-        returned = [name for name in chain.exit.reads if name in made and name not in read]
+        returned = [name for name in chain.exit.reads if name in earlier and name not in read]
         num_bytes = sum(sizes[name] for name in returned)
         if num_bytes > worst[0]:
-            worst = num_bytes, sum(sizes.get(name, 0) for name in read & (made | set(traced.input_paths))), returned
+            worst = num_bytes, sum(sizes.get(name, 0) for name in read & (earlier | set(traced.input_paths))), returned
     num_bytes, num_read, returned = worst
     if num_bytes <= MOST_RETURNED * num_read:
         return

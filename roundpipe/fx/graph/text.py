@@ -34,7 +34,7 @@ def printed_graph(traced: TracedGraph) -> str:
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), word)
         lines.append(f"{number[node]} = {node.op} {node.target} {args} {kwargs}")
     sizes: dict[str, str] = {}  # those that data decides have other names in every run
-    return re.sub(r"\bu\d+\b", lambda found: sizes.setdefault(found[0], f"size {len(sizes)}"), "\n".join(lines))
+    return re.sub(r"\bu\d+\b", lambda name: sizes.setdefault(name[0], f"size {len(sizes)}"), "\n".join(lines))
 
 
 class _Word(str):

@@ -1,4 +1,4 @@
-"""Reads of data by traced code: evaluated on the example, burned in, and guarded.
+"""Reads of data by traced code: evaluated on the example, specialized, and guarded.
 
 ``if mask.all():`` asks for data. When what is asked depends only on inputs and buffers, the example
 has the answer, and replaying the few nodes it depends on tells for other inputs whether the answer is
@@ -39,16 +39,16 @@ class ValueRead:
     after: Node
     """The last node recorded before the read: later writes in place are not seen by it."""
     expected: Any = None
-    """The answer that is burned in; the shape if it is a tensor."""
+    """The answer that the graph is specialized to; the shape if it is a tensor."""
     location: str = ""
     """Where the model's code asked."""
 
     @property
     def nodes(self) -> list[Node]:
         """What is read."""
-        found: list[Node] = []
-        torch.fx.node.map_arg((self.args, self.kwargs), found.append)
-        return found
+        nodes: list[Node] = []
+        torch.fx.node.map_arg((self.args, self.kwargs), nodes.append)
+        return nodes
 
 
 def _needed_for_reads(order: list[Node], reads: list[ValueRead]) -> list[Node]:

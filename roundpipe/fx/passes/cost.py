@@ -198,17 +198,17 @@ class _CostRun(GraphInterpreter):
             with torch.no_grad(), tally, flop_counter() as flops:
                 result = self.run_node(node)
             forward = tally.work(flops)
-            kept: list[torch.Tensor] = []
+            tensors: list[torch.Tensor] = []
 
             def keep(tensor: torch.Tensor) -> torch.Tensor:
-                kept.append(tensor)
+                tensors.append(tensor)
                 return tensor
 
             with torch.enable_grad(), entered_modes(node):
                 self.values = _passed(node, leaves)
                 with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                     output = self.run_node(node)
-            saved = _saved(kept, self.values, output, weights)
+            saved = _saved(tensors, self.values, output, weights)
             backward = self._backward(node, leaves)
         return _Reading(forward, backward, *saved, tally.peak_bytes, result)
 
@@ -293,7 +293,7 @@ def _passed(node: Node, leaves: Mapping[Node, torch.Tensor]) -> dict[Node, torch
 
 
 def _saved(
-    kept: Iterable[torch.Tensor], passed: Mapping[Node, torch.Tensor], output: Any, weights: Iterable[torch.Tensor]
+    tensors: Iterable[torch.Tensor], passed: Mapping[Node, torch.Tensor], output: Any, weights: Iterable[torch.Tensor]
 ) -> tuple[int, tuple[int, ...], bool]:
     """Bytes of what only autograd holds, positions of the operands it keeps, whether it keeps the result."""
     operands = list(passed)
@@ -301,7 +301,7 @@ def _saved(
     result = _storage(output) if isinstance(output, torch.Tensor) else None
     elsewhere = set(map(_storage, weights))
     positions, saves_result, total = [], False, 0
-    for key, tensor in {_storage(tensor): tensor for tensor in kept}.items():
+    for key, tensor in {_storage(tensor): tensor for tensor in tensors}.items():
         if key in elsewhere:
             continue
         if key in position_of:

@@ -62,14 +62,14 @@ def _buffer_users(traced: TracedGraph) -> dict[int, list[Node]]:
     users: dict[int, list[Node]] = {buffer: [] for buffer in _written_buffers(traced)}
     if not users:
         return users
-    held = attribute_memory(traced)
+    owners = attribute_memory(traced)
     for node in traced.body:
         if node.op == "call_module":
             for buffer in traced.attribute(str(node.target)).buffers():
                 if id(buffer) in users:
                     users[id(buffer)].append(node)
         for source in (*node.all_input_nodes, *mutated_by(node)):
-            buffer = held.get(storage_key(source))
+            buffer = owners.get(storage_key(source))
             if buffer is not None and id(buffer) in users:
                 users[id(buffer)].append(node)
     return users
@@ -77,11 +77,11 @@ def _buffer_users(traced: TracedGraph) -> dict[int, list[Node]]:
 
 def attribute_memory(traced: TracedGraph) -> dict[int | None, Any]:
     """Storage -> the buffer or parameter that a get_attr names there; views of it have the same."""
-    found: dict[int | None, Any] = {
+    owners: dict[int | None, Any] = {
         storage_key(node): traced.attribute(str(node.target)) for node in traced.graph.nodes if node.op == "get_attr"
     }
-    found.pop(None, None)
-    return found
+    owners.pop(None, None)
+    return owners
 
 
 def _keep_writes(
@@ -99,8 +99,8 @@ def _keep_writes(
     for node in order:
         for value in mutated_by(node):
             for older in aliases.get(value, (value,)):
-                made = position.get(older, -1)
-                if older.op != "placeholder" and (older.op == "get_attr" or made >= position[node]):
+                made_at = position.get(older, -1)
+                if older.op != "placeholder" and (older.op == "get_attr" or made_at >= position[node]):
                     continue
                 readers = [user for user in older.users if position.get(user, -1) > position[node]]
                 together((node, *readers))
@@ -167,9 +167,9 @@ def written_memory(traced: TracedGraph) -> set[Node]:
 def _written_buffers(traced: TracedGraph) -> set[int]:
     """Identities of the buffers that a leaf or glue writes."""
     result: set[int] = set()
-    held = attribute_memory(traced)
+    owners = attribute_memory(traced)
     for node in traced.body:
         if writes_buffers(node):
             result.update(map(id, traced.attribute(str(node.target)).buffers()))
-        result.update(id(held[key]) for key in map(storage_key, mutated_by(node)) if key in held)
+        result.update(id(owners[key]) for key in map(storage_key, mutated_by(node)) if key in owners)
     return result

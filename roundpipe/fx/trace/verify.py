@@ -150,9 +150,9 @@ class _ShapeRun(GraphInterpreter):
             return None
         if not isinstance(now, torch.Tensor) or now.dtype != traced.dtype or now.dim() != traced.dim():
             return f"{node.name} is another kind of value"
-        for dim, (was, size) in enumerate(zip(traced.shape, now.shape, strict=True)):
-            if is_data_dependent(expression_of(was)) or is_data_dependent(expression_of(size)):
+        for dim, (traced_size, size) in enumerate(zip(traced.shape, now.shape, strict=True)):
+            if is_data_dependent(expression_of(traced_size)) or is_data_dependent(expression_of(size)):
                 continue
-            if bool(self._expected(was) != size):
-                return f"dimension {dim} of {node.name} is {size}, traced as {was}"
+            if bool(self._expected(traced_size) != size):
+                return f"dimension {dim} of {node.name} is {size}, traced as {traced_size}"
         return None
