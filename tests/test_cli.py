@@ -20,9 +20,11 @@ import roundpipe
 from roundpipe.core.errors import ConfigError
 from roundpipe.runtime.engine.plan_choice import PlanChooser
 from roundpipe.tools import command_line as cli
+from roundpipe.tools.arguments import quantity
 from roundpipe.tools.cost_file import lower_bound_s, parse_costs, plan_costs
 from roundpipe.tools.device_data import DEVICES, EFFICIENCY, FIGURES, find_device
-from roundpipe.tools.forecast import Forecast, Machine, Training, forecast
+from roundpipe.tools.forecast import forecast
+from roundpipe.tools.forecast_setting import Forecast, Machine, Training
 from roundpipe.tools.target import EXPLAINED_SEQ, Target, load_target
 
 transformers = pytest.importorskip("transformers")
@@ -301,7 +303,7 @@ def test_wrong_arguments(run: Output, arguments: tuple[object, ...], named: str)
     [("24GiB", 24 * 2**30), ("25GB/s", 25e9), ("165T", 165e12), ("165TFLOPS", 165e12), ("1.5e12", 1.5e12), ("7", 7)],
 )
 def test_quantities(text: str, value: float) -> None:
-    assert cli.quantity(text) == pytest.approx(value)
+    assert quantity(text) == pytest.approx(value)
 
 
 NAMES = ["rotation", "rotation, replicas", "rotation, greedy", "GPipe", "1F1B", "interleaved 1F1B"]

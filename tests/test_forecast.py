@@ -14,9 +14,9 @@ import torch
 import roundpipe
 from roundpipe.planning.evaluation import plan_peak_bytes
 from roundpipe.runtime.engine.plan_choice import PlanChooser
-from roundpipe.tools import forecast as forecast_module
+from roundpipe.tools import forecast_setting
 from roundpipe.tools.device_data import EFFICIENCY, DeviceSpec
-from roundpipe.tools.forecast import Forecast, Machine, Training
+from roundpipe.tools.forecast_setting import Forecast, Machine, Training, forecast_at
 from roundpipe.tools.target import Target
 
 transformers = pytest.importorskip("transformers", reason="plans for a Llama")
@@ -61,10 +61,10 @@ class Layers:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.target = target_of(dtype)
-        self.measured = forecast_module._measured(self.target, kwargs_for(2), on(10**9), [])
+        self.layers = forecast_setting.Layers.of(self.target, 2, on(10**9))
 
     def on(self, memory_bytes: int) -> Forecast:
-        return forecast_module._at(self.target, self.measured, on(memory_bytes), TRAINING, [])
+        return forecast_at(self.target, self.layers, on(memory_bytes), TRAINING)
 
 
 @pytest.fixture(scope="module")

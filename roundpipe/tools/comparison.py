@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 
 from roundpipe.core.errors import ConfigError, DeviceMemoryError
 from roundpipe.core.layers import LayerCost
-from roundpipe.core.schedule import ExecutePlan, make_schedule
+from roundpipe.core.schedule import ExecutePlan, Schedule, make_schedule
 from roundpipe.planning.evaluation import plan_peak_bytes
 from roundpipe.planning.hardware import HardwareProfile
 from roundpipe.planning.planner import ReplicatedPlan, plan_greedy, plan_replicated
-from roundpipe.planning.simulator import simulate
+from roundpipe.planning.simulator import Simulation, simulate
 from roundpipe.planning.stage_costs import RecomputeGrain
 from roundpipe.planning.static_schedules import StaticKind, simulate_static
 from roundpipe.reports.quantities import format_bytes, format_seconds, format_share
@@ -65,6 +65,15 @@ class Setting:
     state_bytes_per_parameter: float = 0.0
     """What an optimizer on the device keeps per trained parameter: its copy and its states."""
 
+    def schedule(self, plan: ExecutePlan, replicas: Sequence[int] | None = None) -> Schedule:
+        """The schedule of a plan."""
+        return make_schedule(plan, self.num_workers, self.num_microbatches, replicas=replicas)
+
+    def simulate(self, plan: ExecutePlan, replicas: Sequence[int] | None = None) -> Simulation:
+        """What steps of a plan take."""
+        schedule = self.schedule(plan, replicas)
+        return simulate(schedule, self.costs, self.profile, recompute_grain=self.recompute_grain)
+
     def has_room_for(self, peak_bytes: int) -> bool:
         """Whether a peak is within the budget."""
         return self.budget_bytes is None or peak_bytes <= self.budget_bytes
@@ -101,13 +110,18 @@ def _planned(setting: Setting, planner: Callable[..., _Plan]) -> _Plan | None:
 
 
 def _rotation(name: str, setting: Setting, chosen: ExecutePlan | ReplicatedPlan | None) -> ComparedSchedule:
-    num_workers, number, grain = setting.num_workers, setting.num_microbatches, setting.recompute_grain
+    number = setting.num_microbatches
     if chosen is None:
         return ComparedSchedule(name, number, remark="no plan fits")
     plan, replicas = (chosen.plan, chosen.replicas) if isinstance(chosen, ReplicatedPlan) else (chosen, None)
-    schedule = make_schedule(plan, num_workers, number, replicas=replicas)
-    simulation = simulate(schedule, setting.costs, setting.profile, recompute_grain=grain)
-    peak_bytes = plan_peak_bytes(plan, setting.costs, num_workers=num_workers, recompute_grain=grain, replicas=replicas)
+    simulation = setting.simulate(plan, replicas)
+    peak_bytes = plan_peak_bytes(
+        plan,
+        setting.costs,
+        num_workers=setting.num_workers,
+        recompute_grain=setting.recompute_grain,
+        replicas=replicas,
+    )
     remark = f"{plan.num_stages} stages" + (f" in {sum(replicas)} slots" if replicas and max(replicas) > 1 else "")
     fits, idle = setting.has_room_for(peak_bytes), simulation.mean_idle.total
     return ComparedSchedule(name, number, simulation.seconds_per_step, idle, peak_bytes, fits, remark)

@@ -21,11 +21,10 @@ from typing import Any
 
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import LayerCost
-from roundpipe.core.schedule import ExecutePlan, make_schedule
 from roundpipe.planning.evaluation import plan_seconds
 from roundpipe.planning.hardware import HardwareProfile
-from roundpipe.planning.planner import plan, plan_replicated
-from roundpipe.planning.simulator import simulate
+from roundpipe.planning.planner import ReplicatedPlan, plan_replicated
+from roundpipe.planning.planner import plan as choose_plan
 from roundpipe.runtime.config import RecomputeGrain
 from roundpipe.tools.comparison import ComparedSchedule, Setting, compare_schedules
 
@@ -56,28 +55,28 @@ def read_costs(path: Path) -> ChainCosts:
         ConfigError: it can't be read, or is not of the form above; the message says where.
     """
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     try:
-        return parse_costs(given)
+        return parse_costs(document)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def parse_costs(given: Any) -> ChainCosts:
+def parse_costs(document: Any) -> ChainCosts:
     """The costs in the parsed JSON.
 
     Raises:
         ConfigError: it is not of the form above.
     """
-    layers = given.get("layers") if isinstance(given, dict) else None
+    layers = document.get("layers") if isinstance(document, dict) else None
     if not isinstance(layers, list) or not layers:
         raise ConfigError('give an object with "layers", a list of at least one layer')
-    memory_bytes = _optional_number(given, "device_memory_bytes")
-    link = _optional_number(given, "link_bytes_per_s")
+    memory_bytes = _optional_number(document, "device_memory_bytes")
+    link = _optional_number(document, "link_bytes_per_s")
     if link == 0:
         raise ConfigError('"link_bytes_per_s" is 0; give a number above 0, or leave it out for transfers that are free')
     return ChainCosts(
@@ -107,21 +106,21 @@ def _layer_cost(layer: Any, index: int) -> LayerCost:
     return LayerCost(forward_s=values["forward_s"], backward_s=values["backward_s"], **sizes)
 
 
-def _optional_number(given: dict[str, Any], key: str) -> float | None:
-    return None if given.get(key) is None else _number(given[key], f'"{key}"')
+def _optional_number(document: dict[str, Any], key: str) -> float | None:
+    return None if document.get(key) is None else _number(document[key], f'"{key}"')
 
 
 def _number(value: Any, what: str) -> float:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not 0 <= value <= LARGEST:
-        given = repr(value)
-        given = given if len(given) <= _MOST_SHOWN else f"{given[:_MOST_SHOWN]}..."
-        raise ConfigError(f"{what} is {given}; give a number from 0 to {LARGEST:.0e}")
+        text = repr(value)
+        text = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+        raise ConfigError(f"{what} is {text}; give a number from 0 to {LARGEST:.0e}")
     return value
 
 
 def plan_costs(
-    given: ChainCosts,
+    chain: ChainCosts,
     *,
     num_workers: int,
     num_microbatches: int,
@@ -131,9 +130,9 @@ def plan_costs(
     """The plan as a value for JSON.
 
     Args:
-        given: the chain.
+        chain: the layers.
         num_workers: devices in the rotation.
-        num_microbatches: microbatches per round.
+        num_microbatches: microbatches per step.
         replicate: whether a stage may take several slots of the rotation; not with a link, which would have to
             bring its weights several times.
         recompute_grain: as for the planner.
@@ -142,79 +141,63 @@ def plan_costs(
         ConfigError: an argument out of range.
         DeviceMemoryError: no plan fits.
     """
-    limits: dict[str, Any] = {
-        "num_workers": num_workers,
-        "num_microbatches": num_microbatches,
-        "memory_budget_bytes": given.device_memory_bytes,
-        "recompute_grain": recompute_grain,
-        "names": given.names,
-    }
-    replicate = replicate and given.link_bytes_per_s is None
+    replicate = replicate and chain.link_bytes_per_s is None
+    setting = _setting(chain, num_workers, num_microbatches, recompute_grain)
     since = time.perf_counter()
-    if given.link_bytes_per_s is not None:
-        profile = HardwareProfile(given.link_bytes_per_s, given.link_bytes_per_s)
-
-        def predict(candidate: ExecutePlan) -> float:
-            schedule = make_schedule(candidate, num_workers, num_microbatches)
-            return simulate(schedule, given.costs, profile, recompute_grain=recompute_grain).seconds_per_step
-
-        chosen = plan(given.costs, predict=predict, **limits)
-        replicas, round_s = (1,) * _num_jobs(chosen), predict(chosen)
-    elif replicate:
-        replicated = plan_replicated(given.costs, **limits)
-        chosen, replicas = replicated.plan, replicated.replicas
-        round_s = plan_seconds(
-            chosen, given.costs, num_workers=num_workers, num_microbatches=num_microbatches, replicas=replicas
-        )
+    chosen = _choose(chain, setting, replicate)
+    plan, replicas = chosen.plan, chosen.replicas
+    if chain.link_bytes_per_s is not None:
+        step_s = setting.simulate(plan).seconds_per_step
     else:
-        chosen = plan(given.costs, **limits)
-        replicas = (1,) * _num_jobs(chosen)
-        round_s = plan_seconds(chosen, given.costs, num_workers=num_workers, num_microbatches=num_microbatches)
+        machine = {"num_workers": num_workers, "num_microbatches": num_microbatches}
+        step_s = plan_seconds(plan, chain.costs, **machine, replicas=replicas if replicate else None)
     planning_s = time.perf_counter() - since
-    assert chosen.fused is not None
-    busy_s = _work_s(given.costs, chosen.fused[0]) * num_microbatches / num_workers
+    assert plan.fused is not None
+    busy_s = _work_s(chain.costs, plan.fused[0]) * num_microbatches / num_workers
     return {
-        "forward": [list(one) for one in chosen.forward],
-        "fused": list(chosen.fused),
-        "backward": [list(one) for one in chosen.backward],
+        "forward": [list(stage) for stage in plan.forward],
+        "fused": list(plan.fused),
+        "backward": [list(stage) for stage in plan.backward],
         "replicas": list(replicas),
-        "round_s": round_s,
-        "idle": max(1.0 - busy_s / round_s, 0.0) if round_s else 0.0,
-        "lower_bound_s": lower_bound_s(given, num_workers, num_microbatches, replicate=replicate),
+        "round_s": step_s,
+        "idle": max(1.0 - busy_s / step_s, 0.0) if step_s else 0.0,
+        "lower_bound_s": lower_bound_s(chain, num_workers, num_microbatches, replicate=replicate),
         "planning_s": planning_s,
     }
 
 
 def compare_costs(
-    given: ChainCosts,
+    chain: ChainCosts,
     *,
     num_workers: int,
     num_microbatches: int,
     recompute_grain: RecomputeGrain = "stage",
 ) -> list[ComparedSchedule]:
     """Schedules side by side on the chain; arguments and errors as for `plan_costs`."""
-    found = plan_costs(
-        given,
-        num_workers=num_workers,
-        num_microbatches=num_microbatches,
-        replicate=False,
-        recompute_grain=recompute_grain,
-    )
-    link = inf if given.link_bytes_per_s is None else given.link_bytes_per_s
-    setting = Setting(
-        costs=given.costs,
-        num_workers=num_workers,
-        num_microbatches=num_microbatches,
-        budget_bytes=given.device_memory_bytes,
-        profile=HardwareProfile(link, link),
-        recompute_grain=recompute_grain,
-    )
-    chosen = ExecutePlan(map(tuple, found["forward"]), tuple(found["fused"]), map(tuple, found["backward"]))
-    return compare_schedules(setting, chosen)
+    setting = _setting(chain, num_workers, num_microbatches, recompute_grain)
+    return compare_schedules(setting, _choose(chain, setting, replicate=False).plan)
 
 
-def _num_jobs(chosen: ExecutePlan) -> int:
-    return len(chosen.forward) + 1 + len(chosen.backward)
+def _setting(chain: ChainCosts, num_workers: int, num_microbatches: int, recompute_grain: RecomputeGrain) -> Setting:
+    link = inf if chain.link_bytes_per_s is None else chain.link_bytes_per_s
+    profile = HardwareProfile(link, link)
+    return Setting(chain.costs, num_workers, num_microbatches, chain.device_memory_bytes, profile, recompute_grain)
+
+
+def _choose(chain: ChainCosts, setting: Setting, replicate: bool) -> ReplicatedPlan:
+    """The fastest plan found: with a link by the simulator, else by the recurrence."""
+    limits: dict[str, Any] = {
+        "num_workers": setting.num_workers,
+        "num_microbatches": setting.num_microbatches,
+        "memory_budget_bytes": setting.budget_bytes,
+        "recompute_grain": setting.recompute_grain,
+        "names": chain.names,
+    }
+    if replicate:
+        return plan_replicated(chain.costs, **limits)
+    predict = None if chain.link_bytes_per_s is None else lambda plan: setting.simulate(plan).seconds_per_step
+    chosen = choose_plan(chain.costs, predict=predict, **limits)
+    return ReplicatedPlan(chosen, (1,) * chosen.num_stages)
 
 
 def _work_s(costs: Sequence[LayerCost], fused_start: int) -> float:
@@ -223,18 +206,18 @@ def _work_s(costs: Sequence[LayerCost], fused_start: int) -> float:
     return total_s + sum(cost.forward_s for cost in costs[:fused_start])
 
 
-def lower_bound_s(given: ChainCosts, num_workers: int, num_microbatches: int, *, replicate: bool = True) -> float:
-    """Seconds that no plan's round can go below: all devices always busy, or the way to the losses.
+def lower_bound_s(chain: ChainCosts, num_workers: int, num_microbatches: int, *, replicate: bool = True) -> float:
+    """Seconds that no plan's step can go below: all devices always busy, or the way to the losses.
 
-    The next round starts when the losses are known, so a round takes at least one microbatch's way to the fused
+    The next step starts when the losses are known, so a step takes at least one microbatch's way to the fused
     tail and all visits of a replica of that tail, whichever start of the tail within memory is the best.
     """
-    costs, best_s = given.costs, inf
+    costs, best_s = chain.costs, inf
     copies = min(num_workers, num_microbatches) if replicate else 1
     for start in range(len(costs)):
         tail = costs[start:]
         tail_bytes = sum(cost.weight_bytes + cost.gradient_bytes + cost.activation_bytes for cost in tail)
-        if start + 1 < len(costs) and given.device_memory_bytes is not None and tail_bytes > given.device_memory_bytes:
+        if start + 1 < len(costs) and chain.device_memory_bytes is not None and tail_bytes > chain.device_memory_bytes:
             continue
         tail_s = sum(cost.forward_s + cost.backward_s for cost in tail)
         to_losses_s = sum(cost.forward_s for cost in costs[:start]) + tail_s * ceil(num_microbatches / copies)

@@ -6,64 +6,63 @@ Invariant: both say the same, and which figures they rest on.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
+from roundpipe.reports.memory import DeviceMemory
 from roundpipe.reports.partition_table import partition_table
-from roundpipe.reports.quantities import format_bytes, format_count, format_seconds
+from roundpipe.reports.quantities import (
+    counted,
+    format_bytes,
+    format_flops,
+    format_rate,
+    format_seconds,
+    format_share,
+)
 from roundpipe.reports.tables import summary_table
-from roundpipe.tools.forecast import Forecast, HostNeed, Machine
+from roundpipe.tools.forecast_setting import Forecast, Machine
 
 BASIS = "FLOPs and bytes counted on fake tensors; nothing was measured"
 
-_HOST_PARTS = {
+_CAUSES = {
     "weights": "weights",
-    "gradients": "gradients",
-    "optimizer copies": "optimizer_copies",
-    "optimizer gradients": "optimizer_gradients",
-    "optimizer states": "optimizer_states",
-    "carried values": "carried",
+    "activations": "activations",
+    "optimizer": "the optimizer",
+    "no_work": "the stage before",
 }
+_LIMITS = {"compute": "compute", "link": "links", "host": "host memory"}
 
 
 def forecast_text(result: Forecast) -> str:
     """The partition table, what a step takes, memory, the verdict, and what it rests on."""
-    training, machine = result.training, result.machine
+    training, machine, step = result.training, result.machine, result.simulation
     title = f"{result.target.name} on {machine.num_devices} x {machine.device.name}"
     rows = {"step": _step(result)}
-    if result.speed is not None:
-        speed, idle = result.speed, result.speed.idle
-        causes = {
-            "weights": idle.weights,
-            "activations": idle.activations,
-            "the optimizer": idle.optimizer,
-            "the stage before": idle.no_work,
-        }
-        waits = ", ".join(f"{cause} {share:.1%}" for cause, share in causes.items() if share >= 0.0005)
-        rows["devices idle"] = f"{idle.total:.1%}" + (f", waiting for {waits}" if waits else "")
-        rows["least time for"] = ", ".join(
-            f"{what} {format_seconds(seconds)}"
-            for what, seconds in (
-                ("compute", speed.compute_s),
-                ("links", speed.link_s),
-                ("host memory", speed.host_s),
-            )
-        )
+    if step is not None:
+        idle = step.mean_idle
+        shares = {name: getattr(idle, cause) for cause, name in _CAUSES.items()}
+        waits = ", ".join(f"{name} {format_share(share)}" for name, share in shares.items() if share >= 0.0005)
+        rows["devices idle"] = format_share(idle.total) + (f", waiting for {waits}" if waits else "")
+        least_s = result.least_s()
+        rows["least time for"] = ", ".join(f"{name} {format_seconds(least_s[key])}" for key, name in _LIMITS.items())
         rows["moved"] = (
-            f"{format_bytes(speed.uploaded_bytes)} up, {format_bytes(speed.downloaded_bytes)} down, "
-            f"{format_bytes(speed.optimizer_bytes)} by the optimizer, per step"
+            f"{format_bytes(step.uploaded_bytes)} up, {format_bytes(step.downloaded_bytes)} down, "
+            f"{format_bytes(step.optimizer_bytes)} by the optimizer, per step"
         )
-    rows["device memory"] = _device_memory(result)
-    rows |= _listed("by stage", _by_stage(result))
-    rows["host memory"] = (
-        f"{format_bytes(result.host.total)}: {_host_parts(result.host)}; {format_bytes(result.host.pinned)} pinned"
-    )
+    need = "" if result.device is None else f"{format_bytes(result.device.total)}: {result.device}; "
+    usable = f"{format_bytes(machine.budget_bytes)} usable of {format_bytes(machine.device.memory_bytes)}"
+    rows["device memory"] = need + usable
+    if result.stages:
+        rows["by stage"] = _by_phase(result)
+    host = result.host
+    rows["host memory"] = f"{format_bytes(host.total)}: {host}; {format_bytes(host.pinned)} pinned"
     rows["verdict"] = "fits" if result.fits else f"doesn't fit, because {'; and '.join(result.reasons)}"
     rows |= _listed("to change", result.changes)
     rows["rests on"] = BASIS
     rows["device"] = _figures(machine)
     rows["assumes"] = (
-        f"{training.optimizer} in {_dtype(result)}, host memory at {_rate(machine.host_bytes_per_s)}, "
-        f"recomputation by {training.recompute_grain}"
+        f"{training.optimizer} in {str(training.optim_dtype).removeprefix('torch.')}, host memory at "
+        f"{format_rate(machine.host_bytes_per_s)}, recomputation by {training.recompute_grain}"
     )
     rows |= _listed("note", result.notes)
     return "\n\n".join((partition_table(result.chain, result.plan, title=title), summary_table(rows)))
@@ -76,89 +75,52 @@ def _listed(label: str, lines: Sequence[str]) -> dict[str, str]:
 
 def _step(result: Forecast) -> str:
     training, tokens = result.training, result.target.tokens_per_sample
-    size = _counted(training.batch, "sample")
+    size = counted(training.batch, "sample")
     if tokens is not None:
-        size += f" of {_counted(tokens, 'token')}"
-    size += f" in {_counted(training.num_microbatches, 'microbatch', 'microbatches')}"
-    if result.speed is None:
+        size += f" of {counted(tokens, 'token')}"
+    size += f" in {counted(training.num_microbatches, 'microbatch', 'microbatches')}"
+    if result.simulation is None:
         return size
     rate, unit = result.samples_per_s(), "samples"
     if tokens is not None:
         rate, unit = rate * tokens, "tokens"
     per_s = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
-    return f"{format_seconds(result.speed.seconds_per_step)}, {per_s} {unit}/s: {size}"
+    return f"{format_seconds(result.simulation.seconds_per_step)}, {per_s} {unit}/s: {size}"
 
 
-def _counted(number: int, one: str, several: str = "") -> str:
-    """A number of things."""
-    return f"{number:,} {one if number == 1 else several or one + 's'}"
+def _named_stages(result: Forecast) -> dict[str, DeviceMemory]:
+    """Device memory of the stages F0, .., U, B1, .. of the plan."""
+    names = [] if result.plan is None else [name for name, _ in result.plan.named_stages()]
+    return dict(zip(names, result.stages, strict=True))
 
 
-def _device_memory(result: Forecast) -> str:
-    machine, need = result.machine, result.device
-    usable = f"{format_bytes(machine.budget_bytes)} usable of {format_bytes(machine.device.memory_bytes)}"
-    if need is None:
-        return usable
-    return (
-        f"{format_bytes(need.total)}: weights {format_bytes(need.weights)}, gradients {format_bytes(need.gradients)}, "
-        f"activations {format_bytes(need.activations)}; {usable}"
-    )
-
-
-def _stage_names(result: Forecast) -> list[str]:
-    """F0, .., U, B1, .. of the plan."""
-    if result.plan is None:
-        return []
-    backward = (f"B{index}" for index in range(1, len(result.plan.backward) + 1))
-    return [*(f"F{index}" for index in range(len(result.plan.forward))), "U", *backward]
-
-
-def _by_stage(result: Forecast) -> list[str]:
-    """What runs of stages of one phase need: each phase's smallest and largest, as totals on a device."""
-    found: dict[str, list[int]] = {}
-    for name, need in zip(_stage_names(result), result.stages, strict=True):
-        found.setdefault(name[0], []).append(need.total)
-    spans = []
-    for phase, totals in found.items():
-        span = format_bytes(min(totals))
-        if max(totals) > min(totals):
-            span += f" to {format_bytes(max(totals))}"
-        spans.append(f"{phase} {span}")
-    return [", ".join(spans)] if spans else []
-
-
-def _host_parts(host: HostNeed) -> str:
-    sizes = {name: getattr(host, attribute) for name, attribute in _HOST_PARTS.items()}
-    return ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items() if size)
+def _by_phase(result: Forecast) -> str:
+    """What stages of each phase need: the smallest and the largest total on a device."""
+    totals: dict[str, list[int]] = {}
+    for name, memory in _named_stages(result).items():
+        totals.setdefault(name[0], []).append(memory.total)
+    sizes = {phase: dict.fromkeys((min(own), max(own))) for phase, own in totals.items()}
+    return ", ".join(f"{phase} {' to '.join(map(format_bytes, own))}" for phase, own in sizes.items())
 
 
 def _figures(machine: Machine) -> str:
     device, share = machine.device, machine.efficiency
     return (
-        f"{device.name} at {share.compute:.0%} of {format_count(device.flops_per_s / 1e12)} TFLOP/s, "
-        f"{share.bandwidth:.0%} of {_rate(device.bytes_per_s)}, and {share.link:.0%} of a link of "
-        f"{_rate(device.link_bytes_per_s)} ({device.source.partition(', http')[0]})"
+        f"{device.name} at {share.compute:.0%} of {format_flops(device.flops_per_s)}/s, "
+        f"{share.bandwidth:.0%} of {format_rate(device.bytes_per_s)}, and {share.link:.0%} of a link of "
+        f"{format_rate(device.link_bytes_per_s)} ({device.source.partition(', http')[0]})"
     )
-
-
-def _rate(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e9:,.4g} GB/s"
-
-
-def _dtype(result: Forecast) -> str:
-    return str(result.training.optim_dtype).removeprefix("torch.")
 
 
 def forecast_json(result: Forecast) -> dict[str, Any]:
     """The same as plain values; bytes, seconds and shares without rounding."""
-    training, machine, plan, speed, need = (
-        result.training,
-        result.machine,
-        result.plan,
-        result.speed,
-        result.device,
-    )
-    tokens = result.target.tokens_per_sample
+    training, machine, plan, step = result.training, result.machine, result.plan, result.simulation
+    tokens, need = result.target.tokens_per_sample, result.device
+    layers = []
+    for spec, cost in zip(result.chain.specs, result.costs, strict=True):
+        layers.append({"name": spec.name, **asdict(cost)})
+        del layers[-1]["temporary_bytes"]
+    host = asdict(result.host)
     return {
         "model": result.target.name,
         "fits": result.fits,
@@ -168,65 +130,33 @@ def forecast_json(result: Forecast) -> dict[str, Any]:
         "batch": training.batch,
         "microbatches": training.num_microbatches,
         "tokens_per_sample": tokens,
-        "layers": [
-            {
-                "name": spec.name,
-                "forward_s": cost.forward_s,
-                "backward_s": cost.backward_s,
-                "forward_flops": cost.forward_flops,
-                "backward_flops": cost.backward_flops,
-                "num_parameters": cost.num_parameters,
-                "weight_bytes": cost.weight_bytes,
-                "gradient_bytes": cost.gradient_bytes,
-                "activation_bytes": cost.activation_bytes,
-                "workspace_bytes": cost.workspace_bytes,
-                "carry_bytes": cost.carry_bytes,
-            }
-            for spec, cost in zip(result.chain.specs, result.costs, strict=True)
-        ],
+        "layers": layers,
         "plan": None
         if plan is None
         else {
-            "forward": [list(one) for one in plan.forward],
+            "forward": [list(stage) for stage in plan.forward],
             "fused": None if plan.fused is None else list(plan.fused),
-            "backward": [list(one) for one in plan.backward],
+            "backward": [list(stage) for stage in plan.backward],
         },
         "step": None
-        if speed is None
+        if step is None
         else {
-            "seconds": speed.seconds_per_step,
+            "seconds": step.seconds_per_step,
             "samples_per_s": result.samples_per_s(),
             "tokens_per_s": None if tokens is None else result.samples_per_s() * tokens,
-            "idle": {
-                "total": speed.idle.total,
-                "weights": speed.idle.weights,
-                "activations": speed.idle.activations,
-                "optimizer": speed.idle.optimizer,
-                "no_work": speed.idle.no_work,
-            },
-            "compute_s": speed.compute_s,
-            "link_s": speed.link_s,
-            "host_s": speed.host_s,
-            "uploaded_bytes": speed.uploaded_bytes,
-            "downloaded_bytes": speed.downloaded_bytes,
-            "optimizer_bytes": speed.optimizer_bytes,
+            "idle": {"total": step.mean_idle.total, **asdict(step.mean_idle)},
+            **{f"{limit}_s": seconds for limit, seconds in result.least_s().items()},
+            "uploaded_bytes": step.uploaded_bytes,
+            "downloaded_bytes": step.downloaded_bytes,
+            "optimizer_bytes": step.optimizer_bytes,
         },
         "device_memory": {
             "usable_bytes": machine.budget_bytes,
             "needed_bytes": None if need is None else need.total,
-            "weights": None if need is None else need.weights,
-            "gradients": None if need is None else need.gradients,
-            "activations": None if need is None else need.activations,
-            "stages": [
-                {"name": name, "weights": one.weights, "gradients": one.gradients, "activations": one.activations}
-                for name, one in zip(_stage_names(result), result.stages, strict=True)
-            ],
+            **(dict.fromkeys(DeviceMemory._fields) if need is None else need._asdict()),
+            "stages": [{"name": name, **memory._asdict()} for name, memory in _named_stages(result).items()],
         },
-        "host_memory": {
-            "needed_bytes": result.host.total,
-            **{attribute: getattr(result.host, attribute) for attribute in _HOST_PARTS.values()},
-            "pinned": result.host.pinned,
-        },
+        "host_memory": {"needed_bytes": result.host.total, **host, "pinned": result.host.pinned},
         "basis": f"{BASIS}; {_figures(machine)}",
         "notes": result.notes,
     }

@@ -1,0 +1,89 @@
+"""What a command is made of, and the types of its arguments."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+MOST_SAMPLES = 10**9
+MOST_TOKENS = 10**7
+MOST_RANK = 65536
+LARGEST_QUANTITY = 1e24
+
+TARGET_HELP = (
+    "a Hugging Face config.json, a folder that has one, or package.module:factory (returns a model, or model and "
+    "keyword arguments of an example call; under torch.device('meta') it needs no memory)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a command says."""
+
+    output: str | dict[str, Any]
+    """Text, or with ``--json`` a value."""
+    exit_code: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command of the command line; every one has the option ``--json``."""
+
+    name: str
+    summary: str
+    description: str
+    add_options: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], Answer]
+    epilog: str | None = None
+
+
+_UNITS = {"": 1.0} | {unit: 1000.0 ** (1 + power) for power, unit in enumerate("KMGTP")}
+_UNITS |= {f"{unit}i": 1024.0 ** (1 + power) for power, unit in enumerate("KMGTP")}
+
+
+def quantity(text: str) -> float:
+    """A number with a unit, such as ``24GiB``, ``25GB/s``, ``165T`` or ``1.65e14``: from 1 to `LARGEST_QUANTITY`."""
+    match = re.fullmatch(r"([\d.]+(?:e[+-]?\d+)?)\s*([KMGTP]?i?)(?:B|FLOPS?)?(?:/s)?", text.strip(), re.IGNORECASE)
+    unit = match[2].upper().replace("I", "i") if match else ""
+    try:
+        value = float(match[1]) * _UNITS[unit] if match else 0.0
+    except (ValueError, KeyError):
+        value = 0.0
+    if not 1 <= value <= LARGEST_QUANTITY:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no quantity from 1 to {LARGEST_QUANTITY:.0e}, such as 24GiB, 25GB/s or 165T"
+        )
+    return value
+
+
+def count(most: int) -> Callable[[str], int]:
+    """The type of a number of things: from 1 to ``most``."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = 0
+        if not 1 <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to {most:,}")
+        return value
+
+    return parse
+
+
+def share(text: str) -> float:
+    """A share above 0 and up to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share above 0 and up to 1, such as 0.5")
+    return value

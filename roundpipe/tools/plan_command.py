@@ -1,0 +1,196 @@
+"""``plan``: what training a model will take, or a plan for layers given as numbers.
+
+plan TARGET      `target` -> `forecast` -> `forecast_report`
+plan --costs     `cost_file`
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from roundpipe.core.errors import ConfigError
+from roundpipe.reports.quantities import format_share
+from roundpipe.reports.timeline import check_path
+from roundpipe.tools.arguments import (
+    DTYPES,
+    MOST_RANK,
+    MOST_SAMPLES,
+    MOST_TOKENS,
+    TARGET_HELP,
+    Answer,
+    Command,
+    count,
+    quantity,
+    share,
+)
+from roundpipe.tools.comparison import comparison_json, comparison_text
+from roundpipe.tools.cost_file import compare_costs, plan_costs, read_costs
+from roundpipe.tools.device_data import DEVICES, EFFICIENCY, DeviceSpec, find_device
+from roundpipe.tools.forecast import Machine, Training, compared, forecast, simulated_timeline
+from roundpipe.tools.forecast_report import forecast_json, forecast_text
+from roundpipe.tools.target import DEFAULT_SEQ, check_target, load_target
+
+HOST_BYTES_PER_S = 100e9
+"""Four to eight channels of server memory, as far as copies reach."""
+FLOPS_PER_BYTE = 150.0
+"""Peak compute per memory bandwidth, for a device of which only the compute is given."""
+
+MOST_DEVICES = 256
+MOST_MICROBATCHES = 4096
+"""More of either than one machine has use for; planning for as many still takes seconds, not minutes."""
+
+_WITH_TARGET = (
+    *("device_profile", "flops", "memory", "link", "bandwidth", "efficiency", "host_memory", "host_bandwidth"),
+    *("timeline", "batch", "seq", "dtype", "optimizer", "optim_dtype", "lora"),
+)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of ``plan``."""
+    add = parser.add_argument
+    add("target", nargs="?", metavar="TARGET", help=TARGET_HELP)
+    add("--costs", type=Path, metavar="FILE", help="plan for layers given as numbers, in JSON")
+    add("--devices", type=count(MOST_DEVICES), default=1, metavar="N", help="devices in the rotation (default: 1)")
+    add("--microbatches", type=count(MOST_MICROBATCHES), metavar="M", help="default: devices + 1, at most the batch")
+    add("--recompute", choices=("stage", "layer"), default="stage", help="layer: less device memory")
+    add("--compare", action="store_true", help="the same on other schedules: GPipe, 1F1B, ...")
+    add("--timeline", type=Path, metavar="FILE", help="write the simulated run: .json for ui.perfetto.dev, .png")
+    add("--no-replicas", action="store_true", help="with --costs: no stage takes several slots")
+    profiles = ", ".join(device.name for device in DEVICES)
+    add = parser.add_argument_group("devices, with TARGET", f"profiles: {profiles}").add_argument
+    add("--device-profile", metavar="NAME", help="figures of a known device; options override them")
+    add("--flops", type=quantity, metavar="RATE", help="dense peak in the model's dtype, such as 165T")
+    add("--memory", type=quantity, metavar="SIZE", help="of one device, such as 24GiB")
+    add("--link", type=quantity, metavar="RATE", help="host to device, one direction, such as 31GB/s")
+    add("--bandwidth", type=quantity, metavar="RATE", help=f"device memory; default: flops / {FLOPS_PER_BYTE:.0f}")
+    add("--efficiency", type=share, metavar="SHARE", help=f"of the FLOPs, sustained; default: {EFFICIENCY.compute}")
+    add("--host-memory", type=quantity, metavar="SIZE", help="it fits only within this; default: no limit")
+    add("--host-bandwidth", type=quantity, metavar="RATE", help="host memory; default: 100GB/s")
+    add = parser.add_argument_group("training, with TARGET").add_argument
+    add("--batch", type=count(MOST_SAMPLES), metavar="N", help="samples per step; default: one per microbatch")
+    add("--seq", type=count(MOST_TOKENS), metavar="N", help=f"tokens per sample; default: {DEFAULT_SEQ}")
+    add("--dtype", choices=DTYPES, help="of the weights; default: bfloat16")
+    add("--optimizer", choices=("adamw", "sgd"), help="default: adamw")
+    add("--optim-dtype", choices=DTYPES, help="of the optimizer's copies; default: float32")
+    add("--lora", type=count(MOST_RANK), metavar="RANK", help="train adapters of this rank, not the weights")
+
+
+def run(options: argparse.Namespace) -> Answer:
+    """The answer of ``plan``."""
+    if (options.target is None) == (options.costs is None):
+        mistake = "neither was" if options.costs is None else "both were"
+        raise ConfigError(f"give TARGET or --costs FILE, one of them; {mistake} given")
+    if options.costs is not None:
+        wrong = [name for name in _WITH_TARGET if getattr(options, name) is not None]
+        if wrong:
+            raise ConfigError(f"{_option(wrong[0])} has no meaning with --costs; the file says it all")
+        return _plan_costs(options)
+    if options.no_replicas:
+        raise ConfigError("--no-replicas is for --costs; the runtime gives every stage one slot")
+    return _plan_target(options)
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _plan_costs(options: argparse.Namespace) -> Answer:
+    costs = read_costs(options.costs)
+    settings: dict[str, Any] = {
+        "num_workers": options.devices,
+        "num_microbatches": options.microbatches or options.devices + 1,
+        "recompute_grain": options.recompute,
+    }
+    document = plan_costs(costs, replicate=not options.no_replicas, **settings)
+    rows = compare_costs(costs, **settings) if options.compare else []
+    if options.compare:
+        document["schedules"] = comparison_json(rows)
+    if options.json:
+        return Answer(document)
+    lines = [f"{key:<14}{json.dumps(document[key])}" for key in ("forward", "fused", "backward", "replicas")]
+    lines.append(f"{'round':<14}{document['round_s']:.6g} s, no plan below {document['lower_bound_s']:.6g} s")
+    lines.append(f"{'idle':<14}{format_share(document['idle'])}")
+    if rows:
+        lines += ["", comparison_text(rows)]
+    return Answer("\n".join(lines))
+
+
+def _plan_target(options: argparse.Namespace) -> Answer:
+    check_target(options.target)
+    if options.timeline is not None:
+        check_path(options.timeline)
+    machine = Machine(
+        device=_device(options),
+        num_devices=options.devices,
+        efficiency=dataclasses.replace(EFFICIENCY, compute=options.efficiency or EFFICIENCY.compute),
+        host_bytes_per_s=options.host_bandwidth or HOST_BYTES_PER_S,
+        host_memory_bytes=None if options.host_memory is None else int(options.host_memory),
+    )
+    dtype = DTYPES[options.dtype or "bfloat16"]
+    target = load_target(options.target, dtype=dtype, seq=options.seq, lora_rank=options.lora)
+    num_microbatches = options.microbatches or options.devices + 1
+    batch = options.batch or target.batch or num_microbatches
+    if options.microbatches is None:
+        num_microbatches = min(num_microbatches, batch)
+    training = Training(
+        batch=batch,
+        num_microbatches=num_microbatches,
+        optimizer=options.optimizer or "adamw",
+        optim_dtype=DTYPES[options.optim_dtype or "float32"],
+        recompute_grain=options.recompute,
+    )
+    result = forecast(target, machine, training)
+    if options.timeline is not None and result.plan is not None:
+        simulated_timeline(result).save(options.timeline)
+    rows, tokens = compared(result) if options.compare else [], target.tokens_per_sample
+    per_step, exit_code = batch * (tokens or 1), 0 if result.fits else 1
+    if options.json:
+        document = forecast_json(result)
+        if options.compare:
+            document["schedules"] = comparison_json(rows, per_step)
+        return Answer(document, exit_code)
+    parts = [forecast_text(result)]
+    if options.compare:
+        parts.append(comparison_text(rows, per_step, "samples" if tokens is None else "tokens"))
+    return Answer("\n\n".join(parts), exit_code)
+
+
+def _device(options: argparse.Namespace) -> DeviceSpec:
+    """The profile, with what the options say in its place."""
+    figures: dict[str, Any] = {
+        "flops_per_s": options.flops,
+        "memory_bytes": None if options.memory is None else int(options.memory),
+        "link_bytes_per_s": options.link,
+        "bytes_per_s": options.bandwidth,
+    }
+    figures = {name: value for name, value in figures.items() if value is not None}
+    if options.device_profile is not None:
+        profile = find_device(options.device_profile)
+        if not figures:
+            return profile
+        checked = {name: where for name, where in profile.checked.items() if name not in figures}
+        source = f"{profile.source}; options"
+        return dataclasses.replace(profile, name=f"{profile.name} (changed)", source=source, checked=checked, **figures)
+    missing = [_option(name) for name in ("flops", "memory", "link") if getattr(options, name) is None]
+    if missing:
+        raise ConfigError(
+            f"which device? {', '.join(missing)} not given; give them, or --device-profile with one of "
+            f"{', '.join(device.name for device in DEVICES)}"
+        )
+    figures.setdefault("bytes_per_s", options.flops / FLOPS_PER_BYTE)
+    return DeviceSpec(name="device", source="options", **figures)
+
+
+COMMAND = Command(
+    name="plan",
+    summary="what training a model on given devices will take",
+    description="What training a model on given devices will take; no weights and no devices are needed. Exit code "
+    "1: it doesn't fit.",
+    add_options=add_options,
+    run=run,
+    epilog="Example: python -m roundpipe plan Qwen3-8B/config.json --device-profile RTX-4090 --devices 2",
+)
