@@ -15,19 +15,19 @@ from dataclasses import dataclass
 
 import torch
 
-from roundpipe.reports.quantities import format_bytes
+from roundpipe.reports.quantities import format_bytes, format_rate
 from roundpipe.reports.tables import summary_table
 from roundpipe.tools.device_data import EFFICIENCY
 
 PACKAGES = ("roundpipe", "torch", "transformers", "peft", "safetensors")
 COPY_BYTES = 128 * 2**20
-NUM_COPIES = 5
+NUM_REPETITIONS = 5
 PRODUCT_SIZE = 8192
 """Of the square matrices that are multiplied."""
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceFound:
+class AcceleratorSpec:
     """One accelerator that torch sees."""
 
     name: str
@@ -45,25 +45,24 @@ class DeviceFound:
     @property
     def plan_options(self) -> str | None:
         """This device as options of ``plan``, in peak figures as it takes them; None: not all is known."""
-        if self.total_bytes is None or None in (self.flops_per_s, self.bytes_per_s, self.upload_bytes_per_s):
+        flops_per_s, bytes_per_s, link_bytes_per_s = self.flops_per_s, self.bytes_per_s, self.upload_bytes_per_s
+        if self.total_bytes is None or flops_per_s is None or bytes_per_s is None or link_bytes_per_s is None:
             return None
-        assert self.flops_per_s is not None and self.bytes_per_s is not None and self.upload_bytes_per_s is not None
         return (
-            f"--flops {self.flops_per_s / EFFICIENCY.compute:.3g} --memory {self.total_bytes} "
-            f"--bandwidth {self.bytes_per_s / EFFICIENCY.bandwidth:.3g} "
-            f"--link {self.upload_bytes_per_s / EFFICIENCY.link:.3g}"
+            f"--flops {flops_per_s / EFFICIENCY.compute:.3g} --memory {self.total_bytes} "
+            f"--bandwidth {bytes_per_s / EFFICIENCY.bandwidth:.3g} --link {link_bytes_per_s / EFFICIENCY.link:.3g}"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """All that was found."""
+    """What a machine offers."""
 
     python: str
     system: str
     versions: dict[str, str | None]
     """None: not installed."""
-    devices: list[DeviceFound]
+    devices: list[AcceleratorSpec]
     num_cpus: int
     num_threads: int
     """Of one operator; every CPU worker uses as many."""
@@ -87,7 +86,9 @@ def diagnose() -> Diagnosis:
         host_bytes=_pages("SC_PHYS_PAGES"),
         host_available_bytes=_pages("SC_AVPHYS_PAGES"),
         pinning=pinning,
-        memcpy_bytes_per_s=_host_copy_rate(),
+        memcpy_bytes_per_s=_copy_rate(
+            torch.empty(COPY_BYTES, dtype=torch.uint8), torch.zeros(COPY_BYTES, dtype=torch.uint8)
+        ),
     )
 
 
@@ -117,14 +118,14 @@ def _pinning() -> str:
     return "yes"
 
 
-def _devices(*, pinned: bool) -> list[DeviceFound]:
+def _devices(*, pinned: bool) -> list[AcceleratorSpec]:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or not torch.accelerator.is_available():
         return []
     return [_device(torch.device(accelerator.type, index), pinned) for index in range(torch.accelerator.device_count())]
 
 
-def _device(device: torch.device, pinned: bool) -> DeviceFound:
+def _device(device: torch.device, pinned: bool) -> AcceleratorSpec:
     module = torch.get_device_module(device)
     kind, free_bytes, total_bytes, up, down = device.type, None, None, None, None
     try:
@@ -141,52 +142,46 @@ def _device(device: torch.device, pinned: bool) -> DeviceFound:
 
         up, down = _copy_rate(there, here, wait), _copy_rate(here, there, wait)
     except RuntimeError:
-        return DeviceFound(str(device), kind, free_bytes, total_bytes, up, down)
+        return AcceleratorSpec(str(device), kind, free_bytes, total_bytes, up, down)
     flops, bandwidth = None, None
     try:
         bandwidth = 2 * _copy_rate(torch.empty_like(there), there, wait)
         flops = _product_rate(device, wait)
     except RuntimeError:
         pass
-    return DeviceFound(str(device), kind, free_bytes, total_bytes, up, down, flops, bandwidth)
+    return AcceleratorSpec(str(device), kind, free_bytes, total_bytes, up, down, flops, bandwidth)
 
 
 def _product_rate(device: torch.device, wait: Callable[[], None], size: int = PRODUCT_SIZE) -> float:
-    """FLOPs per second of the best of a few bf16 matrix products."""
-    one = torch.randn(size, size, device=device, dtype=torch.bfloat16)
-    best_s = float("inf")
-    for _ in range(NUM_COPIES):
-        wait()
-        since = time.perf_counter()
-        one @ one
-        wait()
-        best_s = min(best_s, time.perf_counter() - since)
-    return 2 * size**3 / best_s
-
-
-def _host_copy_rate() -> float:
-    return _copy_rate(torch.empty(COPY_BYTES, dtype=torch.uint8), torch.zeros(COPY_BYTES, dtype=torch.uint8))
+    """FLOPs per second of a bf16 matrix product."""
+    matrix = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    return 2 * size**3 / _least_seconds(lambda: matrix @ matrix, wait)
 
 
 def _copy_rate(target: torch.Tensor, source: torch.Tensor, wait: Callable[[], None] = lambda: None) -> float:
-    """Bytes per second of the best of a few copies."""
+    """Bytes per second of a copy."""
+    return source.nbytes / _least_seconds(lambda: target.copy_(source, non_blocking=True), wait)
+
+
+def _least_seconds(work: Callable[[], object], wait: Callable[[], None]) -> float:
+    """Seconds of the fastest of a few repetitions."""
     best_s = float("inf")
-    for _ in range(NUM_COPIES):
+    for _ in range(NUM_REPETITIONS):
         wait()
         since = time.perf_counter()
-        target.copy_(source, non_blocking=True)
+        work()
         wait()
         best_s = min(best_s, time.perf_counter() - since)
-    return source.nbytes / best_s
+    return best_s
 
 
-def diagnosis_text(found: Diagnosis) -> str:
+def diagnosis_text(diagnosis: Diagnosis) -> str:
     """The findings, one per line."""
-    rows = {"python": f"{found.python}, {found.system}"}
-    rows |= {package: version or "not installed" for package, version in found.versions.items()}
-    if not found.devices:
+    rows = {"python": f"{diagnosis.python}, {diagnosis.system}"}
+    rows |= {package: version or "not installed" for package, version in diagnosis.versions.items()}
+    if not diagnosis.devices:
         rows["devices"] = "none; devices=None trains on the CPU"
-    for device in found.devices:
+    for device in diagnosis.devices:
         memory = "memory not known"
         if device.free_bytes is not None and device.total_bytes is not None:
             memory = f"{format_bytes(device.free_bytes)} free of {format_bytes(device.total_bytes)}"
@@ -194,15 +189,15 @@ def diagnosis_text(found: Diagnosis) -> str:
         rows[device.name] = f"{device.kind}, {memory}; copies {copies}"
         if device.plan_options is not None:
             rows[f"{device.name} in a plan"] = device.plan_options
-    rows["cpus"] = f"{found.num_cpus}, {found.num_threads} threads per operator"
-    if found.host_bytes is not None:
-        rows["host memory"] = format_bytes(found.host_bytes)
-        if found.host_available_bytes is not None:
-            rows["host memory"] += f", {format_bytes(found.host_available_bytes)} unused"
-    rows["pinning"] = found.pinning
-    rows["memcpy"] = f"{_rate(found.memcpy_bytes_per_s)} (measured on {format_bytes(COPY_BYTES)})"
+    rows["cpus"] = f"{diagnosis.num_cpus}, {diagnosis.num_threads} threads per operator"
+    if diagnosis.host_bytes is not None:
+        rows["host memory"] = format_bytes(diagnosis.host_bytes)
+        if diagnosis.host_available_bytes is not None:
+            rows["host memory"] += f", {format_bytes(diagnosis.host_available_bytes)} unused"
+    rows["pinning"] = diagnosis.pinning
+    rows["memcpy"] = f"{_rate(diagnosis.memcpy_bytes_per_s)} (measured on {format_bytes(COPY_BYTES)})"
     return summary_table(rows)
 
 
 def _rate(bytes_per_s: float | None) -> str:
-    return "not possible" if bytes_per_s is None else f"{bytes_per_s / 1e9:.1f} GB/s"
+    return "not possible" if bytes_per_s is None else format_rate(bytes_per_s)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from roundpipe.reports.quantities import format_bytes, format_count, format_seconds
+from roundpipe.reports.memory import HostMemory
+from roundpipe.reports.quantities import counted, format_bytes, format_count, format_seconds, format_share
 from roundpipe.reports.tables import summary_table, table
 from roundpipe.reports.timeline import WAIT_CAUSES
 from roundpipe.runtime.device.backend import Lane
@@ -28,23 +29,6 @@ class WorkerReport:
     """By lane: ``upload`` and ``download`` carry values between stages, ``weights`` and ``gradients`` whole stages."""
     peak_bytes: int
     """Most that was in use at once on the device since the model was made, or since `peak_device_bytes` was reset."""
-
-
-@dataclass(frozen=True, slots=True)
-class HostMemory:
-    """Bytes in host memory; an optimizer's states are its own and are not counted."""
-
-    weights: int
-    """With buffers."""
-    gradients: int
-    """Those that are there now."""
-    optimizer_copies: int
-    optimizer_gradients: int
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return self.weights + self.gradients + self.optimizer_copies + self.optimizer_gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +111,7 @@ class RunReport:
     def __str__(self) -> str:
         predicted = self.predicted
         rows = {
-            "calls": f"{self.num_calls}, {_counted(self.num_rounds, 'round')}, {_counted(self.num_steps, 'step')} "
+            "calls": f"{self.num_calls}, {counted(self.num_rounds, 'round')}, {counted(self.num_steps, 'step')} "
             f"in {format_seconds(self.wall_s)}",
             "speed": self._speed(),
             "round": self._round(),
@@ -139,11 +123,7 @@ class RunReport:
             if predicted is not None and predicted.peak_device_bytes is not None
             else ""
         )
-        host = self.host_memory
-        rows["host memory"] = (
-            f"weights {format_bytes(host.weights)}, gradients {format_bytes(host.gradients)}, optimizer copies "
-            f"{format_bytes(host.optimizer_copies)}, optimizer gradients {format_bytes(host.optimizer_gradients)}"
-        )
+        rows["host memory"] = str(self.host_memory)
         rows["moved"] = f"{format_bytes(self.uploaded_bytes)} up, {format_bytes(self.downloaded_bytes)} down"
         times = ", ".join(f"{what} {format_seconds(seconds)}" for what, seconds in self.optimizer_s.items())
         rows["optimizer"] = times or "no step"
@@ -173,8 +153,8 @@ class RunReport:
         body = [
             [
                 worker.device,
-                _percent(worker.busy),
-                *(_percent(worker.idle.get(cause, 0.0)) for cause in causes),
+                format_share(worker.busy),
+                *(format_share(worker.idle.get(cause, 0.0)) for cause in causes),
                 *(format_bytes(worker.moved_bytes[lane]) for lane in lanes),
                 format_bytes(worker.peak_bytes),
                 *([] if expected is None else [format_bytes(expected[index])]),
@@ -182,14 +162,6 @@ class RunReport:
             for index, worker in enumerate(self.workers)
         ]
         return table(headers, body)
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
-
-
-def _percent(share: float) -> str:
-    return "-" if share != share else f"{share:.1%}"
 
 
 def _rate(count: int | None, seconds: float) -> float | None:
