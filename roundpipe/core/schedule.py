@@ -99,12 +99,10 @@ class ExecutePlan:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers that the plan covers."""
         return max((stop for _, stop in (*self.forward_stages, *self.backward_stages)), default=0)
 
     @property
     def num_stages(self) -> int:
-        """Number of jobs in a training step."""
         return len(self.forward) + (self.fused is not None) + len(self.backward)
 
     @property
@@ -139,19 +137,18 @@ class ExecutePlan:
                     "forward ranges ascend from layer 0 without gap or overlap"
                 )
             covered = stop
+        uncovered, deepest = num_layers, "the last forward range"
         if self.fused is not None:
             if self.fused[0] != covered:
                 raise ScheduleError(
                     f"the fused range is {self.fused} but must start at layer {covered}, right behind the "
                     "last forward range"
                 )
-            covered = self.fused[1]
+            (uncovered, covered), deepest = self.fused, "the fused range"
         if covered != num_layers:
-            deepest = "the fused range" if self.fused is not None else "the last forward range"
             raise ScheduleError(
                 f"{deepest} ends at layer {covered}, but the model has {num_layers} layers: it must end at {num_layers}"
             )
-        uncovered = num_layers if self.fused is None else self.fused[0]
         for index, (start, stop) in enumerate(self.backward):
             if stop != uncovered:
                 raise ScheduleError(
@@ -213,7 +210,6 @@ class Job:
 
     @property
     def layers(self) -> range:
-        """Indices of its layers."""
         return range(self.start, self.stop)
 
     def __str__(self) -> str:
@@ -251,7 +247,6 @@ class Schedule:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers of the model."""
         return self.plan.num_layers
 
     @property
@@ -282,7 +277,6 @@ class Schedule:
         return self.jobs[job_index - self.first_job]
 
     def has_job(self, job_index: int) -> bool:
-        """Whether a job belongs to this step."""
         return self.first_job <= job_index < self.next_job
 
     def microbatches(self, job: Job) -> range:

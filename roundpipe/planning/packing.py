@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import add
 from typing import NamedTuple
 
 from roundpipe.planning.stage_costs import StageCosts, StagePhase
@@ -45,8 +46,8 @@ class Packing:
         self.costs = costs
         self.budget_bytes = budget_bytes
         self.effort = effort
-        both = zip(costs.forward_s, costs.backward_s, strict=True)
-        self.times_s: dict[StagePhase, list[float]] = {"F": costs.forward_s, "B": [one + other for one, other in both]}
+        both_s = list(map(add, costs.forward_s, costs.backward_s))
+        self.times_s: dict[StagePhase, list[float]] = {"F": costs.forward_s, "B": both_s}
         """Of the layers up to each edge, per phase; a backward stage recomputes."""
         self._reaches: dict[tuple[str, int | None], Reach] = {}
 
@@ -63,7 +64,6 @@ class Packing:
         return caps_bytes[::-1]
 
     def allows(self, phase: StagePhase, start: int, stop: int, cap_bytes: int | None) -> bool:
-        """Whether a range is within memory."""
         if cap_bytes is None or self.budget_bytes is None:
             return True
         costs = self.costs

@@ -112,7 +112,6 @@ class ReplayedStep:
 
     @property
     def end_s(self) -> float:
-        """When its last job was done."""
         end_s = self.ends[len(self.schedule.jobs) - 1].over_s
         assert end_s is not None
         return end_s
@@ -173,7 +172,6 @@ class StepReplay:
         """Per age, how many of the last steps in a row were like those so many steps before them."""
 
     def run(self) -> None:
-        """Plays them."""
         self._add_step(None)
         while not self.age and self._queue.advance():
             pass

@@ -171,7 +171,6 @@ class Search:
         return max(total_s / num_workers, self.values[candidate])
 
     def fits(self, candidate: Candidate, stages: list[StageCost]) -> bool:
-        """Whether the peak is within the budget."""
         if self.budget_bytes is None:
             return True
         slots = [stage for stage, count in zip(stages, candidate.replicas, strict=True) for _ in range(count)]

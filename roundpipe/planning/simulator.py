@@ -34,7 +34,6 @@ class Idle:
 
     @property
     def total(self) -> float:
-        """All causes together."""
         return self.weights + self.activations + self.optimizer + self.no_work
 
 
@@ -58,7 +57,6 @@ class Simulation:
 
     @property
     def mean_idle(self) -> Idle:
-        """The mean over the devices."""
         return Idle(*(sum(getattr(idle, cause) for idle in self.idle) / len(self.idle) for cause in CAUSES))
 
 

@@ -78,11 +78,9 @@ class StageCosts:
         self._known: dict[tuple[str, int, int], StageCost] = {}
 
     def weight_bytes(self, start: int, stop: int) -> int:
-        """Bytes of the weights of a range."""
         return self._weight_bytes[stop] - self._weight_bytes[start]
 
     def gradient_bytes(self, phase: StagePhase, start: int, stop: int) -> int:
-        """Bytes of the gradients that a range in a phase makes."""
         return 0 if phase == "F" else self._gradient_bytes[stop] - self._gradient_bytes[start]
 
     def working_bytes(self, phase: StagePhase, start: int, stop: int) -> int:
@@ -146,7 +144,6 @@ class _RangeMaximum:
             length *= 2
 
     def of(self, start: int, stop: int) -> int:
-        """The largest from ``start`` to before ``stop``."""
         level = (stop - start).bit_length() - 1
         run = self._runs[level]
         return max(run[start], run[stop - (1 << level)])
@@ -247,21 +244,12 @@ def step_seconds(
 def _run_step(
     times: Sequence[tuple[float, float, float]], num_forward: int, num_microbatches: int, state: Sequence[float]
 ) -> list[float]:
-    """Runs one step.
+    """Runs one step from a state to the next: when the losses are known, and when each worker is free.
 
     The end of op (K, m) is the largest of a few lines in m: a stage takes over the lines steeper than its own
     time and makes one line of the others. So a job costs the same however many microbatches there are. The
     lines are a stack, the least steep on top: how steep it is, where it begins, the end of the last microbatch by
-    it and those below, and these; all less ``shift``.
-
-    Args:
-        times: per stage its seconds, the early part of them, and the rest.
-        num_forward: as of `step_seconds`.
-        num_microbatches: as of `step_seconds`.
-        state: when the losses of the step before are known, and when each worker is free, that of the first job first.
-
-    Returns:
-        The state behind the step.
+    it and those below, and these; all less ``shift``. ``times`` are a stage's seconds, the early part, and the rest.
     """
     repeats, shift = num_microbatches - 1, 0.0
     ends = list(state[1:])
@@ -287,7 +275,7 @@ def _run_step(
 def _run_replicated_step(
     stages: Sequence[tuple[StageCost, int]], num_forward: int, num_microbatches: int, state: Sequence[float]
 ) -> list[float]:
-    """The same, op by op, where stages have replicas: takes pairs of a stage and its count."""
+    """The same, op by op, where stages have replicas."""
     previous, losses_known, free = [state[0]] * num_microbatches, state[0], list(state[1:])
     slot, num_workers = 0, len(free)
     for position, (stage, count) in enumerate(stages):

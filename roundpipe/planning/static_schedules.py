@@ -45,7 +45,6 @@ class StaticSimulation:
 
     @property
     def mean_idle(self) -> float:
-        """The mean over the devices."""
         return sum(self.idle) / len(self.idle)
 
 

@@ -20,7 +20,6 @@ class DeviceMemory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All of them."""
         return self.weights + self.gradients + self.activations
 
     def __str__(self) -> str:
@@ -45,7 +44,6 @@ class HostMemory:
 
     @property
     def total(self) -> int:
-        """All of them."""
         return sum(getattr(self, field.name) for field in fields(self))
 
     @property

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -61,7 +61,6 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
         return self.end_s - self.start_s
 
 
@@ -90,19 +89,18 @@ class Timeline:
 
     def lanes(self, device: str) -> list[str]:
         """The lanes of a device that have spans, in the order in which they are shown."""
-        found = {span.lane for span in self.spans if span.device == device}
-        return sorted(found, key=lambda lane: (LANES.index(lane) if lane in LANES else len(LANES), lane))
+        lanes = {span.lane for span in self.spans if span.device == device}
+        return sorted(lanes, key=lambda lane: (LANES.index(lane) if lane in LANES else len(LANES), lane))
 
     def on(self, device: str, lane: str) -> list[Span]:
-        """The spans of one lane, in order."""
         return [span for span in self.spans if span.device == device and span.lane == lane]
 
     def between(self, start_s: float, end_s: float) -> Timeline:
         """The spans that lie in a window, at least in part, with times from its start on."""
         moved = (
-            Span(one.device, one.lane, one.name, one.start_s - start_s, one.end_s - start_s, one.args)
-            for one in self.spans
-            if one.end_s > start_s and one.start_s < end_s
+            replace(span, start_s=span.start_s - start_s, end_s=span.end_s - start_s)
+            for span in self.spans
+            if span.end_s > start_s and span.start_s < end_s
         )
         return Timeline(moved, self.name)
 
@@ -143,7 +141,7 @@ class Timeline:
             raise ConfigError(f"{str(path)!r} can't be written: {error.strerror or error}") from error
 
     def _row(self, device: str, lane: str) -> tuple[str, str, list[tuple[str, float, float]]]:
-        return device, lane, [(one.name, one.start_s, one.end_s) for one in self.on(device, lane)]
+        return device, lane, [(span.name, span.start_s, span.end_s) for span in self.on(device, lane)]
 
     def __repr__(self) -> str:
         if not self.spans:
@@ -172,5 +170,5 @@ def _named(what: str, pid: int, tid: int, name: str, position: int) -> list[dict
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """A key by which ``worker 10`` comes behind ``worker 9``."""
-    words = "".join(one if one.isdigit() else f" {one} " for one in name).split()
+    words = "".join(letter if letter.isdigit() else f" {letter} " for letter in name).split()
     return [(int(word), "") if word.isdigit() else (-1, word) for word in words]

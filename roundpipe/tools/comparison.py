@@ -66,7 +66,6 @@ class Setting:
     """What an optimizer on the device keeps per trained parameter: its copy and its states."""
 
     def schedule(self, plan: ExecutePlan, replicas: Sequence[int] | None = None) -> Schedule:
-        """The schedule of a plan."""
         return make_schedule(plan, self.num_workers, self.num_microbatches, replicas=replicas)
 
     def simulate(self, plan: ExecutePlan, replicas: Sequence[int] | None = None) -> Simulation:
@@ -75,7 +74,6 @@ class Setting:
         return simulate(schedule, self.costs, self.profile, recompute_grain=self.recompute_grain)
 
     def has_room_for(self, peak_bytes: int) -> bool:
-        """Whether a peak is within the budget."""
         return self.budget_bytes is None or peak_bytes <= self.budget_bytes
 
 

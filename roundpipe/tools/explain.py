@@ -99,11 +99,12 @@ class Explanation:
 
     def as_json(self) -> dict[str, Any]:
         """The same as plain values, for programs; sizes in bytes, at the example's sizes."""
-        found: dict[str, Any] = {"model": self.model_name, "traced": self.traced is not None}
         if self.traced is None or self.chain is None:
-            return {**found, "error": "\n\n".join([str(self.error), *([self._doubt()] if self.own_example else [])])}
+            error = "\n\n".join([str(self.error), *([self._doubt()] if self.own_example else [])])
+            return {"model": self.model_name, "traced": False, "error": error}
         return {
-            **found,
+            "model": self.model_name,
+            "traced": True,
             "example_elements": self.traced.example_elements,
             "graph": [
                 {
@@ -213,8 +214,8 @@ def _cuts(traced: TracedGraph, chain: LayerChain) -> tuple[tuple[tuple[str, int]
     nodes = {node.name: node for node in traced.graph.nodes}
     cuts = []
     for index in range(1, len(chain.specs)):
-        made = {name for spec in chain.specs[:index] for name in spec.makes} | set(traced.input_paths)
-        read = dict.fromkeys(name for spec in chain.specs[index:] for name in spec.reads)
-        read.update(dict.fromkeys(chain.exit.reads))
-        cuts.append(tuple((name, value_bytes(nodes[name])) for name in read if name in made))
+        sources = {name for spec in chain.specs[:index] for name in spec.makes} | set(traced.input_paths)
+        reads = dict.fromkeys(name for spec in chain.specs[index:] for name in spec.reads)
+        reads.update(dict.fromkeys(chain.exit.reads))
+        cuts.append(tuple((name, value_bytes(nodes[name])) for name in reads if name in sources))
     return tuple(cuts)

@@ -102,8 +102,7 @@ def _from_config(path: Path, dtype: torch.dtype, seq: int | None, default_seq: i
     except Exception as error:  # a broken file fails in many ways
         raise ConfigError(f"{file} can't be used as a Hugging Face config: {_first_line(error)}") from error
     text_config = config.get_text_config()
-    for one in (config, text_config):
-        one.use_cache = False
+    config.use_cache = text_config.use_cache = False
     try:
         with torch.device("meta"):
             model = _architecture(transformers, config)._from_config(config, dtype=dtype)
@@ -212,13 +211,13 @@ def _from_factory(text: str, seq: int | None, default_seq: int) -> Target:
     if not callable(factory):
         raise ConfigError(f"{text} is {type(factory).__name__}; name a function that returns a model")
     try:
-        made = factory()
+        result = factory()
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{text} is called without arguments, and failed: {_in_words(error)}") from error
-    model, kwargs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    model, kwargs = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(model, nn.Module) or not isinstance(kwargs, dict | None):
         raise ConfigError(
-            f"{text} returned {type(made).__name__}; it must return an nn.Module, or (nn.Module, dict of keyword "
+            f"{text} returned {type(result).__name__}; it must return an nn.Module, or (nn.Module, dict of keyword "
             "arguments)"
         )
     if kwargs is None:
