@@ -17,6 +17,7 @@ from typing import NamedTuple
 import pytest
 
 from roundpipe.core.schedule import ExecutePlan, make_schedule
+from tests.runtime.schedule_rules import table
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -70,7 +71,7 @@ def test_the_partition_table_is_the_one_that_the_snippet_prints(outputs: list[tu
 
 def test_the_picture_of_the_rotation_is_a_schedule() -> None:
     plan = ExecutePlan(forward=[(0, 3), (3, 6)], fused=(6, 8), backward=[(4, 6), (2, 4), (0, 2)])
-    picture = str(make_schedule(plan, 3, 4))
+    picture = table(make_schedule(plan, 3, 4))
     assert picture.strip() in [block.text.strip() for block in BLOCKS if block.language == "text"]
 
 
