@@ -74,7 +74,6 @@ class Machine:
         return DeviceProfile(
             flops_per_s=self.device.flops_per_s * self.efficiency.compute,
             bytes_per_s=self.device.bytes_per_s * self.efficiency.bandwidth,
-            link_bytes_per_s=self.link_bytes_per_s,
         )
 
 
