@@ -24,6 +24,7 @@ from roundpipe.planning.hardware import HardwareProfile
 from roundpipe.planning.simulated_timeline import simulate_timeline, step_alone_s
 from roundpipe.planning.simulator import simulate
 from roundpipe.planning.stage_costs import num_trained
+from roundpipe.reports.memory import HostMemory
 from roundpipe.runtime.config import RecomputeGrain
 from roundpipe.runtime.device.backend import Lane
 from roundpipe.runtime.engine.engine import Engine
@@ -31,7 +32,7 @@ from roundpipe.runtime.engine.plan_choice import PlanChooser
 from roundpipe.runtime.optimizer.optimizer import OptimizerSide
 from roundpipe.runtime.profiling.meter import MeterReading, link_speeds
 from roundpipe.runtime.weights.master_weights import ParameterPair
-from roundpipe.wrappers.run_report import HostMemory, Prediction, RunReport, WorkerReport
+from roundpipe.wrappers.run_report import Prediction, RunReport, WorkerReport
 
 
 @dataclass(slots=True)
