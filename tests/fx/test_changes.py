@@ -1021,7 +1021,7 @@ OUTPUT_DTYPE = torch.float32
 class CastsToGlobalDtype(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(6, 6)
+        self.linear = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x).to(OUTPUT_DTYPE)
