@@ -50,9 +50,9 @@ COSTS = [LayerCost(forward_s=1.0, backward_s=2.0, weight_bytes=7), LayerCost(for
 def test_the_first_round_is_left_out_and_the_mean_is_exponential():
     times = LayerTimes(COSTS, 10)
     times.learn(times_of(("forward", (0,), 99.0)), 10)
-    assert times.num_rounds == 0 and times.costs(10) == COSTS
+    assert times.num_steps == 0 and times.costs(10) == COSTS
     times.learn(times_of(("forward", (0,), 2.0), ("forward", (0,), 4.0), ("backward", (0,), 5.0)), 10)
-    assert times.num_rounds == 1
+    assert times.num_steps == 1
     assert times.costs(10)[0] == LayerCost(forward_s=3.0, backward_s=5.0, weight_bytes=7)
     times.learn(times_of(("forward", (0,), 13.0)), 10)
     assert times.costs(10)[0].forward_s == pytest.approx(3.0 + LATEST_SHARE * 10)

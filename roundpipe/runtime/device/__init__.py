@@ -1,5 +1,5 @@
-"""Devices behind one protocol: accelerators, CPU workers, host memory and its pinning.
+"""Devices behind one base class: accelerators, CPU workers, host memory and its pinning.
 
 May use: core.
-Start reading: `backend`, the protocol.
+Start reading: `backend`, what the runtime asks of a device.
 """

@@ -136,9 +136,9 @@ class PlanChooser:
         if present is None:
             costs = self.costs(chain, elements)
             record.plans[key] = self._choose(call, costs, self._links(call.chain))
-            record.looked_at[key] = record.times.num_rounds
-        elif self._may_replan and record.times.num_rounds >= max(FIRST_REPLAN, 4 * record.looked_at[key]):
-            record.looked_at[key] = record.times.num_rounds
+            record.looked_at[key] = record.times.num_steps
+        elif self._may_replan and record.times.num_steps >= max(FIRST_REPLAN, 4 * record.looked_at[key]):
+            record.looked_at[key] = record.times.num_steps
             record.plans[key] = self._replanned(call, present)
         self._may_replan = False
         return record.plans[key]
@@ -182,7 +182,7 @@ class PlanChooser:
         """Whether costs rest on measured times."""
         record = self._of(chain)
         self._learn(record)
-        return record.times.num_rounds > 0 and not torch.are_deterministic_algorithms_enabled()
+        return record.times.num_steps > 0 and not torch.are_deterministic_algorithms_enabled()
 
     def _choose(self, call: Call, costs: list[LayerCost], links: tuple[float, float]) -> ExecutePlan:
         choose = functools.partial(

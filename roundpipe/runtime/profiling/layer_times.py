@@ -75,7 +75,7 @@ class LayerTimes:
         return self._example_elements
 
     @property
-    def num_rounds(self) -> int:
+    def num_steps(self) -> int:
         """Steps in the means; the first one measured is not, since it warms up."""
         return max(self._seen - 1, 0)
 
