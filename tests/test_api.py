@@ -17,6 +17,7 @@ from torch import nn
 
 import roundpipe
 from roundpipe import AutoRoundPipe, ConfigError, RoundPipe, RoundPipeRunConfig, TraceError
+from roundpipe.core.errors import TraceCause
 
 DTYPE = torch.float64
 
@@ -618,7 +619,7 @@ def test_what_the_forward_raises_in_eager_too_is_raised_as_it_is() -> None:
     assert isinstance(found.error, TraceError) and isinstance(found.error.__cause__, AttributeError)
     assert "submodule" not in str(found) and "on the CPU" not in str(found)
     without_data = roundpipe.explain(Forgetful().to("meta"), (x,))
-    assert without_data.error is not None and without_data.error.is_the_models
+    assert without_data.error is not None and without_data.error.cause is TraceCause.MODEL_ERROR
 
 
 def test_after_a_call_with_wrong_arguments_the_model_is_traced() -> None:
