@@ -14,6 +14,7 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,60 @@ def test_imports_go_to_lower_lines(name: str) -> None:
         for target in own_imports(name):
             if target.startswith(inside and inside + "/") and member(target, inside) != own:
                 assert table[member(target, inside)] < table[own], f"{name} imports {target}"
+
+
+def walks() -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """The numbered walks of docs/architecture.md: heading, and (file, function) per step."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        steps = re.findall(r"^\d+\. `([\w/]+\.py)` `([\w.]+)`", section, re.MULTILINE)
+        if steps:
+            yield section.splitlines()[0], steps
+
+
+def function_of(file: str, name: str) -> ast.AST:
+    """The definition of a function or method, or of a class, by its qualified name."""
+    node: ast.AST = tree_of(file)
+    for part in name.split("."):
+        definitions = [
+            child
+            for child in ast.iter_child_nodes(node)
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and child.name == part
+        ]
+        assert definitions, f"docs/architecture.md: {file} has no {name}"
+        node = definitions[0]
+    return node
+
+
+def names_used(node: ast.AST) -> set[str]:
+    """Names and attributes that code mentions, to call them or to hand them on to be called."""
+    return {child.id for child in ast.walk(node) if isinstance(child, ast.Name)} | {
+        child.attr for child in ast.walk(node) if isinstance(child, ast.Attribute)
+    }
+
+
+def called_name(name: str) -> str:
+    """What a caller writes: a method's own name, a class's for its constructor and its ``__call__``."""
+    *owners, last = name.split(".")
+    return owners[-1] if last == "__init__" else last
+
+
+@pytest.mark.parametrize(("heading", "steps"), walks(), ids=[heading for heading, _ in walks()])
+def test_each_step_of_a_walk_leads_to_the_next(heading: str, steps: list[tuple[str, str]]) -> None:
+    for (file, name), (_, following) in pairwise(steps):
+        assert called_name(following) in names_used(function_of(file, name)), f"{heading}: {name} -> {following}"
+    function_of(*steps[-1])
+
+
+def test_there_is_a_walk_of_a_microbatch_and_of_a_compile() -> None:
+    lengths = {heading: len(steps) for heading, steps in walks()}
+    assert len(lengths) == 4 and min(lengths.values()) >= 3, lengths
+
+
+def test_a_microbatch_passes_through_few_files() -> None:
+    """On its way from the user's call to the computation of a stage."""
+    forward = next(steps for heading, steps in walks() if "to a stage" in heading)
+    assert len({file for file, _ in forward}) <= 12
 
 
 def test_the_root_holds_the_entry_points_alone() -> None:
