@@ -21,9 +21,10 @@ import torch
 from torch import nn
 
 import roundpipe
+from roundpipe.core import random_state
 from roundpipe.core.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from roundpipe.runtime.optimizer.optimizer import OptimizerSide
-from roundpipe.wrappers import checkpoint, checkpoint_files, checkpoint_state
+from roundpipe.wrappers import checkpoint, checkpoint_files
 
 WIDTH = 6
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -198,14 +199,14 @@ def test_generators_of_accelerators_go_on_as_far_as_there_are_as_many(monkeypatc
 
     def with_accelerator(kind, *states):
         module = Module(list(states))
-        monkeypatch.setattr(checkpoint_state, "_accelerator", lambda wanted=None: (kind, module))
+        monkeypatch.setattr(random_state, "_accelerator", lambda wanted=None: (kind, module))
         return module
 
     with_accelerator("cuda", 1, 2)
-    saved = checkpoint_state.random_state()
+    saved = random_state.portable_random_state()
     for kind, before, after in (("cuda", [7, 8, 9], [1, 2, 9]), ("cuda", [7], [1]), ("xpu", [7, 8], [7, 8])):
         module = with_accelerator(kind, *before)
-        checkpoint_state.restore_random_state(saved)
+        random_state.restore_random_state(saved)
         assert module.states == after
 
 
@@ -949,12 +950,12 @@ def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path):
 
     def fails(model, match, *args, kind=ConfigError, **kwargs):
         before = clones(model)
-        random_state = torch.get_rng_state()
+        torch_state = torch.get_rng_state()
         with pytest.raises(kind, match=match) as caught:
             model.load_checkpoint(folder, *args, **kwargs)
         assert type(caught.value) is kind
         assert_equal(clones(model), before)
-        assert torch.equal(torch.get_rng_state(), random_state)
+        assert torch.equal(torch.get_rng_state(), torch_state)
 
     with piped(depth=3, seed=2) as model:
         fails(model, r"7 are missing in it: 2.0.weight, 2.0.bias, 2.1.weight, 2.1.bias, and 3 more$")

@@ -32,6 +32,7 @@ import torch
 from torch import nn
 
 from roundpipe.core.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+from roundpipe.core.random_state import portable_random_state, restore_random_state
 from roundpipe.runtime.weights.master_weights import ParameterPair
 from roundpipe.wrappers import checkpoint_files as files
 from roundpipe.wrappers import checkpoint_state as portable
@@ -174,7 +175,7 @@ def save(
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
         "module_state": {name: value for name, value in weights.items() if name not in tensors | aliases},
-        "random": portable.random_state(),
+        "random": portable_random_state(),
         "step": step,
         "extra": extra,
     }
@@ -292,7 +293,7 @@ def load(
     # Cloned, because what is loaded is mapped from a file that will be replaced.
     for name, value in objects.items():
         value.load_state_dict(portable.plain(state[name], name, torch.clone))
-    portable.restore_random_state(state["random"])
+    restore_random_state(state["random"])
     return Checkpoint(state["step"], portable.plain(state["extra"], "extra", torch.clone))
 
 

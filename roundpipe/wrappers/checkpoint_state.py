@@ -6,8 +6,6 @@ runs no code, and mentions neither devices nor positions of parameters.
 
 from __future__ import annotations
 
-import contextlib
-import random
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -138,59 +136,3 @@ def by_index(
             groups[-1]["param_names"] = optimizer.param_groups[index].get("param_names", group["param_names"])
     state = {index_of.get(key, key): value for key, value in saved["state"].items()}
     return {**saved, "state": state, "param_groups": groups}
-
-
-# Random numbers
-
-
-def _accelerator(kind: str | None = None) -> tuple[str, Any] | None:
-    """The accelerator's type and torch's module for it: if it has been used, or is of the type given."""
-    if not torch.accelerator.is_available():
-        return None
-    device = torch.accelerator.current_accelerator(check_available=True)
-    assert device is not None
-    module = torch.get_device_module(device)
-    if not hasattr(module, "is_initialized"):  # such as MPS, whose generator is asked in another way
-        return None
-    return (device.type, module) if device.type == kind or module.is_initialized() else None
-
-
-def random_state() -> dict[str, Any]:
-    """State of the generators of torch, Python and, where it is imported, numpy."""
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    accelerator = _accelerator()
-    if accelerator is not None:
-        kind, module = accelerator
-        state["accelerator"] = kind, [module.get_rng_state(i) for i in range(module.device_count())]
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        state["numpy"] = _map_leaves(
-            numpy.random.get_state(legacy=False),
-            lambda leaf: torch.tensor(leaf.tolist()) if isinstance(leaf, numpy.ndarray) else leaf,
-        )
-    return state
-
-
-def restore_random_state(state: Mapping[str, Any]) -> None:
-    """Set the generators that `random_state` saved, as far as they exist here."""
-    torch.set_rng_state(state["torch"].clone())
-    random.setstate(state["python"])
-    kind, saved = state.get("accelerator", (None, []))
-    accelerator = _accelerator(kind)
-    if accelerator is not None and accelerator[0] == kind:
-        module = accelerator[1]
-        for index, state_of_device in enumerate(saved[: module.device_count()]):
-            module.set_rng_state(state_of_device.clone(), index)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and "numpy" in state:
-        with contextlib.suppress(ValueError):  # another bit generator was installed: the user seeds it
-            numpy.random.set_state(
-                _map_leaves(
-                    state["numpy"],
-                    lambda leaf: numpy.array(leaf.tolist(), numpy.uint32) if isinstance(leaf, torch.Tensor) else leaf,
-                )
-            )
-
-
-def _map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    return {k: _map_leaves(v, change) for k, v in value.items()} if isinstance(value, dict) else change(value)

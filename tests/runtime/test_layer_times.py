@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe.core.layers import LayerCost
+from roundpipe.core.layers import ESTIMATED_LINK_BYTES_PER_S, LayerCost
 from roundpipe.core.schedule import make_schedule
-from roundpipe.fx.passes.cost import DEFAULT_PROFILE
 from roundpipe.planning.evaluation import plan_peak_bytes
 from roundpipe.runtime.config import resolve
 from roundpipe.runtime.device.backend import Device, Lane
@@ -351,7 +350,7 @@ def test_a_first_plan_for_accelerators_is_chosen_by_the_simulator(monkeypatch):
         return real(schedule, costs, profile, **options)
 
     monkeypatch.setattr(plan_choice, "simulate", simulate)
-    link_bytes = DEFAULT_PROFILE.link_bytes_per_s
+    link_bytes = ESTIMATED_LINK_BYTES_PER_S
     cost = LayerCost(forward_s=0.01, backward_s=0.02, weight_bytes=int(0.03 * link_bytes), gradient_bytes=10**6)
     costs = [replace(cost, forward_s=share * 0.01) for share in (1, 2, 1, 1, 2, 1, 1, 2, 1, 1, 1, 1)]
     names = "xabcdefghijkl"

@@ -1,5 +1,5 @@
 """A batch of arguments in microbatches, and their outputs as one again.
 
-May use: config, device (its events).
+May use: core, config, device (its events).
 Start reading: `split`.
 """
