@@ -84,7 +84,7 @@ def check(
         )
         with pipe:
             if not isinstance(pipe, AutoRoundPipe):
-                pipe._runner.builder.plan = lambda call: one_layer_per_stage(len(call.chain))  # type: ignore[method-assign]
+                pipe._runner.builder.plans.plan = lambda call: one_layer_per_stage(len(call.chain))  # type: ignore[method-assign]
             for call in calls:
                 mine = trees.map_tensors(
                     call, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad)

@@ -1286,7 +1286,7 @@ def _drawn_costs(seed: int | None) -> Callable[..., dict[Node, NodeCost]] | None
 def _run_steps(pipe: Any, model: nn.Module, scenario: Scenario, info: Compiled) -> Iterator[Observed]:
     with pipe:
         if scenario.one_layer_per_stage and not isinstance(pipe, AutoRoundPipe):
-            pipe._runner.builder.plan = lambda call: one_layer_per_stage(len(call.chain))
+            pipe._runner.builder.plans.plan = lambda call: one_layer_per_stage(len(call.chain))
         for step in scenario.steps:
             prepare(model, step)
             inputs = inputs_of(step)
