@@ -198,7 +198,7 @@ def called_name(name: str) -> str:
     return owners[-1] if last == "__init__" else last
 
 
-@pytest.mark.parametrize(("heading", "steps"), walks(), ids=[heading for heading, _ in walks()])
+@pytest.mark.parametrize(("heading", "steps"), list(walks()), ids=[heading for heading, _ in walks()])
 def test_each_step_of_a_walk_leads_to_the_next(heading: str, steps: list[tuple[str, str]]) -> None:
     for (file, name), (_, following) in pairwise(steps):
         assert called_name(following) in names_used(function_of(file, name)), f"{heading}: {name} -> {following}"

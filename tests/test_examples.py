@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -14,10 +12,14 @@ from types import ModuleType
 import pytest
 import torch
 
+from tests.cases_examples import EXAMPLES, assert_one_line
+
 pytest.importorskip("transformers", reason="the examples need the extra [hf]")
+
+
 pytest.importorskip("sklearn", reason="the examples need the extra [test]")
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+
 TINY = ["--steps", "3", "--batch", "4", "--seq", "16", "--sample", "4", "--devices", "cpu,cpu"]
 
 
@@ -32,11 +34,6 @@ def on_path() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def finetune(on_path: None) -> ModuleType:
     return importlib.import_module("finetune_llm")
-
-
-@pytest.fixture(scope="module")
-def vision(on_path: None) -> ModuleType:
-    return importlib.import_module("train_vision")
 
 
 @pytest.fixture
@@ -72,9 +69,6 @@ def first_and_last_loss(printed: str) -> tuple[float, float]:
     last = re.search(r"^last loss +([\d.]+)", printed, re.MULTILINE)
     assert first is not None and last is not None, printed
     return float(first[1]), float(last[1])
-
-
-# finetune_llm
 
 
 def test_byte_tokenizer_is_one_token_per_byte_and_loses_nothing(finetune: ModuleType) -> None:
@@ -277,129 +271,3 @@ def test_wrong_data(
 
 def test_saving_over_a_file(finetune: ModuleType, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert_one_line(finetune, [*TINY, "--save", str(text)], "is a file; give a folder", capsys)
-
-
-def assert_one_line(
-    example: ModuleType, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The example refuses with exit code 2 and one line on stderr that holds ``message``."""
-    assert example.main(arguments) == 2
-    printed = capsys.readouterr()
-    lines = printed.err.strip().splitlines()
-    assert len(lines) == 1, printed.err
-    assert lines[0].startswith(f"{example.__name__}.py: error: ")
-    assert message in lines[0]
-
-
-# finetune_lora
-
-
-@pytest.fixture(scope="module")
-def lora(on_path: None) -> ModuleType:
-    pytest.importorskip("peft", reason="adapters need peft")
-    return importlib.import_module("finetune_lora")
-
-
-def test_adapters_learn_and_only_they(
-    lora: ModuleType, checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import peft
-    import transformers
-
-    arguments = ["--model", str(checkpoint), "--data", str(text), "--devices", "cpu,cpu", "--batch", "4", "--seq", "16"]
-    arguments += ["--steps", "20", "--lr", "5e-2", "--rank", "4", "--sample", "2"]
-    saved, merged = tmp_path / "adapters", tmp_path / "merged"
-    assert lora.main([*arguments, "--save", str(saved), "--merge", str(merged)]) == 0
-    printed = capsys.readouterr().out
-    before, after = (
-        float(re.search(rf"^loss {when} +([\d.]+)", printed, re.MULTILINE)[1]) for when in ("before", "after")
-    )
-    assert after < before - 0.05
-    assert "--- before ---" in printed and "--- after ---" in printed
-    base = transformers.LlamaForCausalLM.from_pretrained(checkpoint)
-    weight = base.model.layers[0].mlp.up_proj.weight.detach().clone()
-    adapted = peft.PeftModel.from_pretrained(base, saved).eval()
-    assert torch.equal(adapted.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight, weight)
-    whole = transformers.LlamaForCausalLM.from_pretrained(merged).eval()
-    ids = torch.arange(12)[None]
-    with torch.no_grad():
-        torch.testing.assert_close(adapted(input_ids=ids).logits, whole(input_ids=ids).logits, rtol=1e-3, atol=1e-4)
-
-
-def test_adapters_of_the_model_that_is_trained_first(
-    lora: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reference, source = lora.language_reference(), lora.finetune_llm.standard_library()[:2000]
-    assert len(reference) > 300_000
-    monkeypatch.setattr(lora, "NUM_EVALUATED", 1)
-    monkeypatch.setattr(lora, "language_reference", lambda: reference[:2000])
-    monkeypatch.setattr(lora.finetune_llm, "standard_library", lambda: source)
-    arguments = ["--pretrain", "2", "--steps", "2", "--batch", "2", "--seq", "16", "--sample", "3", "--devices", "cpu"]
-    assert lora.main(arguments) == 0
-    assert "parameters of rank 16" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--rank", "0"], "--rank must be at least 1, not 0"),
-        (["--model", "/nowhere"], "--model /nowhere is not a folder"),
-        (["--devices", "tpu"], "--devices tpu: 'tpu' can't be used here"),
-    ],
-)
-def test_adapters_wrong_arguments(
-    lora: ModuleType, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    assert_one_line(lora, arguments, message, capsys)
-
-
-# train_vision
-
-
-def test_vision_learns(vision: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    timeline = tmp_path / "run.json"
-    assert vision.main(["--devices", "cpu,cpu", "--epochs", "12", "--timeline", str(timeline)]) == 0
-    names = [event["name"] for event in json.loads(timeline.read_text())["traceEvents"]]
-    assert sum(name.startswith("optimizer step") for name in names) in (4, 5)  # the one before may still be running
-    printed = capsys.readouterr().out
-    accuracy = re.search(r"test accuracy +([\d.]+)%", printed)
-    assert accuracy is not None
-    assert float(accuracy[1]) > 95
-    assert "head" in printed
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--epochs", "0"], "--epochs must be at least 1, not 0"),
-        (["--batch", "100000"], "--batch 100000 is more than the 1438 training images"),
-        (["--lr", "0"], "--lr must be positive, not 0.0"),
-        (["--devices", "tpu"], "--devices tpu: 'tpu' can't be used here"),
-        (["--timeline", "run.txt"], "argument --timeline: a timeline is written as .json or .png"),
-        (["--nonsense"], "unrecognized arguments: --nonsense"),
-    ],
-)
-def test_vision_wrong_arguments(
-    vision: ModuleType, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    assert_one_line(vision, arguments, message, capsys)
-
-
-def test_vision_without_its_data(
-    vision: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    assert_one_line(vision, ["--devices", "cpu"], "pip install scikit-learn", capsys)
-
-
-# as programs
-
-
-@pytest.mark.parametrize("name", ["finetune_llm", "finetune_lora", "train_vision"])
-def test_as_a_program(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--devices", "nonsense"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
-    assert result.returncode == 2
-    assert result.stdout == ""
-    assert result.stderr.startswith(f"{name}.py: error: --devices nonsense")
-    assert result.stderr.count("\n") == 1

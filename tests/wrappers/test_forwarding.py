@@ -14,86 +14,10 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe import AutoRoundPipe, ConfigError, NotCopyableError, RoundPipe, RoundPipeError
-from tests.equality import assert_same_gradients, eager_forward_backward
-
-DEVICES = ["cpu", "cpu"]
-
-
-class Model(nn.Module):
-    """Blocks with a skip, a buffer, dropout, and attributes of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(6, 8)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()) for _ in range(3)])
-        self.head = nn.Linear(8, 2)
-        self.scale = 1.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first = hidden = self.stem(x)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(hidden + first) * self.scale
-
-    def describe(self) -> str:
-        return f"scale {self.scale}"
-
-
-class Branching(Model):
-    """The same around a decision by data, so that it is not one graph."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = super().forward(x)
-        if out.abs().sum() > 0:
-            out = out * 2
-        return out
-
-
-def squared(output: torch.Tensor, label: Any = None) -> torch.Tensor:
-    return output.square().sum()
-
-
-def inputs(batch: int = 6) -> torch.Tensor:
-    return torch.randn(batch, 6, dtype=torch.float64)
-
-
-def made(kind: str) -> tuple[nn.Module, Any]:
-    """A model and its wrapper: compiled, compiled without an example, in parts, by hand."""
-    if kind == "by hand":
-        model: nn.Module = nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 2))
-        return model.double(), RoundPipe(model.double(), devices=DEVICES, name=kind)
-    model = (Branching() if "parts" in kind else Model()).double()
-    example = () if kind.endswith("first call") else (inputs(),)
-    if "parts" in kind and example:
-        with pytest.warns(UserWarning, match="module by module"):
-            return model, roundpipe.compile(model, example_args=example, devices=DEVICES, name=kind)
-    return model, roundpipe.compile(model, example_args=example, devices=DEVICES, name=kind)
-
+from roundpipe import AutoRoundPipe, ConfigError, NotCopyableError, RoundPipeError
+from tests.wrappers.cases_forwarding import DEVICES, Model, assert_trains_like, inputs, made, squared
 
 KINDS = ["compiled", "first call", "parts", "parts at the first call", "by hand"]
-
-
-def assert_trains_like(pipe: Any, reference: nn.Module, steps: int = 2) -> None:
-    """Two synchronous steps against eager with the same microbatches."""
-    ours = torch.optim.SGD(pipe.optim_parameters(), lr=1e-2, momentum=0.9)
-    theirs = torch.optim.SGD(reference.parameters(), lr=1e-2, momentum=0.9)
-    for _ in range(steps):
-        x = inputs()
-        loss = pipe.forward_backward((x,), loss_fn=squared)
-        expected = eager_forward_backward(
-            reference, {"x": x} if isinstance(reference, Model) else {"input": x}, squared, num_microbatches=3
-        )
-        torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-10)
-        pipe.step(lambda: (ours.step(), ours.zero_grad()), is_async=False)
-        theirs.step()
-        theirs.zero_grad()
-    pipe.synchronize()
-    for (name, one), two in zip(pipe.state_dict().items(), reference.state_dict().values(), strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
-
-
-# Copies
 
 
 @pytest.mark.filterwarnings("ignore:Branching runs module by module", "ignore:forward_backward of an AutoRoundPipe")
@@ -185,9 +109,6 @@ def test_what_can_not_be_copied_says_what_to_do(kind: str, use: Callable[[Any], 
         if isinstance(pipe, AutoRoundPipe):
             with pytest.raises(NotCopyableError, match="part of another wrapper"):
                 copy.deepcopy(pipe._runner.tree.module)
-
-
-# Utilities of torch.nn.Module
 
 
 def frozen(pipe: Any) -> None:
@@ -374,9 +295,6 @@ def test_attributes_are_read_written_and_deleted_on_the_model() -> None:
             pipe.nonsense
 
 
-# torch.compile
-
-
 class Outer(nn.Module):
     """Its part is called as a wrapper's own attribute for the wrapped module, as in Hugging Face models."""
 
@@ -411,139 +329,3 @@ def test_names_that_are_listed_can_be_asked_for() -> None:
         pipe.step(optimizer.step)
         pipe.forward_backward((inputs(),), loss_fn=squared)  # its last stages may be running
         assert pipe.get_parameter("model.stem.weight").grad is not None
-
-
-def test_torch_compile_of_the_original() -> None:
-    model, pipe = made("compiled")
-    with pipe, torch.no_grad():
-        pipe.eval()
-        x = inputs()
-        fast = torch.compile(model, backend="eager")
-        torch.testing.assert_close(fast(x), pipe(x))
-        with pytest.raises(ConfigError, match="before it is wrapped"):
-            pipe.compile()
-        torch.testing.assert_close(model(x), pipe(x))
-    torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_torch_compile_of_the_wrapper_runs_it_as_it_is(backend: str) -> None:
-    """Called by itself, and in the middle of a compiled function."""
-    model, pipe = made("compiled")
-    reference = copy.deepcopy(model).eval()
-    with pipe.eval():
-        x = inputs()
-        fast = torch.compile(pipe, backend=backend)
-
-        @torch.compile(backend=backend)
-        def function(x: torch.Tensor) -> torch.Tensor:
-            return (pipe(2 * x) - 1).sin()
-
-        torch.testing.assert_close(fast(x), reference(x))
-        torch.testing.assert_close(fast(x[:3]), reference(x[:3]))
-        torch.testing.assert_close(function(x), (reference(2 * x) - 1).sin())
-        (fast(x) ** 2).sum().backward()
-        function(x).sum().backward()
-        pipe.synchronize()
-        (reference(x) ** 2).sum().backward()
-        (reference(2 * x) - 1).sin().sum().backward()
-        assert_same_gradients(model, reference, 1e-10)
-        torch.testing.assert_close(pipe(x), reference(x))
-    torch._dynamo.reset()
-
-
-def test_torch_compile_of_a_wrapper_in_parts() -> None:
-    model, x = Model().double().eval(), inputs()
-    reference = copy.deepcopy(model)
-    with roundpipe.wrap_model_to_roundpipe(model, use_sequential_preset=False, devices=DEVICES) as pipe:
-        torch.testing.assert_close(torch.compile(pipe, backend="eager")(x), reference(x))
-    torch._dynamo.reset()
-
-
-def test_modules_compiled_before_are_wrapped() -> None:
-    model = Model().double()
-    reference = copy.deepcopy(model)
-    for block in model.blocks:
-        block.compile(backend="eager")
-    with roundpipe.compile(model, example_args=(inputs(),), devices=DEVICES) as pipe:
-        assert_trains_like(pipe, reference, steps=1)
-    torch._dynamo.reset()
-
-
-def test_a_model_compiled_by_torch_is_wrapped() -> None:
-    model = Model().double().eval()
-    fast = torch.compile(model, backend="eager")
-    x = inputs()
-    with roundpipe.compile(fast, example_args=(x,), devices=DEVICES) as pipe, torch.no_grad():
-        torch.testing.assert_close(pipe(x), model(x))
-    torch._dynamo.reset()
-
-
-# Hugging Face and PEFT
-
-
-def tiny_llama() -> Any:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
-def language_loss(outputs: Any, label: Any) -> torch.Tensor:
-    return nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), label[:, 1:].flatten())
-
-
-def trained(pipe: Any, ids: torch.Tensor, steps: int = 6, lr: float = 0.5) -> None:
-    optimizer = torch.optim.SGD(pipe.optim_parameters(), lr=lr)
-    for _ in range(steps):
-        pipe.forward_backward(input_kwargs={"input_ids": ids, "use_cache": False}, label=ids, loss_fn=language_loss)
-        pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()))
-    pipe.synchronize()
-
-
-def test_generate_after_synchronize_is_the_trained_models() -> None:
-    model = tiny_llama()
-    ids = torch.arange(1, 25).reshape(1, 24).repeat(4, 1)
-    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
-    with roundpipe.compile(model, devices=DEVICES) as pipe:
-        untrained = pipe.generate(ids[:1, :4], **options)
-        trained(pipe, ids, steps=25)
-        pipe.eval()
-        found = pipe.generate(ids[:1, :4], **options)
-        assert torch.equal(found, copy.deepcopy(model).generate(ids[:1, :4], **options))
-        assert not torch.equal(found, untrained)
-        assert pipe.config is model.config and pipe.device.type == "cpu" and pipe.dtype is torch.float32
-        assert pipe.num_parameters() == sum(one.numel() for one in model.parameters())
-        pipe.train()
-        trained(pipe, ids, steps=1)  # and training goes on
-
-
-def test_adapters_are_merged_after_synchronize() -> None:
-    peft = pytest.importorskip("peft")
-    base = tiny_llama()
-    plain = copy.deepcopy(base)
-    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
-    ids = torch.randint(1, 64, (4, 8))
-    with roundpipe.compile(model, devices=DEVICES) as pipe:
-        trained(pipe, ids, steps=3)
-        pipe.eval()
-        with torch.no_grad():
-            expected = pipe(input_ids=ids, use_cache=False).logits
-            assert not torch.allclose(expected, plain(input_ids=ids).logits, atol=1e-4)
-        assert pipe.peft_config is model.peft_config
-        assert pipe.get_nb_trainable_parameters() == model.get_nb_trainable_parameters()
-        generated = pipe.generate(input_ids=ids[:1], max_new_tokens=2, do_sample=False)
-        assert generated.shape == (1, 10)
-    merged = model.merge_and_unload()
-    assert not any("lora_" in name for name, _ in merged.named_parameters())
-    with torch.no_grad():
-        torch.testing.assert_close(merged.eval()(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)

@@ -46,7 +46,7 @@ torch_pytree.register_pytree_node(
     Registered,
     lambda value: ([value.left, value.right], value.tag),
     lambda parts, tag: Registered(*parts, tag),
-    serialized_type_name="tests.test_structure.Registered",
+    serialized_type_name="tests.core.test_trees.Registered",
 )
 
 
