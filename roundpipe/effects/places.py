@@ -79,20 +79,16 @@ class Place:
     """Whether only hooks reach it: what those write down is not the forward's own."""
 
     def now(self) -> Any:
-        """What it holds now."""
         return self.view.read(self.owner, self.key)
 
     def is_changed(self) -> bool:
-        """Whether it holds something else now."""
         return not same_contents(self.held, self.now())
 
     def restore(self) -> None:
-        """Puts back what it held."""
         self.view.write(self.owner, self.key, self.held)
 
     @property
     def kind(self) -> str:
-        """That of its view."""
         return self.view.kind
 
     @property
@@ -175,12 +171,7 @@ NAMES = View("names", names_of_class, _remove_names)
 
 
 def view_of(value: Any, max_bytes: int = MAX_ARRAY_BYTES) -> View | None:
-    """How to look at an object; None if its attributes tell, or nothing does.
-
-    Args:
-        value: any object.
-        max_bytes: of an array; a larger one is taken for a table that no forward changes.
-    """
+    """How to look at an object; None if its attributes tell, nothing does, or it is a larger array: a table, not state."""
     if isinstance(value, random.Random):
         return None if isinstance(value, random.SystemRandom) else _PYTHON_RANDOM
     if isinstance(value, bytearray):

@@ -188,11 +188,7 @@ def differentiates_gradients(module: nn.Module) -> bool:
 
 
 class FirstCall:
-    """A part's module before its first call: attributes, buffers, and whatever Python its code reaches.
-
-    Args:
-        module: the user's.
-    """
+    """A part's module before its first call: attributes, buffers, and whatever Python its code reaches."""
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = ModuleSnapshot(module.modules())
@@ -231,7 +227,6 @@ class FirstCall:
         return "a random generator of its own" if self._python.restore_generators() else None
 
     def restore(self) -> None:
-        """Makes everything again what it was."""
         self._modules.restore()
         with torch.no_grad():
             for buffer, before in (*self._buffers, *((buffer, before) for buffer, before, _ in self._hidden)):

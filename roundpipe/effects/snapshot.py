@@ -32,11 +32,7 @@ _SYMBOLIC = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class WeightSnapshot:
-    """The parameters of a module.
-
-    Args:
-        module: whose, and those below it.
-    """
+    """The parameters of a module and those below it."""
 
     __slots__ = ("_module", "_weights")
 
@@ -80,8 +76,6 @@ class AttributeChange(NamedTuple):
 
 
 class _Record:
-    """One module of a snapshot."""
-
     __slots__ = ("attributes", "buffers", "parameters", "position", "training")
 
     def __init__(self, module: nn.Module, position: int) -> None:
@@ -93,11 +87,7 @@ class _Record:
 
 
 class ModuleSnapshot:
-    """What modules hold themselves; their parameters and buffers by identity, and buffers by version, too.
-
-    Args:
-        modules: all of them, such as ``model.modules()``.
-    """
+    """What modules hold themselves; their parameters and buffers by identity, and buffers by version, too."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._records = {module: _Record(module, position) for position, module in enumerate(modules)}
@@ -117,11 +107,7 @@ class ModuleSnapshot:
         self._versions = [(buffer, _version_of(buffer)) for buffer in buffers]
 
     def diff(self, modules: Iterable[nn.Module] | None = None) -> list[AttributeChange]:
-        """Attributes that were set to something else; those of torch that hold what is registered are left out.
-
-        Args:
-            modules: only of these; None: of all.
-        """
+        """Attributes of these modules (of all) that were set to something else, but for `REGISTERED`."""
         changes = []
         for module in self._records if modules is None else modules:
             if (record := self._records.get(module)) is None:
@@ -134,13 +120,11 @@ class ModuleSnapshot:
         return changes
 
     def accept_attributes(self, modules: Iterable[nn.Module]) -> None:
-        """Takes what attributes of modules hold now for what they held."""
         for module in modules:
             if (record := self._records.get(module)) is not None:
                 record.attributes.update(module.__dict__)
 
     def accept_buffers(self, modules: Iterable[nn.Module]) -> None:
-        """Takes the buffers that modules have now for those that they had."""
         for module in modules:
             if (record := self._records.get(module)) is not None:
                 record.buffers = dict(module._buffers)
@@ -154,11 +138,7 @@ class ModuleSnapshot:
         )
 
     def changed_container(self, restore: bool = False) -> tuple[str, Any] | None:
-        """Name and value of an attribute whose list or dict holds something else.
-
-        Args:
-            restore: makes this, and all others, again what they were.
-        """
+        """Name and value of the first attribute whose list or dict holds something else; all such can be put back."""
         changed = [
             (name, value, before) for name, value, before in self._containers if not same_contents(before, value)
         ]
@@ -172,7 +152,6 @@ class ModuleSnapshot:
         return next(draws, None)
 
     def buffers_written(self) -> bool:
-        """Whether a buffer was written or replaced."""
         return any(_version_of(buffer) != version for buffer, version in self._versions) or any(
             module._buffers.get(name) is not buffer
             for module, record in self._records.items()
@@ -192,7 +171,6 @@ class ModuleSnapshot:
         return None
 
     def changed_mode(self) -> nn.Module | None:
-        """A module that is in another mode of training."""
         return next(
             (module for module, record in self._records.items() if module.training is not record.training), None
         )
@@ -266,14 +244,12 @@ class PythonSnapshot:
         self.reach = reach_of(modules, limits, with_hidden, known)
 
     def diff(self) -> Iterator[Place]:
-        """The places that hold something else now."""
         return (place for place in self.reach.places if place.is_changed())
 
     def side_effects(self, expected: PlaceValues | None = None) -> list[str]:
         """What the modules' own code has changed, in words; tensors that a dict got don't count.
 
-        Args:
-            expected: what places may hold as well, as a forward leaves them; draws are then not told.
+        Neither do draws, or places that hold what is ``expected`` there, if that is given.
         """
         changed = (place for place in self.diff() if not place.by_hooks and not place.gained_tensors_only())
         if expected is not None:
@@ -285,7 +261,6 @@ class PythonSnapshot:
         return list(dict.fromkeys(place.words for place in self.diff() if place.kind == "random"))
 
     def changed_values(self) -> PlaceValues:
-        """What the changed places hold now."""
         return {
             place.identity: contents(now) if isinstance(now, dict) else copy.copy(now)
             for place in self.diff()
@@ -350,8 +325,7 @@ def python_restored(model: nn.Module) -> Iterator[None]:
 class QuickComparison:
     """Tells cheaply whether places hold the same objects as when this was made; too careful rather than too bold.
 
-    Args:
-        all_places: random generators among them are not looked at.
+    Random generators among them are not looked at.
     """
 
     def __init__(self, all_places: Iterable[Place]) -> None:
@@ -368,7 +342,6 @@ class QuickComparison:
         self._others = [place for kind in ("cell", "array", "slots") for place in by_kind.get(kind, [])]
 
     def is_same(self) -> bool:
-        """Whether all hold the same objects."""
         return (
             all(list(map(id, dict.values(owner))) == held for owner, held in self._dicts)
             and all(list(map(id, owner)) == held for owner, held in self._lists)

@@ -172,12 +172,7 @@ def uses_of_functions(codes: Iterable[types.CodeType], kinds: Iterable[type]) ->
 
 
 class Readers:
-    """Tells which attributes of a module some other code reads, by their names.
-
-    Args:
-        kinds: classes of modules.
-        functions: other code.
-    """
+    """Tells which attributes of a module some other code, classes of modules and functions, reads by their names."""
 
     def __init__(self, kinds: Iterable[type], functions: Iterable[types.CodeType]) -> None:
         self._kinds = set(kinds)

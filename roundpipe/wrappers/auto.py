@@ -17,7 +17,6 @@ from roundpipe.core.modes import autocast_as_on_accelerator
 from roundpipe.reports.partition_table import partition_table
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, microbatch_count, resolve
 from roundpipe.runtime.engine.builder import sum_losses
-from roundpipe.runtime.engine.step import LossFunction
 from roundpipe.runtime.microbatch.division import batch_size
 from roundpipe.runtime.microbatch.merge import merge
 from roundpipe.runtime.microbatch.split import split
@@ -28,7 +27,7 @@ from roundpipe.wrappers.module_layers import chain_of_modules
 from roundpipe.wrappers.part import IN_ONE_PIECE, CallOptions, Part, overlaid
 from roundpipe.wrappers.pipe import RoundPipe
 from roundpipe.wrappers.run_log import RunLog
-from roundpipe.wrappers.session import Program, Session
+from roundpipe.wrappers.session import Program, Session, TrainingCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +44,11 @@ class Parts:
 
     @classmethod
     def whole(cls, model: nn.Module, *, splits_inside: bool) -> Parts:
-        """The model as its own only part."""
         return cls({model: RoundPipeRunConfig()}, splits_inside=splits_inside)
 
 
 class HostRunner:
-    """Runs a model's own forward on the CPU, and parts of it on the devices.
-
-    Args:
-        session: of the model.
-        parts: what of the model runs on the devices.
-        config: defaults for every call.
-        log: told of every call; None: somebody else tells of them.
-    """
+    """Runs a model's own forward on the CPU, and parts of it on the devices; ``log`` is None if its owner has one."""
 
     trace_count = 0
 
@@ -80,7 +71,7 @@ class HostRunner:
         self.tree.attach_loss_functions(session, self.options)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: RoundPipeRunConfig) -> Any:
-        """See `RoundPipe.forward`. ``split_input`` and ``merge_output`` are of the whole model's inputs and outputs."""
+        """``split_input`` and ``merge_output`` are of the whole model's inputs and outputs."""
         config = self._begin(options)
         with torch.set_grad_enabled(config.requires_grad):
             if self.parts.splits_inside and config.split_input is None and config.merge_output is True:
@@ -97,24 +88,16 @@ class HostRunner:
         self._note_call(args, kwargs, config)
         return outputs
 
-    def forward_backward(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        label: Any,
-        loss_fn: LossFunction,
-        return_outputs: bool,
-        options: RoundPipeRunConfig,
-    ) -> Any:
-        """See `RoundPipe.forward_backward`; warns once that nothing overlaps between layers."""
+    def forward_backward(self, training: TrainingCall) -> Any:
+        args, kwargs = training.args, training.kwargs
         if not self._warned:
             self._warned = True
             warn(
                 "forward_backward of an AutoRoundPipe runs the model microbatch by microbatch: "
                 "nothing overlaps between layers"
             )
-        config = self._begin(options)
-        pieces = split(args, kwargs, label, config)
+        config = self._begin(training.options)
+        pieces = split(args, kwargs, training.label, config)
         device = self.session.engine.backends[0].device
         losses: list[Any] = []
         outputs: list[Any] = []
@@ -134,19 +117,19 @@ class HostRunner:
         with torch.enable_grad():
             for *piece, events in zip(pieces.args, pieces.kwargs, pieces.labels, pieces.events, strict=True):
                 piece_args, piece_kwargs, target = trees.map_tensors(tuple(piece), cut_off)
-                output = self._run_piece(piece_args, piece_kwargs, events, options, own)
+                output = self._run_piece(piece_args, piece_kwargs, events, training.options, own)
                 output, target = trees.map_tensors((output, target), lambda tensor: tensor.to(device))
                 with microbatch_count(pieces.num_microbatches):
-                    loss = loss_fn(output, target)
+                    loss = training.loss_fn(output, target)
                 torch.autograd.backward(loss)
                 losses.append(trees.map_tensors(loss, lambda tensor: tensor.detach().cpu()))
-                if return_outputs:
+                if training.return_outputs:
                     outputs.append(trees.map_tensors(output, lambda tensor: tensor.detach().to(config.output_device)))
         flow_back([tensor for tensor, _ in leaves], [leaf.grad for _, leaf in leaves])
         self.session.optimizer.raise_pending()
         self._note_call(args, kwargs, config)
         total = sum_losses(losses)
-        return (total, merge(outputs, config)) if return_outputs else total
+        return (total, merge(outputs, config)) if training.return_outputs else total
 
     def _begin(self, call: RoundPipeRunConfig) -> ResolvedConfig:
         """The options of a call that runs the tree; returns when the weights may be read on the host."""
@@ -168,7 +151,7 @@ class HostRunner:
         call: RoundPipeRunConfig,
         own: tuple[Any, Any] | None,
     ) -> Any:
-        """One microbatch of the whole; the parts split it no further. ``own``: the caller's, if it is the only one."""
+        """One microbatch of the whole; the parts split it no further. ``own``: see `_hand_back`."""
         for event in events:
             event.synchronize()
         return self._run_tree(args, kwargs, call, IN_ONE_PIECE, own)
@@ -188,7 +171,7 @@ class HostRunner:
             recompute_grain=both.recompute_grain,
             preserve_rng_state=both.preserve_rng_state,
         )
-        copies = trees.map_tensors((args, kwargs), _to_host)
+        copies = trees.map_tensors((args, kwargs), lambda tensor: tensor if tensor.is_meta else tensor.to("cpu"))
         before = dict(trees.walk(copies))
         with autocast_as_on_accelerator():
             output = self.tree.run(*copies)
@@ -198,14 +181,10 @@ class HostRunner:
     def _hand_back(self, before: dict[trees.Path, Any], copies: Any, own: tuple[Any, Any] | None, output: Any) -> None:
         """Put what the forward put into its arguments, which are copies, into the caller's own.
 
-        Args:
-            before: what the copies held before.
-            copies: the arguments that the forward got.
-            own: the caller's arguments; None: they are of several microbatches, and what each puts there is lost.
-            output: an argument that is returned is looked at there.
+        Without ``own``, the copies are of one microbatch of several, and what each puts there is lost.
         """
         for path in trees.gained(before, dict(trees.walk(copies))):
-            if trees.holds_any(output, trees.above(copies, path, 2)):
+            if trees.holds_any(output, trees.above(copies, path, 2)):  # the caller gets it there
                 continue
             if own is not None:
                 trees.put(own, copies, path)
@@ -221,7 +200,6 @@ class HostRunner:
         """Nothing: there is no plan for the whole."""
 
     def partition_table(self) -> str:
-        """The parts that run on the devices, as a table."""
         if self.model in self.parts.on_devices:
             return self.tree.parts[0].runner.partition_table()
         parts = [(part.name, part.module) for part in self.tree.parts]
@@ -263,10 +241,5 @@ class AutoRoundPipe(RoundPipe):
 
 
 def _followed_in_lists(model: nn.Module) -> set[nn.Module]:
-    """The elements of lists of modules, but for the last of each."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return {element for elements in lists for element in list(elements)[:-1]}
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.is_meta else tensor.to("cpu")

@@ -22,8 +22,6 @@ from roundpipe.core.layers import is_differentiable
 
 ForwardRun = Callable[[], tuple[torch.Tensor, ...]]
 BackwardRun = Callable[[Sequence[torch.Tensor | None], bool], Sequence[torch.Tensor | None]]
-
-
 Read = Sequence[tuple[str, torch.Tensor, Callable[[], torch.Tensor | None] | None]]
 """Names and tensors, and what gives the tensor that the model holds in their place by now."""
 
@@ -66,18 +64,16 @@ class _Pipeline(torch.autograd.Function):
                 "before step and synchronize, which bring new weights), or change a copy (x = x + y, not x += y)"
             )
         ctx.read = []
-        accumulates = _is_executed(torch.autograd.graph.get_gradient_edge(ctx.anchor).node)
+        anchor = torch.autograd.graph.get_gradient_edge(ctx.anchor).node
+        accumulates = bool(
+            torch._C._will_engine_execute_node(anchor)
+        )  # not if only other leaves' gradients are asked for
         return (None, None, None, None, *run(gradients, accumulates))
 
 
 def _is_replaced(tensor: torch.Tensor, current: Callable[[], torch.Tensor | None] | None) -> bool:
     now = None if current is None else current()
     return now is not None and now is not tensor
-
-
-def _is_executed(node: Any) -> bool:
-    """Whether the running backward goes on to a node; False if only gradients of other leaves were asked for."""
-    return bool(torch._C._will_engine_execute_node(node))
 
 
 def join(
@@ -93,5 +89,4 @@ def join(
         inputs: tensors of the arguments that gradients flow to.
     """
     anchor = torch.empty(0, requires_grad=True)  # also makes the node require grad
-    result = _Pipeline.apply(outputs, backward, read, anchor, *inputs)
-    return tuple(result)
+    return tuple(_Pipeline.apply(outputs, backward, read, anchor, *inputs))

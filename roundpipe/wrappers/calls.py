@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,14 +25,13 @@ from roundpipe.reports.partition_table import partition_table
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, resolve
 from roundpipe.runtime.engine.builder import StepBuilder, sum_losses
 from roundpipe.runtime.engine.call import Call
-from roundpipe.runtime.engine.step import LossFunction
 from roundpipe.runtime.microbatch.division import batch_size
 from roundpipe.runtime.microbatch.merge import merge
 from roundpipe.runtime.microbatch.split import Split, split
 from roundpipe.wrappers.forward_call import run_forward
 from roundpipe.wrappers.model_view import ModelView
 from roundpipe.wrappers.run_log import LatestStep, RunLog
-from roundpipe.wrappers.session import Program, Runner, Session
+from roundpipe.wrappers.session import Program, Runner, Session, TrainingCall
 
 
 class ChainRunner:
@@ -42,7 +41,7 @@ class ChainRunner:
         session: has the workers.
         model: whose calls they are: the session's, or a module of it.
         source: has the chains.
-        name: of the model, for messages.
+        name: for messages.
         config: defaults for every call.
         log: told of every call; None: a part's calls are its whole's.
         make_fallback: makes what runs the calls for which the source has no chain.
@@ -71,11 +70,9 @@ class ChainRunner:
 
     @property
     def trace_count(self) -> int:
-        """How many times the model was traced."""
         return self.source.trace_count
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: RoundPipeRunConfig) -> Any:
-        """See `RoundPipe.forward`."""
         config = self._resolve(options)
         self.session.begin_call(adds_gradients=config.requires_grad)
         calls, pieces = self._calls(args, kwargs, None, config)
@@ -89,26 +86,19 @@ class ChainRunner:
         self._note_call(args, kwargs, config)
         return result
 
-    def forward_backward(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        label: Any,
-        loss_fn: LossFunction,
-        return_outputs: bool,
-        options: RoundPipeRunConfig,
-    ) -> Any:
-        """See `RoundPipe.forward_backward`."""
+    def forward_backward(self, training: TrainingCall) -> Any:
+        args, kwargs, options = training.args, training.kwargs, training.options
         session = self.session
         session.begin_call()
         config = self._resolve(options)
-        calls, pieces = self._calls(args, kwargs, label, config)
+        calls, pieces = self._calls(args, kwargs, training.label, config)
         if calls is None:
-            options = options if pieces is None else pieces.replay_options(options, config)
-            result = self._fall_back().forward_backward(args, kwargs, label, loss_fn, return_outputs, options)
+            if pieces is not None:
+                training = replace(training, options=pieces.replay_options(options, config))
+            result = self._fall_back().forward_backward(training)
             self._note_call(args, kwargs, config)
             return result
-        alone = session.optimizer.is_async and self._reads_weights(loss_fn)
+        alone = session.optimizer.is_async and self._reads_weights(training.loss_fn)
         if alone:
             for gate in (session.gates.weights, session.gates.gradients):
                 gate.wait(self.model.parameters(), f"a loss_fn that reads weights of {self.name}")
@@ -118,7 +108,9 @@ class ChainRunner:
         gradients: list[torch.Tensor | None] = []
         for call in calls:
             may_overlap = session.optimizer.is_async and not alone
-            spec, values = self.builder.train_step(call, loss_fn, return_outputs, may_overlap=may_overlap)
+            spec, values = self.builder.train_step(
+                call, training.loss_fn, training.return_outputs, may_overlap=may_overlap
+            )
             if self.log is not None:
                 self.log.latest = LatestStep(
                     spec.schedule,
@@ -141,14 +133,12 @@ class ChainRunner:
         session.optimizer.raise_pending()
         total = sum_losses(losses)
         self._note_call(args, kwargs, config)
-        return (total, merge(outputs, config)) if return_outputs else total
+        return (total, merge(outputs, config)) if training.return_outputs else total
 
     def update_begun(self) -> None:
-        """The optimizer was given an update: measured times may change plans."""
         self.builder.plans.update_begun()
 
     def partition_table(self) -> str:
-        """The layers and the stages as a table: those of the latest call, else those of a call like the example."""
         chain = self.last_chain or self.source.latest
         if chain is None and self.fallback is not None:
             return self.fallback.partition_table()
@@ -176,9 +166,9 @@ class ChainRunner:
     def _calls(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], label: Any, config: ResolvedConfig
     ) -> tuple[list[Call] | None, Split | None]:
-        """The microbatches, grouped where neighbours share a chain; None if one of them has no chain.
+        """The microbatches, grouped where neighbours share a chain, and the pieces of the split, if there was one.
 
-        Beside them the pieces that they were made of, if the call was split.
+        None for the first if a microbatch has no chain.
         """
         if self.fallback is not None and self.source.latest is None:
             return None, None  # there never was one

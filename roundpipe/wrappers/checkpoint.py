@@ -22,8 +22,7 @@ import logging
 import operator
 import os
 import re
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -36,6 +35,8 @@ from roundpipe.core.random_state import portable_random_state, restore_random_st
 from roundpipe.runtime.weights.master_weights import ParameterPair
 from roundpipe.wrappers import checkpoint_files as files
 from roundpipe.wrappers import checkpoint_state as portable
+from roundpipe.wrappers.model_view import ModelView
+from roundpipe.wrappers.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -53,68 +54,14 @@ class Checkpoint:
     """As given to the save; numpy scalars have become Python numbers."""
 
 
+_OBJECTS = ("optimizer", "scheduler", "scaler")
+
+
 @runtime_checkable
 class _Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: Any) -> Any: ...
-
-
-class _Model(Protocol):
-    """The wrapper, as far as it is needed here."""
-
-    def synchronize(self) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: Any) -> Any: ...
-
-    def optim_parameters(self) -> Iterator[nn.Parameter]: ...
-
-    def zero_grad(self) -> None: ...
-
-
-# Saving
-
-
-class BackgroundWriter:
-    """The one write of a model that may be under way in a thread of its own.
-
-    ``_error`` is set by the thread before it ends and read after the thread was seen to have ended. The thread is
-    not a daemon: the interpreter does not exit in the middle of a checkpoint.
-    """
-
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    def start(self, write: Callable[[], None], name: str) -> None:
-        """Run ``write`` in a thread; `wait` comes before the next one."""
-        assert self._thread is None
-
-        def run() -> None:
-            try:
-                write()
-            except BaseException as error:  # raised again in the training thread
-                logger.error("the checkpoint %s was not written: %s", name, error)
-                self._error = error
-
-        self._thread = threading.Thread(target=run, name="roundpipe-checkpoint")
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Return when nothing is being written; raise, once, what the last write raised."""
-        if self._thread is not None:
-            self._thread.join()
-            self.raise_pending()
-
-    def raise_pending(self) -> None:
-        """Raise, once, what the last write raised, if it is over; does not wait."""
-        if self._thread is not None and not self._thread.is_alive():
-            self._thread = None
-            error, self._error = self._error, None
-            if error is not None:
-                raise error
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,36 +85,29 @@ class _Snapshot:
 
 
 def save(
-    model: _Model,
-    target: nn.Module,
-    pairs: Sequence[ParameterPair],
-    writer: BackgroundWriter,
+    model: ModelView,
+    session: Session,
     dir: str | os.PathLike[str],
-    *,
-    optimizer: torch.optim.Optimizer | None,
-    scheduler: _Stateful | None,
-    scaler: _Stateful | None,
+    objects: Mapping[str, Any],
     step: int | None,
     extra: Any,
     is_async: bool,
 ) -> None:
-    """See `RoundPipe.save_checkpoint`; ``target`` is the model behind the wrapper, ``pairs`` its parameters."""
+    """See `RoundPipe.save_checkpoint`; ``objects`` are the optimizer, the scheduler and the scaler by name."""
+    target, pairs = session.shown, session.optimizer.parameter_pairs()
     if step is not None:
         try:
             step = operator.index(step)
         except TypeError:
             raise ConfigError(f"step is {step!r}; give an int, or None") from None
-    _check_stateful(optimizer, scheduler, scaler)
-    files.safetensors_library()
-    writer.wait()
-    model.synchronize()
-    folder = _absolute(dir)
+    folder = _begin(session, dir, objects)
     files.check_replaceable(folder)
     weights = model.state_dict()
     tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
     for name, tensor in tensors.items():
         files.check_storable(name, tensor)
     tensors, aliases = _once_each(tensors, target)
+    optimizer, scheduler, scaler = (objects[name] for name in _OBJECTS)
     parts: dict[str, Any] = {
         "optimizer": None if optimizer is None else portable.by_name(optimizer, portable.names_of_copies(pairs)),
         "optimizer_class": type(optimizer).__qualname__,
@@ -185,13 +125,23 @@ def save(
         tensors = {name: portable.copied(tensor) for name, tensor in tensors.items()}
     snapshot = _Snapshot(tensors, aliases, state, _configs(target))
     if is_async:
-        writer.start(lambda: snapshot.write(folder), str(folder))
+        session.writer.start(lambda: snapshot.write(folder), str(folder))
     else:
         snapshot.write(folder)
 
 
-def _absolute(dir: str | os.PathLike[str]) -> Path:
-    """The folder itself: a link to it stays a link when the folder is replaced."""
+def _begin(session: Session, dir: str | os.PathLike[str], objects: Mapping[str, Any]) -> Path:
+    """Wait for what is running; the folder itself: a link to it stays a link when the folder is replaced."""
+    for name, value in objects.items():
+        if name == "optimizer" and not isinstance(value, torch.optim.Optimizer | None):
+            raise ConfigError(f"optimizer is {type(value).__name__}; give a torch.optim.Optimizer, or None")
+        if value is not None and not isinstance(value, _Stateful):
+            raise ConfigError(
+                f"{name} is {type(value).__name__}, which has no state_dict and load_state_dict; give one that has them"
+            )
+    files.safetensors_library()
+    session.writer.wait()
+    session.optimizer.synchronize()
     if not isinstance(dir, str | os.PathLike) or not os.fspath(dir):
         raise ConfigError(f"dir is {dir!r}; give the path of a folder")
     return Path(os.path.realpath(dir))
@@ -216,7 +166,6 @@ def _once_each(
 
 
 def _groups(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """Names, those of the same memory together."""
     groups: dict[Any, list[str]] = {}
     for name, tensor in tensors.items():
         memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -249,23 +198,11 @@ def _configs(target: nn.Module) -> list[Any]:
 
 
 def load(
-    model: _Model,
-    pairs: Sequence[ParameterPair],
-    writer: BackgroundWriter,
-    dir: str | os.PathLike[str],
-    *,
-    optimizer: torch.optim.Optimizer | None,
-    scheduler: _Stateful | None,
-    scaler: _Stateful | None,
-    weights_only: bool,
+    model: ModelView, session: Session, dir: str | os.PathLike[str], objects: Mapping[str, Any], weights_only: bool
 ) -> Checkpoint:
-    """See `RoundPipe.load_checkpoint`; everything is checked before anything is changed."""
-    _check_stateful(optimizer, scheduler, scaler)
-    files.safetensors_library()
-    writer.wait()
-    model.synchronize()
-    folder = _absolute(dir)
-    objects: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    """See `RoundPipe.load_checkpoint` and `save`; everything is checked before anything is changed."""
+    pairs = session.optimizer.parameter_pairs()
+    folder = _begin(session, dir, objects)
     objects = {name: value for name, value in objects.items() if value is not None}
     if weights_only and objects:
         raise ConfigError(f"weights_only=True does not restore {', '.join(objects)}; leave it out")
@@ -276,13 +213,14 @@ def load(
     if not weights_only:
         _check_parts(objects, state, folder)
     values = _fit(model.state_dict(), {**weights, **state["module_state"]}, aliases, folder)
+    optimizer = objects.get("optimizer")
     if optimizer is not None:
         _check_class(optimizer, state["optimizer_class"], folder)
         names = portable.names_of_copies(pairs)
         state["optimizer"] = portable.by_index(state["optimizer"], optimizer, names, folder)
     masters = state["optimizer_weights"]
     if masters and not weights_only:
-        list(model.optim_parameters())  # makes the copies that are missing
+        list(session.optimizer.optim_named_parameters())  # makes the copies that are missing
         _check_masters(masters, pairs, folder)
 
     model.load_state_dict(values)
@@ -318,7 +256,7 @@ def _read_state(folder: Path, weights_only: bool) -> dict[str, Any]:
 
 
 def _check_parts(objects: Mapping[str, Any], state: Mapping[str, Any], folder: Path) -> None:
-    for name in ("optimizer", "scheduler", "scaler"):
+    for name in _OBJECTS:
         if name in objects and state[name] is None:
             raise ConfigError(f"{name}= was given, and the checkpoint at {folder} was saved without one; leave it out")
         if name not in objects and state[name] is not None:
@@ -362,26 +300,12 @@ def _check_masters(masters: Mapping[str, torch.Tensor], pairs: Sequence[Paramete
     )
 
 
-def _check_stateful(optimizer: Any, scheduler: Any, scaler: Any) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer | None):
-        raise ConfigError(f"optimizer is {type(optimizer).__name__}; give a torch.optim.Optimizer, or None")
-    for name, value in (("scheduler", scheduler), ("scaler", scaler)):
-        if value is not None and not isinstance(value, _Stateful):
-            raise ConfigError(
-                f"{name} is {type(value).__name__}, which has no state_dict and load_state_dict; give one that has them"
-            )
-
-
 def _check_class(optimizer: torch.optim.Optimizer, saved: str, folder: Path) -> None:
     """Another class may read the state, as a subclass does; most others fail at their next step."""
     own = type(optimizer).__qualname__
     if own != saved:
-        logger.warning(
-            "the checkpoint at %s has the state of an optimizer %s, and is loaded into one of class %s",
-            folder,
-            saved,
-            own,
-        )
+        message = "the checkpoint at %s has the state of an optimizer %s, and is loaded into one of class %s"
+        logger.warning(message, folder, saved, own)
 
 
 @torch.no_grad()

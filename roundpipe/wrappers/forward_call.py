@@ -43,15 +43,7 @@ class DeferredBackward:
     """By microbatch and name, the tensors in the values of these outputs."""
 
     def run(self, gradients: Sequence[torch.Tensor | None], accumulates: bool) -> list[torch.Tensor | None]:
-        """Run it.
-
-        Args:
-            gradients: one per place.
-            accumulates: whether gradients of parameters are to be added to their ``.grad``.
-
-        Returns:
-            gradients of the arguments that require grad.
-        """
+        """Gradients of the arguments, from one per place; ``accumulates``: those of parameters go to ``.grad``."""
         forward = self.forward
         incoming: HostGradients = [{} for _ in forward.values]
         for (m, name, position), gradient in zip(self.places, gradients, strict=True):

@@ -134,12 +134,7 @@ class HostTree(Replica):
 
 
 def _pointing(value: Any, modules: Mapping[int, nn.Module]) -> Any:
-    """A value with other modules in it.
-
-    Args:
-        value: any.
-        modules: by identity of those to replace.
-    """
+    """A value with other modules in it, by the identity of those that they replace."""
     if isinstance(value, nn.Module):
         return modules.get(id(value), value)
     if isinstance(value, types.MethodType):

@@ -28,7 +28,8 @@ class LazyBatch(torch.Tensor):
     """A batch that still is in pieces; made by `merge_lazily`."""
 
     _pieces: list[torch.Tensor]
-    _events: list[Any]
+    events: list[Any]
+    """End of the transfer of each piece."""
     _whole: torch.Tensor | None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -43,7 +44,7 @@ class LazyBatch(torch.Tensor):
         tensor: LazyBatch = torch.Tensor._make_wrapper_subclass(
             LazyBatch, form.shape, form.stride(), dtype=first.dtype, device=first.device
         )
-        tensor._pieces, tensor._events = [piece.detach() for piece in pieces], list(events)
+        tensor._pieces, tensor.events = [piece.detach() for piece in pieces], list(events)
         tensor._whole = None
         return tensor
 
@@ -56,15 +57,10 @@ class LazyBatch(torch.Tensor):
         """What it consists of, without gradients; see ``events`` for when they may be read."""
         return [piece.detach() for piece in self._pieces]
 
-    @property
-    def events(self) -> list[Any]:
-        """End of the transfer of each piece."""
-        return self._events
-
     def whole(self) -> torch.Tensor:
         """The data of all, without gradients."""
         if self._whole is None:
-            packed = RoundPipePackedData(self._pieces, self._events)
+            packed = RoundPipePackedData(self._pieces, self.events)
             packed.synchronize()
             with torch.no_grad(), torch.inference_mode(False):
                 self._whole = torch.cat(self._pieces)
@@ -91,7 +87,6 @@ class LazyBatch(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """See `torch.Tensor.data`."""
         return self.whole().detach()
 
     @data.setter
@@ -99,22 +94,18 @@ class LazyBatch(torch.Tensor):
         value = _whole_of(value).detach()
         form = LazyBatch.of([value], [None])
         torch.Tensor.data.__set__(self, form)  # type: ignore[attr-defined]  # shape and dtype
-        self._whole, self._pieces, self._events = value, [value], [None]
+        self._whole, self._pieces, self.events = value, [value], [None]
 
     def tolist(self) -> Any:
-        """See `torch.Tensor.tolist`."""
         return self.whole().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """See `torch.Tensor.numpy`."""
         return materialize(self).numpy(force=force)
 
     def data_ptr(self) -> int:
-        """See `torch.Tensor.data_ptr`."""
         return self.whole().data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """See `torch.Tensor.untyped_storage`."""
         return self.whole().untyped_storage()
 
 
@@ -128,8 +119,6 @@ def materialize(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Merge(torch.autograd.Function):
-    """Pieces to a batch."""
-
     @staticmethod
     def forward(ctx: Any, events: Sequence[Any], *pieces: torch.Tensor) -> torch.Tensor:
         ctx.sizes = [len(piece) for piece in pieces]
@@ -144,8 +133,6 @@ class _Merge(torch.autograd.Function):
 
 
 class _Pieces(torch.autograd.Function):
-    """A batch to the pieces that it was made of."""
-
     @staticmethod
     def forward(ctx: Any, batch: LazyBatch) -> tuple[torch.Tensor, ...]:
         return tuple(batch.pieces())
@@ -156,10 +143,7 @@ class _Pieces(torch.autograd.Function):
 
 
 def merge_lazily(value: Any) -> Any:
-    """An output with every packed tensor in it put together, when somebody looks; other packed values at once.
-
-    Args:
-        value: an output as ``merge_output=False`` gives it.
+    """An output of ``merge_output=False``: packed tensors put together when somebody looks, other values at once.
 
     Raises:
         MicrobatchError: the values of the microbatches can't be put together.
@@ -185,22 +169,17 @@ def _are_pieces(values: Sequence[Any]) -> bool:
     """Whether these are tensors that differ in their number of samples at most."""
     first = values[0]
     return all(
-        type(one) is torch.Tensor
-        and one.ndim > 0
-        and (one.dtype, one.device, one.shape[1:]) == (first.dtype, first.device, first.shape[1:])
-        for one in values
+        type(value) is torch.Tensor
+        and value.ndim > 0
+        and (value.dtype, value.device, value.shape[1:]) == (first.dtype, first.device, first.shape[1:])
+        for value in values
     )
 
 
 def repack(value: Any, sizes: list[int] | None) -> Any:
-    """Arguments with the pieces of what is still in pieces of these sizes, and ordinary tensors for the rest.
+    """Arguments with each `LazyBatch` as its pieces if they have these sizes, and as an ordinary tensor if not."""
 
-    Args:
-        value: any structure.
-        sizes: samples of each microbatch; None: no pieces.
-    """
-
-    def replaced(leaf: Any) -> Any:
+    def replacement(leaf: Any) -> Any:
         if not isinstance(leaf, LazyBatch):
             return leaf
         if leaf.sizes != sizes:
@@ -209,7 +188,7 @@ def repack(value: Any, sizes: list[int] | None) -> Any:
 
     if not holds_lazy(value):
         return value
-    return trees.map_leaves(value, replaced)
+    return trees.map_leaves(value, replacement)
 
 
 def holds_lazy(value: Any) -> bool:

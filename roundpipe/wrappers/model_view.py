@@ -18,9 +18,7 @@ from roundpipe.wrappers.session import Session
 
 
 class ModelView(nn.Module):
-    """A module without parameters, buffers or submodules of its own; everything that asks for them is answered by the
-    original model.
-    """
+    """A module without parameters, buffers or submodules of its own: the original model answers for it."""
 
     _session: Session
 
@@ -77,29 +75,23 @@ class ModelView(nn.Module):
         return self._target.named_parameters(prefix, recurse, remove_duplicate)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The model's parameters; inside ``step_fn``, the optimizer's copies."""
         return (parameter for _, parameter in self.named_parameters(recurse=recurse))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """The model's buffers."""
         return self._target.named_buffers(*args, **kwargs)
 
     # `buffers`, `children`, `modules` and `get_buffer` go by these
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """The model's children."""
         return self._target.named_children()
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """The model's modules by name."""
         return self._target.named_modules(*args, **kwargs)
 
     def get_submodule(self, target: str) -> nn.Module:
-        """The model's module of a name that `named_modules` gives."""
         return self._target.get_submodule(target)
 
     def get_parameter(self, target: str) -> nn.Parameter:
-        """The model's parameter of a name that `named_parameters` gives; inside ``step_fn``, the optimizer's copy."""
         named = dict(self.named_parameters(remove_duplicate=False))
         return named[target] if target in named else self._target.get_parameter(target)
 
@@ -136,7 +128,6 @@ class ModelView(nn.Module):
         unexpected_keys += [prefix + key for key in result.unexpected_keys]
 
     def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
-        """Register a buffer with the model."""
         self._target.register_buffer(name, tensor, persistent)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -164,12 +155,10 @@ class ModelView(nn.Module):
         self._session.optimizer.zero_grad(set_to_none)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Switch gradients of all parameters on or off."""
         self._target.requires_grad_(requires_grad)
         return self
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """Apply a function to every module of the model."""
         self._session.engine.refuse_inside("apply()")
         self._session.engine.finish()
         self._target.apply(fn)

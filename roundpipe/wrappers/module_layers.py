@@ -16,7 +16,7 @@ from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import Carry, FixedChain, LayerChain, LayerCost, LayerSpec
 from roundpipe.core.module_tree import Structure, weight_bytes_of
 from roundpipe.effects.places import HOOKS
-from roundpipe.effects.snapshot import AttributeChange, ModuleSnapshot, WeightSnapshot
+from roundpipe.effects.snapshot import ModuleSnapshot, WeightSnapshot
 
 
 class _Writable(torch.autograd.Function):
@@ -46,15 +46,11 @@ class StateWatch:
         """Simple values that a forward set."""
 
     def is_due(self) -> bool:
-        """Whether to look at the next call."""
         self._calls_left -= 1
         return self._calls_left >= 0
 
     def kept_state(self, before: ModuleSnapshot) -> str | None:
-        """What the forward that ran since then keeps for later ones, in words.
-
-        A simple value counts when a forward changes what an earlier one set, as a counter's does.
-        """
+        """What the forward that ran since then keeps for later ones, in words."""
         words = next(self._findings(before), None)
         if words is not None:
             self._calls_left = 0
@@ -74,13 +70,10 @@ class StateWatch:
             if trees.tensors(change.now):
                 yield f"stores tensors in attribute {change.name!r}"
             elif isinstance(change.now, trees.PLAIN):
-                yield from self._changes_again(change)
-
-    def _changes_again(self, change: AttributeChange) -> Iterator[str]:
-        key = change.position, change.name
-        if key in self._values and trees.same(self._values[key], change.before):
-            yield f"changes attribute {change.name!r} from call to call"
-        self._values[key] = change.now
+                key = change.position, change.name
+                if key in self._values and trees.same(self._values[key], change.before):  # as a counter does
+                    yield f"changes attribute {change.name!r} from call to call"
+                self._values[key] = change.now
 
 
 class _ModuleLayer(nn.Module):
@@ -223,12 +216,7 @@ def _warn_of_shared_buffers(children: Sequence[tuple[str, nn.Module]]) -> None:
 
 
 class ModuleSource(FixedChain):
-    """A source for a model that is given as it is: one chain for all arguments, until the model's structure changes.
-
-    Args:
-        model: has the layers.
-        make: makes them.
-    """
+    """One chain, which ``make`` makes of a model, for all arguments, until the model's structure changes."""
 
     def __init__(self, model: nn.Module, make: Callable[[nn.Module], LayerChain]) -> None:
         super().__init__(make(model))

@@ -137,7 +137,6 @@ class Part:
             self.stand_in.take_over()
 
     def _run_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any], config: RoundPipeRunConfig) -> Any:
-        """The module's outputs, with its hooks as where it stands."""
         if self._exit is None or not hooks_run_around(self.module):
             return self._run_or_undo(args, kwargs, config)
 
@@ -203,7 +202,6 @@ class Part:
         return self._exit.restore_same(outputs, arguments) if self._exit is not None and is_merged else outputs
 
     def _leave_devices(self, why: str) -> None:
-        """Run on the host from now on."""
         if self.why_on_host is None:
             self.why_on_host = why
             warn(f"{self.name} runs on the CPU from now on: {why}")
@@ -225,10 +223,6 @@ class StandIn:
 
     It shares the module's parameters, buffers and submodules; other attributes are copied to it when the part begins
     or ends, and back from it.
-
-    Args:
-        module: of the part.
-        part: called in place of the module's forward.
     """
 
     def __init__(self, module: nn.Module, part: Callable[..., Any]) -> None:
@@ -241,7 +235,6 @@ class StandIn:
         self.take_over()
 
     def take_over(self) -> None:
-        """Copy the module's attributes."""
         attributes = self.module.__dict__
         self._seen = {name: value for name, value in self._original.__dict__.items() if name not in _OWN}
         attributes.update(self._seen)
@@ -274,10 +267,7 @@ def _class_of(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _between_hooks(module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a module whose forward is ``run``; attributes that its hooks set are set on the module.
-
-    ``run`` gets a dict of what the hooks in front of it have set, then the arguments.
-    """
+    """Call a module whose forward is ``run``, which gets what the hooks in front of it set on the module, by name."""
     twin = object.__new__(type(module))
 
     def set_by_hooks() -> dict[str, Any]:

@@ -137,7 +137,6 @@ class _Walk:
     """Run their own forward on the CPU, around what was chosen for their children."""
 
     def visit(self, module: nn.Module) -> None:
-        """Choose for a module and what is below it."""
         if module in self.parts or module in self.left or module in self.opened:
             return
         runs_gradients = module is not self.model and module in self.on_host and runs_autograd(module)
@@ -155,7 +154,6 @@ class _Walk:
                 self.visit(child)
 
     def leave_all(self) -> None:
-        """Choose the host for all of a model that makes gradients of gradients."""
         self.opened[self.model] = None
         self.left.update(dict.fromkeys(self.model.children()))
         warn(
@@ -170,7 +168,6 @@ class _Walk:
         return own_bytes >= self.lower_threshold or weight_bytes_of(module) <= self.upper_threshold
 
     def warn_of_unused_options(self) -> None:
-        """Warn of options for modules that are inside a pipeline or around one."""
         names = {module: name for name, module in self.model.named_modules()}
         chosen = {*self.parts, *self.left, *self.opened}
         inside = [name for module, name in names.items() if module not in chosen and module in self.skip]

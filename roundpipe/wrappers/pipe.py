@@ -33,7 +33,7 @@ from roundpipe.wrappers.model_view import ModelView, check_wrappable
 from roundpipe.wrappers.module_layers import ModuleSource, layers_of
 from roundpipe.wrappers.run_log import make_report
 from roundpipe.wrappers.run_report import RunReport
-from roundpipe.wrappers.session import Program, Runner, Session
+from roundpipe.wrappers.session import Program, Runner, Session, TrainingCall
 
 
 class RoundPipe(ModelView):
@@ -150,7 +150,7 @@ class RoundPipe(ModelView):
         self._session.check_callable()
         check_training_call(input_args, input_kwargs, loss_fn)
         return self._runner.forward_backward(
-            tuple(input_args), input_kwargs, label, loss_fn, return_outputs, run_config
+            TrainingCall(tuple(input_args), input_kwargs, label, loss_fn, return_outputs, run_config)
         )
 
     # The optimizer's side
@@ -229,20 +229,8 @@ class RoundPipe(ModelView):
                 safetensors library is missing.
             OSError: no permission, or the disk is full, which may be a `CheckpointError`; nothing is left behind.
         """
-        session = self._session
-        checkpoint.save(
-            self,
-            self._target,
-            session.optimizer.parameter_pairs(),
-            session.writer,
-            dir,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            scaler=scaler,
-            step=step,
-            extra=extra,
-            is_async=is_async,
-        )
+        objects = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+        checkpoint.save(self, self._session, dir, objects, step, extra, is_async)
 
     def load_checkpoint(
         self,
@@ -271,17 +259,8 @@ class RoundPipe(ModelView):
             ConfigError: the model or the optimizer does not fit, or the safetensors library is missing. Whatever
                 is raised, nothing was changed.
         """
-        session = self._session
-        return checkpoint.load(
-            self,
-            session.optimizer.parameter_pairs(),
-            session.writer,
-            dir,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            scaler=scaler,
-            weights_only=weights_only,
-        )
+        objects = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+        return checkpoint.load(self, self._session, dir, objects, weights_only)
 
     # Reports
 
@@ -348,12 +327,7 @@ class RoundPipe(ModelView):
         """
         session = self._session
         return make_report(
-            session.name,
-            session.log,
-            session.engine,
-            session.optimizer,
-            self._target,
-            time.perf_counter(),
+            session.name, session.log, session.engine, session.optimizer, self._target, time.perf_counter()
         )
 
     # Life

@@ -51,7 +51,6 @@ class RunLog:
     """The latest training round."""
 
     def note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_samples: int | None) -> None:
-        """A call was made."""
         self.num_calls += 1
         if num_samples is None or self.num_samples is None:
             self.num_samples = None
@@ -91,16 +90,7 @@ def make_report(
     model: torch.nn.Module,
     now_s: float,
 ) -> RunReport:
-    """Everything since the last report; begins the next one's count.
-
-    Args:
-        name: of the model.
-        log: what calls brought; is reset.
-        engine: its rounds and workers; their counts are reset.
-        optimizer: its steps and copies.
-        model: has the weights.
-        now_s: by ``time.perf_counter``.
-    """
+    """Everything since the last report (``now_s`` is by ``time.perf_counter``); counts begin anew."""
     steps, readings = engine.steps, engine.read_meters()
     meters: Sequence[MeterReading] = readings
     if log.meters_before:

@@ -27,7 +27,7 @@ from roundpipe.runtime.optimizer.loading import LoadWatch
 from roundpipe.runtime.optimizer.optimizer import OptimizerSide
 from roundpipe.runtime.weights.gate import Gates
 from roundpipe.runtime.weights.host_weights import HostWeights, PinMode
-from roundpipe.wrappers.checkpoint import BackgroundWriter
+from roundpipe.wrappers.checkpoint_writer import BackgroundWriter
 from roundpipe.wrappers.run_log import RunLog
 
 
@@ -63,11 +63,7 @@ class Session:
         pin_model: PinMode,
         devices: Sequence[DeviceLike] | DeviceLike | None,
     ) -> Self:
-        """Start the workers; see `RoundPipe` for the options.
-
-        Raises:
-            ConfigError: an option can't be used as given.
-        """
+        """Start the workers; see `RoundPipe` for the options and what is raised."""
         if pin_model not in ("alloc", "register", "off"):
             raise ConfigError(f"pin_model={pin_model!r}; allowed are 'alloc', 'register' and 'off'")
         if optim_dtype is not None and not (isinstance(optim_dtype, torch.dtype) and optim_dtype.is_floating_point):
@@ -96,17 +92,11 @@ class Session:
         return cls(model, model, name, config, settings, engine, host, gates, optimizer, watch)
 
     def check_open(self) -> None:
-        """Raise `ClosedError` if the wrapper was closed."""
         if self.closed:
             raise ClosedError(f"{self.name} was closed; compile the model again to go on")
 
     def check_callable(self) -> None:
-        """Raise if the user can't call the model now.
-
-        Raises:
-            ClosedError: the wrapper was closed.
-            ConfigError: the call comes from inside the model, or while torch caches parametrized weights.
-        """
+        """Raise if the wrapper is closed, torch caches parametrized weights, or the model itself makes the call."""
         self.check_open()
         self.engine.refuse_inside(f"{self.name}(...)")
         if getattr(parametrize, "_cache_enabled", False):
@@ -142,37 +132,32 @@ class Session:
                 self.host.registrar.close()
 
 
+@dataclass(frozen=True, slots=True)
+class TrainingCall:
+    """The arguments of a `RoundPipe.forward_backward`."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    label: Any
+    loss_fn: LossFunction
+    return_outputs: bool
+    options: RoundPipeRunConfig
+
+
 class Runner(Protocol):
-    """Runs the calls of one model."""
+    """Runs the calls of one model; see `RoundPipe` for what its methods do."""
 
     @property
-    def trace_count(self) -> int:
-        """How many times the model was traced."""
-        ...
+    def trace_count(self) -> int: ...
 
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: RoundPipeRunConfig) -> Any:
-        """See `RoundPipe.forward`."""
-        ...
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: RoundPipeRunConfig) -> Any: ...
 
-    def forward_backward(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        label: Any,
-        loss_fn: LossFunction,
-        return_outputs: bool,
-        options: RoundPipeRunConfig,
-    ) -> Any:
-        """See `RoundPipe.forward_backward`."""
-        ...
+    def forward_backward(self, training: TrainingCall) -> Any: ...
 
     def update_begun(self) -> None:
         """The optimizer was given an update."""
-        ...
 
-    def partition_table(self) -> str:
-        """See `RoundPipe.partition_table`."""
-        ...
+    def partition_table(self) -> str: ...
 
 
 class Program:

@@ -54,12 +54,7 @@ class SameTensor:
 
 
 class SharingExit:
-    """The exit of a part that is one module: puts the same tensors at the places of `SameTensor`.
-
-    Args:
-        output: name of the module's output in the carry.
-        arguments: name of its arguments.
-    """
+    """The exit of a part that is one module: puts the same tensors at the places of `SameTensor`."""
 
     def __init__(self, output: str, arguments: str) -> None:
         self._output = output
@@ -72,7 +67,6 @@ class SharingExit:
         return self._output, self._arguments
 
     def begin(self) -> None:
-        """Forget the call before."""
         self._places.clear()
 
     def __call__(self, carry: Carry) -> Any:
@@ -186,7 +180,6 @@ class WatchedModule(nn.Module):
         return not isinstance(now, trees.PLAIN) or self.may_read(change.name)
 
     def may_read(self, name: str) -> bool:
-        """Whether the module's code may read an attribute of a name."""
         return name in self._read or self._reads_any_name
 
     def _with_references(self, result: Any, arguments: list[torch.Tensor]) -> Any:
@@ -212,7 +205,6 @@ class WatchedModule(nn.Module):
 
 
 def _memory(tensors: list[torch.Tensor]) -> set[int]:
-    """Where the memory of tensors begins."""
     dense = (tensor for tensor in tensors if tensor.layout is torch.strided and tensor.numel())
     return {tensor.untyped_storage().data_ptr() for tensor in dense}
 
