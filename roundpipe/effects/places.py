@@ -171,7 +171,7 @@ NAMES = View("names", names_of_class, _remove_names)
 
 
 def view_of(value: Any, max_bytes: int = MAX_ARRAY_BYTES) -> View | None:
-    """How to look at an object; None if its attributes tell, or nothing does, as for a large array (a table, not state)."""
+    """How to look at an object; None: its attributes tell, nothing does, or it is an array too large to be state."""
     if isinstance(value, random.Random):
         return None if isinstance(value, random.SystemRandom) else _PYTHON_RANDOM
     if isinstance(value, bytearray):
