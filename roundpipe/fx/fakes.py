@@ -212,8 +212,8 @@ class FakeWorld:
         """Whether the twin has its fake of a parameter or buffer in place, not what a forward put there."""
         owner, _, attribute = name.rpartition(".")
         module = self.twin.get_submodule(owner)
-        if isinstance(module, torch.jit.ScriptModule):
-            return False  # it is its own twin
+        if isinstance(module, torch.jit.ScriptModule):  # it is its own twin, with the real tensors
+            return getattr(module, attribute) is self.real[name]
         tensors = module._parameters if attribute in module._parameters else module._buffers
         return tensors.get(attribute) is self.fake(name)
 

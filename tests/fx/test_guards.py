@@ -388,3 +388,17 @@ def test_reads_see_earlier_writes_in_place_and_not_later_ones() -> None:
     assert traced.guards.check((), inputs()) is not None
     assert traced.guards.check((), inputs((2, 3))) is not None
     assert eager_difference(traced, inputs((3, 0)), lambda out: out.sum())[0] < 1e-5
+
+
+def test_a_scripted_module_with_weights_is_a_leaf_whose_weights_are_watched() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()))
+    model = nn.Sequential(nn.Linear(8, 8), scripted, nn.Linear(8, 8))
+    traced = trace(model, (torch.randn(4, 8),), {})
+    assert list(traced.opaque) == ["1"] and traced.guards is not None
+    assert traced.guards.check((torch.randn(6, 8),), {}) is None
+    scripted.double()
+    failure = traced.guards.check((torch.randn(6, 8),), {})
+    assert "1.0.weight has dtype torch.float64 now, traced with dtype torch.float32" in str(failure)
+    scripted.float()
+    model.get_submodule("1.1").running_mean = torch.zeros(8, dtype=torch.float64)
+    assert "1.1.running_mean has dtype torch.float64 now" in str(traced.guards.check((torch.randn(6, 8),), {}))

@@ -18,7 +18,7 @@ Invariant: `ModelGuard.change` returns None only if the model's code would find 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,7 +87,8 @@ class ModelGuard:
         places = [name.rpartition(".") for name in weights]
         owners = [(model.get_submodule(path), name) for path, _, name in places]
         self._weights = [(owner, name, getattr(owner, name)) for owner, name in owners]
-        self._child_dicts = [module._modules for module in self._modules]
+        tables = [module._modules for module in self._modules]
+        self._child_dicts = [getattr(table, "_python_modules", table) for table in tables]  # scripted modules' dict
         self._children = list(map(dict, self._child_dicts))
         self._weight_dicts = [module._parameters for module in self._modules]
         self._num_weights = list(map(len, self._weight_dicts))
@@ -151,14 +152,14 @@ class ModelGuard:
         if change is not None:
             return change
         for module, name, tensor in self._weights:
-            if module._buffers.get(name) is not tensor and module._parameters.get(name) is not tensor:
+            if getattr(module, name, None) is not tensor:
                 return f"{type(module).__name__}.{name} is another tensor now"
         return None
 
     def _change_of_structure(self) -> str | None:
         if not all(map(operator.eq, self._child_dicts, self._children)):  # modules are equal by identity
-            pairs = zip(self._modules, self._children, strict=True)
-            kind = next(type(module).__name__ for module, children in pairs if module._modules != children)
+            triples = zip(self._modules, self._child_dicts, self._children, strict=True)
+            kind = next(type(module).__name__ for module, now, before in triples if now != before)
             raise ConfigError(
                 f"submodules of a {kind} were replaced, added or removed since the model was compiled; compile it again"
             )
@@ -221,33 +222,39 @@ class _WeightForms:
         set_anywhere: frozenset[str] = frozenset().union(*(use.sets for use in uses.values()))
         parameters, buffers = [], []
         for path, module in modules.items():
-            use, held = uses[type(module)], module._parameters
-            parameters += [(path, held, name, _LOOSE if name in use.sets else _STRICT) for name in held]
+            use, prefix, get = uses[type(module)], f"{path}." if path else "", _getter(module._parameters)
+            for name in module._parameters.keys():  # without keys(), those of scripted modules can't be iterated
+                parameters.append((prefix + name, get, name, _LOOSE if name in use.sets else _STRICT))
             if "register_buffer" not in use.reads:
-                held = module._buffers
-                buffers += [(path, held, name, _BUFFER) for name in held if name not in set_anywhere]
-        named = [(f"{path}.{name}".lstrip("."), held, name, look) for path, held, name, look in parameters + buffers]
-        self._absent = [(tensors, name) for _, tensors, name, _ in named if tensors[name] is None]
-        self._places = [place for place in named if place[1][place[2]] is not None and place[0] not in replaced]
-        self._forms = [look(tensors[name]) for _, tensors, name, look in self._places]
+                get, names = _getter(module._buffers), module._buffers.keys()
+                buffers += [(prefix + name, get, name, _BUFFER) for name in names if name not in set_anywhere]
+        places = parameters + buffers
+        self._absent = [(get, name) for _, get, name, _ in places if get(name) is None]
+        self._places = [place for place in places if place[1](place[2]) is not None and place[0] not in replaced]
+        self._forms = [look(get(name)) for _, get, name, look in self._places]
 
     def change(self) -> str | None:
         """What is otherwise now, in words."""
-        for tensors, name in self._absent:
-            if tensors.get(name) is not None:
+        for get, name in self._absent:
+            if get(name) is not None:
                 return f"{name}, which was None, is a tensor now"
         try:
-            if [look(tensors.get(name)) for _, tensors, name, look in self._places] == self._forms:
+            if [look(get(name)) for _, get, name, look in self._places] == self._forms:
                 return None
         except AttributeError:  # there is None in a place
             pass
-        for (qualified, tensors, name, look), form in zip(self._places, self._forms, strict=True):
-            if (tensor := tensors.get(name)) is None:
+        for (qualified, get, name, look), form in zip(self._places, self._forms, strict=True):
+            if (tensor := get(name)) is None:
                 return f"{qualified} is None now"
             for before, now in zip(form, look(tensor), strict=True):
                 if now != before:
                     return f"{qualified} has {_form_words(now)} now, traced with {_form_words(before)}"
         return None
+
+
+def _getter(tensors: Any) -> Callable[[str], torch.Tensor | None]:
+    """Looks up a name among a module's parameters or buffers; those of scripted modules have no ``get``."""
+    return tensors.get if isinstance(tensors, dict) else lambda name: tensors[name] if name in tensors else None
 
 
 _STRICT = operator.attrgetter("dtype", "shape", "requires_grad")
