@@ -1,10 +1,8 @@
 """Where the threads of one model wait for each other: one lock, and a list of who waits for what.
 
-Whatever threads wait for (how far a step is, which parameters may be touched, whether an update is done) is changed
-with `Board.lock` held, and followed by `Board.notify`, which wakes those whose condition holds now and nobody else.
-
-Device events are not on the board, since nobody tells when one is done: a thread that needs one waits for the event
-itself, after the board has told it that the event exists. Nothing polls.
+Invariant: whatever threads wait for is changed with `Board.lock` held, and followed by `Board.notify`, which wakes
+those whose condition holds now and nobody else. Nothing polls. Device events are not on the board, since nobody tells
+when one is done: a thread waits for the event itself, once the board has told it that the event exists.
 """
 
 from __future__ import annotations
@@ -49,21 +47,10 @@ class Board:
         timeout_s: float | None = None,
         is_stuck: Callable[[], bool] | None = None,
     ) -> bool:
-        """Return once a condition holds.
+        """Return once a condition holds, or False after ``timeout_s``.
 
-        Args:
-            condition: cheap, and never waits; called with the lock held, in any thread.
-            who: waits, for messages.
-            what: it waits for.
-            timeout_s: how long; None: for ever.
-            is_stuck: asked whenever that time has passed, with the lock held; True ends the wait with an error, False
-                begins it again. None: there is one wait.
-
-        Returns:
-            whether the condition holds.
-
-        Raises:
-            DeadlockError: ``is_stuck`` said so.
+        The condition must be cheap and never wait: it is called with the lock held, in any thread. With ``is_stuck``
+        the wait does not end after that time, but asks it, with the lock held; True raises a `DeadlockError`.
         """
         with self.lock:
             if condition():

@@ -1,12 +1,13 @@
 """Threads that run what they are handed: one thread, one inbox.
 
-Invariant: a worker's thread holds no reference to what it works for between two jobs, so that the
-owner can be garbage collected; its finalizer then closes the inbox and the thread ends. Nothing else ends it: others
-may wait for what is in the inbox.
+Invariant: between two jobs a thread holds no reference to what it works for, so that the owner can be garbage
+collected; its finalizer then closes the inbox and the thread ends. Nothing else ends it: others may wait for what is in
+the inbox.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -18,22 +19,21 @@ from roundpipe.core.errors import ClosedError
 
 logger = logging.getLogger(__name__)
 
+_Inbox = queue.SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]] | None]
+_OnError = weakref.WeakMethod[Callable[[BaseException], None]] | None
+
 
 class TaskThread:
-    """One thread that runs callables in the order given.
+    """One thread that runs callables in the order given; it starts at the first one.
 
-    Callables must not raise; whoever hands one in catches inside it. If one does, the thread goes on with the next.
-    The thread starts at the first one.
-
-    Args:
-        name: of the thread.
-        on_error: a method that is told, in the thread, what a callable raised; held weakly. None: it is logged.
+    Callables must not raise; whoever hands one in catches inside it. If one does, ``on_error``, a method held weakly,
+    is told in the thread, or it is logged; the thread goes on with the next.
     """
 
     def __init__(self, name: str, on_error: Callable[[BaseException], None] | None = None) -> None:
         self.name = name
         self._on_error = None if on_error is None else weakref.WeakMethod(on_error)
-        self._inbox: queue.SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]] | None] = queue.SimpleQueue()
+        self._inbox: _Inbox = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
         self._finalizer = weakref.finalize(self, self._inbox.put, None)
@@ -44,11 +44,7 @@ class TaskThread:
         return self._thread is threading.current_thread()
 
     def submit(self, work: Callable[..., object], *args: Any) -> None:
-        """Run ``work(*args)`` in the thread after all that was submitted before.
-
-        Raises:
-            ClosedError: the worker was closed.
-        """
+        """Run ``work(*args)`` in the thread after all that was submitted before."""
         if self._closed:
             raise ClosedError(f"worker {self.name} is closed")
         if self._thread is None:
@@ -67,10 +63,7 @@ class TaskThread:
             thread.join()
 
 
-def _serve(
-    inbox: queue.SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]] | None],
-    on_error: weakref.WeakMethod[Callable[[BaseException], None]] | None,
-) -> None:
+def _serve(inbox: _Inbox, on_error: _OnError) -> None:
     while True:
         try:
             if (item := inbox.get()) is None:
@@ -82,13 +75,9 @@ def _serve(
             item = None
 
 
-def _tell(error: BaseException, on_error: weakref.WeakMethod[Callable[[BaseException], None]] | None) -> None:
-    """Say that a callable raised, which it must not."""
-    told = None if on_error is None else on_error()
-    try:
-        if told is not None:
-            told(error)
-    except BaseException:
-        told = None
-    if told is None:
-        logger.error("%s: an error that nobody was told of", threading.current_thread().name, exc_info=error)
+def _tell(error: BaseException, on_error: _OnError) -> None:
+    handler = None if on_error is None else on_error()
+    if handler is not None:
+        with contextlib.suppress(BaseException):
+            return handler(error)
+    logger.error("%s: an error that nobody was told of", threading.current_thread().name, exc_info=error)

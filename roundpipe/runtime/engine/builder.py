@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import operator
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from roundpipe.core import trees
-from roundpipe.core.layers import LayerChain, is_differentiable
+from roundpipe.core.layers import LayerChain
 from roundpipe.core.modes import caller_autocast
 from roundpipe.core.schedule import ExecutePlan, Phase, Schedule, ScheduleKind, make_schedule
 from roundpipe.runtime.config import microbatch_count
@@ -34,13 +35,7 @@ from roundpipe.runtime.weights.replica import FrozenLayers
 
 
 class StepBuilder:
-    """Makes the specs of one model's steps.
-
-    Args:
-        engine: its workers' number and budgets decide the plan.
-        host: the weights.
-        optimizer: is told when weights are moved.
-    """
+    """Makes the specs of one model's steps; the optimizer's side is told when weights are moved."""
 
     def __init__(self, engine: Engine, host: HostWeights, optimizer: OptimizerSide) -> None:
         self._engine = engine
@@ -55,21 +50,18 @@ class StepBuilder:
         self.last_plan: ExecutePlan | None = None
         """The plan of the latest step, for the partition table."""
         self._shared: weakref.WeakKeyDictionary[LayerChain, list[frozenset[int]]] = weakref.WeakKeyDictionary()
+        """Per layer of a chain, other layers that have one of its parameters."""
 
     def train_step(
         self, call: Call, loss_fn: LossFunction, return_outputs: bool, *, may_overlap: bool
     ) -> tuple[StepSpec, HostValues]:
         """The step of a ``forward_backward``, and its first carries.
 
-        Args:
-            call: the microbatches.
-            loss_fn: the user's.
-            return_outputs: whether the outputs are wanted too.
-            may_overlap: whether the call may return with the losses, if nothing else speaks against it.
+        With ``may_overlap`` the call returns with the losses, if nothing else speaks against it.
         """
         plan = self.plans.plan(call)
         values = _first_carries(call)
-        inputs = [*_inputs(values), *_label_inputs(call.labels)]
+        inputs = _inputs(values) + _inputs([{LABEL: HostValue(label)} for label in call.labels])
         spec = self._spec(call, plan, "train", values, keeps_history=True, inputs=inputs)
         spec = replace(
             spec,
@@ -97,14 +89,7 @@ class StepBuilder:
         return self._spec(call, plan, "forward", values, keeps_history=with_backward, inputs=inputs, stay=stay), values
 
     def backward_step(self, forward: StepSpec, call: Call, plan: ExecutePlan, frozen: FrozenLayers) -> StepSpec:
-        """The step of the backward of a ``forward``.
-
-        Args:
-            forward: whose values it takes over.
-            call: of the forward.
-            plan: of the forward.
-            frozen: the user's modules as the forward found them.
-        """
+        """The step of the backward of a ``forward``; ``frozen`` are the user's modules as the forward found them."""
         self.last_plan = plan
         schedule = self._schedule(plan, call, "backward")
         chain = call.chain
@@ -133,7 +118,7 @@ class StepBuilder:
         schedule = self._schedule(plan, call, kind)
         draws = config.preserve_rng_state and any(spec.draws_random for spec in chain.specs)
         trainable = [any(p.requires_grad for p in layer.parameters()) for layer in chain]
-        requiring = {name for carry in values for name, value in carry.items() if _requires_grad(value.value)}
+        requiring = {tensor.name for tensor in _inputs(values)}
         return StepSpec(
             chain=chain,
             weights=self._prepare(chain, wants_gradients=keeps_history),
@@ -159,13 +144,12 @@ class StepBuilder:
         )
 
     def _schedule(self, plan: ExecutePlan, call: Call, kind: ScheduleKind) -> Schedule:
-        first_job = self._engine.next_job
-        return make_schedule(plan, self._engine.num_workers, call.num_microbatches, first_job=first_job, kind=kind)
+        engine = self._engine
+        return make_schedule(plan, engine.num_workers, call.num_microbatches, first_job=engine.next_job, kind=kind)
 
     def _prepare(
         self, chain: LayerChain, *, wants_gradients: bool, earlier: Sequence[LayerWeights] = ()
     ) -> list[LayerWeights]:
-        """The host's side of a chain's layers; whoever must know that weights were moved is told."""
         num_laid_out = self._host.num_laid_out
         try:
             return self._engine.prepare(chain, self._host, wants_gradients=wants_gradients, earlier=earlier)
@@ -175,7 +159,12 @@ class StepBuilder:
 
     def _tied(self, chain: LayerChain, schedule: Schedule) -> dict[int, list[int]]:
         """Per job, the earlier jobs that bring gradients of the same parameters."""
-        shared = self._shared_with(chain)
+        if (shared := self._shared.get(chain)) is None:
+            ids = [{id(parameter) for parameter in layer.parameters()} for layer in chain]
+            shared = self._shared[chain] = [
+                frozenset(other for other, its_ids in enumerate(ids) if other != index and not own.isdisjoint(its_ids))
+                for index, own in enumerate(ids)
+            ]
         if not any(shared):
             return {}
         backward = [job for job in schedule.jobs if job.phase is not Phase.FORWARD]
@@ -187,17 +176,6 @@ class StepBuilder:
             ]
             for job in backward
         }
-
-    def _shared_with(self, chain: LayerChain) -> list[frozenset[int]]:
-        """Per layer, other layers that have one of its parameters."""
-        shared = self._shared.get(chain)
-        if shared is None:
-            ids = [{id(parameter) for parameter in layer.parameters()} for layer in chain]
-            shared = self._shared[chain] = [
-                frozenset(other for other, its_ids in enumerate(ids) if other != index and not own.isdisjoint(its_ids))
-                for index, own in enumerate(ids)
-            ]
-        return shared
 
 
 def _first_carries(call: Call) -> HostValues:
@@ -211,27 +189,13 @@ def _first_carries(call: Call) -> HostValues:
     ]
 
 
-def _requires_grad(value: Any) -> bool:
-    return any(tensor.requires_grad for tensor in trees.tensors(value))
-
-
 def _inputs(values: HostValues) -> list[InputTensor]:
-    """Argument tensors that gradients flow to."""
+    """Tensors of arguments or labels that gradients flow to."""
     return [
         InputTensor(microbatch, name, position, tensor)
         for microbatch, carry in enumerate(values)
         for name, value in carry.items()
         for position, tensor in enumerate(trees.tensors(value.value))
-        if tensor.requires_grad and is_differentiable(tensor)
-    ]
-
-
-def _label_inputs(labels: Sequence[Any]) -> list[InputTensor]:
-    """The same of the labels of microbatches."""
-    return [
-        InputTensor(microbatch, LABEL, position, tensor)
-        for microbatch, label in enumerate(labels)
-        for position, tensor in enumerate(trees.tensors(label))
         if tensor.requires_grad
     ]
 
@@ -239,8 +203,5 @@ def _label_inputs(labels: Sequence[Any]) -> list[InputTensor]:
 def sum_losses(losses: Sequence[Any]) -> Any:
     """The sum over microbatches, in their order; of a list of losses, the sums by position."""
     if isinstance(losses[0], torch.Tensor):
-        total = losses[0]
-        for loss in losses[1:]:
-            total = total + loss
-        return total
+        return functools.reduce(operator.add, losses)
     return [sum_losses(position) for position in zip(*losses, strict=True)]

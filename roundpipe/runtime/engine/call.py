@@ -1,4 +1,4 @@
-"""The microbatches of one call that run as one step."""
+"""The microbatches of one call that share a chain and run as one step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ class Call:
 
     @property
     def num_microbatches(self) -> int:
-        """Those of the step."""
         return len(self.args)
 
     def elements(self) -> int:

@@ -33,13 +33,7 @@ from roundpipe.runtime.weights.layer_weights import LayerWeights
 
 
 class Engine:
-    """The workers of one model, one per device entry.
-
-    Args:
-        backends: one per entry of ``devices=``.
-        name: the model's name, for threads.
-        gates: which host weights may be read, and which gradients added to.
-    """
+    """The workers of one model, one per entry of ``devices=``."""
 
     def __init__(self, backends: Sequence[Backend], name: str, gates: Gates) -> None:
         self.backends = tuple(backends)
@@ -57,7 +51,6 @@ class Engine:
 
     @property
     def num_workers(self) -> int:
-        """Workers in the rotation."""
         return len(self._workers)
 
     @property
@@ -70,14 +63,8 @@ class Engine:
     ) -> list[LayerWeights]:
         """The host's side of a chain's layers, packed; waits for running steps where that moves weights.
 
-        Args:
-            chain: its layers.
-            host: the weights.
-            wants_gradients: in the step, or in one that follows.
-            earlier: those of the forward whose backward is to run.
-
-        Raises:
-            ConfigError: the model was changed since the forward, or a hook can't run.
+        A backward gives what its forward got as ``earlier``. Raises a `ConfigError` if the model was changed since,
+        or if a hook can't run, where gradients are wanted in the step or in one that follows.
         """
         for weights in earlier:
             weights.check_structure()
@@ -117,9 +104,6 @@ class Engine:
             values: the first carries, or what the forward of this backward left; used up.
             gradients: of the outputs, for a backward.
             forward: what the forward of this backward left for recomputation.
-
-        Returns:
-            the step, with its values, gradients, losses and outputs.
 
         Raises:
             Exception: the first error of a worker, as it was raised; the engine can run the next step.
@@ -161,11 +145,7 @@ class Engine:
         return any(worker.is_current for worker in self._workers) or (of_autograd and bool(self.running()))
 
     def refuse_inside(self, what: str) -> None:
-        """Raise a `ConfigError` if `is_inside`.
-
-        Args:
-            what: was called.
-        """
+        """Raise a `ConfigError` if ``what`` was called by code that runs for a step."""
         if self.is_inside:
             raise ConfigError(
                 f"{what} was called by a layer, a loss_fn or a hook of the same model, and would wait for the round "
@@ -173,24 +153,17 @@ class Engine:
             )
 
     def running(self) -> list[StepState]:
-        """Steps that are not over, in their order."""
         return self.steps.now()
 
     def finish(self) -> None:
-        """Wait until no step is running; raises what one of them raised that nobody has seen yet."""
         self.steps.wait_idle()
         self.raise_pending()
 
     def raise_pending(self) -> None:
-        """Raise, once, what a step raised after its call had returned; does not wait for it."""
         self.steps.raise_pending()
 
     def start_recording(self) -> Recorder:
-        """A recorder that is told what the workers do from now on.
-
-        Raises:
-            ConfigError: there is one already.
-        """
+        """A recorder that is told what the workers do from now on."""
         if self._recorder is not None:
             raise ConfigError("a timeline of this model is being recorded already; leave that context first")
         recorder = self._recorder = Recorder({worker.device: worker.backend for worker in self._workers})

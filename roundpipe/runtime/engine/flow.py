@@ -1,8 +1,7 @@
 """Which carried values each job takes and gives: liveness of names over a schedule.
 
-Values have names that are given once, so what a job must bring to the device is what its layers read and
-don't make themselves, and what it must bring to the host is what it makes and a later job reads. With
-layer recomputation each layer of a backward job takes its inputs by itself.
+A name is given once, so a job brings to the device what its layers read and don't make, and to the host what it makes
+and a later job reads. With layer recomputation each layer of a backward job takes its inputs by itself.
 
 Invariant: a name is dropped from the host right after its last reader, and never before.
 """
@@ -33,10 +32,9 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class JobFlow:
-    """The values of one job, the same for every microbatch."""
+    """The values of one job, the same for every microbatch; its segments in the order in which they run."""
 
     segments: tuple[Segment, ...]
-    """In the order in which they run."""
     gives: frozenset[str]
     """Names that it makes and others read: brought to the host."""
     drops: tuple[str, ...]
@@ -81,7 +79,7 @@ def flow(
     Args:
         schedule: of the step.
         specs: one per layer.
-        grain: ``"stage"`` or ``"layer"``: what a backward job recomputes at once.
+        grain: what a backward job recomputes at once.
         exit_reads: names that the model's outputs need.
         stay: names that must stay on the host after the step.
     """
@@ -98,17 +96,15 @@ def flow(
     forward_job: dict[int, int] = {}
     for position, (job, parts) in enumerate(zip(schedule.jobs, segments, strict=True)):
         gives: frozenset[str] = frozenset()
-        if job.phase is Phase.FORWARD:
-            names = {name for part in parts for name in part.makes}
-            gives = frozenset(name for name in names if name in stays or last_reader.get(name, -1) > position)
         drops = tuple(name for name, last in last_reader.items() if last == position and name not in stays)
         earlier = [maker[name] for part in parts for name in part.takes if name in maker]
         if job.phase is Phase.FORWARD:
+            names = (name for part in parts for name in part.makes)
+            gives = frozenset(name for name in names if name in stays or last_reader.get(name, -1) > position)
             forward_job.update((index, position) for index in job.layers)
         else:
             earlier += [forward_job[index] for index in job.layers if index in forward_job]
-        last_source = max(earlier, default=None)
-        flows.append(JobFlow(parts, gives, drops, last_source))
+        flows.append(JobFlow(parts, gives, drops, max(earlier, default=None)))
         maker.update((name, position) for name in gives)
     return tuple(flows)
 
@@ -121,13 +117,7 @@ def reads_of_backward(schedule: Schedule, specs: Sequence[LayerSpec], grain: Rec
 
 
 def names_with_gradient(specs: Sequence[LayerSpec], trainable: Sequence[bool], inputs: Iterable[str]) -> frozenset[str]:
-    """Names through which a gradient flows.
-
-    Args:
-        specs: one per layer.
-        trainable: per layer, whether it has a parameter that requires grad.
-        inputs: names of the first carry whose tensors require grad.
-    """
+    """Names through which a gradient flows: from ``inputs`` that require grad, and from ``trainable`` layers."""
     flowing = set(inputs)
     for spec, has_trainable in zip(specs, trainable, strict=True):
         if has_trainable or any(name in flowing for name in spec.reads):

@@ -7,7 +7,7 @@ has: `InFlight` keeps it, so that no memory is marked as used by a stream.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from roundpipe.core import trees
 from roundpipe.core.layers import Carry
 from roundpipe.runtime.device.backend import Backend, Event, Lane
-from roundpipe.runtime.engine.step import Gradients, HostValue, StepState
+from roundpipe.runtime.engine.step import Gradients, HostValue, StepState, sum_gradients
 from roundpipe.runtime.profiling.meter import Meter
 
 
@@ -26,7 +26,6 @@ class InFlight:
         self._entries: deque[tuple[Event, Any]] = deque()
 
     def add(self, event: Event, tensors: Any) -> None:
-        """Keep some until an event."""
         self._entries.append((event, tensors))
 
     def release(self) -> None:
@@ -55,13 +54,7 @@ class InFlight:
 
 
 class Offload:
-    """Brings one worker's carried values up and down.
-
-    Args:
-        backend: its device.
-        meter: is told of copies.
-        in_flight: keeps what is being copied.
-    """
+    """Brings one worker's carried values up and down."""
 
     def __init__(self, backend: Backend, meter: Meter, in_flight: InFlight) -> None:
         self._backend = backend
@@ -135,7 +128,7 @@ class Offload:
                 by_reader.setdefault(name, []).append(uploaded)
         backend.wait(Lane.COMPUTE, backend.record(Lane.UPLOAD))
         backend.check_ready(trees.tensors(by_reader))
-        return {name: [_sum(parts) for parts in zip(*each, strict=True)] for name, each in by_reader.items()}
+        return {name: [sum_gradients(parts) for parts in zip(*each, strict=True)] for name, each in by_reader.items()}
 
     def download_gradients(self, step: StepState, gradients: dict[str, Gradients], microbatch: int) -> None:
         """Leave gradients of values that a segment took on the host, for the stages that made them."""
@@ -153,11 +146,3 @@ class Offload:
         for name, each in copies.items():
             on_host.setdefault(name, []).append((each, copied))
         self._in_flight.add(copied, gradients)
-
-
-def _sum(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    total: torch.Tensor | None = None
-    for part in parts:
-        if part is not None:
-            total = part if total is None else total + part
-    return total

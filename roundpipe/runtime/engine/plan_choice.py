@@ -1,8 +1,8 @@
 """Which plan a call gets: the user's, or the planner's, by estimated costs until there are measured ones.
 
-Plans are kept per chain, number of microbatches and size. What steps took is learned from once they are over; the
-next step behind an update may then get another plan, if that is predicted to be faster by enough. Options
-left to choice (``"auto"``) are settled here too, before a batch is split.
+Plans are kept per chain, number of microbatches and size. What steps took is learned once they are over; the next step
+behind an update then gets another plan, if that is predicted to be faster by enough. Options left to choice
+(``"auto"``) are settled here too, before a batch is split.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ MOST_SIMULATED = 4000
 MOST_SIMULATED_WORKERS = 2000
 """Workers, times microbatches, of such steps: a replay lasts until all workers have had several visits."""
 TASK_S = 150e-6
-"""Seconds that a worker needs for a microbatch of a stage beside what layers take; tells many small microbatches from
-few large ones, and many small stages from few large ones, which cost the same otherwise."""
+"""Seconds that a worker needs for a microbatch of a stage beside what layers take; tells many small microbatches or
+stages from few large ones, which cost the same otherwise."""
 
 ROOM_SHARES = (0.5, 0.0)
 """Shares of what temporaries are estimated at that a plan leaves room for if it can't leave all of it."""
@@ -64,8 +64,6 @@ Prediction = Callable[[ExecutePlan], float]
 
 @dataclass(slots=True)
 class _ChainRecord:
-    """What is known of one chain."""
-
     times: LayerTimes
     plans: dict[tuple[Any, ...], ExecutePlan] = field(default_factory=dict)
     looked_at: dict[tuple[Any, ...], int] = field(default_factory=dict)
@@ -86,9 +84,8 @@ class PlanChooser:
         num_workers: in the rotation.
         budgets_bytes: per worker, what may be used of its device; None: no limit.
         link_speeds: measured bytes per second up and down, per worker; infinity before anything was measured.
-        accelerators: whether some devices are not CPU workers. Then what a layer needs while it runs, and does not
-            keep, is in their memory too, and estimated seconds, which are an accelerator's, can be compared with what
-            its link takes.
+        accelerators: whether some devices are not CPU workers. Then layers' temporaries are in their memory too, and
+            estimated seconds, which are an accelerator's, can be compared with what its link takes.
     """
 
     def __init__(
@@ -113,12 +110,7 @@ class PlanChooser:
         return record
 
     def plan(self, call: Call) -> ExecutePlan:
-        """The plan of a call: the user's, or the planner's for microbatches of this size.
-
-        Raises:
-            ScheduleError: the user's plan does not fit the chain.
-            DeviceMemoryError: a layer does not fit on a device.
-        """
+        """The plan of a call: the user's, or the planner's for microbatches of this size."""
         chain, config = call.chain, call.config
         if config.execute_plan is not None:
             config.execute_plan.validate(len(chain))
@@ -134,8 +126,7 @@ class PlanChooser:
         key = (call.num_microbatches, config.recompute_grain, size)
         present = record.plans.get(key)
         if present is None:
-            costs = self.costs(chain, elements)
-            record.plans[key] = self._choose(call, costs, self._links(call.chain))
+            record.plans[key] = self._choose(call, self.costs(chain, elements), self._links(chain))
             record.looked_at[key] = record.times.num_steps
         elif self._may_replan and record.times.num_steps >= max(FIRST_REPLAN, 4 * record.looked_at[key]):
             record.looked_at[key] = record.times.num_steps
@@ -151,8 +142,7 @@ class PlanChooser:
             return 0  # nobody knows
         spare = self._of(call.chain).spare_bytes
         grain, elements = call.config.recompute_grain, call.elements()
-        key = (plan, grain, elements)
-        if key not in spare:
+        if (key := (plan, grain, elements)) not in spare:
             costs = self.costs(call.chain, elements)
             needed = plan_peak_bytes(plan, costs, num_workers=self._num_workers, recompute_grain=grain)
             spare[key] = max(self._budget_bytes - needed, 0)
@@ -163,11 +153,7 @@ class PlanChooser:
         self._may_replan = True
 
     def costs(self, chain: LayerChain, elements: int) -> list[LayerCost]:
-        """Costs of a chain's layers for a microbatch of so many elements: measured ones once there are any.
-
-        With deterministic algorithms asked of torch they stay estimated, so that plans, and with them the order of
-        summation, are the same in every run.
-        """
+        """Costs of a chain's layers for a microbatch of so many elements: measured ones once there are any."""
         if self.is_measured(chain):
             costs = self._of(chain).times.costs(elements)
         else:
@@ -179,7 +165,11 @@ class PlanChooser:
         return self.costs(chain, self._of(chain).times.example_elements) if self.is_measured(chain) else None
 
     def is_measured(self, chain: LayerChain) -> bool:
-        """Whether costs rest on measured times."""
+        """Whether costs rest on measured times.
+
+        With deterministic algorithms asked of torch they never do, so that plans, and with them the order of
+        summation, are the same in every run.
+        """
         record = self._of(chain)
         self._learn(record)
         return record.times.num_steps > 0 and not torch.are_deterministic_algorithms_enabled()
@@ -210,7 +200,9 @@ class PlanChooser:
         if not self.is_measured(call.chain) or present.fused is None:
             return present
         costs, links = self.costs(call.chain, call.elements()), self._link_speeds()
-        seconds = self._prediction(call, costs, links) or self._recurrence(call, costs)
+        seconds = self._prediction(call, costs, links) or functools.partial(  # the latter leaves transfers out
+            plan_seconds, costs=costs, num_workers=self._num_workers, num_microbatches=call.num_microbatches
+        )
         present_s = seconds(present)
         if present_s < SHORTEST_STEP_S:
             return present
@@ -228,10 +220,7 @@ class PlanChooser:
         return plan
 
     def _links(self, chain: LayerChain) -> tuple[float, float]:
-        """Bytes per second up and down that go with a chain's costs: measured, or of the device they are estimated for.
-
-        What CPU workers take is not known before it is measured: nothing is said of their links until then.
-        """
+        """Bytes per second up and down that go with a chain's costs: measured, or estimated for accelerators."""
         if self.is_measured(chain):
             return self._link_speeds()
         if self._accelerators and chain.example_elements:
@@ -261,12 +250,6 @@ class PlanChooser:
         """Seconds per step that workers need beside what layers take."""
         return TASK_S * num_stages * num_microbatches / self._num_workers
 
-    def _recurrence(self, call: Call, costs: Sequence[LayerCost]) -> Prediction:
-        """Seconds per step of a plan, transfers left out."""
-        return functools.partial(
-            plan_seconds, costs=costs, num_workers=self._num_workers, num_microbatches=call.num_microbatches
-        )
-
     def times_of(self, call: Call) -> StepTimes | None:
         """Where to note what a training step takes, if it is its turn to be measured; else None."""
         if trees.tensors([call.args, call.kwargs]) and not call.elements():
@@ -288,7 +271,7 @@ class PlanChooser:
 
         Args:
             config: of the call.
-            chain: the layers that it will run, most likely; None, before anything was traced: built-in options serve.
+            chain: that it will run, most likely; None, before anything was traced: built-in options serve.
             batch_size: samples in the batch; None: not known, and no number of microbatches is chosen.
             elements: of the batch's tensor arguments.
         """
@@ -318,9 +301,7 @@ class PlanChooser:
             limits = {"memory_budget_bytes": self._budget_bytes, "recompute_grain": grain}
             return {"num_workers": self._num_workers, "num_microbatches": number, **limits}
 
-        least_s = [
-            least_seconds(costs[number], **options(number, grain)) + self._tasks_s(1, number) for number, grain in pairs
-        ]
+        least_s = [least_seconds(costs[n], **options(n, grain)) + self._tasks_s(1, n) for n, grain in pairs]
         best: tuple[float, int] | None = None
         for position in sorted(range(len(pairs)), key=least_s.__getitem__):
             if best is not None and least_s[position] > best[0]:
@@ -341,7 +322,6 @@ class PlanChooser:
         return number, grain
 
     def _learn(self, record: _ChainRecord) -> None:
-        """Take in the measured steps that are over."""
         while record.unread and record.unread[0][0].is_done:
             times, elements = record.unread.pop(0)
             if not times.failed:
@@ -372,7 +352,5 @@ def _with_guessed_activations(costs: list[LayerCost], call: Call) -> list[LayerC
     """Costs for a chain that nobody measured: a layer keeps and passes on a few times the call's arguments."""
     if call.chain.example_elements or any(cost.activation_bytes or cost.carry_bytes for cost in costs):
         return costs
-    given_bytes = call.argument_bytes()
-    return [
-        replace(cost, activation_bytes=GUESSED_ACTIVATIONS * given_bytes, carry_bytes=given_bytes) for cost in costs
-    ]
+    size = call.argument_bytes()
+    return [replace(cost, activation_bytes=GUESSED_ACTIVATIONS * size, carry_bytes=size) for cost in costs]

@@ -1,14 +1,9 @@
 """What recomputation needs to repeat a forward: seeds, buffers, and what a layer saved by itself.
 
-Random numbers: each (layer, microbatch) derives its seed from one base seed per call, so a recomputation
-draws the same numbers without any generator state being saved.
-
-Buffers: a layer that writes buffers in forward (BatchNorm) sees, in microbatch m, what the microbatches
-before it left. A copy of its buffers is kept per microbatch; recomputation runs on that copy, and what it
-writes goes nowhere.
-
-Data-dependent decisions (routing) that must not be taken again: `save_for_recompute` in the forward,
-`get_recompute_data` in the recomputation.
+Random numbers: each (layer, microbatch) derives its seed from one base seed per call; no generator state is saved.
+Buffers: a layer that writes buffers in forward (BatchNorm) sees, in microbatch m, what the microbatches before it left.
+A copy is kept per microbatch; recomputation runs on it, and what it writes goes nowhere.
+Decisions that must not be taken again, such as routing: `save_for_recompute` and `get_recompute_data`.
 """
 
 from __future__ import annotations
@@ -87,26 +82,15 @@ class SavedData:
         return _LayerScope((self, (layer_index, microbatch), backend))
 
     def save(self, key: tuple[int, int], data: tuple[Any, ...], backend: Backend) -> None:
-        """Copy data to the host."""
-        backend.wait(Lane.DOWNLOAD, backend.record(Lane.COMPUTE))
-        down = trees.map_tensors(data, backend.download)
-        copied = backend.record(Lane.DOWNLOAD)
-        backend.wait(Lane.COMPUTE, copied)  # the tensors may be written or freed right after
-        self._saved.setdefault(key, deque()).append((down, copied))
+        self._saved.setdefault(key, deque()).append(_download(data, backend))
 
     def get(self, key: tuple[int, int], backend: Backend) -> Any:
-        """The data saved first among those not given back yet."""
         if not self._saved.get(key):
             raise ConfigError(
                 "get_recompute_data() has nothing left to give: call it in the recomputation as often, and in the same "
                 "order, as save_for_recompute() was called in the layer's forward"
             )
-        data, event = self._saved[key].popleft()
-        if event is not None:
-            backend.wait(Lane.UPLOAD, event)
-        up = trees.map_tensors(data, backend.upload)
-        backend.wait(Lane.COMPUTE, backend.record(Lane.UPLOAD))
-        return up
+        return _upload(*self._saved[key].popleft(), backend)
 
 
 def save_for_recompute(*data: Any) -> None:
@@ -148,7 +132,7 @@ class BufferHistory:
     def recording(self, bound: BoundLayer, layer_index: int, microbatch: int, backend: Backend) -> Iterator[None]:
         """Keep the buffers that the forward inside sees, if the layer writes any in the current mode."""
         if bound.habits.writes_buffers:
-            self._keep(bound.buffer_values(), layer_index, microbatch, backend)
+            self._seen[layer_index, microbatch] = _download(bound.buffer_values(), backend)
             yield
             return
         versions = bound.buffer_versions() if bound.versions_tell else None
@@ -163,7 +147,7 @@ class BufferHistory:
         elif bound.versions_tell:
             unwritten.append(microbatch)
         elif before:  # a later microbatch may write what this one has seen
-            self._keep(before, layer_index, microbatch, backend)
+            self._seen[layer_index, microbatch] = _download(before, backend)
 
     @contextlib.contextmanager
     def learning(self, bound: BoundLayer) -> Iterator[list[torch.Tensor | None]]:
@@ -175,13 +159,6 @@ class BufferHistory:
         yield before
         bound.habits.writes_buffers = any(map(_differ, before, bound.buffer_values()))
 
-    def _keep(self, buffers: list[torch.Tensor | None], layer_index: int, microbatch: int, backend: Backend) -> None:
-        backend.wait(Lane.DOWNLOAD, backend.record(Lane.COMPUTE))
-        values = [None if buffer is None else backend.download(buffer) for buffer in buffers]
-        copied = backend.record(Lane.DOWNLOAD)
-        backend.wait(Lane.COMPUTE, copied)  # what was copied is about to be written, or freed
-        self._seen[layer_index, microbatch] = values, copied
-
     @contextlib.contextmanager
     def as_forward_saw(self, bound: BoundLayer, layer_index: int, microbatch: int, backend: Backend) -> Iterator[None]:
         """Run the recomputation inside on the buffers of the forward."""
@@ -189,11 +166,7 @@ class BufferHistory:
         if seen is None:
             yield
             return
-        values, event = seen
-        if event is not None:
-            backend.wait(Lane.UPLOAD, event)
-        copies = [None if value is None else backend.upload(value) for value in values]
-        backend.wait(Lane.COMPUTE, backend.record(Lane.UPLOAD))
+        copies = _upload(*seen, backend)
         now = bound.buffer_values()
         bound.set_buffers(copies)
         try:
@@ -210,6 +183,22 @@ class ForwardRecord:
     """By microbatch and name of values that gradients flow through, the tensors that take no part, such as a mask."""
     buffers: BufferHistory = field(default_factory=BufferHistory)
     saved: SavedData = field(default_factory=SavedData)
+
+
+def _download(values: Any, backend: Backend) -> tuple[Any, Event]:
+    backend.wait(Lane.DOWNLOAD, backend.record(Lane.COMPUTE))
+    copies = trees.map_tensors(values, backend.download)
+    copied = backend.record(Lane.DOWNLOAD)
+    backend.wait(Lane.COMPUTE, copied)  # the tensors may be written or freed right after
+    return copies, copied
+
+
+def _upload(values: Any, event: Event | None, backend: Backend) -> Any:
+    if event is not None:
+        backend.wait(Lane.UPLOAD, event)
+    copies = trees.map_tensors(values, backend.upload)
+    backend.wait(Lane.COMPUTE, backend.record(Lane.UPLOAD))
+    return copies
 
 
 def _differ(before: torch.Tensor | None, now: torch.Tensor | None) -> bool:

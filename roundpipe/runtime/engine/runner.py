@@ -1,12 +1,10 @@
 """Runs a stage with one microbatch: values up, compute, values or gradients down.
 
-Nothing here waits for the device: work is given to its streams, which are ordered by events. What is waited for is that
-another worker has given what this one reads to its own device.
+Nothing here waits for the device: work is given to its streams, which are ordered by events. A run waits only until
+another worker has given what it reads to its own device.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 
@@ -22,14 +20,7 @@ from roundpipe.runtime.weights.residency import Visit
 
 
 class MicrobatchRunner:
-    """Runs the stages of one worker.
-
-    Args:
-        backend: its device.
-        name: of the worker.
-        meter: is told of computations, copies and waits.
-        in_flight: keeps what is being copied.
-    """
+    """Runs the stages of one worker, of which it has the name."""
 
     def __init__(self, backend: Backend, name: str, meter: Meter, in_flight: InFlight) -> None:
         self._backend = backend
@@ -38,15 +29,7 @@ class MicrobatchRunner:
         self._offload = Offload(backend, meter, in_flight)
 
     def run(self, step: StepState, job: Job, stage: Stage, visit: Visit, microbatch: int) -> None:
-        """Run a stage with one microbatch, once what it takes is there, and leave its results on the host.
-
-        Args:
-            step: has the values and gradients.
-            job: of the stage.
-            stage: ready to run.
-            visit: has its weights.
-            microbatch: its index.
-        """
+        """Run a stage with one microbatch, once what it takes is there, and leave its results on the host."""
         if job.phase is Phase.BACKWARD:
             self._run_backward(step, job, stage, visit, microbatch)
         else:
@@ -69,7 +52,7 @@ class MicrobatchRunner:
         carry, tensors = self._offload.upload_values(step, segment.takes, microbatch)
         values = step.values[microbatch]
         is_copying = False
-        with backend.hold(num_bytes(tensors), "carried values"):
+        with backend.hold(sum(map(bytes_of, tensors)), "carried values"):
             del tensors
             with self._meter.computing("forward", segment.layers), torch.no_grad(), step.spec.autocast():
                 for index in segment.layers:
@@ -88,7 +71,7 @@ class MicrobatchRunner:
         carry, tensors = offload.upload_values(step, segment.takes, microbatch)
         label, collects_gradients = offload.upload_label(spec.labels[microbatch])
         with (
-            self._backend.hold(num_bytes(tensors), "carried values"),
+            self._backend.hold(sum(map(bytes_of, tensors)), "carried values"),
             self._backend.activations([visit.weights_memory, *tensors]),
             spec.microbatch_context(),
         ):
@@ -105,8 +88,7 @@ class MicrobatchRunner:
         offload.download_gradients(step, gradients, microbatch)
 
     def _run_backward(self, step: StepState, job: Job, stage: Stage, visit: Visit, microbatch: int) -> None:
-        offload = self._offload
-        flow = step.spec.flow_of(job)
+        offload, flow = self._offload, step.spec.flow_of(job)
         if flow.last_source is not None:  # recomputation waits for its inputs, not for the incoming gradient
             self._wait_done(step, step.spec.schedule.first_job + flow.last_source, microbatch)
         has_waited = False
@@ -115,7 +97,7 @@ class MicrobatchRunner:
                 continue
             carry, tensors = offload.upload_values(step, segment.takes, microbatch)
             with (
-                self._backend.hold(num_bytes(tensors), "carried values"),
+                self._backend.hold(sum(map(bytes_of, tensors)), "carried values"),
                 self._backend.activations([visit.weights_memory, *tensors]),
             ):
                 del tensors
@@ -132,8 +114,3 @@ class MicrobatchRunner:
             offload.download_gradients(step, gradients, microbatch)
         if not has_waited:
             self._wait_done(step, job.index - 1, microbatch)
-
-
-def num_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    """Bytes of some tensors."""
-    return sum(map(bytes_of, tensors))

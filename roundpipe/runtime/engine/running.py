@@ -19,11 +19,7 @@ MEASURED_STEPS = 64
 
 
 class RunningSteps:
-    """Knows the steps that are not over, and counts those that were.
-
-    Args:
-        gates: of the model's parameters; its board is where everybody waits.
-    """
+    """Knows the steps that are not over, and counts those that were."""
 
     def __init__(self, gates: Gates) -> None:
         self._gates = gates
@@ -41,7 +37,6 @@ class RunningSteps:
     def begin(
         self, spec: StepSpec, values: HostValues, gradients: HostGradients, forward: ForwardRecord, num_workers: int
     ) -> StepState:
-        """The state of a step that is about to be given to workers."""
         now_s = time.perf_counter()
         with self._board.lock:
             closings = self._gates.weights.closings, self._gates.gradients.closings
@@ -71,7 +66,6 @@ class RunningSteps:
                 self._board.notify()
 
     def _end(self, step: StepState) -> None:
-        """Nobody works for a step any more."""
         step.is_over = True
         self._running.remove(step)
         now_s, begun_s = time.perf_counter(), self._begun_s.pop(step)
@@ -94,7 +88,6 @@ class RunningSteps:
         self._board.wait(lambda: running[0] is step, who, "the end of the step before")
 
     def now(self) -> list[StepState]:
-        """Steps that are not over, in their order."""
         with self._board.lock:
             return list(self._running)
 

@@ -1,11 +1,10 @@
 """One stage times one microbatch on the device: forward, fused, recompute and backward.
 
-Nothing here knows of threads, schedules or transfers: it gets a carry of device tensors, calls the bound layers one
-after the other and returns device tensors.
+Nothing here knows of threads, schedules or transfers: a stage gets a carry of device tensors, calls the bound layers
+one after the other and returns device tensors.
 
-Rules it keeps: layers are called (hooks fire); a layer that draws random numbers draws from a seed of
-its own, so recomputation repeats the draws; recomputation sees the buffers as the forward saw them;
-an exception of the user's code keeps its type and gains a note that says where it was raised.
+Invariants: layers are called, so hooks fire; recomputation repeats the draws of random numbers and sees the buffers as
+the forward saw them; an exception of the user's code keeps its type and gains a note that says where it was raised.
 """
 
 from __future__ import annotations
@@ -56,21 +55,12 @@ class LossResult:
     roots: list[torch.Tensor]
     """The losses, for autograd."""
     loss: Any
-    """The detached loss: a tensor, or a list of them."""
+    """Detached: a tensor, or a list of them."""
     outputs: Any
-    """Of the model."""
 
 
 class Stage:
-    """The layers of one visit, ready to run microbatches.
-
-    Args:
-        name: for messages, such as ``B1[3:5]``.
-        backend: where it runs.
-        layers: in order.
-        spec: of the step.
-        record: what forwards leave for recomputation.
-    """
+    """The layers of one visit, ready to run microbatches; named for messages, such as ``B1[3:5]``."""
 
     def __init__(
         self, name: str, backend: Backend, layers: Sequence[StageLayer], spec: StepSpec, record: ForwardRecord
@@ -84,16 +74,9 @@ class Stage:
     # Phases
 
     def forward(self, segment: Segment, index: int, carry: Carry, microbatch: int) -> Carry:
-        """Run one layer without autograd, which the caller has turned off.
+        """Run one layer without autograd, which the caller has turned off; returns all values that it makes.
 
-        Args:
-            segment: that the layer is part of.
-            index: of the layer.
-            carry: what later layers of the segment read is added, what none of them reads is taken out.
-            microbatch: its index.
-
-        Returns:
-            all values that the layer makes.
+        What later layers of the segment read is added to the carry, what none of them reads is taken out.
         """
         spec = self.layers[index].spec
         outputs = self._first_call(self.layers[index], carry, microbatch, "forward")
@@ -181,7 +164,6 @@ class Stage:
         layers: Sequence[int],
         microbatch: int,
     ) -> None:
-        """Autograd's backward of some layers."""
         if not is_profiled():
             torch.autograd.backward(roots, gradients)
             return
@@ -265,7 +247,6 @@ class Stage:
             return outputs
 
     def _note(self, error: Exception, microbatch: int, phase: str, layer: str = "") -> None:
-        """Adds to an exception where in the pipeline it was raised."""
         error.add_note(f"roundpipe: raised in {layer}stage {self.name}, microbatch {microbatch}, phase {phase}")
 
     @contextlib.contextmanager

@@ -1,9 +1,8 @@
 """One call into the pipeline: what is to run (`StepSpec`), and how far it is (`StepState`).
 
-The spec is made in the caller's thread and complete before anything runs; nobody changes it. The state is shared by
-the workers that run the step, the threads that add its gradients, the caller that waits for it and the optimizer's
-thread that waits for parts of it. They meet on the model's `Board`. The first error cancels the step: whoever waits
-gives up, and the caller gets the exception as it was raised.
+The spec is complete before anything runs, and nobody changes it. The state is shared by the workers, the threads that
+add gradients, the caller and the optimizer's thread, who meet on the model's `Board`. The first error cancels the step:
+whoever waits gives up, and the caller gets the exception as it was raised.
 
 A step may outlive its call: once the losses are known the caller goes on while the last backward stages run. What
 these still read of the caller's objects is copied first (`StepState.detach`).
@@ -13,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
+import operator
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -140,7 +141,7 @@ class StepState:
         gradients: for the outputs, of a backward; else empty.
         forward: what the forwards of this step, or of the step before this backward, leave for recomputation.
         closings: of the gates for weights and for gradients, when the step began.
-        num_workers: that have tasks.
+        num_workers: those that have tasks, and later those that still have something to do.
     """
 
     def __init__(
@@ -163,11 +164,9 @@ class StepState:
         self.losses: list[HostValue | None] = [None] * num_microbatches
         self.outputs: list[HostValue | None] = [None] * num_microbatches
         self.num_workers = num_workers
-        """Those that still have something to do."""
         self.num_settling = 0
         """Jobs whose gradients are on their way; when none and no worker is left, the step is over."""
         self.is_over = False
-        """Whether nobody works for the step any more."""
         self.is_unattended = False
         """Whether the call has returned."""
         self.failed = False
@@ -198,12 +197,7 @@ class StepState:
     # Workers
 
     def wait_done(self, job_index: int, microbatch: int, who: str) -> None:
-        """Return when a microbatch of a job is done; jobs of earlier steps are.
-
-        Raises:
-            Cancelled: the step has failed.
-            DeadlockError: all workers of the step wait, and nothing has been done for a while.
-        """
+        """Return when a microbatch of a job is done; those of earlier steps are. Raises `Cancelled` if it failed."""
         position, runs = job_index - self._first_job, self._runs
         if position >= 0 and runs[position] <= microbatch:
             what = f"microbatch {microbatch} of job {job_index}"
@@ -220,7 +214,6 @@ class StepState:
             raise Cancelled
 
     def _is_stuck(self) -> bool:
-        """Whether all workers wait, and nothing has been done for a while."""
         return self._num_waiting >= self.num_workers and time.monotonic() - self._changed_s >= CHECK_INTERVAL_S
 
     def advance(self, job_index: int) -> None:
@@ -308,9 +301,8 @@ class StepState:
         copies = []
         for values in self.values:
             for name in self.spec.arguments:
-                original = values.get(name)
-                if original is not None:
-                    copy = HostValue(trees.map_tensors(original.value, _copied), original.events)
+                if (original := values.get(name)) is not None:
+                    copy = HostValue(trees.map_tensors(original.value, _clone), original.events)
                     copies.append((values, name, copy))
                     devices |= {tensor.device for tensor in trees.tensors(original.value)}
         with self.modules_lock:
@@ -329,53 +321,46 @@ class StepState:
                 torch.accelerator.current_stream(device).synchronize()
 
     def take_losses(self) -> list[Any]:
-        """Per microbatch, the loss, once its copy is done."""
+        """Per microbatch, once the copy is done."""
         return [None if value is None else value.synchronize() for value in self.losses]
 
     def take_outputs(self) -> list[Any]:
-        """Per microbatch, the model's outputs; None where they are not wanted."""
+        """Per microbatch, once the copy is done; None where they are not wanted."""
         return [None if value is None else value.synchronize() for value in self.outputs]
 
     def input_gradients(self) -> list[torch.Tensor | None]:
         """Gradients that the finished step left for the spec's inputs, on the tensors' own devices."""
         result: list[torch.Tensor | None] = []
         for item in self.spec.inputs:
-            total: torch.Tensor | None = None
-            for gradients, event in self.gradients[item.microbatch].get(item.name, ()):
-                part = gradients[item.position]
-                if part is None:
-                    continue
+            by_reader = self.gradients[item.microbatch].get(item.name, ())
+            for _, event in by_reader:
                 if event is not None:
                     event.synchronize()
-                total = part if total is None else total + part
+            total = sum_gradients(gradients[item.position] for gradients, _ in by_reader)
             result.append(None if total is None else total.to(item.tensor.device))
         return result
 
-    # The optimizer's thread
+    # The optimizer's thread, see `ParameterUse`
 
     def turns(self, parameter: torch.Tensor) -> tuple[int, int]:
-        """When the step is done with a parameter's weights and with its gradient, in jobs."""
         uploads, adds = self._uses().get(parameter, ((), ()))
         # a job's weights come up while the worker's job before it runs
         last_upload = max(uploads, default=self._first_job) - self.spec.schedule.num_workers
         return last_upload, max(adds, default=self._first_job)
 
     def jobs_of(self, parameters: Iterable[torch.Tensor]) -> tuple[list[int], list[int]]:
-        """The jobs that upload some of these, and those that add to their gradients."""
         jobs_of = self._uses()
         uses = [jobs_of[parameter] for parameter in parameters if parameter in jobs_of]
         uploads, adds = ({job for use in uses for job in use[kind]} for kind in (0, 1))
         return sorted(uploads), sorted(adds)
 
     def uploads(self, jobs: Sequence[int]) -> Sequence[Event] | None:
-        """The events after which the weights of these jobs are on their devices; None: not all were begun."""
         if self.is_over:
             return ()
         events = [event for index in jobs if (event := self._uploads[index - self._first_job]) is not None]
         return events if len(events) == len(jobs) else None
 
     def has_added(self, jobs: Sequence[int]) -> bool:
-        """Whether these jobs have added their gradients, or the step is over."""
         return self.is_over or all(self._settled[index - self._first_job] for index in jobs)
 
     def _uses(self) -> dict[torch.Tensor, tuple[list[int], list[int]]]:
@@ -393,5 +378,11 @@ class StepState:
         return self._jobs_of
 
 
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
+def sum_gradients(parts: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
+    """The sum of those that are there, in their order; None if none is."""
+    present = [part for part in parts if part is not None]
+    return functools.reduce(operator.add, present) if present else None
+
+
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()

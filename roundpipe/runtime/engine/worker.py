@@ -4,11 +4,10 @@
     RUN (K, m) wait for (K-1, m); values up; stage; values or gradients down
     RELEASE    gradients start down, the weights' memory is given back
 
-Values wait on the host between jobs, by name, each with the event of the copy that made it. Gradients of weights are
-waited for, and added to the host's, in a thread of their own, so that the worker can go on with its next job; it has
-the gradients of no more than two jobs on their way.
+Gradients of weights are waited for, and added to the host's, in a thread of their own, so that the worker can go on
+with its next job; it has the gradients of no more than two jobs on their way.
 
-Invariant: a step that is given to a worker is left by it, whatever is raised, so that nobody waits for ever: an error
+Invariant: a worker leaves each step that it was given, whatever is raised, so that nobody waits for ever: an error
 cancels the step, and one that is raised where none can be fails the steps that the worker has and all later ones.
 """
 
@@ -17,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,15 +53,7 @@ class _OpenVisit:
 
 
 class Worker:
-    """One worker.
-
-    Args:
-        index: its place in the rotation.
-        backend: its device.
-        name: for messages and threads.
-        gates: which weights may be read and which gradients added to.
-        steps: is told when the worker leaves a step.
-    """
+    """One worker, at a place in the rotation; tells the model's running steps when it leaves one."""
 
     def __init__(self, index: int, backend: Backend, name: str, gates: Gates, steps: RunningSteps) -> None:
         self.index = index
@@ -162,10 +152,7 @@ class Worker:
                 self._in_flight.wait()
 
     def _abandon(self, step: StepState) -> None:
-        """Forget a cancelled step: nothing may be left that counts memory or holds tensors; never raises.
-
-        What goes wrong meanwhile is noted at the step's error.
-        """
+        """Let go of a cancelled step's memory and tensors; never raises: what goes wrong is noted at its error."""
         undo = (
             self.backend.synchronize,
             *(opened.visit.drop for opened in self._open.values()),
@@ -181,8 +168,7 @@ class Worker:
             except Exception as problem:
                 logger.exception("%s: after the error of a step", self.name)
                 self._replicas.clear()  # who knows what they are bound to
-                error = step.error
-                if error is not None:
+                if (error := step.error) is not None:
                     error.add_note(f"roundpipe: after it, {self.name} met {type(problem).__name__}: {problem}")
 
     def _break(self, error: BaseException) -> None:
@@ -197,11 +183,8 @@ class Worker:
     def _visit_sizes(self, step: StepState) -> list[int]:
         """Bytes of this worker's visits of a step, in their order."""
         spec = step.spec
-        jobs = (
-            spec.schedule.job(task.job_index)
-            for task in spec.schedule.tasks(self.index)
-            if task.kind is TaskKind.PREFETCH
-        )
+        prefetches = (task for task in spec.schedule.tasks(self.index) if task.kind is TaskKind.PREFETCH)
+        jobs = (spec.schedule.job(task.job_index) for task in prefetches)
         return [visit_bytes(spec.weights[index] for index in job.layers) for job in jobs]
 
     def _room_for(self, step: StepState) -> list[int]:
@@ -222,9 +205,8 @@ class Worker:
         job = schedule.job(schedule.tasks(self.index)[0].job_index)
         (running,) = self._open.values()
         sizes = self._visit_sizes(following)
-        if following.failed or not self.arena.has_room(sizes):
-            return
-        if not self.arena.has_room([running.visit.num_bytes, sizes[0]]):
+        has_room = self.arena.has_room(sizes) and self.arena.has_room([running.visit.num_bytes, sizes[0]])
+        if following.failed or not has_room:
             return
         parameters = (tensor for index in job.layers for tensor in weights[index].parameters())
         if not self._gates.weights.is_open(parameters, following.closings[0]):
@@ -248,44 +230,30 @@ class Worker:
             self.meter.until("overhead")
             if opened.stage is None:
                 opened.stage = self._enter(step, opened)
-            self._keep_pace()
+            while len(self._issued) > RUNS_AHEAD:  # the device is further behind than it should be
+                self._issued.popleft().synchronize()
+            self._in_flight.release()
             self._runner.run(step, job, opened.stage, opened.visit, task.microbatch)
-            self._note_issued()
+            if self.backend.device.type != "cpu":  # what came up for the run is kept until the device is past it
+                self._issued.append(issued := self.backend.record(Lane.COMPUTE))
+                self._in_flight.add(issued, self.backend.take_uploads())
             step.advance(job.index)
         else:
             self._release(step, self._open.pop(job.index))
 
-    def _keep_pace(self) -> None:
-        """Wait until the device is no further behind than it should be, and let go of what it is done with."""
-        while len(self._issued) > RUNS_AHEAD:
-            self._issued.popleft().synchronize()
-        self._in_flight.release()
-
-    def _note_issued(self) -> None:
-        """Keep what came up for the run until the device is past it."""
-        if self.backend.device.type == "cpu":
-            return
-        done = self.backend.record(Lane.COMPUTE)
-        self._issued.append(done)
-        self._in_flight.add(done, self.backend.take_uploads())
-
     def _prefetch(self, step: StepState, job: Job) -> None:
         layers = [self._bound(step, index) for index in job.layers]
+        gate, closings = self._gates.weights, step.closings[0]
         for layer in layers:
-            self._wait_open(layer.weights.parameters(), step.closings[0])
+            if not gate.is_open(parameters := layer.weights.parameters(), closings):
+                self.meter.until("overhead")
+                gate.wait(parameters, self.name, closings)
+                self.meter.until("optimizer")
         visit, side = self.arena.begin(layers)
         self.meter.at(job, None)
         self.meter.moved(Lane.WEIGHTS, "weights of", visit.uploaded_bytes, visit.began, visit.arrived)
         self._open[job.index] = _OpenVisit(job, visit, side)
         step.begin_upload(job.index, visit.uploaded)
-
-    def _wait_open(self, parameters: Sequence[torch.Tensor], closings: int) -> None:
-        """Until weights may be read."""
-        gate = self._gates.weights
-        if not gate.is_open(parameters, closings):
-            self.meter.until("overhead")
-            gate.wait(parameters, self.name, closings)
-            self.meter.until("optimizer")
 
     def _bound(self, step: StepState, index: int) -> BoundLayer:
         """A layer with a replica that no open visit uses."""
@@ -345,9 +313,8 @@ class Worker:
             step.wait_settled(step.spec.tied_jobs.get(job.index, ()), f"{self.name} gradients")
             if not step.failed:
                 pending.wait()
-                with self._gradients_log.doing(
-                    "home", f"add gradients of {job}", bytes=pending.num_bytes, job=job.index
-                ):
+                what, size = f"add gradients of {job}", pending.num_bytes
+                with self._gradients_log.doing("home", what, bytes=size, job=job.index):
                     pending.settle()
                 step.settle(job.index)
         except BaseException as error:

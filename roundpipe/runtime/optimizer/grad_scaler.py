@@ -1,15 +1,14 @@
 """Loss scaling that is safe with an optimizer that runs one step behind.
 
-torch's scaler has one scale. Here the losses of step k+1 are scaled while ``step_fn`` of step k may be
-changing it, so there are three, and they change hands only between two steps (`ScalerScope.begin_step`,
-called in the training thread when the previous update has finished):
+torch's scaler has one scale. Here the losses of step k+1 are scaled while ``step_fn`` of step k may be changing it, so
+there are three. They change hands only between two steps: in `ScalerScope.begin_step`, in the training thread.
 
     latest     result of the last ``update()``               written in step_fn
     published  multiplies losses, the same in a whole call   := latest   at each step
     unscaling  divides the gradients of the running step     := published, before it changes
 
-Invariant: a gradient is divided by the scale that its loss was multiplied with. Where steps are not
-asynchronous the three agree and the scales are those of ``torch.amp.GradScaler``.
+Invariant: a gradient is divided by the scale that its loss was multiplied with. Where steps are not asynchronous the
+three agree, and the scales are those of ``torch.amp.GradScaler``.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ class ScalerScope:
 
     @property
     def in_use(self) -> bool:
-        """Whether there are any, so that a step may be skipped."""
         return bool(self._scalers)
 
     @contextlib.contextmanager
@@ -53,19 +51,20 @@ class ScalerScope:
         for scaler in list(self._scalers):
             scaler._begin_step()
 
-    def state(self) -> list[tuple[GradScaler, tuple[Any, ...]]]:
+    def state(self) -> list[tuple[GradScaler, tuple[float | None, float, bool]]]:
         """What `begin_step` changes, for `restore`."""
-        return [(scaler, scaler._step_state()) for scaler in list(self._scalers)]
+        return [(scaler, scaler._step_state) for scaler in list(self._scalers)]
 
-    def restore(self, state: list[tuple[GradScaler, tuple[Any, ...]]]) -> None:
+    def restore(self, state: list[tuple[GradScaler, tuple[float | None, float, bool]]]) -> None:
         """Undo a `begin_step` whose update could not be begun."""
         for scaler, values in state:
-            scaler._restore_step(*values)
+            scaler._step_state = values
 
     def publish(self) -> None:
         """No gradient is under way: losses may be scaled by the latest scale."""
         for scaler in list(self._scalers):
-            scaler._publish()
+            with scaler._lock:
+                scaler._published = scaler._latest
 
     def add(self, scaler: GradScaler) -> bool:
         """Take a scaler in; whether it is new."""
@@ -136,8 +135,7 @@ class GradScaler:
         if not self._enabled:
             return outputs
         if isinstance(outputs, torch.Tensor):
-            factor = torch.full((), self._published, dtype=torch.float32, device=outputs.device)
-            return outputs * factor
+            return outputs * torch.full((), self._published, dtype=torch.float32, device=outputs.device)
         if isinstance(outputs, list | tuple):
             return type(outputs)([self.scale(output) for output in outputs])
         raise ConfigError(f"scale() got a {type(outputs).__name__}; give a tensor, or a list or tuple of them")
@@ -155,12 +153,9 @@ class GradScaler:
         if optimizer in self._overflowed:
             raise ConfigError("unscale_() was called twice for this optimizer since the last update()")
         inverse = 1.0 / (self._published if self._unscaling is None else self._unscaling)
-        overflowed = False
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    overflowed |= _unscale(parameter, inverse)
-        self._overflowed[optimizer] = overflowed
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        overflows = [_unscale(parameter, inverse) for parameter in parameters if parameter.grad is not None]
+        self._overflowed[optimizer] = any(overflows)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """``optimizer.step(*args, **kwargs)`` on unscaled gradients, or nothing if they overflowed.
@@ -235,23 +230,21 @@ class GradScaler:
             self._published = self._latest
             self._in_step = True
 
+    @property
     def _step_state(self) -> tuple[float | None, float, bool]:
         with self._lock:
             return self._unscaling, self._published, self._in_step
 
-    def _restore_step(self, unscaling: float | None, published: float, in_step: bool) -> None:
+    @_step_state.setter
+    def _step_state(self, state: tuple[float | None, float, bool]) -> None:
         with self._lock:
-            self._unscaling, self._published, self._in_step = unscaling, published, in_step
+            self._unscaling, self._published, self._in_step = state
 
     def _end_step(self) -> None:
         with self._lock:
             self._in_step = False
             if self._deferred_update is not None:
                 self._apply_update(*self._deferred_update)
-
-    def _publish(self) -> None:
-        with self._lock:
-            self._published = self._latest
 
     def get_scale(self) -> float:
         """The latest scale inside ``step_fn``, elsewhere the scale of the losses of this step."""
@@ -323,6 +316,4 @@ def _unscale(parameter: torch.Tensor, inverse: float) -> bool:
         gradient = parameter.grad = gradient.coalesce()
         gradient = gradient.values()
     gradient.mul_(inverse)
-    if gradient.numel() == 0:
-        return False
-    return not bool(torch.isfinite(torch.linalg.vector_norm(gradient, ord=float("inf"))))
+    return gradient.numel() > 0 and not torch.isfinite(torch.linalg.vector_norm(gradient, ord=float("inf"))).item()

@@ -1,7 +1,7 @@
 """Hands over between the model and the optimizer: new weights in, gradients out, by groups of parameters.
 
-While steps run, a group's weights are written once they have been uploaded for the last time, and its gradients taken
-once all have been added. Groups go in the order in which the steps are done with them.
+While steps run, a group's weights are written after their last upload, and its gradients taken once all have been
+added. Groups go in the order in which the steps are done with them.
 """
 
 from __future__ import annotations
@@ -44,12 +44,7 @@ class _Group:
 
 
 class HandOver:
-    """Hands over for one model.
-
-    Args:
-        gates: are opened as parameters are done; None: no step runs meanwhile.
-        log: where the time goes.
-    """
+    """Hands over for one model; without gates no step runs meanwhile."""
 
     def __init__(self, gates: Gates | None, log: HostLog) -> None:
         self._gates = gates
@@ -66,13 +61,9 @@ class HandOver:
     ) -> None:
         """Latest weights into the model, gradients out of it; opens the gates of parameters as they are done.
 
-        Args:
-            pairs: whose.
-            steps: that are running, or were.
-            weights_changed: whether the optimizer's side has newer weights.
-            only_behind: write only weights that differ, so that others keep their version.
+        With ``only_behind`` only weights that differ are written, so that others keep their version.
         """
-        groups = list(_groups(pairs, steps))
+        groups = _groups(pairs, steps)
         to_write = deque(sorted(groups, key=lambda group: group.turn[0]))
         to_take = deque(sorted(groups, key=lambda group: group.turn[1]))
         try:
@@ -118,11 +109,12 @@ class HandOver:
                 copy_in(group)
 
 
-def _groups(pairs: Iterable[ParameterPair], steps: Sequence[ParameterUse]) -> Iterable[_Group]:
+def _groups(pairs: Iterable[ParameterPair], steps: Sequence[ParameterUse]) -> list[_Group]:
     def turns(pair: ParameterPair) -> tuple[int, int]:
         uploads, adds = zip((0, 0), *(step.turns(pair.parameter) for step in steps), strict=True)
         return max(uploads), max(adds)
 
-    for turn, group in groups_of(pairs, turns):
-        jobs = [(step, *step.jobs_of([pair.parameter for pair in group])) for step in steps]
-        yield _Group(group, turn, jobs)
+    return [
+        _Group(group, turn, [(step, *step.jobs_of([pair.parameter for pair in group])) for step in steps])
+        for turn, group in groups_of(pairs, turns)
+    ]

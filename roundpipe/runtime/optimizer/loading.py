@@ -1,10 +1,9 @@
 """Loads into the user's own model, behind the wrapper: the optimizer's copies must not bring the old weights back.
 
-Each module of the model gets a hook before its ``load_state_dict`` (wait for the running update, which writes into the
-model) and one after (start the copies of its own parameters again from what was loaded, which with ``assign=True`` are
-new parameter objects). So a load into any part of the model counts, and one into the whole costs each copy once.
-Invariant: copies and pickles of the model carry hooks that do nothing, and a model whose wrapper is gone or closed
-has none.
+Each module gets a hook before its ``load_state_dict`` (wait for the running update, which writes into the model) and
+one after (start the copies of its own parameters again from what was loaded, with ``assign=True`` new objects). So a
+load into any part of the model counts, and one into the whole costs each copy once.
+Invariant: hooks in copies and pickles of the model do nothing; a model whose wrapper is gone or closed has none.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ from roundpipe.runtime.optimizer.optimizer import OptimizerSide
 class _Hook:
     """Called by torch with the module that loads; does nothing in a copy, which has no optimizer's side."""
 
-    def __init__(self, optimizer: OptimizerSide, name: str) -> None:
+    def __init__(self, optimizer: OptimizerSide, module_name: str) -> None:
         self._optimizer: weakref.ref[OptimizerSide] | None = weakref.ref(optimizer)
-        self._name = name
-        """Of the module that the hook is on."""
+        self._name = module_name
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_optimizer": None, "_name": self._name}
@@ -56,12 +54,7 @@ def _own_parameters(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Para
 
 
 class LoadWatch:
-    """Watches the ``load_state_dict`` of one model.
-
-    Args:
-        model: the user's model.
-        optimizer: whose copies follow; held weakly.
-    """
+    """Watches the ``load_state_dict`` of the user's model; holds the optimizer's side, whose copies follow, weakly."""
 
     def __init__(self, model: nn.Module, optimizer: OptimizerSide) -> None:
         self._handles = [

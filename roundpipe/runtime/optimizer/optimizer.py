@@ -1,7 +1,7 @@
 """The optimizer's side of a model: its parameters, and the thread that updates them one step behind.
 
-The model side (host weights that devices read, gradients that devices bring down into ``.grad``) and the
-optimizer side (copies in ``optim_dtype`` with gradients of their own) meet in two places only:
+The model side (host weights, gradients in ``.grad``) and the optimizer side (copies in ``optim_dtype`` with gradients
+of their own) meet in two places only:
 
     update k   waits for update k-1
                per parameter, once step k has uploaded it for the last time: weights W[k-1] into the model,
@@ -11,14 +11,15 @@ optimizer side (copies in ``optim_dtype`` with gradients of their own) meet in t
 
 so that for SGD ``W[k] = W[k-1] - lr * grad(W[max(k-2, 0)])``.
 
-Invariant: a gradient is in one place, the model's ``.grad`` or the copy's, until `synchronize` shows it:
-then the model's ``.grad`` is a view of the copy's, taken back at the next call (`begin_call`) with what
-the user did to it. Weights are copied in place, never re-bound: devices read the same memory.
+Invariant: a gradient is in one place, the model's ``.grad`` or the copy's, until `synchronize` shows it: then the
+model's ``.grad`` is a view of the copy's, taken back at the next call (`begin_call`) with what the user did to it.
+Weights are copied in place, never re-bound: devices read the same memory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,11 +42,10 @@ from roundpipe.runtime.weights.master_weights import ParameterPair
 
 
 class OptimizerSide:
-    """Copies of a model's trainable parameters, and the updates of them.
+    """Copies of a model's trainable parameters, and the updates of them; used from the training thread.
 
-    All methods are called from the training thread. ``step_fn`` may do anything with the copies, and
-    should leave the rest of the model alone; optimizers that evaluate the loss themselves (LBFGS)
-    need a step that is not asynchronous, in which the model may be called and runs on the copies' present values.
+    ``step_fn`` may do anything with the copies, and should leave the rest of the model alone; optimizers that evaluate
+    the loss themselves (LBFGS) need a step that is not asynchronous: the model runs on the copies' present values.
 
     Args:
         named_parameters: of the model, see `ParameterPairs`.
@@ -55,9 +55,6 @@ class OptimizerSide:
             all over before `step` returns.
         steps: that use the parameters; None: there are none, or none is running when a method is called.
         deadline_s: how long to wait for an update.
-
-    Raises:
-        ConfigError: ``optim_dtype`` is not a floating-point dtype.
     """
 
     def __init__(
@@ -85,7 +82,6 @@ class OptimizerSide:
         self.num_steps = 0
         """Steps made so far, asynchronous ones as soon as they are asked for."""
         self.log = HostLog(OPTIMIZER)
-        """Where the time of updates goes."""
         self._hand_over = HandOver(gates, self.log)
         self._runner = UpdateRunner(name, self.log, self._scalers)
         self._update: Update | None = None
@@ -119,18 +115,10 @@ class OptimizerSide:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Hand the gradients to the optimizer and update its parameters.
+        """Hand the gradients to the optimizer and update its parameters by ``step_fn(*args, **kwargs)``.
 
-        Args:
-            step_fn: does the update; its arguments are ``args`` and ``kwargs``.
-            is_async: return at once and let the next step train on the weights before this update; False
-                runs ``step_fn`` in this thread and copies its result into the model.
-
-        Raises:
-            ConfigError: called inside a ``step_fn``, or ``step_fn`` can't be called.
-            ClosedError: the model was closed.
-            Exception: whatever the previous asynchronous ``step_fn`` raised, before anything of this step
-                happens; whatever this one raises, if it is not asynchronous.
+        An asynchronous step returns at once, and the next step trains on the weights before this update. What the
+        previous asynchronous ``step_fn`` raised is raised before anything of this step happens.
         """
         if not callable(step_fn):
             raise ConfigError(f"step_fn is {step_fn!r}; give a function that does one optimizer step")
@@ -149,24 +137,23 @@ class OptimizerSide:
         for pair in pairs:
             if pair.is_frozen and pair.copy is not None:
                 pair.copy.grad = None
+        update = functools.partial(step_fn, *args, **(kwargs or {}))
         if is_async:
-            self._submit(pairs, step_fn, args, kwargs or {})
+            self._submit(pairs, update)
             return
         self._scalers.begin_step()
         self._gradients_due = False
         self.num_steps += 1
         self._exchange(pairs)
         try:
-            self._call(step_fn, self.num_steps, args, kwargs or {})
+            self._call(update, self.num_steps)
         finally:
             self._weights_changed = False
             self._hand_over.write_weights(pairs)
             self._scalers.publish()
         self._runner.warn_if_idle()
 
-    def _submit(
-        self, pairs: list[ParameterPair], step_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
+    def _submit(self, pairs: list[ParameterPair], step_fn: Callable[[], object]) -> None:
         """Hand an update to the optimizer's thread, or, if interrupted, leave all as it was before the step."""
         steps = () if self._steps is None else self._steps.running()
         update = Update(self.num_steps + 1)
@@ -180,7 +167,7 @@ class OptimizerSide:
             self._scalers.begin_step()
             self._gradients_due = False
             self.num_steps, self._update = update.index, update
-            self._thread.submit(self._run_update, update, pairs, steps, step_fn, args, kwargs)
+            self._thread.submit(self._run_update, update, pairs, steps, step_fn)
         except BaseException:
             if update.claim.acquire(blocking=False):  # otherwise the thread has it, and the step is made
                 self._scalers.restore(scales)
@@ -192,13 +179,7 @@ class OptimizerSide:
             raise
 
     def _run_update(
-        self,
-        update: Update,
-        pairs: list[ParameterPair],
-        steps: Sequence[ParameterUse],
-        step_fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        self, update: Update, pairs: list[ParameterPair], steps: Sequence[ParameterUse], step_fn: Callable[[], object]
     ) -> None:
         """One asynchronous update, in the optimizer thread; none on the gradients of a step that failed."""
         if not update.claim.acquire(blocking=False):
@@ -207,7 +188,7 @@ class OptimizerSide:
             if self._gates is not None:
                 self._exchange(pairs, steps)
             if not any(step.failed for step in steps):
-                self._call(step_fn, update.index, args, kwargs)
+                self._call(step_fn, update.index)
         except BaseException as error:  # raised again in the training thread
             self._error = error
         finally:
@@ -218,9 +199,9 @@ class OptimizerSide:
             update.is_done = True
             self._board.notify()
 
-    def _call(self, step_fn: Callable[..., Any], index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _call(self, step_fn: Callable[[], object], index: int) -> None:
         self._weights_changed = True
-        self._runner.run(step_fn, index, args, kwargs, self.parameter_pairs())
+        self._runner.run(step_fn, index, self.parameter_pairs())
 
     def _exchange(self, pairs: list[ParameterPair], steps: Sequence[ParameterUse] = ()) -> None:
         """Latest weights into the model, gradients out of it, once the steps are done with them."""
@@ -231,13 +212,7 @@ class OptimizerSide:
     def begin_call(self, adds_gradients: bool = True) -> None:
         """A call into the model begins: raise what ``step_fn`` raised, take back gradients that were shown.
 
-        Args:
-            adds_gradients: False leaves gradients shown, for a call that brings no new ones.
-
-        Raises:
-            ClosedError: the model was closed.
-            ConfigError: called inside an asynchronous ``step_fn``.
-            Exception: whatever the previous asynchronous ``step_fn`` raised.
+        Gradients stay shown for a call that adds none.
         """
         if self._closed:
             raise ClosedError(f"{self._name} was closed; make a new one to go on")
@@ -255,7 +230,6 @@ class OptimizerSide:
 
     @property
     def _has_update(self) -> bool:
-        """Whether an asynchronous update is on its way."""
         return self._update is not None and not self._update.is_done
 
     def weights_moved(self) -> None:
@@ -305,15 +279,7 @@ class OptimizerSide:
             raise error
 
     def wait(self, waiter: str = "wait()") -> None:
-        """Return when no update is running.
-
-        Args:
-            waiter: who waits, for the message.
-
-        Raises:
-            DeadlockError: the update did not finish before the deadline.
-            ConfigError: called inside an asynchronous ``step_fn``, which would wait for itself.
-        """
+        """Return when no update is running, or raise a `DeadlockError` after the deadline."""
         update = self._update
         if update is None:
             return
@@ -387,11 +353,7 @@ class OptimizerSide:
             self._pairs.replace(name, parameter)
 
     def close(self) -> None:
-        """Wait for the running update and end the thread; safe to call twice.
-
-        Raises:
-            Exception: whatever an asynchronous ``step_fn`` raised that nobody has seen yet.
-        """
+        """Wait for the running update, end the thread, raise what is pending; safe to call twice."""
         if not self._closed:
             self.wait("close()")
             self._closed = True

@@ -19,9 +19,9 @@ class ParameterPairs:
     """The pairs of one model; copies are made when they are first asked for.
 
     Args:
-        named_parameters: gives names and parameters of the model, in order; a shared parameter may come under
-            each of its names and has one copy. A function is asked again before each step and whenever the copies
-            are asked for, so that parameters that were replaced or added since are found.
+        named_parameters: of the model, in order; a shared parameter may come under each of its names and has one copy.
+            A function is asked again before each step and whenever the copies are asked for, so that parameters that
+            were replaced or added since are found.
         optim_dtype: dtype of the copies of floating-point parameters; None keeps each parameter's.
     """
 
@@ -52,15 +52,7 @@ class ParameterPairs:
         return trainable
 
     def named_copies(self, prefix: str, remove_duplicate: bool) -> Iterator[tuple[str, nn.Parameter]]:
-        """The copies of parameters that are trainable now, with the original names.
-
-        Args:
-            prefix: put before each name, with a dot.
-            remove_duplicate: give a shared parameter once, under its first name.
-
-        Raises:
-            ConfigError: ``prefix`` is not a string.
-        """
+        """The copies of parameters that are trainable now, with the original names, as ``nn.Module`` gives them."""
         if not isinstance(prefix, str):
             raise ConfigError(f"prefix is {type(prefix).__name__}; give a string that is put before each name")
         names = {pair.names[0]: pair for pair in self.trainable()}
@@ -79,7 +71,7 @@ class ParameterPairs:
 
     @contextlib.contextmanager
     def gradients_aside(self) -> Iterator[None]:
-        """While open, the model's gradients are not there."""
+        """While open, the model has no gradients."""
         originals = [(pair.parameter, pair.parameter.grad) for pair in self._pairs]
         for parameter, _ in originals:
             parameter.grad = None
@@ -99,24 +91,18 @@ class ParameterPairs:
 
     def replace(self, name: str, parameter: nn.Parameter) -> None:
         """A parameter was loaded, and may be another object now: its copy starts again."""
-        pair = self._by_name.get(name)
-        if pair is None:
-            return
-        if pair.parameter is not parameter:
-            pair.parameter, pair.shown = parameter, None
-        pair.start_again()
+        if (pair := self._by_name.get(name)) is not None:
+            if pair.parameter is not parameter:
+                pair.parameter, pair.shown = parameter, None
+            pair.start_again()
 
 
 @torch.no_grad()
 def take_writes(pairs: Sequence[ParameterPair], *, has_update: bool) -> None:
     """What was written into the model's weights since the last step holds for the copies too.
 
-    Args:
-        pairs: whose.
-        has_update: whether an update is on its way into the model.
-
     Raises:
-        ConfigError: both have new values.
+        ConfigError: an update is on its way into the model, so that both have new values.
     """
     for pair in pairs:
         pair.look()

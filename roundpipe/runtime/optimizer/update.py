@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -64,13 +63,12 @@ class _IdleCheck:
         self._before: list[Fingerprint] = []
 
     def before(self, pairs: Iterable[ParameterPair]) -> None:
-        """``step_fn`` is about to run."""
         copies = [pair.copy for pair in pairs if pair.copy is not None] if self._looks else []
         has_gradients = any(copy.grad is not None for copy in copies)
         self._before = [Fingerprint.of(copy) for copy in copies] if has_gradients else []
 
     def after(self, scalers: ScalerScope) -> None:
-        """It has run. Gradients that it took away, or that a scaler may have refused, were to have no effect."""
+        """Gradients that ``step_fn`` took away, or that a scaler may have refused, were to have no effect."""
         before, self._before = self._before, []
         if not before:
             return
@@ -79,16 +77,10 @@ class _IdleCheck:
             return
         gradients = [copy.parameter.grad for copy in before]
         dense = [each for each in gradients if each is not None and each.layout is torch.strided]
-        if (
-            scalers.in_use
-            or not any(bool(each.any()) for each in dense)
-            or not all(each.isfinite().all() for each in dense)
-        ):
-            return
-        self._looks, self._is_due = False, True
+        if not scalers.in_use and any(each.any() for each in dense) and all(each.isfinite().all() for each in dense):
+            self._looks, self._is_due = False, True
 
     def warn(self) -> None:
-        """Warn, once; called from the training thread."""
         if self._is_due:
             self._is_due = False
             warn(
@@ -99,13 +91,7 @@ class _IdleCheck:
 
 
 class UpdateRunner:
-    """Runs the ``step_fn`` of one model.
-
-    Args:
-        name: of the model, for messages.
-        log: where the time goes.
-        scalers: that may be used inside.
-    """
+    """Runs the ``step_fn`` of one model."""
 
     def __init__(self, name: str, log: HostLog, scalers: ScalerScope) -> None:
         self._name = name
@@ -118,20 +104,13 @@ class UpdateRunner:
         """Whether the calling code runs in this model's ``step_fn``."""
         return _RUNNING.get() is self
 
-    def run(
-        self,
-        step_fn: Callable[..., Any],
-        index: int,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        pairs: Sequence[ParameterPair],
-    ) -> None:
+    def run(self, step_fn: Callable[[], object], index: int, pairs: Sequence[ParameterPair]) -> None:
         """Run it; an error of it gains a note that says in which step it was raised."""
         token = _RUNNING.set(self)
         try:
             with self._log.doing("update", f"optimizer step {index}"), OptimizerCtx(), self._scalers.running():
                 self._idle.before(pairs)
-                step_fn(*args, **kwargs)
+                step_fn()
                 self._idle.after(self._scalers)
         except BaseException as error:
             error.add_note(f"raised in step_fn of step {index} of {self._name}")

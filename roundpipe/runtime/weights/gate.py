@@ -1,17 +1,15 @@
 """Who may touch a parameter on the host, and when: steps and updates, several of them under way at once.
 
-After an asynchronous update was asked for, the next step begins while the step before is still in its last backward
-stages and the optimizer's thread hands over: new weights into the model, gradients out of it. Two gates keep them
-apart, one for weights and one for gradients, both by parameter and both numbered: a closing concerns the steps that
-begin after it.
+After an asynchronous update was asked for, the next step begins while the one before is in its last backward stages and
+the optimizer's thread hands over: new weights into the model, gradients out of it. Two gates keep them apart, one for
+weights and one for gradients, by parameter and numbered: a closing concerns the steps that begin after it.
 
     closed by   the training thread, before the update is handed to the optimizer's thread
     opened by   the optimizer's thread, each parameter once, also after an error
     awaited by  the engine: before it uploads a parameter, and before it adds a gradient to one
 
 The other way round the optimizer's thread waits for the steps that were running when the update was asked for
-(`ParameterUse`): a parameter is written once these have uploaded it for the last time, and its gradient taken once they
-have added to it.
+(`ParameterUse`): it writes a parameter after their last upload of it, and takes its gradient once they have added it.
 """
 
 from __future__ import annotations
@@ -27,12 +25,7 @@ from roundpipe.runtime.device.backend import Event
 
 
 class Gate:
-    """Parameters that later steps must not touch yet.
-
-    Args:
-        deadline_s: how long to wait for a parameter to be opened.
-        board: where to wait; None: one of its own.
-    """
+    """Parameters that later steps must not touch yet; ``deadline_s`` is how long they wait for one."""
 
     def __init__(self, deadline_s: float = DEADLINE_S, board: Board | None = None) -> None:
         self._board = board or Board()
@@ -43,13 +36,11 @@ class Gate:
         """How often it was closed; a step that begins now waits for these closings and for no later ones."""
 
     def close(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Let those who come later wait for these."""
         with self._board.lock:
             self.closings += 1
             self._closed.update((parameter, self.closings) for parameter in parameters)
 
     def open(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Let these be touched."""
         with self._board.lock:
             for parameter in parameters:
                 self._closed.pop(parameter, None)
@@ -64,16 +55,7 @@ class Gate:
         return all(closed.get(parameter, last + 1) > last for parameter in parameters)
 
     def wait(self, parameters: Iterable[torch.Tensor], waiter: str, closings: int | None = None) -> None:
-        """Return when all of these are open.
-
-        Args:
-            parameters: of the model.
-            waiter: who waits, for the message.
-            closings: wait for closings up to this number; None: for all.
-
-        Raises:
-            DeadlockError: one was not opened before the deadline.
-        """
+        """Return when all closings of these up to a number, or all there are, were opened, or raise a DeadlockError."""
         if not self._closed:
             return
         awaited = list(parameters)
@@ -97,13 +79,11 @@ class Gates:
         """Closed until the update has taken the gradients."""
 
     def close(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Close both."""
         parameters = list(parameters)
         self.weights.close(parameters)
         self.gradients.close(parameters)
 
     def open(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Open both."""
         parameters = list(parameters)
         self.weights.open(parameters)
         self.gradients.open(parameters)
