@@ -1,7 +1,7 @@
 """Run options: as the user gives them, as they are resolved for one call, and what a running call can ask for.
 
-An option may be given for one call, for a model, or not at all; the first of call, model and
-built-in default that gives a field wins, field by field (`resolve`). The number of devices is handed in, not looked up.
+The first of call, model and built-in default that gives a field wins, field by field (`resolve`). The number of
+devices is handed in, not looked up.
 
 Invariant: a `RoundPipeRunConfig` that exists is valid on its own; in a `ResolvedConfig` None is an answer (automatic
 splitting, no fixed plan).
@@ -119,16 +119,14 @@ def _splits_input(rule: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedConfig:
-    """The options of one call; see `RoundPipeRunConfig` for what each means."""
+    """The options of one call, as in `RoundPipeRunConfig`; rules at None are automatic."""
 
     num_microbatch: int
-    """Number of microbatches asked for; a call with fewer samples has fewer."""
+    """Asked for; a call with fewer samples has fewer."""
     recompute_grain: RecomputeGrain
     output_device: torch.device
     split_input: SplitInput | None
-    """None is the automatic rule."""
     split_label: Any
-    """None is the automatic rule."""
     merge_output: Any
     """True is the automatic rule."""
     requires_grad: bool
@@ -140,12 +138,7 @@ class ResolvedConfig:
 
 
 def resolve(call: RoundPipeRunConfig | None, model: RoundPipeRunConfig | None, *, num_devices: int) -> ResolvedConfig:
-    """The options of one call: given for the call, else for the model, else built in.
-
-    Args:
-        call: options of this call; None is the same as an empty config.
-        model: options of the model; None is the same as an empty config.
-        num_devices: number of workers in the rotation.
+    """The options of one call: given for the call, else for the model, else built in for ``num_devices`` workers.
 
     Raises:
         ConfigError: ``call`` or ``model`` is not a `RoundPipeRunConfig`.

@@ -4,8 +4,8 @@ Copies run on streams of their own. Lifetime across streams is carried by events
 from one stream to another keeps it until the event of its last reader (the engine's in-flight list), so
 no `record_stream` is needed and the caching allocator can reuse memory in stream order.
 
-This file is the only one that names anything of CUDA: registering host memory, which has no generic API. Where the
-system refuses to pin memory, unpinned memory serves: copies are slower then, and nothing else.
+Only this file names anything of CUDA: registering host memory has no generic API. Where the system refuses to pin
+memory, unpinned memory serves; only copies are slower then.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ LARGEST_PADDING = 1.1
 SMALL_BYTES = 1 << 17
 """Pinned allocations up to this size may be padded by more."""
 
-_PORTABLE = 1
-"""cudaHostRegisterPortable: pinned for all devices of the process."""
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices of the process
 
 _idle_streams: dict[torch.device, list[tuple[torch.Stream, ...]]] = {}
 """Streams of backends that are gone, to be used again: libraries keep workspaces per stream and never free them."""
@@ -58,7 +57,7 @@ class AcceleratorEvent:
 
 
 def memory_budget_bytes(entry: Device, num_sharing: int = 1) -> int:
-    """What may be planned for of an entry's device: its limit, or a share of what is free there now."""
+    """The memory to plan for: a share of the entry's limit, or of what is free on its device now."""
     usable_bytes = entry.memory_bytes
     if usable_bytes is None:
         device = torch.device(entry.device)
@@ -68,13 +67,7 @@ def memory_budget_bytes(entry: Device, num_sharing: int = 1) -> int:
 
 
 class AcceleratorBackend(Backend):
-    """One worker on an accelerator.
-
-    Args:
-        entry: of ``devices=``.
-        name: for messages.
-        num_sharing: workers on the same device, which share its memory.
-    """
+    """One worker on an accelerator; ``num_sharing`` workers share the device's memory."""
 
     def __init__(self, entry: Device, name: str, num_sharing: int = 1) -> None:
         device = torch.device(entry.device)
@@ -114,7 +107,6 @@ class AcceleratorBackend(Backend):
         return _registered(num_bytes)
 
     def registrar(self) -> Registrar:
-        """Pins memory where it lies, through this device's driver."""
         return Registrar(functools.partial(_register, self.device), _unregister)
 
     def peak_bytes(self, reset: bool = False) -> int:
@@ -213,9 +205,7 @@ def _pinned(shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor | None 
 
 
 def _registered(num_bytes: int) -> torch.Tensor:
-    """A byte buffer on whole pages of its own, since no page can be registered twice; left unpinned, with a warning,
-    where the system refuses.
-    """
+    """A byte buffer on pages of its own, since no page can be registered twice; pinned if the system allows."""
     on_pages = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     buffer = on_huge_pages(torch.frombuffer(mmap.mmap(-1, on_pages), dtype=torch.uint8, count=num_bytes))
     reason = _register(None, buffer.data_ptr(), on_pages)

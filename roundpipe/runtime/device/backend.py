@@ -1,10 +1,8 @@
 """What the runtime asks of a device, so that only backend files know what one is.
 
-A backend is one worker's view of one device. It owns five streams: COMPUTE, where layers run, UPLOAD and
-DOWNLOAD, where carried values are copied from and to the host beside it, and WEIGHTS and GRADIENTS, where the
-bulk of a visit is: a value that the next computation waits for must not queue behind the weights of the
-visit after it. Work on a stream is in order; work on two streams is ordered only by an event: `record` on
-the one, `wait` on the other.
+A backend owns five streams: COMPUTE runs layers, UPLOAD and DOWNLOAD copy carried values beside it, WEIGHTS and
+GRADIENTS the bulk of a visit, since a value that the next computation waits for must not queue behind the weights
+of the visit after it. Work on two streams is ordered only by an event: `record` on the one, `wait` on the other.
 
     upload(...) ; e = record(UPLOAD)          a copy to the device, and the event that it is done
     wait(COMPUTE, e) ; layer(...)             the layer runs after it
@@ -90,13 +88,7 @@ class Moment(Protocol):
 
 
 class Backend(ABC):
-    """One worker's view of one device.
-
-    Args:
-        device: of torch's.
-        name: for messages.
-        memory_budget_bytes: what may be planned for; None: no limit.
-    """
+    """One worker's view of one device; a ``memory_budget_bytes`` of None is no limit to plan for."""
 
     def __init__(self, device: torch.device, name: str, memory_budget_bytes: int | None) -> None:
         self.device = device

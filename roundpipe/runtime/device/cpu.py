@@ -1,19 +1,17 @@
 """CPU workers: a backend on the host's own memory, with copies, budgets and links that are real.
 
-A worker copies weights and activations as an accelerator's would, so a missing transfer or a missing
-wait shows in CI. Three things are modelled, because the host has no counterpart of them:
+A worker copies what an accelerator's would, so a missing transfer or wait shows in CI. Three things are modelled:
 
-*Streams.* Copies are done at once, but each stream keeps a clock of how many copies it was given, and
-each copy is stamped with it. Waiting for an event moves the waiter's view of that clock forward, and of
-all clocks that the event's stream had waited for; using a tensor whose stamp is ahead of the view raises
-`SynchronizationError`.
+*Streams.* Copies are done at once, but each is stamped with its stream's clock, the number of copies so far. Waiting
+for an event moves the waiter's view of that clock forward, and of all clocks that the event's stream had waited for;
+using a tensor whose stamp is ahead of the view raises `SynchronizationError`.
 
-*Links.* With a link speed set, a copy takes ``bytes / speed`` on its stream's own timeline, which runs
-beside the computation: only a wait for its event sleeps until that time. One link serves two streams;
-carried values go first, and weights and gradients that are given to it later start that much later.
+*Links.* With a link speed set, a copy takes ``bytes / speed`` on its stream's own timeline, beside the computation:
+only a wait for its event sleeps until then. One link serves two streams; carried values go before weights and
+gradients.
 
-*Memory.* A `Ledger` counts weights, gradients, carried values and what autograd keeps, and raises
-`DeviceMemoryError` past the budget. Temporaries inside a layer are not counted.
+*Memory.* A `Ledger` counts weights, gradients, carried values and what autograd keeps, but no temporaries inside a
+layer, and raises `DeviceMemoryError` past the budget.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ _BULK_BEHIND = {Lane.WEIGHTS: Lane.UPLOAD, Lane.GRADIENTS: Lane.DOWNLOAD}
 
 
 class _StreamClock:
-    """Order of work on one stream: how much was given to it, and what it has seen of others, directly or not."""
+    """How much work one stream was given, and what it has seen of others, directly or not."""
 
     __slots__ = ("ready_at", "seen", "stream_id", "ticks")
 
@@ -163,7 +161,7 @@ class CpuBackend(Backend):
         return target
 
     def _occupy_link(self, lane: Lane, seconds: float, now: float) -> None:
-        """Let a copy that was begun ``now`` take its time on the stream, and on the link that the stream shares."""
+        """Let a copy begun ``now`` take its time on the stream and on the link that the stream shares."""
         clock = self._clocks[lane]
         if lane in _BULK_BEHIND:
             clock.ready_at = max(clock.ready_at, self._clocks[_BULK_BEHIND[lane]].ready_at, now) + seconds

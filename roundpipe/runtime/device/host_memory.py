@@ -1,8 +1,7 @@
-"""Host memory for what is walked through from end to end at each step: copies of weights, gradients, packed layers.
+"""Host memory that each step walks through from end to end: copies of weights, gradients, packed layers.
 
-Large blocks ask the system for huge pages before they are touched. That makes 512 times fewer page faults at the first
-touch and fewer misses of the address cache afterwards, which a pass over gigabytes feels. It is advice: where the
-system has no huge pages, or none left, the memory is ordinary.
+Large blocks ask for huge pages before they are touched: 512 times fewer page faults, and fewer misses of the address
+cache afterwards. It is advice: where the system has no huge pages left, the memory is ordinary.
 """
 
 from __future__ import annotations
@@ -35,14 +34,7 @@ def _madvise() -> Callable[[int, int, int], int] | None:
 
 
 def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
-    """Ask for huge pages below a tensor whose memory nobody has touched yet.
-
-    Args:
-        tensor: in host memory, dense; any shape and dtype.
-
-    Returns:
-        The tensor itself.
-    """
+    """The tensor itself, dense and not touched yet, after asking for huge pages below it."""
     madvise = _madvise()
     if madvise is None or tensor.nbytes < HUGE_PAGE_BYTES or tensor.device.type != "cpu":
         return tensor
@@ -60,7 +52,7 @@ def empty_bytes(num_bytes: int) -> torch.Tensor:
 
 
 def convert(parameter: torch.Tensor, dtype: torch.dtype) -> None:
-    """Gives a parameter and its gradient another dtype in place, as ``nn.Module.to`` does."""
+    """Give a parameter and its gradient another dtype in place, as ``nn.Module.to`` does."""
     gradient, parameter.grad = parameter.grad, None
     parameter.data = parameter.data.to(dtype)
     if gradient is not None:
@@ -68,11 +60,10 @@ def convert(parameter: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's elements, of those that are stored if it is sparse."""
+    """Bytes of the elements that a tensor stores."""
     if tensor.layout is torch.strided:
         return tensor.nbytes
-    parts = _SPARSE_PARTS[tensor.layout]
-    return sum(getattr(tensor, name)().nbytes for name in parts)
+    return sum(getattr(tensor, name)().nbytes for name in _SPARSE_PARTS[tensor.layout])
 
 
 _SPARSE_PARTS: dict[torch.layout, tuple[str, ...]] = {

@@ -25,11 +25,7 @@ class Ledger:
         self._lock = threading.Lock()
 
     def add(self, num_bytes: int, purpose: str) -> None:
-        """Count bytes.
-
-        Raises:
-            DeviceMemoryError: they would go past the budget; nothing is counted then.
-        """
+        """Count bytes; past the budget raise `DeviceMemoryError` and count nothing."""
         with self._lock:
             total = self.total_bytes + num_bytes
             if self.budget_bytes is not None and total > self.budget_bytes:
@@ -65,12 +61,7 @@ class Hold:
 
 
 class _Storages:
-    """Storages that autograd keeps, each counted once.
-
-    Args:
-        ledger: gets their bytes.
-        known: tensors whose storages are counted elsewhere.
-    """
+    """Storages that autograd keeps, each counted once; those of ``known`` tensors are counted elsewhere."""
 
     def __init__(self, ledger: Ledger, known: Sequence[torch.Tensor]) -> None:
         self._ledger = ledger
@@ -78,7 +69,6 @@ class _Storages:
         self._uses: Counter[int] = Counter()
 
     def pack(self, tensor: torch.Tensor) -> _Saved:
-        """Count the storage of a tensor that autograd saves."""
         try:
             storage = tensor.untyped_storage()
             address, num_bytes = storage.data_ptr(), storage.nbytes()
@@ -92,7 +82,6 @@ class _Storages:
         return _Saved(tensor.detach(), self, address, num_bytes)
 
     def forget(self, address: int, num_bytes: int) -> None:
-        """One tensor of the storage is not saved any more."""
         self._uses[address] -= 1
         if not self._uses[address]:
             self._ledger.remove(num_bytes, "activations")
@@ -122,8 +111,8 @@ def _unpack(saved: _Saved) -> torch.Tensor:
 def saved_tensors_counted(ledger: Ledger, known: Sequence[torch.Tensor]) -> Iterator[None]:
     """Count what autograd saves in this thread, but for what it saves inside torch.func's transforms.
 
-    These refuse to run under any hooks, with `torch.autograd.graph.disable_saved_tensors_hooks`. So while somebody
-    counts, that function puts the hooks of who counts aside first; those of others are refused as they always are.
+    These refuse to run under any hooks, with `torch.autograd.graph.disable_saved_tensors_hooks`. So while anybody
+    counts, that function puts the counting hooks aside first; the hooks of others are refused as always.
     """
     global _num_counting
     with _counting_lock:

@@ -1,8 +1,8 @@
 """Pinning the user's tensors where they lie, and what happens where the system refuses.
 
-To pin memory in place is to register it with a driver, which takes whole pages. Tensors that share a page are pinned
-together, since a page can be registered once, and a copy must lie in one registration. The memory stays the user's:
-nothing here keeps it alive, and its pages are unpinned before it is freed, whoever frees it.
+To pin memory in place is to register whole pages with a driver. A page can be registered once and a copy must lie in
+one registration, so tensors that share a page are pinned together. The memory stays the user's: nothing here keeps it
+alive, and its pages are unpinned before it is freed, whoever frees it.
 
     pages     0         1         2         3         4         5
     tensors      [--- a ----][- b -]             [------ c ------]
@@ -77,12 +77,7 @@ class _PageSpan:
 
 
 class Registrar:
-    """Pins tensors where they lie.
-
-    Args:
-        pin: pins a range of pages; its calls and those of ``unpin`` come from any thread, one at a time.
-        unpin: undoes it.
-    """
+    """Pins tensors where they lie; calls of ``pin`` and ``unpin`` come from any thread, one at a time."""
 
     def __init__(self, pin: Pin, unpin: Unpin) -> None:
         self._pin = pin
@@ -96,12 +91,10 @@ class Registrar:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the pages that are pinned now."""
         return sum(span.num_bytes for span in self._spans)
 
     @staticmethod
     def suits(tensor: torch.Tensor) -> bool:
-        """Whether a tensor is to be pinned where it lies."""
         return tensor.device.type == "cpu" and _extent(tensor) is not None and tensor.nbytes >= MIN_REGISTERED_BYTES
 
     def is_registered(self, tensor: torch.Tensor) -> bool:
@@ -156,7 +149,7 @@ def _unpin_all(spans: list[_PageSpan], unpin: Unpin, lock: threading.RLock) -> N
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """First and last byte's address (exclusive) of a tensor's memory, if it has memory without holes."""
+    """Addresses of a tensor's first byte and behind its last one, if it has memory without holes."""
     if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
         return None
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -21,8 +21,7 @@ def resolve_devices(devices: Sequence[DeviceLike] | DeviceLike | None) -> tuple[
     """The entries of the rotation.
 
     Args:
-        devices: None for every accelerator that torch sees, otherwise the CPU; or one entry; or a list, in which
-            an entry may be repeated.
+        devices: one entry or a list, in which an entry may be repeated; None: all accelerators, or else the CPU.
 
     Raises:
         ConfigError: the list is empty, or an entry is not a device that is there.
@@ -76,14 +75,7 @@ def _with_sharing(entries: Sequence[Device]) -> list[tuple[Device, torch.device,
 
 
 def largest_layer_bytes(devices: Sequence[DeviceLike] | DeviceLike | None) -> int | None:
-    """The most bytes of weights and gradients that a layer should have on the smallest of some devices.
-
-    Args:
-        devices: as for `resolve_devices`.
-
-    Returns:
-        None if none of them has a limit.
-    """
+    """The most bytes of weights and gradients for a layer on the smallest device; None if no device has a limit."""
     budgets_bytes = [
         entry.memory_bytes if device.type == "cpu" else memory_budget_bytes(entry, num_sharing)
         for entry, device, num_sharing in _with_sharing(resolve_devices(devices))
@@ -103,11 +95,7 @@ def open_backends(entries: Sequence[Device]) -> list[Backend]:
 
 
 def open_registrar(backends: Sequence[Backend]) -> Registrar:
-    """What pins host memory in place for these devices.
-
-    Raises:
-        ConfigError: one of them is no CUDA device.
-    """
+    """What pins host memory in place for these devices; `ConfigError` if one of them is no CUDA device."""
     first = backends[0]
     if not isinstance(first, AcceleratorBackend) or any(backend.device.type != "cuda" for backend in backends):
         raise ConfigError(

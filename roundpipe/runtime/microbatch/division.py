@@ -42,7 +42,7 @@ class Division:
     sizes: list[int] | None
     """Samples of each microbatch; None where the batch size is not known."""
     num_missing: int = 0
-    """By how many microbatches these are fewer than asked for, as there are fewer samples."""
+    """Microbatches asked for but not there, since there are fewer samples."""
     labels_decide: bool = False
     """Whether the inputs don't tell the batch size for sure, so that the labels' own is taken for them."""
 
@@ -58,11 +58,7 @@ class Division:
 
 
 def divide(inputs: Inputs, specs: Inputs, num_microbatch: int) -> Division:
-    """The division of inputs that the automatic rule or specs split.
-
-    Raises:
-        MicrobatchError: the batch is empty, or a spec does not fit.
-    """
+    """The division of inputs that the automatic rule or specs split."""
     size = _batch_size(inputs, specs)
     packed = [leaf for leaf in packed_leaves(inputs) if len(leaf) > 1]
     if packed:
@@ -151,11 +147,7 @@ def _even_sizes(size: int, num_pieces: int) -> list[int]:
 
 
 def _batch_size(inputs: Inputs, specs: Inputs) -> int | None:
-    """Number of samples of a call; None if nothing tells.
-
-    Raises:
-        MicrobatchError: there are none.
-    """
+    """Number of samples of a call; None if nothing tells; an error if there are none."""
     first = batched_leaf(inputs)
     size, where = None, "dim 0 of the first tensor given"
     if first is not None:

@@ -1,7 +1,6 @@
 """The outputs of all microbatches as one output.
 
-Invariant: values are concatenated, averaged, reduced or kept apart as the rule says, and never changed
-in place; what can't be merged is named in the error.
+Invariant: values are never changed in place; what can't be merged is named in the error.
 """
 
 from __future__ import annotations
@@ -70,7 +69,11 @@ def merge_value(values: list[Any], spec: Any, path: Path) -> Any:
     below = _children_of_all(values, path)
     if below is None:
         check_leaf_spec(spec, where, _RULES)
-        return _merge_equal(values, where)
+        for index, value in enumerate(values):
+            if not _equal(first, value):
+                rule = "what is not a tensor must be equal for all, or use merge_output to say how"
+                raise _difference(values, index, where, rule)
+        return first
     specs = spec_children(spec, below, where)
     merged = [
         merge_value(column, child_spec, (*path, access))
@@ -119,14 +122,6 @@ def _difference(values: list[Any], index: int, where: str, rule: str) -> Microba
     return MicrobatchError(f"{where} is {first} for microbatch 0 but {other} for microbatch {index}; {rule}")
 
 
-def _merge_equal(values: list[Any], where: str) -> Any:
-    for index, value in enumerate(values):
-        if not _equal(values[0], value):
-            rule = "what is not a tensor must be equal for all, or use merge_output to say how"
-            raise _difference(values, index, where, rule)
-    return values[0]
-
-
 def _equal(first: Any, second: Any) -> bool:
     if first is second:
         return True
@@ -138,11 +133,7 @@ def _equal(first: Any, second: Any) -> bool:
 
 
 def _children_of_all(values: list[Any], path: Path) -> list[tuple[Access, list[Any]]] | None:
-    """Each direct child's values in all microbatches; None if one of the values is a leaf.
-
-    Raises:
-        MicrobatchError: the values don't have the same children.
-    """
+    """Each direct child's values in all microbatches; None if a value is a leaf; an error if their children differ."""
     below = [trees.children(value) for value in values] if len(path) < trees.MAX_DEPTH else [None]
     columns = [children for children in below if children is not None]
     if len(columns) < len(values):

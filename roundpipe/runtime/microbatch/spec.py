@@ -3,8 +3,6 @@
 The specs (``TensorChunkSpec``, ``_Replicate``, ``_CustomReducer``) are classes of torch's private
 ``torch.distributed.pipelining.microbatch``, whose import takes nearly as long as torch's own. A user who
 holds one has imported it already, so it is looked up and never imported. This file is its only user.
-
-Invariant: nothing here changes the values it is given.
 """
 
 from __future__ import annotations
@@ -46,14 +44,9 @@ class RoundPipePackedData(list[Any]):
         self.events = [None] * len(self)
 
 
-def _spec_class(name: str) -> type | None:
-    """A class of torch's microbatch module, or None while nobody has imported that."""
-    return getattr(sys.modules.get(_SPEC_MODULE), name, None)
-
-
 def is_spec_of(spec: Any, name: str) -> bool:
     """Whether a spec is of the class of torch's with this name, or that class itself."""
-    kind = _spec_class(name)
+    kind = getattr(sys.modules.get(_SPEC_MODULE), name, None)
     return kind is not None and (spec is kind or isinstance(spec, kind))
 
 

@@ -3,10 +3,9 @@
     args, kwargs, label --split--> one (args, kwargs, label) per microbatch
     one output per microbatch --merge--> output
 
-Pieces are views of what was given, so gradients flow back into it. `division` decides how many there are.
+Pieces are views of the arguments, so gradients flow back into them. `division` decides how many there are.
 
-Invariant: `split` gives lists of one length, `merge` takes a list of that length; neither changes what it
-is given.
+Invariant: `split` gives lists of one length, `merge` takes a list of that length; neither changes its arguments.
 """
 
 from __future__ import annotations
@@ -62,16 +61,10 @@ class Split:
 
     @property
     def num_microbatches(self) -> int:
-        """The actual number, which may be less than asked for."""
         return len(self.args)
 
     def replay_options(self, call: RoundPipeRunConfig, resolved: ResolvedConfig) -> RoundPipeRunConfig:
-        """Options for the same call once more, in which functions of the user's that made these pieces don't run again.
-
-        Args:
-            call: options given for the call.
-            resolved: what these, and those of the model, came to.
-        """
+        """Options for the same call again, without a second run of the user's functions that made these pieces."""
         options: dict[str, Any] = {}
         if is_function(resolved.split_input):
             options["split_input"] = lambda args, kwargs, number: (self.args, self.kwargs)
@@ -83,7 +76,7 @@ class Split:
 
 
 def split(args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any, config: ResolvedConfig) -> Split:
-    """The microbatches of one call.
+    """The microbatches of one call: views of its tensors (or themselves, where replicated), and what to wait for.
 
     Args:
         args: positional arguments of the model; tensors anywhere in them, on any device.
@@ -91,12 +84,8 @@ def split(args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any, config: 
         label: what ``loss_fn`` gets beside the output; None stays None.
         config: ``num_microbatch``, ``split_input`` and ``split_label`` are read.
 
-    Returns:
-        Views of the tensors given (replicated ones are the objects given), and what to wait for.
-
     Raises:
-        MicrobatchError: an empty batch, a spec that does not fit, or a function that returns something else
-            than asked; also a `ValueError`.
+        MicrobatchError: an empty batch, a spec that does not fit, or a function that returns something unusable.
     """
     inputs = (tuple(args), dict(kwargs))
     if is_function(config.split_input):
@@ -123,7 +112,6 @@ class _Splitter:
         """What each microbatch has to wait for."""
 
     def split(self, value: Any, spec: Any, path: Path) -> list[Any]:
-        """The value of each microbatch."""
         if isinstance(value, RoundPipePackedData):
             return self._split_packed(value, spec, path)
         below = trees.children(value) if len(path) < trees.MAX_DEPTH else None
@@ -175,7 +163,7 @@ class _Splitter:
         return self.split(merge_value(list(packed), None, path), spec, path)
 
     def split_labels(self, label: Any, rule: Any) -> list[Any]:
-        """The labels of each microbatch, behind the inputs."""
+        """The labels of each microbatch; call it behind `split`."""
         number = self._division.num_microbatches
         if label is None:
             return [None] * number
@@ -190,7 +178,6 @@ class _Splitter:
         return self.split(label, rule, (Access("attribute", "label"),))
 
     def warn(self) -> None:
-        """Tell what the user may not expect."""
         number = self._division.num_microbatches
         if self._division.num_missing:
             warn(

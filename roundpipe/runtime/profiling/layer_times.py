@@ -1,9 +1,8 @@
 """Measured seconds of layers: what the calls of a step took, and their exponential mean over steps.
 
-A step that is measured gets a `StepTimes`; the workers note in it when each call began and ended, which costs two
-marks on the device's stream and waits for nothing. Once the step is over, `LayerTimes.learn` takes it in: a layer's
-forward is what its calls took (recomputations too), the backward of several layers that run at once is dealt out
-among them by the seconds known so far, and what the loss takes belongs to the last layer.
+The workers note in a step's `StepTimes` when each call began and ended: two marks on the device's stream, no waiting.
+After the step `LayerTimes.learn` takes it in: forwards (and recomputations) by layer; the backward of several layers
+at once is dealt out by the seconds known so far; the loss belongs to the last layer.
 
 Invariant: costs keep all bytes; only seconds are replaced by measured ones.
 """
@@ -33,7 +32,6 @@ class StepTimes:
         """Whether an error ended the step, so that not all calls were made."""
 
     def end(self, *, failed: bool) -> None:
-        """The step is over: nothing is added any more."""
         self._is_over, self.failed = True, failed
 
     def add(self, kind: Kind, layers: Sequence[int], began: Moment, ended: Moment) -> None:
@@ -71,7 +69,6 @@ class LayerTimes:
 
     @property
     def example_elements(self) -> int:
-        """Elements of the tensor arguments that costs are best known for."""
         return self._example_elements
 
     @property

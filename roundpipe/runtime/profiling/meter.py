@@ -47,25 +47,18 @@ class _LinkUse(NamedTuple):
 
 
 class Meter:
-    """Measures one worker, which calls it around what it does.
-
-    Args:
-        backend: the worker's device.
-        device: its name in timelines.
-    """
+    """Measures one worker, which calls it around its work; ``device`` is its name in timelines."""
 
     def __init__(self, backend: Backend, device: str) -> None:
         self.backend = backend
         self.device = device
         self.recorder: Recorder | None = None
-        """While a timeline is recorded."""
         self._each = 1 if backend.device.type == "cpu" else MEASURED_EACH
         self._is_on = False
         self._num_steps = 0
         self._at: tuple[Job, int | None] | None = None
         """What the worker is at: a job, and a microbatch unless all are meant."""
         self._before: Moment | None = None
-        """The end of the computation before."""
         self._marks: list[tuple[str, Moment]] = []
         self._unread: deque[_Computation | _LinkUse] = deque()
         self._lock = threading.Lock()
@@ -86,7 +79,6 @@ class Meter:
             self.until("caller")
 
     def abandon(self) -> None:
-        """The step was cancelled."""
         self._marks.clear()
         self._before = None
 
@@ -174,7 +166,6 @@ class MeterReading(NamedTuple):
     """By lane, bytes and seconds of the copies of weights and gradients that were measured."""
 
     def since(self, earlier: MeterReading) -> MeterReading:
-        """What came after an earlier reading."""
         return MeterReading(
             self.busy_s - earlier.busy_s,
             {cause: seconds - earlier.idle_s[cause] for cause, seconds in self.idle_s.items()},
@@ -183,15 +174,14 @@ class MeterReading(NamedTuple):
         )
 
 
-def _bytes_per_s(readings: Sequence[MeterReading], lane: Lane) -> float:
-    """How fast whole stages moved, over all workers; infinity before any was measured."""
-    num_bytes, seconds = (sum(reading.link[lane][position] for reading in readings) for position in (0, 1))
-    return num_bytes / seconds if num_bytes and seconds > 0 else inf
-
-
 def link_speeds(readings: Sequence[MeterReading]) -> tuple[float, float]:
-    """Bytes per second up and down, of weights and gradients."""
-    return _bytes_per_s(readings, Lane.WEIGHTS), _bytes_per_s(readings, Lane.GRADIENTS)
+    """Bytes per second of weights up and of gradients down, over all workers; infinity before any was measured."""
+
+    def bytes_per_s(lane: Lane) -> float:
+        num_bytes, seconds = (sum(reading.link[lane][position] for reading in readings) for position in (0, 1))
+        return num_bytes / seconds if num_bytes and seconds > 0 else inf
+
+    return bytes_per_s(Lane.WEIGHTS), bytes_per_s(Lane.GRADIENTS)
 
 
 class _Computing:

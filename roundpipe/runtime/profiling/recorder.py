@@ -18,14 +18,11 @@ from roundpipe.runtime.device.backend import Backend, Moment
 
 
 def waits_by_cause(marks: Iterable[tuple[str, float]], start_s: float) -> Iterator[tuple[str, float, float]]:
-    """Deal the time from 0, where a computation ended, to the start of the next one out to causes.
+    """Deal the time between two computations out to causes, each with the start and end of its piece.
 
     Args:
-        marks: causes, each with the time until which it lasted; in the order in which they were met.
-        start_s: of the next computation; what no mark covers is overhead.
-
-    Returns:
-        causes, each with the start and the end of its piece of the time.
+        marks: causes in the order in which they were met, each with its end, in seconds since the first computation.
+        start_s: of the second computation; what no mark covers is overhead.
     """
     since_s = 0.0
     for cause, until_s in (*marks, ("overhead", start_s)):
@@ -61,11 +58,7 @@ class Gap(NamedTuple):
 
 
 class Recorder:
-    """Collects what several threads and devices do, until `finish`.
-
-    Args:
-        backends: by device name; their moments are placed on the host's clock.
-    """
+    """Collects what several threads and devices do, until `finish`; ``backends`` are by device name."""
 
     def __init__(self, backends: Mapping[str, Backend]) -> None:
         self._anchors = {name: backend.anchor() for name, backend in backends.items()}
@@ -74,7 +67,6 @@ class Recorder:
         self._start_s = time.perf_counter()
 
     def add(self, item: DeviceWork | Gap) -> None:
-        """Take in what a device does."""
         self._items.append(item)
 
     def add_host(
@@ -106,18 +98,14 @@ class Recorder:
 
 
 class HostLog:
-    """What a thread of the host spends its time on: seconds by lane, and spans while a timeline is recorded.
-
-    Args:
-        device: under which its spans are shown.
-    """
+    """A host thread's seconds by lane, and its spans, shown under ``device``, while a timeline is recorded."""
 
     def __init__(self, device: str) -> None:
         self.device = device
         self.recorder: Recorder | None = None
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.last_s = 0.0
-        """When the latest of it was done, by ``time.perf_counter``."""
+        """When the latest work was done, by ``time.perf_counter``."""
 
     @contextlib.contextmanager
     def doing(self, lane: str, name: str, **args: Any) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""A layer that computes on device memory for one visit: a replica whose weights are views of an arena."""
+"""A layer for one visit: a replica whose weights are views of an arena."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from roundpipe.runtime.weights.replica import FrozenLayers, Replica
 
 
 class _Buffer(NamedTuple):
-    """A buffer of the layer as it was bound."""
+    """A buffer as it was bound: where the layer has it, where its replica has it, and its value then."""
 
     originals: list[Attribute]
     twins: list[Attribute]
-    """The same attributes of the replica."""
     tensor: torch.Tensor | None
     version: int
 
@@ -30,7 +29,6 @@ class BoundLayer:
         self.weights = weights
         self.replica = replica
         self.habits = Habits()
-        """What a forward in the current mode does, as far as it was seen."""
         self.parameters: list[tuple[Slot, nn.Parameter]] = []
         """Those that get gradients."""
         self._buffers: list[_Buffer] = []
@@ -39,7 +37,6 @@ class BoundLayer:
 
     @property
     def module(self) -> nn.Module:
-        """The layer to call."""
         return self.replica.module
 
     def bind(
@@ -80,7 +77,7 @@ class BoundLayer:
         return tensor
 
     def _fill(self, attributes: Iterable[Attribute], tensor: torch.Tensor | None) -> list[Attribute]:
-        """Set the replica's attributes that stand for these; returns them."""
+        """Set, and return, the replica's counterparts of these attributes."""
         twins = [Attribute(self.replica.twin(module), table, name) for module, table, name in attributes]
         for module, table, name in twins:
             tensors = getattr(module, table)
@@ -91,12 +88,11 @@ class BoundLayer:
 
     @property
     def has_buffers(self) -> bool:
-        """Whether there is any buffer to look after."""
         return bool(self._buffers)
 
     @property
     def versions_tell(self) -> bool:
-        """Whether a forward is known to have written none so far, and the buffers' versions would tell if one did."""
+        """Whether no forward has written buffers so far, and their versions would tell if one did."""
         return self.habits.writes_buffers is False and not self.weights.may_write_unseen
 
     def buffer_values(self) -> list[torch.Tensor | None]:
@@ -104,7 +100,6 @@ class BoundLayer:
         return [buffer.twins[0].get() for buffer in self._buffers]
 
     def buffer_versions(self) -> list[tuple[int, int]]:
-        """Identity and version of every buffer, to tell whether a forward wrote one."""
         return [(id(value), _version(value)) for value in self.buffer_values()]
 
     def buffers_on_host(self) -> list[torch.Tensor | None]:
@@ -113,13 +108,12 @@ class BoundLayer:
         return [None if value is None else value.detach().clone() for value in values]
 
     def set_buffers(self, values: Sequence[torch.Tensor | None]) -> None:
-        """Rebind the replica's buffers to other device tensors."""
         for buffer, value in zip(self._buffers, values, strict=True):
             for twin in buffer.twins:
                 twin.set(value)
 
     def changed_buffers(self) -> Iterator[tuple[list[Attribute], torch.Tensor | None]]:
-        """Buffers that were written or replaced during the visit, with the original tree's attributes."""
+        """Buffers written or replaced during the visit, with the original tree's attributes."""
         may_all_be_written = self.habits.writes_buffers is not False
         for buffer, value in zip(self._buffers, self.buffer_values(), strict=True):
             if value is None:
@@ -129,7 +123,7 @@ class BoundLayer:
                 yield buffer.originals, value
 
     def converted_parameters(self) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
-        """Parameters of the original tree that the forward gave another dtype, and which."""
+        """Parameters of the original tree that the forward gave another dtype, and that dtype."""
         for slot in self.weights.slots:
             if slot.is_parameter and not slot.is_loose and slot.fits:
                 module, name = slot.attributes[0].module, slot.attributes[0].name

@@ -1,9 +1,8 @@
 """All weights of a model in host memory: packed into one buffer per layer, pinned.
 
-A layer's parameters and buffers lie in one byte buffer, each aligned to 64 bytes, pinned once; the user's parameter
-objects become views of it, so an upload is one copy. What can't be moved (tied to another layer's buffer, a tensor
-subclass, ``pin_model="off"``) stays where it is and is copied by itself; so does all but the small with
-``pin_model="register"``, which is pinned where it lies.
+A layer's parameters and buffers lie in one byte buffer, each aligned to 64 bytes; the user's parameter objects become
+views of it, so an upload is one copy. What can't be moved (tied to another layer's buffer, a tensor subclass,
+``pin_model="off"``) stays and is copied by itself; so do large tensors with ``pin_model="register"``, pinned in place.
 """
 
 from __future__ import annotations
@@ -36,9 +35,8 @@ class HostWeights:
     Args:
         pin: how to pin; see `roundpipe.RoundPipe`.
         allocate: makes a (pinned) host byte buffer.
-        registrar: pins memory where it lies; for ``"register"``.
-        model: all that will ever be asked for; with a registrar, its tensors are pinned at the first layer asked for,
-            together, since some may share pages.
+        registrar: for ``"register"``; pins the whole model at the first layer, since tensors may share pages.
+        model: all layers that will ever be asked for.
     """
 
     def __init__(
@@ -57,7 +55,7 @@ class HostWeights:
         self._compared: set[int] = set()
         """Tensors that are known not to share memory; empty: all are to be compared again."""
         self.num_laid_out = 0
-        """How many layers were laid out so far, which may have moved their weights."""
+        """Layers laid out so far; each may have moved its weights."""
         self._packed: dict[Key, torch.Tensor] = {}
         self._owners: dict[int, Key] = {}
         """By tensor, the layer whose buffer it lies in."""
@@ -82,7 +80,7 @@ class HostWeights:
             self.layer(name, layer)
 
     def forget(self, layer: nn.Module) -> None:
-        """Drop what is known of a layer, and its buffer if no other layer known here has the same tensors."""
+        """Drop a layer, and its buffer if no other layer has the same tensors."""
         weights = self._layers.pop(id(layer), None)
         if weights is not None and all(other.packed is not weights.packed for other in self._layers.values()):
             self._unpack(weights)
@@ -93,7 +91,6 @@ class HostWeights:
             self._owners = {tensor: owner for tensor, owner in self._owners.items() if owner != key}
 
     def layer(self, name: str, layer: nn.Module) -> LayerWeights:
-        """The host side of a layer, packed at first sight."""
         known = self._layers.get(id(layer))
         if known is not None and known.layer is layer:
             return known
@@ -131,10 +128,7 @@ class HostWeights:
         return self._owners.get(id(tensor), key) == key
 
     def _check_shared(self, layer: nn.Module) -> None:
-        """Raise `ConfigError` if different parameters, or a parameter and a buffer, have memory in common.
-
-        A write into one of them, such as an update's, would change the other, and here each gets memory of its own.
-        """
+        """Raise `ConfigError` if two parameters, or a parameter and a buffer, share memory: packed, they would not."""
         own = {id(parameter) for parameter in layer.parameters()}
         if own <= self._compared:
             return

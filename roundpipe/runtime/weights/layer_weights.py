@@ -1,4 +1,4 @@
-"""One layer's weights in host memory: laid out, packed, uploaded; and what its forward was seen to do to buffers."""
+"""One layer's weights in host memory: laid out, packed, uploaded; and what its forward does to buffers."""
 
 from __future__ import annotations
 
@@ -34,12 +34,7 @@ class Habits:
 
 
 class LayerWeights:
-    """One layer's weights on the host, laid out as they are when this is made.
-
-    Args:
-        name: the layer's name, for messages.
-        layer: its module.
-        may_pack: whether a tensor may lie in the packed buffer; those that may come first.
+    """One layer's weights on the host as they are now; those that ``may_pack`` allows come first.
 
     Raises:
         ConfigError: a tensor is on the meta device.
@@ -91,13 +86,10 @@ class LayerWeights:
             raise ConfigError(structure_message(attribute.module, attribute.name))
 
     def is_current(self) -> bool:
-        """Whether the layer still is as it was laid out: the same modules of the same classes, which hold tensors of
-        the same shapes and dtypes under the same names, tied alike. Values and memory may differ.
-        """
+        """Whether modules, classes, names, shapes, dtypes and ties are as laid out; values and memory may differ."""
         return (
             self._structure.changed() is None
-            and all(attribute.is_none for attribute in self.empty_buffers)
-            and all(attribute.is_none for attribute in self._empty_parameters)
+            and all(attribute.is_none for attribute in (*self.empty_buffers, *self._empty_parameters))
             and all(slot.fits for slot in self.slots)
             and all(slot.is_tied for slot in self._tied)
         )
@@ -107,9 +99,7 @@ class LayerWeights:
         with torch.no_grad():
             for slot in self.slots[: self.num_packed]:
                 tensor = slot.tensor
-                view = slot.own_view(buffer)
-                view.copy_(tensor)
-                tensor.data = view
+                tensor.data = slot.own_view(buffer).copy_(tensor)
         self.packed = buffer
 
     def is_packed(self) -> bool:
@@ -124,7 +114,6 @@ class LayerWeights:
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of the packed slots, which lie first."""
         if self.num_packed == 0:
             return 0
         last = self.slots[self.num_packed - 1]
@@ -139,9 +128,9 @@ class LayerWeights:
         return self._habits_now().has_side_effects is not False
 
     def recomputation_inputs(self) -> Iterator[tuple[str, torch.Tensor, Callable[[], torch.Tensor | None]]]:
-        """What a recomputation takes as it is by then: names, tensors, and what gives the tensor of that time.
+        """What a recomputation takes as it is by then: names, tensors, and a getter of the tensor of that time.
 
-        Those are not the buffers of a layer that writes them: each of its forwards keeps what it saw.
+        Buffers of a layer that writes them are not among it: each of its forwards keeps what it saw.
         """
         saves_buffers = self._habits_now().writes_buffers is not False
         names = {id(tensor): name for name, tensor in (*self.layer.named_buffers(), *self.layer.named_parameters())}
@@ -156,11 +145,7 @@ class LayerWeights:
     def upload(
         self, backend: Backend, region: torch.Tensor
     ) -> tuple[dict[int, torch.Tensor | None], list[torch.Tensor]]:
-        """Copy all weights into a device region.
-
-        Returns:
-            what does not lie in the region, by slot index (None: gone since), and all copies made.
-        """
+        """Copy all weights into a device region; returns those outside of it by slot (None: gone), and all copies."""
         start = 0
         copies = []
         if self.is_packed():

@@ -30,10 +30,8 @@ class Attribute(NamedTuple):
 
     def get(self) -> torch.Tensor | None:
         """The tensor there now; None if there is none, or no such name."""
-        tensors = getattr(self.module, self.table)
-        # the tables of script modules can do no more than this
-        tensor: torch.Tensor | None = tensors[self.name] if self.name in tensors else None
-        return tensor
+        tensors: dict[str, torch.Tensor | None] = getattr(self.module, self.table)
+        return tensors[self.name] if self.name in tensors else None  # script modules' have no get
 
     @property
     def is_none(self) -> bool:
@@ -82,7 +80,6 @@ class Slot:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, attributes: list[Attribute], offset: int) -> Slot:
-        """The slot of a tensor as it is now."""
         is_parameter, is_loose = attributes[0].table == "_parameters", not is_plain(tensor)
         num_bytes = 0 if is_loose else tensor.numel() * tensor.element_size()
         strides = tensor.stride() if is_loose else _dense_strides(tensor)
@@ -90,16 +87,11 @@ class Slot:
 
     @property
     def current(self) -> torch.Tensor | None:
-        """What the original module has there now."""
         return self.attributes[0].get()
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The same.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """`current`; `ConfigError` if there is none."""
         tensor = self.attributes[0].get()
         if tensor is None:
             raise ConfigError(structure_message(self.attributes[0].module, self.attributes[0].name))

@@ -12,7 +12,7 @@ from roundpipe.core.errors import ConfigError
 from roundpipe.runtime.device.host_memory import convert, is_plain, on_huge_pages
 
 HAND_OVER_BYTES = 16 * 1024**2
-"""Parameters are handed over in groups of this size: few calls for small ones, early uploads of the first layers."""
+"""Parameters are handed over in groups of this size: few calls for small ones, early uploads of first layers."""
 
 SAMPLED = 128
 """Elements of each parameter that are compared before an update."""
@@ -31,7 +31,6 @@ class Fingerprint:
 
     @classmethod
     def of(cls, parameter: torch.Tensor) -> Fingerprint:
-        """The fingerprint as it is now."""
         sample = _sample(parameter)
         return cls(parameter, *_marks(parameter), None if sample is None else sample.clone())
 
@@ -49,7 +48,6 @@ class Fingerprint:
         return now is not None and now.dtype == self.sample.dtype and not torch.equal(now, self.sample)
 
     def moved(self) -> Fingerprint:
-        """The same in the memory that the parameter has now."""
         return replace(self, address=_marks(self.parameter)[1])
 
 
@@ -97,7 +95,7 @@ class ParameterPair:
         return self.fingerprint is not None and self.fingerprint.has_other_values
 
     def agree(self) -> None:
-        """What the model's parameter holds now is known to the copy's side, if there is a copy."""
+        """The copy's side, if there is a copy, knows what the model's parameter holds now."""
         if self.copy is not None:
             self.fingerprint = Fingerprint.of(self.parameter)
 
@@ -107,14 +105,12 @@ class ParameterPair:
             self.fingerprint = self.fingerprint.moved()
 
     def start_again(self) -> None:
-        """Take the copy's values from the model's parameter."""
         if self.copy is not None:
             self.copy.copy_(self.parameter)
         self.is_written = False
         self.agree()
 
     def make_copy(self, optim_dtype: torch.dtype | None) -> None:
-        """Start the copy from the model's weights."""
         source = self.parameter.detach()
         if source.is_meta:
             raise ConfigError(
@@ -123,10 +119,10 @@ class ParameterPair:
             )
         dtype = source.dtype if optim_dtype is None or not source.is_floating_point() else optim_dtype
         if is_plain(source):
-            memory = on_huge_pages(torch.empty_like(source, device="cpu", dtype=dtype))
-            self.copy = nn.Parameter(memory.copy_(source))
+            copy = on_huge_pages(torch.empty_like(source, device="cpu", dtype=dtype)).copy_(source)
         else:
-            self.copy = nn.Parameter(source.to("cpu", dtype, copy=True))
+            copy = source.to("cpu", dtype, copy=True)
+        self.copy = nn.Parameter(copy)
         self.agree()
 
     def follow_dtype(self) -> None:
@@ -152,7 +148,7 @@ class ParameterPair:
         return gradient.dtype != copy.dtype or gradient.device != copy.device
 
     def take_gradient(self) -> None:
-        """The model's gradient into the copy's, added to what is there."""
+        """Add the model's gradient to the copy's."""
         gradient, self.parameter.grad = self.parameter.grad, None
         if gradient is None or self.copy is None:
             return
@@ -164,7 +160,7 @@ class ParameterPair:
             self.copy.grad = self.copy.grad + gradient.to(self.copy.device, self.copy.dtype)
 
     def _converted(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A gradient of the model as one of the copy: itself if it can be, else in the spare memory."""
+        """A gradient of the model as the copy's: itself if it can be, else in the spare memory."""
         assert self.copy is not None
         gradient = gradient.detach()
         if gradient.dtype == self.copy.dtype and gradient.device == self.copy.device:
@@ -174,20 +170,17 @@ class ParameterPair:
         return self.spare_memory().copy_(gradient)
 
     def spare_memory(self) -> torch.Tensor:
-        """Memory for the copy's gradient."""
         assert self.copy is not None
         if self.spare is None:
             self.spare = on_huge_pages(torch.empty_like(self.copy.detach()))
         return self.spare
 
     def show_gradient(self) -> None:
-        """The copy's gradient as the model's."""
+        """Let the model's ``.grad`` be the copy's."""
         if self.copy is None or self.copy.grad is None:
             return
-        of_copy = self.copy.grad
-        shown = of_copy.to(self.parameter.device, self.parameter.dtype)
-        self.parameter.grad = shown
-        self.shown = shown, shown._version, of_copy
+        self.parameter.grad = shown = self.copy.grad.to(self.parameter.device, self.parameter.dtype)
+        self.shown = shown, shown._version, self.copy.grad
 
     def take_back(self) -> None:
         """End what `show_gradient` began; what the user did to the model's ``.grad`` holds for the copy's."""
@@ -229,7 +222,7 @@ def num_bytes(group: list[ParameterPair]) -> int:
 
 
 def copy_in(group: list[ParameterPair]) -> None:
-    """The optimizer's weights into the model's."""
+    """Write the optimizer's weights into the model's."""
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     for pair in group:
@@ -246,7 +239,7 @@ def copy_in(group: list[ParameterPair]) -> None:
 
 
 def take_gradients(group: list[ParameterPair]) -> None:
-    """The model's gradients into the copies', those of other dtypes in one go."""
+    """Add the model's gradients to the copies', those of other dtypes in one go."""
     converted: list[ParameterPair] = []
     for pair in group:
         if pair.is_frozen:
@@ -266,12 +259,7 @@ def take_gradients(group: list[ParameterPair]) -> None:
 def make_pairs(
     named_parameters: Iterable[tuple[str, nn.Parameter]], before: Iterable[ParameterPair] = ()
 ) -> tuple[list[ParameterPair], dict[str, ParameterPair]]:
-    """One pair per parameter object, and the pair of each name.
-
-    Args:
-        named_parameters: of the model; a shared one may come under each of its names.
-        before: pairs to go on with for the parameters that they are of.
-    """
+    """One pair per parameter object, and the pair of each name; pairs of ``before`` go on for their parameters."""
     pair_of = {pair.parameter: pair for pair in before}
     pairs: dict[nn.Parameter, ParameterPair] = {}
     by_name: dict[str, ParameterPair] = {}
@@ -279,7 +267,6 @@ def make_pairs(
         if parameter not in pairs:
             pairs[parameter] = pair_of.get(parameter) or ParameterPair([], parameter)
             pairs[parameter].names = []
-        pair = pairs[parameter]
-        pair.names.append(name)
-        by_name[name] = pair
+        by_name[name] = pairs[parameter]
+        by_name[name].names.append(name)
     return list(pairs.values()), by_name

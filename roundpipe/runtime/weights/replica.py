@@ -1,8 +1,7 @@
 """Shallow copies of a user's module tree, so that a worker can bind device weights without touching it.
 
-A replica has its own ``_parameters``, ``_buffers`` and ``_modules``, and shares everything else with the
-original: hooks, configuration, caches. Attributes that point back into the tree (a bound method, a list
-of submodules or parameters, a partial) are made to point into the replica.
+A replica has its own ``_parameters``, ``_buffers`` and ``_modules`` and shares all else: hooks, configuration, caches.
+Attributes that point back into the tree (a bound method, a list of submodules, a partial) point into the replica.
 
 Invariant: running a replica never changes the original's parameters, buffers or submodules. Attributes of
 simple types that a forward sets (counters, flags) are handed back by `changed_attributes`.
@@ -39,38 +38,26 @@ class FrozenLayers:
 
     @classmethod
     def of(cls, layers: Iterable[nn.Module]) -> Self:
-        """Some layers as they are now."""
         frozen = cls()
         for layer in layers:
             for module in layer.modules():
-                frozen.attributes[module] = {name: _unshared(value) for name, value in module.__dict__.items()}
+                frozen.attributes[module] = {
+                    name: copy.copy(value) if type(value) in (dict, list) else value  # the module may change it
+                    for name, value in module.__dict__.items()
+                }
             frozen.trained.update(parameter for parameter in layer.parameters() if parameter.requires_grad)
         return frozen
 
     def attributes_of(self, module: nn.Module) -> dict[str, Any]:
-        """The attributes of a module.
-
-        Raises:
-            ConfigError: it was not in the model at that moment.
-        """
+        """The attributes of a module; `ConfigError` if it was not in the model at that moment."""
         attributes = self.attributes.get(module)
         if attributes is None:
             raise ConfigError(structure_message(module))
         return attributes
 
 
-def _unshared(value: Any) -> Any:
-    """A value that stays as it is now when the module changes it."""
-    return copy.copy(value) if type(value) in (dict, list) else value
-
-
 class Replica:
-    """One worker's copy of one layer's module tree.
-
-    Args:
-        original: the layer.
-        device: set as the attribute `EXECUTION_DEVICE` wherever the original has one.
-    """
+    """One worker's copy of one layer's module tree; ``device`` replaces the attribute `EXECUTION_DEVICE`."""
 
     def __init__(self, original: nn.Module, device: torch.device) -> None:
         self._device = device
@@ -87,9 +74,8 @@ class Replica:
             return twin
         if isinstance(original, torch.jit.ScriptModule):
             twin = copy.deepcopy(original)  # a script module's state lives in C++
-            for module, copied in zip(original.modules(), twin.modules(), strict=True):
-                self._twins[id(module)] = copied
-                self._originals.append(module)
+            self._twins.update(zip(map(id, original.modules()), twin.modules(), strict=True))
+            self._originals += original.modules()
             return twin
         twin = object.__new__(type(original))
         self._twins[id(original)] = twin
@@ -104,11 +90,7 @@ class Replica:
         return twin
 
     def twin(self, original: nn.Module) -> nn.Module:
-        """The copy of a module of the original tree.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """The copy of a module of the original tree; `ConfigError` if there is none."""
         twin = self._twins.get(id(original))
         if twin is None:
             raise ConfigError(structure_message(original))

@@ -1,8 +1,7 @@
 """Where a layer's weights are on a device, and where its gradients go.
 
-Each worker has one arena, as large as the two largest consecutive visits together: odd visits
-lie at its low end, even ones at its high end, so the weights of the next visit come up while this one
-runs, and no allocator call stands in the way.
+Each worker has one arena, as large as the two largest consecutive visits together. Visits lie at its low and high end
+in turn, so the next one's weights come up while this one runs, without a call of the allocator.
 
 A visit goes through these calls:
 
@@ -51,11 +50,9 @@ class Download:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is on its way."""
         return not (self.gradients or self.buffers or self.dtypes)
 
     def wait(self) -> None:
-        """Wait for the copies."""
         if self.event is not None:
             self.event.synchronize()
 
@@ -105,14 +102,12 @@ class Visit:
     def __init__(self, backend: Backend, region: torch.Tensor, layers: list[BoundLayer]) -> None:
         self._backend = backend
         self.weights_memory = region
-        """The device memory that the weights are in."""
         self.layers = layers
         self._parts: list[tuple[torch.Tensor, dict[int, torch.Tensor | None]]] = []
         self._copies: list[torch.Tensor] = []
         offset = 0
         moved_bytes = backend.moved_bytes[Lane.WEIGHTS]
         self.began = backend.moment(Lane.WEIGHTS)
-        """When the copies began."""
         for layer in layers:
             part = region[offset : offset + layer.weights.num_bytes]
             outside, copies = layer.weights.upload(backend, part)
@@ -120,30 +115,21 @@ class Visit:
             self._copies += copies
             offset += aligned(layer.weights.num_bytes)
         self.uploaded = backend.record(Lane.WEIGHTS)
-        """The event after which the weights are on the device."""
         self.uploaded_bytes = backend.moved_bytes[Lane.WEIGHTS] - moved_bytes
         self.arrived = backend.moment(Lane.WEIGHTS)
-        """When they were."""
         self._counted = contextlib.ExitStack()
 
     @property
     def num_bytes(self) -> int:
-        """Device memory that the weights take."""
         return self.weights_memory.numel()
 
     def arrive(self) -> None:
-        """Let the COMPUTE stream wait for the weights."""
         self._backend.wait(Lane.COMPUTE, self.uploaded)
         self._backend.check_ready(self._copies)
         self._copies.clear()
 
     def ready(self, with_gradients: bool, frozen: FrozenLayers | None = None) -> None:
-        """Bind the weights, behind `arrive`.
-
-        Args:
-            with_gradients: whether a backward follows.
-            frozen: the user's modules as they are to be taken; None: as they are now.
-        """
+        """Bind the weights, behind `arrive`, to modules as they were when ``frozen``; None: as they are now."""
         for layer, (part, outside) in zip(self.layers, self._parts, strict=True):
             layer.bind(part, outside, with_gradients, frozen)
         gradient_bytes = sum(p.nbytes for layer in self.layers for _, p in layer.parameters)
@@ -225,7 +211,6 @@ class Arena:
             self._readers = [[allocated], [allocated]]
 
     def free(self) -> None:
-        """Give the memory back."""
         if self._buffer is not None:
             self._backend.free(self._buffer, "weights")
             self._buffer = None
