@@ -12,10 +12,7 @@ MAX_STEPS = 10_000
 
 
 def share_elements(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two strided tensors have an element of memory in common; True as well where that takes long to tell.
-
-    Looks at shapes, strides and offsets only. ``x.chunk(2)`` gives two that have none, ``x`` and ``x[0]`` have some.
-    """
+    """Whether two strided tensors have an element of memory in common; True as well where that takes long to tell."""
     if not tensor.numel() or not other.numel() or _memory(tensor) != _memory(other):
         return False
     if tensor.element_size() != other.element_size():

@@ -1,8 +1,7 @@
 """Cuts a weighted chain into contiguous parts: nodes into layers, layers into stages. No torch.
 
-Both questions are answered exactly, by prefix sums and bisection: how light can the heaviest of ``k``
-parts be, and which parts does a limit allow. Invariant: parts are ``(start, stop)`` pairs, not empty,
-in order, and together they cover the chain.
+How light the heaviest of ``k`` parts can be, and which parts a limit allows, is found exactly, by prefix sums and
+bisection. Invariant: parts are ``(start, stop)`` pairs, not empty, in order, and together they cover the chain.
 """
 
 from __future__ import annotations
@@ -130,10 +129,7 @@ def _exactly(prefix: list[float], stops: list[int], limit: float, num_parts: int
     parts: list[Part] = []
     start, end = 0, len(prefix) - 1
     latest = _latest_starts(prefix, stops, limit, num_parts)
-    for remaining in range(num_parts, 0, -1):
-        if remaining == 1:
-            parts.append((start, end))
-            break
+    for remaining in range(num_parts, 1, -1):
         last = _furthest(prefix, stops, start, limit)
         index = bisect_right(stops, start)
         allowed = [
@@ -145,7 +141,7 @@ def _exactly(prefix: list[float], stops: list[int], limit: float, num_parts: int
         stop = min(allowed, key=lambda stop: abs(prefix[stop] - target))
         parts.append((start, stop))
         start = stop
-    return parts
+    return [*parts, (start, end)]
 
 
 def _latest_starts(prefix: list[float], stops: list[int], limit: float, num_parts: int) -> list[int]:

@@ -1,8 +1,7 @@
 """Every error that roundpipe raises on its own behalf.
 
-A message says what was given, what is allowed and what to do. Exceptions raised by a user's own
-code (a layer's forward, ``loss_fn``, ``step_fn``) are never wrapped: they keep their type and gain
-a note that says where in the pipeline they were raised.
+A message says what is wrong, what is allowed and what to do. Exceptions of a user's own code (a layer's forward,
+``loss_fn``, ``step_fn``) are never wrapped: they keep their type and gain a note on where in the pipeline they arose.
 """
 
 from __future__ import annotations
@@ -60,13 +59,12 @@ class TraceFacts:
     file: str = ""
     line: int = 0
     source: str = ""
-    """The text of the line."""
     module: str = ""
     """Qualified name of the module whose code it is."""
     function: str = ""
-    """Name of the function that was called."""
+    """The function called."""
     attribute: str = ""
-    """Name of the attribute that is set."""
+    """The attribute set."""
     changes: tuple[str, ...] = ()
     """What the forward changes and computes with, in words."""
     stateful: tuple[str, ...] = ()

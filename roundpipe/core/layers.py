@@ -1,15 +1,13 @@
 """The contract between the compiler and the runtime: carries, layers, costs, chains.
 
-A model becomes a chain of layers. What flows between them is a *carry*: a dict from value names to
-values, each name given once and never rebound (so a skip connection is one name that stays in the
-carry from its producer to its last reader, and the runtime moves only what a stage reads).
+What flows between layers is a *carry*: a dict from names to values, where no name is ever rebound. So a skip
+connection is one name in the carry from its producer to its last reader, and a stage gets only what it reads.
 
     args, kwargs --bind--> carry --layer 0--> carry --layer 1--> ... --finish--> outputs
 
-Every layer, the first included, is a module ``forward(carry) -> carry``: it reads the values in its
-spec's ``reads``, returns the values in ``makes`` and passes on what else is live. A chain is an
-``nn.Sequential`` of such layers and can be called as one; the runtime instead calls each layer with
-exactly the values that it reads and keeps the rest where they are.
+Every layer is a module ``forward(carry) -> carry``: it reads the values in its spec's ``reads``, returns those in
+``makes`` and passes on what else is live. A chain is an ``nn.Sequential`` of layers and can be called as one; the
+runtime calls each layer with exactly the values that it reads and keeps the rest where they are.
 
 Tensors in a carry may sit inside a structure (a tuple, a dataclass); see `roundpipe.core.trees`.
 """
@@ -150,15 +148,10 @@ class ChainSource(Protocol):
 
     @property
     def latest(self) -> LayerChain | None:
-        """The chain to show: the one last given, or None if none is known before the first call."""
-        ...
+        """The latest chain, for reports; None if none is known before the first call."""
 
     def chain_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerChain | None:
-        """The chain for these arguments of one microbatch (real tensors, wherever they are).
-
-        None: there is none, the call must run another way.
-        """
-        ...
+        """The chain for the arguments of one microbatch (real tensors); None: the call must run another way."""
 
 
 @dataclass(slots=True)
@@ -170,7 +163,6 @@ class FixedChain:
 
     @property
     def latest(self) -> LayerChain:
-        """The chain."""
         return self.chain
 
     def chain_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerChain:

@@ -1,8 +1,7 @@
 """State around a call that changes what the call does: grad mode, autocast, attention kernels.
 
-Python code sets such state with context managers. A graph has no ``with``, and an enter in one layer
-with its exit in another could not be cut apart, so every node carries the difference between its
-modes and those around the whole model, and enters it by itself.
+A graph has no ``with``, and an enter in one layer with its exit in another could not be cut apart, so every node
+carries the difference between its modes and those around the whole model, and enters it by itself.
 
 Invariant: ``Modes.current()`` inside ``current.changes_from(base).enter()`` under ``base`` is ``current``.
 """
@@ -10,6 +9,7 @@ Invariant: ``Modes.current()`` inside ``current.changes_from(base).enter()`` und
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -35,7 +35,6 @@ class AutocastState:
 
     @property
     def enabled(self) -> bool:
-        """Whether it is on."""
         return self.dtype is not None
 
 
@@ -44,7 +43,6 @@ class Modes:
     """All modes, or those that differ from others; None and ``()`` = no difference."""
 
     grad: bool | None = None
-    """Whether gradients are recorded."""
     autocast: tuple[AutocastState, ...] = ()
     attention_kernels: AttentionKernels | None = None
 
@@ -86,8 +84,7 @@ class Modes:
         changed = {state.device_type: state for state in self.autocast}
         accelerator = _accelerator_type()
         if accelerator is not None and "cpu" in changed and accelerator not in changed:
-            state = changed["cpu"]
-            changed[accelerator] = AutocastState(accelerator, state.dtype)
+            changed[accelerator] = AutocastState(accelerator, changed["cpu"].dtype)
         return list(changed.values())
 
     def describe(self) -> str:
@@ -152,11 +149,7 @@ def _accelerator_type() -> str | None:
     return None if accelerator is None else accelerator.type
 
 
-_DEVICE_TYPES: list[str] = []
-
-
-def _device_types() -> list[str]:
-    """The types of device whose autocast is watched; asked for once, at first use."""
-    if not _DEVICE_TYPES:
-        _DEVICE_TYPES.extend(dict.fromkeys(["cpu", "cuda", _accelerator_type() or "cpu"]))
-    return _DEVICE_TYPES
+@functools.cache
+def _device_types() -> tuple[str, ...]:
+    """The types of device whose autocast is watched."""
+    return tuple(dict.fromkeys(["cpu", "cuda", _accelerator_type() or "cpu"]))

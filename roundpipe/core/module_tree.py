@@ -27,11 +27,7 @@ def common_path(names: Sequence[str]) -> list[str]:
 
 
 class Structure:
-    """Which modules some modules hold, of which classes, and how much each holds.
-
-    Args:
-        modules: all of them, such as ``model.modules()``.
-    """
+    """Classes, submodules and numbers of tensors of modules, such as ``model.modules()``."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._seen = [
@@ -41,7 +37,7 @@ class Structure:
         ]
 
     def changed(self) -> nn.Module | None:
-        """A module that has another class, other submodules, or more or fewer names by now; None: there is none."""
+        """A module that has another class, other submodules, or more or fewer names now; None if there is none."""
         for module, kind, num_parameters, num_buffers, children in self._seen:
             now = module._modules
             if (

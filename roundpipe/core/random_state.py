@@ -1,6 +1,6 @@
 """Random generators: drawing from a seed without disturbing anybody, saving states and putting them back.
 
-A generator is one object for a whole device, and for all CPU workers; whoever draws from a seed holds its lock.
+A device has one generator, and all CPU workers share one; whoever draws from a seed holds its lock.
 """
 
 from __future__ import annotations
@@ -27,12 +27,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 class SeededTorch:
-    """While open, a device's default generator draws from a seed; afterwards its state is as before.
-
-    Args:
-        seed: of everything drawn inside.
-        device: whose default generator is meant.
-    """
+    """While open, a device's default generator draws from a seed; afterwards its state is as before."""
 
     __slots__ = ("_device", "_lock", "_seed", "_state")
 
@@ -57,9 +52,6 @@ class SeededPython:
     """The same for the module-level generators of Python and NumPy; open it inside the CPU's `SeededTorch`.
 
     It costs as much as a few small operators, so it is for code that is known to draw there, or may turn out to.
-
-    Args:
-        seed: of everything drawn inside.
     """
 
     __slots__ = ("_numpy", "_seed", "_state", "drew")
@@ -135,8 +127,7 @@ def _accelerator(kind: str | None = None) -> tuple[str, Any] | None:
 def portable_random_state() -> dict[str, Any]:
     """State of all generators of torch, Python and, where it is imported, NumPy, as plain values and tensors."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    accelerator = _accelerator()
-    if accelerator is not None:
+    if (accelerator := _accelerator()) is not None:
         kind, module = accelerator
         state["accelerator"] = kind, [module.get_rng_state(i) for i in range(module.device_count())]
     numpy = sys.modules.get("numpy")

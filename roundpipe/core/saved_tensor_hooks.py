@@ -9,17 +9,10 @@ from typing import Any
 import torch
 
 
-def _any(_: Any) -> bool:
-    return True
-
-
 @contextlib.contextmanager
-def saved_tensor_hooks_aside(which: Callable[[Any], bool] = _any) -> Iterator[None]:
-    """While open, this thread's hooks for saved tensors are not called.
-
-    Args:
-        which: asked for the unpack hook of the innermost pair, then of the next; those up to the first that it
-            denies are put aside.
+def saved_tensor_hooks_aside(which: Callable[[Any], bool] = lambda _: True) -> Iterator[None]:
+    """While open, this thread's innermost hooks for saved tensors, up to the first unpack hook that ``which`` denies,
+    are not called.
     """
     autograd = torch._C._autograd
     aside = []

@@ -1,8 +1,7 @@
 """Who runs what, when: plans and schedules as plain data.
 
-A plan says which layers form a stage in forward, in the fused tail and in backward. A schedule deals the
-stages out: job K (one stage times all microbatches) goes to worker ``K mod N``, and each worker gets the
-list of its tasks in the order in which it executes them. The engine walks those lists and the
+A plan says which layers form a stage in forward, in the fused tail and in backward. A schedule gives job K (one stage
+times all microbatches) to worker ``K mod N``, as a list of tasks in order. The engine walks those lists and the
 simulator replays the same ones, so that what is predicted is what runs.
 
     plan -> make_schedule -> jobs        F0 .. Fk  U  B1 .. Bm
@@ -28,9 +27,6 @@ ScheduleKind = Literal["train", "forward", "backward"]
 
 MAX_RESIDENT_JOBS = 2
 """Jobs whose weights a worker may hold at once: the one that runs and the one that is uploaded."""
-
-
-# ------------------------------------------------------------------------------------------- plans
 
 
 def _parse_range(where: str, spec: object) -> LayerRange:
@@ -77,7 +73,6 @@ class ExecutePlan:
     forward: tuple[LayerRange, ...]
     """Forward-only stages, shallow to deep."""
     fused: LayerRange | None
-    """The fused tail."""
     backward: tuple[LayerRange, ...]
     """Backward stages, deep to shallow, without the fused tail."""
 
@@ -124,7 +119,7 @@ class ExecutePlan:
         ]
 
     def validate(self, num_layers: int) -> None:
-        """Checks that the plan covers each layer of a model once in forward and once in backward.
+        """Check that the plan covers each layer of a model once in forward and once in backward.
 
         Raises:
             ScheduleError: naming the range that leaves a gap, overlaps or is out of order.
@@ -166,9 +161,6 @@ class ExecutePlan:
 ModelExecutePlan = ExecutePlan
 
 
-# --------------------------------------------------------------------------------------- schedules
-
-
 class Phase(Enum):
     """What a stage does in a visit."""
 
@@ -202,7 +194,7 @@ class Job:
     stop: int
     worker: int
     name: str
-    """Short name within its step: F0, F1, .., U, B1, B2, .."""
+    """Within its step: F0, F1, .., U, B1, B2, .."""
     replica: int = 0
     """Which of the stage's jobs this is, where several share its microbatches."""
     num_replicas: int = 1
@@ -241,9 +233,7 @@ class Schedule:
     jobs: tuple[Job, ...]
     """In the order of the pipeline: job K takes what job K - 1 gives."""
     worker_tasks: tuple[tuple[Task, ...], ...]
-    """Per worker."""
     first_job: int = 0
-    """Index of the first job."""
 
     @property
     def num_layers(self) -> int:
@@ -261,14 +251,8 @@ class Schedule:
 
     def following(self) -> Schedule:
         """The schedule of the same step once more, with the rotation going on."""
-        return make_schedule(
-            self.plan,
-            self.num_workers,
-            self.num_microbatches,
-            first_job=self.next_job,
-            kind=self.kind,
-            replicas=self.replicas,
-        )
+        counts = self.num_workers, self.num_microbatches
+        return make_schedule(self.plan, *counts, first_job=self.next_job, kind=self.kind, replicas=self.replicas)
 
     def job(self, job_index: int) -> Job:
         """The job with this index (which counts over steps)."""
@@ -280,11 +264,9 @@ class Schedule:
         return self.first_job <= job_index < self.next_job
 
     def microbatches(self, job: Job) -> range:
-        """The microbatches that a job runs, in order."""
         return range(job.replica, self.num_microbatches, job.num_replicas)
 
     def tasks(self, worker: int) -> tuple[Task, ...]:
-        """What a worker executes, in order."""
         return self.worker_tasks[worker]
 
 

@@ -1,9 +1,8 @@
 """Nested values: find the tensors in any Python structure, and rebuild it with other ones.
 
-Model inputs and outputs come as tuples, dicts, dataclasses, `ModelOutput`s, caches and whatever
-else a user returns. Everything that walks such values does it here, so that one rule decides what
-counts as a container: lists, tuples (named ones too), dicts, dataclass instances, classes
-registered with torch's pytree, and plain objects that hold tensors in their attributes.
+Everything that walks arguments and outputs does it here, so that one rule decides what counts as a container: lists,
+tuples (named ones too), dicts, dataclass instances, classes registered with torch's pytree, and plain objects with
+attributes.
 
 Invariant: ``rebuild(value, leaves(value))`` equals ``value``; walking never mutates.
 This file is the only user of torch's private pytree module.
@@ -250,7 +249,6 @@ def with_children(value: Any, new: list[Any]) -> Any:
     if isinstance(value, list):
         clone[:] = new
         return clone
-    names = [access.key for access, _ in children(value) or []]
-    for name, item in zip(names, new, strict=True):
-        object.__setattr__(clone, name, item)
+    for (access, _), item in zip(children(value) or (), new, strict=True):
+        object.__setattr__(clone, access.key, item)
     return clone
