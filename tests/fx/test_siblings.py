@@ -237,15 +237,15 @@ def test_the_stand_in_tells_whatever_is_done_with_it() -> None:
         bool, len, str, repr, iter, hash, int, float, list, "{}".format, range, callable_attribute,
         lambda x: x + 1, lambda x: 1 + x, lambda x: x == x, lambda x: x[0], lambda x: 1 in x, lambda x: x < 1,
         lambda x: f"{x}", lambda x: -x, lambda x: x.items(), lambda x: {x: 1}, lambda x: x(), lambda x: [0][x],
-        lambda x: x**2, lambda x: hasattr(x, "keys"), lambda x: setattr(x, "a", 1),
+        lambda x: x**2, lambda x: hasattr(x, "keys"), lambda x: setattr(x, "a", 1), lambda x: isinstance(x, str),
     ]  # fmt: skip
     for use in uses:
-        unread = Unread(3)
+        unread = Unread()
         with pytest.raises((LookupError, TypeError)):
             use(unread)
         assert unread.is_used()
-    unread = Unread("text")
-    assert isinstance(unread, str) and unread is not None and not unread.is_used()
+    unread = Unread()
+    assert unread is not None and not unread.is_used()
 
 
 def callable_attribute(value: Any) -> Any:

@@ -123,12 +123,7 @@ _BY_CAUSE: dict[TraceCause, str | Callable[[TraceFacts], str]] = {
 
 
 def advice(cause: TraceCause, facts: TraceFacts) -> str:
-    """What to write instead, in a sentence or two.
-
-    Args:
-        cause: what stands in the way.
-        facts: where, and what it is about.
-    """
+    """What to write instead of what stands in the way, in a sentence or two."""
     if cause is TraceCause.ACTIVATION_HOOKED:
         return _ONLY_OBSERVED
     change = _BY_CAUSE.get(cause, "")

@@ -18,7 +18,6 @@ import sys
 import types
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -52,12 +51,9 @@ class Attempt:
     """One run of the model's Python.
 
     Args:
-        world: where it runs.
-        form: the model's signature.
-        knowledge: what earlier attempts found out.
         outside: the modules before the first run, but for what leaves set themselves.
         functions: code that the model's code calls, beside methods of modules.
-        cells: of its closures.
+        cells: of the closures of that code.
     """
 
     def __init__(
@@ -74,7 +70,7 @@ class Attempt:
         self._knowledge = knowledge
         self._cells = cells
         self._call_modes = CallModes.current()
-        self._recorder = CallRecorder(world, Modes.current(), knowledge.needs)
+        self.recorder = CallRecorder(world, Modes.current(), knowledge.needs)
         hooked = [
             name
             for name, module in world.model.named_modules()
@@ -85,8 +81,8 @@ class Attempt:
         )
         self._before = ModuleSnapshot(world.twin.modules())
         readers = Readers([type(module) for module in world.twin.modules()], functions)
-        self._leaves = LeafRunner(world, self._recorder, self._policy, knowledge, readers, self._before, outside)
-        self._glue = GlueRunner(world, self._recorder, knowledge)
+        self._leaves = LeafRunner(world, self.recorder, self._policy, knowledge, readers, self._before, outside)
+        self.glue = GlueRunner(world, self.recorder, knowledge)
         self._before_hooks = {module: hooks_by_code(real) for module, real in self._pairs()}
         self._python_random = python_random_state()
 
@@ -99,7 +95,7 @@ class Attempt:
 
     def run(self) -> TracedGraph:
         """Records the forward and closes the graph."""
-        recorder, world = self._recorder, self._world
+        recorder, world = self.recorder, self._world
         args, kwargs = world.arguments
         try:
             with intercepting(self, _files_of(world.model), self._cells), world.entered(), recorder.watch, recorder:
@@ -126,7 +122,7 @@ class Attempt:
             holders = trees.above(arguments, path, 2)
             objects = [item for item in holders if not isinstance(item, (list, tuple, Mapping, deque, set))]
             is_seen = trees.holds_any(out, holders)
-            if is_seen or objects and not self._glue.is_activation(trees.get(arguments, path)):
+            if is_seen or objects and not self.glue.is_activation(trees.get(arguments, path)):
                 continue
             inside = trees.path_string(path[2:-1] if path[-1].kind == "item" else path[2:])
             words = f"the forward puts something into its argument {path[1].key}{inside}"
@@ -135,7 +131,7 @@ class Attempt:
     def _keep_whole_what_fixes_sizes(self) -> None:
         """A small module that loops over a size serves every size as a leaf, and one as glue."""
         known = self._knowledge
-        for name, error in self._recorder.findings.fixes_sizes.items():
+        for name, error in self.recorder.findings.fixes_sizes.items():
             untried = name not in known.decisions and (name, Decision.LEAF) not in known.tried
             module = self._world.twin.get_submodule(name)
             if name and untried and self._policy.may_be_leaf(module) and not self._policy.is_too_large(module):
@@ -146,9 +142,8 @@ class Attempt:
         replaced = self._before.replaced_parameter()
         if replaced is not None:
             module, parameter = replaced
-            name = self._world.name_of_module[module]
-            words = f"the forward puts another parameter in the place of {f'{name}.{parameter}'.lstrip('.')}"
-            facts = TraceFacts(attribute=parameter, stateful=(name,))
+            words = f"the forward puts another parameter in the place of {self._qualified(module, parameter)}"
+            facts = TraceFacts(attribute=parameter, stateful=(self._world.name_of_module[module],))
             location = set_at(type(module), parameter) or model_location()
             raise Retry(Lesson(TraceError(words, TraceCause.PARAMETER_REPLACED, facts), location=location))
         other = self._before.changed_mode()
@@ -161,16 +156,15 @@ class Attempt:
         return {
             (change.module, change.name): self._qualified(change.module, change.name)
             for change in self._before.diff()
-            if change.module in self._glue.modules
+            if change.module in self.glue.modules
         }
 
     def handed_on(self, changed: dict[tuple[nn.Module, str], str]) -> set[str]:
         """Those of the changed attributes that others take in the same forward."""
-        return {words for (module, _), words in changed.items() if self._glue.hands_on(module)}
+        return {words for (module, _), words in changed.items() if self.glue.hands_on(module)}
 
     def _qualified(self, module: nn.Module, name: str) -> str:
-        owner = self._world.name_of_module[module]
-        return f"{owner}.{name}" if owner else name
+        return f"{self._world.name_of_module[module]}.{name}".lstrip(".")
 
     def traced_parts(
         self, changed: list[AttributeChange], places: PlaceValues, counts: list[str]
@@ -178,18 +172,17 @@ class Attempt:
         """What was done with the parts of the user's model, and what its forward changed.
 
         Args:
-            changed: the attributes that the forward set.
             places: what it put into containers, closures and globals.
             counts: what it changes at every call, in words.
         """
         names = self._world.name_of_module
         real = {module: self._world.model.get_submodule(names[module]) for module in self._before_hooks}
-        glue = {real[module] for module in self._glue.modules}
-        leaves = [self._world.twin.get_submodule(str(node.target)) for node in self._recorder.findings.origins]
+        glue = {real[module] for module in self.glue.modules}
+        leaves = [self._world.twin.get_submodule(str(node.target)) for node in self.recorder.findings.origins]
         passing = {real[inner] for leaf in leaves for inner in leaf.modules() if inner in real}
         own = OwnChanges(places=places, counts=counts)
         for module, name, _, value, _ in changed:
-            if module in self._glue.modules:
+            if module in self.glue.modules:
                 own.values[real[module], name] = kind_and_value(value)
             else:
                 own.attributes.add(name)
@@ -203,69 +196,36 @@ class Attempt:
 
     def not_kept(self) -> list[str]:
         """Attributes that leaves set to activations, in words."""
-        return list(self._recorder.findings.not_kept)
+        return list(self.recorder.findings.not_kept)
 
     def refuse_activations(self, python: PythonSnapshot) -> None:
         """An activation left anywhere else would not be there at run time either, one that a hook keeps no part of a
         graph.
         """
         for place in sorted(python.diff(), key=lambda place: place.by_hooks):
-            activations = [item for item in flat_values(place.now()) if self._glue.is_activation(item)]
+            activations = [item for item in flat_values(place.now()) if self.glue.is_activation(item)]
             if activations and not place.by_hooks:
                 error = TraceError(f"{place.words} holds an activation after the forward", TraceCause.ACTIVATION_LEFT)
                 raise Retry(Lesson(error))
             if any(activation.requires_grad for activation in activations):
                 words = f"a forward hook keeps an activation in {place.words}"
-                words = f"{words}, and a loss may send gradients back through it"
+                words += ", and a loss may send gradients back through it"
                 raise Retry(Lesson(TraceError(words, TraceCause.ACTIVATION_HOOKED)))
-
-    # what `intercept` asks
-
-    def in_glue(self) -> bool:
-        """Whether the model's own Python is running, rather than an operator or a leaf."""
-        return self._recorder.in_glue()
-
-    def in_transform(self) -> bool:
-        """Whether a function transform is running in glue."""
-        return bool(self._recorder.watch.below_transform)
-
-    def transform(self) -> AbstractContextManager[None]:
-        """Around a function transform in glue."""
-        return self._recorder.transform()
-
-    def apply_function(self, function: type[torch.autograd.Function], args: Any, kwargs: Any) -> Any:
-        """A custom autograd function is applied in glue."""
-        return self._recorder.record_function(function, args, kwargs)
-
-    def draw_random(self, what: str) -> BaseException:
-        """Glue uses Python's or NumPy's random numbers: the exception to raise."""
-        words = f"{what} is called, and its result would be the same at every call of the graph"
-        return self._recorder.give_up(TraceError(words, TraceCause.RANDOM, TraceFacts(function=what)))
-
-    def note_grad_mode_asked(self) -> None:
-        """The model's code asks whether gradients are recorded."""
-        self._recorder.note_grad_mode_asked()
-
-    def length_of(self, tensor: torch.Tensor) -> Any:
-        """What ``len(tensor)`` gives in the model's own code."""
-        return self._glue.length_of(tensor)
 
     def has_readable_data(self, tensor: Any) -> bool:
         """Whether the data of a fake tensor can be read while tracing."""
-        if not self.in_glue() or not isinstance(tensor, torch.Tensor) or not self._world.has_data:
-            return False
-        return self._recorder.data.determines(tensor)
+        return isinstance(tensor, torch.Tensor) and self._world.has_data and self.recorder.data.determines(tensor)
 
     def call_module(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A module is called."""
+        """What a module that glue calls returns."""
         name = self._world.name_of_module.get(module)
-        if not self.in_glue() or name is None:
+        if name is None:
             return ORIGINAL_CALL(module, *args, **kwargs)
         if not isinstance(module, torch.jit.ScriptModule):
             module = self._world.twin.get_submodule(name)
-        if self.in_transform():
-            raise self._recorder.give_up(TraceError(f"{name} is called inside a function transform"))
-        runner = self._leaves if self._policy.is_leaf(module) else self._glue
+        if self.recorder.watch.below_transform:
+            raise self.recorder.give_up(TraceError(f"{name} is called inside a function transform"))
+        runner = self._leaves if self._policy.is_leaf(module) else self.glue
         return runner.call(module, name, args, kwargs)
 
 

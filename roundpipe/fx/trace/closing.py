@@ -56,12 +56,7 @@ def closed_graph(
     """The graph of an attempt, with its guards.
 
     Args:
-        world: where it ran.
-        form: the model's signature.
-        knowledge: what earlier attempts found out.
-        recorder: what recorded it.
         template: the output, see `output_template`.
-        call_modes: those of the run.
         opaque: leaves whose inside was not traced, and why.
     """
     builder, findings, graph = recorder.builder, recorder.findings, recorder.builder.graph
@@ -77,11 +72,9 @@ def closed_graph(
         example_elements=sum(tensor.numel() for tensor in trees.tensors(world.real_arguments)),
         opaque=dict(opaque),
     )
-    verifier = ShapeVerifier(traced, world, form, findings.probed_nodes, knowledge.dynamic, findings.origins)
+    verifier = ShapeVerifier(traced, world.symbols(), findings.probed_nodes, knowledge.dynamic, findings.origins)
     weights = {str(node.target) for node in graph.nodes if node.op == "get_attr"} - set(traced.constants)
-    replaced = frozenset(name for name in world.real if not world.has_in_place(name))
     written = {storage_key(target) for node in graph.nodes for target in mutated_by(node)} - {None}
-    into = frozenset(index for index, node in enumerate(traced.placeholders) if storage_key(node) in written)
     guards = traced.guards = Guards(
         form,
         world,
@@ -90,9 +83,9 @@ def closed_graph(
         verifier,
         grad_matters=findings.grad_matters,
         weight_writes=findings.weight_writes,
-        written=into,
+        written=frozenset(index for index, node in enumerate(traced.placeholders) if storage_key(node) in written),
         weights=sorted(weights),
-        replaced=replaced,
+        replaced=frozenset(name for name in world.real if not world.has_in_place(name)),
     )
     shared = guards.shared_write(trees.tensors(world.real_arguments))
     if shared:
@@ -105,8 +98,7 @@ def _refuse_moving_reads(world: FakeWorld, builder: GraphBuilder, values: ValueP
     """Data of a buffer that the same forward changes is another in the next microbatch."""
     for name in values.buffers:
         if world.fake(name).untyped_storage()._cdata in builder.written_storages:
-            words = f"the forward takes a decision on buffer {name}, which it also changes"
-            raise Retry(Lesson(TraceError(words)))
+            raise Retry(Lesson(TraceError(f"the forward takes a decision on buffer {name}, which it also changes")))
 
 
 def _remove_unused(builder: GraphBuilder) -> None:

@@ -24,11 +24,6 @@ def as_the_models_own(
     """What to raise in place of a trace's error if eager raises the same; None if it does not, or is not asked.
 
     The forward of a model of up to `MAX_BYTES` is run once, and what it changes is taken back.
-
-    Args:
-        model: the user's.
-        args, kwargs: the example.
-        error: of the trace.
     """
     cause = error.__cause__
     if not isinstance(cause, Exception) or getattr(builtins, type(cause).__name__, None) is not type(cause):
@@ -37,10 +32,9 @@ def as_the_models_own(
     without_data = any(tensor.is_meta for tensor in tensors)
     if not without_data and sum(tensor.nbytes for tensor in tensors) > MAX_BYTES:
         return None
-    own = _raised(model, args, kwargs, without_data)
-    if type(own) is not type(cause):
+    own = _exception_of(model, args, kwargs, without_data)
+    if own is None or type(own) is not type(cause):
         return None
-    assert own is not None
     place = raised_at(own)
     is_there = not without_data and place == f"{error.facts.file}:{error.facts.line}"
     if str(own) != str(cause) and not is_there:
@@ -54,12 +48,14 @@ def as_the_models_own(
     return result
 
 
-def _raised(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], without_data: bool) -> Exception | None:
-    def copied(tensor: torch.Tensor) -> torch.Tensor:
+def _exception_of(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], without_data: bool
+) -> Exception | None:
+    def copy_of(tensor: torch.Tensor) -> torch.Tensor:
         copy = tensor.detach().to("meta") if without_data else tensor.detach().clone()
         return copy.requires_grad_(tensor.requires_grad)
 
-    args, kwargs = trees.map_tensors((args, kwargs), copied)
+    args, kwargs = trees.map_tensors((args, kwargs), copy_of)
     before = FirstCall(model)
     weights = [(parameter, parameter.data, parameter.detach().clone()) for parameter in model.parameters()]
     try:

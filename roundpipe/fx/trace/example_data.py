@@ -18,13 +18,7 @@ from roundpipe.fx.trace.builder import GraphBuilder
 
 
 class ExampleData:
-    """The example's data, for the values of one attempt.
-
-    Args:
-        world: where the values are fakes.
-        builder: which node holds which value.
-        pause: inside, nothing is recorded.
-    """
+    """The example's data, for the values of one attempt; inside ``pause`` nothing is recorded."""
 
     def __init__(
         self, world: FakeWorld, builder: GraphBuilder, pause: Callable[[], AbstractContextManager[None]]
@@ -52,8 +46,7 @@ class ExampleData:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The data of a fake, if they are known."""
-        node = self._builder.node_of.get(tensor)
-        return self.reader.value(node) if node is not None and self.reader.depends_on_inputs_only(node) else None
+        return self.reader.value(self._builder.node_of[tensor]) if self.determines(tensor) else None
 
     def determines(self, tensor: torch.Tensor) -> bool:
         """Whether inputs and buffers alone determine an activation."""

@@ -24,13 +24,7 @@ from roundpipe.fx.trace.runner import is_put_by_hooks
 
 
 class GlueRunner:
-    """Runs modules whose calls are recorded one by one.
-
-    Args:
-        world: where they run.
-        recorder: what records the attempt.
-        knowledge: what earlier attempts found out.
-    """
+    """Runs modules whose calls are recorded one by one."""
 
     def __init__(self, world: FakeWorld, recorder: CallRecorder, knowledge: Knowledge) -> None:
         self._world = world
@@ -83,7 +77,8 @@ class GlueRunner:
                 words = f"buffer {full_name}, which did not exist or was None, is set in the forward"
                 raise self._recorder.give_up(TraceError(words, TraceCause.BUFFER_CREATED))
             target = builder.attribute(full_name, self._world.fake(full_name))
-            if not _alike(buffer, target.meta["value"]):
+            shapes = [list(map(expression_of, tensor.shape)) for tensor in (buffer, target.meta["value"])]
+            if shapes[0] != shapes[1] or buffer.dtype != target.meta["value"].dtype:
                 words = f"buffer {full_name} is set to a tensor of another shape or dtype in the forward"
                 raise self._recorder.give_up(TraceError(words))
             node = builder.add("call_function", assign_buffer, (target, builder.tensor_argument(buffer)))
@@ -97,9 +92,10 @@ class GlueRunner:
         for key, value in module.__dict__.items():
             if key in ("_buffers", "_parameters", "_modules"):
                 continue
-            if before.get(key, before) is value and not isinstance(value, (list, dict)):
+            original = before.get(key, before)
+            if original is value and not isinstance(value, (list, dict)):
                 continue
-            if before.get(key, before) is None and self._is_reset(module, key):
+            if original is None and self._is_reset(module, key):
                 continue
             if any(self.is_activation(item) for item in flat_values(value)) and not is_put_by_hooks(module, key):
                 location = set_at(type(module), key) or model_location()
@@ -121,17 +117,10 @@ class GlueRunner:
 
     def is_activation(self, value: Any) -> bool:
         """Whether a value is a fake that the parameters have a part in."""
-        if not isinstance(value, torch.Tensor) or not is_fake(value) or value in self._world.name_of:
-            return False
-        return not self._recorder.data.determines(value)
+        is_new = isinstance(value, torch.Tensor) and is_fake(value) and value not in self._world.name_of
+        return is_new and not self._recorder.data.determines(value)
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
     """Whether hooks wait for the gradients of a module."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
-
-
-def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors have the same shape, for every size of the inputs, and dtype."""
-    sizes = [list(map(expression_of, tensor.shape)) for tensor in (first, second)]
-    return first.dtype == second.dtype and sizes[0] == sizes[1]

@@ -14,7 +14,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,13 +22,15 @@ import torch._functorch.apis
 import torch.utils.checkpoint
 from torch import nn
 
+from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
 from roundpipe.fx.locations import is_model_file
 
 if TYPE_CHECKING:
     from roundpipe.fx.trace.attempt import Attempt
 
 
-_LOCK = threading.RLock()
+TRACING = threading.RLock()
+"""Held by the one trace of this process."""
 _ACTIVE = threading.local()
 ORIGINAL_CALL = nn.Module.__call__
 
@@ -40,11 +42,10 @@ def _attempt() -> Attempt | None:
     return getattr(_ACTIVE, "attempt", None)
 
 
-@contextmanager
-def exclusive() -> Iterator[None]:
-    """One trace at a time in this process."""
-    with _LOCK:
-        yield
+def _attempt_in_glue() -> Attempt | None:
+    """What traces this thread, if the model's own Python runs there rather than an operator or a leaf."""
+    attempt = _attempt()
+    return attempt if attempt is not None and attempt.recorder.in_glue() else None
 
 
 @contextmanager
@@ -58,7 +59,7 @@ def intercepting(
             the builtin can't give a symbol.
         cells: of closures of the model's, which may hold functions of torch's.
     """
-    with _LOCK, ExitStack() as stack:
+    with TRACING, ExitStack() as stack:
         _patch(stack, nn.Module, "__call__", _call_module)
         _patch_function_apply(stack)
         _patch_transforms(stack)
@@ -86,39 +87,33 @@ def _patch(stack: ExitStack, owner: Any, name: str, new: Any) -> None:
 
 
 def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    attempt = _attempt()
+    attempt = _attempt_in_glue()
     if attempt is None:
         return ORIGINAL_CALL(module, *args, **kwargs)
     return attempt.call_module(module, args, kwargs)
 
 
 def _length(value: Any, /) -> Any:
-    attempt = _attempt()
-    if attempt is None or not isinstance(value, torch.Tensor) or not attempt.in_glue():
-        return len(value)
-    return attempt.length_of(value)
+    attempt = _attempt_in_glue() if isinstance(value, torch.Tensor) else None
+    return len(value) if attempt is None else attempt.glue.length_of(value)
 
 
 def _patch_function_apply(stack: ExitStack) -> None:
     original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = original.__get__(None, cls)
-        attempt = _attempt()
-        if attempt is None or not attempt.in_glue() or attempt.in_transform():
-            return bound(*args, **kwargs)
+        attempt = _attempt_in_glue()
+        if attempt is None or attempt.recorder.watch.below_transform:
+            return original.__get__(None, cls)(*args, **kwargs)
         if cls is torch.utils.checkpoint.CheckpointFunction:
             function, _preserve_rng_state, *inputs = args
             # Recomputation is the runtime's affair. Without an input that requires grad, eager gives no gradients.
-            with torch.set_grad_enabled(torch.is_grad_enabled() and _any_requires_grad(inputs)):
+            requires_grad = any(tensor.requires_grad for tensor in inputs if isinstance(tensor, torch.Tensor))
+            with torch.set_grad_enabled(torch.is_grad_enabled() and requires_grad):
                 return function(*inputs)
-        return attempt.apply_function(cls, args, kwargs)
+        return attempt.recorder.record_function(cls, args, kwargs)
 
     _patch(stack, torch.autograd.Function, "apply", classmethod(apply))
-
-
-def _any_requires_grad(inputs: list[Any]) -> bool:
-    return any(tensor.requires_grad for tensor in inputs if isinstance(tensor, torch.Tensor))
 
 
 def _patch_transforms(stack: ExitStack) -> None:
@@ -126,10 +121,8 @@ def _patch_transforms(stack: ExitStack) -> None:
     original = apis.vmap_impl
 
     def vmap_impl(*args: Any, **kwargs: Any) -> Any:
-        attempt = _attempt()
-        if attempt is None or not attempt.in_glue():
-            return original(*args, **kwargs)
-        with attempt.transform():
+        attempt = _attempt_in_glue()
+        with attempt.recorder.transform() if attempt is not None else nullcontext():
             return original(*args, **kwargs)
 
     _patch(stack, apis, "vmap_impl", vmap_impl)
@@ -137,10 +130,12 @@ def _patch_transforms(stack: ExitStack) -> None:
 
 def _refused(owner: str, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def draw(*args: Any, **kwargs: Any) -> Any:
-        attempt = _attempt()
-        if attempt is None or not attempt.in_glue():
+        attempt = _attempt_in_glue()
+        if attempt is None:
             return original(*args, **kwargs)
-        raise attempt.draw_random(f"{owner}.{name}")
+        what = f"{owner}.{name}"
+        words = f"{what} is called, and its result would be the same at every call of the graph"
+        raise attempt.recorder.give_up(TraceError(words, TraceCause.RANDOM, TraceFacts(function=what)))
 
     return draw
 
@@ -149,7 +144,7 @@ def _noting_grad_mode(original: Callable[[], bool]) -> Callable[[], bool]:
     def is_grad_enabled() -> bool:
         attempt = _attempt()
         if attempt is not None and is_model_file(sys._getframe(1).f_code.co_filename):
-            attempt.note_grad_mode_asked()
+            attempt.recorder.note_grad_mode_asked()
         return original()
 
     is_grad_enabled.__wrapped__ = original  # type: ignore[attr-defined]
@@ -187,9 +182,7 @@ def _patch_transformers(stack: ExitStack) -> None:
         return
 
     def is_fake_tensor(tensor: Any) -> bool:
-        attempt = _attempt()
-        if attempt is not None and attempt.has_readable_data(tensor):
-            return False
-        return bool(original(tensor))
+        attempt = _attempt_in_glue()
+        return (attempt is None or not attempt.has_readable_data(tensor)) and bool(original(tensor))
 
     _patch(stack, module, "is_fake_tensor", is_fake_tensor)

@@ -90,9 +90,6 @@ class Retry(BaseException):
     """Ends an attempt to trace: the next one must know something.
 
     It derives from BaseException so that ``except Exception`` in a model's code does not take it.
-
-    Args:
-        lesson: what the next attempt must know.
     """
 
     def __init__(self, lesson: Lesson | Need) -> None:
@@ -125,10 +122,6 @@ class Knowledge:
 
     def after(self, retry: Retry, model: nn.Module) -> Knowledge:
         """What is known with the lesson of an attempt that failed.
-
-        Args:
-            retry: what ended the attempt.
-            model: the user's.
 
         Raises:
             TraceError: nothing is left to try.

@@ -33,23 +33,18 @@ _CONTIGUOUS_OF_CONTIGUOUS = frozenset(
 
 
 class LayoutLog:
-    """What made each tensor of one run, in order."""
+    """The operator that made each tensor of one run, and its inputs, in order."""
 
     def __init__(self) -> None:
         self._sources: dict[torch.Tensor, tuple[Any, list[torch.Tensor]]] = {}
 
     def note(self, func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        """An operator was called."""
         for tensor in outputs:
             if not any(tensor is value for value in inputs):
                 self._sources[tensor] = (func, inputs)
 
     def is_settled(self, tensor: torch.Tensor, known: Collection[torch.Tensor]) -> bool:
-        """Whether a fake's strides are those of the real tensor, whatever kernels run.
-
-        Args:
-            known: tensors that lie as their fakes do: weights, buffers and contiguous inputs.
-        """
+        """Whether a fake has the real tensor's strides whatever kernels run, as weights and contiguous inputs have."""
         settled = set(known)
         for output, (func, inputs) in self._sources.items():
             if _settles(func, inputs, output, settled):
@@ -65,15 +60,12 @@ def _settles(func: Any, inputs: list[torch.Tensor], output: torch.Tensor, settle
         return is_contiguous(output)
     if not all(tensor in settled for tensor in inputs):
         return False
-    if name in _KEEPING or _is_view(func):
+    aliases = [value.alias_info for value in func._schema.returns]
+    is_view = any(alias is not None and not alias.is_write for alias in aliases)
+    if name in _KEEPING or name and is_view:
         return True
     is_plain = name in _CONTIGUOUS_OF_CONTIGUOUS or (name and torch.Tag.pointwise in func.tags) or (name and not inputs)
     return bool(is_plain) and all(map(is_contiguous, (*inputs, output)))
-
-
-def _is_view(func: Any) -> bool:
-    aliases = [value.alias_info for value in func._schema.returns]
-    return func.namespace == "aten" and any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[Any, ...] | None:

@@ -28,8 +28,6 @@ class LeafWatch(TorchFunctionMode):
     """Sees the calls inside a leaf.
 
     Args:
-        name: the leaf's.
-        builder: which tensors have nodes.
         inputs: the leaf's arguments.
         weights: its own parameters and buffers; those of others would not be there when it runs.
         refuse_hidden: what to raise if it uses an activation that is not among its arguments.

@@ -16,30 +16,19 @@ from roundpipe.fx.flat import flat_tensors
 
 
 class Unread:
-    """Stands in an attribute that must be set before anything is done with it, and tells whether anything was.
+    """Stands in for an attribute's value. Whatever is done with it, ``isinstance`` included, raises and is noted."""
 
-    Args:
-        instead_of: what stood there, whose class it gives as its own to ``isinstance``.
-    """
-
-    def __init__(self, instead_of: Any = None) -> None:
-        state = {"used": False, "kind": Unread if instead_of is None else type(instead_of)}
-        object.__setattr__(self, "_state", state)
+    _used = False
 
     def is_used(self) -> bool:
-        """Whether anything was done with it."""
-        return bool(object.__getattribute__(self, "_state")["used"])
+        return bool(object.__getattribute__(self, "_used"))
 
     def __getattribute__(self, name: str) -> Any:
-        if name == "__class__":
-            return object.__getattribute__(self, "_state")["kind"]
-        if name == "is_used":
-            return object.__getattribute__(self, name)
-        return _refuse(self)
+        return object.__getattribute__(self, name) if name == "is_used" else _refuse(self)
 
 
 def _refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
-    object.__getattribute__(self, "_state")["used"] = True
+    object.__setattr__(self, "_used", True)
     raise LookupError("this attribute was to be set first")
 
 
@@ -53,17 +42,12 @@ for _name in {name for kind in (int, float, str, list, dict, set, tuple) for nam
 
 
 def sets_before_reading(changes: list[AttributeChange], call: Callable[[], Any]) -> bool:
-    """Whether another call sets some attributes to the same again, and does nothing with what it finds there.
-
-    Args:
-        changes: what a first call did to the attributes, which they hold afterwards.
-        call: calls again.
-    """
+    """Whether a second call sets the attributes that a first one changed to the same, before it reads them."""
     for change in changes:
         change.module.__dict__[change.name] = Unread()
     try:
         call()
-        return all(_same_kind(change.now, change.module.__dict__.get(change.name)) for change in changes)
+        return all(_is_alike(change.now, change.module.__dict__.get(change.name)) for change in changes)
     except Exception:
         return False
     finally:
@@ -71,17 +55,12 @@ def sets_before_reading(changes: list[AttributeChange], call: Callable[[], Any])
             change.module.__dict__[change.name] = change.now
 
 
-def _same_kind(was: Any, now: Any) -> bool:
-    return type(was) is type(now) and (not isinstance(was, trees.PLAIN) or was == now)
+def _is_alike(first: Any, second: Any) -> bool:
+    return type(first) is type(second) and (not isinstance(first, trees.PLAIN) or first == second)
 
 
 def remembered(snapshot: ModuleSnapshot, computed: Set[torch.Tensor] | None = None) -> list[AttributeChange]:
-    """Attributes that were set to what a later call could find there.
-
-    Args:
-        snapshot: from before they were set.
-        computed: tensors that are more than tables made of sizes; None = all.
-    """
+    """Attributes set since a snapshot that a later call may read; tensors count only if in ``computed``, None = all."""
     return [
         change
         for change in snapshot.diff()
@@ -92,12 +71,7 @@ def remembered(snapshot: ModuleSnapshot, computed: Set[torch.Tensor] | None = No
 
 
 def set_elsewhere(snapshot: ModuleSnapshot, leaf: nn.Module) -> str | None:
-    """An attribute of a leaf that its class reads and that other code has set, in words.
-
-    Args:
-        snapshot: from before the first run, with what leaves have set themselves since.
-        leaf: is about to run.
-    """
+    """An attribute of a leaf that its class reads and that code of others has set since a snapshot, in words."""
     for change in snapshot.diff(leaf.modules()):
         is_state = change.name == "training" or isinstance(change.now, torch.Tensor)
         if not is_state and change.name in attributes_read(type(change.module)):
@@ -110,11 +84,11 @@ Contents = dict[trees.Path, Any]
 
 
 def contents_of(args: Any, kwargs: Any) -> Contents:
-    """What arguments hold, that of deques and sets among it."""
-    return dict(_walked((args, kwargs), ()))
+    """What arguments hold, in deques and sets too."""
+    return dict(_leaves_of((args, kwargs), ()))
 
 
-def _walked(value: Any, path: trees.Path) -> Iterator[tuple[trees.Path, Any]]:
+def _leaves_of(value: Any, path: trees.Path) -> Iterator[tuple[trees.Path, Any]]:
     if isinstance(value, (deque, set)):
         below = [(trees.Access("item", index), item) for index, item in enumerate(value)]
     else:
@@ -123,16 +97,11 @@ def _walked(value: Any, path: trees.Path) -> Iterator[tuple[trees.Path, Any]]:
             yield path, value
     if len(path) < trees.MAX_DEPTH:
         for step, child in below:
-            yield from _walked(child, (*path, step))
+            yield from _leaves_of(child, (*path, step))
 
 
 def containers_mutated(before: Contents, args: Any, kwargs: Any) -> bool:
-    """Whether a call changed what its arguments hold.
-
-    Args:
-        before: what they held before.
-        args, kwargs: the arguments.
-    """
+    """Whether a call changed what its arguments hold."""
     after = contents_of(args, kwargs)
     return before.keys() != after.keys() or bool(trees.gained(before, after))
 
@@ -143,9 +112,9 @@ def gained_by(before: Contents, args: Any, kwargs: Any) -> list[trees.Path]:
     return [
         path
         for path in trees.gained(before, after)
-        if not (_is_empty(after[path]) and any(was[: len(path)] == path for was in before))
+        if not (
+            isinstance(value := after[path], (Mapping, list, tuple, set, deque))
+            and not value
+            and any(other[: len(path)] == path for other in before)
+        )
     ]
-
-
-def _is_empty(value: Any) -> bool:
-    return isinstance(value, (Mapping, list, tuple, set, deque)) and not value

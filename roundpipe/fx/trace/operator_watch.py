@@ -14,12 +14,7 @@ from roundpipe.fx.trace.layout import LayoutLog
 
 
 class OperatorWatch(TorchDispatchMode):
-    """Sees every operator that runs.
-
-    Args:
-        on_transformed: called with each operator that runs below a function transform in glue.
-        layouts: gets every operator.
-    """
+    """Sees every operator that runs; ``on_transformed`` is called with those below a function transform in glue."""
 
     def __init__(self, on_transformed: Callable[..., None], layouts: LayoutLog | None = None) -> None:
         super().__init__()
@@ -31,7 +26,6 @@ class OperatorWatch(TorchDispatchMode):
         self._on_transformed = on_transformed
 
     def undo_real_writes(self) -> None:
-        """Gives tensors with data again what they held."""
         for storage, original in self.originals.values():
             storage.copy_(original)
 
@@ -63,8 +57,7 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether an operator draws random numbers when called like this."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    schema = func._schema.arguments
-    for index, argument in enumerate(schema):
+    for index, argument in enumerate(func._schema.arguments):
         value = args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
         if argument.name in ("dropout_p", "dropout", "p") and value == 0:
             return False

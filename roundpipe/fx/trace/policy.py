@@ -57,8 +57,6 @@ class LeafPolicy:
     """Decides for every module of one model.
 
     Args:
-        model: the module tree.
-        names: qualified name of every module.
         decisions: module name or class -> what tracing learned; names win.
         max_leaf_bytes: a leaf with more bytes of weights and gradients is looked into; None = no such limit.
         hooked: names of modules with forward hooks of the user's, which fire only if the module is called.
@@ -90,14 +88,13 @@ class LeafPolicy:
         return decision is not None and not (decision is Decision.LEAF and _is_torch_layer(module))
 
     def is_leaf(self, module: nn.Module) -> bool:
-        """Whether a call of the module is one node."""
         if module not in self._answers:
             self._answers[module] = self._decide(module)
         return self._answers[module]
 
     def may_be_leaf(self, module: nn.Module) -> bool:
         """Whether a module could be kept whole although it is large: it holds no stack."""
-        return module in self._equal_blocks or not _holds_stack(module)
+        return module in self._equal_blocks or not _stacks_in(module)
 
     def is_too_large(self, module: nn.Module) -> bool:
         """Whether a module is larger than the caller's limit."""
@@ -109,20 +106,14 @@ class LeafPolicy:
         decision = self.decision(module)
         if decision is not None:
             return decision is not Decision.DESCEND
-        if _is_torch_layer(module):
-            return True
-        if self._names[module] in self._hooked and self.may_be_leaf(module):
+        if _is_torch_layer(module) or (self._names[module] in self._hooked and self.may_be_leaf(module)):
             return True
         size = _num_parameters(module)
         if not size:
             return is_of_torch(type(module))
         if not any(_num_parameters(child) for child in module.children()):
             return True
-        if _holds_stack(module) and module not in self._equal_blocks:
-            return False
-        if self.is_too_large(module):
-            return False
-        return size <= LARGEST_SHARE * self._total
+        return self.may_be_leaf(module) and not self.is_too_large(module) and size <= LARGEST_SHARE * self._total
 
 
 def _is_torch_layer(module: nn.Module) -> bool:
@@ -146,17 +137,12 @@ def _is_block(module: nn.Module) -> bool:
 
 def _stacks_in(module: nn.Module) -> list[list[nn.Module]]:
     """The blocks of every list or sequence in a module, itself included, that has two or more."""
-    stacks = []
-    for inner in module.modules():
-        if isinstance(inner, (*_CONTAINERS, nn.Sequential)):
-            blocks = [child for child in inner.children() if _is_block(child)]
-            if len(blocks) > 1:
-                stacks.append(blocks)
-    return stacks
-
-
-def _holds_stack(module: nn.Module) -> bool:
-    return bool(_stacks_in(module))
+    stacks = (
+        [child for child in inner.children() if _is_block(child)]
+        for inner in module.modules()
+        if isinstance(inner, (*_CONTAINERS, nn.Sequential))
+    )
+    return [blocks for blocks in stacks if len(blocks) > 1]
 
 
 def _blocks_of_long_stacks(model: nn.Module) -> set[nn.Module]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -31,21 +31,21 @@ MAX_DIVISOR = 64
 _PLAIN = (type(None), bool, int, float, str)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Probe:
     """What running a module on random data showed."""
 
-    out: Any
+    out: Any = None
     """The output with fakes in place of its tensors."""
-    random: bool
+    random: bool = False
     """Whether it drew random numbers."""
-    side_effects: tuple[str, ...]
+    side_effects: dict[str, None] = field(default_factory=dict)
     """What its Python remembers for later calls, in words."""
-    sets: frozenset[tuple[type, str]] = frozenset()
+    sets: set[tuple[type, str]] = field(default_factory=set)
     """Attributes that it set: the owner's class and the name."""
-    not_kept: tuple[str, ...] = ()
+    not_kept: dict[str, None] = field(default_factory=dict)
     """Those that hold tensors, in words."""
-    left_behind: tuple[tuple[type, str], ...] = ()
+    left_behind: list[tuple[type, str]] = field(default_factory=list)
     """Those that hold tensors with a gradient."""
 
 
@@ -60,9 +60,8 @@ class _Sizes:
     """Numbers for the symbols of some fakes: those of the example, or larger ones.
 
     Args:
-        enlarged: whether larger.
         in_steps: larger by a factor, for code that takes only multiples of some number.
-        again: larger still, to see whether what was found at the other sizes holds.
+        again: larger still, to see whether the expressions for the other sizes hold.
     """
 
     def __init__(self, values: list[Any], enlarged: bool, in_steps: bool = False, again: bool = False) -> None:
@@ -128,11 +127,6 @@ def probe_module(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwargs
     whole factors; if that fails too, sizes that the example has equal (the lengths of hidden states and mask, say) are
     taken for one, which becomes an assumption of the trace.
 
-    Args:
-        name: its qualified name in the model.
-        twin: the module in the world.
-        args, kwargs: the call's arguments, fakes.
-
     Raises:
         TraceError: an output dimension can't be told from the input's dimensions.
         Exception: what the module raised.
@@ -169,51 +163,50 @@ def _equate(values: list[Any]) -> bool:
 
 
 def _probe_module(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwargs: Any, in_steps: bool) -> Probe:
-    results: list[Any] = []
-    sizes: list[_Sizes] = []
-    random = False
-    side_effects: list[str] = []
-    sets: set[tuple[type, str]] = set()
-    not_kept: list[str] = []
-    left_behind: list[tuple[type, str]] = []
-    values = flat_values(args, kwargs)
+    probe = Probe()
+    original, values = world.model.get_submodule(name), flat_values(args, kwargs)
+    sizes = [_Sizes(values, enlarged, in_steps) for enlarged in (False, True)]
     with _real_world():
-        for enlarged in (False, True):
-            numbers = _Sizes(values, enlarged, in_steps)
-            module = _real_copy(world.model.get_submodule(name))
-            module.train(twin.training)
-            weights = [(parameter, parameter.detach().clone()) for parameter in module.parameters()]
-            state = torch.random.get_rng_state()
-            tree, python = ModuleSnapshot(module.modules()), PythonSnapshot(module.modules())
-            results.append(_called(module, args, kwargs, numbers))
-            random |= not torch.equal(state, torch.random.get_rng_state())
-            sizes.append(numbers)
-            is_same = all(torch.equal(parameter, original) for parameter, original in weights)
-            if tree.replaced_parameter() or not is_same:
-                side_effects.append("a parameter")
-            for owner, key, _, value, _ in tree.diff():
-                tensors = flat_tensors(value)
-                if tensors:
-                    not_kept.append(f"{type(owner).__name__}.{key}")
-                if any(tensor.requires_grad and not tensor.is_leaf for tensor in tensors):
-                    left_behind.append((type(owner), key))
-            sets |= {(type(change.module), change.name) for change in tree.diff()}
-            side_effects += _kept_for_later(module, tree, python, args, kwargs, numbers)
-            python.restore()
-    has_grad = any(isinstance(v, torch.Tensor) and v.requires_grad for v in values) or any(
-        parameter.requires_grad for parameter in twin.parameters()
-    )
-    out = _fitted(results, sizes, values, has_grad)
-    numbers = _Sizes(values, enlarged=True, in_steps=in_steps, again=True)
-    if _is_guessed(out, values):
+        results = [
+            _observed_call(probe, _real_copy(original, twin.training), args, kwargs, numbers) for numbers in sizes
+        ]
+    has_grad = any(tensor.requires_grad for tensor in (*flat_tensors(values), *twin.parameters()))
+    probe.out = _fit(results, sizes, values, has_grad)
+    if _needs_check(probe.out, values):
+        numbers = _Sizes(values, enlarged=True, in_steps=in_steps, again=True)
         with _real_world():
-            module = _real_copy(world.model.get_submodule(name))
-            module.train(twin.training)
-            _check(out, _called(module, args, kwargs, numbers), numbers)
-    return Probe(out, random, tuple(dict.fromkeys(side_effects)), frozenset(sets), tuple(not_kept), tuple(left_behind))
+            _check(probe.out, _call(_real_copy(original, twin.training), args, kwargs, numbers), numbers)
+    return probe
 
 
-def _is_guessed(out: Any, values: list[Any]) -> bool:
+def _observed_call(probe: Probe, module: nn.Module, args: Any, kwargs: Any, numbers: _Sizes) -> Any:
+    """The output of a module on random data; the probe gets what else the call does."""
+    weights = [(parameter, parameter.detach().clone()) for parameter in module.parameters()]
+    state = torch.random.get_rng_state()
+    tree, python = ModuleSnapshot(module.modules()), PythonSnapshot(module.modules())
+    out = _call(module, args, kwargs, numbers)
+    probe.random |= not torch.equal(state, torch.random.get_rng_state())
+    if tree.replaced_parameter() or not all(torch.equal(parameter, before) for parameter, before in weights):
+        probe.side_effects["a parameter"] = None
+    for owner, key, _, value, _ in tree.diff():
+        probe.sets.add((type(owner), key))
+        tensors = flat_tensors(value)
+        if tensors:
+            probe.not_kept[f"{type(owner).__name__}.{key}"] = None
+        if any(tensor.requires_grad and not tensor.is_leaf for tensor in tensors):
+            probe.left_behind.append((type(owner), key))
+    side_effects, changes = python.side_effects(), remembered(tree)
+    # attributes that each call sets anew don't count
+    if changes and (side_effects or not sets_before_reading(changes, lambda: _call(module, args, kwargs, numbers))):
+        side_effects += [f"{type(change.module).__name__}.{change.name}" for change in changes]
+    if python.restore_generators():
+        side_effects.append("the state of a torch.Generator")
+    probe.side_effects.update(dict.fromkeys(side_effects))
+    python.restore()
+    return out
+
+
+def _needs_check(out: Any, values: list[Any]) -> bool:
     """Whether sizes of an output are made of those of the inputs by more than copying and multiplying."""
     known = set(map(expression_of, flat_sizes(values)))
     return any(
@@ -230,7 +223,7 @@ def _check(out: Any, real: Any, numbers: _Sizes) -> None:
             raise TraceError(f"the sizes of an output can't be told: expected {expected}, found {list(tensor.shape)}")
 
 
-def _called(module: nn.Module, args: Any, kwargs: Any, numbers: _Sizes) -> Any:
+def _call(module: nn.Module, args: Any, kwargs: Any, numbers: _Sizes) -> Any:
     """The output of a module on random data.
 
     Raises:
@@ -247,18 +240,6 @@ def _called(module: nn.Module, args: Any, kwargs: Any, numbers: _Sizes) -> Any:
     return out
 
 
-def _kept_for_later(
-    module: nn.Module, tree: ModuleSnapshot, python: PythonSnapshot, args: Any, kwargs: Any, numbers: _Sizes
-) -> list[str]:
-    """What a call has left that another call reads, in words; attributes that each call sets anew don't count."""
-    side_effects, changes = python.side_effects(), remembered(tree)
-    if changes and (side_effects or not sets_before_reading(changes, lambda: _called(module, args, kwargs, numbers))):
-        side_effects += [f"{type(change.module).__name__}.{change.name}" for change in changes]
-    if python.restore_generators():
-        side_effects.append("the state of a torch.Generator")
-    return side_effects
-
-
 def probe_function(func: Any, args: Any, kwargs: Any, data_of: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
     """The output, with fakes, of a function without a fake kernel.
 
@@ -268,12 +249,11 @@ def probe_function(func: Any, args: Any, kwargs: Any, data_of: Callable[[torch.T
     """
     values = flat_values(args, kwargs)
     results: list[Any] = []
-    sizes: list[_Sizes] = []
+    sizes = [_Sizes(values, enlarged) for enlarged in (False, True)]
     with _real_world():
-        for enlarged in (False, True):
-            numbers = _Sizes(values, enlarged)
+        for enlarged, numbers in enumerate(sizes):
 
-            def real(value: Any, numbers: _Sizes = numbers, enlarged: bool = enlarged) -> Any:
+            def real(value: Any, numbers: _Sizes = numbers, enlarged: int = enlarged) -> Any:
                 known = data_of(value) if isinstance(value, torch.Tensor) and not enlarged else None
                 return numbers.real(value) if known is None else known
 
@@ -287,12 +267,10 @@ def probe_function(func: Any, args: Any, kwargs: Any, data_of: Callable[[torch.T
                     raise
                 result = results[0]  # numbers have no sizes to be told
             results.append(result)
-            sizes.append(numbers)
-    has_grad = any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
-    return _fitted(results, sizes, values, has_grad)
+    return _fit(results, sizes, values, any(tensor.requires_grad for tensor in flat_tensors(values)))
 
 
-def _fitted(results: list[Any], sizes: list[_Sizes], values: list[Any], has_grad: bool) -> Any:
+def _fit(results: list[Any], sizes: list[_Sizes], values: list[Any], has_grad: bool) -> Any:
     """The first result with fakes whose sizes are expressions that fit both results."""
     symbolic = [size for size in flat_sizes(values) if isinstance(size, torch.SymInt)]
     candidates = [(sizes[0].number(size), sizes[1].number(size), size) for size in symbolic]
@@ -305,14 +283,14 @@ def _fitted(results: list[Any], sizes: list[_Sizes], values: list[Any], has_grad
 
     def fake(first: torch.Tensor) -> torch.Tensor:
         second = next(others)
-        shape = [_fit(a, b, candidates) for a, b in zip(first.shape, second.shape, strict=True)]
+        shape = [_size_for(a, b, candidates) for a, b in zip(first.shape, second.shape, strict=True)]
         result = torch.empty(shape, dtype=first.dtype)
         return result.requires_grad_().clone() if has_grad and first.requires_grad else result
 
     return trees.map_tensors(results[0], fake)
 
 
-def _fit(first: int, second: int, candidates: list[tuple[int, int, Any]]) -> Any:
+def _size_for(first: int, second: int, candidates: list[tuple[int, int, Any]]) -> Any:
     if first == second:
         return first
     for a, b, size in candidates:
@@ -336,9 +314,10 @@ def _fit(first: int, second: int, candidates: list[tuple[int, int, Any]]) -> Any
     )
 
 
-def _real_copy(module: nn.Module) -> nn.Module:
+def _real_copy(module: nn.Module, training: bool) -> nn.Module:
     """A deep copy with real data, random where the original is on the meta device, and without hooks."""
     if isinstance(module, torch.jit.ScriptModule):
+        module.train(training)
         return module
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
@@ -353,4 +332,5 @@ def _real_copy(module: nn.Module) -> nn.Module:
     for inner in clone.modules():
         inner._forward_hooks.clear()
         inner._forward_pre_hooks.clear()
+    clone.train(training)
     return clone

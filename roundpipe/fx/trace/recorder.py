@@ -33,7 +33,7 @@ from roundpipe.fx.fakes import (
     real_world,
     written_unseen,
 )
-from roundpipe.fx.flat import flat_tensors, flat_values
+from roundpipe.fx.flat import flat_sizes, flat_tensors, flat_values
 from roundpipe.fx.guards.values import UNKNOWN
 from roundpipe.fx.guards.writes import Write
 from roundpipe.fx.locations import asked_by_operator, model_location
@@ -54,21 +54,13 @@ DATA_READS = frozenset(
 """Names of functions that turn a tensor's data into a Python value."""
 HOOKS = frozenset("register_hook register_post_accumulate_grad_hook retain_grad backward".split())
 """Names of methods that act later or elsewhere: they count as effects."""
-
-
 AUTOGRAD = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 GRAPH_CHANGES: dict[str, Callable[..., Any]] = {"detach_": torch.Tensor.detach, "requires_grad_": with_requires_grad}
 """Methods that change a tensor's place in the autograd graph, with what gives a changed one instead."""
 
 
 class CallRecorder(TorchFunctionMode):
-    """Turns the calls of one attempt into a graph.
-
-    Args:
-        world: the model's twin and the fake inputs.
-        base: the state around the whole model.
-        needs: what earlier attempts found out.
-    """
+    """Turns the calls of one attempt into a graph; ``base`` are the modes around the whole model."""
 
     def __init__(self, world: FakeWorld, base: Modes, needs: Collection[Need] = ()) -> None:
         super().__init__()
@@ -95,7 +87,6 @@ class CallRecorder(TorchFunctionMode):
         return not self.paused
 
     def _asked_in_glue(self) -> bool:
-        """Whether it is the model's own Python that asks about a size."""
         return not self.paused and not (self.watch.below_transform and asked_by_operator())
 
     @contextmanager
@@ -190,8 +181,7 @@ class CallRecorder(TorchFunctionMode):
 
     def _leaves_weights_alone(self, write: Write, written: list[torch.Tensor]) -> bool:
         """Whether a call in glue writes nothing but a weight, and changes nothing of it now; the guards look again."""
-        place = write.tensor.untyped_storage()._cdata
-        weight = self.world.parameter_at.get(place)
+        weight = self.world.parameter_at.get(write.tensor.untyped_storage()._cdata)
         if len(written) > 1 or weight is None:
             return False
         with self.pause(), real_world():
@@ -248,13 +238,14 @@ class CallRecorder(TorchFunctionMode):
         """A call gave the model's code a Python value: what that took for granted must hold."""
         if self.world.shapes.recent:
             self.world.shapes.promote_recent()
-        if name != "__get__" or not args or func.__self__.__name__ not in GRADIENT_ATTRIBUTES:
+        attribute = func.__self__.__name__ if name == "__get__" and args else ""
+        if attribute not in GRADIENT_ATTRIBUTES:
             return
-        self.findings.grad_matters = True  # what is computed of an input requires grad if that one does
+        self.findings.grad_matters = True  # what is computed of an input requires grad if that input does
         node = self.builder.node_of.get(args[0])
-        if func.__self__.__name__ != "requires_grad" and node is not None and node.op == "placeholder":
-            if args[0].requires_grad:
-                raise self.give_up(TraceError(f"{func.__self__.__name__} of an input depends on how batches are split"))
+        is_input = node is not None and node.op == "placeholder"
+        if attribute != "requires_grad" and is_input and args[0].requires_grad:
+            raise self.give_up(TraceError(f"{attribute} of an input depends on how batches are split"))
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
         """The result on fakes, of the example's data or of a probe, and whether it is a probe's."""
@@ -270,7 +261,9 @@ class CallRecorder(TorchFunctionMode):
             raise
         except Exception as error:
             return self._call_without_fakes(func, args, kwargs, error)
-        if self._specializes_sizes and any(_has_data_size(tensor) for tensor in flat_tensors(out)):
+        if self._specializes_sizes and any(
+            is_data_dependent(expression_of(size)) for size in flat_sizes(flat_tensors(out))
+        ):
             known = self.data.fake_of_answer(func, args, kwargs)
             if known is not None:
                 return known, False
@@ -381,8 +374,7 @@ class CallRecorder(TorchFunctionMode):
         if leaf is None:
             return self.give_up(TraceError(words, TraceCause.UNTRACED_VALUE))
         words = f"a tensor made inside {leaf} is used outside, but {leaf} did not return it"
-        error = TraceError(words, TraceCause.UNTRACED_VALUE)
-        return Retry(Lesson(error, leaf, Decision.DESCEND, hands_on=True))
+        return Retry(Lesson(TraceError(words, TraceCause.UNTRACED_VALUE), leaf, Decision.DESCEND, hands_on=True))
 
 
 def _tensor_of_sizes(data: Any, **options: Any) -> torch.Tensor:
@@ -390,7 +382,3 @@ def _tensor_of_sizes(data: Any, **options: Any) -> torch.Tensor:
     numbers = trees.map_leaves(data, lambda leaf: 2 if isinstance(leaf, Symbolic) else leaf)
     like = torch.tensor(numbers, **options)
     return torch.empty(like.shape, dtype=like.dtype, device=like.device)
-
-
-def _has_data_size(tensor: torch.Tensor) -> bool:
-    return any(is_data_dependent(expression_of(size)) for size in tensor.shape)

@@ -45,11 +45,7 @@ class LeafRunner:
     """Runs leaves.
 
     Args:
-        world: where they run.
-        recorder: what records the attempt.
-        policy: which modules are leaves.
-        knowledge: what earlier attempts found out.
-        readers: who reads what.
+        readers: which code reads which attributes.
         before: the modules before the run.
         outside: the modules before the first run, but for what leaves set themselves.
     """
@@ -87,7 +83,10 @@ class LeafRunner:
         recorder = self._recorder
         node_args, node_kwargs = recorder.builder.arguments(tuple(args), kwargs)
         self._refuse_modules_as_arguments(module, name, args, kwargs)
-        attribute = set_elsewhere(self._outside, module) or self._rebuilt(module)
+        attribute = set_elsewhere(self._outside, module)
+        rebuilt = None if attribute else self._before.rebuilt(module.modules())
+        if rebuilt is not None:  # such as a weight that `torch.func.functional_call` puts there
+            attribute = f"{type(rebuilt[0]).__name__}.{rebuilt[1]}"
         if attribute is not None:
             words = f"{attribute} is set by other code in the forward, and would not be when the graph runs"
             raise Retry(Lesson(TraceError(words), name, Decision.DESCEND))
@@ -103,7 +102,7 @@ class LeafRunner:
         if draws_python_random:
             self._siblings.forget(module)  # each of its kin runs by itself
         node = recorder.builder.add("call_module", name, node_args, node_kwargs)
-        mutates = tuple(dict.fromkeys(recorder.builder.tensor_argument(tensor) for tensor in run.written))
+        mutates = tuple(dict.fromkeys(map(recorder.builder.tensor_argument, run.written)))
         node.meta.update(
             random=run.random or draws_python_random,
             buffers_written=run.buffers_written,
@@ -120,13 +119,8 @@ class LeafRunner:
         recorder.builder.bind_output(run.out, node)
         return run.out
 
-    def _rebuilt(self, module: nn.Module) -> str | None:
-        """What of a leaf is not as the model has it, such as weights that `torch.func.functional_call` puts there."""
-        rebuilt = self._before.rebuilt(module.modules())
-        return None if rebuilt is None else f"{type(rebuilt[0]).__name__}.{rebuilt[1]}"
-
     def _refuse_modules_as_arguments(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> None:
-        """A module that a leaf would be given is the twin's; looked into, its weights are the leaf's own affair."""
+        """The module would be the twin's. In a leaf that is looked into, its weights are the leaf's own affair."""
         if not any(isinstance(leaf, nn.Module) for leaf in trees.leaves((args, kwargs))):
             return
         error = TraceError(f"{name} takes a module as an argument")
@@ -144,10 +138,10 @@ class LeafRunner:
             run = self._probe(module, name, args, kwargs)
             self._siblings.put(module, run, args, kwargs)
             return run
-        logs_layouts = self._recorder.watch.layouts is not None
-        sibling = None if logs_layouts else self._sibling(module, args, kwargs)
-        if sibling is not None:
-            return sibling
+        if self._recorder.watch.layouts is None:
+            sibling = self._sibling(module, args, kwargs)
+            if sibling is not None:
+                return sibling
         state = ModuleSnapshot(module.modules())
         run = self._watched(module, name, args, kwargs, state)
         if not state.holds_new_values():
@@ -169,8 +163,7 @@ class LeafRunner:
         fixed = self._world.shapes.num_fixed_sizes()
         inputs = flat_tensors(args, kwargs)
         versions = [(tensor, tensor._version) for tensor in inputs]
-        draws = recorder.watch.num_random_draws
-        num_originals = len(recorder.watch.originals)
+        draws, num_originals = recorder.watch.num_random_draws, len(recorder.watch.originals)
         python = PythonSnapshot(module.modules(), with_hidden=False)
         watch = LeafWatch(
             name,
@@ -181,12 +174,12 @@ class LeafRunner:
             lambda error: self._to_look_into(module, name, error),
             recorder.findings.born_in,
         )
+        call = functools.partial(ORIGINAL_CALL, module, *args, **kwargs)
         try:
             with watch:
-                out = ORIGINAL_CALL(module, *args, **kwargs)
+                out = call()
         except Exception as error:
             raise self._not_a_leaf(module, name, error, structural=False) from error
-        call = functools.partial(ORIGINAL_CALL, module, *args, **kwargs)
         side_effects = self._side_effects(module, state, python, watch, call)
         if len(recorder.watch.originals) > num_originals:
             side_effects.append("a tensor that is no part of the model")
@@ -195,9 +188,10 @@ class LeafRunner:
         if watch.runs_autograd:
             raise self._recorder.give_up(TraceError(f"{name} runs autograd inside its forward"), is_stateful=True)
         self._refuse_asking(module, name, watch.asks_for_grad)
-        if self._world.shapes.num_fixed_sizes() > fixed and self._may_probe(module, name):
-            fixed_size = TraceError(f"{name} works at one size only on fakes, such as a loop over a size")
-            raise Retry(Lesson(fixed_size, name, Decision.PROBE))
+        if self._world.shapes.num_fixed_sizes() > fixed and weight_bytes_of(module) <= MAX_PROBE_BYTES:
+            if not {(name, Decision.PROBE), (name, Decision.DESCEND)} & self._knowledge.tried:
+                fixed_size = TraceError(f"{name} works at one size only on fakes, such as a loop over a size")
+                raise Retry(Lesson(fixed_size, name, Decision.PROBE))
         if containers_mutated(contents, args, kwargs):
             mutated = TraceError(f"{name} changes a list, dict or object that it takes as an argument")
             raise self._not_a_leaf(module, name, mutated, structural=True)
@@ -243,15 +237,14 @@ class LeafRunner:
         """Whether a leaf's writes to its weights change nothing now; the guards look at that again."""
         real = self._world.parameter_at
         places = [write.tensor.untyped_storage()._cdata for write in watch.writes]
-        writes = [write for write, place in zip(watch.writes, places, strict=True) if place in real]
-        weights = [real[place] for place in places if place in real]
-        if watch.written & real.keys() != real.keys() & set(places):  # given other data
+        writes = [(write, real[place]) for write, place in zip(watch.writes, places, strict=True) if place in real]
+        if watch.written & real.keys() != real.keys() & set(places):  # it also gives a weight other data
             return False
         with real_world():
-            if not all(write.leaves_alone(weight) for write, weight in zip(writes, weights, strict=True)):
+            if not all(write.leaves_alone(weight) for write, weight in writes):
                 return False
         self._siblings.forget(module)  # each of its kin has weights of its own
-        self._recorder.findings.weight_writes += zip(writes, weights, strict=True)
+        self._recorder.findings.weight_writes += writes
         return True
 
     def _refuse_state(self, module: nn.Module, name: str, side_effects: list[str]) -> None:
@@ -288,21 +281,12 @@ class LeafRunner:
             error = TraceError(words, TraceCause.ACTIVATION_DATA)
             error.__cause__ = cause
         may_descend = self._policy.decision(module) is not Decision.LEAF and not is_of_torch(type(module))
-        if may_descend and self._has_inside(module, structural):
+        # a failure of the module's own code would come again inside
+        if may_descend and any(structural or any(True for _ in child.parameters()) for child in module.children()):
             return Retry(Lesson(error, name, Decision.DESCEND))
         if structural:
             return self._recorder.give_up(error)
         return Retry(Lesson(error, name, Decision.PROBE))
-
-    @staticmethod
-    def _has_inside(module: nn.Module, structural: bool) -> bool:
-        """Whether looking inside can help; a failure of the module's own code would come again there."""
-        return any(structural or any(True for _ in child.parameters()) for child in module.children())
-
-    def _may_probe(self, module: nn.Module, name: str) -> bool:
-        """Whether to try a probe of a leaf that works on fakes."""
-        tried = {(name, Decision.PROBE), (name, Decision.DESCEND)} & self._knowledge.tried
-        return not tried and weight_bytes_of(module) <= MAX_PROBE_BYTES
 
     def _probe(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> LeafRun:
         try:
@@ -315,25 +299,18 @@ class LeafRunner:
                 cause = TraceError(f"{name} works at the example's sizes only")  # as a layer over positions does
                 raise Retry(Lesson(cause, name, Decision.LEAF)) from error
             raise self._recorder.give_up(error) from error
-        kinds = set(map(type, module.modules()))
-        if_data_say_so = [
-            f"{kind.__name__}.{attribute}"
-            for kind, attribute in self._knowledge.seen_to_set - probe.sets
-            if kind in kinds
-        ]
+        kinds = list(map(type, module.modules()))
+        unseen = self._knowledge.seen_to_set - probe.sets
+        if_data_say_so = [f"{kind.__name__}.{attribute}" for kind, attribute in unseen if kind in kinds]
         self._refuse_state(module, name, [*probe.side_effects, *sorted(if_data_say_so)])
         for kind, attribute in probe.left_behind:
             raise self._to_look_into(module, name, left_behind(kind, attribute), is_stateful=True)
-        self._recorder.findings.not_kept.update(dict.fromkeys(probe.not_kept))
+        self._recorder.findings.not_kept.update(probe.not_kept)
         for owner, attribute in sorted(probe.sets, key=str):
             if attribute not in OF_TORCH and attribute in self._readers.beside(owner):
                 self._look_into_for_others(module, name, f"{owner.__name__}.{attribute}")
-        asking = [
-            kind.__name__
-            for kind in map(type, module.modules())
-            if attributes_read(kind) & GRADIENT_ATTRIBUTES or asks_for_gradients(kind)
-        ]
-        self._refuse_asking(module, name, asking[0] if asking else "")
+        asking = (kind for kind in kinds if attributes_read(kind) & GRADIENT_ATTRIBUTES or asks_for_gradients(kind))
+        self._refuse_asking(module, name, next((kind.__name__ for kind in asking), ""))
         may_write = any(True for _ in module.buffers())  # other data may take a way that writes them
         return LeafRun(probe.out, probe.random, may_write, ())
 

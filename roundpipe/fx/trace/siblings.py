@@ -96,24 +96,15 @@ class SiblingCache:
         self._kin: dict[Any, _Kin] = {}
 
     def find(self, module: nn.Module, args: Any, kwargs: Any, call: Callable[[], Any]) -> LeafRun | None:
-        """A run that shows what this call would, with outputs of its own.
-
-        Args:
-            module: a leaf.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-            call: runs it with these.
-        """
-        key = self._key(module, args, kwargs)
-        kin = self._kin.get(key) if key is not None else None
-        own = self._modules[module]
+        """A run that shows what ``call``, the leaf with these arguments, would; with outputs of its own."""
+        key, own = self._keys(module, args, kwargs)
+        kin = self._kin.get(key)
         if kin is None or own is None:
             return None
         record = kin.by_values.get(own.values) or next(
             (record for record in kin.records[:_MAX_COMPARED] if not record.differing(own.values)), None
         )
-        if record is None:
-            record = _learned(kin, own, module, call)
+        record = record or _proven(kin, own, module, call)
         if record is None:
             return None
         return LeafRun(trees.map_tensors(record.run.out, _like), record.run.random, record.run.buffers_written, ())
@@ -123,14 +114,12 @@ class SiblingCache:
 
         A size that data determine (how many tokens go to an expert) is another one in every call.
         """
-        key, own = self._key(module, args, kwargs), self._modules[module]
-        outs = flat_tensors(run.out)
-        if any(is_data_dependent(expression_of(size)) for size in flat_sizes(run.out)):
+        key, own = self._keys(module, args, kwargs)
+        if own is None or run.written or any(is_data_dependent(expression_of(size)) for size in flat_sizes(run.out)):
             return
-        storages = [tensor.untyped_storage()._cdata for tensor in (*outs, *flat_tensors(args, kwargs))]
-        outside = set(storages[len(outs) :])
-        inside = storages[: len(outs)]
-        if own is None or run.written or len(set(inside)) < len(inside) or outside & set(inside):
+        inside = [tensor.untyped_storage()._cdata for tensor in flat_tensors(run.out)]
+        outside = {tensor.untyped_storage()._cdata for tensor in flat_tensors(args, kwargs)}
+        if len(set(inside)) < len(inside) or outside & set(inside):
             return
         record = _SharedRun(own.values, run)
         kin = self._kin.setdefault(key, _Kin())
@@ -144,16 +133,16 @@ class SiblingCache:
             self._kin = {key: kin for key, kin in self._kin.items() if key[0] != own.form}
             self._modules[module] = None
 
-    def _key(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Equal for calls of one form; None for a call that must run by itself."""
+    def _keys(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ModuleKey | None]:
+        """A key equal for calls of one form, and the module's; None for a module that must run by itself."""
         if module not in self._modules:
             self._modules[module] = module_key(module)
         own = self._modules[module]
-        return None if own is None else (own.form, arguments_key(args, kwargs), Modes.current())
+        return (None if own is None else (own.form, arguments_key(args, kwargs), Modes.current())), own
 
 
-def _learned(kin: _Kin, own: ModuleKey, module: nn.Module, call: Callable[[], Any]) -> _SharedRun | None:
-    """A run that depends on nothing in which the module differs, found out by running the module without that."""
+def _proven(kin: _Kin, own: ModuleKey, module: nn.Module, call: Callable[[], Any]) -> _SharedRun | None:
+    """A run that depends on nothing in which the module differs, as running the module without that shows."""
     for record in kin.records[:_MAX_COMPARED]:
         differing = record.differing(own.values)
         if differing & kin.read or record.run.buffers_written:
@@ -169,19 +158,20 @@ def _learned(kin: _Kin, own: ModuleKey, module: nn.Module, call: Callable[[], An
 def _used(module: nn.Module, places: dict[int, tuple[nn.Module, str]], call: Callable[[], Any]) -> set[int]:
     """Which of these attributes a call uses; all of them if it fails for an unknown reason."""
     snapshots = ModuleSnapshot(module.modules()), PythonSnapshot(module.modules())
-    unread = {index: Unread(owner.__dict__[name]) for index, (owner, name) in places.items()}
+    unread = {index: Unread() for index in places}
     for index, (owner, name) in places.items():
         owner.__dict__[name] = unread[index]
+    unexplained: set[int] = set()
     try:
         call()
-        return {index for index, value in unread.items() if value.is_used()}
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException:  # also what ends an attempt to trace, for which the missing attribute may be the cause
-        return {index for index, value in unread.items() if value.is_used()} or set(places)
+        unexplained = set(places)
     finally:
         for snapshot in snapshots:
             snapshot.restore()
+    return {index for index, value in unread.items() if value.is_used()} or unexplained
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:

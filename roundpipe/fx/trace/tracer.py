@@ -33,7 +33,7 @@ from roundpipe.fx.guards.model_guard import kind_and_value
 from roundpipe.fx.trace.advice import where_set
 from roundpipe.fx.trace.attempt import Attempt
 from roundpipe.fx.trace.eager import as_the_models_own
-from roundpipe.fx.trace.intercept import exclusive
+from roundpipe.fx.trace.intercept import TRACING
 from roundpipe.fx.trace.knowledge import Knowledge, Lesson, Retry
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ def trace(
     arguments = form.normalise(args, kwargs or {})
     knowledge = Knowledge(max_leaf_bytes, frozenset(dynamic))
     try:
-        with exclusive(), preserved_random_state():
+        with TRACING, preserved_random_state():
             return _trace_doubled(model, form, arguments, knowledge)
     except TraceError as error:
         own = as_the_models_own(model, args, kwargs or {}, error)

@@ -9,6 +9,7 @@ Invariant: the run is in a world of its own: the user's model and the traced wor
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -17,7 +18,6 @@ from torch.fx import Node
 
 from roundpipe.core import trees
 from roundpipe.effects.snapshot import ModuleSnapshot, python_restored
-from roundpipe.fx.binding import CallForm
 from roundpipe.fx.fakes import Dimension, FakeWorld
 from roundpipe.fx.flat import flat_tensors
 from roundpipe.fx.graph.interpreter import GraphInterpreter
@@ -30,40 +30,26 @@ from roundpipe.fx.trace.leaf_watch import LeafRun, output_origins
 from roundpipe.fx.trace.siblings import SiblingCache
 
 
+@dataclass(frozen=True, slots=True)
 class ShapeVerifier:
-    """Verifies one trace.
+    """Verifies one trace at other sizes."""
 
-    Args:
-        traced: the graph.
-        world: the world it was traced in.
-        form: the model's signature.
-        probed: nodes that can't run on fakes; what the trace says of them is taken as given.
-        dynamic: input dimensions that are symbols although the rule says they are not.
-        origins: leaves that return an argument or a weight itself, see `roundpipe.fx.trace.leaf_watch.output_origins`.
-    """
-
-    def __init__(
-        self,
-        traced: TracedGraph,
-        world: FakeWorld,
-        form: CallForm,
-        probed: Collection[Node],
-        dynamic: Collection[Dimension],
-        origins: Mapping[Node, tuple[str, ...]],
-    ) -> None:
-        self._traced = traced
-        self._symbols = world.symbols()
-        self._form = form
-        self._probed = frozenset(probed)
-        self._dynamic = dynamic
-        self._origins = dict(origins)
+    traced: TracedGraph
+    symbols: Mapping[sympy.Symbol, tuple[int, int]]
+    """Index and dimension of the input tensor that has each symbol as its size."""
+    probed: Collection[Node]
+    """Nodes that can't run on fakes; what the trace says of them is taken as given."""
+    dynamic: Collection[Dimension]
+    """Input dimensions that are symbols although the rule says they are not."""
+    origins: Mapping[Node, tuple[str, ...]]
+    """Leaves that return an argument or a weight itself, see `roundpipe.fx.trace.leaf_watch.output_origins`."""
 
     def __call__(self, arguments: Any) -> SizeSystem | str:
         """What a run at these arguments' sizes assumed, or which node's shape is not the traced one."""
-        world = FakeWorld(self._traced.model, arguments, self._dynamic)
+        world = FakeWorld(self.traced.model, arguments, self.dynamic)
         try:
-            with python_restored(self._traced.model), world.entered():
-                problem = _ShapeRun(self._traced, world, self._symbols, self._probed, self._origins).problem()
+            with python_restored(self.traced.model), world.entered():
+                problem = _ShapeRun(self, world).problem()
         except Exception as error:
             return f"the graph fails on fakes of these sizes: {type(error).__name__}: {error}"
         return problem if problem is not None else SizeSystem(world, size_assumptions(world))
@@ -72,24 +58,17 @@ class ShapeVerifier:
 class _ShapeRun(GraphInterpreter):
     """One run of the graph in a world."""
 
-    def __init__(
-        self,
-        traced: TracedGraph,
-        world: FakeWorld,
-        symbols: dict[sympy.Symbol, tuple[int, int]],
-        probed: Collection[Node],
-        origins: Mapping[Node, tuple[str, ...]],
-    ) -> None:
+    def __init__(self, verifier: ShapeVerifier, world: FakeWorld) -> None:
         super().__init__()
-        self._traced = traced
+        self._traced = verifier.traced
+        self._probed = verifier.probed
+        self._origins = verifier.origins
         self._world = world
-        self._probed = probed
-        self._origins = origins
         self._other_memory: str | None = None
         self._siblings = SiblingCache()
         inputs = [leaf for _, leaf in trees.walk(world.arguments) if isinstance(leaf, torch.Tensor)]
-        self._symbols = list(symbols)
-        self._sizes = [inputs[index].shape[dim] for index, dim in symbols.values()]
+        self._symbols = list(verifier.symbols)
+        self._sizes = [inputs[index].shape[dim] for index, dim in verifier.symbols.values()]
 
     def problem(self) -> str | None:
         """The first node whose shape is not the traced one, in words."""
@@ -112,7 +91,7 @@ class _ShapeRun(GraphInterpreter):
     def call_module(self, node: Node, args: Any, kwargs: Any) -> Any:
         out = self._call_leaf(str(node.target), args, kwargs)
         origins = output_origins(out, args, kwargs, self._world.name_of)
-        if any(origins) and origins != self._origins.get(node) or not any(origins) and node in self._origins:
+        if (origins if any(origins) else None) != self._origins.get(node):
             self._other_memory = f"{node.name} does not return the same of its arguments as when it was traced"
         return out
 
@@ -138,7 +117,6 @@ class _ShapeRun(GraphInterpreter):
         return fake.requires_grad_().clone() if traced.requires_grad else fake
 
     def _expected(self, size: Any) -> Any:
-        """A traced size at this world's sizes."""
         expression = expression_of(size)
         if not isinstance(expression, sympy.Basic):
             return size
