@@ -213,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--milliseconds", type=float, default=20.0, help="forward of a layer; its backward takes two")
     parser.add_argument("--steps", type=int, default=8, help="steps that are measured")
     parser.add_argument("--json", type=Path, help="file for the results")
-    parser.add_argument("--strict", action="store_true", help=f"fail if an error is above {TARGET:.0%}")
+    parser.add_argument("--strict", action="store_true", help=f"fail if an error is above {TARGET:.0%}%")
     sizes = parser.parse_args(argv)
     torch.set_num_threads(1)
     results: dict[str, Any] = {"target": TARGET, "cases": {}}

@@ -29,6 +29,14 @@ def run(name: str, arguments: list[str], folder: Path) -> tuple[int, dict[str, A
     return code, document["results"]
 
 
+@pytest.mark.parametrize("name", ["long_run", "optimizer", "simulator", "soak", "timeline"])
+def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(name).main(["--help"])
+    assert end.value.code == 0
+    assert "usage:" in capsys.readouterr().out
+
+
 def test_long_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers", reason="trains a Llama")
     code, results = run("long_run", ["--steps", "3", "--batch", "3", "--length", "12"], tmp_path)

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from roundpipe.core.schedule import ExecutePlan
 
 Recut = tuple[int, int, tuple[int, ...], tuple[int, ...]]
-"""Ranges from one to before another, and what takes their place: the edges between, and replicas per range."""
+"""First and last index of the edges around what is cut anew; the edges between, and replicas per range."""
 
 Move = tuple[Literal["forward", "backward"], Recut] | tuple[Literal["start", "replicas"], int]
 """A range is cut otherwise, or the fused tail starts elsewhere or has more or fewer replicas."""
@@ -25,7 +25,6 @@ class Cuts(NamedTuple):
 
     @classmethod
     def single(cls, edges: Sequence[int]) -> Cuts:
-        """Cuts without replicas."""
         return cls(tuple(edges), (1,) * (len(edges) - 1))
 
     def recuts(self, most_replicas: int) -> Iterator[Recut]:
@@ -47,7 +46,6 @@ class Cuts(NamedTuple):
                         yield index, index + 1, (), (count,)
 
     def recut(self, recut: Recut) -> Cuts:
-        """The cuts after such a move."""
         first, last, inner, counts = recut
         return Cuts(
             (*self.edges[: first + 1], *inner, *self.edges[last:]),
@@ -83,7 +81,6 @@ class Candidate(NamedTuple):
 
     @property
     def fused_start(self) -> int:
-        """First layer of the fused tail."""
         return self.forward.edges[-1]
 
     @property
@@ -102,7 +99,7 @@ class Candidate(NamedTuple):
         return ExecutePlan(pairwise(self.forward.edges), (self.fused_start, num_layers), backward)
 
     def moves(self, num_layers: int, most_replicas: int) -> list[Move]:
-        """The moves to other candidates, none of more replicas than given."""
+        """The moves to other candidates of at most so many replicas per stage."""
         start = self.fused_start
         moves: list[Move] = [
             ("start", moved) for moved in (start - 1, start + 1, start - 2, start + 2) if 0 <= moved < num_layers
@@ -110,11 +107,10 @@ class Candidate(NamedTuple):
         moves += [("forward", recut) for recut in self.forward.recuts(most_replicas)]
         moves += [("backward", recut) for recut in self.backward.recuts(most_replicas)]
         counts = (self.fused_replicas - 1, self.fused_replicas + 1)
-        moves += [("replicas", count) for count in counts if 1 <= count <= most_replicas]
-        return moves
+        return moves + [("replicas", count) for count in counts if 1 <= count <= most_replicas]
 
     def after(self, move: Move) -> Candidate:
-        """The candidate that a move leads to; most moves are never made."""
+        """Where a move leads; most moves are never tried."""
         forward, backward, count = self
         if move[0] == "forward":
             forward = forward.recut(move[1])

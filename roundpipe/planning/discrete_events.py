@@ -32,7 +32,6 @@ class Node:
         self._num_missing = 0
 
     def after(self, others: Iterable[Node]) -> None:
-        """Waits for others; before it is added to a queue."""
         for other in others:
             if other.over_s is None:
                 other._followers.append(self)
@@ -43,7 +42,6 @@ class Node:
         return self._num_missing == 0
 
     def begin(self, queue: EventQueue) -> None:
-        """All that it waits for is over."""
         queue.finish(self)
 
 
@@ -100,12 +98,7 @@ class Link:
 
 
 class EventQueue:
-    """Time, and all that goes on in it.
-
-    Args:
-        num_workers: that run ops.
-        host_bytes_per_s: what all links together may move.
-    """
+    """Time, and all that goes on in it; all links together move up to ``host_bytes_per_s``."""
 
     def __init__(self, num_workers: int, host_bytes_per_s: float = inf) -> None:
         self.now_s = 0.0
@@ -121,8 +114,6 @@ class EventQueue:
         self._over: deque[Node] = deque()
         self._is_settling = False
 
-    # Adding
-
     def add(self, node: Node, *after: Node) -> None:
         """Adds a node that waits for others; an op joins its worker's queue now."""
         node.after(after)
@@ -130,8 +121,6 @@ class EventQueue:
             self._ops[node.worker].append(node)
         if node.is_ready:
             node.begin(self)
-
-    # What nodes ask for
 
     def finish(self, node: Node) -> None:
         """A node is over; those that waited for it alone begin."""
@@ -153,7 +142,6 @@ class EventQueue:
         self._is_settling = False
 
     def start_next(self, worker: int) -> None:
-        """Starts a worker's next op, if it is free and the op waits for nothing more."""
         queue = self._ops[worker]
         if self._running[worker] is not None or not queue or not queue[0].is_ready:
             return
@@ -186,7 +174,8 @@ class EventQueue:
 
     def advance(self) -> bool:
         """Moves on to the next end of an op or a transfer; False: there is none."""
-        share = self._share()
+        is_slowed = self._active_rate > self._host_bytes_per_s
+        share = self._host_bytes_per_s / self._active_rate if is_slowed else 1.0
         while self._link_ends and self._link_ends[0][3] != self._link_ends[0][2].version:
             heapq.heappop(self._link_ends)
         transfer_s = self.now_s + max(self._link_ends[0][0] - self._link_now, 0.0) / share if self._link_ends else inf
@@ -215,16 +204,12 @@ class EventQueue:
     def _rate(self, link: Link) -> float:
         return min(link.bytes_per_s, self._host_bytes_per_s)
 
-    def _share(self) -> float:
-        if self._active_rate <= self._host_bytes_per_s:
-            return 1.0
-        return self._host_bytes_per_s / self._active_rate
-
     def _begin_head(self, link: Link) -> None:
+        head = link.queue[0]
         link.version += 1
         link.sent_since = self._link_now
-        if link.queue[0].sent_s is None:
-            link.queue[0].sent_s = self.now_s
+        if head.sent_s is None:
+            head.sent_s = self.now_s
         self._number += 1
-        seconds = max(link.queue[0].bytes_left, 0.0) / self._rate(link)
+        seconds = max(head.bytes_left, 0.0) / self._rate(link)
         heapq.heappush(self._link_ends, (self._link_now + seconds, self._number, link, link.version))

@@ -35,7 +35,6 @@ def target_times_s(search: Search) -> list[float]:
 
 
 def _filled(search: Search, start: int, target_s: float, cap_bytes: int | None) -> Candidate | None:
-    """The plan with this start of the fused tail whose other stages keep a target time."""
     forward = search.packing.fill("F", start, target_s * ROUNDING, cap_bytes)
     backward = search.packing.fill("B", start, target_s * ROUNDING, cap_bytes)
     if forward is None or backward is None:

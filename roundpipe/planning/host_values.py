@@ -29,8 +29,7 @@ def values_on_host(schedule: Schedule, costs: StageCosts) -> list[HostValues]:
     first = [position for position, job in enumerate(jobs) if job.replica == 0]
     last_reader: dict[int, int] = {}
     for position in first:
-        job = jobs[position]
-        reads = [job.start, *(inner[position] if job.phase is Phase.BACKWARD else [])]
+        reads = [jobs[position].start, *(inner[position] if jobs[position].phase is Phase.BACKWARD else [])]
         last_reader.update((cut, position) for cut in reads if cut)
     written: set[int] = set()
     for position in first:

@@ -34,13 +34,7 @@ class Reach(NamedTuple):
 
 
 class Packing:
-    """Packs the layers of one chain.
-
-    Args:
-        costs: of the chain.
-        budget_bytes: memory of each device, or None for no limit.
-        effort: is spent.
-    """
+    """Packs the layers of one chain under a budget per device (None: no limit), and spends effort."""
 
     def __init__(self, costs: StageCosts, budget_bytes: int | None, effort: Effort) -> None:
         self.costs = costs
@@ -55,13 +49,11 @@ class Packing:
         """Limits for a stage's weights under which any two stages may meet on a worker, the widest first."""
         if self.budget_bytes is None:
             return [None]
-        cap_bytes = max(layer.weight_bytes for layer in self.costs.layers)
-        total_bytes = self.costs.weight_bytes(0, len(self.costs.layers))
-        caps_bytes: list[int | None] = [cap_bytes]
-        while 0 < cap_bytes < min(total_bytes, self.budget_bytes):
-            cap_bytes *= 2
-            caps_bytes.append(cap_bytes)
-        return caps_bytes[::-1]
+        caps_bytes = [max(layer.weight_bytes for layer in self.costs.layers)]
+        most_bytes = min(self.costs.weight_bytes(0, len(self.costs.layers)), self.budget_bytes)
+        while 0 < caps_bytes[0] < most_bytes:
+            caps_bytes.insert(0, 2 * caps_bytes[0])
+        return [*caps_bytes]
 
     def allows(self, phase: StagePhase, start: int, stop: int, cap_bytes: int | None) -> bool:
         if cap_bytes is None or self.budget_bytes is None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import Required, TypedDict, Unpack
 
 from roundpipe.core.errors import ConfigError, DeviceMemoryError
 from roundpipe.core.layers import LayerCost
@@ -26,16 +27,12 @@ from roundpipe.planning.greedy import ROUNDING, greedy_candidate, target_times_s
 from roundpipe.planning.search import Search
 from roundpipe.planning.stage_costs import RecomputeGrain, StageCosts, device_memory
 
-_MOST_PREDICTED = 800
-"""Visits, times microbatches, of the plans that a prediction chooses among: it takes about 0.2 ms for each."""
-
-_LEAST_PREDICTED = 2
-"""Plans that it chooses among however many visits they have."""
-
+_MOST_PREDICTED, _LEAST_PREDICTED = 800, 2
+"""Visits, times microbatches, of the plans that a prediction chooses among (it takes about 0.2 ms for each), and
+plans that it chooses among however many visits they have."""
 _MOST_GREEDY = 300_000
 """Layers times target times of the chains whose greedy plan a prediction looks at, too: it takes up to half a second.
 Chains of any length whose layers are alike have few target times."""
-
 _ALIKE = 0.005
 """Share of a step's time by which plans may differ that are taken to be equally fast."""
 
@@ -49,69 +46,79 @@ class ReplicatedPlan:
     """Per job of a training step; microbatch m runs on replica m mod r."""
 
 
+class PlanArguments(TypedDict, total=False):
+    """What every planner takes beside the costs of the layers."""
+
+    num_workers: Required[int]
+    """In the rotation."""
+    num_microbatches: Required[int]
+    """Per step."""
+    memory_budget_bytes: int | None
+    """What a plan may use of each device; None = no limit."""
+    recompute_grain: RecomputeGrain
+    """Whose activations a backward stage holds at once, ``"stage"`` (the default) or ``"layer"``."""
+    names: Sequence[str] | None
+    """Of the layers, for errors."""
+
+
 def plan(
     costs: Sequence[LayerCost],
     *,
-    num_workers: int,
-    num_microbatches: int,
-    memory_budget_bytes: int | None = None,
-    recompute_grain: RecomputeGrain = "stage",
-    names: Sequence[str] | None = None,
     predict: Callable[[ExecutePlan], float] | None = None,
     link_bytes_per_s: float = inf,
+    **arguments: Unpack[PlanArguments],
 ) -> ExecutePlan:
     """The fastest plan found for a chain of layers.
 
     Args:
         costs: one per layer, for one microbatch.
-        num_workers: workers in the rotation.
-        num_microbatches: microbatches per step.
-        memory_budget_bytes: what a plan may use of each device; None = no limit.
-        recompute_grain: whose activations a backward stage holds at once, ``"stage"`` or ``"layer"``.
-        names: of the layers, for errors.
-        predict: seconds per step of a plan by a finer model, such as the simulator; it chooses among plans of
-            different shape, those first that are most likely the best, and by it no simple plan, of one or three
-            stages, is faster than the chosen one, nor, if the chain is not too long, the greedy plan. Without it,
-            transfers are left out.
+        predict: seconds per step of a plan by a finer model, such as the simulator; it chooses among the most likely
+            plans of different shape. By it no simple plan, of one or three stages, is faster than the chosen one, nor,
+            if the chain is not too long, the greedy plan. Without it, transfers are left out.
         link_bytes_per_s: between host and device, one direction; tells which plans are likely.
+        arguments: `PlanArguments`.
 
     Raises:
         ConfigError: an argument out of range.
         DeviceMemoryError: no plan fits; the message names the layer that is too large.
     """
-    table = _stage_costs(costs, num_workers, num_microbatches, recompute_grain, names)
-    search = Search(table, num_workers, num_microbatches, memory_budget_bytes, keep_slower=predict is not None)
+    search = _search(costs, keep_slower=predict is not None, **arguments)
     candidates = search.run()
     if not candidates:
-        raise _misfit(search, names)
+        raise _misfit(search, arguments.get("names"))
     if predict is None:
         return candidates[0].plan(len(costs))
     return _best_predicted(search, candidates, predict, link_bytes_per_s)
 
 
-def plan_replicated(
-    costs: Sequence[LayerCost],
-    *,
-    num_workers: int,
-    num_microbatches: int,
-    memory_budget_bytes: int | None = None,
-    recompute_grain: RecomputeGrain = "stage",
-    names: Sequence[str] | None = None,
-) -> ReplicatedPlan:
-    """The fastest plan found whose stages may have replicas; arguments and errors as for `plan`.
+def plan_replicated(costs: Sequence[LayerCost], **arguments: Unpack[PlanArguments]) -> ReplicatedPlan:
+    """The fastest plan found whose stages may have replicas; errors as for `plan`.
 
     A stage heavier than the rest gets r consecutive slots, at the price of r uploads of its weights and r
     downloads of its gradients.
     """
-    table = _stage_costs(costs, num_workers, num_microbatches, recompute_grain, names)
-    search = Search(table, num_workers, num_microbatches, memory_budget_bytes, replicate=True)
+    search = _search(costs, replicate=True, **arguments)
     candidates = search.run()
     if not candidates:
-        raise _misfit(search, names)
+        raise _misfit(search, arguments.get("names"))
     return ReplicatedPlan(candidates[0].plan(len(costs)), candidates[0].replicas)
 
 
-def plan_greedy(
+def plan_greedy(costs: Sequence[LayerCost], **arguments: Unpack[PlanArguments]) -> ExecutePlan:
+    """The plan of the simplest method, else that of single layers, to compare with; errors as for `plan`."""
+    search = _search(costs, **arguments)
+    candidate = greedy_candidate(search)
+    if candidate is None:
+        raise _misfit(search, arguments.get("names"))
+    return candidate.plan(len(costs))
+
+
+def least_seconds(costs: Sequence[LayerCost], **arguments: Unpack[PlanArguments]) -> float:
+    """Seconds per step that no plan without replicas goes below; infinite if none fits."""
+    return min((bound_s for _, bound_s in _search(costs, **arguments).fused_starts()), default=inf)
+
+
+def _search(
     costs: Sequence[LayerCost],
     *,
     num_workers: int,
@@ -119,31 +126,20 @@ def plan_greedy(
     memory_budget_bytes: int | None = None,
     recompute_grain: RecomputeGrain = "stage",
     names: Sequence[str] | None = None,
-) -> ExecutePlan:
-    """The plan of the simplest method, to compare with; arguments and errors as for `plan`.
-
-    Where no greedy plan fits, it is that of single layers.
-    """
-    table = _stage_costs(costs, num_workers, num_microbatches, recompute_grain, names)
-    search = Search(table, num_workers, num_microbatches, memory_budget_bytes)
-    candidate = greedy_candidate(search)
-    if candidate is None:
-        raise _misfit(search, names)
-    return candidate.plan(len(costs))
-
-
-def least_seconds(
-    costs: Sequence[LayerCost],
-    *,
-    num_workers: int,
-    num_microbatches: int,
-    memory_budget_bytes: int | None = None,
-    recompute_grain: RecomputeGrain = "stage",
-) -> float:
-    """Seconds per step that no plan without replicas goes below; infinite if none fits. Arguments as for `plan`."""
-    table = _stage_costs(costs, num_workers, num_microbatches, recompute_grain, None)
-    search = Search(table, num_workers, num_microbatches, memory_budget_bytes)
-    return min((bound_s for _, bound_s in search.fused_starts()), default=inf)
+    replicate: bool = False,
+    keep_slower: bool = False,
+) -> Search:
+    """A search among the plans of a chain, after a check of a planner's arguments."""
+    if not costs:
+        raise ConfigError("there are no layers to plan for; give the cost of at least one")
+    if num_workers < 1 or num_microbatches < 1:
+        raise ConfigError(f"num_workers={num_workers}, num_microbatches={num_microbatches}: both must be at least 1")
+    if recompute_grain not in ("stage", "layer"):
+        raise ConfigError(f"recompute_grain is {recompute_grain!r}; allowed are 'stage' and 'layer'")
+    if names is not None and len(names) != len(costs):
+        raise ConfigError(f"{len(names)} names for {len(costs)} layers; give one per layer or none")
+    table = StageCosts(costs, recompute_grain)
+    return Search(table, num_workers, num_microbatches, memory_budget_bytes, replicate, keep_slower)
 
 
 def _best_predicted(
@@ -165,17 +161,13 @@ def _best_predicted(
             continue
         if candidate not in simple:
             visits_left -= len(candidate.replicas) * search.num_microbatches
-        if visits_left < 0 and len(predicted_s) >= _LEAST_PREDICTED and candidate not in simple:
-            continue
+            if visits_left < 0 and len(predicted_s) >= _LEAST_PREDICTED:
+                continue
         predicted_s[candidate] = predict(candidate.plan(search.num_layers))
         best_s = min(best_s, predicted_s[candidate])
     most_s = min((predicted_s.get(candidate, search.values[candidate]) for candidate in simple), default=inf)
-    as_fast = {
-        candidate: seconds
-        for candidate, seconds in predicted_s.items()
-        if seconds <= most_s * ROUNDING or seconds == best_s
-    }
-    return _fewest_stages_first(as_fast)[0].plan(search.num_layers)
+    fast = {plan: seconds for plan, seconds in predicted_s.items() if seconds <= most_s * ROUNDING or seconds == best_s}
+    return _fewest_stages_first(fast)[0].plan(search.num_layers)
 
 
 def _simple(search: Search, link_bytes_per_s: float) -> list[Candidate]:
@@ -201,25 +193,6 @@ def _fewest_stages_first(seconds: Mapping[Candidate, float]) -> list[Candidate]:
         return apart, len(candidate.replicas), seconds[candidate], candidate
 
     return sorted(seconds, key=key)
-
-
-def _stage_costs(
-    costs: Sequence[LayerCost],
-    num_workers: int,
-    num_microbatches: int,
-    recompute_grain: RecomputeGrain,
-    names: Sequence[str] | None,
-) -> StageCosts:
-    """The costs of all ranges of layers, after a check of a planner's arguments."""
-    if not costs:
-        raise ConfigError("there are no layers to plan for; give the cost of at least one")
-    if num_workers < 1 or num_microbatches < 1:
-        raise ConfigError(f"num_workers={num_workers}, num_microbatches={num_microbatches}: both must be at least 1")
-    if recompute_grain not in ("stage", "layer"):
-        raise ConfigError(f"recompute_grain is {recompute_grain!r}; allowed are 'stage' and 'layer'")
-    if names is not None and len(names) != len(costs):
-        raise ConfigError(f"{len(names)} names for {len(costs)} layers; give one per layer or none")
-    return StageCosts(costs, recompute_grain)
 
 
 def _misfit(search: Search, names: Sequence[str] | None) -> DeviceMemoryError:

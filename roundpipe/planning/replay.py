@@ -86,7 +86,7 @@ class _JobInputs:
 
 
 class _Output(NamedTuple):
-    """A microbatch's output: when it is made, and when it is on the host."""
+    """A microbatch's output: when it is computed, and when it is on the host."""
 
     op: Op
     on_host: Node
@@ -286,13 +286,13 @@ class StepReplay:
         lost: dict[Cause, float] = dict.fromkeys(CAUSES, 0.0)
         step.lost_s.append(lost)
 
-        def add(seconds: float, values: Node, made_by: Node | None, is_last: bool) -> Op:
+        def add(seconds: float, values: Node, producer: Node | None, is_last: bool) -> Op:
             op = Op(job.worker, seconds)
             if self.record:
                 activity: Activity = "compute" if is_last else "recompute"
                 self.activities.append(ReplayedActivity(op, activity, job, microbatch, None))
-            waited = () if made_by is source.losses else (values,)
-            op.then = lambda: self._book(op, position if is_last else -1, lost, source, made_by, waited)
+            waited = () if producer is source.losses else (values,)
+            op.then = lambda: self._book(op, position if is_last else -1, lost, source, producer, waited)
             self._queue.add(op, source.weights, values)
             recent.append(op)
             return op
@@ -305,16 +305,15 @@ class StepReplay:
         for microbatch in step.schedule.microbatches(job):
             before = inputs.get(microbatch)
             arrived = source.start if before is None else before.on_host
-            made_by = source.losses if before is None else before.op
+            producer = source.losses if before is None else before.op
             if is_backward and self._profile.inputs_ahead:
                 saved, incoming = bring(carry_in), bring(read_bytes, arrived)
                 add(stage.early_s, saved, None, is_last=False)
-            elif is_backward:
-                add(stage.early_s, bring(carry_in), None, is_last=False)
-                incoming = bring(read_bytes, arrived)
             else:
+                if is_backward:
+                    add(stage.early_s, bring(carry_in), None, is_last=False)
                 incoming = bring(read_bytes, arrived)
-            op = add(stage.seconds - stage.early_s, incoming, made_by, is_last=True)
+            op = add(stage.seconds - stage.early_s, incoming, producer, is_last=True)
             on_host = self._add_transfer("download", down, written_bytes, job, microbatch, 0, op)
             outputs[microbatch] = _Output(op, on_host)
             if kept_bytes:
@@ -330,16 +329,16 @@ class StepReplay:
         position: int,
         lost: dict[Cause, float],
         source: _JobInputs,
-        made_by: Node | None,
+        producer: Node | None,
         inputs: tuple[Node, ...],
     ) -> None:
-        """Notes what an op that is over had waited for; at the end of a microbatch also what was held meanwhile."""
+        """Notes what an op that is over had waited for; at the end of a microbatch also the memory in use meanwhile."""
         since = self._free_s[op.worker]
         self._free_s[op.worker] = self._queue.now_s
         if op.started_s > since:
-            gates = [source.gate] if inputs or made_by is None else [source.gate, source.start]
+            gates = [source.gate] if inputs or producer is None else [source.gate, source.start]
             marks: tuple[tuple[Cause, Sequence[Node | None]], ...] = (
-                ("no_work", (made_by,)),
+                ("no_work", (producer,)),
                 ("activations", inputs),
                 ("optimizer", gates),
                 ("weights", (source.weights,)),
@@ -354,12 +353,11 @@ class StepReplay:
         if position < 0:
             return
         stage, before, values = self.stages[position], source.before, self._on_host[position]
-        held_bytes = stage.gradient_bytes + stage.working_bytes
+        used_bytes = stage.gradient_bytes + stage.working_bytes
         if before is not None and before.gradients is not None and self._profile.gradients_stay:
-            down_s = before.gradients.over_s
-            if down_s is None or down_s > op.started_s:
-                held_bytes += before.gradient_bytes
-        self.job_bytes[position] = max(self.job_bytes[position], held_bytes)
+            if before.gradients.over_s is None or before.gradients.over_s > op.started_s:
+                used_bytes += before.gradient_bytes
+        self.job_bytes[position] = max(self.job_bytes[position], used_bytes)
         self._carried_bytes += values.born_bytes
         self.peak_carried_bytes = max(self.peak_carried_bytes, self._carried_bytes)
         self._carried_bytes -= values.freed_bytes
@@ -376,11 +374,11 @@ class StepReplay:
         """Is a step that is over like an earlier one?"""
         self.over.append(step)
         step.uploads.clear()
-        end_s = step.end_s
-        step.relative_ends_s = [(node.over_s or 0.0) - end_s for node in (*step.ends, step.start, step.losses)]
+        end_s, stride = step.end_s, self.steps_per_update
+        ends_s = [(node.over_s or 0.0) - end_s for node in (*step.ends, step.start, step.losses)]
+        step.relative_ends_s = ends_s
         if self.age:
             return
-        ends_s, stride = step.relative_ends_s, self.steps_per_update
         for age in range(stride, len(self.over), stride):
             old = self.over[-1 - age]
             within_s = _SAME * (end_s - old.end_s) / age

@@ -24,59 +24,40 @@ from roundpipe.planning.stage_costs import StageCost, StageCosts, StagePhase, pe
 
 _SEARCH_OPS = 5_000_000
 """Effort of one search at most; an op takes about 0.1 microseconds."""
-
 _OPS_PER_LAYER_CUBED = 700
 """Effort of one search of a short chain."""
-
 _EXHAUSTIVE_LAYERS = 7
 """Chains up to this long have so few plans (1366) that all of them are looked at."""
-
 _REPLICAS_EFFORT = 2
 """How much more a search with replicas may spend."""
-
 _PACKING_SHARE = 0.4
 """Share of the effort that packing may take."""
-
 _VISIT_OPS, _CANDIDATE_OPS, _BOUND_OPS, _STAGE_OPS, _REPLICAS_OPS, _MOVE_OPS = 40, 60, 4, 20, 8, 3
 """Effort of a look at a candidate, of one that is new, of a lower bound and of an evaluation per job, per microbatch
 of a job if there are replicas, and of a move that may be made."""
-
 _NUM_STARTS = 12
 """Starts of the fused tail that are packed for."""
-
 _NUM_TARGETS = 24
 """Target times tried for each start of the fused tail."""
-
 _NUM_LEADERS = 6
 """Plans of different shape that climbs start from and kicks choose among."""
-
 _MAX_KICK = 3
 """Most random moves before a climb."""
-
 _PACKING_WITHIN = 1.1
 """Packings whose bound is this much above the best so far are still evaluated: a climb may start there."""
-
 _KICK_WITHIN = 1.3
 """How much slower a kicked plan may be."""
-
 _AS_FAST = 1 + 1e-9
 """Factor within which two times count as one."""
-
 _MAX_REPLICAS = 4
 """Replicas of a stage at most, however many workers and microbatches there are."""
 
 
 class Search:
-    """One search.
+    """One search, under a budget per device (None: no limit).
 
-    Args:
-        costs: of the chain.
-        num_workers: workers in the rotation.
-        num_microbatches: microbatches of every job.
-        budget_bytes: memory of each device, or None for no limit.
-        replicate: whether stages may take several slots.
-        keep_slower: whether plans of short chains are kept that are slower than the best; transfers, which are left
-            out here, may make up for it.
+    With ``replicate``, stages may take several slots. With ``keep_slower``, plans of short chains are kept that are
+    slower than the best; transfers, which are left out here, may make up for it.
     """
 
     def __init__(
@@ -161,14 +142,13 @@ class Search:
 
         While a job runs, the weights of its worker's next job come up and the gradients of the one before go down.
         """
-        stages, num_workers = self.stages(candidate), self.num_workers
-        turn = num_workers % len(stages)
-        total_s = 0.0
+        stages, total_s = self.stages(candidate), 0.0
+        turn = self.num_workers % len(stages)
         for position, stage in enumerate(stages):
             following, before = stages[position - len(stages) + turn], stages[position - turn]
             moved_bytes = max(following.weight_bytes, before.gradient_bytes)
             total_s += max(self.num_microbatches * stage.seconds, moved_bytes / link_bytes_per_s)
-        return max(total_s / num_workers, self.values[candidate])
+        return max(total_s / self.num_workers, self.values[candidate])
 
     def fits(self, candidate: Candidate, stages: list[StageCost]) -> bool:
         if self.budget_bytes is None:
@@ -189,8 +169,7 @@ class Search:
         effort.ops_left -= _CANDIDATE_OPS + _BOUND_OPS * len(stages)
         if self.lower_bound_s(candidate, stages) > limit_s or not self.fits(candidate, stages):
             return inf
-        counts = candidate.replicas
-        replicas = counts if max(counts) > 1 else None
+        replicas = candidate.replicas if max(candidate.replicas) > 1 else None
         per_job = _STAGE_OPS if replicas is None else _REPLICAS_OPS * self.num_microbatches
         effort.ops_left -= _VISIT_OPS + _CANDIDATE_OPS + per_job * len(stages)
         num_forward = len(candidate.forward.replicas)
@@ -276,10 +255,7 @@ class Search:
         fused_s = self.costs.fused(start, self.num_layers).seconds
         even_s = [self.packing.times_s["B"][start] / count * 1.0001 for count in counts]
         alike_s = [fused_s / count for count in self._fused_counts]
-        return sorted(
-            [*alike_s, *even_s],
-            key=lambda target_s: min(_distance(target_s, time_s) for time_s in alike_s),
-        )
+        return sorted([*alike_s, *even_s], key=lambda target_s: min(_distance(target_s, time_s) for time_s in alike_s))
 
     # --------------------------------------------------------------------------------- climbing
 
@@ -294,15 +270,13 @@ class Search:
 
     def _climb(self, candidate: Candidate) -> Candidate:
         """Where a climb ends: no single move leads to a better plan."""
-        moves = self._moves(candidate)
-        position, num_refuted = 0, 0
+        moves, position, num_refuted = self._moves(candidate), 0, 0
         while num_refuted < len(moves) and self.effort.ops_left > 0:
             neighbour = candidate.after(moves[position % len(moves)])
             position, num_refuted = position + 1, num_refuted + 1
             limit_s = self.values[candidate] * _AS_FAST
             if self.evaluate(neighbour, limit_s) < inf and self.rank(neighbour) < self.rank(candidate):
-                candidate, num_refuted = neighbour, 0
-                moves = self._moves(candidate)
+                candidate, moves, num_refuted = neighbour, self._moves(neighbour), 0
         return candidate
 
     def _moves(self, candidate: Candidate) -> list[Move]:

@@ -65,19 +65,14 @@ def _spans(steps: StepReplay) -> Iterator[Span]:
             args["bytes"] = round(num_bytes)
         else:
             args["part"] = activity if activity == "recompute" else _PARTS[job.phase]
-        name += " recompute" if activity == "recompute" else ""
-        lane = "compute" if activity == "recompute" else activity
+        lane: str = activity
+        if activity == "recompute":
+            name, lane = f"{name} recompute", "compute"
         yield Span(f"worker {job.worker}", lane, name, start_s, node.over_s, args)
 
 
 def steady(timeline: Timeline, schedule: Schedule, num_steps: int = SHOWN_STEPS) -> Timeline:
-    """The last steps of a simulated run that are whole, on a clock that begins with the first of them.
-
-    Args:
-        timeline: from `simulate_timeline`.
-        schedule: of the first step.
-        num_steps: how many, if there are as many.
-    """
+    """The last whole steps of a simulated run, up to so many; ``schedule`` is that of the run's first step."""
     computed = [
         ((span.args["job"] - schedule.first_job) // len(schedule.jobs), span)
         for span in timeline.spans

@@ -39,13 +39,12 @@ class Idle:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What a replay found, in steady state."""
+    """The steady state of a replay."""
 
     seconds_per_step: float
     idle: tuple[Idle, ...]
     """Per device."""
     uploaded_bytes: float
-    """Per step, all devices."""
     downloaded_bytes: float
     """Per step, all devices."""
     optimizer_bytes: float
@@ -53,7 +52,6 @@ class Simulation:
     peak_bytes: tuple[int, ...]
     """Per device: weights, gradients (the visit's and those still on their way down), what the running stage holds."""
     peak_carried_bytes: int
-    """Host memory for values and gradients between stages."""
 
     @property
     def mean_idle(self) -> Idle:
@@ -92,7 +90,7 @@ def replay(
     *,
     record: bool = False,
 ) -> StepReplay:
-    """The replay behind `simulate`; with ``record``, it keeps what it consists of."""
+    """The replay behind `simulate`; with ``record``, it keeps its activities and waits."""
     if len(costs) != schedule.num_layers:
         raise ConfigError(f"costs of {len(costs)} layers for a schedule of {schedule.num_layers} layers")
     if steps_per_update < 1:

@@ -41,7 +41,6 @@ class StageCost(NamedTuple):
     """Cost of one visit: one stage, one microbatch."""
 
     seconds: float
-    """Compute of one microbatch."""
     early_s: float
     """The part of it that needs nothing from the stage before: recomputation."""
     weight_bytes: int
@@ -57,11 +56,9 @@ class StageCost(NamedTuple):
 
 
 class StageCosts:
-    """Costs of all ranges of a chain of layers, each computed once.
+    """Costs of all ranges of a chain of layers, each computed once, for one microbatch.
 
-    Args:
-        costs: of the layers, for one microbatch.
-        grain: ``"stage"`` keeps the activations of a whole recomputed stage, ``"layer"`` of one layer.
+    With the grain ``"stage"``, a recomputed stage keeps the activations of all its layers, with ``"layer"`` of one.
     """
 
     def __init__(self, costs: Sequence[LayerCost], grain: RecomputeGrain = "stage") -> None:
@@ -87,8 +84,8 @@ class StageCosts:
         """Activations that a range in a phase keeps or has in use, temporaries, and the values at its cuts."""
         carry_in, carry_out = self._carry_bytes[start - 1 if start else 0], self._carry_bytes[stop - 1]
         if phase == "U":
-            # The fused tail hands on no values, only gradients of those it takes. What the last layer makes is there
-            # once: while the loss is computed, and then as its gradients.
+            # The fused tail hands on only gradients of the values it takes. What the last layer makes is there once:
+            # while the loss is computed, and then as its gradients.
             boundary_bytes = BOUNDARY_BUFFERS * carry_in + carry_out
         else:
             boundary_bytes = BOUNDARY_BUFFERS * (carry_in if carry_in > carry_out else carry_out)
@@ -108,15 +105,12 @@ class StageCosts:
         return maximum.of(start, stop)
 
     def forward(self, start: int, stop: int) -> StageCost:
-        """A range as a forward stage."""
         return self._known.get(("F", start, stop)) or self._compute("F", start, stop)
 
     def fused(self, start: int, stop: int) -> StageCost:
-        """A range as the fused tail."""
         return self._known.get(("U", start, stop)) or self._compute("U", start, stop)
 
     def backward(self, start: int, stop: int) -> StageCost:
-        """A range as a backward stage."""
         return self._known.get(("B", start, stop)) or self._compute("B", start, stop)
 
     def _compute(self, phase: StagePhase, start: int, stop: int) -> StageCost:
@@ -150,9 +144,7 @@ class _RangeMaximum:
 
 
 def largest_layer_bytes(budget_bytes: int) -> int:
-    """The most bytes of weights and gradients a layer should have: as a stage of its own it shares the device with
-    the weights that come up and the gradients that go down meanwhile, which may be those of a layer as large.
-    """
+    """The most bytes of weights and gradients a layer should have: as a stage it shares the device with another's."""
     return int(budget_bytes * WEIGHTS_SHARE / 2)
 
 

@@ -33,7 +33,7 @@ Action = tuple[Literal["F", "B"], int, int]
 
 @dataclass(frozen=True, slots=True)
 class StaticSimulation:
-    """What a static schedule takes."""
+    """One step of a static schedule."""
 
     stages: tuple[LayerRange, ...]
     """Stage s is on device s mod N."""
@@ -188,7 +188,10 @@ def _peak_bytes(
     in_flight = peak = 0
     for way, stage, _ in actions:
         saved = inputs[stage] if recompute else activations[stage]
-        in_flight += saved if way == "F" else 0
-        peak = max(peak, in_flight + (activations[stage] if recompute and way == "B" else 0))
-        in_flight -= saved if way == "B" else 0
+        if way == "F":
+            in_flight += saved
+            peak = max(peak, in_flight)
+        else:
+            peak = max(peak, in_flight + recompute * activations[stage])
+            in_flight -= saved
     return fixed + round(states) + peak + boundary + max(cost.temporary_bytes for cost in layers)

@@ -27,14 +27,9 @@ _FLOP_UNITS = ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "KFLOP"))
 
 
 def layer_table(chain: LayerChain, *, measured: Sequence[LayerCost] | None = None) -> str:
-    """A table with one row per layer, repeated layers folded into one, and the totals.
+    """A table with one row per layer, repeated layers folded into one that shows one layer's sizes, and the totals.
 
-    Args:
-        chain: the layers with their specs and costs.
-        measured: costs with measured seconds, one per layer, which are shown in place of FLOPs; None: there are none.
-
-    Returns:
-        The table, without a newline at the end. The rows of folded layers show one layer's sizes.
+    Costs with ``measured`` seconds, one per layer, are shown in place of FLOPs.
     """
     rows = []
     for index, (spec, cost) in enumerate(zip(chain.specs, chain.costs if measured is None else measured, strict=True)):
@@ -46,14 +41,8 @@ def layer_table(chain: LayerChain, *, measured: Sequence[LayerCost] | None = Non
 def stage_table(chain: LayerChain, plan: ExecutePlan, *, measured: Sequence[LayerCost] | None = None) -> str:
     """A table with one row per stage: F forward only, U fused, B recomputation and backward.
 
-    Args:
-        chain: the layers with their specs and costs.
-        plan: the stages, as ranges over the chain's layers.
-        measured: costs with measured seconds, one per layer, which are shown in place of FLOPs; None: there are none.
-
-    Returns:
-        The table, without a newline at the end. Weights are what each visit uploads, so the total
-        is what one step uploads; compute is per microbatch and includes recomputation.
+    Weights are what each visit uploads, so the total is what one step uploads; compute is per microbatch and includes
+    recomputation. Costs with ``measured`` seconds are shown in place of FLOPs.
     """
     costs = chain.costs if measured is None else measured
     rows = []
@@ -78,9 +67,6 @@ def partition_table(
         plan: the stages; None shows the layers alone.
         title: the first line's subject, such as the model's name.
         measured: costs with measured seconds, one per layer, which are shown in place of FLOPs; None: there are none.
-
-    Returns:
-        A headline and one or two tables, without a newline at the end.
     """
     num_parameters = sum(parameter.numel() for parameter in chain.parameters())  # shared ones once
     parts = [counted(len(chain.specs), "layer")]
@@ -102,21 +88,12 @@ def partition_table(
 
 
 def explain_table(chain: LayerChain | None, opaque: Mapping[str, str]) -> str:
-    """What was traced, and which modules stayed opaque and why.
-
-    Args:
-        chain: the layers, or None when the model could not be traced at all.
-        opaque: qualified module name, ``""`` for the model itself, to the reason.
-
-    Returns:
-        A sentence, and tables where there is something to list.
-    """
+    """What was traced, None: nothing; and which modules, by qualified name, stayed opaque and why."""
     if chain is None:
         parts = ["The model's own forward could not be traced, so it is not cut."]
-    elif opaque:
-        parts = [f"Traced into {len(chain.specs)} layers; {len(opaque)} of its modules stayed whole."]
     else:
-        parts = [f"Traced into {len(chain.specs)} layers; nothing stayed opaque."]
+        whole = f"{len(opaque)} of its modules stayed whole" if opaque else "nothing stayed opaque"
+        parts = [f"Traced into {len(chain.specs)} layers; {whole}."]
     if opaque:
         rows = [(name or "(the model)", reason) for name, reason in opaque.items()]
         parts.append(table(("module", "why"), rows, text_columns=2))
@@ -134,9 +111,8 @@ class _Row:
 
     label: str
     first: str
-    """What the first of its layers covers."""
     last: str
-    """What the last of its layers covers."""
+    """What the first and the last of its layers cover."""
     key: tuple[object, ...]
     cost: LayerCost
     """Of a stage: the sums over its layers, and the bytes of the cut that it hands on to the next job."""
@@ -215,7 +191,13 @@ def _folded_row(alike: Sequence[_Row]) -> _Row:
 
 def _cost_table(first: str, rows: Sequence[_Row], total_label: str, measured: bool) -> str:
     """The folded rows and, below a rule, their total."""
-    covers = f"balance (heaviest / mean) {_balance(rows):.2f}" if rows else ""
+    covers = ""
+    if rows:
+        work = [row.cost.forward_s + row.cost.backward_s for row in rows]
+        if not any(work):
+            work = [float(row.cost.weight_bytes) for row in rows]
+        balance = imbalance(work, [(index, index + 1) for index in range(len(work))])
+        covers = f"balance (heaviest / mean) {balance:.2f}"
     total = _Row(total_label, covers, covers, (), _sum([row.cost for row in rows]))
     shown = (*_fold(rows), total)
     compute = _compute_columns(shown, measured)
@@ -252,11 +234,3 @@ def _compute_columns(rows: Sequence[_Row], measured: bool) -> list[tuple[str, Ca
         (f"forward {unit}", lambda cost: cell(cost.forward_flops)),
         (f"backward {unit}", lambda cost: cell(cost.backward_flops)),
     ]
-
-
-def _balance(rows: Sequence[_Row]) -> float:
-    """Heaviest over mean: by seconds where there are any, otherwise by weight bytes."""
-    work = [row.cost.forward_s + row.cost.backward_s for row in rows]
-    if not any(work):
-        work = [float(row.cost.weight_bytes) for row in rows]
-    return imbalance(work, [(index, index + 1) for index in range(len(work))])

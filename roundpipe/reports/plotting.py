@@ -9,16 +9,7 @@ from roundpipe.core.errors import ConfigError
 
 
 def matplotlib_modules(picture: str, otherwise: str, *names: str) -> list[ModuleType]:
-    """The modules of these names, such as ``figure``.
-
-    Args:
-        picture: what is to be drawn, for the message.
-        otherwise: what can be had without.
-        names: below ``matplotlib.``.
-
-    Raises:
-        ConfigError: matplotlib is missing.
-    """
+    """The modules below ``matplotlib.``; a `ConfigError` if it is missing says what is drawn, and what needs none."""
     try:
         return [importlib.import_module(f"matplotlib.{name}") for name in names]
     except ImportError as error:

@@ -8,44 +8,23 @@ from tabulate import tabulate
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int = 1) -> str:
-    """Cells under headers.
-
-    Args:
-        headers: one per column.
-        rows: as many cells each.
-        text_columns: how many columns stand to the left; the others are figures, to the right.
-
-    Returns:
-        One line per row, without a newline at the end.
-    """
+    """Cells under headers; the first ``text_columns`` stand to the left, the others are figures, to the right."""
     alignment = ["left"] * text_columns + ["right"] * (len(headers) - text_columns)
     text = tabulate(rows, headers, tablefmt="simple", colalign=alignment, disable_numparse=True)
     return "\n".join(line.rstrip() for line in text.splitlines())
 
 
 def summary_table(rows: Mapping[str, str]) -> str:
-    """Names and values in two aligned columns, without a frame.
-
-    Args:
-        rows: name to value, already formatted.
-
-    Returns:
-        One line per row, without a newline at the end.
-    """
+    """Names and values in two aligned columns, without a frame."""
     text = tabulate(list(rows.items()), tablefmt="plain", colalign=("left", "left"), disable_numparse=True)
     return "\n".join(line.rstrip() for line in text.splitlines())
 
 
 def repetitions(keys: Sequence[object], *, max_period: int, min_repeats: int) -> Iterator[tuple[int, int, int]]:
-    """The parts of a sequence, of which those that repeat themselves may be shown once.
+    """Start, period and number of repetitions of each part of a sequence; (start, 1, 1) where nothing repeats.
 
-    Args:
-        keys: equal where entries are alike.
-        max_period: longest run of entries whose repetition counts.
-        min_repeats: repetitions from which on it counts.
-
-    Yields:
-        Start, period and number of repetitions of each part in order; (start, 1, 1) where nothing repeats.
+    Only repetitions of up to ``max_period`` entries, at least ``min_repeats`` times, count. Keys are equal where
+    entries are alike.
     """
     start = 0
     while start < len(keys):

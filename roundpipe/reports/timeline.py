@@ -1,12 +1,6 @@
 """What ran when: spans of work on the lanes of devices, recorded or simulated, as data, as a trace and as a picture.
 
-    Recorder   while a model runs: moments on the devices' streams and times of host threads, nothing is waited for
-    Timeline   afterwards: spans in seconds on one clock; `save` writes JSON for Perfetto or a PNG
-
-A device's moments are placed on the host's clock by one moment taken when recording begins.
-
 Invariant: spans of one lane of one device don't overlap.
-
 Source: the JSON is the Trace Event Format that chrome://tracing and ui.perfetto.dev read.
 """
 
@@ -20,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from roundpipe.core.errors import ConfigError
-from roundpipe.reports.timeline_plot import check_plot, draw
+from roundpipe.reports.timeline_plot import draw, matplotlib_parts
 
 FORMATS = (".json", ".png")
 OPTIMIZER = "optimizer"
@@ -79,12 +73,11 @@ class Timeline:
         self.fill(spans)
 
     def fill(self, spans: Iterable[Span]) -> None:
-        """Take these spans for those that were there."""
+        """Takes the place of all spans that were there."""
         self.spans = sorted(spans, key=lambda span: (span.start_s, span.end_s))
 
     @property
     def devices(self) -> list[str]:
-        """The devices, by name, the optimizer's thread last."""
         return sorted({span.device for span in self.spans}, key=lambda name: (name == OPTIMIZER, _natural(name)))
 
     def lanes(self, device: str) -> list[str]:
@@ -136,12 +129,14 @@ class Timeline:
                 return
             if not self.spans:
                 raise ConfigError(f"{str(path)!r}: there are no spans to draw; nothing ran while it was recorded")
-            draw(target, [self._row(device, lane) for device in self.devices for lane in self.lanes(device)])
+            rows = [
+                (device, lane, [(span.name, span.start_s, span.end_s) for span in self.on(device, lane)])
+                for device in self.devices
+                for lane in self.lanes(device)
+            ]
+            draw(target, rows)
         except OSError as error:
             raise ConfigError(f"{str(path)!r} can't be written: {error.strerror or error}") from error
-
-    def _row(self, device: str, lane: str) -> tuple[str, str, list[tuple[str, float, float]]]:
-        return device, lane, [(span.name, span.start_s, span.end_s) for span in self.on(device, lane)]
 
     def __repr__(self) -> str:
         if not self.spans:
@@ -158,7 +153,7 @@ def check_path(path: str | os.PathLike[str]) -> Path:
     if not target.absolute().parent.is_dir():
         raise ConfigError(f"{str(path)!r}: there is no folder {target.absolute().parent}")
     if target.suffix.lower() == ".png":
-        check_plot()
+        matplotlib_parts()
     return target
 
 

@@ -35,22 +35,18 @@ _LETTER_INCHES = 0.055
 _LABEL_INCHES = 1.7
 
 
-def check_plot() -> None:
-    """Raise `ConfigError` if matplotlib is missing."""
-    _matplotlib()
-
-
-def _matplotlib() -> list[ModuleType]:
-    return matplotlib_modules("a timeline", ".json", "figure", "collections", "backends.backend_agg")
-
-
-def draw(path: Path, rows: Sequence[Row]) -> None:
-    """Write a picture of the rows, in their order.
+def matplotlib_parts() -> list[ModuleType]:
+    """What `draw` needs.
 
     Raises:
         ConfigError: matplotlib is missing.
     """
-    figure, collections, agg = _matplotlib()
+    return matplotlib_modules("a timeline", ".json", "figure", "collections", "backends.backend_agg")
+
+
+def draw(path: Path, rows: Sequence[Row]) -> None:
+    """Write a picture of the rows, in their order."""
+    figure, collections, agg = matplotlib_parts()
     start_s = min(start for *_, spans in rows for _, start, _ in spans)
     length_s = max(end for *_, spans in rows for *_, end in spans) - start_s or 1.0
     scale, unit = (1.0, "s") if length_s >= 2 else (1e3, "ms") if length_s >= 2e-3 else (1e6, "us")

@@ -6,7 +6,7 @@ import argparse
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -44,6 +44,8 @@ class Command:
     epilog: str | None = None
 
 
+_Number = TypeVar("_Number", int, float)
+
 _UNITS = {"": 1.0} | {unit: 1000.0 ** (1 + power) for power, unit in enumerate("KMGTP")}
 _UNITS |= {f"{unit}i": 1024.0 ** (1 + power) for power, unit in enumerate("KMGTP")}
 
@@ -51,11 +53,8 @@ _UNITS |= {f"{unit}i": 1024.0 ** (1 + power) for power, unit in enumerate("KMGTP
 def quantity(text: str) -> float:
     """A number with a unit, such as ``24GiB``, ``25GB/s``, ``165T`` or ``1.65e14``: from 1 to `LARGEST_QUANTITY`."""
     match = re.fullmatch(r"([\d.]+(?:e[+-]?\d+)?)\s*([KMGTP]?i?)(?:B|FLOPS?)?(?:/s)?", text.strip(), re.IGNORECASE)
-    unit = match[2].upper().replace("I", "i") if match else ""
-    try:
-        value = float(match[1]) * _UNITS[unit] if match else 0.0
-    except (ValueError, KeyError):
-        value = 0.0
+    factor = _UNITS.get(match[2].upper().replace("I", "i"), 0.0) if match else 0.0
+    value = _number(float, match[1]) * factor if match else 0.0
     if not 1 <= value <= LARGEST_QUANTITY:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no quantity from 1 to {LARGEST_QUANTITY:.0e}, such as 24GiB, 25GB/s or 165T"
@@ -67,10 +66,7 @@ def count(most: int) -> Callable[[str], int]:
     """The type of a number of things: from 1 to ``most``."""
 
     def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = 0
+        value = _number(int, text)
         if not 1 <= value <= most:
             raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to {most:,}")
         return value
@@ -80,10 +76,15 @@ def count(most: int) -> Callable[[str], int]:
 
 def share(text: str) -> float:
     """A share above 0 and up to 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
+    value = _number(float, text)
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no share above 0 and up to 1, such as 0.5")
     return value
+
+
+def _number(kind: Callable[[str], _Number], text: str) -> _Number:
+    """A number; 0 for what is none."""
+    try:
+        return kind(text)
+    except ValueError:
+        return kind("0")

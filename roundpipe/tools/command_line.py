@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from roundpipe.core.errors import DeviceMemoryError, RoundPipeError
-from roundpipe.tools import doctor_command, explain_command, plan_command
+from roundpipe.tools import doctor, explain_command, plan_command
 from roundpipe.tools.arguments import Command
 
-COMMANDS: tuple[Command, ...] = (plan_command.COMMAND, explain_command.COMMAND, doctor_command.COMMAND)
+COMMANDS: tuple[Command, ...] = (plan_command.COMMAND, explain_command.COMMAND, doctor.COMMAND)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -30,14 +30,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command line.
-
-    Args:
-        argv: the arguments; None: those of the process.
-
-    Returns:
-        The exit code.
-    """
+    """Runs a command line, None: that of the process; returns the exit code."""
     parser = _Parser(prog="python -m roundpipe", description="Plan training runs, look into models and the machine.")
     parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:

@@ -12,7 +12,7 @@ Invariant: rows differ in the schedule alone; all of them do the same samples in
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from roundpipe.core.errors import ConfigError, DeviceMemoryError
@@ -69,7 +69,6 @@ class Setting:
         return make_schedule(plan, self.num_workers, self.num_microbatches, replicas=replicas)
 
     def simulate(self, plan: ExecutePlan, replicas: Sequence[int] | None = None) -> Simulation:
-        """What steps of a plan take."""
         schedule = self.schedule(plan, replicas)
         return simulate(schedule, self.costs, self.profile, recompute_grain=self.recompute_grain)
 
@@ -78,12 +77,7 @@ class Setting:
 
 
 def compare_schedules(setting: Setting, chosen: ExecutePlan | None) -> list[ComparedSchedule]:
-    """All schedules on the same setting.
-
-    Args:
-        setting: layers, devices, links.
-        chosen: the plan of a run; None: none fits.
-    """
+    """All schedules on the same setting; ``chosen`` is the plan of a run, None: none fits."""
     rows = [] if chosen is None else [_rotation("rotation", setting, chosen)]
     rows.append(_rotation("rotation, replicas", setting, _planned(setting, plan_replicated)))
     rows.append(_rotation("rotation, greedy", setting, _planned(setting, plan_greedy)))
@@ -154,13 +148,7 @@ def _static(name: str, kind: StaticKind, chunks: int, setting: Setting) -> Compa
 
 
 def comparison_text(rows: Sequence[ComparedSchedule], per_step: float | None = None, unit: str = "tokens") -> str:
-    """The comparison as a table.
-
-    Args:
-        rows: the schedules.
-        per_step: what a step trains on, for a rate; None: none is shown.
-        unit: of it.
-    """
+    """The comparison as a table, with a rate where it is known how many of a unit a step trains on."""
     headers = ["schedule", "microbatches", "round", f"{unit}/s", "idle", "device memory", "fits", "with"]
     cells = []
     for row in rows:
@@ -181,17 +169,9 @@ def comparison_json(rows: Sequence[ComparedSchedule], per_step: float | None = N
     """The same as plain values."""
     documents = []
     for row in rows:
-        seconds = row.seconds_per_step
-        document = {
-            "name": row.name,
-            "microbatches": row.microbatches,
-            "seconds_per_round": seconds,
-            "idle": row.idle,
-            "peak_bytes": row.peak_bytes,
-            "fits": row.fits,
-            "remark": row.remark,
-        }
+        renamed = {"seconds_per_step": "seconds_per_round"}
+        document = {renamed.get(name, name): value for name, value in asdict(row).items()}
         if per_step is not None:
-            document["per_s"] = None if not seconds else per_step / seconds
+            document["per_s"] = per_step / row.seconds_per_step if row.seconds_per_step else None
         documents.append(document)
     return documents

@@ -49,29 +49,19 @@ class ChainCosts:
 
 
 def read_costs(path: Path) -> ChainCosts:
-    """The costs in a file.
-
-    Raises:
-        ConfigError: it can't be read, or is not of the form above; the message says where.
-    """
+    """The costs in a file; a `ConfigError` if it can't be read or is not of the form above says where."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        return parse_costs(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    try:
-        return parse_costs(document)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
 
 
 def parse_costs(document: Any) -> ChainCosts:
-    """The costs in the parsed JSON.
-
-    Raises:
-        ConfigError: it is not of the form above.
-    """
+    """The costs in the parsed JSON; a `ConfigError` if it is not of the form above."""
     layers = document.get("layers") if isinstance(document, dict) else None
     if not isinstance(layers, list) or not layers:
         raise ConfigError('give an object with "layers", a list of at least one layer')
@@ -80,11 +70,8 @@ def parse_costs(document: Any) -> ChainCosts:
     if link == 0:
         raise ConfigError('"link_bytes_per_s" is 0; give a number above 0, or leave it out for transfers that are free')
     return ChainCosts(
-        names=tuple(
-            str(layer.get("name", index)) if isinstance(layer, dict) else str(index)
-            for index, layer in enumerate(layers)
-        ),
         costs=tuple(_layer_cost(layer, index) for index, layer in enumerate(layers)),
+        names=tuple(str(layer.get("name", index)) for index, layer in enumerate(layers)),
         device_memory_bytes=None if memory_bytes is None else int(memory_bytes),
         link_bytes_per_s=link,
     )
@@ -129,13 +116,8 @@ def plan_costs(
 ) -> dict[str, Any]:
     """The plan as a value for JSON.
 
-    Args:
-        chain: the layers.
-        num_workers: devices in the rotation.
-        num_microbatches: microbatches per step.
-        replicate: whether a stage may take several slots of the rotation; not with a link, which would have to
-            bring its weights several times.
-        recompute_grain: as for the planner.
+    With ``replicate``, a stage may take several slots of the rotation; not with a link, which would have to bring its
+    weights several times.
 
     Raises:
         ConfigError: an argument out of range.
@@ -167,11 +149,7 @@ def plan_costs(
 
 
 def compare_costs(
-    chain: ChainCosts,
-    *,
-    num_workers: int,
-    num_microbatches: int,
-    recompute_grain: RecomputeGrain = "stage",
+    chain: ChainCosts, *, num_workers: int, num_microbatches: int, recompute_grain: RecomputeGrain = "stage"
 ) -> list[ComparedSchedule]:
     """Schedules side by side on the chain; arguments and errors as for `plan_costs`."""
     setting = _setting(chain, num_workers, num_microbatches, recompute_grain)

@@ -33,11 +33,7 @@ FIGURES = ("memory_bytes", "flops_per_s", "bytes_per_s", "link_bytes_per_s")
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """One kind of device.
-
-    Raises:
-        ConfigError: a figure is not above zero.
-    """
+    """One kind of device; all figures are above zero."""
 
     name: str
     memory_bytes: int
@@ -63,11 +59,7 @@ DEVICES = tuple(DeviceSpec(name, **figures) for name, figures in tomllib.loads(_
 
 
 def find_device(name: str) -> DeviceSpec:
-    """The device of a name; case, spaces, dashes and a leading RTX don't matter.
-
-    Raises:
-        ConfigError: there is none; the message lists those that there are.
-    """
+    """The device of a name; case, spaces, dashes and a leading RTX don't matter; a `ConfigError` if there is none."""
     for device in DEVICES:
         if _key(name) == _key(device.name):
             return device

@@ -1,4 +1,4 @@
-"""What this machine offers to training: versions, devices, memory, pinning, how fast copies are.
+"""``doctor``: what this machine offers to training: versions, devices, memory, pinning, how fast copies are.
 
 Invariant: a part that can't be asked or measured says so in its place; looking never fails, and holds at most a few
 hundred megabytes, given back at the end.
@@ -6,6 +6,8 @@ hundred megabytes, given back at the end.
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import importlib.metadata
 import os
 import platform
@@ -17,6 +19,7 @@ import torch
 
 from roundpipe.reports.quantities import format_bytes, format_rate
 from roundpipe.reports.tables import summary_table
+from roundpipe.tools.arguments import Answer, Command
 from roundpipe.tools.device_data import EFFICIENCY
 
 PACKAGES = ("roundpipe", "torch", "transformers", "peft", "safetensors")
@@ -127,7 +130,7 @@ def _devices(*, pinned: bool) -> list[AcceleratorSpec]:
 
 def _device(device: torch.device, pinned: bool) -> AcceleratorSpec:
     module = torch.get_device_module(device)
-    kind, free_bytes, total_bytes, up, down = device.type, None, None, None, None
+    kind, free_bytes, total_bytes, up, down, flops, bandwidth = device.type, None, None, None, None, None, None
     try:
         kind = module.get_device_name(device)
         free_bytes, total_bytes = module.mem_get_info(device)
@@ -141,30 +144,24 @@ def _device(device: torch.device, pinned: bool) -> AcceleratorSpec:
             torch.accelerator.synchronize(device)
 
         up, down = _copy_rate(there, here, wait), _copy_rate(here, there, wait)
-    except RuntimeError:
-        return AcceleratorSpec(str(device), kind, free_bytes, total_bytes, up, down)
-    flops, bandwidth = None, None
-    try:
         bandwidth = 2 * _copy_rate(torch.empty_like(there), there, wait)
         flops = _product_rate(device, wait)
-    except RuntimeError:
+    except RuntimeError:  # what was measured until then counts
         pass
     return AcceleratorSpec(str(device), kind, free_bytes, total_bytes, up, down, flops, bandwidth)
 
 
-def _product_rate(device: torch.device, wait: Callable[[], None], size: int = PRODUCT_SIZE) -> float:
+def _product_rate(device: torch.device, wait: Callable[[], None]) -> float:
     """FLOPs per second of a bf16 matrix product."""
-    matrix = torch.randn(size, size, device=device, dtype=torch.bfloat16)
-    return 2 * size**3 / _least_seconds(lambda: matrix @ matrix, wait)
+    matrix = torch.randn(PRODUCT_SIZE, PRODUCT_SIZE, device=device, dtype=torch.bfloat16)
+    return 2 * PRODUCT_SIZE**3 / _least_seconds(lambda: matrix @ matrix, wait)
 
 
 def _copy_rate(target: torch.Tensor, source: torch.Tensor, wait: Callable[[], None] = lambda: None) -> float:
-    """Bytes per second of a copy."""
     return source.nbytes / _least_seconds(lambda: target.copy_(source, non_blocking=True), wait)
 
 
 def _least_seconds(work: Callable[[], object], wait: Callable[[], None]) -> float:
-    """Seconds of the fastest of a few repetitions."""
     best_s = float("inf")
     for _ in range(NUM_REPETITIONS):
         wait()
@@ -176,7 +173,7 @@ def _least_seconds(work: Callable[[], object], wait: Callable[[], None]) -> floa
 
 
 def diagnosis_text(diagnosis: Diagnosis) -> str:
-    """The findings, one per line."""
+    """The diagnosis, one part per line."""
     rows = {"python": f"{diagnosis.python}, {diagnosis.system}"}
     rows |= {package: version or "not installed" for package, version in diagnosis.versions.items()}
     if not diagnosis.devices:
@@ -201,3 +198,18 @@ def diagnosis_text(diagnosis: Diagnosis) -> str:
 
 def _rate(bytes_per_s: float | None) -> str:
     return "not possible" if bytes_per_s is None else format_rate(bytes_per_s)
+
+
+def run(options: argparse.Namespace) -> Answer:
+    """The answer of ``doctor``."""
+    diagnosis = diagnose()
+    return Answer(dataclasses.asdict(diagnosis) if options.json else diagnosis_text(diagnosis))
+
+
+COMMAND = Command(
+    name="doctor",
+    summary="what this machine offers: versions, devices, memory, copies",
+    description="Versions, devices, memory, whether memory can be pinned, and how fast copies are.",
+    add_options=lambda parser: None,
+    run=run,
+)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,15 +31,13 @@ from roundpipe.runtime.device.resolve import DeviceLike, largest_layer_bytes
 from roundpipe.tools.graph_report import check_format, folded, function_name, graph_lines, shape_text, write_graph
 from roundpipe.wrappers.pipe import RoundPipe
 
-MAX_NAMES = 6
-"""Values of one cut that are named."""
-MAX_GUARDS = 40
-"""Guards that are shown."""
+MAX_NAMES, MAX_GUARDS = 6, 40
+"""Values of one cut that are named, and guards that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What was found; ``str()`` of it is the report."""
+    """What tracing makes of a model; ``str()`` of it is the report."""
 
     model_name: str
     traced: TracedGraph | None
@@ -66,42 +64,41 @@ class Explanation:
 
     def __str__(self) -> str:
         if self.traced is None or self.chain is None:
-            failed = f"{self.model_name} can't be cut into layers.\n\n{self.error}"
-            if self.own_example:
-                failed += f"\n\n{self._doubt()}"
-            if self.error is not None and self.error.cause is TraceCause.MODEL_ERROR:
-                return failed
-            return (
-                f"{failed}\n\n"
-                "Without a change, compile runs its forward on the CPU and its modules on the devices (AutoRoundPipe)."
-            )
+            parts = [f"{self.model_name} can't be cut into layers.", *self._failure()]
+            if self.error is None or self.error.cause is not TraceCause.MODEL_ERROR:
+                parts.append(
+                    "Without a change, compile runs its forward on the CPU and its modules on the devices "
+                    "(AutoRoundPipe)."
+                )
+            return "\n\n".join(parts)
         parts = [
             f"{self.model_name}, traced for {self.traced.example_elements:,} input elements",
-            "\n".join(("Graph", *(f"  {line}" for line in graph_lines(self.traced)))),
+            _section("Graph", graph_lines(self.traced)),
             explain_table(self.chain, self.opaque),
-            "\n".join(("Carried over the cuts", *(f"  {line}" for line in self._cut_lines()))),
-            "\n".join(("A call traces again unless", *(f"  {line}" for line in self._guard_lines()))),
+            _section("Carried over the cuts", self._cut_lines()),
+            _section("A call traces again unless", self._guard_lines()),
         ]
         return "\n\n".join(parts)
 
-    def _doubt(self) -> str:
-        """About an example that nobody gave."""
+    def _failure(self) -> Iterator[str]:
+        """Why the model can't be traced, and a doubt about an example that nobody gave."""
+        yield str(self.error)
         names = ", ".join(self.own_example)
-        if self.error is not None and self.error.cause is TraceCause.MODEL_ERROR:
-            return (
+        if self.own_example and self.error is not None and self.error.cause is TraceCause.MODEL_ERROR:
+            yield (
                 f"Those arguments are the model's own dummy_inputs ({names}), since no others were given, and they "
                 "don't fit its forward: give example_args=(...) or example_kwargs={...} like those of a call."
             )
-        return (
-            f"The example was the model's own dummy_inputs ({names}), since no other was given. If calls have other "
-            "arguments, give example_args=(...) or example_kwargs={...}."
-        )
+        elif self.own_example:
+            yield (
+                f"The example was the model's own dummy_inputs ({names}), since no other was given. If calls have "
+                "other arguments, give example_args=(...) or example_kwargs={...}."
+            )
 
     def as_json(self) -> dict[str, Any]:
         """The same as plain values, for programs; sizes in bytes, at the example's sizes."""
         if self.traced is None or self.chain is None:
-            error = "\n\n".join([str(self.error), *([self._doubt()] if self.own_example else [])])
-            return {"model": self.model_name, "traced": False, "error": error}
+            return {"model": self.model_name, "traced": False, "error": "\n\n".join(self._failure())}
         return {
             "model": self.model_name,
             "traced": True,
@@ -143,6 +140,10 @@ class Explanation:
         yield from guards[:MAX_GUARDS]
         if len(guards) > MAX_GUARDS:
             yield f"and {len(guards) - MAX_GUARDS} more, in .guards"
+
+
+def _section(title: str, lines: Iterable[str]) -> str:
+    return "\n".join((title, *(f"  {line}" for line in lines)))
 
 
 def explain(

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from math import inf
 
 from roundpipe.planning.simulated_timeline import simulate_timeline, steady
 from roundpipe.reports.timeline import Timeline
 from roundpipe.runtime.config import RecomputeGrain
-from roundpipe.tools.comparison import ComparedSchedule, compare_schedules
 from roundpipe.tools.forecast_setting import Forecast, Layers, Machine, Training, forecast_at
 from roundpipe.tools.target import Target
 
@@ -25,11 +25,6 @@ MUCH_IDLE = 0.05
 def forecast(target: Target, machine: Machine, training: Training) -> Forecast:
     """What a training run will take.
 
-    Args:
-        target: the model.
-        machine: the devices.
-        training: batch, microbatches, optimizer.
-
     Raises:
         ConfigError: the options don't go together.
         TraceError: the model's own forward can't be traced, so it would not be cut.
@@ -38,9 +33,8 @@ def forecast(target: Target, machine: Machine, training: Training) -> Forecast:
     result = forecast_at(target, layers, machine, training)
     for changed in _alternatives(training, result):
         other = forecast_at(target, layers, machine, changed, simulated=result.fits_devices)
-        if not other.fits_devices:
-            continue
-        if result.fits_devices and other.samples_per_s() < result.samples_per_s() * WORTH_NAMING:
+        is_slower = result.fits_devices and other.samples_per_s() < result.samples_per_s() * WORTH_NAMING
+        if not other.fits_devices or is_slower:
             continue
         result.changes.append(_describe(training, changed, other, result))
         if not result.fits_devices:
@@ -63,11 +57,6 @@ def simulated_timeline(result: Forecast) -> Timeline:
     return steady(timeline, schedule)
 
 
-def compared(result: Forecast) -> list[ComparedSchedule]:
-    """Other schedules on the same model, devices and batch."""
-    return compare_schedules(result.setting, result.plan)
-
-
 def _alternatives(training: Training, result: Forecast) -> Iterator[Training]:
     """Settings to try: for memory if nothing fits the devices, the cheapest first; otherwise for speed."""
     other_grain: RecomputeGrain = "layer" if training.recompute_grain == "stage" else "stage"
@@ -81,11 +70,10 @@ def _alternatives(training: Training, result: Forecast) -> Iterator[Training]:
             yield replace(training, num_microbatches=min(2 * number, batch))
         return
     grains: tuple[RecomputeGrain, ...] = ("layer",) if training.recompute_grain == "layer" else ("stage", "layer")
-    for num_microbatches in sorted({number, min(2 * number, batch), batch}):
-        for grain in grains:
-            changed = replace(training, num_microbatches=num_microbatches, recompute_grain=grain)
-            if changed != training:
-                yield changed
+    for num_microbatches, grain in product(sorted({number, min(2 * number, batch), batch}), grains):
+        changed = replace(training, num_microbatches=num_microbatches, recompute_grain=grain)
+        if changed != training:
+            yield changed
 
 
 def _with_fewer_devices(target: Target, layers: Layers, result: Forecast) -> list[str]:
@@ -120,14 +108,9 @@ def _with_fewer_devices(target: Target, layers: Layers, result: Forecast) -> lis
 
 def _describe(training: Training, changed: Training, other: Forecast, result: Forecast) -> str:
     """A change as options, and what it brings."""
-    options = []
-    if changed.batch != training.batch:
-        options.append(f"--batch {changed.batch}")
-    if changed.num_microbatches != training.num_microbatches:
-        options.append(f"--microbatches {changed.num_microbatches}")
-    if changed.recompute_grain != training.recompute_grain:
-        options.append(f"--recompute {changed.recompute_grain}")
+    names = {"batch": "--batch", "num_microbatches": "--microbatches", "recompute_grain": "--recompute"}
+    values = {name: getattr(changed, name) for name in names if getattr(changed, name) != getattr(training, name)}
+    options = " ".join(f"{names[name]} {value}" for name, value in values.items())
     if not result.fits_devices:
-        return f"{' '.join(options)}: fits the devices"
-    gain = other.samples_per_s() / result.samples_per_s() - 1
-    return f"{' '.join(options)}: {gain:+.0%} throughput"
+        return f"{options}: fits the devices"
+    return f"{options}: {other.samples_per_s() / result.samples_per_s() - 1:+.0%} throughput"

@@ -11,14 +11,7 @@ from typing import Any
 
 from roundpipe.reports.memory import DeviceMemory
 from roundpipe.reports.partition_table import partition_table
-from roundpipe.reports.quantities import (
-    counted,
-    format_bytes,
-    format_flops,
-    format_rate,
-    format_seconds,
-    format_share,
-)
+from roundpipe.reports.quantities import counted, format_bytes, format_flops, format_rate, format_seconds, format_share
 from roundpipe.reports.tables import summary_table
 from roundpipe.tools.forecast_setting import Forecast, Machine
 
@@ -57,18 +50,18 @@ def forecast_text(result: Forecast) -> str:
     host = result.host
     rows["host memory"] = f"{format_bytes(host.total)}: {host}; {format_bytes(host.pinned)} pinned"
     rows["verdict"] = "fits" if result.fits else f"doesn't fit, because {'; and '.join(result.reasons)}"
-    rows |= _listed("to change", result.changes)
+    rows |= _rows("to change", result.changes)
     rows["rests on"] = BASIS
     rows["device"] = _figures(machine)
     rows["assumes"] = (
         f"{training.optimizer} in {str(training.optim_dtype).removeprefix('torch.')}, host memory at "
         f"{format_rate(machine.host_bytes_per_s)}, recomputation by {training.recompute_grain}"
     )
-    rows |= _listed("note", result.notes)
+    rows |= _rows("note", result.notes)
     return "\n\n".join((partition_table(result.chain, result.plan, title=title), summary_table(rows)))
 
 
-def _listed(label: str, lines: Sequence[str]) -> dict[str, str]:
+def _rows(label: str, lines: Sequence[str]) -> dict[str, str]:
     """Rows of which only the first shows the label."""
     return {label if not number else " " * number: line for number, line in enumerate(lines)}
 
@@ -120,7 +113,6 @@ def forecast_json(result: Forecast) -> dict[str, Any]:
     for spec, cost in zip(result.chain.specs, result.costs, strict=True):
         layers.append({"name": spec.name, **asdict(cost)})
         del layers[-1]["temporary_bytes"]
-    host = asdict(result.host)
     return {
         "model": result.target.name,
         "fits": result.fits,
@@ -156,7 +148,7 @@ def forecast_json(result: Forecast) -> dict[str, Any]:
             **(dict.fromkeys(DeviceMemory._fields) if need is None else need._asdict()),
             "stages": [{"name": name, **memory._asdict()} for name, memory in _named_stages(result).items()],
         },
-        "host_memory": {"needed_bytes": result.host.total, **host, "pinned": result.host.pinned},
+        "host_memory": {"needed_bytes": result.host.total, **asdict(result.host), "pinned": result.host.pinned},
         "basis": f"{BASIS}; {_figures(machine)}",
         "notes": result.notes,
     }

@@ -70,7 +70,6 @@ class Machine:
 
     @property
     def profile(self) -> DeviceProfile:
-        """The compiler's view of a device."""
         return DeviceProfile(
             flops_per_s=self.device.flops_per_s * self.efficiency.compute,
             bytes_per_s=self.device.bytes_per_s * self.efficiency.bandwidth,
@@ -103,7 +102,7 @@ class Training:
 
 @dataclass(slots=True)
 class Forecast:
-    """What a setting takes; there is no plan, no device memory and no simulation if none fits on the devices."""
+    """What a setting takes; without a plan, if none fits on the devices, there is no simulation."""
 
     target: Target
     chain: LayerChain
@@ -168,11 +167,7 @@ class Layers:
 
     @classmethod
     def of(cls, target: Target, num_samples: int, machine: Machine) -> Layers:
-        """The layers of a target, with costs for a microbatch.
-
-        Raises:
-            TraceError: the model's own forward can't be traced, so it would not be cut.
-        """
+        """The layers of a target, with costs for a microbatch; a `TraceError` for a model that would not be cut."""
         options = LowerOptions(max_layer_bytes=largest_layer_bytes(machine.budget_bytes))
         kwargs, notes = target.kwargs_for(num_samples), list(target.notes)
         try:
@@ -195,15 +190,7 @@ class Layers:
 def forecast_at(
     target: Target, layers: Layers, machine: Machine, training: Training, *, simulated: bool = True
 ) -> Forecast:
-    """The forecast for one setting, from layers measured at any size.
-
-    Args:
-        target: the model.
-        layers: of the model.
-        machine: the devices.
-        training: batch, microbatches, optimizer.
-        simulated: whether to say how fast it is.
-    """
+    """The forecast for one setting, from layers of any microbatch; how fast it is only where it is ``simulated``."""
     chain, kwargs = layers.chain, target.kwargs_for(training.microbatch)
     number, grain = training.num_microbatches, training.recompute_grain
     options = RoundPipeRunConfig(num_microbatch=number, recompute_grain=grain)
@@ -228,10 +215,7 @@ def forecast_at(
                 f"a device needs {needed_bytes:,} bytes with what comes and goes within layers, and its budget is "
                 f"{machine.budget_bytes:,} bytes"
             )
-    if simulation is not None:
-        carried_bytes = simulation.peak_carried_bytes
-    else:
-        carried_bytes = 0 if plan is None else _saved_bytes(plan, costs, training)
+    carried_bytes = simulation.peak_carried_bytes if simulation else _saved_bytes(plan, costs, training)
     host = _host_memory(target, training, carried_bytes)
     if machine.host_memory_bytes is not None and host.total > machine.host_memory_bytes:
         reasons.append(f"the host needs {host.total:,} bytes of memory and has {machine.host_memory_bytes:,}")
@@ -242,6 +226,7 @@ def forecast_at(
 def _setting(costs: Sequence[LayerCost], machine: Machine, training: Training) -> Setting:
     """Costs of a mean microbatch, links, host memory and the optimizer's traffic, for the simulator."""
     share = training.batch / (training.microbatch * training.num_microbatches)
+    mean_costs = (replace(cost, forward_s=cost.forward_s * share, backward_s=cost.backward_s * share) for cost in costs)
     num_parameters = sum(cost.num_parameters for cost in costs)
     item_bytes = sum(cost.weight_bytes for cost in costs) / num_parameters if num_parameters else 0.0
     copies_bytes = _COPY_ACCESSES[training.optimizer] * training.optim_dtype.itemsize
@@ -253,9 +238,7 @@ def _setting(costs: Sequence[LayerCost], machine: Machine, training: Training) -
         optimizer_bytes_per_parameter=round(copies_bytes + _MODEL_ACCESSES * item_bytes),
     )
     return Setting(
-        costs=tuple(
-            replace(cost, forward_s=cost.forward_s * share, backward_s=cost.backward_s * share) for cost in costs
-        ),
+        costs=tuple(mean_costs),
         num_workers=machine.num_devices,
         num_microbatches=training.num_microbatches,
         budget_bytes=machine.budget_bytes,
@@ -265,9 +248,9 @@ def _setting(costs: Sequence[LayerCost], machine: Machine, training: Training) -
     )
 
 
-def _saved_bytes(plan: ExecutePlan, costs: Sequence[LayerCost], training: Training) -> int:
+def _saved_bytes(plan: ExecutePlan | None, costs: Sequence[LayerCost], training: Training) -> int:
     """The stage inputs of all microbatches, which are about what the host carries at most."""
-    if plan.fused is None:
+    if plan is None or plan.fused is None:
         return 0
     starts = {start for start, _ in plan.backward} if training.recompute_grain == "stage" else range(plan.fused[0])
     saved_bytes = sum(costs[start - 1].carry_bytes for start in {*starts, plan.fused[0]} if start)

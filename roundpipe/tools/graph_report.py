@@ -35,8 +35,7 @@ MAX_NAMES = 6
 MAX_BOXES = 1500
 """Boxes of a picture; a larger one can't be looked at."""
 
-_BOX_INCHES = (4.6, 0.34)
-_DOTS_PER_INCH = 100
+_BOX_INCHES, _DOTS_PER_INCH = (4.6, 0.34), 100
 
 
 def check_format(path: Path) -> None:
@@ -50,11 +49,7 @@ def check_format(path: Path) -> None:
 
 
 def write_graph(path: Path, traced: TracedGraph, parts: Partition) -> None:
-    """Write the graph to a file, in the format that its name ends in.
-
-    Raises:
-        ConfigError: the format is not known, matplotlib is missing, or the graph is too large for a picture.
-    """
+    """Write the graph to a file, in the format that its name ends in; a `ConfigError` says why it can't be."""
     check_format(path)
     try:
         if path.suffix.lower() == ".dot":
@@ -63,9 +58,6 @@ def write_graph(path: Path, traced: TracedGraph, parts: Partition) -> None:
             _draw(path, traced, parts)
     except OSError as error:
         raise ConfigError(f"graph={str(path)!r} can't be written: {error.strerror or error}") from error
-
-
-# ---------------------------------------------------------------------------------- boxes
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +106,9 @@ def shape_text(node: Node) -> str:
     if not isinstance(value, torch.Tensor):
         return "a structure" if value is None else type(value).__name__.lower()
     dtype = str(value.dtype).removeprefix("torch.")
-    for long, short in _DTYPES.items():
-        if dtype.startswith(long):
-            dtype = short + dtype.removeprefix(long)
-            break
+    long = next((long for long in _DTYPES if dtype.startswith(long)), "")
+    dtype = _DTYPES.get(long, "") + dtype.removeprefix(long)
     return f"{dtype}[{', '.join(str(hint(size)) for size in value.shape)}]"
-
-
-# ---------------------------------------------------------------------------------- text
 
 
 def graph_lines(traced: TracedGraph) -> list[str]:
@@ -141,9 +128,6 @@ def folded(lines: Sequence[str]) -> Iterator[str]:
         yield from (("  " if repeats > 1 else "") + line for line in lines[start : start + period])
 
 
-# ---------------------------------------------------------------------------------- layers
-
-
 def nodes_by_layer(parts: Partition) -> list[list[Node]]:
     """The calls of each layer in order; glue that several layers repeat is in the first of them."""
     shown: set[Node] = set()
@@ -152,9 +136,6 @@ def nodes_by_layer(parts: Partition) -> list[list[Node]]:
         layers.append([node for node in chunk.nodes if node.op.startswith("call_") and node not in shown])
         shown.update(layers[-1])
     return layers
-
-
-# ---------------------------------------------------------------------------------- DOT
 
 
 def dot_lines(traced: TracedGraph, parts: Partition) -> Iterator[str]:
@@ -186,9 +167,6 @@ def dot_lines(traced: TracedGraph, parts: Partition) -> Iterator[str]:
 
 def _quoted(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
-# ---------------------------------------------------------------------------------- the picture
 
 
 def _matplotlib() -> list[ModuleType]:

@@ -27,10 +27,10 @@ from roundpipe.tools.arguments import (
     quantity,
     share,
 )
-from roundpipe.tools.comparison import comparison_json, comparison_text
+from roundpipe.tools.comparison import compare_schedules, comparison_json, comparison_text
 from roundpipe.tools.cost_file import compare_costs, plan_costs, read_costs
 from roundpipe.tools.device_data import DEVICES, EFFICIENCY, DeviceSpec, find_device
-from roundpipe.tools.forecast import Machine, Training, compared, forecast, simulated_timeline
+from roundpipe.tools.forecast import Machine, Training, forecast, simulated_timeline
 from roundpipe.tools.forecast_report import forecast_json, forecast_text
 from roundpipe.tools.target import DEFAULT_SEQ, check_target, load_target
 
@@ -39,8 +39,7 @@ HOST_BYTES_PER_S = 100e9
 FLOPS_PER_BYTE = 150.0
 """Peak compute per memory bandwidth, for a device of which only the compute is given."""
 
-MOST_DEVICES = 256
-MOST_MICROBATCHES = 4096
+MOST_DEVICES, MOST_MICROBATCHES = 256, 4096
 """More of either than one machine has use for; planning for as many still takes seconds, not minutes."""
 
 _WITH_TARGET = (
@@ -146,7 +145,8 @@ def _plan_target(options: argparse.Namespace) -> Answer:
     result = forecast(target, machine, training)
     if options.timeline is not None and result.plan is not None:
         simulated_timeline(result).save(options.timeline)
-    rows, tokens = compared(result) if options.compare else [], target.tokens_per_sample
+    rows = compare_schedules(result.setting, result.plan) if options.compare else []
+    tokens = target.tokens_per_sample
     per_step, exit_code = batch * (tokens or 1), 0 if result.fits else 1
     if options.json:
         document = forecast_json(result)

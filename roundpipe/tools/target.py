@@ -46,15 +46,11 @@ class Target:
     has_loss: bool
     """Whether the call computes a loss, which then is part of the costs."""
     notes: tuple[str, ...] = ()
-    """What of the given config does not count here."""
+    """What of the config does not count here."""
 
 
 def check_target(text: str) -> None:
-    """Refuses what can't name a target, before anything is loaded.
-
-    Raises:
-        ConfigError: it is neither a path nor ``module:function``.
-    """
+    """Raises a `ConfigError` for what is neither a path nor ``module:function``, before anything is loaded."""
     if not Path(text).expanduser().exists() and ":" not in text:
         raise ConfigError(
             f"{text}: there is no such file or folder; give a Hugging Face config.json, a folder that has one, or "
@@ -87,9 +83,6 @@ def load_target(
         _add_adapters(target.model, lora_rank, dtype)
     target.model.train()
     return target
-
-
-# Hugging Face
 
 
 def _from_config(path: Path, dtype: torch.dtype, seq: int | None, default_seq: int) -> Target:
@@ -169,8 +162,7 @@ def _of_transformers(name: str, model: Any, seq: int | None, default_seq: int) -
 
 
 def _of_images(name: str, model: Any) -> Target:
-    config = model.config
-    size, channels = getattr(config, "image_size", 224), getattr(config, "num_channels", 3)
+    size, channels = getattr(model.config, "image_size", 224), getattr(model.config, "num_channels", 3)
     height, width = (size, size) if isinstance(size, int) else size
     classifies = "ImageClassification" in type(model).__name__
     dtype = next(model.parameters()).dtype
@@ -186,15 +178,11 @@ def _of_images(name: str, model: Any) -> Target:
 
 
 def _check_size(num_samples: int, num_elements: int) -> None:
-    """Refuses to make up an example that would fill the memory."""
     if num_samples * num_elements > MOST_ELEMENTS:
         raise ConfigError(
             f"an example of {num_samples:,} samples of {num_elements:,} elements has more than {MOST_ELEMENTS:,} in "
             "all; give a smaller --batch or --seq, or more --microbatches"
         )
-
-
-# Functions of the user's
 
 
 def _from_factory(text: str, seq: int | None, default_seq: int) -> Target:
@@ -204,7 +192,7 @@ def _from_factory(text: str, seq: int | None, default_seq: int) -> Target:
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # it is the user's code
-        raise ConfigError(f"{text}: {module_name!r} can't be imported: {_in_words(error)}") from error
+        raise ConfigError(f"{text}: {module_name!r} can't be imported: {_describe(error)}") from error
     factory = getattr(module, function_name, None)
     if factory is None:
         raise ConfigError(f"{text}: {module_name} has no {function_name!r}")
@@ -213,7 +201,7 @@ def _from_factory(text: str, seq: int | None, default_seq: int) -> Target:
     try:
         result = factory()
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{text} is called without arguments, and failed: {_in_words(error)}") from error
+        raise ConfigError(f"{text} is called without arguments, and failed: {_describe(error)}") from error
     model, kwargs = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(model, nn.Module) or not isinstance(kwargs, dict | None):
         raise ConfigError(
@@ -252,11 +240,8 @@ def _of_example(text: str, model: nn.Module, kwargs: dict[str, Any]) -> Target:
     return Target(text, model, kwargs_for, batch, tokens, "labels" in kwargs)
 
 
-# Adapters
-
-
 def _add_adapters(model: nn.Module, rank: int, dtype: torch.dtype) -> None:
-    """Freezes the model and puts adapters onto its linear layers, in place; its class stays what it is."""
+    """Freezes the model and puts adapters onto its linear layers, in place."""
     peft = _imported("peft", "--lora")
     model.requires_grad_(False)
     config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
@@ -286,9 +271,10 @@ def _first_line(error: BaseException) -> str:
     return " ".join(line.strip() for line in lines[: last + 1])
 
 
-def _in_words(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     """An error of the user's code: its type, what it says, and the line it is from."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename != __file__ and "importlib" not in frame.filename]
-    where = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    where = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename != __file__ and "importlib" not in frame.filename:
+            where = f" ({Path(frame.filename).name}:{frame.lineno})"
     return f"{type(error).__name__}: {_first_line(error)}{where}"
