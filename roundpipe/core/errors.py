@@ -54,7 +54,7 @@ class TraceCause(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class TraceFacts:
-    """Where the cause of a `TraceError` is, and what it is about; empty where that is unknown or does not apply."""
+    """Where the cause of a `TraceError` is, and the names it is about; empty where unknown or not applicable."""
 
     file: str = ""
     line: int = 0
@@ -62,9 +62,7 @@ class TraceFacts:
     module: str = ""
     """Qualified name of the module whose code it is."""
     function: str = ""
-    """The function called."""
     attribute: str = ""
-    """The attribute set."""
     changes: tuple[str, ...] = ()
     """What the forward changes and computes with, in words."""
     stateful: tuple[str, ...] = ()

@@ -39,17 +39,15 @@ class LayerSpec:
     module_names: tuple[str, ...] = ()
     """Qualified names, in the original model, of the modules it covers, in order of execution."""
     reads: tuple[str, ...] = ()
-    """Names of the carried values it uses."""
     makes: tuple[str, ...] = ()
     """Names of the values it creates that are read later (by a layer or by the outputs)."""
     differentiable: frozenset[str] | None = None
     """Those of ``makes`` through which a gradient can flow; None = every floating-point tensor."""
     draws_random: bool = True
-    """Whether its forward may draw random numbers."""
     may_write_reads: bool = True
     """Whether its forward may write into the values it reads; generated layers clone such values first."""
     execution_device: bool = False
-    """Whether it names its device through the attribute `EXECUTION_DEVICE`."""
+    """Whether it has the attribute `EXECUTION_DEVICE`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +64,6 @@ class LayerCost:
     weight_bytes: int = 0
     """Bytes of all parameters and buffers that an upload brings."""
     gradient_bytes: int = 0
-    """Bytes of the gradients of its trainable parameters."""
     activation_bytes: int = 0
     """Bytes that autograd keeps between its forward and its backward, its weights not counted."""
     workspace_bytes: int = 0
@@ -115,7 +112,7 @@ class LayerChain(nn.Sequential):
         costs: one per layer, for a microbatch of ``example_elements``.
         entry: ``(args, kwargs) -> carry``.
         exit: ``carry -> outputs``; its ``reads`` are the names that it needs.
-        example_elements: number of elements of the example's tensor inputs; costs scale with it.
+        example_elements: elements of the example's tensor inputs; costs scale with them.
     """
 
     def __init__(

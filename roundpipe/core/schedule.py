@@ -71,7 +71,6 @@ class ExecutePlan:
     """
 
     forward: tuple[LayerRange, ...]
-    """Forward-only stages, shallow to deep."""
     fused: LayerRange | None
     backward: tuple[LayerRange, ...]
     """Backward stages, deep to shallow, without the fused tail."""
@@ -250,12 +249,11 @@ class Schedule:
         return self.first_job + len(self.jobs)
 
     def following(self) -> Schedule:
-        """The schedule of the same step once more, with the rotation going on."""
+        """The schedule of the same step again, with the rotation going on."""
         counts = self.num_workers, self.num_microbatches
         return make_schedule(self.plan, *counts, first_job=self.next_job, kind=self.kind, replicas=self.replicas)
 
     def job(self, job_index: int) -> Job:
-        """The job with this index (which counts over steps)."""
         if not self.has_job(job_index):
             raise ScheduleError(f"job {job_index} is not in this schedule of {self.first_job}..{self.next_job - 1}")
         return self.jobs[job_index - self.first_job]

@@ -86,13 +86,7 @@ class Container(NamedTuple):
 
 
 def walk(value: Any, path: Path = (), containers: list[Container] | None = None) -> Iterator[tuple[Path, Any]]:
-    """Every leaf of a structure with its path, in a fixed order; tensors and non-containers are leaves.
-
-    Args:
-        value: any structure.
-        path: where it is in another one.
-        containers: gets all that are not leaves.
-    """
+    """Every leaf of a structure with its path, in a fixed order; ``containers`` gets what is not a leaf."""
     below = children(value) if len(path) < MAX_DEPTH else None
     if below is None:
         yield path, value
@@ -158,10 +152,7 @@ def above(value: Any, path: Path, first: int) -> list[Any]:
 
 
 def put(value: Any, other: Any, path: Path) -> None:
-    """Copy what another structure, once of the same form, has at a path into lists, dicts and objects of ``value``.
-
-    Lists that are shorter in ``other`` are left alone.
-    """
+    """Copy the item of a structure once of the same form into ``value``; lists shorter in ``other`` are left alone."""
     for index, access in enumerate(path):
         below = dict(children(value) or ())
         if access in below and index + 1 < len(path):

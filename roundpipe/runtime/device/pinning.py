@@ -108,7 +108,7 @@ class Registrar:
             self.has_lost = False
             if self._closed:
                 return
-            new = (each for each in tensors if self.suits(each) and not self.is_registered(each))
+            new = (tensor for tensor in tensors if self.suits(tensor) and not self.is_registered(tensor))
             for span in _page_spans(tensor for tensor in new if not tensor.is_pinned()):
                 if any(span.start < other.stop and other.start < span.stop for other in self._spans):
                     continue

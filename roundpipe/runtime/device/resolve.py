@@ -68,7 +68,7 @@ def _resolve_entry(entry: DeviceLike) -> Device:
 
 
 def _with_sharing(entries: Sequence[Device]) -> list[tuple[Device, torch.device, int]]:
-    """Each entry with its device and the number of entries for that."""
+    """Each entry with its device and the number of entries for that device."""
     devices = [torch.device(entry.device) for entry in entries]
     counts = Counter(devices)
     return [(entry, device, counts[device]) for entry, device in zip(entries, devices, strict=True)]

@@ -61,7 +61,7 @@ def is_function(rule: Any) -> bool:
 
 
 def spec_children(spec: Any, below: list[tuple[Access, Any]], where: str) -> list[Any]:
-    """The part of a spec that stands for each child of a container; None stands for the automatic rule."""
+    """The spec of each child of a container; None is the automatic rule."""
     if spec is None or is_spec_of(spec, "_Replicate"):
         return [spec] * len(below)
     keys = [access.key for access, _ in below]

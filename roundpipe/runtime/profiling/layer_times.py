@@ -54,9 +54,7 @@ class StepTimes:
 class LayerTimes:
     """Exponential means over the measured steps of one chain.
 
-    Args:
-        costs: estimated, one per layer, for a microbatch of ``example_elements``.
-        example_elements: elements of the tensor arguments that the costs are for; 0: those of the first measured step.
+    The estimated costs are for a microbatch of ``example_elements``; 0: that of the first measured step.
     """
 
     def __init__(self, costs: Sequence[LayerCost], example_elements: int) -> None:
@@ -77,12 +75,7 @@ class LayerTimes:
         return max(self._seen - 1, 0)
 
     def learn(self, times: StepTimes, elements: int) -> None:
-        """Take in a step that is over.
-
-        Args:
-            times: what its calls took.
-            elements: of the tensor arguments of its largest microbatch; seconds scale with them.
-        """
+        """Take in a step that is over; its seconds scale with the elements of its largest microbatch's arguments."""
         self._seen += 1
         if self._seen == 1:
             return

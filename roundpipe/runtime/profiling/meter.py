@@ -68,7 +68,7 @@ class Meter:
         self._link_bytes = [0] * len(Lane)
 
     def begin_step(self, was_idle: bool) -> None:
-        """A step begins here; ``was_idle``: the worker had none before."""
+        """A step begins; ``was_idle``: the worker had none before."""
         is_due = self._num_steps < 2 or self._num_steps % self._each == 0
         was_on, self._is_on = self._is_on, self.recorder is not None or is_due
         self._num_steps += 1
@@ -100,7 +100,7 @@ class Meter:
         return _Copying(self, lane, what)
 
     def moved(self, lane: Lane, what: str, num_bytes: int, began: Moment, ended: Moment) -> None:
-        """Copies that a lane was given between two moments of it."""
+        """Note the copies on a lane between two of its moments."""
         if not num_bytes:
             return
         if self._is_on and self._num_steps > 1:  # in the first step pinned memory is allocated between copies

@@ -71,8 +71,9 @@ class LayerWeights:
     def may_write_unseen(self) -> bool:
         """Whether a forward may write buffers without a change of version on a way that it has not gone so far."""
         if self._writers is None:
-            modules = self.layer.modules()
-            self._writers = [each for each in modules if _has_statistics(each) or _writes_data(type(each))]
+            self._writers = [
+                module for module in self.layer.modules() if _has_statistics(module) or _writes_data(type(module))
+            ]
         return any(module.training or not _has_statistics(module) for module in self._writers)
 
     def check_structure(self) -> None:

@@ -47,9 +47,6 @@ class Fingerprint:
         now = _sample(self.parameter)
         return now is not None and now.dtype == self.sample.dtype and not torch.equal(now, self.sample)
 
-    def moved(self) -> Fingerprint:
-        return replace(self, address=_marks(self.parameter)[1])
-
 
 def _marks(parameter: torch.Tensor) -> tuple[int, int]:
     version = 0 if parameter.is_inference() else parameter._version
@@ -81,17 +78,17 @@ class ParameterPair:
     is_frozen: bool = False
     """Whether the model's parameter required no grad at the last update or `synchronize`."""
     is_written: bool = False
-    """Whether somebody else has written the model's parameter since; see `look`."""
+    """Whether anybody else has written the model's parameter since; see `look`."""
 
     def look(self) -> None:
-        """Notice that somebody else has written the model's parameter, or given it other memory."""
+        """Notice whether anybody else has written the model's parameter or given it other memory."""
         if self.fingerprint is not None and self.fingerprint.is_marked:
             self.is_written = True
             self.agree()
 
     @property
     def has_other_values(self) -> bool:
-        """Whether the model's parameter, or the part of it that is looked at, was written and bears no mark of it."""
+        """Whether the model's parameter was written without a mark, as far as the sample shows."""
         return self.fingerprint is not None and self.fingerprint.has_other_values
 
     def agree(self) -> None:
@@ -102,7 +99,7 @@ class ParameterPair:
     def moved(self) -> None:
         """The model's parameter has other memory now, with the same values."""
         if self.fingerprint is not None:
-            self.fingerprint = self.fingerprint.moved()
+            self.fingerprint = replace(self.fingerprint, address=_marks(self.parameter)[1])
 
     def start_again(self) -> None:
         if self.copy is not None:
@@ -183,7 +180,7 @@ class ParameterPair:
         self.shown = shown, shown._version, self.copy.grad
 
     def take_back(self) -> None:
-        """End what `show_gradient` began; what the user did to the model's ``.grad`` holds for the copy's."""
+        """End `show_gradient`; the user's changes of the model's ``.grad`` hold for the copy's."""
         if self.shown is None or self.copy is None:
             return
         (shown, version, of_copy), self.shown = self.shown, None

@@ -97,11 +97,9 @@ class Replica:
         return twin
 
     def refresh(self, tensors: Mapping[int, torch.Tensor], frozen: FrozenLayers | None = None) -> None:
-        """Take over the original's attributes (mode, probabilities, new hooks).
+        """Take over the original's attributes (mode, hooks) of when it was ``frozen``; None: those of now.
 
-        Args:
-            tensors: by identity of the original's parameters and buffers, what attributes that name one get.
-            frozen: the attributes to take; None: those of now.
+        Attributes that name a parameter or buffer get what ``tensors`` has for its identity.
         """
         self._plain = []
         self._tensors = tensors

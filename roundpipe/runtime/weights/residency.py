@@ -138,9 +138,8 @@ class Visit:
     def release(self, keep_buffers: bool) -> tuple[Download, list[Event], list[Any]]:
         """Download gradients (and, after a forward, changed buffers and attributes); unbind.
 
-        Returns:
-            what is on its way, the events after which the memory may be written again, and the device tensors
-            that must live until then.
+        Returns the downloads, the events after which the memory may be written again, and the device tensors that
+        must live until then.
         """
         backend = self._backend
         download = Download()
