@@ -220,17 +220,7 @@ def cut(
     example_args: tuple[Any, ...] = (),
     example_kwargs: dict[str, Any] | None = None,
 ) -> ChainProgram | None:
-    """The model as layers: traced now if there is an example, else at the first call.
-
-    Args:
-        model: not changed.
-        fallback: what to do if it can't be traced.
-        devices: layers fit in the memory of each of them.
-        balance, example_args, example_kwargs: as for `compile`.
-
-    Returns:
-        None if the model can't be traced and runs in parts.
-    """
+    """The model as layers, traced now if there is an example, else at the first call; None if it runs in parts."""
     has_example = bool(example_args) or example_kwargs is not None
     preview = None if has_example else own_example(model)
     options = LowerOptions(balance, largest_layer_bytes(devices))

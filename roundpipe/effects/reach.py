@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -84,23 +84,8 @@ class ReachedState:
     """What a forward seems to use although nothing tells how it changes it, in words, with the kind."""
 
 
-def reach_of(
-    modules: Iterable[nn.Module], limits: Limits, with_hidden: bool = True, known: Iterable[nn.Module] = ()
-) -> ReachedState:
-    """What the code of some modules can change.
-
-    Args:
-        modules: whose attributes and classes are looked through; torch's own have none.
-        limits: how much is looked at.
-        with_hidden: whether other modules that a forward may reach are looked through too, such as those in a list.
-        known: modules that are no such others.
-    """
-    modules = list(modules)
-    return _StateWalk(modules, limits, {*modules, *known} if with_hidden else None).reach
-
-
-class _StateWalk:
-    """Goes wherever the code of some modules can."""
+class StateWalk:
+    """Goes wherever the code of some modules can; other modules are looked through, too, if ``not_hidden`` is given."""
 
     def __init__(self, modules: list[nn.Module], limits: Limits, not_hidden: set[nn.Module] | None) -> None:
         self.reach = ReachedState()

@@ -60,7 +60,7 @@ def must_run_once(module: nn.Module) -> bool:
         return True
     if "data" in uses.reads or "no_grad" in uses.reads and any(map(_is_in_place, uses.reads)):  # may write weights
         return True
-    if any(map(_hands_on, forward_hooks(module))):
+    if _hooks_must(module):
         return True
     values = [module.__dict__.get(name) for name in uses.reads]
     for name in methods_of_forward(kind):
@@ -74,7 +74,7 @@ def _is_in_place(name: str) -> bool:
 
 
 def _hands_on(hook: Any) -> bool:
-    """Whether a hook may leave something for a forward: in an attribute, a variable, or a container of a module.
+    """Whether a hook may leave something for a forward, in an attribute, a variable, or a container of a module.
 
     Or takes from a random generator or an iterator of its own, which runs of the forward share.
     """
@@ -87,12 +87,9 @@ def _hands_on(hook: Any) -> bool:
 
 
 def _may_change(value: Any, uses: CodeUses | None, depth: int = 0) -> bool:
-    """Whether code that has a value changes it at every call, as far as the two tell.
+    """Whether code, as far as it tells, changes at every call a value that is ``depth`` steps from one that it names.
 
-    Args:
-        value: of an attribute, a variable, or inside of one.
-        uses: what the code does; None: only what gives another value whenever it is asked counts.
-        depth: steps to the value from the one that the code names.
+    Without ``uses``, only what gives another value whenever it is asked counts.
     """
     if isinstance(value, (*trees.PLAIN, torch.Tensor, nn.Module, types.ModuleType, type)) or depth > MAX_DEPTH:
         return False

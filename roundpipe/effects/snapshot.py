@@ -25,7 +25,7 @@ from torch import nn
 from roundpipe.core import trees
 from roundpipe.effects import places
 from roundpipe.effects.places import REGISTERED, Place, contents, holds_tensors, same_contents
-from roundpipe.effects.reach import EVERYTHING, Limits, reach_of
+from roundpipe.effects.reach import EVERYTHING, Limits, StateWalk
 
 _CONTAINERS = frozenset(places.CONTAINERS)
 _SYMBOLIC = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -171,9 +171,8 @@ class ModuleSnapshot:
         return None
 
     def changed_mode(self) -> nn.Module | None:
-        return next(
-            (module for module, record in self._records.items() if module.training is not record.training), None
-        )
+        others = (module for module, record in self._records.items() if module.training is not record.training)
+        return next(others, None)
 
     def rebuilt(self, modules: Iterable[nn.Module]) -> tuple[nn.Module, str] | None:
         """Which module has another mode, parameter or buffer, and its name."""
@@ -241,7 +240,8 @@ class PythonSnapshot:
         with_hidden: bool = True,
         known: Iterable[nn.Module] = (),
     ) -> None:
-        self.reach = reach_of(modules, limits, with_hidden, known)
+        modules = list(modules)
+        self.reach = StateWalk(modules, limits, {*modules, *known} if with_hidden else None).reach
 
     def diff(self) -> Iterator[Place]:
         return (place for place in self.reach.places if place.is_changed())

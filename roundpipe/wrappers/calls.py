@@ -35,16 +35,9 @@ from roundpipe.wrappers.session import Program, Runner, Session, TrainingCall
 
 
 class ChainRunner:
-    """Runs calls by the chains that a source has for them.
+    """Runs calls of a model, the session's or a module of it, by the chains that a source has for them.
 
-    Args:
-        session: has the workers.
-        model: whose calls they are: the session's, or a module of it.
-        source: has the chains.
-        name: for messages.
-        config: defaults for every call.
-        log: told of every call; None: a part's calls are its whole's.
-        make_fallback: makes what runs the calls for which the source has no chain.
+    A part has no ``log``: its calls are its whole's. ``make_fallback`` makes what runs calls without a chain.
     """
 
     def __init__(

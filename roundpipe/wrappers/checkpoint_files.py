@@ -59,11 +59,7 @@ _LIBRARY_MISSING = "checkpoints need the safetensors library; install it with pi
 
 
 def safetensors_library() -> ModuleType:
-    """The library, also before there is something to write.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """The library, also before there is something to write; raises `ConfigError` if it is not installed."""
     try:
         import safetensors.torch
     except ImportError as error:
@@ -98,13 +94,9 @@ def check_storable(name: str, tensor: torch.Tensor) -> None:
 def write_weights(
     folder: Path, tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str], shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Write tensors as one file or, past ``shard_bytes``, as several and an index.
+    """Write tensors as one file or, past ``shard_bytes`` of tensors, as several and an index.
 
-    Args:
-        folder: where to.
-        tensors: by name; copied, if at all, a shard at a time.
-        aliases: further names of the tensors, noted in the files' metadata.
-        shard_bytes: largest number of bytes of tensors in a file of more than one tensor.
+    ``aliases`` are further names of the tensors, noted in the files' metadata.
     """
     shards: list[dict[str, torch.Tensor]] = [{}]
     filled_bytes = 0
@@ -174,17 +166,13 @@ def read_weights(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]
     aliases: dict[str, str] = {}
     for name in files:
         try:
-            content, metadata = _read_file(folder / name)
+            with library.safe_open(folder / name, framework="pt") as file:
+                content, metadata = {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}
         except (library.SafetensorError, KeyError, ValueError, OSError, RuntimeError) as error:
             raise CheckpointError(f"{folder / name} can't be read as safetensors: {error}") from error
         tensors.update(content)
         aliases.update((alias, name) for alias, name in metadata.items() if name in content)
     return tensors, aliases
-
-
-def _read_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    with safetensors_library().safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:

@@ -99,13 +99,11 @@ def _group_names(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, 
 def by_name(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
     """The optimizer's state with names of parameters in place of indices."""
     packed = optimizer.state_dict()
-    grouped = _group_names(optimizer, names)
     name_of: dict[Any, str] = {}
-    for group, group_names in zip(packed["param_groups"], grouped, strict=True):
+    groups = []
+    for group, group_names in zip(packed["param_groups"], _group_names(optimizer, names), strict=True):
         name_of.update(zip(group["params"], group_names, strict=True))
-    groups = [
-        {**group, "params": group_names} for group, group_names in zip(packed["param_groups"], grouped, strict=True)
-    ]
+        groups.append({**group, "params": group_names})
     state = {name_of.get(key, key): value for key, value in packed["state"].items()}
     return {**packed, "state": state, "param_groups": groups}
 

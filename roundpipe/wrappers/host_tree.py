@@ -39,14 +39,9 @@ def _children_of(module: nn.Module) -> list[tuple[str, nn.Module | None]]:
 
 
 class HostTree(Replica):
-    """Copies of a model's modules, with stand-ins for those that are parts.
+    """Copies of a model's modules, with stand-ins for those that are parts, and those that are ``left`` themselves.
 
     Parameters and buffers are the model's own, so gradients arrive in their ``.grad`` by plain autograd.
-
-    Args:
-        model: is not changed.
-        parts: module of the model -> the part that runs it.
-        left: modules of the model that stand in the tree themselves.
     """
 
     def __init__(self, model: nn.Module, parts: Mapping[nn.Module, Part], left: Iterable[nn.Module]) -> None:

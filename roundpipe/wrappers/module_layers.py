@@ -148,13 +148,10 @@ def may_draw_random(module: nn.Module) -> bool:
 
 
 def chain_of_modules(modules: Sequence[tuple[str, nn.Module]], *, watched: bool = True) -> LayerChain:
-    """The chain of modules called one after the other, each taking the one before's output.
+    """The chain of modules, with qualified names (``""``: the model itself), called one after the other.
 
-    Args:
-        modules: qualified name (``""``: the model itself) and module; the first gets all arguments, the others
-            one value.
-        watched: whether a layer raises `ConfigError` when its forward writes its parameters, and warns when it
-            changes attributes that later calls may read.
+    The first gets all arguments, each other one the output before it. If ``watched``, a layer raises `ConfigError` when
+    its forward writes its parameters, and warns when it changes attributes that later calls may read.
     """
     specs, costs, layers = [], [], []
     for index, (name, module) in enumerate(modules):
@@ -163,11 +160,7 @@ def chain_of_modules(modules: Sequence[tuple[str, nn.Module]], *, watched: bool 
         name = name or type(module).__name__
         specs.append(
             LayerSpec(
-                name=name,
-                module_names=(name,),
-                reads=(reads,),
-                makes=(makes,),
-                draws_random=may_draw_random(module),
+                name=name, module_names=(name,), reads=(reads,), makes=(makes,), draws_random=may_draw_random(module)
             )
         )
         gradient_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)

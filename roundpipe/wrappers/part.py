@@ -61,16 +61,10 @@ class CallOptions:
 
 
 class Part:
-    """One module of a larger model as a chain of its own.
+    """One module of a larger model as a chain of its own; an ``nn.Sequential`` has one layer per child.
 
-    Args:
-        session: has the workers.
-        name: qualified, of the module; empty for the session's model itself.
-        module: a `nn.Sequential` has one layer per child.
-        own_options: of this part alone.
-        options: those of the whole's running call.
-        merges_lazily: whether its outputs, unless ``merge_output`` is given, are put together only when host code
-            looks at them.
+    ``options`` are those of the whole's running call. With ``merges_lazily``, outputs are put together only when host
+    code looks at them, unless ``merge_output`` is given.
     """
 
     def __init__(

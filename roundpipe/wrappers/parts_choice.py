@@ -24,11 +24,7 @@ LOWER_THRESHOLD_BYTES = 16 * 1024
 
 @dataclass(slots=True)
 class PartsChoice:
-    """How a model runs in parts, if it has to; see `roundpipe.wrap_model_to_roundpipe` for the options.
-
-    Raises:
-        ConfigError: an option can't be used as given.
-    """
+    """How a model runs in parts, if it has to; for options and errors see `roundpipe.wrap_model_to_roundpipe`."""
 
     model: nn.Module
     lower_threshold: int = LOWER_THRESHOLD_BYTES

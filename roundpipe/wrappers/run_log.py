@@ -83,12 +83,7 @@ class LatestStep:
 
 
 def make_report(
-    name: str,
-    log: RunLog,
-    engine: Engine,
-    optimizer: OptimizerSide,
-    model: torch.nn.Module,
-    now_s: float,
+    name: str, log: RunLog, engine: Engine, optimizer: OptimizerSide, model: torch.nn.Module, now_s: float
 ) -> RunReport:
     """Everything since the last report (``now_s`` is by ``time.perf_counter``); counts begin anew."""
     steps, readings = engine.steps, engine.read_meters()
@@ -151,11 +146,7 @@ def _address(tensor: torch.Tensor) -> int | None:
 
 
 def _predict(
-    latest: LatestStep | None,
-    engine: Engine,
-    meters: Sequence[MeterReading],
-    update_s: float,
-    num_steps: int,
+    latest: LatestStep | None, engine: Engine, meters: Sequence[MeterReading], update_s: float, num_steps: int
 ) -> Prediction | None:
     """The simulator's figures for rounds like the latest, with links and an optimizer as fast as they were measured."""
     chain = None if latest is None else latest.chain()

@@ -95,12 +95,10 @@ def _with_same(output: Any, same: Mapping[int, tuple[bool, int]], arguments: Any
 class WatchedModule(nn.Module):
     """A module of a part, which refuses to go on where running it apart would differ.
 
-    Args:
-        module: runs.
-        index: its place in the part. The first gets the part's arguments, not what one before it made for it alone.
-        passing_on: gets the index if the module returns memory of one of its arguments. Where all modules of a part
-            do, code around it may write into the output and read the argument. None: there is no other module in
-            the part; its output has a `SameTensor` for each tensor that is an argument, or there twice.
+    The first (``index`` 0) gets the part's arguments, the others what was made for them alone. ``passing_on`` gets the
+    index if the module returns memory of one of its arguments: where all modules of a part do, code around it may write
+    into the output and read the argument. None: there is no other module in the part; its output has a `SameTensor` for
+    each tensor that is an argument, or there twice.
     """
 
     def __init__(self, module: nn.Module, index: int, passing_on: set[int] | None) -> None:
