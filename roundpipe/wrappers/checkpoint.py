@@ -215,7 +215,10 @@ def load(
     values = _fit(model.state_dict(), {**weights, **state["module_state"]}, aliases, folder)
     optimizer = objects.get("optimizer")
     if optimizer is not None:
-        _check_class(optimizer, state["optimizer_class"], folder)
+        own, saved = type(optimizer).__qualname__, state["optimizer_class"]
+        if own != saved:  # it may read the state, as a subclass does; most others fail at their next step
+            message = "the checkpoint at %s has the state of an optimizer %s, and is loaded into one of class %s"
+            logger.warning(message, folder, saved, own)
         names = portable.names_of_copies(pairs)
         state["optimizer"] = portable.by_index(state["optimizer"], optimizer, names, folder)
     masters = state["optimizer_weights"]
@@ -298,14 +301,6 @@ def _check_masters(masters: Mapping[str, torch.Tensor], pairs: Sequence[Paramete
     portable.raise_misfit(
         f"the checkpoint at {folder} does not fit the model", {"copies of the optimizer have no parameter": wrong}
     )
-
-
-def _check_class(optimizer: torch.optim.Optimizer, saved: str, folder: Path) -> None:
-    """Another class may read the state, as a subclass does; most others fail at their next step."""
-    own = type(optimizer).__qualname__
-    if own != saved:
-        message = "the checkpoint at %s has the state of an optimizer %s, and is loaded into one of class %s"
-        logger.warning(message, folder, saved, own)
 
 
 @torch.no_grad()

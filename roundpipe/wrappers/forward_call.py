@@ -1,29 +1,39 @@
 """One ``forward`` call through the pipeline: outputs out, as a node of the caller's autograd graph.
 
-The backward of the node is a step of its own (`DeferredBackward`), made when autograd reaches it.
+One node stands for all microbatches: its inputs are the arguments that require grad, its outputs the values the model's
+outputs are made of. Its backward is a step of its own (`DeferredBackward`), made when autograd reaches it. What is in
+front of the node and behind it (splitting, merging, other modules) is ordinary autograd.
+
+The model's parameters are not in the caller's graph: their gradients come home beside it. So that they add up in
+``.grad`` where eager's would, and only there, the node has one more input, the anchor: a leaf as the parameters would
+be, which a backward reaches, and which ``torch.autograd.grad(outputs, inputs)`` does not. For the same reason
+``torch.autograd.grad`` can't be asked for the gradients of parameters.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from roundpipe.core import trees
+from roundpipe.core.errors import BackwardError, enumerated
+from roundpipe.core.layers import is_differentiable
 from roundpipe.core.schedule import ExecutePlan
 from roundpipe.runtime.engine.builder import StepBuilder
 from roundpipe.runtime.engine.call import Call
 from roundpipe.runtime.engine.step import HostGradients, StepState
 from roundpipe.runtime.microbatch.split import tensors_of_inputs
 from roundpipe.runtime.weights.replica import FrozenLayers
-from roundpipe.wrappers import autograd
 from roundpipe.wrappers.session import Session
 
 OutputPlace = tuple[int, str, int]
 """Microbatch, name of a carried value, and position of a tensor within it."""
+_Read = tuple[str, torch.Tensor, Callable[[], torch.Tensor | None] | None]
+"""Name and tensor that a backward reads, and what gives the tensor that the model holds in its place by now."""
 
 
 @dataclass(slots=True)
@@ -58,6 +68,59 @@ class DeferredBackward:
         return step.input_gradients()
 
 
+class _Pipeline(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        backward: DeferredBackward,
+        tensors: tuple[torch.Tensor, ...],
+        read: Sequence[_Read],
+        anchor: torch.Tensor,
+        *inputs: torch.Tensor,
+    ) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.deferred = backward
+        ctx.anchor = anchor
+        ctx.read = [(*entry, entry[1]._version) for entry in read if not entry[1].is_inference()]
+        ctx.mark_non_differentiable(*(tensor for tensor in tensors if not is_differentiable(tensor)))
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise BackwardError(
+                "backward with create_graph=True through a RoundPipe forward: its gradients can't be differentiated "
+                "again. Call backward without create_graph, or use the wrapped module itself for this loss"
+            )
+        deferred, ctx.deferred = ctx.deferred, None
+        if deferred is None:
+            raise BackwardError(
+                "backward through a RoundPipe forward a second time: what it needs was freed by the first backward. "
+                "Sum the losses and call backward once, or run forward again"
+            )
+        changed = {
+            name: None
+            for name, tensor, current, version in ctx.read
+            if tensor._version != version or _is_replaced(tensor, current)
+        }
+        if changed:
+            raise BackwardError(
+                f"{enumerated(list(changed))}: replaced or changed in place since the RoundPipe forward. Its backward "
+                "runs the layers again on what they were given and on their weights. Call backward before (also "
+                "before step and synchronize, which bring new weights), or change a copy (x = x + y, not x += y)"
+            )
+        ctx.read = []
+        anchor = torch.autograd.graph.get_gradient_edge(ctx.anchor).node
+        # not if only gradients of other leaves were asked for
+        accumulates = bool(torch._C._will_engine_execute_node(anchor))
+        return (None, None, None, None, *deferred.run(gradients, accumulates))
+
+
+def _is_replaced(tensor: torch.Tensor, current: Callable[[], torch.Tensor | None] | None) -> bool:
+    now = None if current is None else current()
+    return now is not None and now is not tensor
+
+
 def run_forward(session: Session, builder: StepBuilder, call: Call) -> list[Any]:
     """The outputs of each microbatch of a call."""
     exit, config = call.chain.exit, call.config
@@ -89,12 +152,13 @@ def run_forward(session: Session, builder: StepBuilder, call: Call) -> list[Any]
 def _join(backward: DeferredBackward, outputs: dict[OutputPlace, torch.Tensor], carries: list[dict[str, Any]]) -> None:
     """Put the outputs in the carries into the caller's graph."""
     call, spec = backward.call, backward.forward.spec
-    read: autograd.Read = [
+    read: list[_Read] = [
         *((name, tensor, None) for name, tensor in tensors_of_inputs(call.args, call.kwargs)),
         *(entry for weights in spec.weights for entry in weights.recomputation_inputs()),
     ]
     inputs = [item.tensor for item in spec.inputs]
-    tensors = autograd.join(lambda: tuple(outputs.values()), backward.run, read, inputs)
+    anchor = torch.empty(0, requires_grad=True)  # also makes the node require grad
+    tensors = _Pipeline.apply(backward, tuple(outputs.values()), read, anchor, *inputs)
     in_graph = dict(zip(outputs, tensors, strict=True))
     for m, name in backward.num_tensors:
 

@@ -66,9 +66,7 @@ class PartsChoice:
         all_on_host = differentiates_gradients(self.model)
         if all_on_host:
             on_host.add(self.model)
-        walk = _Walk(
-            self.model, self.lower_threshold, upper_threshold, self.skip_modules, on_host, self.override_config
-        )
+        walk = _Walk(self, upper_threshold, on_host)
         if all_on_host:
             walk.leave_all()
         else:
@@ -77,7 +75,7 @@ class PartsChoice:
         return walk
 
     def _config(self, walk: _Walk, of_model: RoundPipeRunConfig) -> RoundPipeRunConfig:
-        return overlaid(walk.parts.get(self.model) or walk.override.get(self.model) or of_model, of_model)
+        return overlaid(walk.parts.get(self.model) or self.override_config.get(self.model) or of_model, of_model)
 
     def _parts(self, walk: _Walk) -> Parts:
         nothing_chosen = not walk.parts and self.model not in walk.on_host
@@ -117,14 +115,10 @@ def _check_options(model: nn.Module, lower: Any, upper: Any, overrides: Any) -> 
 class _Walk:
     """Chooses for each module of a model, from the root down."""
 
-    model: nn.Module
-    lower_threshold: int
+    choice: PartsChoice
     upper_threshold: int
-    skip: Container[nn.Module]
-    """Left as they are by the user's wish."""
     on_host: Container[nn.Module]
     """Must be opened."""
-    override: Mapping[nn.Module, RoundPipeRunConfig]
     parts: dict[nn.Module, RoundPipeRunConfig] = field(default_factory=dict)
     """Become pipelines."""
     left: dict[nn.Module, None] = field(default_factory=dict)
@@ -135,12 +129,13 @@ class _Walk:
     def visit(self, module: nn.Module) -> None:
         if module in self.parts or module in self.left or module in self.opened:
             return
-        runs_gradients = module is not self.model and module in self.on_host and runs_autograd(module)
-        if module in self.skip or _is_inplace_activation(module) or runs_gradients:
+        choice = self.choice
+        runs_gradients = module is not choice.model and module in self.on_host and runs_autograd(module)
+        if module in choice.skip_modules or _is_inplace_activation(module) or runs_gradients:
             self.left[module] = None
         elif module not in self.on_host and (is_sequential(module) or self._is_one_layer(module)):
-            options = self.override.get(module, RoundPipeRunConfig())
-            stays_whole = not is_sequential(module) and weight_bytes_of(module) < self.lower_threshold
+            options = choice.override_config.get(module, RoundPipeRunConfig())
+            stays_whole = not is_sequential(module) and weight_bytes_of(module) < choice.lower_threshold
             if stays_whole or _has_batch_elsewhere(module):
                 options = overlaid(options, IN_ONE_PIECE)
             self.parts[module] = options
@@ -150,10 +145,11 @@ class _Walk:
                 self.visit(child)
 
     def leave_all(self) -> None:
-        self.opened[self.model] = None
-        self.left.update(dict.fromkeys(self.model.children()))
+        model = self.choice.model
+        self.opened[model] = None
+        self.left.update(dict.fromkeys(model.children()))
         warn(
-            f"the forward of {type(self.model).__name__} makes gradients that the loss goes through, which can't be "
+            f"the forward of {type(model).__name__} makes gradients that the loss goes through, which can't be "
             "done with layers on devices: all of it runs on the CPU"
         )
 
@@ -161,19 +157,21 @@ class _Walk:
         if type(module).forward is nn.Module.forward:
             return False
         own_bytes = sum(parameter.nbytes for parameter in module.parameters(recurse=False))
-        return own_bytes >= self.lower_threshold or weight_bytes_of(module) <= self.upper_threshold
+        return own_bytes >= self.choice.lower_threshold or weight_bytes_of(module) <= self.upper_threshold
 
     def warn_of_unused_options(self) -> None:
-        names = {module: name for name, module in self.model.named_modules()}
+        choice = self.choice
+        names = {module: name for name, module in choice.model.named_modules()}
         chosen = {*self.parts, *self.left, *self.opened}
-        inside = [name for module, name in names.items() if module not in chosen and module in self.skip]
+        inside = [name for module, name in names.items() if module not in chosen and module in choice.skip_modules]
         if inside:
             verb = "is" if len(inside) == 1 else "are"
             warn(
                 f"skip_modules: {enumerated(inside)} {verb} inside a module that becomes one pipeline, and with it on "
                 "the devices; skip that one, or lower the thresholds"
             )
-        unused = [names[module] for module in self.override if module not in self.parts and module is not self.model]
+        inner = (module for module in choice.override_config if module is not choice.model)
+        unused = [names[module] for module in inner if module not in self.parts]
         if unused:
             why = "since it is no pipeline of its own" if len(unused) == 1 else "since none is a pipeline of its own"
             warn(f"override_config: the options of {enumerated(unused)} have no effect, {why}")
