@@ -118,40 +118,38 @@ def wrap_model_to_roundpipe(
 ) -> RoundPipe | AutoRoundPipe:
     """Wrap a model: cut by the graph compiler if it can be traced, otherwise module by module.
 
-    Module by module means, for the model and then for what is below it, the first of these that holds:
+    Module by module means that the first of these rules that holds decides for the model, and then for what is below:
 
-    1. in ``skip_modules``: left as it is, on the CPU;
-    2. it, or a module in it, must run once, since its code remembers something from call to call (a counter, a list,
-       a generator of its own), writes its weights or asks whether gradients are recorded: as 5;
-    3. a ``nn.Sequential``: a pipeline with one layer per child;
-    4. parameters of its own of at least ``lower_threshold`` bytes, or at most ``upper_threshold`` bytes in all, and
-       a forward: a pipeline of one layer. It is not split into microbatches if it is smaller than ``lower_threshold``
-       or has the batch in another dimension than the first (``batch_first=False`` somewhere in it); an activation
-       with ``inplace=True`` is left on the CPU;
-    5. anything else runs its own forward on the CPU, and the choice is made for each of its children, or for each
-       element of a ``nn.ModuleList``.
+    1. A module in ``skip_modules`` is left as it is, on the CPU.
+    2. One that must run once, or has such a module in it, is treated as in 5: its code remembers something from call to
+       call (a counter, a list, a generator of its own), writes its weights or asks whether gradients are recorded.
+    3. An ``nn.Sequential`` becomes a pipeline with one layer per child.
+    4. A module with a forward becomes a pipeline of one layer if its own parameters have at least ``lower_threshold``
+       bytes, or all in it at most ``upper_threshold``. It is not split into microbatches if it is smaller than
+       ``lower_threshold`` or if the batch is not its first dimension (``batch_first=False`` somewhere in it). An
+       activation with ``inplace=True`` is left on the CPU.
+    5. Any other module runs its own forward on the CPU, and the rules decide for each of its children, or for each
+       element of an ``nn.ModuleList``.
 
     The loss function of a Hugging Face model runs on the device. A module that does more than return a value (writes
-    into its arguments, changes attributes, lists or globals, is given objects such as caches) goes back to the CPU
-    when it is found out, with a warning. If its first call in a mode shows it, all of that is put back before it runs
-    again; if only a later one does, what that call had changed by then stays. The model itself is not changed and
-    keeps the parameters.
+    into its arguments, changes attributes, lists or globals, is given objects such as caches) moves back to the CPU
+    once this shows, with a warning. If its first call in a mode shows it, everything is put back before it runs again;
+    if only a later one does, what that call changed stays. The model itself is not changed and keeps the parameters.
 
-    Each pipeline splits what it is given on dim 0, or gets other options from ``override_config``: say
-    ``num_microbatch=1`` for a module whose inputs have something else than the batch there. Elements of a
-    ``nn.ModuleList``, all but the last, hand on their outputs in pieces, which the next pipeline takes as they are,
-    without a copy; to the code around them they are tensors, put together when it first uses their data. With
-    ``merge_output=True`` for an element they are put together at once; with ``merge_output=False`` that code gets
-    `RoundPipePackedData`.
+    Each pipeline splits its inputs on dim 0, unless ``override_config`` says otherwise: ``num_microbatch=1``, say, for
+    a module whose inputs have no batch there. All elements of an ``nn.ModuleList`` but the last pass on their outputs
+    in pieces, which the next pipeline takes without a copy; the code around them sees tensors, merged when it first
+    uses their data. With ``merge_output=True`` an element's outputs are merged at once; with ``merge_output=False``
+    that code gets `RoundPipePackedData`.
 
     Args:
         model: any module; on the CPU.
         use_sequential_preset: the graph compiler: None tries it, True requires it, False leaves it out. It traces at
-            once if there is an example, or if the model's own ``dummy_inputs`` can be traced; otherwise at the first
-            call, which then raises what is said below.
+            once if there is an example or the model has ``dummy_inputs`` that can be traced, otherwise at the first
+            call, which then raises the errors below.
         lower_threshold: bytes; see above.
         upper_threshold: bytes; None: those of the whole model // (number of devices + 1).
-        skip_modules: modules that stay on the CPU; the model itself is given back as it is.
+        skip_modules: modules that stay on the CPU; the model itself is returned as it is.
         override_config: options of single modules that become pipelines.
         model_run_config: defaults for every call.
         name: for logs and traces; None: ``filename:line`` of the caller.

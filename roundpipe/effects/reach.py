@@ -102,7 +102,11 @@ class StateWalk:
         for module in modules:
             if not _is_layer_of_torch(module):
                 way = _Way(type(module).__name__, depth=-1)
-                own = {key: value for key, value in module.__dict__.items() if not _is_registry(key)}
+                own = {
+                    key: value
+                    for key, value in module.__dict__.items()
+                    if key not in places.REGISTERED and "_hooks" not in key
+                }
                 self._visit_named(own, way, self._names)
                 self._visit_class(type(module), _Way(""))
         for module in modules:
@@ -268,7 +272,3 @@ class StateWalk:
 
 def _is_layer_of_torch(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.modules.")
-
-
-def _is_registry(attribute: str) -> bool:
-    return attribute in places.REGISTERED or "_hooks" in attribute

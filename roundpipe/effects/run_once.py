@@ -58,19 +58,14 @@ def must_run_once(module: nn.Module) -> bool:
     uses = uses_of_forward(kind)
     if uses.sets & uses.reads or uses.rebinds or asks_for_gradients(kind):
         return True
-    if "data" in uses.reads or "no_grad" in uses.reads and any(map(_is_in_place, uses.reads)):  # may write weights
-        return True
-    if _hooks_must(module):
+    in_place = any(name.endswith("_") and not name.startswith("_") for name in uses.reads)
+    if "data" in uses.reads or "no_grad" in uses.reads and in_place or _hooks_must(module):  # the first two: weights
         return True
     values = [module.__dict__.get(name) for name in uses.reads]
     for name in methods_of_forward(kind):
         if (function := getattr(kind, name, None)) is not None:
             values += [function.__globals__.get(name) for name in names_in(function.__code__)]
     return any(_may_change(value, uses) for value in values)
-
-
-def _is_in_place(name: str) -> bool:
-    return name.endswith("_") and not name.startswith("_")
 
 
 def _hands_on(hook: Any) -> bool:

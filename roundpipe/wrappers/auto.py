@@ -62,9 +62,10 @@ class HostRunner:
         self._warned = False
         self._warned_of_arguments = False
         names = {module: name for name, module in self.model.named_modules()}
-        in_lists = _followed_in_lists(self.model)
+        lists = [module for module in self.model.modules() if isinstance(module, nn.ModuleList)]
+        followed = {element for elements in lists for element in list(elements)[:-1]}
         on_devices = {
-            module: Part(session, names[module], module, own, self.options, merges_lazily=module in in_lists)
+            module: Part(session, names[module], module, own, self.options, merges_lazily=module in followed)
             for module, own in parts.on_devices.items()
         }
         self.tree = HostTree(self.model, on_devices, parts.left)
@@ -81,7 +82,7 @@ class HostRunner:
                 pieces = split(args, kwargs, None, config)
                 own = (args, kwargs) if len(pieces.args) == 1 else None
                 parts = zip(pieces.args, pieces.kwargs, pieces.events, strict=True)
-                outputs = [self._run_piece(*part, options, own) for part in parts]
+                outputs = [self._run_tree(a, k, options, IN_ONE_PIECE, own, events) for a, k, events in parts]
                 outputs = trees.map_tensors(outputs, lambda tensor: tensor.to(config.output_device))
                 outputs = merge(outputs, config)
         self.session.optimizer.raise_pending()
@@ -117,7 +118,7 @@ class HostRunner:
         with torch.enable_grad():
             for *piece, events in zip(pieces.args, pieces.kwargs, pieces.labels, pieces.events, strict=True):
                 piece_args, piece_kwargs, target = trees.map_tensors(tuple(piece), cut_off)
-                output = self._run_piece(piece_args, piece_kwargs, events, training.options, own)
+                output = self._run_tree(piece_args, piece_kwargs, training.options, IN_ONE_PIECE, own, events)
                 output, target = trees.map_tensors((output, target), lambda tensor: tensor.to(device))
                 with microbatch_count(pieces.num_microbatches):
                     loss = training.loss_fn(output, target)
@@ -143,19 +144,6 @@ class HostRunner:
         self.session.gates.weights.wait(self.model.parameters(), f"the forward of {self.session.name}")
         return config
 
-    def _run_piece(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        events: Iterable[Any],
-        call: RoundPipeRunConfig,
-        own: tuple[Any, Any] | None,
-    ) -> Any:
-        """One microbatch of the whole; the parts split it no further. ``own``: see `_hand_back`."""
-        for event in events:
-            event.synchronize()
-        return self._run_tree(args, kwargs, call, IN_ONE_PIECE, own)
-
     def _run_tree(
         self,
         args: tuple[Any, ...],
@@ -163,7 +151,11 @@ class HostRunner:
         call: RoundPipeRunConfig,
         forced: RoundPipeRunConfig,
         own: tuple[Any, Any] | None,
+        events: Iterable[Any] = (),
     ) -> Any:
+        """Run the whole, or one microbatch, which parts (``forced``) split no further; ``own``: see `_hand_back`."""
+        for event in events:
+            event.synchronize()
         both = overlaid(call, self.config)
         self.options.forced = forced
         self.options.default = RoundPipeRunConfig(
@@ -238,8 +230,3 @@ class AutoRoundPipe(RoundPipe):
     def _program_of(cls, model: nn.Module) -> PartsProgram:
         check_wrappable(model, cls.__name__)
         return PartsProgram(model, Parts.whole(model, splits_inside=True))
-
-
-def _followed_in_lists(model: nn.Module) -> set[nn.Module]:
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return {element for elements in lists for element in list(elements)[:-1]}

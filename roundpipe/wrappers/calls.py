@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,32 +34,26 @@ from roundpipe.wrappers.run_log import LatestStep, RunLog
 from roundpipe.wrappers.session import Program, Runner, Session, TrainingCall
 
 
+@dataclass(eq=False)
 class ChainRunner:
     """Runs calls of a model, the session's or a module of it, by the chains that a source has for them.
 
     A part has no ``log``: its calls are its whole's. ``make_fallback`` makes what runs calls without a chain.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        model: nn.Module,
-        source: ChainSource,
-        name: str,
-        config: RoundPipeRunConfig,
-        log: RunLog | None = None,
-        make_fallback: Callable[[Session], Runner] | None = None,
-    ) -> None:
-        self.session = session
-        self.model = model
-        self.source = source
-        self.name = name
-        self.config = config
-        self.log = log
-        self.make_fallback = make_fallback
-        self.fallback: Runner | None = None
+    session: Session
+    model: nn.Module
+    source: ChainSource
+    name: str
+    config: RoundPipeRunConfig
+    log: RunLog | None = None
+    make_fallback: Callable[[Session], Runner] | None = None
+    fallback: Runner | None = field(init=False, default=None)
+    last_chain: LayerChain | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        session = self.session
         self.builder = StepBuilder(session.engine, session.host, session.optimizer)
-        self.last_chain: LayerChain | None = None
 
     @property
     def trace_count(self) -> int:
@@ -171,20 +165,19 @@ class ChainRunner:
             config = self.builder.plans.settle(config, self.last_chain or self.source.latest, samples, elements)
         pieces = split(args, kwargs, label, config)
         calls: list[Call] = []
-        for one_args, one_kwargs, one_label, events in zip(
-            pieces.args, pieces.kwargs, pieces.labels, pieces.events, strict=True
-        ):
+        split_values = zip(pieces.args, pieces.kwargs, pieces.labels, pieces.events, strict=True)
+        for piece_args, piece_kwargs, piece_label, events in split_values:
             for event in events:  # the guards below may read the arguments
                 event.synchronize()
-            chain = self.source.chain_for(one_args, one_kwargs)
+            chain = self.source.chain_for(piece_args, piece_kwargs)
             if chain is None:
                 self.last_chain = None
                 return None, pieces
             if not calls or calls[-1].chain is not chain:
                 calls.append(Call(chain, config, [], [], [], pieces.num_microbatches))
-            calls[-1].args.append(one_args)
-            calls[-1].kwargs.append(one_kwargs)
-            calls[-1].labels.append(one_label)
+            calls[-1].args.append(piece_args)
+            calls[-1].kwargs.append(piece_kwargs)
+            calls[-1].labels.append(piece_label)
         self.last_chain = calls[-1].chain
         return calls, pieces
 

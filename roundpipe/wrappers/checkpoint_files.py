@@ -282,7 +282,10 @@ def replacing(folder: Path) -> Iterator[Path]:
             shutil.copymode(folder, new)
             _carry_over(folder, new)
         _flush(new)
-        _swap(new, folder, old)
+        if folder.is_dir():
+            os.rename(folder, old)
+        os.rename(new, folder)
+        _flush_entries(folder.parent)
     except BaseException as error:
         with contextlib.suppress(OSError):
             _discard(new)  # first, since old counts as replaced while both are there
@@ -295,13 +298,6 @@ def replacing(folder: Path) -> Iterator[Path]:
             )
         raise
     _discard(old)
-
-
-def _swap(new: Path, folder: Path, old: Path) -> None:
-    if folder.is_dir():
-        os.rename(folder, old)
-    os.rename(new, folder)
-    _flush_entries(folder.parent)
 
 
 def _tidy(folder: Path) -> None:

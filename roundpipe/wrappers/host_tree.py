@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -107,7 +107,8 @@ class HostTree(Replica):
     def _hand_back(self) -> None:
         for part in self.parts:
             part.stand_in.give_back()
-        originals = {id(twin): module for module, twin in self._pairs()}
+        originals = {id(self.twin(original)): original for original in self._originals}
+        originals |= {id(part.stand_in.module): part.module for part in self.parts}
         for original, before in zip(self._originals, self._attributes, strict=True):
             twin = self.twin(original)
             original._buffers.update(twin._buffers)
@@ -119,13 +120,6 @@ class HostTree(Replica):
                     original.__dict__[name] = _pointing(materialize_all(value), originals)
             for name in before.keys() - twin.__dict__.keys():
                 original.__dict__.pop(name, None)
-
-    def _pairs(self) -> Iterator[tuple[nn.Module, nn.Module]]:
-        """Each module of the model, and what stands in its place."""
-        for original in self._originals:
-            yield original, self.twin(original)
-        for part in self.parts:
-            yield part.module, part.stand_in.module
 
 
 def _pointing(value: Any, modules: Mapping[int, nn.Module]) -> Any:
