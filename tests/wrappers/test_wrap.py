@@ -27,7 +27,7 @@ from tests.wrappers.cases_wrap import (
 
 def test_the_fallback_of_compile_trains_like_eager() -> None:
     def compiled(model: nn.Module) -> RoundPipe:
-        with pytest.warns(UserWarning, match=r"Branching runs module by module.*test_wrap\.py:\d+"):
+        with pytest.warns(UserWarning, match=r"Branching runs module by module.*cases_wrap\.py:\d+"):
             return roundpipe.compile(model, example_args=(inputs()["x"],), devices=DEVICES)
 
     model = Branching().double()

@@ -38,8 +38,8 @@ def test_a_model_that_can_not_be_traced(caplog: pytest.LogCaptureFixture) -> Non
         pipe = wrap_model_to_roundpipe(Branching(), devices=DEVICES, example_args=(x,))
     with pipe:
         assert isinstance(pipe, AutoRoundPipe)
-    assert "test_wrap_untraceable.py" in caplog.text
-    with pytest.raises(NotImplementedError, match=r"use_sequential_preset=True, but Branching.*test_wrap\.py"):
+    assert "cases_wrap.py" in caplog.text
+    with pytest.raises(NotImplementedError, match=r"use_sequential_preset=True, but Branching.*cases_wrap\.py"):
         wrap_model_to_roundpipe(Branching(), True, devices=DEVICES, example_args=(x,))
     with wrap_model_to_roundpipe(Branching(), True, devices=DEVICES) as pipe:
         for _ in range(2):
