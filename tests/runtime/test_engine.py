@@ -27,10 +27,6 @@ from tests.runtime.models import (
 )
 
 
-class Norms(nn.Sequential):
-    """Layers of every kind of buffer."""
-
-
 @plans
 @grains
 @workers
