@@ -48,10 +48,14 @@ class TaskThread:
         if self._closed:
             raise ClosedError(f"worker {self.name} is closed")
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=_serve, args=(self._inbox, self._on_error), name=self.name, daemon=True
-            )
-            self._thread.start()
+            thread = threading.Thread(target=_serve, args=(self._inbox, self._on_error), name=self.name, daemon=True)
+            self._thread = thread
+            try:
+                thread.start()
+            except BaseException:
+                if not thread.is_alive():  # the system has no more of them; after an interrupt it may run
+                    self._thread = None
+                raise
         self._inbox.put((work, args))
 
     def close(self) -> None:

@@ -113,9 +113,11 @@ class Engine:
         self._callers.add(threading.get_ident())
         busy = [worker for worker in self._workers if spec.schedule.tasks(worker.index)]
         gradients = gradients or [{} for _ in values]
-        step = self.steps.begin(spec, values, gradients, forward or ForwardRecord(dict(spec.plain)), len(busy))
-        self._submit(step, busy)
+        forward = forward or ForwardRecord(dict(spec.plain))
+        step = StepState(spec, self.steps.board, values, gradients, forward, len(busy))
         try:
+            self.steps.begin(step)
+            self._submit(step, busy)
             if spec.may_outlive_call:
                 step.wait_losses()
                 step.detach()
@@ -124,6 +126,8 @@ class Engine:
                 step.wait_over()
         except BaseException as interrupt:
             step.cancel(interrupt)
+            for worker in busy:
+                worker.withdraw(step)
             step.wait_over()
             raise
         if step.failed and not step.is_unattended:
@@ -132,9 +136,9 @@ class Engine:
         return step
 
     def _submit(self, step: StepState, workers: Sequence[Worker]) -> None:
+        self.next_job = step.spec.schedule.next_job
         for worker in workers:
             worker.submit(step)
-        self.next_job = step.spec.schedule.next_job
 
     @property
     def is_inside(self) -> bool:

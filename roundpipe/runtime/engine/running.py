@@ -10,8 +10,7 @@ import time
 from collections import deque
 
 from roundpipe.core.schedule import ScheduleKind
-from roundpipe.runtime.engine.recompute import ForwardRecord
-from roundpipe.runtime.engine.step import HostGradients, HostValues, StepSpec, StepState
+from roundpipe.runtime.engine.step import StepState
 from roundpipe.runtime.weights.gate import Gates
 
 MEASURED_STEPS = 64
@@ -23,7 +22,7 @@ class RunningSteps:
 
     def __init__(self, gates: Gates) -> None:
         self._gates = gates
-        self._board = gates.board
+        self.board = gates.board
         self._running: list[StepState] = []
         self._unseen: list[StepState] = []
         """Those whose call has returned and that failed since."""
@@ -34,27 +33,24 @@ class RunningSteps:
         self._begun_s: dict[StepState, float] = {}
         self._seconds: deque[tuple[ScheduleKind, float]] = deque(maxlen=MEASURED_STEPS)
 
-    def begin(
-        self, spec: StepSpec, values: HostValues, gradients: HostGradients, forward: ForwardRecord, num_workers: int
-    ) -> StepState:
+    def begin(self, step: StepState) -> None:
+        """A step is about to be given to workers."""
         now_s = time.perf_counter()
-        with self._board.lock:
-            closings = self._gates.weights.closings, self._gates.gradients.closings
-            step = StepState(spec, self._board, values, gradients, forward, closings, num_workers)
-            self._running.append(step)
+        with self.board.lock:
+            step.closings = self._gates.weights.closings, self._gates.gradients.closings
             self._begun_s[step] = now_s
             self.num_begun += 1
             self.first_begun_s = self.first_begun_s or now_s
-        return step
+            self._running.append(step)  # last: the caller may be interrupted at any line
 
     def begin_settling(self, step: StepState) -> None:
         """A job's gradients are on their way; `leave` is told when they are not any more."""
-        with self._board.lock:
+        with self.board.lock:
             step.num_settling += 1
 
     def leave(self, step: StepState, *, settling: bool = False) -> None:
         """A worker has nothing more to do for a step; or, ``settling``, a job's gradients have come or failed."""
-        with self._board.lock:
+        with self.board.lock:
             if settling:
                 step.num_settling -= 1
             else:
@@ -63,12 +59,14 @@ class RunningSteps:
                 if not step.num_workers and not step.num_settling:
                     self._end(step)
             finally:
-                self._board.notify()
+                self.board.notify()
 
     def _end(self, step: StepState) -> None:
         step.is_over = True
-        self._running.remove(step)
-        now_s, begun_s = time.perf_counter(), self._begun_s.pop(step)
+        if step in self._running:  # an interrupted step may not have come that far
+            self._running.remove(step)
+        now_s = time.perf_counter()
+        begun_s = self._begun_s.pop(step, now_s)
         if not step.failed:
             self._seconds.append((step.spec.schedule.kind, now_s - max(begun_s, self.last_over_s)))
         elif step.is_unattended:
@@ -79,16 +77,16 @@ class RunningSteps:
 
     def leave_alone(self, step: StepState) -> None:
         """The step's call returns, unless the step has failed; if it fails now, the next call says so."""
-        with self._board.lock:
+        with self.board.lock:
             step.is_unattended = not step.failed
 
     def wait_earlier(self, step: StepState, who: str) -> None:
         """Return when all steps that began before this one are over."""
         running = self._running
-        self._board.wait(lambda: running[0] is step, who, "the end of the step before")
+        self.board.wait(lambda: running[0] is step, who, "the end of the step before")
 
     def now(self) -> list[StepState]:
-        with self._board.lock:
+        with self.board.lock:
             return list(self._running)
 
     def wait_idle(self) -> None:
@@ -98,7 +96,7 @@ class RunningSteps:
 
     def raise_pending(self) -> None:
         """Raise, once, what a step raised after its call had returned; does not wait for it."""
-        with self._board.lock:
+        with self.board.lock:
             failed, self._unseen = self._unseen, []
         if failed:
             raise_error(failed[0])

@@ -140,7 +140,6 @@ class StepState:
         values: the first carries, or what the forward of a backward left; used up.
         gradients: for the outputs, of a backward; else empty.
         forward: what the forwards of this step, or of the step before this backward, leave for recomputation.
-        closings: of the gates for weights and for gradients, when the step began.
         num_workers: those that have tasks, and later those that still have something to do.
     """
 
@@ -151,7 +150,6 @@ class StepState:
         values: HostValues,
         gradients: HostGradients,
         forward: ForwardRecord,
-        closings: tuple[int, int],
         num_workers: int,
     ) -> None:
         num_jobs, num_microbatches = len(spec.schedule.jobs), spec.schedule.num_microbatches
@@ -160,10 +158,13 @@ class StepState:
         self.values = values
         self.gradients = gradients
         self.forward = forward
-        self.closings = closings
+        self.closings = (0, 0)
+        """Of the gates for weights and for gradients, when the step began."""
         self.losses: list[HostValue | None] = [None] * num_microbatches
         self.outputs: list[HostValue | None] = [None] * num_microbatches
         self.num_workers = num_workers
+        self.begun_by: set[int] = set()
+        """Indices of the workers that have taken it up; changed under the board's lock."""
         self.num_settling = 0
         """Jobs whose gradients are on their way; when none and no worker is left, the step is over."""
         self.is_over = False

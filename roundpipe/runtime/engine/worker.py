@@ -91,6 +91,20 @@ class Worker:
         self._upcoming.append(step)
         self._thread.submit(self._execute_next)
 
+    def withdraw(self, step: StepState) -> None:
+        """See to it that a cancelled step is left: its call was interrupted, maybe in `submit`."""
+        with contextlib.suppress(ClosedError, RuntimeError, MemoryError):  # the thread may not have started
+            self._thread.submit(self._execute_next)  # in the place of what may be lost
+            if step in self._upcoming:
+                return
+        with self._gates.board.lock:
+            if step.is_over or self.index in step.begun_by:
+                return
+            step.begun_by.add(self.index)
+            if step in self._upcoming:
+                self._upcoming.remove(step)
+        self._steps.leave(step)
+
     def forget(self, layer: torch.nn.Module) -> None:
         """Drop a layer's replicas; while no step is running only."""
         self._replicas.pop(id(layer), None)
@@ -114,9 +128,11 @@ class Worker:
 
     def _execute_next(self) -> None:
         """Execute this worker's tasks of the next step, and leave it however they end."""
-        if not self._upcoming:  # nothing was lost, see `_break`
-            return
-        step = self._current = self._upcoming.popleft()
+        with self._gates.board.lock:
+            if not self._upcoming:  # nothing was lost, see `_break`; or it was withdrawn
+                return
+            step = self._current = self._upcoming.popleft()
+            step.begun_by.add(self.index)
         try:
             if self._broken is not None:
                 raise RoundPipeError(
@@ -301,7 +317,13 @@ class Worker:
             return
         self._is_settling = True
         self._steps.begin_settling(step)
-        self._gradients_thread.submit(self._settle, step, job, pending)
+        try:
+            self._gradients_thread.submit(self._settle, step, job, pending)
+        except BaseException:  # such as a thread that can't be started
+            with self._gates.board.lock:
+                self._is_settling = False
+            self._steps.leave(step, settling=True)
+            raise
 
     def _settle(self, step: StepState, job: Job, pending: Download) -> None:
         """Add what a release brought down to the host's gradients; runs in the other thread, never raises."""
