@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import copy
 import faulthandler
+import linecache
 import os
 import random
 import sys
@@ -48,6 +49,12 @@ class Case:
     place: str = ""
 
 
+def _takes_lock(frame: FrameType) -> bool:
+    """Whether a line takes or gives back a lock: Python runs no signal handler between a lock and its ``with``."""
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    return line.startswith("with ") and "lock" in line
+
+
 class Interrupter:
     """Counts lines of the library in the calling thread, and interrupts at one of them."""
 
@@ -66,7 +73,7 @@ class Interrupter:
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
         if not frame.f_code.co_filename.startswith(LIBRARY):
             return None
-        if event == "line":
+        if event == "line" and not _takes_lock(frame):
             self.count += 1
             if self.count - 1 == self._at:
                 self.place = f"{frame.f_code.co_filename.removeprefix(LIBRARY)}:{frame.f_lineno} {frame.f_code.co_name}"
