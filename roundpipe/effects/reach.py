@@ -50,8 +50,6 @@ BETWEEN_CALLS = Limits(num_places=3000, nesting=MAX_DEPTH, num_items=_MAX_TABLE_
 
 
 class _Way(NamedTuple):
-    """How a value was reached."""
-
     words: str
     depth: int = 0
     is_read: bool = True

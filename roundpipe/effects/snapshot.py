@@ -107,7 +107,7 @@ class ModuleSnapshot:
         self._versions = [(buffer, _version_of(buffer)) for buffer in buffers]
 
     def diff(self, modules: Iterable[nn.Module] | None = None) -> list[AttributeChange]:
-        """Attributes of these modules (of all) that were set to something else, but for `REGISTERED`."""
+        """Attributes of these modules (None: of all) that were set to something else, but for `REGISTERED`."""
         changes = []
         for module in self._records if modules is None else modules:
             if (record := self._records.get(module)) is None:
@@ -226,11 +226,8 @@ PlaceValues = Mapping[tuple[str, int, Any], Any]
 class PythonSnapshot:
     """Everything outside of tensors and the attributes of modules that the code of some modules can change.
 
-    Args:
-        modules: whose attributes and classes are looked through; torch's own have none.
-        limits: how much is looked at.
-        with_hidden: whether other modules that a forward may reach are looked through too, such as those in a list.
-        known: modules that are no such others.
+    The modules' attributes and classes are looked through (torch's own have none), and ``with_hidden`` also other modules
+    that a forward may reach, such as those in a list; ``known`` modules are no such others.
     """
 
     def __init__(

@@ -62,7 +62,6 @@ class CodeUses:
 
     @staticmethod
     def of(codes: Iterable[types.CodeType]) -> CodeUses:
-        """What some functions do, and those that are written inside them."""
         pending = list(codes)
         parts = []
         while pending:

@@ -1,6 +1,6 @@
 """Calls of a model that is a chain of layers: arguments in, losses, outputs and gradients out.
 
-    forward_backward:  split -> chain_for each microbatch -> round -> engine -> sum of losses, merged outputs
+    forward_backward:  split -> chain_for each microbatch -> step -> engine -> sum of losses, merged outputs
     forward:           the same without loss; with grad, as one node of the caller's autograd graph
 
 Where the source has no chain for a call, the fallback runs it: another runner, made for the first such call.

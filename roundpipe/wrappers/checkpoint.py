@@ -215,16 +215,19 @@ def load(
     values = _fit(model.state_dict(), {**weights, **state["module_state"]}, aliases, folder)
     optimizer = objects.get("optimizer")
     if optimizer is not None:
-        own, saved = type(optimizer).__qualname__, state["optimizer_class"]
-        if own != saved:  # it may read the state, as a subclass does; most others fail at their next step
+        kind, saved = type(optimizer).__qualname__, state["optimizer_class"]
+        if kind != saved:  # it may read the state, as a subclass does; most others fail at their next step
             message = "the checkpoint at %s has the state of an optimizer %s, and is loaded into one of class %s"
-            logger.warning(message, folder, saved, own)
+            logger.warning(message, folder, saved, kind)
         names = portable.names_of_copies(pairs)
         state["optimizer"] = portable.by_index(state["optimizer"], optimizer, names, folder)
     masters = state["optimizer_weights"]
     if masters and not weights_only:
         list(session.optimizer.optim_named_parameters())  # makes the copies that are missing
-        _check_masters(masters, pairs, folder)
+        own = {pair.names[0]: pair.parameter for pair in pairs}
+        wrong = [name for name, copy in masters.items() if name not in own or own[name].shape != copy.shape]
+        problems = {"copies of the optimizer have no parameter": wrong}
+        portable.raise_misfit(f"the checkpoint at {folder} does not fit the model", problems)
 
     model.load_state_dict(values)
     _set_copies(masters, pairs)
@@ -293,14 +296,6 @@ def _fit(own: Mapping[str, Any], saved: Mapping[str, Any], aliases: Mapping[str,
     }
     portable.raise_misfit(f"the checkpoint at {folder} does not fit the model", problems)
     return values
-
-
-def _check_masters(masters: Mapping[str, torch.Tensor], pairs: Sequence[ParameterPair], folder: Path) -> None:
-    parameters = {pair.names[0]: pair.parameter for pair in pairs}
-    wrong = [name for name, copy in masters.items() if name not in parameters or parameters[name].shape != copy.shape]
-    portable.raise_misfit(
-        f"the checkpoint at {folder} does not fit the model", {"copies of the optimizer have no parameter": wrong}
-    )
 
 
 @torch.no_grad()

@@ -85,7 +85,6 @@ def copies_of_another_dtype(pairs: Sequence[ParameterPair]) -> dict[str, nn.Para
 
 
 def _group_names(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> list[list[str]]:
-    """The names of each group's parameters."""
     for group_index, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
             if parameter not in names:

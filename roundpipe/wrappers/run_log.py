@@ -48,7 +48,7 @@ class RunLog:
     optimizer_before: Mapping[str, float] = field(default_factory=dict)
     meters_before: Sequence[MeterReading] = ()
     latest: LatestStep | None = None
-    """The latest training round."""
+    """The latest training step."""
 
     def note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_samples: int | None) -> None:
         self.num_calls += 1
@@ -77,7 +77,7 @@ class LatestStep:
     """Of the tensor arguments of its largest microbatch."""
     recompute_grain: RecomputeGrain
     overlaps: bool
-    """Whether the next round begins beside it."""
+    """Whether the next step begins beside it."""
     plans: PlanChooser
     """Know what its layers take."""
 
@@ -148,7 +148,7 @@ def _address(tensor: torch.Tensor) -> int | None:
 def _predict(
     latest: LatestStep | None, engine: Engine, meters: Sequence[MeterReading], update_s: float, num_steps: int
 ) -> Prediction | None:
-    """The simulator's figures for rounds like the latest, with links and an optimizer as fast as they were measured."""
+    """The simulator's figures for steps like the latest, with links and an optimizer as fast as they were measured."""
     chain = None if latest is None else latest.chain()
     if latest is None or chain is None:
         return None

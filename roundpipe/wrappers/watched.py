@@ -113,12 +113,7 @@ class WatchedModule(nn.Module):
         self._reads_any_name = any(uses_of_forward(kind).reads_any_name for kind in kinds)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output.
-
-        Raises:
-            SideEffect: running it apart differs.
-            ConfigError: the same in a recomputation, when it is too late to run the module on the host.
-        """
+        """Raises `SideEffect` if running apart differs; `ConfigError` in a recomputation, too late to run it on the host."""
         try:
             return self._run(args, kwargs)
         except SideEffect as error:
