@@ -226,8 +226,8 @@ PlaceValues = Mapping[tuple[str, int, Any], Any]
 class PythonSnapshot:
     """Everything outside of tensors and the attributes of modules that the code of some modules can change.
 
-    The modules' attributes and classes are looked through (torch's own have none), and ``with_hidden`` also other modules
-    that a forward may reach, such as those in a list; ``known`` modules are no such others.
+    The modules' attributes and classes are looked through (torch's own have none), and ``with_hidden`` also other
+    modules that a forward may reach, such as those in a list; ``known`` modules are no such others.
     """
 
     def __init__(
