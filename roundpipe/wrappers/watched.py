@@ -113,7 +113,7 @@ class WatchedModule(nn.Module):
         self._reads_any_name = any(uses_of_forward(kind).reads_any_name for kind in kinds)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises `SideEffect` if running apart differs, or `ConfigError` in a recomputation, which is too late for that."""
+        """Raises `SideEffect` if running apart differs; in a recomputation, too late for that, `ConfigError`."""
         try:
             return self._run(args, kwargs)
         except SideEffect as error:
