@@ -216,6 +216,20 @@ def test_a_microbatch_passes_through_few_files() -> None:
     assert len({file for file, _ in forward}) <= 12
 
 
+def test_the_glossary_is_short() -> None:
+    rows = re.findall(r"^\| (?!term)", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    assert 20 <= len(rows) <= 30
+
+
+def test_no_file_is_long_and_no_two_classes_have_one_name() -> None:
+    lengths = {name: len((PACKAGE / name).read_text().splitlines()) for name in NAMES}
+    assert not {name: length for name, length in lengths.items() if length > 400}
+    classes = [
+        node.name.lstrip("_") for name in NAMES for node in ast.walk(tree_of(name)) if isinstance(node, ast.ClassDef)
+    ]
+    assert not {name for name in classes if classes.count(name) > 1}
+
+
 def test_the_root_holds_the_entry_points_alone() -> None:
     files = {path.name for path in PACKAGE.iterdir() if path.is_file()}
     assert files == {"__init__.py", "__main__.py", "api.py", "py.typed"}
