@@ -48,7 +48,6 @@ class StepBuilder:
             accelerators=engine.has_accelerators,
         )
         self.last_plan: ExecutePlan | None = None
-        """The plan of the latest step, for the partition table."""
         self._shared: weakref.WeakKeyDictionary[LayerChain, list[frozenset[int]]] = weakref.WeakKeyDictionary()
         """Per layer of a chain, other layers that have one of its parameters."""
 
@@ -179,7 +178,6 @@ class StepBuilder:
 
 
 def _first_carries(call: Call) -> HostValues:
-    """The first carry of each microbatch."""
     for tensor in trees.tensors([call.args, call.kwargs, call.labels]):
         if tensor.device.type not in ("cpu", "meta"):  # made on the caller's stream
             torch.accelerator.current_stream(tensor.device).synchronize()

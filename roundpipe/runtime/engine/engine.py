@@ -55,7 +55,6 @@ class Engine:
 
     @property
     def has_accelerators(self) -> bool:
-        """Whether some devices are not CPU workers."""
         return any(backend.device.type != "cpu" for backend in self.backends)
 
     def prepare(
@@ -99,14 +98,8 @@ class Engine:
     ) -> StepState:
         """Run a step to its end, or until its losses are known if it may outlive the call.
 
-        Args:
-            spec: what to run.
-            values: the first carries, or what the forward of this backward left; used up.
-            gradients: of the outputs, for a backward.
-            forward: what the forward of this backward left for recomputation.
-
-        Raises:
-            Exception: the first error of a worker, as it was raised; the engine can run the next step.
+        A backward gets the gradients of the outputs, and what its forward left: values and a record. Values are used
+        up. The first error of a worker is raised as it was raised; the engine can run the next step then.
         """
         if self._closed:
             raise ClosedError("the model was closed; compile it again to go on")
@@ -149,7 +142,6 @@ class Engine:
         return any(worker.is_current for worker in self._workers) or (of_autograd and bool(self.running()))
 
     def refuse_inside(self, what: str) -> None:
-        """Raise a `ConfigError` if ``what`` was called by code that runs for a step."""
         if self.is_inside:
             raise ConfigError(
                 f"{what} was called by a layer, a loss_fn or a hook of the same model, and would wait for the round "

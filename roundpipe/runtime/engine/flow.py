@@ -76,12 +76,7 @@ def flow(
 ) -> tuple[JobFlow, ...]:
     """The flow of each job of a schedule.
 
-    Args:
-        schedule: of the step.
-        specs: one per layer.
-        grain: what a backward job recomputes at once.
-        exit_reads: names that the model's outputs need.
-        stay: names that must stay on the host after the step.
+    The model's outputs need the names in ``exit_reads``; those in ``stay`` stay on the host after the step.
     """
     segments = [segments_of(job, specs, grain, exit_reads) for job in schedule.jobs]
     last_reader: dict[str, int] = {}

@@ -86,12 +86,9 @@ class Offload:
         backend.wait(Lane.COMPUTE, backend.record(Lane.UPLOAD))
         tensors = trees.tensors(uploaded)
         backend.check_ready(tensors)
-        requires_grad = False
-        for original, tensor in zip(trees.tensors(label), tensors, strict=True):
-            if original.requires_grad:
-                requires_grad = True
-                tensor.requires_grad_()
-        return uploaded, requires_grad
+        pairs = zip(trees.tensors(label), tensors, strict=True)
+        leaves = [tensor.requires_grad_() for original, tensor in pairs if original.requires_grad]
+        return uploaded, bool(leaves)
 
     def download(self, value: Any, what: str = "values of") -> HostValue:
         """A device value on the host, with the event of its copy."""

@@ -81,7 +81,6 @@ class PlanChooser:
     """Chooses plans for the calls of one model.
 
     Args:
-        num_workers: in the rotation.
         budgets_bytes: per worker, what may be used of its device; None: no limit.
         link_speeds: measured bytes per second up and down, per worker; infinity before anything was measured.
         accelerators: whether some devices are not CPU workers. Then layers' temporaries are in their memory too, and
@@ -126,8 +125,8 @@ class PlanChooser:
         key = (call.num_microbatches, config.recompute_grain, size)
         present = record.plans.get(key)
         if present is None:
-            record.plans[key] = self._choose(call, self.costs(chain, elements), self._links(chain))
-            record.looked_at[key] = record.times.num_steps
+            plan = self._choose(call, self.costs(chain, elements), self._links(chain))
+            record.plans[key], record.looked_at[key] = plan, record.times.num_steps
         elif self._may_replan and record.times.num_steps >= max(FIRST_REPLAN, 4 * record.looked_at[key]):
             record.looked_at[key] = record.times.num_steps
             record.plans[key] = self._replanned(call, present)
@@ -231,11 +230,8 @@ class PlanChooser:
         """The simulator's seconds per step of a plan; None if transfers take no time, or the simulator too much."""
         number, workers, grain = call.num_microbatches, self._num_workers, call.config.recompute_grain
         up, down = links
-        if (
-            min(up, down) == inf
-            or 2 * len(costs) * number > MOST_SIMULATED
-            or workers * number > MOST_SIMULATED_WORKERS
-        ):
+        is_large = 2 * len(costs) * number > MOST_SIMULATED or workers * number > MOST_SIMULATED_WORKERS
+        if min(up, down) == inf or is_large:
             return None
         profile = HardwareProfile.of_devices(self._accelerators, upload_bytes_per_s=up, download_bytes_per_s=down)
 
@@ -269,23 +265,19 @@ class PlanChooser:
     ) -> ResolvedConfig:
         """The options with what was left to choice (``"auto"``) chosen: the fastest that is predicted to fit.
 
-        Args:
-            config: of the call.
-            chain: that it will run, most likely; None, before anything was traced: built-in options serve.
-            batch_size: samples in the batch; None: not known, and no number of microbatches is chosen.
-            elements: of the batch's tensor arguments.
+        Without a chain, before anything was traced, built-in options serve. Without a known batch size no number of
+        microbatches is chosen. ``elements`` are those of the whole batch's tensor arguments.
         """
         if not config.auto or chain is None:
             return config
         record = self._of(chain)
         key = (config.auto, config.num_microbatch, config.recompute_grain, batch_size, elements)
         if key not in record.settled:
-            numbers: list[int] = [config.num_microbatch]
+            numbers, grains = [config.num_microbatch], [config.recompute_grain]
             if "num_microbatch" in config.auto and batch_size is not None:
                 numbers = _numbers_of_microbatches(self._num_workers, batch_size)
-            grains: Sequence[RecomputeGrain] = (config.recompute_grain,)
             if "recompute_grain" in config.auto and self._budget_bytes is not None:
-                grains = RECOMPUTE_GRAINS
+                grains = list(RECOMPUTE_GRAINS)
             record.settled[key] = self._fastest(chain, numbers, grains, elements) or (numbers[-1], grains[-1])
         number, grain = record.settled[key]
         return replace(config, num_microbatch=number, recompute_grain=grain)

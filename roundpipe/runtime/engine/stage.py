@@ -71,8 +71,6 @@ class Stage:
         self.spec = spec
         self.record = record
 
-    # Phases
-
     def forward(self, segment: Segment, index: int, carry: Carry, microbatch: int) -> Carry:
         """Run one layer without autograd, which the caller has turned off; returns all values that it makes.
 
@@ -112,12 +110,10 @@ class Stage:
     def backward_of_loss(self, result: LossResult, microbatch: int) -> dict[str, Gradients]:
         """Backward of a fused stage; returns the gradients of the values it took, and lets go of the outputs."""
         result.outputs = None
-        with self._timed("backward", result.segment.layers), self._noted(microbatch, "backward"):
-            self._backward(result.roots, None, result.segment.layers, microbatch)
+        self._backward(result.segment.layers, result.roots, None, microbatch)
         return _leaf_gradients(result.segment)
 
     def recompute(self, segment: Segment, carry: Carry, microbatch: int) -> RecordedSegment:
-        """Run a segment's forward again, with autograd."""
         record = self.record
         recorded = RecordedSegment(segment.layers, self._leaves(segment, carry, microbatch))
         values = dict(recorded.leaves)
@@ -153,38 +149,30 @@ class Stage:
                     root_gradients.append(gradient)
         recorded.outputs.clear()
         if roots:
-            with self._timed("backward", recorded.layers), self._noted(microbatch, "backward"):
-                self._backward(roots, root_gradients, recorded.layers, microbatch)
+            self._backward(recorded.layers, roots, root_gradients, microbatch)
         return _leaf_gradients(recorded)
 
     def _backward(
-        self,
-        roots: Sequence[torch.Tensor],
-        gradients: Sequence[torch.Tensor] | None,
-        layers: Sequence[int],
-        microbatch: int,
+        self, layers: Sequence[int], roots: list[torch.Tensor], gradients: list[torch.Tensor] | None, microbatch: int
     ) -> None:
-        if not is_profiled():
-            torch.autograd.backward(roots, gradients)
-            return
-        names = [self.layers[index].spec.name for index in layers]
-        which = f"layer {layers[0]} ({names[0]})"
-        if len(layers) > 1:
-            which = f"layers {layers[0]} to {layers[-1]} ({names[0]} .. {names[-1]})"
-        with self.backend.annotate(f"roundpipe {which} m{microbatch} backward"):
+        annotation: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if is_profiled():
+            names = [self.layers[index].spec.name for index in layers]
+            which = f"layer {layers[0]} ({names[0]})"
+            if len(layers) > 1:
+                which = f"layers {layers[0]} to {layers[-1]} ({names[0]} .. {names[-1]})"
+            annotation = self.backend.annotate(f"roundpipe {which} m{microbatch} backward")
+        with self._timed("backward", layers), self._noted(microbatch, "backward"), annotation:
             torch.autograd.backward(roots, gradients)
 
     # Calls
 
     def _leaves(self, segment: Segment, carry: Carry, microbatch: int) -> dict[str, Any]:
         """The taken values with autograd leaves where a gradient flows."""
-        flowing = self.spec.with_gradient
-        return {
-            name: _as_leaf(carry[name], self.record.plain.get((microbatch, name), frozenset()))
-            if name in flowing
-            else carry[name]
-            for name in segment.takes
-        }
+        leaves = {name: carry[name] for name in segment.takes}
+        for name in self.spec.with_gradient.intersection(segment.takes):
+            leaves[name] = _as_leaf(carry[name], self.record.plain.get((microbatch, name), frozenset()))
+        return leaves
 
     def _note_plain(self, spec: LayerSpec, inputs: Carry, outputs: Carry, microbatch: int) -> None:
         """A tensor without gradient that a layer hands on as it is stays one; that of a traced layer is known."""

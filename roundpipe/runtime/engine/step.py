@@ -3,9 +3,6 @@
 The spec is complete before anything runs, and nobody changes it. The state is shared by the workers, the threads that
 add gradients, the caller and the optimizer's thread, who meet on the model's `Board`. The first error cancels the step:
 whoever waits gives up, and the caller gets the exception as it was raised.
-
-A step may outlive its call: once the losses are known the caller goes on while the last backward stages run. What
-these still read of the caller's objects is copied first (`StepState.detach`).
 """
 
 from __future__ import annotations
@@ -127,7 +124,6 @@ class StepSpec:
     """Where workers note what calls take; None: the step is not measured."""
 
     def flow_of(self, job: Job) -> JobFlow:
-        """The values of a job."""
         return self.flows[job.index - self.schedule.first_job]
 
 
@@ -135,8 +131,6 @@ class StepState:
     """How far a step is; workers write it.
 
     Args:
-        spec: what runs.
-        board: of the model.
         values: the first carries, or what the forward of a backward left; used up.
         gradients: for the outputs, of a backward; else empty.
         forward: what the forwards of this step, or of the step before this backward, leave for recomputation.
@@ -171,11 +165,9 @@ class StepState:
         self.is_unattended = False
         """Whether the call has returned."""
         self.failed = False
-        """Whether an error ended the step, so that its gradients are not whole."""
         self.error: BaseException | None = None
         """The first error, until somebody takes it to raise it."""
         self.frozen = spec.frozen
-        """The user's modules as they are to be read; None: as they are."""
         self.modules_lock = threading.Lock()
         """Held by whoever reads the user's modules, or takes note of how they are."""
         self._first_job = spec.schedule.first_job
@@ -289,13 +281,12 @@ class StepState:
                 value.synchronize()
 
     def wait_over(self) -> None:
-        """Return when nobody works for the step any more."""
         self.board.wait(lambda: self.is_over, "the call", "the end of the step")
 
     def detach(self) -> None:
         """Copy what the remaining jobs read of the caller's objects: arguments, modes, attributes, who is trained.
 
-        The caller may change all of these as soon as the call returns.
+        The call returns with the losses, and the caller may change all of these while the last backward stages run.
         """
         backward = {i for job in self.spec.schedule.jobs if job.phase is Phase.BACKWARD for i in job.layers}
         devices = set()

@@ -40,8 +40,7 @@ from roundpipe.runtime.weights.residency import Arena, Download, Visit, visit_by
 logger = logging.getLogger(__name__)
 
 RUNS_AHEAD = 3
-"""Microbatches of stages that are given to an accelerator before the first of them is done: enough to keep it busy, and
-few, since the values of each are on the device."""
+"""Microbatches given to an accelerator before the first of them is done: they keep it busy, and take its memory."""
 
 
 @dataclass(slots=True)
@@ -115,7 +114,6 @@ class Worker:
 
     @property
     def is_current(self) -> bool:
-        """Whether the calling code runs in one of its threads."""
         return self._thread.is_current or self._gradients_thread.is_current
 
     def close(self) -> None:
@@ -208,9 +206,8 @@ class Worker:
         sizes, spare_bytes = self._visit_sizes(step), step.spec.spare_bytes
         more = [*sizes, sizes[0]]
         extra_bytes = self.arena.room(more) - self.arena.room(sizes)
-        if step.spec.may_outlive_call and (spare_bytes is None or extra_bytes <= spare_bytes):
-            return more
-        return sizes
+        fits = spare_bytes is None or extra_bytes <= spare_bytes
+        return more if step.spec.may_outlive_call and fits else sizes
 
     def _look_ahead(self) -> None:
         """Start the upload of the next step's first job, once its weights may be read and if there is room."""

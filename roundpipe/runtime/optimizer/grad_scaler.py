@@ -66,13 +66,6 @@ class ScalerScope:
             with scaler._lock:
                 scaler._published = scaler._latest
 
-    def add(self, scaler: GradScaler) -> bool:
-        """Take a scaler in; whether it is new."""
-        if scaler in self._scalers:
-            return False
-        self._scalers.add(scaler)
-        return True
-
 
 _SCOPE: ContextVar[ScalerScope | None] = ContextVar("roundpipe_scaler_scope", default=None)
 
@@ -219,7 +212,8 @@ class GradScaler:
 
     def _enter_scope(self) -> None:
         scope = _SCOPE.get()
-        if scope is not None and scope.add(self):
+        if scope is not None and self not in scope._scalers:
+            scope._scalers.add(self)
             with self._lock:
                 self._scoped = self._in_step = True
 

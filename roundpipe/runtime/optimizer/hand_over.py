@@ -47,7 +47,7 @@ class HandOver:
     """Hands over for one model; without gates no step runs meanwhile."""
 
     def __init__(self, gates: Gates | None, log: HostLog) -> None:
-        self._gates = gates
+        self._gates = gates or Gates()
         self._log = log
 
     @torch.no_grad()
@@ -72,38 +72,32 @@ class HandOver:
                     group = to_write.popleft().pairs
                     if weights_changed:
                         self.write_weights([pair for pair in group if pair.is_behind] if only_behind else group)
-                    if self._gates is not None:
-                        self._gates.weights.open(pair.parameter for pair in group)
+                    self._gates.weights.open(pair.parameter for pair in group)
                 elif to_take and to_take[0].is_added():
                     group = to_take.popleft().pairs
                     if not any(step.failed for step in steps):
                         with self._log.doing("hand-over", "gradients to the optimizer", bytes=num_bytes(group)):
                             take_gradients(group)
-                    if self._gates is not None:
-                        self._gates.gradients.open(pair.parameter for pair in group)
+                    self._gates.gradients.open(pair.parameter for pair in group)
                 else:
                     with self._log.doing("waits", "wait for uploads" if to_write else "wait for gradients"):
                         self._wait(to_write[0] if to_write else None, to_take[0] if to_take else None)
         finally:
-            if self._gates is not None:
-                self._gates.open(pair.parameter for pair in pairs)
+            self._gates.open(pair.parameter for pair in pairs)
 
     def _wait(self, to_write: _Group | None, to_take: _Group | None) -> None:
         """Until gradients can be taken or, once all of its uploads have begun, weights can be written."""
-        assert self._gates is not None
-        self._gates.board.wait(
-            lambda: (
-                (to_take is not None and to_take.is_added()) or (to_write is not None and to_write.are_uploads_begun())
-            ),
-            "the optimizer's thread",
-            "steps that use its parameters",
-        )
+
+        def can_go_on() -> bool:
+            is_added = to_take is not None and to_take.is_added()
+            return is_added or (to_write is not None and to_write.are_uploads_begun())
+
+        self._gates.board.wait(can_go_on, "the optimizer's thread", "steps that use its parameters")
         if to_write is not None and (to_take is None or not to_take.is_added()):
             to_write.wait_uploaded()
 
     @torch.no_grad()
     def write_weights(self, pairs: Iterable[ParameterPair]) -> None:
-        """The optimizer's weights into the model."""
         for _, group in groups_of(pairs):
             with self._log.doing("hand-over", "weights into the model", bytes=num_bytes(group)):
                 copy_in(group)

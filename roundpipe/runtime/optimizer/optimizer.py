@@ -47,14 +47,8 @@ class OptimizerSide:
     ``step_fn`` may do anything with the copies, and should leave the rest of the model alone; optimizers that evaluate
     the loss themselves (LBFGS) need a step that is not asynchronous: the model runs on the copies' present values.
 
-    Args:
-        named_parameters: of the model, see `ParameterPairs`.
-        optim_dtype: dtype of the copies, likewise.
-        name: of the model, for messages.
-        gates: lets an asynchronous update hand over in the optimizer's thread, parameter by parameter; None hands
-            all over before `step` returns.
-        steps: that use the parameters; None: there are none, or none is running when a method is called.
-        deadline_s: how long to wait for an update.
+    With ``gates`` an asynchronous update hands over in the optimizer's thread, parameter by parameter; without, before
+    `step` returns. ``steps`` are those that use the parameters; without, none is running when a method is called.
     """
 
     def __init__(
@@ -67,8 +61,7 @@ class OptimizerSide:
         steps: Steps | None = None,
         deadline_s: float = DEADLINE_S,
     ) -> None:
-        is_dtype = isinstance(optim_dtype, torch.dtype) and optim_dtype.is_floating_point
-        if optim_dtype is not None and not is_dtype:
+        if optim_dtype is not None and not (isinstance(optim_dtype, torch.dtype) and optim_dtype.is_floating_point):
             raise ConfigError(f"optim_dtype is {optim_dtype!r}; give a floating-point torch.dtype, or None")
         self._pairs = ParameterPairs(named_parameters, optim_dtype)
         self._name = name
@@ -151,7 +144,7 @@ class OptimizerSide:
             self._weights_changed = False
             self._hand_over.write_weights(pairs)
             self._scalers.publish()
-        self._runner.warn_if_idle()
+        self._runner.idle.warn()
 
     def _submit(self, pairs: list[ParameterPair], step_fn: Callable[[], object]) -> None:
         """Hand an update to the optimizer's thread, or, if interrupted, leave all as it was before the step."""
@@ -216,11 +209,17 @@ class OptimizerSide:
         """
         if self._closed:
             raise ClosedError(f"{self._name} was closed; make a new one to go on")
-        if self._runner.is_inside:
-            self._begin_inside()
+        if self._runner.is_inside:  # an optimizer evaluates the loss, on its present weights
+            if self._has_update:
+                raise ConfigError(
+                    f"{self._name} was called inside an asynchronous step_fn, while the next round may be running. An "
+                    "optimizer that evaluates the loss itself, such as LBFGS, needs step(..., is_async=False)"
+                )
+            self._weights_changed = True
+            self._exchange(self._pairs.with_copies())
         self._is_settled = False
         self.raise_pending()
-        self._runner.warn_if_idle()
+        self._runner.idle.warn()
         is_exchanging = self._has_update
         for pair in self._pairs:
             if adds_gradients:
@@ -236,16 +235,6 @@ class OptimizerSide:
         """The model's weights lie elsewhere now, such as packed; their values are the same."""
         for pair in self._pairs:
             pair.moved()
-
-    def _begin_inside(self) -> None:
-        """A call inside ``step_fn``, as an optimizer makes it that evaluates the loss: on its present weights."""
-        if self._has_update:
-            raise ConfigError(
-                f"{self._name} was called inside an asynchronous step_fn, while the next round may be running. An "
-                "optimizer that evaluates the loss itself, such as LBFGS, needs step(..., is_async=False)"
-            )
-        self._weights_changed = True
-        self._exchange(self._pairs.with_copies())
 
     def end_call(self) -> None:
         """A call into the model has brought its gradients; inside ``step_fn`` the optimizer sees them at once."""

@@ -83,7 +83,6 @@ class ParameterPairs:
 
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool) -> None:
-        """Clear the gradients of parameters and of copies."""
         for pair in self._pairs:
             for holder in (pair.parameter, pair.copy):
                 if holder is not None and holder.grad is not None:

@@ -54,7 +54,7 @@ class Update:
     """Whoever gets it decides: the optimizer's thread runs the update, an interrupted `step` takes it back."""
 
 
-class _IdleCheck:
+class IdleCheck:
     """Until a ``step_fn`` has written a copy: whether one leaves all that have gradients as they are."""
 
     def __init__(self) -> None:
@@ -81,6 +81,7 @@ class _IdleCheck:
             self._looks, self._is_due = False, True
 
     def warn(self) -> None:
+        """Warn, once, in the training thread."""
         if self._is_due:
             self._is_due = False
             warn(
@@ -97,7 +98,7 @@ class UpdateRunner:
         self._name = name
         self._log = log
         self._scalers = scalers
-        self._idle = _IdleCheck()
+        self.idle = IdleCheck()
 
     @property
     def is_inside(self) -> bool:
@@ -109,15 +110,11 @@ class UpdateRunner:
         token = _RUNNING.set(self)
         try:
             with self._log.doing("update", f"optimizer step {index}"), OptimizerCtx(), self._scalers.running():
-                self._idle.before(pairs)
+                self.idle.before(pairs)
                 step_fn()
-                self._idle.after(self._scalers)
+                self.idle.after(self._scalers)
         except BaseException as error:
             error.add_note(f"raised in step_fn of step {index} of {self._name}")
             raise
         finally:
             _RUNNING.reset(token)
-
-    def warn_if_idle(self) -> None:
-        """Warn, once, if a ``step_fn`` left all parameters with gradients as they were; in the training thread."""
-        self._idle.warn()
