@@ -21,7 +21,6 @@ class Cuts(NamedTuple):
     edges: tuple[int, ...]
     """From 0 to the start of the fused tail."""
     replicas: tuple[int, ...]
-    """Per range."""
 
     @classmethod
     def single(cls, edges: Sequence[int]) -> Cuts:
@@ -69,7 +68,6 @@ class Candidate(NamedTuple):
 
     @classmethod
     def singles(cls, num_layers: int) -> Candidate:
-        """One layer per stage."""
         cuts = Cuts.single(range(num_layers))
         return cls(cuts, cuts)
 
@@ -94,7 +92,6 @@ class Candidate(NamedTuple):
         return (*self.forward.replicas, self.fused_replicas, *reversed(self.backward.replicas))
 
     def plan(self, num_layers: int) -> ExecutePlan:
-        """The plan, without its replicas."""
         backward = reversed(list(pairwise(self.backward.edges)))
         return ExecutePlan(pairwise(self.forward.edges), (self.fused_start, num_layers), backward)
 

@@ -123,7 +123,6 @@ class EventQueue:
             node.begin(self)
 
     def finish(self, node: Node) -> None:
-        """A node is over; those that waited for it alone begin."""
         node.over_s = self.now_s
         self._over.append(node)
         if self._is_settling:
@@ -169,8 +168,6 @@ class EventQueue:
         else:
             head.bytes_left -= self._rate(link) * (self._link_now - link.sent_since)
         self._begin_head(link)
-
-    # Time goes on
 
     def advance(self) -> bool:
         """Moves on to the next end of an op or a transfer; False: there is none."""

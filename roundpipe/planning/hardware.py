@@ -33,7 +33,6 @@ class HardwareProfile:
 
     @classmethod
     def of_devices(cls, are_accelerators: bool, **figures: Any) -> HardwareProfile:
-        """A profile of some devices; CPU workers have no queue that runs ahead of its thread."""
         return cls(gradients_stay=are_accelerators, inputs_ahead=int(are_accelerators), **figures)
 
     def __post_init__(self) -> None:

@@ -50,15 +50,12 @@ class PlanArguments(TypedDict, total=False):
     """What every planner takes beside the costs of the layers."""
 
     num_workers: Required[int]
-    """In the rotation."""
     num_microbatches: Required[int]
-    """Per step."""
     memory_budget_bytes: int | None
     """What a plan may use of each device; None = no limit."""
     recompute_grain: RecomputeGrain
     """Whose activations a backward stage holds at once, ``"stage"`` (the default) or ``"layer"``."""
     names: Sequence[str] | None
-    """Of the layers, for errors."""
 
 
 def plan(

@@ -29,14 +29,11 @@ Activity = Literal["recompute", "compute", "upload", "download", "kept", "weight
 
 _SAME = 5e-4
 """Share of a step within which all ends of two steps must agree for the replay to be steady."""
-
 _NUM_ALIKE, _SAME_LENGTH = 12, 1e-7
 """So many steps in a row whose lengths differ by this share are taken as steady, too."""
-
 _MAX_STEPS, _MAX_TURNS = 32, 4
 """Steps after which a replay that is not steady is averaged: as many, and as many as the workers need for so many
 times the visits that each of them may have under way."""
-
 _MIN_STEPS, _NUM_OPS = 6, 30_000
 """Fewer if they have many ops, since then the rotation's start counts less; but never as few as that."""
 
@@ -50,7 +47,6 @@ class ReplayedActivity(NamedTuple):
     """None: an update."""
     microbatch: int | None
     num_bytes: float | None
-    """Of a transfer."""
 
 
 class ReplayedWait(NamedTuple):
@@ -68,7 +64,6 @@ class _EarlierJob:
 
     last_op: Node
     gradients: Node | None
-    """Their way down."""
     gradient_bytes: int
 
 
@@ -77,12 +72,10 @@ class _JobInputs:
     """What all ops of a job wait for, or take from."""
 
     losses: Node | None
-    """Of the step before."""
     start: Node
     weights: Node
     gate: Node | None
     before: _EarlierJob | None
-    """The worker's job before."""
 
 
 class _Output(NamedTuple):
@@ -139,7 +132,7 @@ class StepReplay:
         self.waits: list[ReplayedWait] = []
         self._costs = costs
         self._profile = profile
-        num_workers = schedule.num_workers
+        num_workers, num_jobs = schedule.num_workers, len(schedule.jobs)
         self._queue = EventQueue(num_workers, profile.host_bytes_per_s)
         self._up = [Link(profile.upload_bytes_per_s) for _ in range(num_workers)]
         self._down = [Link(profile.download_bytes_per_s) for _ in range(num_workers)]
@@ -155,12 +148,12 @@ class StepReplay:
         self._earlier: list[deque[_EarlierJob]] = [deque(maxlen=2) for _ in range(num_workers)]
         self._recent_ops: list[deque[Node]] = [deque(maxlen=profile.inputs_ahead + 1) for _ in range(num_workers)]
         self._free_s = [0.0] * num_workers
-        self.job_bytes = [0] * len(schedule.jobs)
+        self.job_bytes = [0] * num_jobs
         """Most that a worker held beside weights while it ran the job."""
         self._carried_bytes = self.peak_carried_bytes = 0
         self._num_steps = 0
         num_ops = sum(len(schedule.microbatches(job)) for job in schedule.jobs)
-        self._num_in_a_row = -(-MAX_RESIDENT_JOBS * num_workers // len(schedule.jobs))
+        self._num_in_a_row = -(-MAX_RESIDENT_JOBS * num_workers // num_jobs)
         """Steps with all the visits that workers may have under way; what follows depends on them."""
         most = max(_MAX_STEPS, _MAX_TURNS * self._num_in_a_row)
         self._max_steps = max(_MIN_STEPS, 2 * steps_per_update + 2, min(most, _NUM_OPS // num_ops))
@@ -175,8 +168,6 @@ class StepReplay:
         self._add_step(None)
         while not self.age and self._queue.advance():
             pass
-
-    # ------------------------------------------------------------------------------------ adding
 
     def _add_step(self, before: ReplayedStep | None) -> None:
         """Adds a step; when it begins, it adds the one behind it, whose first weights may come up meanwhile."""
@@ -321,8 +312,6 @@ class StepReplay:
         assert op is not None
         return op
 
-    # ----------------------------------------------------------------------------------- booking
-
     def _book(
         self,
         op: Op,
@@ -371,7 +360,6 @@ class StepReplay:
             self._look_at(self._unfinished.popleft())
 
     def _look_at(self, step: ReplayedStep) -> None:
-        """Is a step that is over like an earlier one?"""
         self.over.append(step)
         step.uploads.clear()
         end_s, stride = step.end_s, self.steps_per_update

@@ -91,7 +91,6 @@ class Search:
         """Of the latest candidate: its edges and stages."""
 
     def run(self) -> list[Candidate]:
-        """The plans found, the best first; none if none fits."""
         if self.num_layers <= _EXHAUSTIVE_LAYERS and not self.replicate:
             self._evaluate_all()
         else:
@@ -106,10 +105,7 @@ class Search:
         value, slots = float(f"{self.values[candidate]:.9g}"), sum(candidate.replicas)
         return value, slots, candidate.forward.edges, candidate.backward.edges
 
-    # ------------------------------------------------------------------------------- evaluation
-
     def stages(self, candidate: Candidate) -> list[StageCost]:
-        """The costs of a candidate's jobs, in the order of the step."""
         forward, backward = candidate.forward.edges, candidate.backward.edges
         if self._forward[0] is not forward:  # most moves leave one side as it was
             self._forward = forward, [*map(self.costs.forward, forward, forward[1:])]
@@ -203,8 +199,6 @@ class Search:
         for move in candidate.moves(self.num_layers, self._most_replicas):
             self.evaluate(candidate.after(move))
 
-    # ---------------------------------------------------------------------------------- packing
-
     def _pack_all(self) -> None:
         """Evaluates packings for each start of the fused tail, the most promising start first."""
         share = int(self.effort.ops_left * _PACKING_SHARE / _NUM_STARTS)
@@ -256,8 +250,6 @@ class Search:
         even_s = [self.packing.times_s["B"][start] / count * 1.0001 for count in counts]
         alike_s = [fused_s / count for count in self._fused_counts]
         return sorted([*alike_s, *even_s], key=lambda target_s: min(_distance(target_s, time_s) for time_s in alike_s))
-
-    # --------------------------------------------------------------------------------- climbing
 
     def _leaders(self) -> list[Candidate]:
         """The best plan of each of the best shapes."""

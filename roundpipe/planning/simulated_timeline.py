@@ -43,7 +43,6 @@ def simulate_timeline(
 
 
 def _spans(steps: StepReplay) -> Iterator[Span]:
-    """Everything that took time and is over."""
     for wait in steps.waits:
         device, cause = f"worker {wait.worker}", wait.cause
         yield Span(device, "waits", WAIT_NAMES[cause], wait.start_s, wait.end_s, {"cause": cause})

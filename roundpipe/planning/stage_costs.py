@@ -23,16 +23,12 @@ RecomputeGrain = Literal["stage", "layer"]
 
 StagePhase = Literal["F", "U", "B"]
 """Of a range: forward, fused or backward."""
-
 BOUNDARY_BUFFERS = 4
 """Copies of the values at a stage's cuts on a device: in and out, one in use and one on its way."""
-
 WEIGHTS_SHARE = 0.9
 """Share of a device's budget that weights and gradients may take; the rest is for activations."""
-
 _EQUAL = 1e-9
 """Relative difference below which two states of the recurrence count as one."""
-
 _NO_LINES: tuple[Any, ...] = (inf, -inf, -inf, ())
 """The bottom of a stack of lines: steeper than any."""
 
@@ -51,7 +47,6 @@ class StageCost(NamedTuple):
 
     @property
     def own_bytes(self) -> int:
-        """What the stage needs on a device while it runs."""
         return self.weight_bytes + self.gradient_bytes + self.working_bytes
 
 
@@ -81,7 +76,6 @@ class StageCosts:
         return 0 if phase == "F" else self._gradient_bytes[stop] - self._gradient_bytes[start]
 
     def working_bytes(self, phase: StagePhase, start: int, stop: int) -> int:
-        """Activations that a range in a phase keeps or has in use, temporaries, and the values at its cuts."""
         carry_in, carry_out = self._carry_bytes[start - 1 if start else 0], self._carry_bytes[stop - 1]
         if phase == "U":
             # The fused tail hands on only gradients of the values it takes. What the last layer makes is there once:
@@ -155,9 +149,6 @@ def num_trained(cost: LayerCost) -> int:
     return round(cost.num_parameters * min(cost.gradient_bytes / cost.weight_bytes, 1.0))
 
 
-# ---------------------------------------------------------------------------------- memory of a step
-
-
 def _arena_bytes(weights: Sequence[int], num_workers: int) -> int:
     """What a worker keeps for weights: room for any two jobs of a step that follow each other on it."""
     return max(map(add, weights, (*weights[num_workers:], *repeat(0, min(num_workers, len(weights))))))
@@ -186,9 +177,6 @@ def peak_bytes(stages: Sequence[StageCost], num_workers: int) -> int:
     turn = len(gradients) - num_workers % len(gradients)
     before = (*gradients[turn:], *gradients[:turn])
     return _arena_bytes(weights, num_workers) + max(map(add, map(add, gradients, before), working))
-
-
-# ---------------------------------------------------------------------------------- time of a step
 
 
 def step_seconds(

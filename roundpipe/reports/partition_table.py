@@ -70,8 +70,10 @@ def partition_table(
     """
     num_parameters = sum(parameter.numel() for parameter in chain.parameters())  # shared ones once
     parts = [counted(len(chain.specs), "layer")]
+    tables = [layer_table(chain, measured=measured)]
     if plan is not None:
         parts.append(f"{counted(plan.num_stages, 'stage')} in a round")
+        tables.append(stage_table(chain, plan, measured=measured))
     parts.append(f"{format_count(num_parameters)} parameters")
     if num_parameters < sum(cost.num_parameters for cost in chain.costs):
         parts[-1] += " (shared ones counted once)"
@@ -81,9 +83,6 @@ def partition_table(
     elif measured is not None:
         parts.append(what)
     headline = (f"{title}: " if title else "") + ", ".join(parts)
-    tables = [layer_table(chain, measured=measured)]
-    if plan is not None:
-        tables.append(stage_table(chain, plan, measured=measured))
     return "\n\n".join((headline, *tables))
 
 
@@ -102,9 +101,6 @@ def explain_table(chain: LayerChain | None, opaque: Mapping[str, str]) -> str:
     return "\n\n".join(parts)
 
 
-# ---------------------------------------------------------------------------------- rows
-
-
 @dataclass(frozen=True, slots=True)
 class _Row:
     """One layer or stage; ``key`` says which neighbours it may be folded with."""
@@ -117,7 +113,6 @@ class _Row:
     cost: LayerCost
     """Of a stage: the sums over its layers, and the bytes of the cut that it hands on to the next job."""
     count: int = 1
-    """How many alike rows it stands for."""
 
     @property
     def covers(self) -> str:
@@ -139,7 +134,6 @@ def _span(first: str, last: str) -> str:
 
 
 def _pattern(text: str) -> str:
-    """A name without its numbers, equal for the blocks of a stack."""
     return re.sub(r"\d+", "#", text)
 
 
@@ -186,11 +180,7 @@ def _folded_row(alike: Sequence[_Row]) -> _Row:
     return replace(alike[0], label=label, first=first.first, last=last.last, cost=cost, count=count)
 
 
-# ---------------------------------------------------------------------------------- cells
-
-
 def _cost_table(first: str, rows: Sequence[_Row], total_label: str, measured: bool) -> str:
-    """The folded rows and, below a rule, their total."""
     covers = ""
     if rows:
         work = [row.cost.forward_s + row.cost.backward_s for row in rows]

@@ -43,9 +43,7 @@ class ComparedSchedule:
     microbatches: int
     seconds_per_step: float | None = None
     idle: float | None = None
-    """Mean share of a device's time."""
     peak_bytes: int | None = None
-    """Of the fullest device."""
     fits: bool = False
     remark: str = ""
 

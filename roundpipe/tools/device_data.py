@@ -40,11 +40,9 @@ class DeviceSpec:
     flops_per_s: float
     """Dense bf16 peak."""
     bytes_per_s: float
-    """Device memory bandwidth, peak."""
     link_bytes_per_s: float
     """Between host and device, one direction, peak."""
     source: str
-    """Where the figures are from."""
     checked: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """By the name of a figure: where else it was found, or what it follows from."""
 

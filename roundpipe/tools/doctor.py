@@ -152,7 +152,6 @@ def _device(device: torch.device, pinned: bool) -> AcceleratorSpec:
 
 
 def _product_rate(device: torch.device, wait: Callable[[], None]) -> float:
-    """FLOPs per second of a bf16 matrix product."""
     matrix = torch.randn(PRODUCT_SIZE, PRODUCT_SIZE, device=device, dtype=torch.bfloat16)
     return 2 * PRODUCT_SIZE**3 / _least_seconds(lambda: matrix @ matrix, wait)
 

@@ -43,11 +43,9 @@ class Explanation:
     traced: TracedGraph | None
     """None if the model's own forward can't be traced."""
     chain: LayerChain | None
-    """The layers it would be cut into."""
     cuts: tuple[tuple[tuple[str, int], ...], ...]
     """Per cut between two layers: name and bytes of each value carried over it, at the example's size."""
     error: TraceError | None = None
-    """Why it can't be traced."""
     own_example: tuple[str, ...] = ()
     """Names of the model's ``dummy_inputs``, if those were the example."""
 

@@ -107,7 +107,6 @@ def _with_fewer_devices(target: Target, layers: Layers, result: Forecast) -> lis
 
 
 def _describe(training: Training, changed: Training, other: Forecast, result: Forecast) -> str:
-    """A change as options, and what it brings."""
     names = {"batch": "--batch", "num_microbatches": "--microbatches", "recompute_grain": "--recompute"}
     values = {name: getattr(changed, name) for name in names if getattr(changed, name) != getattr(training, name)}
     options = " ".join(f"{names[name]} {value}" for name, value in values.items())

@@ -81,16 +81,10 @@ def _step(result: Forecast) -> str:
     return f"{format_seconds(result.simulation.seconds_per_step)}, {per_s} {unit}/s: {size}"
 
 
-def _named_stages(result: Forecast) -> dict[str, DeviceMemory]:
-    """Device memory of the stages F0, .., U, B1, .. of the plan."""
-    names = [] if result.plan is None else [name for name, _ in result.plan.named_stages()]
-    return dict(zip(names, result.stages, strict=True))
-
-
 def _by_phase(result: Forecast) -> str:
     """What stages of each phase need: the smallest and the largest total on a device."""
     totals: dict[str, list[int]] = {}
-    for name, memory in _named_stages(result).items():
+    for name, memory in result.stages.items():
         totals.setdefault(name[0], []).append(memory.total)
     sizes = {phase: dict.fromkeys((min(own), max(own))) for phase, own in totals.items()}
     return ", ".join(f"{phase} {' to '.join(map(format_bytes, own))}" for phase, own in sizes.items())
@@ -146,7 +140,7 @@ def forecast_json(result: Forecast) -> dict[str, Any]:
             "usable_bytes": machine.budget_bytes,
             "needed_bytes": None if need is None else need.total,
             **(dict.fromkeys(DeviceMemory._fields) if need is None else need._asdict()),
-            "stages": [{"name": name, **memory._asdict()} for name, memory in _named_stages(result).items()],
+            "stages": [{"name": name, **memory._asdict()} for name, memory in result.stages.items()],
         },
         "host_memory": {"needed_bytes": result.host.total, **asdict(result.host), "pinned": result.host.pinned},
         "basis": f"{BASIS}; {_figures(machine)}",

@@ -81,7 +81,6 @@ class Training:
     """How it is trained."""
 
     batch: int
-    """Samples per step."""
     num_microbatches: int
     optimizer: OptimizerName = "adamw"
     optim_dtype: torch.dtype = torch.float32
@@ -96,7 +95,6 @@ class Training:
 
     @property
     def microbatch(self) -> int:
-        """Samples of the largest microbatch."""
         return -(-self.batch // self.num_microbatches)
 
 
@@ -114,16 +112,14 @@ class Forecast:
     setting: Setting
     """The same for the simulator."""
     plan: ExecutePlan | None
-    stages: tuple[DeviceMemory, ...]
-    """Device memory while each stage of the plan runs, in the order of the step; none without a plan."""
+    stages: dict[str, DeviceMemory]
+    """Device memory while the stages F0, .., U, B1, .. of the plan run; none without a plan."""
     host: HostMemory
     simulation: Simulation | None
     notes: list[str]
     """What the figures leave out."""
     reasons: list[str] = field(default_factory=list)
-    """Why it doesn't fit; none if it does."""
     changes: list[str] = field(default_factory=list)
-    """What to change, with what that would bring."""
 
     @property
     def fits(self) -> bool:
@@ -132,7 +128,7 @@ class Forecast:
     @property
     def device(self) -> DeviceMemory | None:
         """Device memory of the stage that needs the most."""
-        return max(self.stages, key=lambda memory: memory.total, default=None)
+        return max(self.stages.values(), key=lambda memory: memory.total, default=None)
 
     @property
     def fits_devices(self) -> bool:
@@ -201,15 +197,16 @@ def forecast_at(
     setting = _setting(costs, machine, training)
     chooser = PlanChooser(machine.num_devices, [machine.budget_bytes], accelerators=True)
     reasons, plan, simulation = [], None, None
-    stages: tuple[DeviceMemory, ...] = ()
+    stages: dict[str, DeviceMemory] = {}
     try:
         plan = chooser.plan(call)
     except DeviceMemoryError as error:
         reasons.append(str(error))
     else:
-        stages = tuple(plan_memory(plan, costs, num_workers=machine.num_devices, recompute_grain=grain))
+        memory = plan_memory(plan, costs, num_workers=machine.num_devices, recompute_grain=grain)
+        stages = {name: need for (name, _), need in zip(plan.named_stages(), memory, strict=True)}
         simulation = setting.simulate(plan) if simulated else None
-        needed_bytes = max(memory.total for memory in stages)
+        needed_bytes = max(need.total for need in memory)
         if needed_bytes > machine.budget_bytes:
             reasons.append(
                 f"a device needs {needed_bytes:,} bytes with what comes and goes within layers, and its budget is "

@@ -132,7 +132,6 @@ def _architecture(transformers: Any, config: Any) -> Any:
 
 
 def _of_transformers(name: str, model: Any, seq: int | None, default_seq: int) -> Target:
-    """How a Hugging Face model is called in training, with its loss where it has one."""
     kind, config = type(model).__name__, model.config
     if model.main_input_name == "pixel_values":
         return _of_images(name, model)
