@@ -1,8 +1,7 @@
 """Arguments in one normal form, so that ``f(x, mask=m)`` and ``f(x=x, mask=m)`` are one call.
 
-Everything that can be named is a keyword argument under its parameter's name; arguments that are
-left at their default (the very object) are dropped. Positional-only parameters, and everything in
-front of a ``*args`` that is not empty, stay positional.
+Everything that can be named is a keyword argument under its parameter's name; arguments left at their default (the very
+object) are dropped. Positional-only parameters, and all in front of a ``*args`` that is not empty, stay positional.
 
 Invariant: calling the model with the normal form equals calling it with the arguments as given.
 """
@@ -19,17 +18,12 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class CallForm:
-    """The signature of one model's forward.
-
-    Args:
-        model: the model; its ``forward`` is looked at once.
-    """
+    """The signature of one model's forward, which is looked at once."""
 
     def __init__(self, model: nn.Module) -> None:
         self._signature = _signature_of(model.forward)
-        self._defaults: dict[str, Any] = {}
-        if self._signature is not None:
-            self._defaults = {name: parameter.default for name, parameter in self._signature.parameters.items()}
+        parameters = {} if self._signature is None else self._signature.parameters
+        self._defaults = {name: parameter.default for name, parameter in parameters.items()}
 
     def normalise(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments in normal form.
@@ -42,13 +36,12 @@ class CallForm:
         bound = self._signature.bind(*args, **kwargs)
         positional: list[Any] = []
         named: dict[str, Any] = {}
-        variadic = any(
-            self._signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL and value
-            for name, value in bound.arguments.items()
+        kinds = {name: self._signature.parameters[name].kind for name in bound.arguments}
+        before_variadic = any(
+            kinds[name] is inspect.Parameter.VAR_POSITIONAL and value for name, value in bound.arguments.items()
         )
-        before_variadic = variadic
         for name, value in bound.arguments.items():
-            kind = self._signature.parameters[name].kind
+            kind = kinds[name]
             if kind is inspect.Parameter.VAR_POSITIONAL:
                 positional.extend(value)
                 before_variadic = False

@@ -1,7 +1,6 @@
 """Counts what runs on fake tensors: FLOPs, bytes moved, kernels, and the peak of live memory.
 
-FLOPs are those that `torch.utils.flop_counter` counts, plus the attention and grouped-matmul kernels that
-it has no formula for.
+FLOPs are those that `torch.utils.flop_counter` counts, and those of kernels that it has no formula for.
 
 Invariant: counting changes nothing; views cost nothing; memory given from outside is not counted as made.
 """
@@ -59,9 +58,9 @@ class Tally(TorchDispatchMode):
                 self.moved_bytes += sum(map(_bytes, inputs))
                 self.num_kernels += 1
             return result
-        source_bytes = sum(map(_bytes, outputs)) if func._opname in GATHERING else sum(map(_bytes, inputs))
+        sources = outputs if func._opname in GATHERING else inputs
         self.num_kernels += 1
-        self.moved_bytes += source_bytes + sum(map(_bytes, outputs))
+        self.moved_bytes += sum(map(_bytes, (*sources, *outputs)))
         for tensor in outputs:
             self._allocated(tensor)
         return result
@@ -86,11 +85,8 @@ def _tensors_of(value: Any) -> list[torch.Tensor]:
     """The tensors of an operator's arguments or results, which nest in lists and tuples only."""
     if isinstance(value, torch.Tensor):
         return [value]
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in _tensors_of(item)]
-    if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in _tensors_of(item)]
-    return []
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for item in items for tensor in _tensors_of(item)]
 
 
 def _bytes(tensor: torch.Tensor) -> int:

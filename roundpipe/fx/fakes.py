@@ -1,8 +1,7 @@
 """The world a model is traced in: fake tensors, symbolic sizes, and a twin of the model that holds them.
 
-The twin has the user's classes and attributes but its own module objects and attribute dicts, with a
-fake in place of each parameter and buffer. Whatever a forward does to it (assign buffers, install
-hooks, cache values), the user's model is never touched, not even for a moment.
+The twin has the user's classes and attributes but its own module objects and attribute dicts, with a fake in place of
+each parameter and buffer: whatever a forward does to it, the user's model is never touched, not even for a moment.
 
 Invariant: fakes hold no memory; the real model and its tensors are only read.
 This file is the only user of torch's fake tensors.
@@ -158,12 +157,7 @@ class FakeWorld:
         dynamic: dimensions that are symbols although the rule says they are not.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        arguments: Any,
-        dynamic: Collection[Dimension] = (),
-    ) -> None:
+    def __init__(self, model: nn.Module, arguments: Any, dynamic: Collection[Dimension] = ()) -> None:
         self.model = model
         self.shapes = ShapeWorld()
         self.mode = FakeTensorMode(shape_env=self.shapes, allow_non_fake_inputs=True)
@@ -228,12 +222,9 @@ class FakeWorld:
         return self.mode.from_tensor(tensor.detach(), static_shapes=True)
 
     def _make_fakes(self) -> None:
-        named = [
-            *self.model.named_parameters(remove_duplicate=False),
-            *self.model.named_buffers(remove_duplicate=False),
-        ]
-        for name, tensor in named:
-            self.real[name] = tensor
+        self.real.update(self.model.named_parameters(remove_duplicate=False))
+        self.real.update(self.model.named_buffers(remove_duplicate=False))
+        for name, tensor in self.real.items():
             if tensor not in self._fake_of:
                 self._fake_of[tensor] = self._fake_state(tensor)
                 self.name_of[tensor] = name
@@ -254,9 +245,8 @@ class FakeWorld:
         return fake
 
     def _fake_arguments(self, arguments: Any) -> Any:
-        fakes = iter(
-            [self._fake_input(path, leaf) for path, leaf in trees.walk(arguments) if isinstance(leaf, torch.Tensor)]
-        )
+        leaves = [(path, leaf) for path, leaf in trees.walk(arguments) if isinstance(leaf, torch.Tensor)]
+        fakes = iter([self._fake_input(path, leaf) for path, leaf in leaves])
         args, kwargs = arguments
         return (
             tuple(trees.map_tensors(value, lambda _: next(fakes)) for value in args),
@@ -274,10 +264,8 @@ class FakeWorld:
         if real.device.type != "cpu":
             real = torch.empty(real.shape, dtype=real.dtype)
         is_float = real.is_floating_point() or real.is_complex()
-        kinds = []
-        for dim in range(real.dim()):
-            is_dynamic = dim == 0 or not is_float or (path, dim) in self._dynamic
-            kinds.append(DimDynamic.DYNAMIC if is_dynamic else DimDynamic.STATIC)
+        is_dynamic = [dim == 0 or not is_float or (path, dim) in self._dynamic for dim in range(real.dim())]
+        kinds = [DimDynamic.DYNAMIC if dynamic else DimDynamic.STATIC for dynamic in is_dynamic]
         self._num_inputs += 1
         fake = self.mode.from_tensor(
             real.contiguous(),
@@ -294,12 +282,8 @@ class FakeWorld:
 def make_twin(model: nn.Module, fake_of: Mapping[torch.Tensor, torch.Tensor]) -> tuple[nn.Module, dict[nn.Module, str]]:
     """A copy of a module tree with fakes as its state, and the names of its modules.
 
-    Modules are replaced in lists and other containers of attributes too. Modules of the original that code still
-    reaches (through closures) have their names too. Scripted modules can't be copied and stay what they are.
-
-    Args:
-        model: the original, which is only read.
-        fake_of: what stands in place of its tensors.
+    Modules are replaced in lists and other containers of attributes too. Modules of the original, which is only read
+    and which code still reaches through closures, have their names too. Scripted modules can't be copied and stay.
     """
     twins: dict[nn.Module, nn.Module] = {}
     names: dict[nn.Module, str] = {}

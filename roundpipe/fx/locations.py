@@ -32,11 +32,9 @@ def is_model_file(filename: str) -> bool:
 def model_location() -> str:
     """``file:line`` of the model's code that is running."""
     frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if is_model_file(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    while frame is not None and not is_model_file(frame.f_code.co_filename):
         frame = frame.f_back
-    return "unknown"
+    return "unknown" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def raised_at(error: BaseException | None) -> str:

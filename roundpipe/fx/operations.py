@@ -8,6 +8,7 @@ Invariant: each is deterministic given its operands and its own constant fields,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -127,13 +128,7 @@ class _Named:
 
 
 class NamedCall(_Named):
-    """A callable that generated code can name.
-
-    Args:
-        name: in the generated code.
-        function: what it calls.
-        modes: entered around the call.
-    """
+    """A callable that generated code can name, which enters modes around the call if there are any."""
 
     def __init__(self, name: str, function: Callable[..., Any], modes: Modes | None = None) -> None:
         super().__init__(name)
@@ -151,12 +146,7 @@ class NamedCall(_Named):
 
 
 class SizeExpression(_Named):
-    """Evaluates an expression over sizes.
-
-    Args:
-        source: Python source over ``names``.
-        names: the names, in the order of the call's arguments.
-    """
+    """Evaluates Python source over ``names``, which are the sizes that it is called with, in order."""
 
     def __init__(self, source: str, names: tuple[str, ...]) -> None:
         super().__init__("size_expression")
@@ -176,8 +166,6 @@ class SizeExpression(_Named):
 
 def compile_expression(source: str, names: tuple[str, ...]) -> Callable[..., Any]:
     """A function of ``names`` that evaluates ``source``."""
-    import math
-
     scope = {"math": math, "torch": torch, "min": min, "max": max, "abs": abs, "int": int, "float": float}
     return eval(f"lambda {', '.join(names)}: {source}", scope)  # printed by torch from a size expression
 
@@ -194,8 +182,7 @@ class Hole:
 class Build(_Named):
     """Builds an object around values, such as a dataclass or cache that a module takes as argument.
 
-    Args:
-        template: the object with `Hole` in place of each value, in the order of `roundpipe.core.trees.walk`.
+    Its template is the object with a `Hole` in place of each value, in the order of `roundpipe.core.trees.walk`.
     """
 
     def __init__(self, template: Any) -> None:
@@ -208,11 +195,7 @@ class Build(_Named):
 
 
 class ApplyFunction(_Named):
-    """Calls a `torch.autograd.Function`, so that its own backward is kept.
-
-    Args:
-        function: the subclass.
-    """
+    """Calls a `torch.autograd.Function`, so that its own backward is kept."""
 
     def __init__(self, function: type[torch.autograd.Function]) -> None:
         super().__init__(f"apply_{function.__name__}")

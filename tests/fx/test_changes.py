@@ -15,13 +15,14 @@ import roundpipe
 from roundpipe.fx.guards.guards import Guards
 from roundpipe.fx.trace.tracer import trace
 from tests.equality import assert_same_gradients
+from tests.fx import cases_changes
 from tests.fx.against_eager import vectors
 from tests.fx.cases_changes import TABLE, Reads, doubled
 from tests.fx.test_shapes import Layers
 
 
 def _set_gain(model: Any) -> None:
-    globals()["GAIN"] = 2.0
+    cases_changes.GAIN = 2.0
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {
@@ -51,7 +52,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 def kept() -> Iterator[None]:
     """Puts back what the changes leave outside of the model."""
     yield
-    globals()["GAIN"], TABLE["gain"], Reads.factor = 1.0, 1.0, 1.0
+    cases_changes.GAIN, TABLE["gain"], Reads.factor = 1.0, 1.0, 1.0
 
 
 @pytest.mark.parametrize("what", CHANGES)

@@ -15,6 +15,7 @@ from torch import nn
 
 import roundpipe
 from roundpipe.core.errors import TraceError
+from roundpipe.fx.passes.lower import LowerOptions
 from roundpipe.fx.source import RETRACES_BEFORE_WARNING, TracedSource
 from roundpipe.fx.trace.tracer import trace
 from tests.fx.against_eager import check, vectors
@@ -52,7 +53,7 @@ def test_a_device_literal_is_an_attribute_of_the_layer() -> None:
             h = self.layers[0](x) + torch.ones(8, device=x.device, dtype=x.dtype)
             return self.layers[1](h)
 
-    chain = TracedSource(Model().double(), "time", on_failure=_raise).chain_for((), vectors(4, 6))
+    chain = TracedSource(Model().double(), LowerOptions(), on_failure=_raise).chain_for((), vectors(4, 6))
     assert chain is not None and any(spec.execution_device for spec in chain.specs)
 
 

@@ -29,15 +29,8 @@ def live_before(
 ) -> list[frozenset[Node]]:
     """The values live in front of each node of ``order``: made earlier, read by it or later.
 
-    Nodes outside ``order`` that are read (placeholders, attributes) count as made before the first.
-
-    Args:
-        order: nodes in order of execution.
-        outputs: what is read behind the last one.
-        reads: what a node reads.
-
-    Returns:
-        ``len(order) + 1`` sets; the last one the outputs.
+    Nodes outside ``order`` that are read (placeholders, attributes) count as made before the first. The last of the
+    ``len(order) + 1`` sets is the outputs, which are read behind the last node.
     """
     live = set(outputs)
     sets = [frozenset(live)]

@@ -16,11 +16,7 @@ from roundpipe.fx.operations import assign_buffer
 
 
 def lint(traced: TracedGraph) -> None:
-    """Checks the grammar of a graph.
-
-    Raises:
-        TraceError: naming the node and the rule it breaks.
-    """
+    """Raises a TraceError that names the first node to break the grammar, and the rule."""
     for node, problem in _violations(traced):
         raise TraceError(f"traced graph breaks its grammar at {node.format_node()}: {problem}")
 

@@ -22,7 +22,6 @@ class GraphInterpreter:
         """What the nodes gave so far; for the subclass to fill."""
 
     def run_node(self, node: Node) -> Any:
-        """What a node gives."""
         if node.op == "placeholder":
             return self.placeholder(node)
         if node.op == "get_attr":
@@ -37,23 +36,18 @@ class GraphInterpreter:
             return node.target(*args, **kwargs)
 
     def operands(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Arguments of a node with values in place of nodes."""
         return plain(map_arg((args, kwargs), self.value))
 
     def value(self, node: Node) -> Any:
-        """The value of an operand."""
         return self.values[node]
 
     def placeholder(self, node: Node) -> Any:
-        """An input's value."""
         raise NotImplementedError
 
     def get_attr(self, node: Node) -> Any:
-        """The value of a parameter, a buffer or a constant."""
         raise NotImplementedError
 
     def call_module(self, node: Node, args: Any, kwargs: Any) -> Any:
-        """What a leaf gives."""
         raise NotImplementedError
 
 

@@ -5,6 +5,7 @@ Each key of a node's ``meta`` that the compiler uses has its function here, whic
 
 from __future__ import annotations
 
+import math
 import operator
 from contextlib import AbstractContextManager, nullcontext
 
@@ -110,10 +111,7 @@ def value_bytes(node: Node) -> int:
     value = value_of(node)
     if not isinstance(value, torch.Tensor):
         return 0
-    total = value.element_size()
-    for size in value.shape:
-        total *= hint(size)
-    return total
+    return value.element_size() * math.prod(map(hint, value.shape))
 
 
 def storage_key(node: Node) -> int | None:

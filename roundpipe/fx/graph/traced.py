@@ -36,21 +36,17 @@ class CallCheck(Protocol):
     @property
     def grad_matters(self) -> bool:
         """Whether traced code asked if something requires grad, or if gradients are recorded."""
-        ...
 
     @property
     def written(self) -> list[str]:
         """Arguments that the graph writes into, in words."""
-        ...
 
     @property
     def not_kept(self) -> list[str]:
         """What the forward changes in Python at every call, and the graph does not, in words."""
-        ...
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """None if the trace serves these arguments, otherwise what fails."""
-        ...
 
 
 class OutputValue:

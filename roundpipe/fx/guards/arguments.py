@@ -13,11 +13,7 @@ from roundpipe.effects.places import view_of
 
 
 class ArgumentForm:
-    """The containers, places and plain values of arguments.
-
-    Args:
-        arguments: in normal form, as traced.
-    """
+    """The containers, places and plain values of arguments, which are in normal form."""
 
     def __init__(self, arguments: Any) -> None:
         self._containers: list[trees.Container] = []
@@ -28,12 +24,7 @@ class ArgumentForm:
         self._contents = [entry for entry in contents if entry[2] is not None]
 
     def difference(self, arguments: Any, tensors: list[torch.Tensor]) -> str | None:
-        """What is otherwise in other arguments, in words.
-
-        Args:
-            arguments: in normal form.
-            tensors: gets those among them.
-        """
+        """What is otherwise in other arguments, in words; their tensors are added to ``tensors``."""
         paths: list[trees.Path] = []
         values: list[tuple[trees.Path, Any]] = []
         containers: list[trees.Container] = []
@@ -74,7 +65,7 @@ def _path_difference(before: list[trees.Path], now: list[trees.Path]) -> str:
 
 def _container_difference(before: list[trees.Container], now: list[trees.Container]) -> str | None:
     """Which container differs, for arguments with the same leaves; a class of the same name is the same."""
-    forms = [{one.path: (one.kind_name, one.length) for one in containers} for containers in (before, now)]
+    forms = [{item.path: (item.kind_name, item.length) for item in containers} for containers in (before, now)]
     if forms[0] == forms[1]:
         return None
     for path in dict.fromkeys((*forms[1], *forms[0])):

@@ -61,12 +61,7 @@ class CallModes:
         return CallModes(Modes.current(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled())
 
     def difference(self, now: CallModes, grad_matters: bool) -> str | None:
-        """What is otherwise at another moment, in words.
-
-        Args:
-            now: the other.
-            grad_matters: whether it makes a difference that gradients are recorded.
-        """
+        """What is otherwise at another moment, in words; whether gradients are recorded only if that matters."""
         if now == self:
             return None
         other = now.modes.changes_from(self.modes if grad_matters else replace(self.modes, grad=now.modes.grad))
@@ -82,9 +77,7 @@ class Guards:
     """All that one trace assumed.
 
     Args:
-        form: brings arguments into normal form.
-        world: the traced world.
-        call_modes: those that it was traced in.
+        form, world, call_modes: the model's signature, and the world and modes that it was traced in.
         values: the data that traced code read.
         verifier: for sizes that break what operators assumed.
         grad_matters: whether traced code asked if something requires grad, or if gradients are recorded.
@@ -188,17 +181,13 @@ class Guards:
         return self.shared_write(tensors)
 
     def shared_write(self, tensors: Sequence[torch.Tensor]) -> str:
-        """Which argument would see a write into another one, as a graph, whose inputs are copies, does not show it.
-
-        Args:
-            tensors: of the arguments.
-        """
+        """Which argument would see a write into another one, as a graph, whose inputs are copies, does not show it."""
         if self._written:
             strided = [position for position, tensor in enumerate(tensors) if tensor.layout is torch.strided]
             for pair in overlapping([tensors[position] for position in strided]):
-                one, other = (argument_words(self._inputs[strided[index]].path) for index in pair)
+                first, second = (argument_words(self._inputs[strided[index]].path) for index in pair)
                 if not self._written.isdisjoint(strided[index] for index in pair):
-                    return f"its forward writes into an argument, and {one} and {other} share memory"
+                    return f"its forward writes into an argument, and {first} and {second} share memory"
         return ""
 
     def _size_failure(self, arguments: Any, tensors: list[torch.Tensor]) -> Failure | None:
@@ -209,8 +198,7 @@ class Guards:
                     f"with {item.dtype} and {len(item.sizes)}"
                 )
         shapes = [tensor.shape for tensor in tensors]
-        failure = self._number_failure(shapes)
-        if failure is not None:
+        if failure := self._number_failure(shapes):
             return failure
         broken = self._glue.first_failure(shapes)
         if broken is not None:

@@ -65,20 +65,13 @@ class ModelGuard:
     """Compares a model with what it is now.
 
     Args:
-        model: the user's.
-        parts: what the trace did with its parts.
-        own: what its forward was seen to change.
+        model, parts, own: the user's, what the trace did with its parts, and what its forward was seen to change.
         weights: qualified names of parameters and buffers that traced code used itself: they must stay the same.
         replaced: those of tensors that the forward replaces, which may be anything.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        parts: TracedParts,
-        own: OwnChanges,
-        weights: Collection[str],
-        replaced: Collection[str],
+        self, model: nn.Module, parts: TracedParts, own: OwnChanges, weights: Collection[str], replaced: Collection[str]
     ) -> None:
         self.own = own
         self._modules = list(model.modules())
@@ -119,9 +112,8 @@ class ModelGuard:
     def _names_read(self) -> frozenset[str] | None:
         """Names of the attributes that the model's code can read; None if it makes up names."""
         kinds, codes = {type(module) for module in self._modules}, self._python.reach.codes
-        if uses_of_functions(codes, kinds).reads_any_name:
-            return None
-        if any(uses_of_forward(kind).reads_any_name for kind in kinds):
+        uses = (uses_of_functions(codes, kinds), *map(uses_of_forward, kinds))
+        if any(use.reads_any_name for use in uses):
             return None
         return frozenset({"forward"}).union(CodeUses.of(codes).reads, *map(attributes_read, kinds))
 
@@ -148,8 +140,7 @@ class ModelGuard:
         return f"{len(changed)} of {len(self._modules)} modules are now in {mode} mode, a {first} first"
 
     def _change_of_weights(self) -> str | None:
-        change = self._forms.change()
-        if change is not None:
+        if change := self._forms.change():
             return change
         for module, name, tensor in self._weights:
             if getattr(module, name, None) is not tensor:
@@ -212,8 +203,8 @@ class ModelGuard:
 class _WeightForms:
     """What a model's parameters and buffers look like, whichever tensors are in their places later.
 
-    A graph is specialized for dtypes and shapes, and ``model.double()`` or ``p.data = other`` leave the objects as they
-    are. What code of the model puts somewhere itself, such as a table that grows, looks as that code decides.
+    ``model.double()`` and ``p.data = other`` leave the objects as they are. What code of the model puts somewhere
+    itself, such as a table that grows, looks as that code decides.
     """
 
     def __init__(self, model: nn.Module, replaced: Collection[str]) -> None:

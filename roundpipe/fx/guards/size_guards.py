@@ -31,12 +31,7 @@ class SizeGuard:
 
 
 class SizeSystem:
-    """Assumptions over the sizes of one world's inputs.
-
-    Args:
-        world: whose symbols the expressions are in.
-        expressions: what must hold, with where it was asked.
-    """
+    """Assumptions over the sizes of one world's inputs: expressions in its symbols, with where they were asked."""
 
     def __init__(self, world: FakeWorld, expressions: dict[sympy.Basic, str]) -> None:
         symbols = world.symbols()
@@ -44,9 +39,10 @@ class SizeSystem:
         self.symbols = list(symbols)
         self.guards: list[SizeGuard] = []
         for expression, location in expressions.items():
-            if not expression.free_symbols or not expression.free_symbols <= set(symbols):
-                continue  # about numbers, or about a size that only data determine: no input decides it
-            self.guards.append(SizeGuard(expression_source(expression), compiled(expression, self.symbols), location))
+            # others are about numbers, or about a size that only data determine: no input decides them
+            if expression.free_symbols and expression.free_symbols <= set(symbols):
+                source, holds = expression_source(expression), compiled(expression, self.symbols)
+                self.guards.append(SizeGuard(source, holds, location))
 
     def first_failure(self, shapes: Sequence[torch.Size]) -> SizeGuard | None:
         """The first assumption that tensors of these shapes break."""

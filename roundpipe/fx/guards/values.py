@@ -1,8 +1,8 @@
 """Reads of data by traced code: evaluated on the example, specialized, and guarded.
 
-``if mask.all():`` asks for data. When what is asked depends only on inputs and buffers, the example
-has the answer, and replaying the few nodes it depends on tells for other inputs whether the answer is
-still the same. What depends on parameters or random numbers is never read.
+``if mask.all():`` asks for data. If what is asked depends only on inputs and buffers, the example has the answer, and
+replaying the few nodes it depends on tells whether other inputs give the same. What depends on parameters or random
+numbers is never read.
 
 Invariant: a value read while tracing is one that `ValueProgram.failures` reads again.
 """
@@ -45,7 +45,6 @@ class ValueRead:
 
     @property
     def nodes(self) -> list[Node]:
-        """What is read."""
         nodes: list[Node] = []
         torch.fx.node.map_arg((self.args, self.kwargs), nodes.append)
         return nodes
@@ -61,12 +60,7 @@ def _needed_for_reads(order: list[Node], reads: list[ValueRead]) -> list[Node]:
 
 
 class _HostRun(GraphInterpreter):
-    """Evaluates nodes on real inputs, on the CPU and without autograd.
-
-    Args:
-        model, constants: where get_attr nodes are looked up.
-        inputs: placeholder name -> its value.
-    """
+    """Evaluates nodes on real inputs (by placeholder name), on the CPU and without autograd."""
 
     def __init__(self, model: nn.Module, constants: dict[str, Any], inputs: Callable[[str], torch.Tensor]) -> None:
         super().__init__()
@@ -77,11 +71,9 @@ class _HostRun(GraphInterpreter):
         """Whether any of the nodes writes in place."""
 
     def answers(self, nodes: list[Node], reads: list[ValueRead]) -> list[Any]:
-        """What each read gives.
+        """What each read gives: it happens right after the last of ``nodes`` that is not behind it.
 
-        Args:
-            nodes: all that the reads depend on, in order.
-            reads: in order; each happens right after the last of ``nodes`` that is not behind it.
+        Both are in order, and the reads depend on these nodes only.
         """
         self._writes = any(mutated_by(node) for node in nodes)
         pending = deque(reads)
@@ -123,10 +115,8 @@ class ValueReader:
 
     Args:
         graph: what is recorded so far.
-        model: the user's model, for its buffers.
-        constants: tensors that traced code used and that are no part of the model.
-        arguments: the example, real.
-        input_paths: placeholder name -> path into ``arguments``.
+        model, constants: where get_attr nodes are looked up.
+        arguments, input_paths: the example, real, and where the placeholders are in it.
     """
 
     def __init__(
@@ -170,11 +160,7 @@ class ValueReader:
         return self._answer(ValueRead(lambda value: value, (node,), {}, self._last()))
 
     def read(self, function: Callable[..., Any], args: Any, kwargs: Any, location: str) -> Any:
-        """The answer for the example, remembered for `ValueProgram`; `UNKNOWN` if there is none.
-
-        Args:
-            args, kwargs: as arguments of a node.
-        """
+        """The answer for the example, remembered for `ValueProgram`; `UNKNOWN` if there is none."""
         read = ValueRead(function, args, kwargs, self._last(), location=location)
         if not read.nodes or not all(self.depends_on_inputs_only(node) for node in read.nodes):
             return UNKNOWN
@@ -182,8 +168,7 @@ class ValueReader:
             answer = self._answer(read)
         except Exception:  # the data are not there (meta) or eager would fail too: the caller's own way fails
             return UNKNOWN
-        expected = trees.map_tensors(answer, _shape)
-        self.reads.append(replace(read, expected=expected))
+        self.reads.append(replace(read, expected=trees.map_tensors(answer, _shape)))
         return answer
 
     def _last(self) -> Node:
@@ -197,11 +182,7 @@ class ValueReader:
 class ValueProgram:
     """The reads of one trace with all they depend on, to be asked again for other inputs.
 
-    Args:
-        graph: what was recorded, nothing removed yet.
-        reads: what was read.
-        model, constants: where get_attr nodes are looked up.
-        input_paths: placeholder name -> path into the arguments.
+    The graph is as it was recorded, with nothing removed yet; see `ValueReader` for the others.
     """
 
     def __init__(
@@ -232,24 +213,16 @@ class ValueProgram:
         self._needed_by = [_needed_for_reads(order, [read]) for read in self.reads]
         self._parts: dict[bool, tuple[list[ValueRead], list[Node]]] = {}
         for of_sizes_only in (True, False):
-            part = [
-                read
-                for read, nodes in zip(self.reads, self._needed_by, strict=True)
-                if _reads_data(read, nodes) is not of_sizes_only
-            ]
+            pairs = zip(self.reads, self._needed_by, strict=True)
+            part = [read for read, nodes in pairs if _reads_data(read, nodes) is not of_sizes_only]
             self._parts[of_sizes_only] = (part, _needed_for_reads(order, part))
         self._inputs = {copy.name: node.name for node, copy in copies.items() if node.op == "placeholder"}
-        self.buffers = {str(node.target) for nodes in self._needed_by for node in nodes if node.op == "get_attr"} - set(
-            constants
-        )
+        attributes = {str(node.target) for nodes in self._needed_by for node in nodes if node.op == "get_attr"}
+        self.buffers = attributes - set(constants)
         """Names of the buffers that the reads depend on."""
 
     def first_failure(self, arguments: Any, of_sizes_only: bool) -> tuple[ValueRead, Any] | None:
-        """The first read whose answer differs for these arguments, with the answer or the error.
-
-        Args:
-            of_sizes_only: ask the reads that the inputs' sizes determine; otherwise the others.
-        """
+        """The first read whose answer differs now, with the answer or the error; sizes determine some reads."""
         reads, nodes = self._parts[of_sizes_only]
         if not reads:
             return None

@@ -1,8 +1,7 @@
 """Writes a partitioned graph as a chain of carry-to-carry layers.
 
-Each chunk becomes a `torch.fx.GraphModule` whose generated ``forward`` is what its author would have
-written: take the values read out of the carry, call the user's own modules and the glue between them,
-return the values made. ``print(layer.code)`` shows it:
+Each chunk becomes a `torch.fx.GraphModule`. Its ``forward`` takes values out of the carry, calls the user's own modules
+and the glue between them, and returns the values made. ``print(layer.code)`` shows it:
 
     def forward(self, carry):
         input_ids = carry['input_ids'];
@@ -10,9 +9,8 @@ return the values made. ``print(layer.code)`` shows it:
         h_1 = getattr(self.model.layers, "1")(h)
         return pass_on(carry, ('input_ids',), {'h_1': h_1})
 
-Invariant: a layer holds the user's modules, parameters and buffers by reference and under their own
-names; whatever has no Python literal is an attribute of the layer. A layer never changes a carry or a
-value in it, and works when the carry holds only what its spec's ``reads`` names.
+Invariant: a layer holds the user's modules, parameters and buffers by reference and under their own names. It never
+changes a carry or a value in it, and works when the carry holds only what its spec's ``reads`` names.
 """
 
 from __future__ import annotations
@@ -41,19 +39,12 @@ from roundpipe.fx.passes.partition import Chunk, Partition
 
 
 def generate(traced: TracedGraph, partition: Partition, costs: Mapping[Node, NodeCost]) -> LayerChain:
-    """The chain of layers that a partition describes.
-
-    Args:
-        traced: the graph; its model's modules are shared, not copied.
-        partition: its chunks.
-        costs: of its nodes, from which the layers' costs are added up.
-    """
+    """The chain of layers that a partition describes; the model's modules are shared, not copied."""
     layers, specs = [], []
     for chunk in partition.chunks:
         writer = _Writer(traced, chunk)
-        layer = writer.write()
-        layers.append(layer)
-        specs.append(_spec(traced, partition, chunk, writer.uses_device))
+        layers.append(writer.write())
+        specs.append(_spec(partition, chunk, writer.uses_device))
     exit = OutputExit(traced.output)
     needed = {name for spec in specs for name in spec.reads} | set(exit.reads)
     paths = {name: path for name, path in traced.input_paths.items() if name in needed}
@@ -82,11 +73,7 @@ class ArgumentEntry:
 
 
 class OutputExit:
-    """Refills an output template from the last carry; containers are new at each call.
-
-    Args:
-        template: the model's output with an `OutputValue` for every value of the carry.
-    """
+    """Refills an output template (`TracedGraph.output`) from the last carry; containers are new at each call."""
 
     def __init__(self, template: Any) -> None:
         self.template = template
@@ -135,8 +122,6 @@ LITERALS = (
 
 
 class _Writer:
-    """Writes one chunk as a layer."""
-
     def __init__(self, traced: TracedGraph, chunk: Chunk) -> None:
         self.traced = traced
         self.chunk = chunk
@@ -145,19 +130,15 @@ class _Writer:
         self.attributes: dict[str, Any] = {}
         self.objects: dict[int, str] = {}
         self.uses_device = False
-        self.assigned = {
-            node.args[0].target  # type: ignore[union-attr]
-            for node in chunk.nodes
-            if node.target is assign_buffer
-        }
+        buffers = [node.args[0] for node in chunk.nodes if node.target is assign_buffer]
+        self.assigned = {buffer.target for buffer in buffers if isinstance(buffer, Node)}
 
     def write(self) -> Layer:
         """The layer, with the user's modules and weights in it."""
         carry = self.graph.placeholder("carry")
         for node in self.chunk.reads:
-            self.values[node] = self.graph.create_node(
-                "call_function", operator.getitem, (carry, node.name), name=node.name
-            )
+            item = (carry, node.name)
+            self.values[node] = self.graph.create_node("call_function", operator.getitem, item, name=node.name)
         for node in self.chunk.clones:
             self.values[node] = self.graph.call_method("clone", (self.values[node],))
         for node in self._assigned_buffers():
@@ -204,10 +185,9 @@ class _Writer:
             return {key: self._argument(item) for key, item in value.items()}
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*map(self._argument, value))
-        if isinstance(value, tuple):
-            return tuple(map(self._argument, value))
-        if isinstance(value, list):
-            return [*map(self._argument, value)]
+        if isinstance(value, (tuple, list)):
+            items = map(self._argument, value)
+            return tuple(items) if isinstance(value, tuple) else [*items]
         if isinstance(value, slice):
             return slice(*map(self._argument, (value.start, value.stop, value.step)))
         if type(value) in LITERALS:
@@ -215,7 +195,8 @@ class _Writer:
         if isinstance(value, torch.device) and value.type != "meta":
             self.uses_device = True
             return self.graph.get_attr(self._install(EXECUTION_DEVICE, torch.device("cpu")))
-        return self._object(value)
+        name = self.objects.setdefault(id(value), f"_object_{len(self.objects)}")
+        return self.graph.get_attr(self._install(name, value))
 
     def _operand(self, node: Node) -> Node:
         if node not in self.values:
@@ -231,10 +212,6 @@ class _Writer:
 
     def _attribute(self, node: Node) -> Node:
         return self.graph.get_attr(self._install(str(node.target), self.traced.attribute(str(node.target))))
-
-    def _object(self, value: Any) -> Node:
-        name = self.objects.setdefault(id(value), f"_object_{len(self.objects)}")
-        return self.graph.get_attr(self._install(name, value))
 
     # -- attributes of the layer
 
@@ -288,7 +265,7 @@ def _named(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _spec(traced: TracedGraph, partition: Partition, chunk: Chunk, uses_device: bool) -> LayerSpec:
+def _spec(partition: Partition, chunk: Chunk, uses_device: bool) -> LayerSpec:
     return LayerSpec(
         name=chunk.name,
         module_names=chunk.module_names,

@@ -1,12 +1,10 @@
 """What each node of a traced model costs: bytes, FLOPs and, from a device profile, seconds.
 
-Every node is run once by itself on fake tensors of the example's sizes: forward without autograd (FLOPs,
-bytes moved, peak of live temporaries), forward with it (what is saved), backward. So nothing is
-allocated, and the model may be on the meta device. Nodes that look alike (same class, parameter shapes
-and argument shapes, such as the blocks of a transformer) are run once.
+Each node is run by itself on fake tensors of the example's sizes: forward without autograd (FLOPs, bytes moved, peak of
+temporaries), forward with it (what is saved), backward. Of nodes that look alike, such as a transformer's blocks, one
+is run. A node that can't be run on fakes gets an estimate from its parameters and sizes, and is marked.
 
-Invariant: the model is not touched; leaves run as shallow copies whose parameters are fakes. A node that
-can't be run on fakes gets an estimate from its parameters and sizes and is marked as estimated.
+Invariant: the model, which may be on the meta device, is not touched; leaves run as copies whose parameters are fakes.
 """
 
 from __future__ import annotations
@@ -71,7 +69,6 @@ class NodeCost:
     backward_flops: int = 0
     forward_bytes: int = 0
     """Bytes that its kernels read and write in forward."""
-    backward_bytes: int = 0
     saved_bytes: int = 0
     """Bytes of what autograd keeps that no other node makes or names."""
     saved_values: tuple[Node, ...] = ()
@@ -87,12 +84,7 @@ class NodeCost:
 
 
 def measure(traced: TracedGraph, profile: DeviceProfile = DEFAULT_PROFILE) -> dict[Node, NodeCost]:
-    """The cost of every node but the output, at the example's sizes.
-
-    Args:
-        traced: a linted graph whose values are fake tensors.
-        profile: the device that seconds are for.
-    """
+    """The cost of every node but the output, at the example's sizes; seconds are for the profile's device."""
     with python_restored(traced.model):
         return _CostRun(traced, profile).costs()
 
@@ -123,8 +115,6 @@ class _Unrunnable(Exception):
 
 
 class _CostRun(GraphInterpreter):
-    """Runs each node by itself on fakes; those that look alike once."""
-
     def __init__(self, traced: TracedGraph, profile: DeviceProfile) -> None:
         super().__init__()
         self._traced = traced
@@ -138,7 +128,6 @@ class _CostRun(GraphInterpreter):
         """Stands for the leaf of the node that runs."""
 
     def costs(self) -> dict[Node, NodeCost]:
-        """Costs in graph order."""
         return {node: self._cost(node) for node in self._traced.graph.nodes if node.op != "output"}
 
     def _cost(self, node: Node) -> NodeCost:
@@ -158,7 +147,6 @@ class _CostRun(GraphInterpreter):
             forward_flops=forward.flops,
             backward_flops=backward.flops,
             forward_bytes=forward.num_bytes,
-            backward_bytes=backward.num_bytes,
             saved_bytes=reading.saved_bytes,
             saved_values=tuple(dict.fromkeys(saved)),
             workspace_bytes=reading.workspace_bytes,
@@ -343,12 +331,9 @@ def _estimate(node: Node, weights: NodeCost, profile: DeviceProfile) -> NodeCost
     """A cost from sizes: every row of the first activation meets every parameter once."""
     operands = _tensor_operands(node)
     moved = sum(map(value_bytes, operands)) + value_bytes(node)
-    rows = 0
-    for operand in operands:
-        value = value_of(operand)
-        if isinstance(value, torch.Tensor) and operand.op != "get_attr" and value.ndim:
-            rows = math.prod(hint(size) for size in value.shape[:-1])
-            break
+    values = [value_of(operand) for operand in operands if operand.op != "get_attr"]
+    shape = next((value.shape for value in values if isinstance(value, torch.Tensor) and value.ndim), None)
+    rows = 0 if shape is None else math.prod(map(hint, shape[:-1]))
     flops = 2 * weights.num_parameters * rows
     num_bytes = 2 * moved + weights.parameter_bytes
     return replace(
@@ -356,7 +341,6 @@ def _estimate(node: Node, weights: NodeCost, profile: DeviceProfile) -> NodeCost
         forward_flops=flops,
         backward_flops=2 * flops,
         forward_bytes=num_bytes,
-        backward_bytes=2 * num_bytes,
         saved_bytes=GUESSED_SAVED_PER_BYTE * moved,
         workspace_bytes=2 * moved,
         forward_s=profile.seconds(flops, num_bytes, 1),

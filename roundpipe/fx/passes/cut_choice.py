@@ -7,7 +7,7 @@ a block two or more.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence, Set
 from itertools import accumulate, pairwise
 from statistics import quantiles
@@ -39,11 +39,9 @@ class CutChoice:
     """Chooses cuts for one graph.
 
     Args:
-        traced: the graph.
-        costs: of its nodes.
+        traced, costs: the graph and what its nodes cost.
         balance: what weighs.
-        order: the nodes that layers own, in order of execution.
-        live: what is carried in front of each of them, and behind the last.
+        order, live: the nodes that layers own, and what is carried in front of each of them and behind the last.
         legal: the positions in front of which a cut may be.
 
     Raises:
@@ -146,11 +144,8 @@ class CutChoice:
 
     def _with_parameters(self) -> list[int]:
         """Positions of the nodes that use parameters; every layer has one of them."""
-        return [
-            index
-            for index, node in enumerate(self._order)
-            if any(map(self._traced.parameters_of, (node, *_attributes_read(node))))
-        ]
+        uses = [(node, *_attributes_read(node)) for node in self._order]
+        return [index for index, users in enumerate(uses) if any(map(self._traced.parameters_of, users))]
 
     def _widths(self, window: float) -> dict[int, float]:
         """For each legal cut: bytes carried, over those of the narrowest cut nearby on its wider side.
@@ -185,10 +180,10 @@ def _heaviest_between(cuts: Sequence[int], loads: Sequence[int]) -> int:
 
 def _scale(blocks: Sequence[str], weights: Sequence[float]) -> tuple[float, float]:
     """The least weight of a layer, and the weight of a typical block."""
-    block_weights: dict[str, float] = {}
+    block_weights: dict[str, float] = defaultdict(float)
     for block, weight in zip(blocks, weights, strict=True):
         if block:
-            block_weights[block] = block_weights.get(block, 0.0) + weight
+            block_weights[block] += weight
     largest = max(block_weights.values(), default=0.0)
     typical = sorted(weight for weight in block_weights.values() if weight > SMALLEST_BLOCK * largest)
     small_block = quantiles(typical, n=4)[0] if len(typical) > 1 else max(largest, 1 / 4)

@@ -68,10 +68,8 @@ def _activation_bytes(chunk: Chunk, costs: Mapping[Node, NodeCost]) -> int:
 
 def _workspace_bytes(chunk: Chunk, costs: Mapping[Node, NodeCost]) -> int:
     """The peak over its nodes of what it holds: values made and still needed, and the node's own."""
-    last_use: dict[Node, int] = {node: len(chunk.nodes) for node in chunk.makes}
-    for index, node in enumerate(chunk.nodes):
-        for source in node.all_input_nodes:
-            last_use[source] = max(last_use.get(source, index), index)
+    last_use = {source: index for index, node in enumerate(chunk.nodes) for source in node.all_input_nodes}
+    last_use.update(dict.fromkeys(chunk.makes, len(chunk.nodes)))
     live: dict[Any, tuple[int, int]] = {}  # memory -> bytes, index of its last use
     outside = {storage_key(node) for node in chunk.reads} - set(map(storage_key, chunk.clones))
     peak = 0

@@ -1,12 +1,11 @@
 """Which cuts of a traced graph keep what it computes.
 
-No cut parts what must stay in one layer: a structure and what takes it apart, a write and what reads
-the same memory under an older name, all calls of modules that write the same buffers, a hook and the
-value it hangs on. Nor may two values cross that share memory which is written later: behind the cut
-they would be two copies.
+No cut parts what must stay in one layer: a structure and what takes it apart, a write and what reads the same memory
+under an older name, all calls of modules that write the same buffers, a hook and the value it hangs on. Nor may two
+values cross that share memory which is written later: behind the cut they would be two copies.
 
-Invariant: a graph cut at legal positions, each layer working on clones of the carried values that it
-writes, computes what the whole graph does.
+Invariant: a graph cut at legal positions, each layer working on clones of the carried values that it writes, computes
+what the whole graph does.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def _buffer_users(traced: TracedGraph) -> dict[int, list[Node]]:
     users: dict[int, list[Node]] = {buffer: [] for buffer in _written_buffers(traced)}
     if not users:
         return users
-    owners = attribute_memory(traced)
+    owners = _attribute_memory(traced)
     for node in traced.body:
         if node.op == "call_module":
             for buffer in traced.attribute(str(node.target)).buffers():
@@ -75,7 +74,7 @@ def _buffer_users(traced: TracedGraph) -> dict[int, list[Node]]:
     return users
 
 
-def attribute_memory(traced: TracedGraph) -> dict[int | None, Any]:
+def _attribute_memory(traced: TracedGraph) -> dict[int | None, Any]:
     """Storage -> the buffer or parameter that a get_attr names there; views of it have the same."""
     owners: dict[int | None, Any] = {
         storage_key(node): traced.attribute(str(node.target)) for node in traced.graph.nodes if node.op == "get_attr"
@@ -118,8 +117,7 @@ def _last_writes(traced: TracedGraph, order: Sequence[Node], position: Mapping[N
     last: dict[int, int] = {}
     for node in order:
         for value in mutated_by(node):
-            key = storage_key(value)
-            if key is not None:
+            if (key := storage_key(value)) is not None:
                 last[key] = position[node]
     return last
 
@@ -167,7 +165,7 @@ def written_memory(traced: TracedGraph) -> set[Node]:
 def _written_buffers(traced: TracedGraph) -> set[int]:
     """Identities of the buffers that a leaf or glue writes."""
     result: set[int] = set()
-    owners = attribute_memory(traced)
+    owners = _attribute_memory(traced)
     for node in traced.body:
         if writes_buffers(node):
             result.update(map(id, traced.attribute(str(node.target)).buffers()))

@@ -66,10 +66,10 @@ def _argument_key(argument: Any) -> Hashable:
         return "node", argument.op == "get_attr", _value_key(argument)
     if isinstance(argument, dict):
         return tuple((key, _argument_key(item)) for key, item in argument.items())
+    if isinstance(argument, slice):
+        argument = argument.start, argument.stop, argument.step
     if isinstance(argument, (list, tuple)):
         return tuple(map(_argument_key, argument))
-    if isinstance(argument, slice):
-        return tuple(map(_argument_key, (argument.start, argument.stop, argument.step)))
     return (type(argument), argument) if isinstance(argument, _LITERALS) else id(argument)
 
 

@@ -1,7 +1,6 @@
 """Where a traced model is cut, and what its layers then read and make.
 
-A layer is a contiguous run of nodes in order of execution. What crosses a cut is its *carry*: the
-values made before it and read after it. Three steps:
+A layer is a run of nodes in order of execution; the values made before a cut and read after it are its *carry*.
 
     `glue`         glue that depends on nothing but inputs (masks, rotary tables) is no layer's own: each
                    layer that needs it makes it again, unless carrying it is cheaper
@@ -9,8 +8,8 @@ values made before it and read after it. Three steps:
                    all calls of modules that write the same buffers, a hook and the value it hangs on
     `cut_choice`   of the legal cuts, as many as leave every layer worth a task, at narrow places
 
-Invariant: every body node belongs to one chunk or is recomputed; a chunk reads only inputs and what
-earlier chunks make; a value is made once, under its node's name.
+Invariant: every body node belongs to one chunk or is recomputed; a chunk reads only inputs and what earlier chunks
+make; a value is made once, under its node's name.
 """
 
 from __future__ import annotations
@@ -92,12 +91,9 @@ def partition(
     """Cuts a graph into the finest chain of sensible layers.
 
     Args:
-        traced: a linted graph; values handed through unchanged are merged in it.
-        costs: of its nodes, from `roundpipe.fx.passes.cost.measure`.
-        balance: what weighs: ``"time"``, ``"size"`` (bytes of weights) or a function of a leaf module.
+        traced, costs: a linted graph, in which values handed through unchanged are merged, and its nodes' costs.
+        balance, max_layer_bytes: see `roundpipe.fx.passes.lower.LowerOptions`.
         num_layers: at most so many layers, evenly weighted, instead of the finest chain.
-        max_layer_bytes: layers with more bytes of weights and gradients are cut wherever that is legal; None: a layer
-            may be of any size.
 
     Raises:
         TraceError: an input is written in place and returned under its old name.
@@ -171,11 +167,12 @@ def _chunks(
     for start, stop in pairwise([0, *cuts, len(order)]):
         own, behind = order[start:stop], live[stop]
         made_last = late if stop == len(order) else []
-        needed = [*own, *made_last]
-        nodes = sorted({*needed, *glue_of(needed, recomputed)}, key=rank.__getitem__)
-        nodes = [node for node in nodes if node.op.startswith("call_")]
+        needed = {*own, *made_last}
+        needed |= glue_of(needed, recomputed)
+        nodes = sorted((node for node in needed if node.op.startswith("call_")), key=rank.__getitem__)
         inside = set(nodes)
-        reads = {s for node in nodes for s in node.all_input_nodes if s not in inside and s.op != "get_attr"}
+        sources_of_nodes = {source for node in nodes for source in node.all_input_nodes} - inside
+        reads = sorted((node for node in sources_of_nodes if node.op != "get_attr"), key=rank.__getitem__)
         makes = [node for node in own if node in behind] + made_last
         passes = [node for node in behind if node not in set(makes) and node in live[start]]
         written = {storage_key(value) for node in own for value in mutated_by(node)} - {None}
@@ -185,8 +182,8 @@ def _chunks(
                 module_names=_module_names(own),
                 nodes=tuple(nodes),
                 own=frozenset(own),
-                reads=tuple(sorted(reads, key=rank.__getitem__)),
-                clones=tuple(n for n in sorted(reads, key=rank.__getitem__) if storage_key(n) in written),
+                reads=tuple(reads),
+                clones=tuple(node for node in reads if storage_key(node) in written),
                 makes=tuple(makes),
                 passes=tuple(sorted(passes, key=rank.__getitem__)),
                 carry_bytes=sum(map(value_bytes, behind)),
@@ -205,10 +202,8 @@ def _module_names(nodes: Sequence[Node]) -> tuple[str, ...]:
 def _name_of(nodes: Sequence[Node]) -> str:
     """A short name: the module that holds all of a layer, or the first and last that it covers."""
     names = _module_names(nodes)
-    if not names:
-        return nodes[0].name
-    if len(names) == 1:
-        return names[0]
+    if len(names) < 2:
+        return names[0] if names else nodes[0].name
     common = common_path(names)
     if common and common[-1].isdigit():
         return f"{'.'.join(common)} ({names[0].rsplit('.', 1)[-1]} .. {names[-1].rsplit('.', 1)[-1]})"
