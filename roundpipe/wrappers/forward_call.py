@@ -82,8 +82,10 @@ class _Pipeline(torch.autograd.Function):
         ctx.deferred = backward
         ctx.anchor = anchor
         ctx.read = [(*entry, entry[1]._version) for entry in read if not entry[1].is_inference()]
-        ctx.mark_non_differentiable(*(tensor for tensor in tensors if not is_differentiable(tensor)))
-        return tensors
+        # objects of their own: those that are kept for the backward must not refer to this node, which keeps them
+        outputs = tuple(tensor.detach() for tensor in tensors)
+        ctx.mark_non_differentiable(*(tensor for tensor in outputs if not is_differentiable(tensor)))
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:

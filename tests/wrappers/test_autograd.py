@@ -1,6 +1,7 @@
 """`forward` as a part of the caller's autograd graph, and without one."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -225,3 +226,27 @@ def test_gradients_of_gradients_are_refused():
             torch.autograd.grad(output, given, create_graph=True)
         output.backward()
         assert given.grad is not None
+
+
+@pytest.mark.parametrize("wrap", ["by hand", "traced", "module by module"])
+def test_a_forward_without_backward_keeps_nothing(wrap):
+    """Its values and its node in the autograd graph must not keep each other alive."""
+    model, x = mlp(), batch()
+    if wrap == "by hand":
+        pipe = roundpipe.RoundPipe(model, devices=["cpu"])
+    elif wrap == "traced":
+        pipe = roundpipe.compile(model, example_args=(x,), devices=["cpu"])
+    else:
+        pipe = roundpipe.wrap_model_to_roundpipe(model, use_sequential_preset=False, devices=["cpu"])
+
+    def alive():
+        gc.collect()
+        return sum(type(one) in (torch.Tensor, nn.Parameter) for one in gc.get_objects())
+
+    with pipe:
+        for _ in range(2):
+            pipe(x).mean().item()
+        before = alive()
+        for _ in range(5):
+            pipe(x).mean().item()
+        assert alive() <= before
