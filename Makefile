@@ -2,7 +2,7 @@
 #
 #   make demo                          train a small Llama on the standard library's source, a few minutes
 #   make test PYTEST_ARGS="-k carry"   the tests
-#   make test-contract                 only the tests that hold what the library promises, row by row (tests/contract.py)
+#   make test-contract                 only the tests that hold what the library promises, row by row (tests/contract)
 #   make lint                          ruff and mypy
 #   make bench                         overhead and compile time, as JSON in benchmarks/results
 

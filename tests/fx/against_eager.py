@@ -18,7 +18,8 @@ import roundpipe
 from roundpipe import AutoRoundPipe, RoundPipeRunConfig
 from roundpipe.core import trees
 from tests.equality import assert_same_gradients, assert_same_state, difference
-from tests.fx.fuzz import loss_of, one_layer_per_stage
+from tests.fx.fuzz.cases import loss_of
+from tests.fx.fuzz.sides import one_layer_per_stage
 
 WIDTH = 8
 SIZES = ((4, 6), (3, 6), (5, 4))

@@ -12,7 +12,8 @@ import random
 import hypothesis
 from hypothesis import strategies
 
-from tests.fx.fuzz import Case, Outcome, Scenario, Step, make_case, run
+from tests.fx.fuzz.cases import Case, Scenario, Step, make_case
+from tests.fx.fuzz.outcomes import Outcome, run
 
 NUM_CASES = 40
 """Half a second or so each; more with the script."""

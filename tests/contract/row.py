@@ -1,0 +1,93 @@
+"""A promise with its tests, and short names of the files that tests are in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One promise."""
+
+    promise: str
+    tests: tuple[str, ...]
+    gap: str = ""
+
+
+def row(promise: str, *tests: str, gap: str = "") -> Row:
+    return Row(promise, tests, gap)
+
+
+API = "test_api.py::"
+CALLER = "core/test_caller.py::"
+EXAMPLES = "test_documented_examples.py::"
+NOTEBOOK = "test_notebook.py::"
+JUPYTER = "test_jupyter.py::"
+MISUSE = "test_misuse.py::"
+PIPE = "wrappers/test_pipe.py::"
+ENGINE = "runtime/test_engine.py::"
+AUTOGRAD = "wrappers/test_autograd.py::"
+OPTIMIZER = "runtime/test_optimizer.py::"
+OVERLAP = "runtime/test_overlap.py::"
+TIMES = "runtime/test_layer_times.py::"
+SCALER = "runtime/test_grad_scaler.py::"
+MICROBATCH = "runtime/test_microbatch.py::"
+CONFIG = "runtime/test_config.py::"
+SCHEDULE = "core/test_schedule.py::"
+MEMORY = "runtime/test_memory.py::"
+RESIDENCY = "runtime/test_residency.py::"
+PINNING = "runtime/test_pinning.py::"
+TIMELINE = "runtime/test_timeline.py::"
+TRAINING = "runtime/test_training.py::"
+LOADING = "runtime/test_loading.py::"
+REPLICA = "runtime/test_replica.py::"
+RECOMPUTE = "runtime/test_recompute.py::"
+SAVED = "runtime/test_saved_data.py::"
+ERRORS = "runtime/test_errors.py::"
+CUDA = "runtime/test_accelerator.py::"
+EQUALITY = "test_equality.py::"
+ZOO = "zoo/"
+CHECKPOINT = "wrappers/test_checkpoint.py::"
+IMPORTS = "test_architecture.py::"
+TRACER = "fx/test_tracer.py::"
+GUARDS = "fx/test_guards.py::"
+SHAPES = "fx/test_shapes.py::"
+TRAPS = "fx/test_traps.py::"
+LAYOUT = "fx/test_layout.py::"
+CHANGES = "fx/test_changes.py::"
+HIDDEN = "fx/test_hidden_state.py::"
+FUZZ = "fx/test_fuzz.py::"
+ADVICE = "fx/test_advice.py::"
+FORWARDING = "wrappers/test_forwarding.py::"
+WRAP = "wrappers/test_wrap.py::"
+LATER = "wrappers/test_lazy_outputs.py::"
+AUTO = "wrappers/test_auto.py::"
+PARTS = "wrappers/test_parts.py::"
+EXPLAIN = "tools/test_explain.py::"
+CLI = "tools/test_command_line.py::"
+API_PARTITION = "test_api_partition.py::"
+AUTOGRAD_OUTPUTS = "wrappers/test_autograd_outputs.py::"
+CHANGES_IN_CALLS = "fx/test_changes_in_calls.py::"
+CHANGES_OF_MODES = "fx/test_changes_of_modes.py::"
+CHANGES_OF_WEIGHTS = "fx/test_changes_of_weights.py::"
+CHECKPOINT_FAILURES = "wrappers/test_checkpoint_failures.py::"
+CHECKPOINT_WEIGHTS = "wrappers/test_checkpoint_weights.py::"
+COMMAND_LINE_EXPLAIN = "tools/test_command_line_explain.py::"
+COMMAND_LINE_MODELS = "tools/test_command_line_models.py::"
+COMPILED_MODULES = "wrappers/test_compiled_modules.py::"
+DEADLOCKS = "runtime/test_deadlocks.py::"
+DOCUMENTED_TRAINING = "test_documented_training.py::"
+HIDDEN_ARGUMENTS = "fx/test_hidden_arguments.py::"
+HIDDEN_MODULES = "fx/test_hidden_modules.py::"
+MASTER_WEIGHTS = "runtime/test_master_weights.py::"
+MERGE = "runtime/test_merge.py::"
+PARTS_STATE = "wrappers/test_parts_state.py::"
+PIPE_LIFE = "wrappers/test_pipe_life.py::"
+PIPE_TRAINING = "wrappers/test_pipe_training.py::"
+STALENESS = "runtime/test_staleness.py::"
+TIMELINE_DATA = "runtime/test_timeline_data.py::"
+TRACER_SURROUNDINGS = "fx/test_tracer_surroundings.py::"
+TRAPS_OF_TENSORS = "fx/test_traps_of_tensors.py::"
+WORKERS = "runtime/test_workers.py::"
+WRAP_OPTIONS = "wrappers/test_wrap_options.py::"
+WRAP_UNTRACEABLE = "wrappers/test_wrap_untraceable.py::"
