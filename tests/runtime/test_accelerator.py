@@ -14,7 +14,7 @@ from torch import nn
 
 import roundpipe
 from roundpipe.core.errors import DeviceMemoryError
-from roundpipe.runtime.device import pinning
+from roundpipe.runtime.device import host_memory
 from roundpipe.runtime.device.accelerator import LARGEST_PADDING, SMALL_BYTES, AcceleratorBackend
 from roundpipe.runtime.device.backend import Device, Lane
 from tests.runtime.models import (
@@ -320,7 +320,7 @@ def test_memory_is_registered_where_it_is_until_the_model_is_closed():
 def test_a_refusal_to_pin_costs_speed_only(monkeypatch, pin_model):
     runtime = _Refusing(torch.cuda.cudart())
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(pinning, "_has_warned", threading.Event())
+    monkeypatch.setattr(host_memory, "_has_warned", threading.Event())
     real = torch.empty
 
     def empty(*args, **options):

@@ -12,7 +12,7 @@ import roundpipe
 from roundpipe.core.errors import ConfigError, DeadlockError, RoundPipeError
 from roundpipe.runtime.engine import step as steps
 from roundpipe.runtime.profiling.layer_times import StepTimes
-from roundpipe.runtime.weights.bound_layer import BoundLayer
+from roundpipe.runtime.weights.replica import BoundLayer
 from tests.runtime.cases_errors import SINGLES, Fragile, Mine, assert_still_works, fragile_model
 from tests.runtime.models import (
     DTYPE,

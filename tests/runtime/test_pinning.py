@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe.runtime.device import accelerator, pinning
+from roundpipe.runtime.device import accelerator, host_memory
 from roundpipe.runtime.device.backend import Device
 from roundpipe.runtime.device.cpu import CpuBackend
-from roundpipe.runtime.device.pinning import MIN_REGISTERED_BYTES, Registrar
+from roundpipe.runtime.device.host_memory import MIN_REGISTERED_BYTES, Registrar
 from roundpipe.runtime.weights.host_weights import HostWeights
 from tests.runtime.models import batch, mlp, square_loss
 
@@ -64,7 +64,7 @@ def driver():
 
 @pytest.fixture
 def unwarned(monkeypatch):
-    monkeypatch.setattr(pinning, "_has_warned", type(pinning._has_warned)())
+    monkeypatch.setattr(host_memory, "_has_warned", type(host_memory._has_warned)())
 
 
 def wide_model(layers=3):
@@ -101,7 +101,7 @@ def test_large_tensors_are_pinned_where_they_are_and_small_ones_packed(driver):
     assert sum(allocated) == sum(layer.bias.nbytes for layer in model)
     assert all(torch.equal(p, value) for p, value in zip(model.parameters(), values, strict=True))
     weight_bytes = sum(p.nbytes for p in model.parameters())
-    assert sum(allocated) + registrar.num_bytes <= weight_bytes + 2 * PAGE * len(model)
+    assert sum(allocated) + sum(driver.ranges.values()) <= weight_bytes + 2 * PAGE * len(model)
 
 
 def test_tensors_that_share_a_page_are_pinned_together(driver):
@@ -243,10 +243,10 @@ def test_buffers_are_registered_on_pages_of_their_own_or_left_unpinned(monkeypat
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="here pinning works")
 def test_pinned_allocations_degrade(unwarned):
     with pytest.warns(RuntimeWarning, match="stays unpinned") as caught:
-        made = [accelerator._pinned((3, 4), torch.float32) for _ in range(2)]
+        made = [accelerator._pinned(torch.empty, (3, 4), dtype=torch.float32) for _ in range(2)]
     assert len(caught) == 1 and all(one.shape == (3, 4) and one.dtype is torch.float32 for one in made)
     source = torch.zeros(4, 3, dtype=torch.bfloat16).t()
-    like = accelerator._pinned(source.shape, source.dtype, like=source)
+    like = accelerator._pinned(torch.empty_like, source)
     assert (like.shape, like.dtype, like.stride()) == (source.shape, source.dtype, source.stride())
 
 
@@ -276,7 +276,7 @@ import torch
 from torch import nn
 from roundpipe.runtime.device.backend import Device
 from roundpipe.runtime.device.cpu import CpuBackend
-from roundpipe.runtime.device.pinning import Registrar
+from roundpipe.runtime.device.host_memory import Registrar
 from roundpipe.runtime.weights.host_weights import HostWeights
 
 def resident():

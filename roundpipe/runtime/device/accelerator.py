@@ -16,13 +16,13 @@ import mmap
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from roundpipe.core.random_state import SeededTorch
 from roundpipe.runtime.device.backend import Backend, Device, Event, Lane, Moment
-from roundpipe.runtime.device.host_memory import bytes_of, on_huge_pages
-from roundpipe.runtime.device.pinning import Registrar, warn_unpinned
+from roundpipe.runtime.device.host_memory import Registrar, bytes_of, on_huge_pages, warn_unpinned
 
 PLANNED_SHARE = 0.9
 """Share of a device's memory that plans are made for; the rest is for libraries and for transfers in flight."""
@@ -103,7 +103,7 @@ class AcceleratorBackend(Backend):
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         padded = 1 << max(num_bytes - 1, 0).bit_length()
         if padded <= max(LARGEST_PADDING * num_bytes, SMALL_BYTES) or self.device.type != "cuda":
-            return _pinned((num_bytes,), torch.uint8)
+            return _pinned(torch.empty, num_bytes, dtype=torch.uint8)
         return _registered(num_bytes)
 
     def registrar(self) -> Registrar:
@@ -134,17 +134,13 @@ class AcceleratorBackend(Backend):
         uploaded, self._uploaded = self._uploaded, []
         return uploaded
 
-    def download(
-        self, source: torch.Tensor, target: torch.Tensor | None = None, lane: Lane = Lane.DOWNLOAD
-    ) -> torch.Tensor:
+    def download(self, source: torch.Tensor, lane: Lane = Lane.DOWNLOAD) -> torch.Tensor:
         source = source.detach()
         self.moved_bytes[lane] += bytes_of(source)
         with self._on(lane):
-            if target is None:
-                if source.layout is not torch.strided:
-                    return source.cpu()
-                target = _pinned(source.shape, source.dtype, like=source)
-            return target.copy_(source, non_blocking=True)
+            if source.layout is not torch.strided:
+                return source.cpu()
+            return _pinned(torch.empty_like, source, device="cpu").copy_(source, non_blocking=True)
 
     def record(self, lane: Lane) -> Event:
         return AcceleratorEvent(self._streams[lane])
@@ -191,15 +187,12 @@ class AcceleratorBackend(Backend):
             yield
 
 
-def _pinned(shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor | None = None) -> torch.Tensor:
-    """Empty host memory, pinned if the system allows it; with the strides of another tensor."""
-    make: Callable[..., torch.Tensor] = functools.partial(torch.empty, shape, dtype=dtype)
-    if like is not None:
-        make = functools.partial(torch.empty_like, like, device="cpu")
+def _pinned(make: Callable[..., torch.Tensor], *args: Any, **options: Any) -> torch.Tensor:
+    """Empty host memory as ``make`` gives it, pinned if the system allows it."""
     try:
-        return make(pin_memory=True)
+        return make(*args, **options, pin_memory=True)
     except RuntimeError as error:
-        tensor = make()
+        tensor = make(*args, **options)
         warn_unpinned(tensor.nbytes, str(error).partition("\n")[0])
         return tensor
 

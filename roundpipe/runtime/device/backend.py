@@ -135,17 +135,15 @@ class Backend(ABC):
     ) -> torch.Tensor:
         """Copy to the device on the UPLOAD or WEIGHTS stream; always a copy, also where both are the CPU."""
 
+    @abstractmethod
+    def download(self, source: torch.Tensor, lane: Lane = Lane.DOWNLOAD) -> torch.Tensor:
+        """Copy to (pinned) host memory on the DOWNLOAD or GRADIENTS stream; always a copy."""
+
     def take_uploads(self) -> list[torch.Tensor]:
         """What `upload` made on the UPLOAD stream since the last call; whoever gives work to COMPUTE keeps them until
         that is done, since their memory is the UPLOAD stream's. None on the CPU, where a call is done when it returns.
         """
         return []
-
-    @abstractmethod
-    def download(
-        self, source: torch.Tensor, target: torch.Tensor | None = None, lane: Lane = Lane.DOWNLOAD
-    ) -> torch.Tensor:
-        """Copy to (pinned) host memory on the DOWNLOAD or GRADIENTS stream; always a copy."""
 
     # Order and time
 

@@ -27,7 +27,7 @@ import torch
 from roundpipe.core.errors import SynchronizationError
 from roundpipe.core.random_state import SeededTorch
 from roundpipe.runtime.device.backend import Backend, Device, Event, Lane
-from roundpipe.runtime.device.host_memory import empty_bytes
+from roundpipe.runtime.device.host_memory import on_huge_pages
 from roundpipe.runtime.device.ledger import Hold, Ledger, saved_tensors_counted
 
 _STAMP = "_roundpipe_stamp"
@@ -117,7 +117,7 @@ class CpuBackend(Backend):
         self.ledger.remove(buffer.numel(), purpose)
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        return empty_bytes(num_bytes)
+        return on_huge_pages(torch.empty(num_bytes, dtype=torch.uint8))
 
     def hold(self, num_bytes: int, purpose: str) -> AbstractContextManager[Any]:
         return Hold(self.ledger, num_bytes, purpose)
@@ -138,10 +138,8 @@ class CpuBackend(Backend):
     ) -> torch.Tensor:
         return self._copy(lane, source, target)
 
-    def download(
-        self, source: torch.Tensor, target: torch.Tensor | None = None, lane: Lane = Lane.DOWNLOAD
-    ) -> torch.Tensor:
-        return self._copy(lane, source, target)
+    def download(self, source: torch.Tensor, lane: Lane = Lane.DOWNLOAD) -> torch.Tensor:
+        return self._copy(lane, source, None)
 
     def _copy(self, lane: Lane, source: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
         clock = self._clocks[lane]

@@ -1,7 +1,18 @@
-"""Host memory that each step walks through from end to end: copies of weights, gradients, packed layers.
+"""Host memory that weights, gradients and their copies lie in: huge pages, and pages pinned where they lie.
 
 Large blocks ask for huge pages before they are touched: 512 times fewer page faults, and fewer misses of the address
 cache afterwards. It is advice: where the system has no huge pages left, the memory is ordinary.
+
+To pin memory in place is to register whole pages with a driver. A page can be registered once and a copy must lie in
+one registration, so tensors that share a page are pinned together. The memory stays the user's: nothing here keeps it
+alive, and its pages are unpinned before it is freed, whoever frees it.
+
+    pages     0         1         2         3         4         5
+    tensors      [--- a ----][- b -]             [------ c ------]
+    spans     [===========================]   [====================]
+
+Invariant: no page is in two spans. Whatever is refused stays as it was, which only makes its uploads slower;
+the first refusal of a process warns, with the limit of locked memory.
 """
 
 from __future__ import annotations
@@ -9,27 +20,41 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import logging
 import mmap
 import sys
-from collections.abc import Callable
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from roundpipe.core.caller import warn
+
+logger = logging.getLogger(__name__)
+
 HUGE_PAGE_BYTES = 2 * 1024**2
 """Blocks below this size are left alone; the usual size of a huge page."""
+MIN_REGISTERED_BYTES = 64 * 1024
+"""Tensors below this size are packed into a buffer instead: many registrations and copies would cost more."""
+
+Pin = Callable[[int, int], str | None]
+"""``f(address, num_bytes)``: pins whole pages; None, or why not."""
+Unpin = Callable[[int], None]
+"""``f(address)``: undoes a `Pin`."""
+
+_has_warned = threading.Event()
 
 
 @functools.cache
-def _madvise() -> Callable[[int, int, int], int] | None:
+def _madvise() -> Callable[[ctypes.c_void_p, ctypes.c_size_t, int], int] | None:
     """The C library's function, where huge pages can be asked for with it."""
     if not sys.platform.startswith("linux") or not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
     with contextlib.suppress(OSError, AttributeError):
-        function = ctypes.CDLL(None).madvise
-        function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        function.restype = ctypes.c_int
-        return function
+        return ctypes.CDLL(None).madvise
     return None
 
 
@@ -41,14 +66,8 @@ def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     page = mmap.PAGESIZE
     start = -(-tensor.data_ptr() // page) * page
     stop = (tensor.data_ptr() + tensor.nbytes) // page * page
-    if start < stop:
-        madvise(start, stop - start, mmap.MADV_HUGEPAGE)  # refused: ordinary pages
+    madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_HUGEPAGE)  # refused: ordinary pages
     return tensor
-
-
-def empty_bytes(num_bytes: int) -> torch.Tensor:
-    """A byte buffer in host memory, `[num_bytes]`; its contents are arbitrary."""
-    return on_huge_pages(torch.empty(num_bytes, dtype=torch.uint8))
 
 
 def convert(parameter: torch.Tensor, dtype: torch.dtype) -> None:
@@ -78,3 +97,131 @@ _SPARSE_PARTS: dict[torch.layout, tuple[str, ...]] = {
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is no subclass and has strided memory, so that it may be packed and copied with others."""
     return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
+
+
+def locked_memory_limit() -> str:
+    """The process's limit of locked memory, in words."""
+    try:
+        import resource  # not on Windows
+    except ImportError:
+        return "not known on this system"
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return "unlimited" if soft == resource.RLIM_INFINITY else f"{soft:,} bytes"
+
+
+def warn_unpinned(num_bytes: int, reason: str) -> None:
+    """Say that host memory stays unpinned: a warning at the first time, a log line at each."""
+    text = f"could not pin {num_bytes:,} bytes of host memory ({reason})"
+    logger.info("%s", text)
+    if not _has_warned.is_set():
+        _has_warned.set()
+        warn(
+            f"{text}: it stays unpinned, and copies between it and the devices are slower. The limit of locked memory "
+            f"is {locked_memory_limit()}; raise it (ulimit -l, or memlock in /etc/security/limits.conf or the "
+            "container's settings), or pass pin_model='off'. Further refusals are only logged",
+            RuntimeWarning,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _PageSpan:
+    """Whole pages that are pinned together, and the storages in them."""
+
+    start: int
+    stop: int
+    storages: list[weakref.ref[torch.UntypedStorage]] = field(default_factory=list)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stop - self.start
+
+
+class Registrar:
+    """Pins tensors where they lie; calls of ``pin`` and ``unpin`` come from any thread, one at a time."""
+
+    def __init__(self, pin: Pin, unpin: Unpin) -> None:
+        self._pin = pin
+        self._unpin = unpin
+        self._spans: list[_PageSpan] = []
+        self._lock = threading.RLock()
+        self._closed = False
+        self.has_lost = False
+        """Whether memory was freed since the last `register` that was pinned, perhaps together with other tensors'."""
+        weakref.finalize(self, _unpin_all, self._spans, unpin, self._lock)
+
+    @staticmethod
+    def suits(tensor: torch.Tensor) -> bool:
+        return tensor.device.type == "cpu" and _extent(tensor) is not None and tensor.nbytes >= MIN_REGISTERED_BYTES
+
+    def is_registered(self, tensor: torch.Tensor) -> bool:
+        """Whether all of a tensor's memory is in one span."""
+        extent = _extent(tensor)
+        return extent is not None and any(span.start <= extent[0] and extent[1] <= span.stop for span in self._spans)
+
+    def register(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Pin those that suit and are not pinned yet; what shares a page with an earlier span is left out."""
+        with self._lock:
+            self.has_lost = False
+            if self._closed:
+                return
+            new = (tensor for tensor in tensors if self.suits(tensor) and not self.is_registered(tensor))
+            for span in _page_spans(tensor for tensor in new if not tensor.is_pinned()):
+                if any(span.start < other.stop and other.start < span.stop for other in self._spans):
+                    continue
+                reason = self._pin(span.start, span.num_bytes)
+                if reason is not None:
+                    warn_unpinned(span.num_bytes, reason)
+                    continue
+                self._spans.append(span)
+                for reference in span.storages:
+                    storage = reference()
+                    assert storage is not None
+                    weakref.finalize(storage, _unpin_span, weakref.ref(self), span).atexit = False
+
+    def close(self) -> None:
+        """Unpin everything; nothing is pinned any more. Safe to call twice."""
+        with self._lock:
+            self._closed = True
+            _unpin_all(self._spans, self._unpin, self._lock)
+
+
+def _unpin_span(registrar: weakref.ref[Registrar], span: _PageSpan) -> None:
+    """Unpin a span of which a storage is about to be freed."""
+    owner = registrar()
+    if owner is None:
+        return
+    with owner._lock:
+        if span in owner._spans:
+            owner._spans.remove(span)
+            owner._unpin(span.start)
+            owner.has_lost = True
+
+
+def _unpin_all(spans: list[_PageSpan], unpin: Unpin, lock: threading.RLock) -> None:
+    with lock:
+        while spans:
+            with contextlib.suppress(RuntimeError):  # the driver is gone: so are its pins
+                unpin(spans.pop().start)
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Addresses of a tensor's first byte and behind its last one, if it has memory without holes."""
+    if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
+        return None
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if last + 1 != tensor.numel():
+        return None
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+
+
+def _page_spans(tensors: Iterable[torch.Tensor]) -> list[_PageSpan]:
+    """Spans of whole pages around tensors, those that share a page joined."""
+    page = mmap.PAGESIZE
+    spans: list[_PageSpan] = []
+    for tensor in sorted(tensors, key=torch.Tensor.data_ptr):
+        start, stop = tensor.data_ptr() // page * page, -(-(tensor.data_ptr() + tensor.nbytes) // page) * page
+        if not spans or start >= spans[-1].stop:
+            spans.append(_PageSpan(start, stop))
+        spans[-1].stop = max(spans[-1].stop, stop)
+        spans[-1].storages.append(weakref.ref(tensor.untyped_storage()))
+    return spans

@@ -12,7 +12,7 @@ from roundpipe.planning import stage_costs
 from roundpipe.runtime.device.accelerator import AcceleratorBackend, memory_budget_bytes
 from roundpipe.runtime.device.backend import Backend, Device
 from roundpipe.runtime.device.cpu import CpuBackend
-from roundpipe.runtime.device.pinning import Registrar
+from roundpipe.runtime.device.host_memory import Registrar
 
 DeviceLike = str | int | torch.device | Device
 

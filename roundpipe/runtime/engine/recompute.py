@@ -20,7 +20,7 @@ import torch
 from roundpipe.core import trees
 from roundpipe.core.errors import ConfigError
 from roundpipe.runtime.device.backend import Backend, Event, Lane
-from roundpipe.runtime.weights.bound_layer import BoundLayer
+from roundpipe.runtime.weights.replica import BoundLayer
 
 _state = threading.local()
 

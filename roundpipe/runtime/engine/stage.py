@@ -25,7 +25,7 @@ from roundpipe.runtime.engine.flow import Segment
 from roundpipe.runtime.engine.recompute import ForwardRecord, layer_seed, recomputing
 from roundpipe.runtime.engine.step import Gradients, StepSpec
 from roundpipe.runtime.profiling.layer_times import Kind
-from roundpipe.runtime.weights.bound_layer import BoundLayer
+from roundpipe.runtime.weights.replica import BoundLayer
 
 
 @dataclass(slots=True)

@@ -31,10 +31,9 @@ from roundpipe.runtime.engine.step import Cancelled, StepState
 from roundpipe.runtime.profiling.meter import Meter
 from roundpipe.runtime.profiling.recorder import HostLog, Recorder
 from roundpipe.runtime.thread import TaskThread
-from roundpipe.runtime.weights.bound_layer import BoundLayer
 from roundpipe.runtime.weights.gate import Gates
 from roundpipe.runtime.weights.layer_weights import LayerWeights
-from roundpipe.runtime.weights.replica import Replica
+from roundpipe.runtime.weights.replica import BoundLayer, Replica
 from roundpipe.runtime.weights.residency import Arena, Download, Visit, visit_bytes
 
 logger = logging.getLogger(__name__)

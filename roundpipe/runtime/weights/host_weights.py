@@ -17,10 +17,8 @@ from torch import nn
 
 from roundpipe.core.aliasing import overlapping
 from roundpipe.core.errors import ConfigError
-from roundpipe.runtime.device.host_memory import is_plain
-from roundpipe.runtime.device.pinning import Registrar
-from roundpipe.runtime.weights.layer_weights import LayerWeights
-from roundpipe.runtime.weights.layout import tensors_of
+from roundpipe.runtime.device.host_memory import Registrar, is_plain
+from roundpipe.runtime.weights.layer_weights import LayerWeights, tensors_of
 
 logger = logging.getLogger(__name__)
 

@@ -1,10 +1,13 @@
-"""One layer's weights in host memory: laid out, packed, uploaded; and what its forward does to buffers."""
+"""One layer's weights on the host: who holds them, where they lie in the layer's bytes; packed, uploaded."""
 
 from __future__ import annotations
 
+import ctypes
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -14,10 +17,129 @@ from roundpipe.core.module_tree import Structure, structure_message
 from roundpipe.effects.user_code import codes_of, names_in
 from roundpipe.runtime.device.backend import Backend, Lane
 from roundpipe.runtime.device.host_memory import is_plain
-from roundpipe.runtime.weights.layout import Slot, aligned, attributes_of, tensors_of
 
+ALIGNMENT = 64
 _UNSEEN_WRITES = frozenset({"data", "batch_norm", "instance_norm"})
 """What Python code calls or reads to write a tensor without a change of its version."""
+
+
+def aligned(num_bytes: int) -> int:
+    """The next multiple of `ALIGNMENT`."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class Attribute(NamedTuple):
+    """A name under which a module holds a parameter or buffer."""
+
+    module: nn.Module
+    table: Literal["_parameters", "_buffers"]
+    name: str
+
+    def get(self) -> torch.Tensor | None:
+        """The tensor there now; None if there is none, or no such name."""
+        tensors: dict[str, torch.Tensor | None] = getattr(self.module, self.table)
+        return tensors[self.name] if self.name in tensors else None  # script modules' have no get
+
+    @property
+    def is_none(self) -> bool:
+        """Whether the module has the name, and no tensor under it."""
+        tensors = getattr(self.module, self.table)
+        return self.name in tensors and tensors[self.name] is None
+
+    def set(self, tensor: torch.Tensor | None) -> None:
+        getattr(self.module, self.table)[self.name] = tensor
+
+
+def attributes_of(layer: nn.Module) -> list[Attribute]:
+    """All parameters and buffers of a layer, also those that are None."""
+    return [
+        Attribute(module, table, name)
+        for module in layer.modules()
+        for table in ("_parameters", "_buffers")
+        for name, _ in getattr(module, table).items()
+    ]
+
+
+def tensors_of(layer: nn.Module) -> list[tuple[torch.Tensor, list[Attribute]]]:
+    """The tensors of a layer, tied ones once, each with all attributes that hold it."""
+    by_id: dict[int, tuple[torch.Tensor, list[Attribute]]] = {}
+    for attribute in attributes_of(layer):
+        tensor = attribute.get()
+        if tensor is not None:
+            by_id.setdefault(id(tensor), (tensor, []))[1].append(attribute)
+    return list(by_id.values())
+
+
+@dataclass(slots=True)
+class Slot:
+    """One parameter or buffer of a layer, and its span in the layer's bytes."""
+
+    attributes: list[Attribute]
+    """All that hold it, in modules of the original tree."""
+    is_parameter: bool
+    offset: int
+    num_bytes: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    is_loose: bool
+    """A tensor subclass: has no span, is moved as a whole."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, attributes: list[Attribute], offset: int) -> Slot:
+        is_parameter, is_loose = attributes[0].table == "_parameters", not is_plain(tensor)
+        num_bytes = 0 if is_loose else tensor.numel() * tensor.element_size()
+        strides = tensor.stride() if is_loose else _dense_strides(tensor)
+        return cls(attributes, is_parameter, offset, num_bytes, tensor.shape, strides, tensor.dtype, is_loose)
+
+    @property
+    def current(self) -> torch.Tensor | None:
+        return self.attributes[0].get()
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """`current`; `ConfigError` if there is none."""
+        tensor = self.attributes[0].get()
+        if tensor is None:
+            raise ConfigError(structure_message(self.attributes[0].module, self.attributes[0].name))
+        return tensor
+
+    @property
+    def fits(self) -> bool:
+        """Whether the original module still has a tensor there that goes into the span."""
+        tensor = self.attributes[0].get()
+        return tensor is not None and tensor.shape == self.shape and tensor.dtype == self.dtype
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether all modules that held it still hold one and the same tensor."""
+        tensor = self.attributes[0].get()
+        return all(attribute.get() is tensor for attribute in self.attributes[1:])
+
+    def view(self, region: torch.Tensor) -> torch.Tensor:
+        """The slot's part of a byte region, with a version counter of its own."""
+        flat = region[self.offset : self.offset + self.num_bytes].view(self.dtype)
+        return torch.as_strided(flat, self.shape, self.strides, flat.storage_offset()).data
+
+    def own_view(self, region: torch.Tensor) -> torch.Tensor:
+        """The same, with a storage of its own too: what saves or copies a tensor takes the whole storage."""
+        if not self.num_bytes:
+            return self.view(region)
+        part = region[self.offset : self.offset + self.num_bytes]
+        block = (ctypes.c_ubyte * self.num_bytes).from_address(part.data_ptr())
+        block.memory = part  # type: ignore[attr-defined]  # keeps it
+        return torch.as_strided(torch.frombuffer(block, dtype=torch.uint8).view(self.dtype), self.shape, self.strides)
+
+
+def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The tensor's strides if its memory is dense, else those of a contiguous copy."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return torch.empty(tensor.shape, device="meta").stride()
+            expected *= size
+    return tensor.stride()
 
 
 @dataclass(slots=True)
@@ -25,8 +147,7 @@ class Habits:
     """What a layer's forward does, as far as it was seen; None: not known yet."""
 
     writes_buffers: bool | None = None
-    """Whether it writes buffers; learned by comparing values, since some operators (batch_norm) write without a change
-    of version."""
+    """Learned by comparing values, since some operators (batch_norm) write without a change of version."""
     has_side_effects: bool | None = None
     """Whether it leaves other buffers or attributes behind; learned at each release."""
     draws_python: bool | None = None
@@ -46,10 +167,9 @@ class LayerWeights:
         self.packed: torch.Tensor | None = None
         """The buffer that the first `num_packed` slots lie in."""
         self.slots: list[Slot] = []
-        self.num_bytes = 0
-        tensors = [(tensor, attributes, may_pack(tensor)) for tensor, attributes in tensors_of(layer)]
-        self.num_packed = sum(is_packed for *_, is_packed in tensors)
-        for tensor, attributes, _ in sorted(tensors, key=lambda item: not item[2]):
+        self.num_packed = self.num_bytes = self.packed_bytes = 0
+        tensors = [(not may_pack(tensor), tensor, attributes) for tensor, attributes in tensors_of(layer)]
+        for is_apart, tensor, attributes in sorted(tensors, key=itemgetter(0)):
             if tensor.is_meta:
                 raise ConfigError(
                     f"{name}.{attributes[0].name} is on the meta device, so it has no values to train or run with; "
@@ -58,6 +178,8 @@ class LayerWeights:
             slot = Slot.of(tensor, attributes, self.num_bytes)
             self.slots.append(slot)
             self.num_bytes += aligned(slot.num_bytes)
+            if not is_apart:
+                self.num_packed, self.packed_bytes = len(self.slots), slot.offset + slot.num_bytes
         self._tied = [slot for slot in self.slots if len(slot.attributes) > 1]
         empty = [attribute for attribute in attributes_of(layer) if attribute.get() is None]
         self.empty_buffers = [attribute for attribute in empty if attribute.table == "_buffers"]
@@ -78,8 +200,7 @@ class LayerWeights:
 
     def check_structure(self) -> None:
         """Raise `ConfigError` if the layer has other modules, or parameters under other names, than as laid out."""
-        changed = self._structure.changed()
-        if changed is not None:
+        if (changed := self._structure.changed()) is not None:
             raise ConfigError(structure_message(changed))
         removed = [slot.attributes[0] for slot in self.slots if slot.is_parameter and slot.current is None]
         added = [attribute for attribute in self._empty_parameters if attribute.get() is not None]
@@ -113,13 +234,6 @@ class LayerWeights:
             for slot in self.slots[: self.num_packed]
         )
 
-    @property
-    def packed_bytes(self) -> int:
-        if self.num_packed == 0:
-            return 0
-        last = self.slots[self.num_packed - 1]
-        return last.offset + last.num_bytes
-
     def parameters(self) -> list[torch.Tensor]:
         """The layer's parameters as the original modules have them now."""
         return [slot.tensor for slot in self.slots if slot.is_parameter and slot.fits]
@@ -147,22 +261,18 @@ class LayerWeights:
         self, backend: Backend, region: torch.Tensor
     ) -> tuple[dict[int, torch.Tensor | None], list[torch.Tensor]]:
         """Copy all weights into a device region; returns those outside of it by slot (None: gone), and all copies."""
-        start = 0
-        copies = []
-        if self.is_packed():
-            assert self.packed is not None
+        start, copies = 0, []
+        if self.packed is not None and self.is_packed():
             source, target = self.packed[: self.packed_bytes], region[: self.packed_bytes]
-            copies.append(backend.upload(source, target, Lane.WEIGHTS))
-            start = self.num_packed
+            start, copies = self.num_packed, [backend.upload(source, target, Lane.WEIGHTS)]
         outside: dict[int, torch.Tensor | None] = {}
         for index, slot in enumerate(self.slots[start:], start):
             if slot.is_loose or not slot.fits:  # a buffer may get another shape while a step runs
                 tensor = slot.tensor if slot.is_parameter else slot.current
-                outside[index] = copy = None if tensor is None else backend.upload(tensor, lane=Lane.WEIGHTS)
-                copies += [] if copy is None else [copy]
+                outside[index] = None if tensor is None else backend.upload(tensor, lane=Lane.WEIGHTS)
             elif slot.num_bytes:
                 copies.append(backend.upload(slot.tensor.detach(), slot.view(region), Lane.WEIGHTS))
-        return outside, copies
+        return outside, copies + [tensor for tensor in outside.values() if tensor is not None]
 
 
 def _has_statistics(module: nn.Module) -> bool:

@@ -27,10 +27,8 @@ import torch
 
 from roundpipe.runtime.device.backend import Backend, Event, Lane, Moment
 from roundpipe.runtime.device.host_memory import convert, is_plain
-from roundpipe.runtime.weights.bound_layer import BoundLayer
-from roundpipe.runtime.weights.layer_weights import LayerWeights
-from roundpipe.runtime.weights.layout import ALIGNMENT, Attribute, aligned
-from roundpipe.runtime.weights.replica import FrozenLayers
+from roundpipe.runtime.weights.layer_weights import ALIGNMENT, Attribute, LayerWeights, aligned
+from roundpipe.runtime.weights.replica import BoundLayer, FrozenLayers
 
 
 @dataclass(slots=True)
@@ -151,7 +149,7 @@ class Visit:
 
         def copy(tensor: torch.Tensor) -> torch.Tensor:
             sources.append(tensor)
-            return backend.download(tensor, lane=Lane.GRADIENTS)
+            return backend.download(tensor, Lane.GRADIENTS)
 
         for layer in self.layers:
             for slot, parameter in layer.parameters:
