@@ -194,7 +194,7 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     """A structure of the same form with every tensor replaced; the value itself if it holds none."""
     if isinstance(value, torch.Tensor):
         return function(value)
-    if not any(isinstance(leaf, torch.Tensor) for leaf in leaves(value)):
+    if not tensors(value):
         return value
     return map_leaves(value, lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf)
 

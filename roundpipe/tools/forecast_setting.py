@@ -30,8 +30,8 @@ from roundpipe.planning.stage_costs import largest_layer_bytes
 from roundpipe.reports.memory import DeviceMemory, HostMemory
 from roundpipe.runtime.config import RecomputeGrain, RoundPipeRunConfig, resolve
 from roundpipe.runtime.device.accelerator import PLANNED_SHARE
-from roundpipe.runtime.engine.call import Call
 from roundpipe.runtime.engine.plan_choice import PlanChooser, times_the_example, with_temporaries
+from roundpipe.runtime.engine.spec import Call
 from roundpipe.tools.comparison import Setting
 from roundpipe.tools.device_data import DeviceSpec, Efficiency
 from roundpipe.tools.target import Target

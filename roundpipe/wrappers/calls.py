@@ -24,7 +24,7 @@ from roundpipe.effects.user_code import reached_by
 from roundpipe.reports.partition_table import partition_table
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, resolve
 from roundpipe.runtime.engine.builder import StepBuilder, sum_losses
-from roundpipe.runtime.engine.call import Call
+from roundpipe.runtime.engine.spec import Call
 from roundpipe.runtime.microbatch.division import batch_size
 from roundpipe.runtime.microbatch.merge import merge
 from roundpipe.runtime.microbatch.split import Split, split
@@ -109,8 +109,8 @@ class ChainRunner:
                 )
             step = session.engine.run(spec, values)
             self.builder.plans.learn_from(spec.times, call)
-            losses += step.take_losses()
-            outputs += step.take_outputs()
+            losses += [loss.synchronize() for loss in step.losses]
+            outputs += [output.synchronize() for output in step.outputs]
             inputs += [item.tensor for item in spec.inputs]
             gradients += step.input_gradients()
         session.optimizer.end_call()

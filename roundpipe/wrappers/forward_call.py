@@ -24,8 +24,8 @@ from roundpipe.core.errors import BackwardError, enumerated
 from roundpipe.core.layers import is_differentiable
 from roundpipe.core.schedule import ExecutePlan
 from roundpipe.runtime.engine.builder import StepBuilder
-from roundpipe.runtime.engine.call import Call
-from roundpipe.runtime.engine.step import HostGradients, StepState
+from roundpipe.runtime.engine.spec import Call
+from roundpipe.runtime.engine.step import HostGradients, HostValue, StepState
 from roundpipe.runtime.microbatch.split import tensors_of_inputs
 from roundpipe.runtime.weights.replica import FrozenLayers
 from roundpipe.wrappers.session import Session
@@ -59,8 +59,8 @@ class DeferredBackward:
         for (m, name, position), gradient in zip(self.places, gradients, strict=True):
             if gradient is not None:
                 if name not in incoming[m]:
-                    incoming[m][name] = [([None] * self.num_tensors[m, name], None)]
-                incoming[m][name][0][0][position] = gradient.to("cpu")
+                    incoming[m][name] = [HostValue([None] * self.num_tensors[m, name])]
+                incoming[m][name][0].value[position] = gradient.to("cpu")
         spec = self.builder.backward_step(forward.spec, self.call, self.plan, self.frozen)
         with contextlib.nullcontext() if accumulates else self.session.optimizer.gradients_aside():
             step = self.session.engine.run(spec, forward.values, incoming, forward.forward)

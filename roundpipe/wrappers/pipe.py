@@ -25,7 +25,7 @@ from roundpipe.core.errors import NotCopyableError
 from roundpipe.reports.timeline import Timeline, check_path
 from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.runtime.device.resolve import DeviceLike
-from roundpipe.runtime.engine.step import LossFunction
+from roundpipe.runtime.engine.spec import LossFunction
 from roundpipe.runtime.weights.host_weights import PinMode
 from roundpipe.wrappers import checkpoint
 from roundpipe.wrappers.calls import ChainProgram, check_training_call, pass_outputs

@@ -22,7 +22,7 @@ from roundpipe.core.errors import ClosedError, ConfigError
 from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.runtime.device.resolve import DeviceLike, open_backends, open_registrar, resolve_devices
 from roundpipe.runtime.engine.engine import Engine
-from roundpipe.runtime.engine.step import LossFunction
+from roundpipe.runtime.engine.spec import LossFunction
 from roundpipe.runtime.optimizer.loading import LoadWatch
 from roundpipe.runtime.optimizer.optimizer import OptimizerSide
 from roundpipe.runtime.weights.gate import Gates

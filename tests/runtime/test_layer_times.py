@@ -17,8 +17,8 @@ from roundpipe.runtime.config import resolve
 from roundpipe.runtime.device.backend import Device, Lane
 from roundpipe.runtime.device.cpu import CpuBackend
 from roundpipe.runtime.engine import plan_choice
-from roundpipe.runtime.engine.call import Call
 from roundpipe.runtime.engine.plan_choice import PlanChooser, with_temporaries
+from roundpipe.runtime.engine.spec import Call
 from roundpipe.runtime.profiling.layer_times import LATEST_SHARE, LayerTimes, StepTimes
 from tests.runtime.models import DTYPE, batch, chain, config, square_loss
 

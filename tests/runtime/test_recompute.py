@@ -8,7 +8,13 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe.runtime.engine.recompute import doing_recompute, draw_base_seed, layer_seed, recomputing
+from roundpipe.runtime.engine.recompute import (
+    ForwardRecord,
+    LayerScope,
+    doing_recompute,
+    draw_base_seed,
+    layer_seed,
+)
 from tests.runtime.models import DTYPE, Noted, assert_round_is_eager, batch, config, square_loss
 
 PLAN = roundpipe.ExecutePlan([(0, 2), (2, 4)], (4, 5), [(2, 4), (0, 2)])
@@ -33,6 +39,10 @@ def test_the_base_seed_comes_from_torchs_generator():
 def test_the_mark_is_of_the_thread_and_nests():
     seen = []
     assert not doing_recompute()
+
+    def recomputing():
+        return LayerScope(ForwardRecord({}), (0, 0), None, is_recomputation=True)
+
     with recomputing():
         with recomputing():
             pass

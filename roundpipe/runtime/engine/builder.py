@@ -21,12 +21,20 @@ from roundpipe.core.layers import LayerChain
 from roundpipe.core.modes import caller_autocast
 from roundpipe.core.schedule import ExecutePlan, Phase, Schedule, ScheduleKind, make_schedule
 from roundpipe.runtime.config import microbatch_count
-from roundpipe.runtime.engine.call import Call
 from roundpipe.runtime.engine.engine import Engine
-from roundpipe.runtime.engine.flow import flow, names_with_gradient, reads_of_backward
 from roundpipe.runtime.engine.plan_choice import PlanChooser
 from roundpipe.runtime.engine.recompute import draw_base_seed
-from roundpipe.runtime.engine.step import LABEL, HostValue, HostValues, InputTensor, LossFunction, StepSpec
+from roundpipe.runtime.engine.spec import (
+    LABEL,
+    Call,
+    InputTensor,
+    LossFunction,
+    StepSpec,
+    flow,
+    names_with_gradient,
+    reads_of_backward,
+)
+from roundpipe.runtime.engine.step import HostValue, HostValues, synchronize_streams
 from roundpipe.runtime.optimizer.optimizer import OptimizerSide
 from roundpipe.runtime.profiling.meter import link_speeds
 from roundpipe.runtime.weights.host_weights import HostWeights
@@ -178,9 +186,7 @@ class StepBuilder:
 
 
 def _first_carries(call: Call) -> HostValues:
-    for tensor in trees.tensors([call.args, call.kwargs, call.labels]):
-        if tensor.device.type not in ("cpu", "meta"):  # made on the caller's stream
-            torch.accelerator.current_stream(tensor.device).synchronize()
+    synchronize_streams(trees.tensors([call.args, call.kwargs, call.labels]))
     return [
         {name: HostValue(value) for name, value in call.chain.entry(args, kwargs).items()}
         for args, kwargs in zip(call.args, call.kwargs, strict=True)

@@ -29,7 +29,7 @@ from roundpipe.planning.planner import least_seconds
 from roundpipe.planning.planner import plan as choose_plan
 from roundpipe.planning.simulator import simulate
 from roundpipe.runtime.config import RECOMPUTE_GRAINS, RecomputeGrain, ResolvedConfig
-from roundpipe.runtime.engine.call import Call
+from roundpipe.runtime.engine.spec import Call
 from roundpipe.runtime.profiling.layer_times import LayerTimes, StepTimes
 
 logger = logging.getLogger(__name__)

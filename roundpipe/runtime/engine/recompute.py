@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +20,9 @@ from roundpipe.core import trees
 from roundpipe.core.errors import ConfigError
 from roundpipe.runtime.device.backend import Backend, Event, Lane
 from roundpipe.runtime.weights.replica import BoundLayer
+
+LayerKey = tuple[int, int]
+"""Index of a layer, and a microbatch."""
 
 _state = threading.local()
 
@@ -39,58 +41,29 @@ def draw_base_seed() -> int:
     return int(torch.empty((), dtype=torch.int64).random_().item())
 
 
-@contextlib.contextmanager
-def recomputing() -> Iterator[None]:
-    """Marks the calling thread as recomputing."""
-    before = getattr(_state, "recomputing", False)
-    _state.recomputing = True
-    try:
-        yield
-    finally:
-        _state.recomputing = before
+class LayerScope:
+    """Says which layer the calling thread runs; a class, since every task opens some."""
+
+    __slots__ = ("_before", "backend", "is_recomputation", "key", "record")
+
+    def __init__(self, record: ForwardRecord, key: LayerKey, backend: Backend, *, is_recomputation: bool) -> None:
+        self.record, self.key, self.backend, self.is_recomputation = record, key, backend, is_recomputation
+
+    def __enter__(self) -> None:
+        self._before, _state.scope = _scope(), self
+
+    def __exit__(self, *exception: object) -> None:
+        _state.scope = self._before
+
+
+def _scope() -> LayerScope | None:
+    return getattr(_state, "scope", None)
 
 
 def doing_recompute() -> bool:
     """Whether the calling code runs in the recomputation of a layer, not in its first forward."""
-    return getattr(_state, "recomputing", False)
-
-
-class _LayerScope:
-    """Names the layer that runs in the calling thread; a class, since every task opens one."""
-
-    __slots__ = ("_before", "_layer")
-
-    def __init__(self, layer: tuple[SavedData, tuple[int, int], Backend]) -> None:
-        self._layer = layer
-
-    def __enter__(self) -> None:
-        self._before = getattr(_state, "layer", None)
-        _state.layer = self._layer
-
-    def __exit__(self, *exception: object) -> None:
-        _state.layer = self._before
-
-
-class SavedData:
-    """What layers asked to be given back in their recomputation; on the host, in the order it was saved."""
-
-    def __init__(self) -> None:
-        self._saved: dict[tuple[int, int], deque[tuple[Any, Event | None]]] = {}
-
-    def layer(self, layer_index: int, microbatch: int, backend: Backend) -> _LayerScope:
-        """While open, `save_for_recompute` and `get_recompute_data` in this thread mean this layer."""
-        return _LayerScope((self, (layer_index, microbatch), backend))
-
-    def save(self, key: tuple[int, int], data: tuple[Any, ...], backend: Backend) -> None:
-        self._saved.setdefault(key, deque()).append(_download(data, backend))
-
-    def get(self, key: tuple[int, int], backend: Backend) -> Any:
-        if not self._saved.get(key):
-            raise ConfigError(
-                "get_recompute_data() has nothing left to give: call it in the recomputation as often, and in the same "
-                "order, as save_for_recompute() was called in the layer's forward"
-            )
-        return _upload(*self._saved[key].popleft(), backend)
+    scope = _scope()
+    return scope is not None and scope.is_recomputation
 
 
 def save_for_recompute(*data: Any) -> None:
@@ -101,10 +74,9 @@ def save_for_recompute(*data: Any) -> None:
     Args:
         *data: tensors, or structures of them; detached copies are kept on the host.
     """
-    layer = getattr(_state, "layer", None)
-    if layer is not None and not doing_recompute():
-        saved, key, backend = layer
-        saved.save(key, data, backend)
+    scope = _scope()
+    if scope is not None and not scope.is_recomputation:
+        scope.record.saved[scope.key].append(_download(data, scope.backend))
 
 
 def get_recompute_data() -> Any:
@@ -113,76 +85,75 @@ def get_recompute_data() -> Any:
     Raises:
         ConfigError: not called in a recomputation, or more often than data was saved.
     """
-    layer = getattr(_state, "layer", None)
-    if layer is None or not doing_recompute():
+    scope = _scope()
+    if scope is None or not scope.is_recomputation:
         raise ConfigError("get_recompute_data() works only in a recomputation; ask doing_recompute() before")
-    saved, key, backend = layer
-    return saved.get(key, backend)
+    saved = scope.record.saved[scope.key]
+    if not saved:
+        raise ConfigError(
+            "get_recompute_data() has nothing left to give: call it in the recomputation as often, and in the same "
+            "order, as save_for_recompute() was called in the layer's forward"
+        )
+    return _upload(*saved.popleft(), scope.backend)
 
 
-class BufferHistory:
-    """Buffers of the layers that write them, as each microbatch's forward saw them; on the host."""
+class ForwardRecord:
+    """What the forwards of one step leave for their recomputation, on the host; workers write it."""
 
-    def __init__(self) -> None:
-        self._seen: dict[tuple[int, int], tuple[list[torch.Tensor | None], Event | None]] = {}
-        self._unwritten: dict[int, list[int]] = {}
+    def __init__(self, plain: dict[tuple[int, str], frozenset[int]]) -> None:
+        self.plain = plain
+        """By microbatch and name of values that gradients flow through, the tensors that take no part: a mask's."""
+        self.saved: defaultdict[LayerKey, deque[tuple[Any, Event]]] = defaultdict(deque)
+        """What layers asked to be given back, in the order in which it was saved."""
+        self._buffers: dict[LayerKey, tuple[list[torch.Tensor | None], Event | None]] = {}
+        """Of layers that write them, as the forward saw them."""
+        self._unwritten: defaultdict[int, list[int]] = defaultdict(list)
         """By layer, the microbatches that nothing was kept for, since no forward so far wrote a buffer."""
 
     @contextlib.contextmanager
-    def recording(self, bound: BoundLayer, layer_index: int, microbatch: int, backend: Backend) -> Iterator[None]:
+    def keep_buffers(self, bound: BoundLayer, key: LayerKey, backend: Backend) -> Iterator[None]:
         """Keep the buffers that the forward inside sees, if the layer writes any in the current mode."""
         if bound.habits.writes_buffers:
-            self._seen[layer_index, microbatch] = _download(bound.buffer_values(), backend)
+            self._buffers[key] = _download(bound.buffer_values(), backend)
             yield
             return
         versions = bound.buffer_versions() if bound.versions_tell else None
-        with self.learning(bound) as before:
+        with learn_writes(bound) as before:
             yield
-        unwritten = self._unwritten.setdefault(layer_index, [])
+        layer, microbatch = key
         if versions is not None and bound.buffer_versions() != versions:  # the first write of all
             bound.habits.writes_buffers = True
             values = bound.buffers_on_host()
-            for unseen in (*unwritten, microbatch):
-                self._seen[layer_index, unseen] = values, None
+            self._buffers.update({(layer, unseen): (values, None) for unseen in (*self._unwritten[layer], microbatch)})
         elif bound.versions_tell:
-            unwritten.append(microbatch)
+            self._unwritten[layer].append(microbatch)
         elif before:  # a later microbatch may write what this one has seen
-            self._seen[layer_index, microbatch] = _download(before, backend)
+            self._buffers[key] = _download(before, backend)
 
     @contextlib.contextmanager
-    def learning(self, bound: BoundLayer) -> Iterator[list[torch.Tensor | None]]:
-        """Find out whether the forward inside writes buffers, if that is not known; gives them as they were."""
-        if not bound.has_buffers or bound.habits.writes_buffers or bound.versions_tell:
-            yield []
-            return
-        before = [None if buffer is None else buffer.detach().clone() for buffer in bound.buffer_values()]
-        yield before
-        bound.habits.writes_buffers = any(map(_differ, before, bound.buffer_values()))
-
-    @contextlib.contextmanager
-    def as_forward_saw(self, bound: BoundLayer, layer_index: int, microbatch: int, backend: Backend) -> Iterator[None]:
+    def use_buffers(self, bound: BoundLayer, key: LayerKey, backend: Backend) -> Iterator[None]:
         """Run the recomputation inside on the buffers of the forward."""
-        seen = self._seen.pop((layer_index, microbatch), None)
+        seen = self._buffers.pop(key, None)
         if seen is None:
             yield
             return
-        copies = _upload(*seen, backend)
         now = bound.buffer_values()
-        bound.set_buffers(copies)
+        bound.set_buffers(_upload(*seen, backend))
         try:
             yield
         finally:
             bound.set_buffers(now)
 
 
-@dataclass(slots=True)
-class ForwardRecord:
-    """What the forwards of one step leave for their recomputation; workers write it."""
-
-    plain: dict[tuple[int, str], frozenset[int]]
-    """By microbatch and name of values that gradients flow through, the tensors that take no part, such as a mask."""
-    buffers: BufferHistory = field(default_factory=BufferHistory)
-    saved: SavedData = field(default_factory=SavedData)
+@contextlib.contextmanager
+def learn_writes(bound: BoundLayer) -> Iterator[list[torch.Tensor | None]]:
+    """Find out whether the forward inside writes buffers, if that is not known; gives them as they were."""
+    if not bound.has_buffers or bound.habits.writes_buffers or bound.versions_tell:
+        yield []
+        return
+    before = [None if buffer is None else buffer.detach().clone() for buffer in bound.buffer_values()]
+    yield before
+    bound.habits.writes_buffers = any(map(_differ, before, bound.buffer_values()))
 
 
 def _download(values: Any, backend: Backend) -> tuple[Any, Event]:

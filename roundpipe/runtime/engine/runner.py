@@ -1,22 +1,63 @@
 """Runs a stage with one microbatch: values up, compute, values or gradients down.
 
-Nothing here waits for the device: work is given to its streams, which are ordered by events. A run waits only until
-another worker has given what it reads to its own device.
+Carried values and their gradients wait on the host for the next stage. Each direction has a stream of its own, ordered
+against COMPUTE by events, and nothing here waits for the device: a run waits only until another worker has given what
+it reads to its own device. What a stream still reads must live until it has: `InFlight` keeps it, so that no memory is
+marked as used by a stream.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 
 from roundpipe.core import trees
+from roundpipe.core.layers import Carry
 from roundpipe.core.schedule import Job, Phase
-from roundpipe.runtime.device.backend import Backend, Lane
+from roundpipe.runtime.device.backend import Backend, Event, Lane
 from roundpipe.runtime.device.host_memory import bytes_of
-from roundpipe.runtime.engine.offload import InFlight, Offload
+from roundpipe.runtime.engine.spec import LABEL, Segment
 from roundpipe.runtime.engine.stage import Stage
-from roundpipe.runtime.engine.step import LABEL, StepState
+from roundpipe.runtime.engine.step import Gradients, HostValue, StepState, sum_gradients
 from roundpipe.runtime.profiling.meter import Meter
 from roundpipe.runtime.weights.residency import Visit
+
+
+class InFlight:
+    """Device tensors that must live until an event: that of their last copy or reader."""
+
+    def __init__(self) -> None:
+        self._entries: deque[tuple[Event, Any]] = deque()
+
+    def add(self, event: Event, tensors: Any) -> None:
+        self._entries.append((event, tensors))
+
+    def release(self) -> None:
+        """Let go of the oldest ones, as far as they are done; waits for nothing."""
+        while self._entries and self._entries[0][0].is_done():
+            self._entries.popleft()
+
+    def wait(self) -> None:
+        """Let go of all, each when it is done."""
+        while self._entries:
+            self._entries[0][0].synchronize()
+            self._entries.popleft()
+
+    def take(self) -> InFlight:
+        """All of them, for another thread to wait for; none is left here."""
+        rest = InFlight()
+        rest._entries, self._entries = self._entries, rest._entries
+        return rest
+
+    def clear(self) -> None:
+        """Let go of all at once; the device must be done."""
+        self._entries.clear()
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
 
 class MicrobatchRunner:
@@ -26,7 +67,7 @@ class MicrobatchRunner:
         self._backend = backend
         self._name = name
         self._meter = meter
-        self._offload = Offload(backend, meter, in_flight)
+        self._in_flight = in_flight
 
     def run(self, step: StepState, job: Job, stage: Stage, visit: Visit, microbatch: int) -> None:
         """Run a stage with one microbatch, once what it takes is there, and leave its results on the host."""
@@ -49,7 +90,7 @@ class MicrobatchRunner:
     def _run_forward(self, step: StepState, job: Job, stage: Stage, microbatch: int) -> None:
         backend, flow = self._backend, step.spec.flow_of(job)
         (segment,) = flow.segments
-        carry, tensors = self._offload.upload_values(step, segment.takes, microbatch)
+        carry, tensors = self._upload_values(step, segment.takes, microbatch)
         values = step.values[microbatch]
         is_copying = False
         with backend.hold(sum(map(bytes_of, tensors)), "carried values"):
@@ -61,15 +102,15 @@ class MicrobatchRunner:
                     outputs = stage.forward(segment, index, carry, microbatch)
                     read_later = [name for name in outputs if name in flow.gives]
                     for name in read_later:
-                        values[name] = self._offload.download(outputs[name])
+                        values[name] = self._download(outputs[name], "values of")
                     is_copying = bool(read_later)
                     del outputs
 
     def _run_fused(self, step: StepState, job: Job, stage: Stage, visit: Visit, microbatch: int) -> None:
-        spec, offload = step.spec, self._offload
+        spec = step.spec
         (segment,) = spec.flow_of(job).segments
-        carry, tensors = offload.upload_values(step, segment.takes, microbatch)
-        label, collects_gradients = offload.upload_label(spec.labels[microbatch])
+        carry, tensors = self._upload_values(step, segment.takes, microbatch)
+        label, collects_gradients = self._upload_label(spec.labels[microbatch])
         with (
             self._backend.hold(sum(map(bytes_of, tensors)), "carried values"),
             self._backend.activations([visit.weights_memory, *tensors]),
@@ -77,25 +118,25 @@ class MicrobatchRunner:
         ):
             del tensors
             with self._meter.computing("fused", segment.layers):
-                result = stage.forward_to_loss(segment, carry, microbatch, label)
-                step.losses[microbatch] = offload.download(result.loss, "loss of")
+                recorded = stage.forward_to_loss(segment, carry, microbatch, label)
+                step.losses[microbatch] = self._download(recorded.loss, "loss of")
                 if spec.return_outputs:
-                    step.outputs[microbatch] = offload.download_outputs(result.outputs, spec.output_device)
+                    step.outputs[microbatch] = self._download_outputs(recorded.outputs, spec.output_device)
                 step.add_loss()
-                gradients = stage.backward_of_loss(result, microbatch)
+                gradients = stage.backward_of_loss(recorded, microbatch)
         if collects_gradients:
             gradients = {**gradients, LABEL: [tensor.grad for tensor in trees.tensors(label)]}
-        offload.download_gradients(step, gradients, microbatch)
+        self._download_gradients(step, gradients, microbatch)
 
     def _run_backward(self, step: StepState, job: Job, stage: Stage, visit: Visit, microbatch: int) -> None:
-        offload, flow = self._offload, step.spec.flow_of(job)
+        flow = step.spec.flow_of(job)
         if flow.last_source is not None:  # recomputation waits for its inputs, not for the incoming gradient
             self._wait_done(step, step.spec.schedule.first_job + flow.last_source, microbatch)
         has_waited = False
         for segment in flow.segments:
             if not stage.has_backward(segment):
                 continue
-            carry, tensors = offload.upload_values(step, segment.takes, microbatch)
+            carry, tensors = self._upload_values(step, segment.takes, microbatch)
             with (
                 self._backend.hold(sum(map(bytes_of, tensors)), "carried values"),
                 self._backend.activations([visit.weights_memory, *tensors]),
@@ -107,10 +148,84 @@ class MicrobatchRunner:
                 if not has_waited:
                     self._wait_done(step, job.index - 1, microbatch)
                     has_waited = True
-                incoming = offload.upload_gradients(step, segment.makes, microbatch)
+                incoming = self._upload_gradients(step, segment, microbatch)
                 with self._meter.computing("backward", segment.layers):
                     gradients = stage.backward(recorded, incoming, microbatch)
                 incoming.clear()
-            offload.download_gradients(step, gradients, microbatch)
+            self._download_gradients(step, gradients, microbatch)
         if not has_waited:
             self._wait_done(step, job.index - 1, microbatch)
+
+    # Transfers
+
+    def _upload_values(
+        self, step: StepState, names: Iterable[str], microbatch: int
+    ) -> tuple[Carry, list[torch.Tensor]]:
+        """Values of a microbatch on the device, ready for COMPUTE; and the tensors in them."""
+        carry: Carry = {}
+        for name in names:
+            value, is_lent = step.begin_read(microbatch, name)
+            for event in value.events:
+                self._backend.wait(Lane.UPLOAD, event)
+            with self._meter.copying(Lane.UPLOAD, "values for"):
+                carry[name] = trees.map_tensors(value.value, self._backend.upload)
+            if is_lent:
+                step.end_read(self._backend.record(Lane.UPLOAD))
+        return carry, self._uploaded(carry)
+
+    def _upload_label(self, label: Any) -> tuple[Any, bool]:
+        """A label on the device, ready for COMPUTE; and whether it collects gradients, as it was to require some."""
+        with self._meter.copying(Lane.UPLOAD, "labels of"):
+            uploaded = trees.map_tensors(label, self._backend.upload)
+        pairs = zip(trees.tensors(label), self._uploaded(uploaded), strict=True)
+        leaves = [tensor.requires_grad_() for original, tensor in pairs if original.requires_grad]
+        return uploaded, bool(leaves)
+
+    def _upload_gradients(self, step: StepState, segment: Segment, microbatch: int) -> dict[str, Gradients]:
+        """Gradients of values that a segment made, summed over their readers, on the device."""
+        backend, on_host = self._backend, step.gradients[microbatch]
+        by_reader: dict[str, list[Gradients]] = {}
+        for name in segment.makes:
+            for value in on_host.pop(name, ()):
+                for event in value.events:
+                    backend.wait(Lane.UPLOAD, event)
+                with self._meter.copying(Lane.UPLOAD, "gradients for"):
+                    uploaded = [None if gradient is None else backend.upload(gradient) for gradient in value.value]
+                by_reader.setdefault(name, []).append(uploaded)
+        self._uploaded(by_reader)
+        return {name: [sum_gradients(parts) for parts in zip(*each, strict=True)] for name, each in by_reader.items()}
+
+    def _uploaded(self, value: Any) -> list[torch.Tensor]:
+        """The tensors of what was given to UPLOAD, ready for COMPUTE."""
+        backend = self._backend
+        backend.wait(Lane.COMPUTE, backend.record(Lane.UPLOAD))
+        tensors = trees.tensors(value)
+        backend.check_ready(tensors)
+        return tensors
+
+    def _download(self, value: Any, what: str) -> HostValue:
+        """A device value on the host, with the event of its copy."""
+        tensors = trees.tensors(value)
+        if not tensors:
+            return HostValue(value)
+        backend = self._backend
+        backend.wait(Lane.DOWNLOAD, backend.record(Lane.COMPUTE))
+        with self._meter.copying(Lane.DOWNLOAD, what):
+            copies = trees.map_tensors(value, backend.download)
+        copied = backend.record(Lane.DOWNLOAD)
+        self._in_flight.add(copied, tensors)
+        return HostValue(copies, (copied,))
+
+    def _download_outputs(self, outputs: Any, device: torch.device | None) -> HostValue:
+        """The model's outputs, detached, on the device that the caller wants them on."""
+        outputs = trees.map_tensors(outputs, torch.Tensor.detach)
+        if device is None or device.type == "cpu":
+            return self._download(outputs, "values of")
+        copies = trees.map_tensors(outputs, lambda tensor: tensor.to(device))
+        return HostValue(copies, (self._backend.record(Lane.COMPUTE),))
+
+    def _download_gradients(self, step: StepState, gradients: dict[str, Gradients], microbatch: int) -> None:
+        """Leave gradients of values that a segment took on the host, for the stages that made them."""
+        copies = self._download(gradients, "gradients of")
+        for name, each in copies.value.items():
+            step.gradients[microbatch].setdefault(name, []).append(HostValue(each, copies.events))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,11 +21,13 @@ from roundpipe.core.errors import LossError
 from roundpipe.core.layers import Carry, LayerSpec, is_differentiable
 from roundpipe.core.random_state import SeededPython
 from roundpipe.runtime.device.backend import Backend, is_profiled
-from roundpipe.runtime.engine.flow import Segment
-from roundpipe.runtime.engine.recompute import ForwardRecord, layer_seed, recomputing
-from roundpipe.runtime.engine.step import Gradients, StepSpec
+from roundpipe.runtime.engine.recompute import ForwardRecord, LayerScope, layer_seed, learn_writes
+from roundpipe.runtime.engine.spec import Segment, StepSpec
+from roundpipe.runtime.engine.step import Gradients
 from roundpipe.runtime.profiling.layer_times import Kind
 from roundpipe.runtime.weights.replica import BoundLayer
+
+_NOT_PROFILED = contextlib.nullcontext()
 
 
 @dataclass(slots=True)
@@ -44,19 +46,12 @@ class RecordedSegment:
     layers: tuple[int, ...]
     leaves: dict[str, Any]
     """Taken values as autograd leaves."""
-    outputs: Carry = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class LossResult:
-    """A fused stage's forward, before its backward."""
-
-    segment: RecordedSegment
-    roots: list[torch.Tensor]
-    """The losses, for autograd."""
-    loss: Any
-    """Detached: a tensor, or a list of them."""
-    outputs: Any
+    outputs: Any = None
+    """The values that it made; of a fused stage the model's outputs."""
+    losses: Sequence[torch.Tensor] = ()
+    """Of a fused stage, for autograd."""
+    loss: Any = None
+    """The same detached, as ``loss_fn`` gave it: a tensor, or a list of them."""
 
 
 class Stage:
@@ -77,14 +72,14 @@ class Stage:
         What later layers of the segment read is added to the carry, what none of them reads is taken out.
         """
         spec = self.layers[index].spec
-        outputs = self._first_call(self.layers[index], carry, microbatch, "forward")
+        outputs = self._first_call(self.layers[index], carry, microbatch)
         if any(tensor.requires_grad for tensor in trees.tensors(outputs)):  # the model turned autograd on
             outputs = trees.map_tensors(outputs, torch.Tensor.detach)
         self._note_plain(spec, carry, outputs, microbatch)
         _pass_on(spec, index, segment.last_reader, carry, outputs)
         return outputs
 
-    def forward_to_loss(self, segment: Segment, carry: Carry, microbatch: int, label: Any) -> LossResult:
+    def forward_to_loss(self, segment: Segment, carry: Carry, microbatch: int, label: Any) -> RecordedSegment:
         """Run with autograd, up to the loss; `backward_of_loss` follows."""
         spec, exit = self.spec, self.spec.chain.exit
         assert spec.loss_fn is not None
@@ -93,39 +88,37 @@ class Stage:
             values = dict(recorded.leaves)
             for index in segment.layers:
                 layer = self.layers[index]
-                with self.record.buffers.learning(layer.bound):
+                with learn_writes(layer.bound):
                     outputs = self._call(layer, values, microbatch, "forward")
                 _pass_on(layer.spec, index, segment.last_reader, values, outputs)
                 del outputs
             with self._timed("loss", segment.layers[-1:]):
                 with self._noted(microbatch, "outputs"):
-                    model_outputs = exit(values)
+                    recorded.outputs = exit(values)
                 del values
                 with self._noted(microbatch, "loss_fn"):
-                    loss = spec.loss_fn(model_outputs, label)
-                    roots = _as_losses(loss)
-        plain = [root.detach() for root in roots]
-        return LossResult(recorded, roots, plain[0] if isinstance(loss, torch.Tensor) else plain, model_outputs)
+                    loss = spec.loss_fn(recorded.outputs, label)
+                    recorded.losses = _as_losses(loss)
+        plain = [each.detach() for each in recorded.losses]
+        recorded.loss = plain[0] if isinstance(loss, torch.Tensor) else plain
+        return recorded
 
-    def backward_of_loss(self, result: LossResult, microbatch: int) -> dict[str, Gradients]:
+    def backward_of_loss(self, recorded: RecordedSegment, microbatch: int) -> dict[str, Gradients]:
         """Backward of a fused stage; returns the gradients of the values it took, and lets go of the outputs."""
-        result.outputs = None
-        self._backward(result.segment.layers, result.roots, None, microbatch)
-        return _leaf_gradients(result.segment)
+        recorded.outputs = None
+        self._backward(recorded.layers, recorded.losses, None, microbatch)
+        return _leaf_gradients(recorded)
 
     def recompute(self, segment: Segment, carry: Carry, microbatch: int) -> RecordedSegment:
         record = self.record
-        recorded = RecordedSegment(segment.layers, self._leaves(segment, carry, microbatch))
+        recorded = RecordedSegment(segment.layers, self._leaves(segment, carry, microbatch), outputs={})
         values = dict(recorded.leaves)
-        with self.spec.autocast(), torch.enable_grad(), recomputing():
+        with self.spec.autocast(), torch.enable_grad():
             for index in segment.layers:
-                layer = self.layers[index]
-                with record.saved.layer(index, microbatch, self.backend):
-                    if layer.bound.has_buffers:
-                        with record.buffers.as_forward_saw(layer.bound, index, microbatch, self.backend):
-                            outputs = self._call(layer, values, microbatch, "recomputation")
-                    else:
-                        outputs = self._call(layer, values, microbatch, "recomputation")
+                layer, key = self.layers[index], (index, microbatch)
+                scope = LayerScope(record, key, self.backend, is_recomputation=True)
+                with scope, record.use_buffers(layer.bound, key, self.backend):
+                    outputs = self._call(layer, values, microbatch, "recomputation")
                 values.update(outputs)
                 recorded.outputs.update(outputs)
         return recorded
@@ -140,28 +133,30 @@ class Stage:
         self, recorded: RecordedSegment, gradients: dict[str, Gradients], microbatch: int
     ) -> dict[str, Gradients]:
         """Backward of a recomputed segment; returns the gradients of the values it took."""
-        roots: list[torch.Tensor] = []
-        root_gradients: list[torch.Tensor] = []
-        for name, incoming in gradients.items():
-            for tensor, gradient in zip(trees.tensors(recorded.outputs[name]), incoming, strict=True):
-                if gradient is not None and tensor.requires_grad:
-                    roots.append(tensor)
-                    root_gradients.append(gradient)
+        pairs = [
+            (tensor, gradient)
+            for name, incoming in gradients.items()
+            for tensor, gradient in zip(trees.tensors(recorded.outputs[name]), incoming, strict=True)
+            if gradient is not None and tensor.requires_grad
+        ]
         recorded.outputs.clear()
-        if roots:
+        if pairs:
+            roots, root_gradients = zip(*pairs, strict=True)
             self._backward(recorded.layers, roots, root_gradients, microbatch)
         return _leaf_gradients(recorded)
 
     def _backward(
-        self, layers: Sequence[int], roots: list[torch.Tensor], gradients: list[torch.Tensor] | None, microbatch: int
+        self,
+        layers: Sequence[int],
+        roots: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor] | None,
+        microbatch: int,
     ) -> None:
-        annotation: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if is_profiled():
-            names = [self.layers[index].spec.name for index in layers]
-            which = f"layer {layers[0]} ({names[0]})"
-            if len(layers) > 1:
-                which = f"layers {layers[0]} to {layers[-1]} ({names[0]} .. {names[-1]})"
-            annotation = self.backend.annotate(f"roundpipe {which} m{microbatch} backward")
+        first, last = (self.layers[index] for index in (layers[0], layers[-1]))
+        which = f"layer {first.index} ({first.spec.name})"
+        if first is not last:
+            which = f"layers {first.index} to {last.index} ({first.spec.name} .. {last.spec.name})"
+        annotation = self._annotation(f"{which} m{microbatch} backward")
         with self._timed("backward", layers), self._noted(microbatch, "backward"), annotation:
             torch.autograd.backward(roots, gradients)
 
@@ -189,40 +184,36 @@ class Stage:
             tensors = enumerate(trees.tensors(outputs[name]))
             plain[microbatch, name] = frozenset(position for position, tensor in tensors if id(tensor) in handed_on)
 
-    def _first_call(self, layer: StageLayer, values: Carry, microbatch: int, phase: str) -> Carry:
+    def _first_call(self, layer: StageLayer, values: Carry, microbatch: int) -> Carry:
         """A layer's call in forward, with a record of what its recomputation needs."""
-        record, backend = self.record, self.backend
         if not self.spec.keeps_history:
-            return self._call(layer, values, microbatch, phase)
-        with record.saved.layer(layer.index, microbatch, backend):
-            if not layer.bound.has_buffers:
-                return self._call(layer, values, microbatch, phase)
-            with record.buffers.recording(layer.bound, layer.index, microbatch, backend):
-                return self._call(layer, values, microbatch, phase)
+            return self._call(layer, values, microbatch, "forward")
+        record, key = self.record, (layer.index, microbatch)
+        scope = LayerScope(record, key, self.backend, is_recomputation=False)
+        with scope, record.keep_buffers(layer.bound, key, self.backend):
+            return self._call(layer, values, microbatch, "forward")
 
     def _call(self, layer: StageLayer, values: Carry, microbatch: int, phase: str) -> Carry:
-        spec = layer.spec
-        carry = {name: values[name] for name in spec.reads}
-        if is_profiled():
-            with self.backend.annotate(f"roundpipe layer {layer.index} ({spec.name}) m{microbatch} {phase}"):
-                return self._timed_call(layer, carry, microbatch, phase)
-        return self._timed_call(layer, carry, microbatch, phase)
-
-    def _timed_call(self, layer: StageLayer, carry: Carry, microbatch: int, phase: str) -> Carry:
+        """A layer's outputs; seeded, timed and annotated."""
         spec, times = layer.spec, self.spec.times
-        began = None if times is None else self.backend.moment()
-        try:
-            if spec.draws_random and self.spec.preserve_rng_state:
-                outputs = self._seeded(layer.bound, carry, layer_seed(self.spec.base_seed, layer.index, microbatch))
-            else:
-                outputs = layer.bound.module(carry)
-        except Exception as error:
-            module = _failing_module(error, layer.bound) or ", ".join(layer.spec.module_names) or layer.spec.name
-            self._note(error, microbatch, phase, f"layer {layer.index} ({layer.spec.name}), module {module}, ")
-            raise
-        if times is not None and began is not None:
-            times.add("forward", (layer.index,), began, self.backend.moment())
+        carry = {name: values[name] for name in spec.reads}
+        with self._annotation(f"layer {layer.index} ({spec.name}) m{microbatch} {phase}"):
+            began = None if times is None else self.backend.moment()
+            try:
+                if spec.draws_random and self.spec.preserve_rng_state:
+                    outputs = self._seeded(layer.bound, carry, layer_seed(self.spec.base_seed, layer.index, microbatch))
+                else:
+                    outputs = layer.bound.module(carry)
+            except Exception as error:
+                module = _failing_module(error, layer.bound) or ", ".join(spec.module_names) or spec.name
+                self._note(error, microbatch, phase, f"layer {layer.index} ({spec.name}), module {module}, ")
+                raise
+            if times is not None and began is not None:
+                times.add("forward", (layer.index,), began, self.backend.moment())
         return {name: outputs[name] for name in spec.makes}
+
+    def _annotation(self, what: str) -> contextlib.AbstractContextManager[Any]:
+        return self.backend.annotate(f"roundpipe {what}") if is_profiled() else _NOT_PROFILED
 
     def _seeded(self, bound: BoundLayer, carry: Carry, seed: int) -> Carry:
         """A layer's result with everything it draws drawn from a seed."""

@@ -1,42 +1,41 @@
-"""One call into the pipeline: what is to run (`StepSpec`), and how far it is (`StepState`).
+"""The steps that are under way: how far each is (`StepState`), when they begin and end (`RunningSteps`).
 
-The spec is complete before anything runs, and nobody changes it. The state is shared by the workers, the threads that
-add gradients, the caller and the optimizer's thread, who meet on the model's `Board`. The first error cancels the step:
-whoever waits gives up, and the caller gets the exception as it was raised.
+A state is shared by the workers, the threads that add gradients, the caller and the optimizer's thread, who meet on the
+model's `Board`. The first error cancels the step: whoever waits gives up, and the caller gets the exception as it was
+raised.
+
+Invariant: a step begins with the workers that will run it, and each of them leaves it, whatever is raised. The last one
+to leave ends it; steps end in no particular order, but gradients are added in the order in which they began.
 """
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import functools
 import operator
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import Any
 
 import torch
 
 from roundpipe.core import trees
-from roundpipe.core.layers import LayerChain
-from roundpipe.core.schedule import Job, Phase, Schedule
+from roundpipe.core.schedule import Phase, ScheduleKind
 from roundpipe.runtime.board import Board
 from roundpipe.runtime.device.backend import Event
-from roundpipe.runtime.engine.flow import JobFlow
 from roundpipe.runtime.engine.recompute import ForwardRecord
-from roundpipe.runtime.profiling.layer_times import StepTimes
-from roundpipe.runtime.weights.layer_weights import LayerWeights
+from roundpipe.runtime.engine.spec import StepSpec
+from roundpipe.runtime.weights.gate import Gates
 from roundpipe.runtime.weights.replica import FrozenLayers
 
-LABEL = "the label"
-"""What stands for the label among names of carried values, which are identifiers."""
 CHECK_INTERVAL_S = 5.0
 """How often a waiting worker looks whether anybody can still make progress."""
+MEASURED_STEPS = 64
+"""Steps whose seconds are kept, for their median."""
 
-LossFunction = Callable[[Any, Any], Any]
-Context = Callable[[], contextlib.AbstractContextManager[Any]]
 Gradients = list[torch.Tensor | None]
 """One entry per tensor of a carried value."""
 
@@ -47,7 +46,7 @@ class Cancelled(Exception):
 
 @dataclass(slots=True)
 class HostValue:
-    """A carried value on the host, and the copies that must be done before its use."""
+    """A carried value, or its gradients, on the host, and the copies that must be done before its use."""
 
     value: Any
     events: tuple[Event, ...] = ()
@@ -62,115 +61,47 @@ class HostValue:
 
 HostValues = list[dict[str, HostValue]]
 """Per microbatch: carried values on the host, by name."""
-HostGradients = list[dict[str, list[tuple[Gradients, Event | None]]]]
-"""Per microbatch: gradients of carried values on the host, one entry per reader, to be summed in order."""
+HostGradients = list[dict[str, list[HostValue]]]
+"""Per microbatch: `Gradients` of carried values on the host, one entry per reader, to be summed in order."""
 
 
-@dataclass(frozen=True, slots=True)
-class InputTensor:
-    """A tensor of a microbatch's arguments or label that requires grad."""
-
-    microbatch: int
-    name: str
-    """Of the carried value that it is in."""
-    position: int
-    """Among the tensors of that value."""
-    tensor: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepSpec:
-    """Everything about one step that is known before it runs."""
-
-    chain: LayerChain
-    weights: Sequence[LayerWeights]
-    """Per layer; a backward has its forward's."""
-    schedule: Schedule
-    flows: Sequence[JobFlow]
-    """Per job of the schedule."""
-    base_seed: int
-    """Random numbers of layer L and microbatch m derive from it, L and m."""
-    preserve_rng_state: bool
-    with_gradient: frozenset[str]
-    """Names of carried values whose tensors take part in autograd."""
-    plain: Mapping[tuple[int, str], frozenset[int]]
-    """By microbatch and name of arguments that gradients flow to, the tensors that take no part."""
-    keeps_history: bool
-    """Whether a backward will recompute this forward, so that what it saw and saved must be kept."""
-    autocast: Context
-    """Enters the caller's autocast state."""
-    context: contextvars.Context
-    """The caller's context variables; a backward has its forward's."""
-    arguments: frozenset[str]
-    """Names of the carried values that the caller's arguments are in."""
-    inputs: Sequence[InputTensor] = ()
-    """Those that the step is to leave gradients for."""
-    labels: Sequence[Any] = ()
-    """Per microbatch, as ``loss_fn`` gets them."""
-    loss_fn: LossFunction | None = None
-    return_outputs: bool = False
-    output_device: torch.device | None = None
-    microbatch_context: Context = contextlib.nullcontext
-    """Entered around the fused stage of each microbatch."""
-    tied_jobs: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    """Per job: earlier jobs that bring gradients of the same parameters; they are added first."""
-    may_outlive_call: bool = False
-    """Whether the call returns with the losses."""
-    spare_bytes: int | None = None
-    """Device memory that the plan leaves over; None: there is no limit."""
-    frozen: FrozenLayers | None = None
-    """The user's modules as the forward found them, for a backward of its own; None: as they are."""
-    times: StepTimes | None = None
-    """Where workers note what calls take; None: the step is not measured."""
-
-    def flow_of(self, job: Job) -> JobFlow:
-        return self.flows[job.index - self.schedule.first_job]
-
-
+@dataclass(eq=False)
 class StepState:
-    """How far a step is; workers write it.
+    """How far a step is; workers write it."""
 
-    Args:
-        values: the first carries, or what the forward of a backward left; used up.
-        gradients: for the outputs, of a backward; else empty.
-        forward: what the forwards of this step, or of the step before this backward, leave for recomputation.
-        num_workers: those that have tasks, and later those that still have something to do.
-    """
+    spec: StepSpec
+    board: Board
+    values: HostValues
+    """The first carries, or what the forward of a backward left; used up."""
+    gradients: HostGradients
+    """For the outputs, of a backward; else empty."""
+    forward: ForwardRecord
+    """What the forwards of this step, or of the step before this backward, leave for recomputation."""
+    num_workers: int
+    """Those that still have something to do."""
+    num_settling: int = 0
+    """Jobs whose gradients are on their way; when none and no worker is left, the step is over."""
+    begun_s: float = 0.0
+    closings: tuple[int, int] = (0, 0)
+    """Of the gates for weights and for gradients, when the step began."""
+    begun_by: set[int] = field(default_factory=set)
+    """Indices of the workers that have taken it up; changed under the board's lock."""
+    is_over: bool = False
+    is_unattended: bool = False
+    """Whether the call has returned."""
+    failed: bool = False
+    error: BaseException | None = None
+    """The first error, until somebody takes it to raise it."""
 
-    def __init__(
-        self,
-        spec: StepSpec,
-        board: Board,
-        values: HostValues,
-        gradients: HostGradients,
-        forward: ForwardRecord,
-        num_workers: int,
-    ) -> None:
-        num_jobs, num_microbatches = len(spec.schedule.jobs), spec.schedule.num_microbatches
-        self.spec = spec
-        self.board = board
-        self.values = values
-        self.gradients = gradients
-        self.forward = forward
-        self.closings = (0, 0)
-        """Of the gates for weights and for gradients, when the step began."""
-        self.losses: list[HostValue | None] = [None] * num_microbatches
-        self.outputs: list[HostValue | None] = [None] * num_microbatches
-        self.num_workers = num_workers
-        self.begun_by: set[int] = set()
-        """Indices of the workers that have taken it up; changed under the board's lock."""
-        self.num_settling = 0
-        """Jobs whose gradients are on their way; when none and no worker is left, the step is over."""
-        self.is_over = False
-        self.is_unattended = False
-        """Whether the call has returned."""
-        self.failed = False
-        self.error: BaseException | None = None
-        """The first error, until somebody takes it to raise it."""
+    def __post_init__(self) -> None:
+        spec, schedule = self.spec, self.spec.schedule
+        num_jobs = len(schedule.jobs)
+        self.losses = [HostValue(None)] * schedule.num_microbatches
+        self.outputs = [HostValue(None)] * schedule.num_microbatches
         self.frozen = spec.frozen
         self.modules_lock = threading.Lock()
         """Held by whoever reads the user's modules, or takes note of how they are."""
-        self._first_job = spec.schedule.first_job
+        self._first_job = schedule.first_job
         self._runs = [0] * num_jobs
         """Per job, microbatches that are done."""
         self._uploads: list[Event | None] = [None] * num_jobs
@@ -185,7 +116,6 @@ class StepState:
         """Uploads of such values that are being issued."""
         self._reads: list[Event] = []
         """When those that were issued are done."""
-        self._jobs_of: dict[torch.Tensor, tuple[list[int], list[int]]] | None = None
 
     # Workers
 
@@ -277,8 +207,7 @@ class StepState:
         number = spec.schedule.num_microbatches
         self.board.wait(lambda: self.failed or self._num_losses >= number, "the call", "losses")
         for value in (*self.losses, *self.outputs):
-            if value is not None:
-                value.synchronize()
+            value.synchronize()
 
     def wait_over(self) -> None:
         self.board.wait(lambda: self.is_over, "the call", "the end of the step")
@@ -288,15 +217,13 @@ class StepState:
 
         The call returns with the losses, and the caller may change all of these while the last backward stages run.
         """
+        copies = [
+            (values, name, HostValue(trees.map_tensors(original.value, _clone), original.events))
+            for values in self.values
+            for name in self.spec.arguments
+            if (original := values.get(name)) is not None
+        ]
         backward = {i for job in self.spec.schedule.jobs if job.phase is Phase.BACKWARD for i in job.layers}
-        devices = set()
-        copies = []
-        for values in self.values:
-            for name in self.spec.arguments:
-                if (original := values.get(name)) is not None:
-                    copy = HostValue(trees.map_tensors(original.value, _clone), original.events)
-                    copies.append((values, name, copy))
-                    devices |= {tensor.device for tensor in trees.tensors(original.value)}
         with self.modules_lock:
             self.frozen = FrozenLayers.of(self.spec.weights[index].layer for index in sorted(backward))
         with self.board.lock:
@@ -308,41 +235,27 @@ class StepState:
         for event in self._reads:
             event.synchronize()
         self._reads.clear()
-        for device in devices:
-            if device.type not in ("cpu", "meta"):
-                torch.accelerator.current_stream(device).synchronize()
-
-    def take_losses(self) -> list[Any]:
-        """Per microbatch, once the copy is done."""
-        return [None if value is None else value.synchronize() for value in self.losses]
-
-    def take_outputs(self) -> list[Any]:
-        """Per microbatch, once the copy is done; None where they are not wanted."""
-        return [None if value is None else value.synchronize() for value in self.outputs]
+        synchronize_streams(tensor for *_, copy in copies for tensor in trees.tensors(copy.value))
 
     def input_gradients(self) -> list[torch.Tensor | None]:
         """Gradients that the finished step left for the spec's inputs, on the tensors' own devices."""
         result: list[torch.Tensor | None] = []
         for item in self.spec.inputs:
             by_reader = self.gradients[item.microbatch].get(item.name, ())
-            for _, event in by_reader:
-                if event is not None:
-                    event.synchronize()
-            total = sum_gradients(gradients[item.position] for gradients, _ in by_reader)
+            total = sum_gradients(gradients.synchronize()[item.position] for gradients in by_reader)
             result.append(None if total is None else total.to(item.tensor.device))
         return result
 
     # The optimizer's thread, see `ParameterUse`
 
     def turns(self, parameter: torch.Tensor) -> tuple[int, int]:
-        uploads, adds = self._uses().get(parameter, ((), ()))
+        uploads, adds = self.jobs_of([parameter])
         # a job's weights come up while the worker's job before it runs
         last_upload = max(uploads, default=self._first_job) - self.spec.schedule.num_workers
         return last_upload, max(adds, default=self._first_job)
 
     def jobs_of(self, parameters: Iterable[torch.Tensor]) -> tuple[list[int], list[int]]:
-        jobs_of = self._uses()
-        uses = [jobs_of[parameter] for parameter in parameters if parameter in jobs_of]
+        uses = [self._jobs_of[parameter] for parameter in parameters if parameter in self._jobs_of]
         uploads, adds = ({job for use in uses for job in use[kind]} for kind in (0, 1))
         return sorted(uploads), sorted(adds)
 
@@ -355,25 +268,132 @@ class StepState:
     def has_added(self, jobs: Sequence[int]) -> bool:
         return self.is_over or all(self._settled[index - self._first_job] for index in jobs)
 
-    def _uses(self) -> dict[torch.Tensor, tuple[list[int], list[int]]]:
+    @functools.cached_property
+    def _jobs_of(self) -> dict[torch.Tensor, tuple[list[int], list[int]]]:
         """Per parameter, the jobs that upload it and those that add to its gradient."""
-        if self._jobs_of is None:
-            jobs_of: dict[torch.Tensor, tuple[list[int], list[int]]] = {}
-            for job in self.spec.schedule.jobs:
-                for index in job.layers:
-                    for tensor in self.spec.weights[index].parameters():
-                        uploads, adds = jobs_of.setdefault(tensor, ([], []))
-                        uploads.append(job.index)
-                        if job.phase is not Phase.FORWARD:
-                            adds.append(job.index)
-            self._jobs_of = jobs_of
-        return self._jobs_of
+        jobs_of: dict[torch.Tensor, tuple[list[int], list[int]]] = {}
+        for job in self.spec.schedule.jobs:
+            for index in job.layers:
+                for tensor in self.spec.weights[index].parameters():
+                    uploads, adds = jobs_of.setdefault(tensor, ([], []))
+                    uploads.append(job.index)
+                    if job.phase is not Phase.FORWARD:
+                        adds.append(job.index)
+        return jobs_of
+
+
+class RunningSteps:
+    """Knows the steps that are not over, and counts those that were."""
+
+    def __init__(self, gates: Gates) -> None:
+        self._gates = gates
+        self.board = gates.board
+        self._running: list[StepState] = []
+        self._unseen: list[StepState] = []
+        """Those whose call has returned and that failed since."""
+        self.num_begun = 0
+        self.first_begun_s = 0.0
+        """Of those since `reset`, by ``time.perf_counter``; 0: none."""
+        self.last_over_s = 0.0
+        self._seconds: deque[tuple[ScheduleKind, float]] = deque(maxlen=MEASURED_STEPS)
+
+    def begin(self, step: StepState) -> None:
+        """A step is about to be given to workers."""
+        step.begun_s = time.perf_counter()
+        with self.board.lock:
+            step.closings = self._gates.weights.closings, self._gates.gradients.closings
+            self.num_begun += 1
+            self.first_begun_s = self.first_begun_s or step.begun_s
+            self._running.append(step)  # last: the caller may be interrupted at any line
+
+    def begin_settling(self, step: StepState) -> None:
+        """A job's gradients are on their way; `leave` is told when they are not any more."""
+        with self.board.lock:
+            step.num_settling += 1
+
+    def leave(self, step: StepState, *, settling: bool = False) -> None:
+        """A worker has nothing more to do for a step; or, ``settling``, a job's gradients have come or failed."""
+        with self.board.lock:
+            step.num_settling -= settling
+            step.num_workers -= not settling
+            try:
+                if not step.num_workers and not step.num_settling:
+                    self._end(step)
+            finally:
+                self.board.notify()
+
+    def _end(self, step: StepState) -> None:
+        step.is_over = True
+        if step in self._running:  # an interrupted step may not have come that far
+            self._running.remove(step)
+        now_s = time.perf_counter()
+        if not step.failed:
+            self._seconds.append((step.spec.schedule.kind, now_s - max(step.begun_s, self.last_over_s)))
+        elif step.is_unattended:
+            self._unseen.append(step)
+        self.last_over_s = now_s
+        if step.spec.times is not None:
+            step.spec.times.end(failed=step.failed)
+
+    def leave_alone(self, step: StepState) -> None:
+        """The step's call returns, unless the step has failed; if it fails now, the next call says so."""
+        with self.board.lock:
+            step.is_unattended = not step.failed
+
+    def wait_earlier(self, step: StepState, who: str) -> None:
+        """Return when all steps that began before this one are over."""
+        running = self._running
+        self.board.wait(lambda: running[0] is step, who, "the end of the step before")
+
+    def now(self) -> list[StepState]:
+        with self.board.lock:
+            return list(self._running)
+
+    def wait_idle(self) -> None:
+        """Return when the steps that are running now are over."""
+        for step in self.now():
+            step.wait_over()
+
+    def raise_pending(self) -> None:
+        """Raise, once, what a step raised after its call had returned; does not wait for it."""
+        with self.board.lock:
+            failed, self._unseen = self._unseen, []
+        if failed:
+            raise_error(failed[0])
+
+    def reset(self) -> None:
+        """Forget what was counted, for a report about what comes."""
+        self.num_begun = 0
+        self.first_begun_s = 0.0
+        self._seconds.clear()
+
+    def seconds_per_step(self, kind: ScheduleKind) -> float | None:
+        """Median seconds from the end of the step before, or from the call if that was later; None: there was none."""
+        seconds = [seconds for other, seconds in list(self._seconds) if other == kind]
+        return median_low(seconds) if seconds else None
+
+
+def raise_error(step: StepState) -> None:
+    """Raise a failed step's error, and forget it, or the traceback, this frame and the error keep each other alive."""
+    error, step.error = step.error, None
+    assert error is not None
+    try:
+        raise error
+    finally:
+        del error, step
 
 
 def sum_gradients(parts: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
     """The sum of those that are there, in their order; None if none is."""
     present = [part for part in parts if part is not None]
     return functools.reduce(operator.add, present) if present else None
+
+
+def synchronize_streams(tensors: Iterable[torch.Tensor]) -> None:
+    """Return once what the calling thread's streams have made of these tensors is done."""
+    for device in {tensor.device for tensor in tensors}:
+        if device.type not in ("cpu", "meta"):
+            torch.accelerator.current_stream(device).synchronize()
 
 
 def _clone(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,11 +23,9 @@ import torch
 from roundpipe.core.errors import ClosedError, RoundPipeError
 from roundpipe.core.schedule import Job, Phase, Task, TaskKind
 from roundpipe.runtime.device.backend import Backend, Event, Lane
-from roundpipe.runtime.engine.offload import InFlight
-from roundpipe.runtime.engine.runner import MicrobatchRunner
-from roundpipe.runtime.engine.running import RunningSteps
+from roundpipe.runtime.engine.runner import InFlight, MicrobatchRunner
 from roundpipe.runtime.engine.stage import Stage, StageLayer
-from roundpipe.runtime.engine.step import Cancelled, StepState
+from roundpipe.runtime.engine.step import Cancelled, RunningSteps, StepState
 from roundpipe.runtime.profiling.meter import Meter
 from roundpipe.runtime.profiling.recorder import HostLog, Recorder
 from roundpipe.runtime.thread import TaskThread

@@ -4,7 +4,7 @@ import pytest
 
 from roundpipe.core.layers import LayerSpec
 from roundpipe.core.schedule import ExecutePlan, make_schedule
-from roundpipe.runtime.engine.flow import Segment, flow, names_with_gradient, reads_of_backward
+from roundpipe.runtime.engine.spec import Segment, flow, names_with_gradient, reads_of_backward
 
 SPECS = [
     LayerSpec("0", reads=("x",), makes=("a", "mask")),

@@ -1,0 +1,224 @@
+"""What a step will run: the microbatches of a call, the values that each job takes and gives, the complete `StepSpec`.
+
+A name is given once, so a job brings to the device what its layers read and don't make, and to the host what it makes
+and a later job reads. With layer recomputation each layer of a backward job takes its inputs by itself.
+
+Invariants: a name is dropped from the host right after its last reader, and never before; a spec is complete before
+anything runs, and nobody changes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from roundpipe.core import trees
+from roundpipe.core.layers import LayerChain, LayerSpec
+from roundpipe.core.schedule import Job, Phase, Schedule
+from roundpipe.runtime.config import RecomputeGrain, ResolvedConfig
+from roundpipe.runtime.device.host_memory import bytes_of
+from roundpipe.runtime.profiling.layer_times import StepTimes
+from roundpipe.runtime.weights.layer_weights import LayerWeights
+from roundpipe.runtime.weights.replica import FrozenLayers
+
+LABEL = "the label"
+"""What stands for the label among names of carried values, which are identifiers."""
+
+LossFunction = Callable[[Any, Any], Any]
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+@dataclass(slots=True)
+class Call:
+    """The microbatches of one call that share a chain and run as one step."""
+
+    chain: LayerChain
+    config: ResolvedConfig
+    args: list[tuple[Any, ...]]
+    kwargs: list[dict[str, Any]]
+    labels: list[Any]
+    total_microbatches: int
+    """Of the whole call, for `num_microbatches`."""
+
+    @classmethod
+    def like_example(cls, chain: LayerChain, config: ResolvedConfig) -> Call:
+        """A call that is only planned: the example's elements, split evenly."""
+        number = config.num_microbatch
+        piece = torch.empty(-(-chain.example_elements // number), device="meta")
+        return cls(chain, config, [(piece,)] * number, [{}] * number, [None] * number, number)
+
+    @property
+    def num_microbatches(self) -> int:
+        return len(self.args)
+
+    def elements(self) -> int:
+        """Tensor elements of the largest microbatch's arguments."""
+        return max(
+            sum(map(torch.Tensor.numel, trees.tensors(each))) for each in zip(self.args, self.kwargs, strict=True)
+        )
+
+    def argument_bytes(self) -> int:
+        """Bytes of the tensors in the largest microbatch's arguments."""
+        return max(sum(map(bytes_of, trees.tensors(each))) for each in zip(self.args, self.kwargs, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive layers of a job that autograd sees as one."""
+
+    layers: tuple[int, ...]
+    takes: tuple[str, ...]
+    """Names it reads and does not make."""
+    makes: tuple[str, ...]
+    last_reader: Mapping[str, int] = field(compare=False, default_factory=dict)
+    """By name, the last of its layers that reads it; a layer beyond for what the model's outputs need."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobFlow:
+    """The values of one job, the same for every microbatch; its segments in the order in which they run."""
+
+    segments: tuple[Segment, ...]
+    gives: frozenset[str]
+    """Names that it makes and others read: brought to the host."""
+    drops: tuple[str, ...]
+    """Names that nobody reads after it."""
+    last_source: int | None
+    """Position in the step of the last job that makes a value it takes, or that ran one of its layers forward
+    and so left the buffers for its recomputation; None: all were there before."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputTensor:
+    """A tensor of a microbatch's arguments or label that requires grad."""
+
+    microbatch: int
+    name: str
+    """Of the carried value that it is in."""
+    position: int
+    """Among the tensors of that value."""
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepSpec:
+    """Everything about one step that is known before it runs."""
+
+    chain: LayerChain
+    weights: Sequence[LayerWeights]
+    """Per layer; a backward has its forward's."""
+    schedule: Schedule
+    flows: Sequence[JobFlow]
+    """Per job of the schedule."""
+    base_seed: int
+    """Random numbers of layer L and microbatch m derive from it, L and m."""
+    preserve_rng_state: bool
+    with_gradient: frozenset[str]
+    """Names of carried values whose tensors take part in autograd."""
+    plain: Mapping[tuple[int, str], frozenset[int]]
+    """By microbatch and name of arguments that gradients flow to, the tensors that take no part."""
+    keeps_history: bool
+    """Whether a backward will recompute this forward, so that what it saw and saved must be kept."""
+    autocast: Context
+    """Enters the caller's autocast state."""
+    context: contextvars.Context
+    """The caller's context variables; a backward has its forward's."""
+    arguments: frozenset[str]
+    """Names of the carried values that the caller's arguments are in."""
+    inputs: Sequence[InputTensor] = ()
+    """Those that the step is to leave gradients for."""
+    labels: Sequence[Any] = ()
+    """Per microbatch, as ``loss_fn`` gets them."""
+    loss_fn: LossFunction | None = None
+    return_outputs: bool = False
+    output_device: torch.device | None = None
+    microbatch_context: Context = contextlib.nullcontext
+    """Entered around the fused stage of each microbatch."""
+    tied_jobs: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """Per job: earlier jobs that bring gradients of the same parameters; they are added first."""
+    may_outlive_call: bool = False
+    """Whether the call returns with the losses."""
+    spare_bytes: int | None = None
+    """Device memory that the plan leaves over; None: there is no limit."""
+    frozen: FrozenLayers | None = None
+    """The user's modules as the forward found them, for a backward of its own; None: as they are."""
+    times: StepTimes | None = None
+    """Where workers note what calls take; None: the step is not measured."""
+
+    def flow_of(self, job: Job) -> JobFlow:
+        return self.flows[job.index - self.schedule.first_job]
+
+
+def _segment(specs: Sequence[LayerSpec], layers: Sequence[int], exit_reads: Sequence[str] = ()) -> Segment:
+    takes: dict[str, None] = {}
+    makes: dict[str, None] = {}
+    last_reader: dict[str, int] = {}
+    visits = [(index, specs[index].reads, specs[index].makes) for index in layers]
+    for index, reads, made in (*visits, (layers[-1] + 1, exit_reads, ())):
+        takes.update(dict.fromkeys(name for name in reads if name not in makes))
+        makes.update(dict.fromkeys(made))
+        last_reader.update(dict.fromkeys(reads, index))
+    return Segment(tuple(layers), tuple(takes), tuple(makes), last_reader)
+
+
+def segments_of(
+    job: Job, specs: Sequence[LayerSpec], grain: RecomputeGrain, exit_reads: Sequence[str]
+) -> tuple[Segment, ...]:
+    """The segments of a job, in the order in which they run."""
+    if job.phase is Phase.BACKWARD and grain == "layer":
+        return tuple(_segment(specs, (index,)) for index in reversed(job.layers))
+    return (_segment(specs, job.layers, exit_reads if job.phase is Phase.FUSED else ()),)
+
+
+def flow(
+    schedule: Schedule,
+    specs: Sequence[LayerSpec],
+    *,
+    grain: RecomputeGrain,
+    exit_reads: Sequence[str],
+    stay: Iterable[str] = (),
+) -> tuple[JobFlow, ...]:
+    """The flow of each job of a schedule.
+
+    The model's outputs need the names in ``exit_reads``; those in ``stay`` stay on the host after the step.
+    """
+    segments = [segments_of(job, specs, grain, exit_reads) for job in schedule.jobs]
+    last_reader = {name: position for position, parts in enumerate(segments) for part in parts for name in part.takes}
+    stays = {*stay, *(exit_reads if schedule.kind == "forward" else ())}
+    flows = []
+    maker: dict[str, int] = {}
+    forward_job: dict[int, int] = {}
+    for position, (job, parts) in enumerate(zip(schedule.jobs, segments, strict=True)):
+        gives: frozenset[str] = frozenset()
+        drops = tuple(name for name, last in last_reader.items() if last == position and name not in stays)
+        earlier = [maker[name] for part in parts for name in part.takes if name in maker]
+        if job.phase is Phase.FORWARD:
+            names = (name for part in parts for name in part.makes)
+            gives = frozenset(name for name in names if name in stays or last_reader.get(name, -1) > position)
+            forward_job.update(dict.fromkeys(job.layers, position))
+        else:
+            earlier += [forward_job[index] for index in job.layers if index in forward_job]
+        flows.append(JobFlow(parts, gives, drops, max(earlier, default=None)))
+        maker.update(dict.fromkeys(gives, position))
+    return tuple(flows)
+
+
+def reads_of_backward(schedule: Schedule, specs: Sequence[LayerSpec], grain: RecomputeGrain) -> frozenset[str]:
+    """Names that the jobs of a backward schedule take: what a forward before it must keep."""
+    return frozenset(
+        name for job in schedule.jobs for part in segments_of(job, specs, grain, ()) for name in part.takes
+    )
+
+
+def names_with_gradient(specs: Sequence[LayerSpec], trainable: Sequence[bool], inputs: Iterable[str]) -> frozenset[str]:
+    """Names through which a gradient flows: from ``inputs`` that require grad, and from ``trainable`` layers."""
+    flowing = set(inputs)
+    for spec, has_trainable in zip(specs, trainable, strict=True):
+        if has_trainable or any(name in flowing for name in spec.reads):
+            flowing.update(spec.makes if spec.differentiable is None else spec.differentiable)
+    return frozenset(flowing)
