@@ -9,6 +9,7 @@ from torch import nn
 from roundpipe.core.errors import ConfigError
 from roundpipe.runtime.optimizer.grad_scaler import GradScaler
 from roundpipe.runtime.optimizer.optimizer import OptimizerSide
+from roundpipe.runtime.weights.gate import Gates
 
 OPTIONS = {"init_scale": 8.0, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 2}
 
@@ -19,7 +20,8 @@ class Loop:
     def __init__(self, scaler, overflow=(), is_async=False, update="inside"):
         self.model = nn.Linear(1, 1, bias=False)
         nn.init.zeros_(self.model.weight)
-        self.side = OptimizerSide(self.model.named_parameters(), torch.float64, deadline_s=20)
+        self.gates = Gates(deadline_s=20)
+        self.side = OptimizerSide(self.model.named_parameters, torch.float64, gates=self.gates, deadline_s=20)
         self.optimizer = torch.optim.SGD(self.side.optim_parameters(), lr=1.0)
         self.scaler, self.overflow, self.is_async, self.update = scaler, overflow, is_async, update
         self.scales, self.gradients = [], []
@@ -32,13 +34,19 @@ class Loop:
             self.scaler.update()
         self.optimizer.zero_grad()
 
+    def step(self):
+        """A step, up to where the next round may use the parameters."""
+        self.side.step(self.step_fn, self.is_async)
+        for gate in (self.gates.weights, self.gates.gradients):
+            gate.wait(self.model.parameters(), "the next round")
+
     def run(self, count):
         for index in range(count):
             batch = torch.full((1, 1), float("inf") if index in self.overflow else 1.0)
             loss = self.scaler.scale(self.model(batch).sum())
             self.scales.append(self.scaler.scale(torch.ones(())).item())
             loss.backward()
-            self.side.step(self.step_fn, self.is_async)
+            self.step()
             if self.update == "outside":
                 self.scaler.update()
         self.side.wait()
@@ -140,7 +148,7 @@ def test_synchronize_keeps_the_scale_of_gradients_that_are_due():
     scaler, side = loop.scaler, loop.side
     assert scaler.get_scale() == 32.0
     scaler.scale(loop.model(torch.ones(1, 1)).sum()).backward()
-    side.step(loop.step_fn)
+    loop.step()
     scaler.scale(loop.model(torch.ones(1, 1)).sum()).backward()
     for _ in range(3):
         side.synchronize()

@@ -32,7 +32,7 @@ def model():
 
 @pytest.fixture
 def side(model):
-    side = OptimizerSide(model.named_parameters(), name="test", deadline_s=20)
+    side = OptimizerSide(model.named_parameters, name="test", deadline_s=20)
     yield side
     side.close()
 
@@ -40,7 +40,7 @@ def side(model):
 def test_names_ties_and_frozen_parameters(model):
     model[2].weight.requires_grad_(False)
     tied = nn.ModuleDict({"a": model, "b": model[0]})
-    side = OptimizerSide(tied.named_parameters(remove_duplicate=False))
+    side = OptimizerSide(lambda: tied.named_parameters(remove_duplicate=False))
     assert [n for n, _ in side.optim_named_parameters()] == ["a.0.weight", "a.0.bias", "a.2.bias"]
     assert [n for n, _ in side.optim_named_parameters("x", remove_duplicate=False)] == [
         "x.a.0.weight", "x.a.0.bias", "x.a.2.bias", "x.b.weight", "x.b.bias",
@@ -89,7 +89,7 @@ def test_weights_are_copied_in_only_when_an_update_changed_them(model, side):
 def test_sparse_gradients():
     torch.manual_seed(0)
     model = nn.Embedding(6, 2, sparse=True)
-    side = OptimizerSide(model.named_parameters(), torch.float64)
+    side = OptimizerSide(model.named_parameters, torch.float64)
     optimizer = torch.optim.SGD(side.optim_parameters(), lr=1.0)
     before = model.weight.detach().clone()
     for rows in ([0, 1], [1, 3]):
@@ -185,12 +185,12 @@ def test_async_error_is_raised_by_step_synchronize_and_close(model):
         raise ZeroDivisionError
 
     for call in ("synchronize", "close", "zero_grad", "refresh"):
-        side = OptimizerSide(model.named_parameters())
+        side = OptimizerSide(model.named_parameters)
         side.step(fail)
         with pytest.raises(ZeroDivisionError):
             getattr(side, call)()
         side.close()
-    side = OptimizerSide(model.named_parameters())
+    side = OptimizerSide(model.named_parameters)
     side.step(fail)
     with pytest.raises(ZeroDivisionError):
         side.step(fail)
@@ -216,18 +216,18 @@ def test_misuse_is_refused(model, side):
     with pytest.raises(ConfigError, match="step_fn is 3"):
         side.step(3)
     with pytest.raises(ConfigError, match="optim_dtype is torch.int8"):
-        OptimizerSide(model.named_parameters(), torch.int8)
+        OptimizerSide(model.named_parameters, torch.int8)
     with pytest.raises(ConfigError, match=r"step\(\) was called inside step_fn"):
         side.step(lambda: side.step(lambda: None), is_async=False)
     side.step(lambda: side.synchronize())
     with pytest.raises(ConfigError, match="inside an asynchronous step_fn"):
         side.synchronize()
     with pytest.raises(ConfigError, match="weight is on the meta device"):
-        next(OptimizerSide(nn.Linear(1, 1, device="meta").named_parameters()).optim_parameters())
+        next(OptimizerSide(nn.Linear(1, 1, device="meta").named_parameters).optim_parameters())
 
 
 def test_waiting_has_a_deadline(model):
-    side = OptimizerSide(model.named_parameters(), name="slow", deadline_s=0.05)
+    side = OptimizerSide(model.named_parameters, name="slow", deadline_s=0.05)
     release = threading.Event()
     side.step(lambda: release.wait(10))
     with pytest.raises(DeadlockError, match=r"synchronize\(\) of slow waits for update 1 in thread roundpipe-optim"):
@@ -239,7 +239,7 @@ def test_waiting_has_a_deadline(model):
 
 def test_close_ends_the_thread(model):
     threads = set(threading.enumerate())
-    side = OptimizerSide(model.named_parameters())
+    side = OptimizerSide(model.named_parameters)
     assert set(threading.enumerate()) == threads
     side.step(lambda: None, is_async=False)
     assert set(threading.enumerate()) == threads
@@ -256,7 +256,7 @@ def test_close_ends_the_thread(model):
 
 def test_garbage_collection_ends_the_thread(model):
     threads = set(threading.enumerate())
-    side = OptimizerSide(model.named_parameters())
+    side = OptimizerSide(model.named_parameters)
     side.step(lambda: None)
     side.wait()
     (thread,) = set(threading.enumerate()) - threads
@@ -289,7 +289,7 @@ def test_weights_are_handed_over_in_the_optimizer_thread(model):
     gates = Gates()
     gate = gates.weights = RecordingGate()
     gate.may_open.set()
-    side = OptimizerSide(model.named_parameters(), gates=gates)
+    side = OptimizerSide(model.named_parameters, gates=gates)
     _, step_fn = make_step(side)
     weights = [weights_of(side)]
     for k, batch in enumerate(make_batches(3), start=1):
@@ -339,7 +339,7 @@ class Interrupting:
 def test_an_interrupted_step_was_made_or_not(model, where, behind):
     """Nobody waits for ever, and no gradient is lost: a step that was not made can be made again."""
     gates = Gates(deadline_s=10)
-    side = OptimizerSide(model.named_parameters(), gates=gates, deadline_s=10)
+    side = OptimizerSide(model.named_parameters, gates=gates, deadline_s=10)
     _, step_fn = make_step(side)
     holder, method = where.split(".")
     before, batch = weights_of(side), make_batches(1)[0]
@@ -364,7 +364,7 @@ def test_an_interrupted_step_was_made_or_not(model, where, behind):
 
 def test_every_parameter_is_opened_after_an_error(model, monkeypatch):
     gates = Gates(deadline_s=10)
-    side = OptimizerSide(model.named_parameters(), gates=gates)
+    side = OptimizerSide(model.named_parameters, gates=gates)
 
     def fail(pair):
         raise ZeroDivisionError

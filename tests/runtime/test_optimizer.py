@@ -28,7 +28,7 @@ def model():
 
 @pytest.fixture
 def side(model):
-    side = OptimizerSide(model.named_parameters(), name="test", deadline_s=20)
+    side = OptimizerSide(model.named_parameters, name="test", deadline_s=20)
     yield side
     side.close()
 
@@ -141,6 +141,7 @@ def test_a_step_that_does_nothing_after_others_is_not_warned_of(model, side):
     for number, batch in enumerate(make_batches(5)):
         loss_of(model, batch).backward()
         side.step((lambda: None) if number % 2 else step_fn)
+        side.wait()
     side.synchronize()
 
 
@@ -213,7 +214,7 @@ def test_synchronize_shows_what_the_step_left(model, side, set_to_none, is_async
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_synchronize_before_step_loses_nothing(dtype):
     model = make_model(dtype)
-    side = OptimizerSide(model.named_parameters(), torch.float64)
+    side = OptimizerSide(model.named_parameters, torch.float64)
     optimizer = torch.optim.SGD(side.optim_parameters(), lr=LR)
     first, second = make_batches(2, dtype)
     loss_of(model, first).backward()
@@ -259,7 +260,7 @@ def test_shown_gradients_belong_to_the_user(model, side):
 
 def test_shown_gradients_modified_in_low_precision():
     model = make_model(torch.bfloat16)
-    side = OptimizerSide(model.named_parameters(), torch.float32)
+    side = OptimizerSide(model.named_parameters, torch.float32)
     copies = dict(side.optim_named_parameters())
     loss_of(model, make_batches(1, torch.bfloat16)[0]).backward()
     side.synchronize()
@@ -299,7 +300,7 @@ def test_zero_grad_clears_both_sides(model, side, set_to_none):
 def test_low_precision_weights_with_float32_copies():
     model = make_model(torch.bfloat16)
     before = {n: p.detach().float() for n, p in model.named_parameters()}
-    side = OptimizerSide(model.named_parameters(), torch.float32)
+    side = OptimizerSide(model.named_parameters, torch.float32)
     assert_same(weights_of(side), before)
     storage = [p.data_ptr() for p in model.parameters()]
     _, step_fn = make_step(side)

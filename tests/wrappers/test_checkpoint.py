@@ -264,7 +264,7 @@ def test_a_load_drops_gradients(tmp_path):
 def test_the_pairs_of_an_optimizer_side():
     tied = Tied()
     tied.inner.requires_grad_(False)
-    side = OptimizerSide(tied.named_parameters(remove_duplicate=False), torch.float64)
+    side = OptimizerSide(lambda: tied.named_parameters(remove_duplicate=False), torch.float64)
     try:
         pairs = side.parameter_pairs()
         assert [tuple(pair.names) for pair in pairs] == [

@@ -27,12 +27,12 @@ from roundpipe.runtime.engine.step import HostGradients, HostValues, RunningStep
 from roundpipe.runtime.engine.worker import Worker
 from roundpipe.runtime.profiling.meter import MeterReading
 from roundpipe.runtime.profiling.recorder import Recorder
-from roundpipe.runtime.weights.gate import Gates
+from roundpipe.runtime.weights.gate import Gates, Steps
 from roundpipe.runtime.weights.host_weights import HostWeights
 from roundpipe.runtime.weights.layer_weights import LayerWeights
 
 
-class Engine:
+class Engine(Steps):
     """The workers of one model, one per entry of ``devices=``."""
 
     def __init__(self, backends: Sequence[Backend], name: str, gates: Gates) -> None:

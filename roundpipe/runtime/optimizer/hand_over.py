@@ -6,15 +6,19 @@ added. Groups go in the order in which the steps are done with them.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from roundpipe.runtime.device.backend import Event
 from roundpipe.runtime.profiling.recorder import HostLog
 from roundpipe.runtime.weights.gate import Gates, ParameterUse
-from roundpipe.runtime.weights.master_weights import ParameterPair, copy_in, groups_of, num_bytes, take_gradients
+from roundpipe.runtime.weights.master_weights import ParameterPair
+
+HAND_OVER_BYTES = 16 * 1024**2
+"""Parameters are handed over in groups of this size: few calls for small ones, early uploads of first layers."""
 
 
 @dataclass(slots=True)
@@ -26,28 +30,28 @@ class _Group:
     jobs: list[tuple[ParameterUse, list[int], list[int]]]
     """Per step, the jobs that upload them and those that add to their gradients."""
 
-    def wait_uploaded(self) -> None:
-        """Return when they are on their devices; behind `are_uploads_begun`."""
+    def uploads(self) -> list[Event] | None:
+        """The events after which they are on their devices; None: not all uploads were begun."""
+        events: list[Event] = []
         for step, uploads, _ in self.jobs:
-            for event in step.uploads(uploads) or ():
-                event.synchronize()
-
-    def are_uploads_begun(self) -> bool:
-        return all(step.uploads(uploads) is not None for step, uploads, _ in self.jobs)
+            if (of_step := step.uploads(uploads)) is None:
+                return None
+            events += of_step
+        return events
 
     def is_uploaded(self) -> bool:
-        events = [step.uploads(uploads) for step, uploads, _ in self.jobs]
-        return all(each is not None and all(event.is_done() for event in each) for each in events)
+        events = self.uploads()
+        return events is not None and all(event.is_done() for event in events)
 
     def is_added(self) -> bool:
         return all(step.has_added(adds) for step, _, adds in self.jobs)
 
 
 class HandOver:
-    """Hands over for one model; without gates no step runs meanwhile."""
+    """Hands over for one model."""
 
-    def __init__(self, gates: Gates | None, log: HostLog) -> None:
-        self._gates = gates or Gates()
+    def __init__(self, gates: Gates, log: HostLog) -> None:
+        self._gates = gates
         self._log = log
 
     @torch.no_grad()
@@ -63,7 +67,7 @@ class HandOver:
 
         With ``only_behind`` only weights that differ are written, so that others keep their version.
         """
-        groups = _groups(pairs, steps)
+        groups = _groups_by_turn(pairs, steps)
         to_write = deque(sorted(groups, key=lambda group: group.turn[0]))
         to_take = deque(sorted(groups, key=lambda group: group.turn[1]))
         try:
@@ -76,8 +80,10 @@ class HandOver:
                 elif to_take and to_take[0].is_added():
                     group = to_take.popleft().pairs
                     if not any(step.failed for step in steps):
-                        with self._log.doing("hand-over", "gradients to the optimizer", bytes=num_bytes(group)):
-                            take_gradients(group)
+                        with self._log.doing("hand-over", "gradients to the optimizer", bytes=_model_bytes(group)):
+                            for pair in group:
+                                if not pair.is_frozen:
+                                    pair.take_gradient()
                     self._gates.gradients.open(pair.parameter for pair in group)
                 else:
                     with self._log.doing("waits", "wait for uploads" if to_write else "wait for gradients"):
@@ -90,25 +96,46 @@ class HandOver:
 
         def can_go_on() -> bool:
             is_added = to_take is not None and to_take.is_added()
-            return is_added or (to_write is not None and to_write.are_uploads_begun())
+            return is_added or (to_write is not None and to_write.uploads() is not None)
 
         self._gates.board.wait(can_go_on, "the optimizer's thread", "steps that use its parameters")
         if to_write is not None and (to_take is None or not to_take.is_added()):
-            to_write.wait_uploaded()
+            for event in to_write.uploads() or ():
+                event.synchronize()
 
     @torch.no_grad()
     def write_weights(self, pairs: Iterable[ParameterPair]) -> None:
-        for _, group in groups_of(pairs):
-            with self._log.doing("hand-over", "weights into the model", bytes=num_bytes(group)):
-                copy_in(group)
+        for group in _groups(pairs):
+            with self._log.doing("hand-over", "weights into the model", bytes=_model_bytes(group)):
+                for pair in group:
+                    pair.write_weights()
 
 
-def _groups(pairs: Iterable[ParameterPair], steps: Sequence[ParameterUse]) -> list[_Group]:
-    def turns(pair: ParameterPair) -> tuple[int, int]:
+def _model_bytes(group: Iterable[ParameterPair]) -> int:
+    return sum(pair.parameter.nbytes for pair in group)
+
+
+def _groups(pairs: Iterable[ParameterPair]) -> Iterator[list[ParameterPair]]:
+    """The pairs in order, in groups of about `HAND_OVER_BYTES` of copies."""
+    group: list[ParameterPair] = []
+    group_bytes = 0
+    for pair in pairs:
+        group.append(pair)
+        group_bytes += 0 if pair.copy is None else pair.copy.nbytes
+        if group_bytes >= HAND_OVER_BYTES:
+            yield group
+            group, group_bytes = [], 0
+    if group:
+        yield group
+
+
+def _groups_by_turn(pairs: Iterable[ParameterPair], steps: Sequence[ParameterUse]) -> list[_Group]:
+    by_turn: defaultdict[tuple[int, int], list[ParameterPair]] = defaultdict(list)
+    for pair in pairs:
         uploads, adds = zip((0, 0), *(step.turns(pair.parameter) for step in steps), strict=True)
-        return max(uploads), max(adds)
-
+        by_turn[max(uploads), max(adds)].append(pair)
     return [
         _Group(group, turn, [(step, *step.jobs_of([pair.parameter for pair in group])) for step in steps])
-        for turn, group in groups_of(pairs, turns)
+        for turn, alike in by_turn.items()
+        for group in _groups(alike)
     ]

@@ -30,15 +30,14 @@ from torch import nn
 
 from roundpipe.core.errors import ClosedError, ConfigError, DeadlockError
 from roundpipe.reports.timeline import OPTIMIZER
-from roundpipe.runtime.board import DEADLINE_S, Board
+from roundpipe.runtime.board import DEADLINE_S
 from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
 from roundpipe.runtime.optimizer.hand_over import HandOver
-from roundpipe.runtime.optimizer.pairs import NamedParameters, ParameterPairs, take_writes
 from roundpipe.runtime.optimizer.update import Update, UpdateRunner
 from roundpipe.runtime.profiling.recorder import HostLog
 from roundpipe.runtime.thread import TaskThread
 from roundpipe.runtime.weights.gate import Gates, ParameterUse, Steps
-from roundpipe.runtime.weights.master_weights import ParameterPair
+from roundpipe.runtime.weights.master_weights import MasterWeights, NamedParameters, ParameterPair, take_writes
 
 
 class OptimizerSide:
@@ -47,13 +46,12 @@ class OptimizerSide:
     ``step_fn`` may do anything with the copies, and should leave the rest of the model alone; optimizers that evaluate
     the loss themselves (LBFGS) need a step that is not asynchronous: the model runs on the copies' present values.
 
-    With ``gates`` an asynchronous update hands over in the optimizer's thread, parameter by parameter; without, before
-    `step` returns. ``steps`` are those that use the parameters; without, none is running when a method is called.
+    ``steps`` are those that use the parameters, and wait at ``gates``.
     """
 
     def __init__(
         self,
-        named_parameters: NamedParameters | Callable[[], NamedParameters],
+        named_parameters: Callable[[], NamedParameters],
         optim_dtype: torch.dtype | None = None,
         *,
         name: str = "model",
@@ -63,11 +61,10 @@ class OptimizerSide:
     ) -> None:
         if optim_dtype is not None and not (isinstance(optim_dtype, torch.dtype) and optim_dtype.is_floating_point):
             raise ConfigError(f"optim_dtype is {optim_dtype!r}; give a floating-point torch.dtype, or None")
-        self._pairs = ParameterPairs(named_parameters, optim_dtype)
+        self._pairs = MasterWeights(named_parameters, optim_dtype)
         self._name = name
-        self._gates = gates
-        self._steps = steps
-        self._board = Board() if gates is None else gates.board
+        self._gates = gates or Gates(deadline_s)
+        self._steps = steps or Steps()
         self._deadline_s = deadline_s
         self._scalers = ScalerScope()
         self._thread = TaskThread(f"roundpipe-optimizer-{name}")
@@ -75,7 +72,7 @@ class OptimizerSide:
         self.num_steps = 0
         """Steps made so far, asynchronous ones as soon as they are asked for."""
         self.log = HostLog(OPTIMIZER)
-        self._hand_over = HandOver(gates, self.log)
+        self._hand_over = HandOver(self._gates, self.log)
         self._runner = UpdateRunner(name, self.log, self._scalers)
         self._update: Update | None = None
         self._error: BaseException | None = None
@@ -94,7 +91,7 @@ class OptimizerSide:
     def optim_named_parameters(
         self, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The copies with the original names; see `ParameterPairs.named_copies`."""
+        """The copies with the original names; see `MasterWeights.named_copies`."""
         return self._pairs.named_copies(prefix, remove_duplicate)
 
     def parameter_pairs(self) -> Sequence[ParameterPair]:
@@ -148,15 +145,12 @@ class OptimizerSide:
 
     def _submit(self, pairs: list[ParameterPair], step_fn: Callable[[], object]) -> None:
         """Hand an update to the optimizer's thread, or, if interrupted, leave all as it was before the step."""
-        steps = () if self._steps is None else self._steps.running()
+        steps = self._steps.running()
         update = Update(self.num_steps + 1)
         due = self._gradients_due
         scales = self._scalers.state()
         try:
-            if self._gates is None:
-                self._exchange(pairs)
-            else:
-                self._gates.close(pair.parameter for pair in pairs)
+            self._gates.close(pair.parameter for pair in pairs)
             self._scalers.begin_step()
             self._gradients_due = False
             self.num_steps, self._update = update.index, update
@@ -167,8 +161,7 @@ class OptimizerSide:
                 self._gradients_due = due
                 self.num_steps = update.index - 1
                 self._end(update)
-                if self._gates is not None:
-                    self._gates.open(pair.parameter for pair in pairs)
+                self._gates.open(pair.parameter for pair in pairs)
             raise
 
     def _run_update(
@@ -178,8 +171,7 @@ class OptimizerSide:
         if not update.claim.acquire(blocking=False):
             return
         try:
-            if self._gates is not None:
-                self._exchange(pairs, steps)
+            self._exchange(pairs, steps)
             if not any(step.failed for step in steps):
                 self._call(step_fn, update.index)
         except BaseException as error:  # raised again in the training thread
@@ -188,9 +180,9 @@ class OptimizerSide:
             self._end(update)
 
     def _end(self, update: Update) -> None:
-        with self._board.lock:
+        with self._gates.board.lock:
             update.is_done = True
-            self._board.notify()
+            self._gates.board.notify()
 
     def _call(self, step_fn: Callable[[], object], index: int) -> None:
         self._weights_changed = True
@@ -243,10 +235,8 @@ class OptimizerSide:
 
     def gradients_aside(self) -> contextlib.AbstractContextManager[None]:
         """A context in which gradients that come home are thrown away; those that are there stay as they are."""
-        if self._steps is not None:
-            self._steps.finish()
-        if self._gates is not None:
-            self._gates.gradients.wait([pair.parameter for pair in self._pairs], "a backward for inputs alone")
+        self._steps.finish()
+        self._gates.gradients.wait([pair.parameter for pair in self._pairs], "a backward for inputs alone")
         return self._pairs.gradients_aside()
 
     def wait_update(self) -> None:
@@ -259,7 +249,7 @@ class OptimizerSide:
         update = self._update
         if update is None or update.is_done:
             return True
-        return self._board.wait(lambda: update.is_done, waiter, f"update {update.index}", self._deadline_s)
+        return self._gates.board.wait(lambda: update.is_done, waiter, f"update {update.index}", self._deadline_s)
 
     def raise_pending(self) -> None:
         """Raise, once, what the previous asynchronous ``step_fn`` raised; does not wait for it."""
@@ -283,10 +273,9 @@ class OptimizerSide:
         self._update = None
 
     def _ready(self, waiter: str, finish_steps: bool = True) -> None:
-        if self._steps is not None:
-            self._steps.refuse_inside(waiter)
+        self._steps.refuse_inside(waiter)
         if not self._closed:
-            if self._steps is not None and not self._runner.is_inside:
+            if not self._runner.is_inside:
                 if finish_steps:
                     self._steps.finish()
                 else:

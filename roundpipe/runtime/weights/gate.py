@@ -112,11 +112,12 @@ class ParameterUse(Protocol):
         """Whether an error ended the step, so that its gradients are not whole."""
 
 
-class Steps(Protocol):
-    """The steps of one model."""
+class Steps:
+    """The steps of one model; of this class itself, none."""
 
     def running(self) -> Sequence[ParameterUse]:
         """Those that are not over, in their order."""
+        return ()
 
     def refuse_inside(self, what: str) -> None:
         """Raise a `ConfigError` if code that runs for one of them called ``what``."""

@@ -1,18 +1,18 @@
-"""Master weights: the optimizer's copies of the model's parameters; new weights in, gradients out, many at once."""
+"""Master weights: all parameters of a model, each with the optimizer's copy of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from roundpipe.core.errors import ConfigError
+from roundpipe.core.errors import ConfigError, enumerated
 from roundpipe.runtime.device.host_memory import convert, is_plain, on_huge_pages
 
-HAND_OVER_BYTES = 16 * 1024**2
-"""Parameters are handed over in groups of this size: few calls for small ones, early uploads of first layers."""
+NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
 SAMPLED = 128
 """Elements of each parameter that are compared before an update."""
@@ -137,12 +137,11 @@ class ParameterPair:
             return copy is not None
         return not torch.equal(now, copy.to(now.device, now.dtype))
 
-    def needs_conversion(self) -> bool:
-        """Whether the model's gradient is to be written into the spare memory, as it is the first of an update."""
-        copy, gradient = self.copy, self.parameter.grad
-        if copy is None or copy.grad is not None or gradient is None or not is_plain(gradient):
-            return False
-        return gradient.dtype != copy.dtype or gradient.device != copy.device
+    def write_weights(self) -> None:
+        """Write the copy into the model's parameter."""
+        if self.copy is not None:
+            self.parameter.copy_(self.copy)
+        self.agree()
 
     def take_gradient(self) -> None:
         """Add the model's gradient to the copy's."""
@@ -164,13 +163,9 @@ class ParameterPair:
             return gradient
         if gradient.layout is not torch.strided:
             return gradient.to(self.copy.device, self.copy.dtype)
-        return self.spare_memory().copy_(gradient)
-
-    def spare_memory(self) -> torch.Tensor:
-        assert self.copy is not None
         if self.spare is None:
             self.spare = on_huge_pages(torch.empty_like(self.copy.detach()))
-        return self.spare
+        return self.spare.copy_(gradient)
 
     def show_gradient(self) -> None:
         """Let the model's ``.grad`` be the copy's."""
@@ -192,78 +187,118 @@ class ParameterPair:
             self.copy.grad = self._converted(gradient)
 
 
-def groups_of(
-    pairs: Iterable[ParameterPair], turns: Callable[[ParameterPair], tuple[int, int]] = lambda pair: (0, 0)
-) -> Iterator[tuple[tuple[int, int], list[ParameterPair]]]:
-    """The pairs that have copies and the same turns, in order, in groups of about `HAND_OVER_BYTES`."""
-    by_turn: dict[tuple[int, int], list[ParameterPair]] = {}
-    for pair in pairs:
-        if pair.copy is not None:
-            by_turn.setdefault(turns(pair), []).append(pair)
-    for turn, alike in by_turn.items():
-        group: list[ParameterPair] = []
-        group_bytes = 0
-        for pair in alike:
-            group.append(pair)
-            group_bytes += 0 if pair.copy is None else pair.copy.nbytes
-            if group_bytes >= HAND_OVER_BYTES:
-                yield turn, group
-                group, group_bytes = [], 0
-        if group:
-            yield turn, group
+class MasterWeights:
+    """The pairs of one model; copies are made when they are first asked for.
 
+    Args:
+        named_parameters: gives those of the model, in order; a shared parameter may come under each of its names and
+            has one copy. Asked again before each step and whenever the copies are asked for, so that parameters that
+            were replaced or added since are found.
+        optim_dtype: dtype of the copies of floating-point parameters; None keeps each parameter's.
+    """
 
-def num_bytes(group: list[ParameterPair]) -> int:
-    """Bytes of the model's parameters."""
-    return sum(pair.parameter.nbytes for pair in group)
+    def __init__(self, named_parameters: Callable[[], NamedParameters], optim_dtype: torch.dtype | None) -> None:
+        self._named_parameters = named_parameters
+        self._optim_dtype = optim_dtype
+        self._pairs: list[ParameterPair] = []
+        self._by_name: dict[str, ParameterPair] = {}
+        self._find()
 
+    def __iter__(self) -> Iterator[ParameterPair]:
+        return iter(self._pairs)
 
-def copy_in(group: list[ParameterPair]) -> None:
-    """Write the optimizer's weights into the model's."""
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    for pair in group:
-        assert pair.copy is not None
-        if is_plain(pair.parameter) and is_plain(pair.copy):
-            targets.append(pair.parameter)
-            sources.append(pair.copy)
-        else:
-            pair.parameter.copy_(pair.copy)
-    if targets:
-        torch._foreach_copy_(targets, sources)
-    for pair in group:
-        pair.agree()
+    def _find(self) -> None:
+        """One pair per parameter object that the model has now; pairs go on for those that it had before."""
+        now, known = list(self._named_parameters()), self._by_name
+        if len(now) == len(known) and all(name in known and known[name].parameter is each for name, each in now):
+            return
+        before = {pair.parameter: pair for pair in self._pairs}
+        pairs: dict[nn.Parameter, ParameterPair] = {}
+        for name, parameter in now:
+            if parameter not in pairs:
+                pairs[parameter] = before.get(parameter) or ParameterPair([], parameter)
+                pairs[parameter].names = []
+            pairs[parameter].names.append(name)
+        self._pairs = list(pairs.values())
+        self._by_name = {name: pairs[parameter] for name, parameter in now}
 
+    def trainable(self) -> list[ParameterPair]:
+        """The pairs of parameters that are trainable now; those that had no copy get one."""
+        self._find()
+        trainable = [pair for pair in self._pairs if pair.parameter.requires_grad]
+        for pair in trainable:
+            if pair.copy is None:
+                pair.make_copy(self._optim_dtype)
+            elif self._optim_dtype is None:
+                pair.follow_dtype()
+        return trainable
 
-def take_gradients(group: list[ParameterPair]) -> None:
-    """Add the model's gradients to the copies', those of other dtypes in one go."""
-    converted: list[ParameterPair] = []
-    for pair in group:
-        if pair.is_frozen:
-            continue
-        if pair.needs_conversion():
-            converted.append(pair)
-        else:
-            pair.take_gradient()
-    if converted:
-        spares = [pair.spare_memory() for pair in converted]
-        torch._foreach_copy_(spares, [pair.parameter.grad for pair in converted if pair.parameter.grad is not None])
-        for pair, spare in zip(converted, spares, strict=True):
+    def named_copies(self, prefix: str, remove_duplicate: bool) -> Iterator[tuple[str, nn.Parameter]]:
+        """The copies of parameters that are trainable now, with the original names, as ``nn.Module`` gives them."""
+        if not isinstance(prefix, str):
+            raise ConfigError(f"prefix is {type(prefix).__name__}; give a string that is put before each name")
+        names = {pair.names[0]: pair for pair in self.trainable()}
+        if not remove_duplicate:
+            names = {name: pair for name, pair in self._by_name.items() if pair.parameter.requires_grad}
+        for name, pair in names.items():
             assert pair.copy is not None
-            pair.copy.grad, pair.parameter.grad = spare, None
+            yield (f"{prefix}.{name}" if prefix else name), pair.copy
+
+    def with_copies(self) -> list[ParameterPair]:
+        """The pairs that the optimizer may have updated; of those that are frozen now no gradients are taken."""
+        pairs = [pair for pair in self._pairs if pair.copy is not None]
+        for pair in pairs:
+            pair.is_frozen = not pair.parameter.requires_grad
+        return pairs
+
+    @contextlib.contextmanager
+    def gradients_aside(self) -> Iterator[None]:
+        """While open, the model has no gradients."""
+        originals = [(pair.parameter, pair.parameter.grad) for pair in self._pairs]
+        for parameter, _ in originals:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in originals:
+                parameter.grad = gradient
+
+    @torch.no_grad()
+    def zero_grad(self, set_to_none: bool) -> None:
+        for pair in self._pairs:
+            for holder in (pair.parameter, pair.copy):
+                if holder is not None and holder.grad is not None:
+                    holder.grad = None if set_to_none else holder.grad.detach().zero_()
+
+    def replace(self, name: str, parameter: nn.Parameter) -> None:
+        """A parameter was loaded, and may be another object now: its copy starts again."""
+        if (pair := self._by_name.get(name)) is not None:
+            if pair.parameter is not parameter:
+                pair.parameter, pair.shown = parameter, None
+            pair.start_again()
 
 
-def make_pairs(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], before: Iterable[ParameterPair] = ()
-) -> tuple[list[ParameterPair], dict[str, ParameterPair]]:
-    """One pair per parameter object, and the pair of each name; pairs of ``before`` go on for their parameters."""
-    pair_of = {pair.parameter: pair for pair in before}
-    pairs: dict[nn.Parameter, ParameterPair] = {}
-    by_name: dict[str, ParameterPair] = {}
-    for name, parameter in named_parameters:
-        if parameter not in pairs:
-            pairs[parameter] = pair_of.get(parameter) or ParameterPair([], parameter)
-            pairs[parameter].names = []
-        by_name[name] = pairs[parameter]
-        by_name[name].names.append(name)
-    return list(pairs.values()), by_name
+@torch.no_grad()
+def take_writes(pairs: Sequence[ParameterPair], *, has_update: bool) -> None:
+    """What was written into the model's weights since the last step holds for the copies too.
+
+    Raises:
+        ConfigError: an update is on its way into the model, so that both have new values.
+    """
+    for pair in pairs:
+        pair.look()
+    unmarked = [pair for pair in pairs if not pair.is_written and pair.has_other_values]
+    written = [pair for pair in pairs if pair.is_written] + unmarked
+    if written and has_update:
+        for pair in written:
+            pair.agree()
+            pair.is_written = False
+        raise ConfigError(
+            f"{enumerated([pair.names[0] for pair in written])}: written while an asynchronous update was on its "
+            "way, so that one of the two would be lost. Write weights after synchronize(), or take steps that are "
+            "not asynchronous: step(..., is_async=False)"
+        )
+    if unmarked:  # through `.data`: others may have been written where nobody looked
+        written = [pair for pair in pairs if pair.is_written or (is_plain(pair.parameter) and pair.is_behind)]
+    for pair in written:
+        pair.start_again()
