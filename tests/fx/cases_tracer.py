@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.fx.models import (
-    Case,
-)
+from tests.fx.inputs import Case
 
 
 def built(case: Case) -> nn.Module:

@@ -15,8 +15,9 @@ from roundpipe.fx.graph.grammar import lint
 from roundpipe.fx.graph.nodes import draws_random, has_effect, mutated_by, writes_buffers
 from roundpipe.fx.trace.tracer import trace
 from tests.fx.cases_tracer import built, leaves_of
-from tests.fx.models import (
-    CASES,
+from tests.fx.inputs import causal_inputs, vectors
+from tests.fx.models import CASES, llama
+from tests.fx.modules import (
     AssignsBuffer,
     BranchAtRoot,
     BranchCaught,
@@ -25,10 +26,7 @@ from tests.fx.models import (
     PythonRandom,
     Regions,
     ResNet,
-    causal_inputs,
     linears,
-    llama,
-    vectors,
 )
 from tests.fx.replay import eager_difference
 
@@ -86,13 +84,13 @@ def test_a_byte_limit_looks_into_blocks() -> None:
 def test_an_opaque_submodule_says_why() -> None:
     traced = trace(BranchInside(), (), vectors(4, 0))
     assert set(traced.opaque) == {"layers.1", "layers.3"}
-    assert "models.py" in traced.opaque["layers.1"]
+    assert "modules.py" in traced.opaque["layers.1"]
     assert {"layers.0", "layers.1", "layers.2", "layers.3"} <= set(leaves_of(traced))
 
 
 @pytest.mark.parametrize("build", [BranchAtRoot, BranchCaught])
 def test_a_branch_on_activations_at_the_root_is_refused(build: type[nn.Module]) -> None:
-    with pytest.raises(TraceError, match=r"models\.py:\d+ \(.*x\.sum\(\) > 0.*activation.*submodule"):
+    with pytest.raises(TraceError, match=r"modules\.py:\d+ \(.*x\.sum\(\) > 0.*activation.*submodule"):
         trace(build(), (), vectors(4, 0))
 
 

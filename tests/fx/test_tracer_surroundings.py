@@ -18,15 +18,9 @@ from roundpipe.fx.fakes import is_fake
 from roundpipe.fx.graph.nodes import draws_random
 from roundpipe.fx.trace.tracer import trace
 from tests.fx.cases_tracer import built, leaves_of
-from tests.fx.models import (
-    CASES,
-    BranchAtRoot,
-    ManyOutputs,
-    causal_inputs,
-    linears,
-    llama,
-    vectors,
-)
+from tests.fx.inputs import causal_inputs, vectors
+from tests.fx.models import CASES, llama
+from tests.fx.modules import BranchAtRoot, ManyOutputs, linears
 from tests.fx.replay import eager_difference, replay
 
 

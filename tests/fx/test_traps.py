@@ -35,8 +35,10 @@ from roundpipe.fx.source import TracedSource
 from roundpipe.fx.trace.tracer import trace
 from tests.fx.against_eager import check, vectors
 from tests.fx.cases_traps import Holds, _raise
-from tests.fx.models import CustomFunction, VmapMask, attention_inputs, causal_inputs, llama, padded_inputs
-from tests.fx.models import vectors as flat_vectors
+from tests.fx.inputs import causal_inputs, padded_inputs
+from tests.fx.inputs import vectors as flat_vectors
+from tests.fx.models import llama
+from tests.fx.modules import CustomFunction, VmapMask, attention_inputs
 from tests.fx.test_shapes import Layers
 
 Kernel = tuple[bool, bool]

@@ -18,7 +18,8 @@ from roundpipe.core import trees
 from tests.zoo import inputs, overrides
 from tests.zoo.catalog import MAPPINGS, TASKS, Row
 from tests.zoo.inputs import Size, Task
-from tests.zoo.models_of_packages import DIFFUSERS, PEFT, TIMM, TORCHAO
+from tests.zoo.models_of_diffusers import DIFFUSERS
+from tests.zoo.models_of_packages import PEFT, TIMM, TORCHAO
 from tests.zoo.packages import imported, is_installed
 from tests.zoo.shrink import RANDOM, shrunk
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from tests.zoo import inputs
 from tests.zoo.inputs import Task
-from tests.zoo.models_of_packages import DIFFUSERS, PEFT, TIMM, TORCHAO
+from tests.zoo.models_of_diffusers import DIFFUSERS
+from tests.zoo.models_of_packages import PEFT, TIMM, TORCHAO
 from tests.zoo.packages import is_installed
 
 _TEXT = {"input_ids": inputs.token_ids, "attention_mask": inputs.attention_mask}

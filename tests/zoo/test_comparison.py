@@ -20,12 +20,11 @@ from tests.zoo.compare import (
     EXAMPLE,
     Result,
     calls_of,
-    cuts_between_blocks,
     examine,
-    is_repeated,
     largest_difference,
     one_layer_per_stage,
 )
+from tests.zoo.cuts import cuts_between_blocks, is_repeated
 from tests.zoo.inputs import Size, Task
 
 ROOT = Path(__file__).parent.parent.parent

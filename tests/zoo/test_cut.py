@@ -17,7 +17,8 @@ from roundpipe.fx.passes.partition import partition
 from roundpipe.fx.trace.tracer import trace
 from tests.zoo.build import build
 from tests.zoo.catalog import Row, transformers_rows
-from tests.zoo.compare import EXAMPLE, cuts_between_blocks
+from tests.zoo.compare import EXAMPLE
+from tests.zoo.cuts import cuts_between_blocks
 
 pytest.importorskip("transformers", reason="the models are those of transformers")
 
