@@ -1,12 +1,7 @@
 """One run of a model's Python on fakes, recorded as a graph.
 
-    Attempt
-      |- FakeWorld       a twin of the model, fake inputs, symbolic sizes
-      |- CallRecorder    a node per torch function call in glue
-      |- LeafPolicy      which modules are one node
-      |- LeafRunner      runs those; GlueRunner the others
-      |- closed_graph    the guards, when the run has ended
-      `- intercept       sends module calls, autograd functions, ... here
+`intercept` sends the model's module calls here; `LeafPolicy` tells which modules are one node, which `LeafRunner` runs;
+`GlueRunner` runs the others, whose torch function calls `CallRecorder` records; `closed_graph` adds the guards.
 
 What goes wrong inside a module ends the attempt with a `Retry`, which says what to do otherwise.
 """
@@ -17,7 +12,7 @@ import copy
 import sys
 import types
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -83,23 +78,20 @@ class Attempt:
         readers = Readers([type(module) for module in world.twin.modules()], functions)
         self._leaves = LeafRunner(world, self.recorder, self._policy, knowledge, readers, self._before, outside)
         self.glue = GlueRunner(world, self.recorder, knowledge)
-        self._before_hooks = {module: hooks_by_code(real) for module, real in self._pairs()}
+        names = world.name_of_module
+        self._before_hooks = {  # a module that an earlier forward put into the twin has no name
+            module: hooks_by_code(world.model.get_submodule(names[module]))
+            for module in world.twin.modules()
+            if module in names
+        }
         self._python_random = python_random_state()
 
-    def _pairs(self) -> Iterator[tuple[nn.Module, nn.Module]]:
-        """Each module of the twin with the user's; one that an earlier forward put there has none."""
-        names = self._world.name_of_module
-        for module in self._world.twin.modules():
-            if module in names:
-                yield module, self._world.model.get_submodule(names[module])
-
     def run(self) -> TracedGraph:
-        """Records the forward and closes the graph."""
         recorder, world = self.recorder, self._world
         args, kwargs = world.arguments
         try:
             with intercepting(self, _files_of(world.model), self._cells), world.entered(), recorder.watch, recorder:
-                arguments = _copied(args), _copied(kwargs)
+                arguments = _copy_of(args), _copy_of(kwargs)
                 before = contents_of(*arguments)
                 out = world.twin(*arguments[0], **arguments[1])
                 recorder.paused += 1
@@ -186,17 +178,10 @@ class Attempt:
                 own.values[real[module], name] = kind_and_value(value)
             else:
                 own.attributes.add(name)
-        own.hooks.update(
-            (real[module], now)
-            for module, hooks in self._before_hooks.items()
-            for now in [hooks_by_code(module)]
-            if now != hooks
-        )
+        for module, hooks in self._before_hooks.items():
+            if (now := hooks_by_code(module)) != hooks:
+                own.hooks[real[module]] = now
         return TracedParts(glue, passing), own
-
-    def not_kept(self) -> list[str]:
-        """Attributes that leaves set to activations, in words."""
-        return list(self.recorder.findings.not_kept)
 
     def refuse_activations(self, python: PythonSnapshot) -> None:
         """An activation left anywhere else would not be there at run time either, one that a hook keeps no part of a
@@ -236,12 +221,12 @@ def _files_of(model: nn.Module) -> list[types.ModuleType]:
     return [sys.modules[name] for name in names if name != "builtins" and name in sys.modules]
 
 
-def _copied(value: Any) -> Any:
+def _copy_of(value: Any) -> Any:
     """Arguments in containers of their own, so that a forward which changes one changes no input."""
     if type(value) in (list, tuple):
-        return type(value)(_copied(item) for item in value)
+        return type(value)(map(_copy_of, value))
     if type(value) is dict:
-        return {key: _copied(item) for key, item in value.items()}
+        return {key: _copy_of(item) for key, item in value.items()}
     if type(value) in (deque, set):
         return copy.copy(value)
     return value

@@ -31,13 +31,7 @@ Untraced = Callable[[str, torch.Tensor | None], BaseException]
 
 
 class GraphBuilder:
-    """The graph under construction.
-
-    Args:
-        world: where the values live.
-        common_meta: what every new node's ``meta`` holds, such as the module it belongs to.
-        untraced: what to raise for a value without a node.
-    """
+    """The graph under construction; every new node's ``meta`` holds what ``common_meta`` gives."""
 
     def __init__(self, world: FakeWorld, common_meta: Meta, untraced: Untraced) -> None:
         self.world = world
@@ -74,10 +68,15 @@ class GraphBuilder:
             self.bind(leaf, node)
 
     def add(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Node:
-        """A new node at the end."""
         node = self.graph.create_node(op, target, args, kwargs or {})
         node.meta.update(self._common_meta())
         node.meta["value"] = None
+        return node
+
+    def _add_modeless(self, op: str, target: Any, args: tuple[Any, ...]) -> Node:
+        """A new node that is the same in every mode."""
+        node = self.add(op, target, args)
+        node.meta["modes"] = None
         return node
 
     def bind(self, tensor: torch.Tensor, node: Node) -> None:
@@ -90,7 +89,7 @@ class GraphBuilder:
                 self._size_sources.setdefault(expression, (node, dim))
 
     def bind_output(self, value: Any, node: Node) -> None:
-        """The tensors and symbolic numbers in what ``node`` returned, taken out by accessors."""
+        """From now on what ``node`` returned has nodes, accessors, for the tensors and symbolic numbers in it."""
         if isinstance(value, torch.Tensor):
             self.bind(value, node)
             return
@@ -119,11 +118,8 @@ class GraphBuilder:
     def _accessor(self, source: Node, step: trees.Access) -> Node:
         function = {"item": operator.getitem, "attribute": getattr}.get(step.kind)
         if function is None:
-            node = self.add("call_function", take, (source, step.kind, step.key))
-        else:
-            node = self.add("call_function", function, (source, step.key))
-        node.meta["modes"] = None
-        return node
+            return self._add_modeless("call_function", take, (source, step.kind, step.key))
+        return self._add_modeless("call_function", function, (source, step.key))
 
     # ------------------------------------------------------------------ arguments
 
@@ -150,8 +146,7 @@ class GraphBuilder:
         return self._object_argument(value)
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Positional and keyword arguments of a call."""
-        return tuple(self.argument(arg) for arg in args), {k: self.argument(v) for k, v in kwargs.items()}
+        return tuple(map(self.argument, args)), {k: self.argument(v) for k, v in kwargs.items()}
 
     def tensor_argument(self, tensor: torch.Tensor) -> Node:
         """The node of a tensor; a parameter, a buffer and a constant get theirs at first use."""
@@ -164,12 +159,11 @@ class GraphBuilder:
                 raise self._untraced(f"{name} is read, in whose place another tensor is for now", tensor)
             return self.attribute(name, tensor)
         if is_fake(tensor):
-            shape = tuple(str(size) for size in tensor.shape)
-            raise self._untraced(
-                f"a tensor of shape ({', '.join(shape)}) and dtype {tensor.dtype} is used, but nothing "
-                f"that was recorded made it",
-                tensor,
+            shape = ", ".join(map(str, tensor.shape))
+            words = (
+                f"a tensor of shape ({shape}) and dtype {tensor.dtype} is used, but nothing that was recorded made it"
             )
+            raise self._untraced(words, tensor)
         if tensor.requires_grad:
             raise self._untraced(
                 f"a tensor of shape {tuple(tensor.shape)} that requires grad is neither a parameter of the "
@@ -183,10 +177,8 @@ class GraphBuilder:
         return self.attribute(self._constant_names[tensor], tensor)
 
     def attribute(self, name: str, tensor: torch.Tensor) -> Node:
-        """The get_attr node of a parameter, buffer or constant."""
         if name not in self._attributes:
-            node = self.add("get_attr", name, ())
-            node.meta["modes"] = None
+            node = self._add_modeless("get_attr", name, ())
             if is_fake(tensor):
                 node.meta["value"] = tensor
             elif name in self.world.real:
@@ -204,23 +196,19 @@ class GraphBuilder:
         if expression.is_number or expression in (sympy.true, sympy.false):
             return size.node.pytype(expression)
         if expression not in self._sizes:
-            self._sizes[expression] = self._size_node(expression)
-            self._sizes[expression].meta["value"] = size
+            self._size_node(expression).meta["value"] = size
         return self._sizes[expression]
 
     def _size_node(self, expression: sympy.Basic) -> Node:
-        if isinstance(expression, sympy.Symbol):
-            return self._dimension_node(expression)
-        symbols = sorted(expression.free_symbols, key=str)
-        sizes = tuple(self._symbol_node(symbol) for symbol in symbols)
-        node = self.add("call_function", size_function(expression, symbols), sizes)
-        node.meta["modes"] = None
-        return node
-
-    def _symbol_node(self, symbol: sympy.Symbol) -> Node:
-        if symbol not in self._sizes:
-            self._sizes[symbol] = self._dimension_node(symbol)
-        return self._sizes[symbol]
+        if expression not in self._sizes:
+            if isinstance(expression, sympy.Symbol):
+                node = self._dimension_node(expression)
+            else:
+                symbols = sorted(expression.free_symbols, key=str)
+                sizes = tuple(map(self._size_node, symbols))
+                node = self._add_modeless("call_function", size_function(expression, symbols), sizes)
+            self._sizes[expression] = node
+        return self._sizes[expression]
 
     def _dimension_node(self, symbol: sympy.Symbol) -> Node:
         if symbol not in self._size_sources:
@@ -229,24 +217,20 @@ class GraphBuilder:
         after = self._last_input if source.op == "placeholder" else source
         assert after is not None
         with self.graph.inserting_after(after):
-            node = self.add("call_method", "size", (source, dim))
-        node.meta["modes"] = None
+            node = self._add_modeless("call_method", "size", (source, dim))
         node.meta["value"] = source.meta["value"].shape[dim]
         return node
 
     def _object_argument(self, value: Any) -> Any:
         now = flat_values(value)
         for other, node, leaves in reversed(self._objects):
-            if other is value and _same(leaves, now):
+            if other is value and len(leaves) == len(now) and all(map(operator.is_, leaves, now)):
                 return node
         if now:
             template = trees.map_leaves(
                 value, lambda leaf: Hole() if isinstance(leaf, (torch.Tensor, *Symbolic)) else leaf
             )
-            values = tuple(self.argument(leaf) for leaf in now)
-            node = self.add("call_function", Build(template), values)
-            node.meta["modes"] = None
-            return node
+            return self._add_modeless("call_function", Build(template), tuple(map(self.argument, now)))
         for tensor in _captured_tensors(value):
             raise self._untraced(
                 f"the function {getattr(value, '__qualname__', value)!r} is an argument and holds a tensor "
@@ -254,10 +238,6 @@ class GraphBuilder:
                 tensor,
             )
         return value
-
-
-def _same(first: list[Any], second: list[Any]) -> bool:
-    return len(first) == len(second) and all(a is b for a, b in zip(first, second, strict=True))
 
 
 def _captured_tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -272,8 +252,7 @@ def _captured_tensors(value: Any) -> Iterator[torch.Tensor]:
 def _input_name(path: trees.Path) -> str:
     """A readable name for an input: its keyword, or its position, then the steps inside it."""
     (_, half), *steps = path
-    words = [str(step.key) for step in steps]
-    name = re.sub(r"\W+", "_", "_".join(words)).strip("_")
+    name = re.sub(r"\W+", "_", "_".join(str(step.key) for step in steps)).strip("_")
     if half == 0 or not name.isidentifier() or keyword.iskeyword(name):
         name = f"input_{name}"
     return name

@@ -45,7 +45,6 @@ class ExampleData:
         return self._world.static_fake(answer) if isinstance(answer, torch.Tensor) else None
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The data of a fake, if they are known."""
         return self.reader.value(self._builder.node_of[tensor]) if self.determines(tensor) else None
 
     def determines(self, tensor: torch.Tensor) -> bool:

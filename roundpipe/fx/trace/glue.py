@@ -35,7 +35,6 @@ class GlueRunner:
         """Those that ran."""
 
     def call(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
-        """Records the forward of a module."""
         recorder = self._recorder
         if has_backward_hooks(module):
             raise Retry(Lesson(TraceError(f"{name or 'the model'} has backward hooks"), name, Decision.LEAF))

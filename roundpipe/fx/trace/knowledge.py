@@ -142,17 +142,15 @@ class Knowledge:
             name, decision = _parent(model, name), Decision.LEAF
             if not name or (name, decision) in self.tried:
                 raise known.root_error(lesson, model) from lesson.error
-        return known._with_decision(name, decision, lesson, type(model.get_submodule(name)))
-
-    def _with_decision(self, name: str, decision: Decision, lesson: Lesson, kind: type) -> Knowledge:
+        kind = type(model.get_submodule(name))
         logger.debug("tracing again: %s is to be %s: %s", name, decision.value, lesson.error)
-        keys: list[str | type] = [name] if is_of_torch(kind) else [name, kind]
+        deciding: list[str | type] = [name] if is_of_torch(kind) else [name, kind]
         reason = f"{with_source(lesson.place())}: {lesson.summary()}"
         return replace(
-            self,
+            known,
             tried=self.tried | {(name, decision)},
-            decisions={**self.decisions, **dict.fromkeys(keys, decision)},
-            reasons={**self.reasons, **dict.fromkeys(keys, reason)},
+            decisions={**self.decisions, **dict.fromkeys(deciding, decision)},
+            reasons={**self.reasons, **dict.fromkeys(deciding, reason)},
         )
 
     def root_error(self, lesson: Lesson, model: nn.Module) -> TraceError:
@@ -161,13 +159,14 @@ class Knowledge:
         cause = error.cause if isinstance(error, TraceError) else TraceCause.FORWARD_RAISES
         facts = error.facts if isinstance(error, TraceError) else TraceFacts(function=lesson.function)
         file, _, line = location.rpartition(":")
+        stateful = [name for name, module in model.named_modules() if {name, type(module)} & self.stateful]
         facts = replace(
             facts,
             file=file,
             line=int(line) if line.isdigit() else 0,
             source=source_at(location),
             module=lesson.module,
-            stateful=tuple(dict.fromkeys((*facts.stateful, *self._stateful_in(model)))),
+            stateful=tuple(dict.fromkeys((*facts.stateful, *stateful))),
         )
         what = lesson.summary().rstrip(".")
         words = f"at {with_source(location)}: {what}. {advice(cause, facts)}"
@@ -176,9 +175,6 @@ class Knowledge:
     def reason(self, name: str, kind: type) -> str:
         """Why the inside of a leaf was not traced."""
         return self.reasons.get(name) or self.reasons.get(kind) or "scripted code can't be looked into"
-
-    def _stateful_in(self, model: nn.Module) -> list[str]:
-        return [name for name, module in model.named_modules() if {name, type(module)} & self.stateful]
 
 
 def _parent(model: nn.Module, name: str) -> str:

@@ -105,7 +105,6 @@ class LeafWatch(TorchFunctionMode):
         return tensor in self._inputs or tensor in self._name_of
 
     def wrote_any(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether it wrote the memory of some tensors in place."""
         return any(tensor.untyped_storage()._cdata in self.written for tensor in tensors)
 
     def drew_from_kept(self) -> bool:

@@ -1,10 +1,7 @@
 """Records what traced Python does to tensors, call by call.
 
-    CallRecorder (torch functions)   one node per call that returns or changes tensors
-      `- OperatorWatch (operators)   what the recorder can't see: random draws inside a call, and the
-                                     operators below a function transform such as vmap
-
-Both see calls before the fake tensors do.
+`CallRecorder` sees torch functions: one node per call that returns or changes tensors. Its `OperatorWatch` sees
+operators: random draws inside a call, and what runs below a function transform such as vmap.
 
 Invariant: a call that changes the graph's meaning is either recorded or ends the attempt.
 """
@@ -91,7 +88,6 @@ class CallRecorder(TorchFunctionMode):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Records nothing inside."""
         self.paused += 1
         try:
             yield
@@ -112,7 +108,6 @@ class CallRecorder(TorchFunctionMode):
 
     @property
     def module(self) -> str:
-        """Name of the module whose forward is being recorded."""
         return self.modules[-1] if self.modules else ""
 
     def give_up(self, error: BaseException, is_stateful: bool = False) -> Retry:
@@ -297,7 +292,6 @@ class CallRecorder(TorchFunctionMode):
         return self.give_up(cause)
 
     def record(self, func: Any, args: Any, kwargs: Any, out: Any, written: list[torch.Tensor]) -> Node:
-        """The node of one torch function call."""
         node_args, node_kwargs = self.builder.arguments(tuple(args), kwargs)
         name = getattr(func, "__name__", "")
         op, target, node_args, node_kwargs = node_form(GRAPH_CHANGES.get(name, func), node_args, node_kwargs)
@@ -321,7 +315,6 @@ class CallRecorder(TorchFunctionMode):
         self.note_written(node, written)
 
     def note_grad_mode_asked(self) -> None:
-        """The model's code asks whether gradients are recorded."""
         if not self.paused:
             self.findings.grad_matters = True
         elif not self.asks_for_grad:

@@ -79,7 +79,6 @@ class LeafRunner:
         }
 
     def call(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
-        """Runs a leaf on fakes and records one node for the call."""
         recorder = self._recorder
         node_args, node_kwargs = recorder.builder.arguments(tuple(args), kwargs)
         self._refuse_modules_as_arguments(module, name, args, kwargs)
@@ -157,7 +156,6 @@ class LeafRunner:
             self._recorder.asks_for_grad = asks_for_grad
 
     def _watched(self, module: nn.Module, name: str, args: Any, kwargs: Any, state: ModuleSnapshot) -> LeafRun:
-        """Runs a leaf on fakes."""
         recorder = self._recorder
         contents = contents_of(args, kwargs)
         fixed = self._world.shapes.num_fixed_sizes()

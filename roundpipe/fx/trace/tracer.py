@@ -1,11 +1,7 @@
-"""Captures a model as a graph of modules and glue by running its Python once on fakes.
+"""Captures a model as a graph of modules and glue by running its Python on fakes, in attempts.
 
-    trace ---- attempts, until one ends without a Retry
-      |- Attempt     one run
-      `- Knowledge   what it found out, for the next: look inside a module, keep it whole, or find its output sizes
-                     by running a copy
-
-Only the root can't be kept whole: what its own code does wrong is a `TraceError`.
+An `Attempt` that fails leaves `Knowledge` for the next: look inside a module, keep it whole, or find its output sizes
+by running a copy. Only the root can't be kept whole: what its own code does wrong is a `TraceError`.
 
 Invariant: the user's model, and all random state, are after `trace` what they were before it.
 """
@@ -83,7 +79,7 @@ def trace(
 
 def _trace_doubled(model: nn.Module, form: CallForm, arguments: Arguments, knowledge: Knowledge) -> TracedGraph:
     """The graph for a batch of two in place of a batch of one, where it serves both."""
-    doubled = _doubled(arguments)
+    doubled = _batch_of_two(arguments)
     if doubled is None:
         return _trace(model, form, arguments, knowledge)
     try:
@@ -104,7 +100,7 @@ def _trace(model: nn.Module, form: CallForm, arguments: Arguments, knowledge: Kn
     for _ in range(MAX_ATTEMPTS):
         world = FakeWorld(model, arguments, knowledge.dynamic)
         try:
-            traced, traced_parts, changed = _settled(world, form, knowledge)
+            traced, traced_parts, changed = _stable_trace(world, form, knowledge)
         except Retry as retry:
             knowledge = knowledge.after(retry, model)
             continue
@@ -117,7 +113,7 @@ def _trace(model: nn.Module, form: CallForm, arguments: Arguments, knowledge: Kn
     )
 
 
-def _settled(world: FakeWorld, form: CallForm, knowledge: Knowledge) -> tuple[TracedGraph, Any, Any]:
+def _stable_trace(world: FakeWorld, form: CallForm, knowledge: Knowledge) -> tuple[TracedGraph, Any, Any]:
     """The graph that the model gives again and again, should its forward set attributes of its own.
 
     Beside it `Attempt.traced_parts` and its arguments, for when all is taken back.
@@ -148,7 +144,8 @@ def _settled(world: FakeWorld, form: CallForm, knowledge: Knowledge) -> tuple[Tr
             changes = list(dict.fromkeys([*changed.values(), *python.side_effects()]))
             printed = printed_graph(traced)
             if not changes or printed == previous:
-                lost = [words for words in changes if words not in attempt.handed_on(changed)] + attempt.not_kept()
+                lost = [words for words in changes if words not in attempt.handed_on(changed)]
+                lost += attempt.recorder.findings.not_kept
                 if lost:
                     logger.warning(
                         "%s: its forward sets %s; the compiled model runs as if it had not",
@@ -181,13 +178,7 @@ def _refusal(world: FakeWorld, place: str, error: TraceError) -> Retry:
 def _counting(
     world: FakeWorld, state: ModuleSnapshot, values: dict[tuple[nn.Module, str], Any], places: list[str]
 ) -> list[str]:
-    """What a second run changed once more, in words.
-
-    Args:
-        state: the attributes before the first run.
-        values: those that it changed, with what they held then.
-        places: what of containers, closures and globals changed once more.
-    """
+    """What a second run changed once more, in words: places, and attributes that the first left at ``values``."""
     again = [
         f"{world.name_of_module[module]}.{name}".lstrip(".")
         for module, name, _, value, _ in state.diff()
@@ -196,7 +187,7 @@ def _counting(
     return list(dict.fromkeys([*again, *places]))
 
 
-def _doubled(arguments: Arguments) -> Arguments | None:
+def _batch_of_two(arguments: Arguments) -> Arguments | None:
     """The example with every sample twice if it has one; a size of 1 could mean too many things."""
     batch = next((t.shape[0] for t in trees.tensors(arguments) if t.dim()), None)
     if batch != 1:
