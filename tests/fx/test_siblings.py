@@ -214,11 +214,11 @@ def test_weights_make_another_form() -> None:
 
 def test_tensors_among_arguments_make_another_key() -> None:
     one, other = torch.zeros(2, 3), torch.zeros(2, 3)
-    assert arguments_key((one, one), {}) == arguments_key((other, other), {})
-    assert arguments_key((one, one), {}) != arguments_key((one, other), {})
+    assert arguments_key(((one, one), {})) == arguments_key(((other, other), {}))
+    assert arguments_key(((one, one), {})) != arguments_key(((one, other), {}))
     for changed in (one.double(), one.t(), one[:, :2], one.clone().requires_grad_(), torch.zeros(3, 2).t()):
-        assert arguments_key((one,), {}) != arguments_key((changed,), {})
-    assert arguments_key((one,), {}) != arguments_key((), {"x": one})
+        assert arguments_key(((one,), {})) != arguments_key(((changed,), {}))
+    assert arguments_key(((one,), {})) != arguments_key(((), {"x": one}))
 
 
 def test_random_numbers_of_python_are_noticed_in_every_block() -> None:

@@ -1,7 +1,7 @@
 """One run of a model's Python on fakes, recorded as a graph.
 
 `intercept` sends the model's module calls here; `LeafPolicy` tells which modules are one node, which `LeafRunner` runs;
-`GlueRunner` runs the others, whose torch function calls `CallRecorder` records; `closed_graph` adds the guards.
+`GlueRunner` runs the others, whose torch function calls `CallRecorder` records. In the end the graph gets its guards.
 
 What goes wrong inside a module ends the attempt with a `Retry`, which says what to do otherwise.
 """
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import Node
 
 from roundpipe.core import trees
 from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
@@ -27,12 +28,14 @@ from roundpipe.effects.uses import Readers
 from roundpipe.fx.binding import CallForm
 from roundpipe.fx.fakes import FakeWorld
 from roundpipe.fx.flat import flat_values
-from roundpipe.fx.graph.traced import TracedGraph
-from roundpipe.fx.guards.guards import CallModes
+from roundpipe.fx.graph.grammar import lint
+from roundpipe.fx.graph.nodes import mutated_by, storage_key
+from roundpipe.fx.graph.traced import OutputValue, TracedGraph
+from roundpipe.fx.guards.guards import CallModes, Guards
 from roundpipe.fx.guards.model_guard import OwnChanges, TracedParts, hooks_by_code, kind_and_value
+from roundpipe.fx.guards.values import ValueProgram
 from roundpipe.fx.locations import model_location
 from roundpipe.fx.trace.advice import set_at
-from roundpipe.fx.trace.closing import closed_graph, output_template
 from roundpipe.fx.trace.glue import GlueRunner, has_backward_hooks
 from roundpipe.fx.trace.intercept import ORIGINAL_CALL, intercepting
 from roundpipe.fx.trace.knowledge import Knowledge, Lesson, Retry
@@ -40,6 +43,7 @@ from roundpipe.fx.trace.leaves import Contents, contents_of, gained_by
 from roundpipe.fx.trace.policy import Decision, LeafPolicy
 from roundpipe.fx.trace.recorder import CallRecorder
 from roundpipe.fx.trace.runner import LeafRunner
+from roundpipe.fx.trace.verify import ShapeVerifier
 
 
 class Attempt:
@@ -96,17 +100,73 @@ class Attempt:
                 out = world.twin(*arguments[0], **arguments[1])
                 recorder.paused += 1
                 self._refuse_changed_arguments(before, arguments, out)
-                template, nodes = output_template(recorder.builder, out)
+                template, nodes = self._output_template(out)
             self._keep_whole_what_fixes_sizes()
             self._refuse_changed_modules()
             recorder.builder.graph.output(tuple(nodes))
             if python_random_state() != self._python_random:
                 words = "its forward draws from Python's or NumPy's random numbers"
                 raise Retry(Lesson(TraceError(words, TraceCause.RANDOM)))
-            opaque = self._leaves.opaque()
-            return closed_graph(world, self._form, self._knowledge, recorder, template, self._call_modes, opaque)
+            return self._closed_graph(template)
         finally:
             recorder.watch.undo_real_writes()
+
+    def _output_template(self, out: Any) -> tuple[Any, list[Node]]:
+        """What a forward returned with names of nodes in place of tensors and sizes, and these nodes, in order."""
+        nodes: list[Node] = []
+
+        def place(leaf: Any) -> Any:
+            if not flat_values(leaf):
+                return leaf
+            if isinstance(leaf, torch.Size):
+                return tuple(map(place, leaf))
+            argument = self.recorder.builder.argument(leaf)
+            if not isinstance(argument, Node):
+                return argument
+            nodes.append(argument)
+            return OutputValue(argument.name)
+
+        return trees.map_leaves(out, place) if flat_values(out) else out, nodes
+
+    def _closed_graph(self, template: Any) -> TracedGraph:
+        """The graph with its guards, and without glue that nothing reads."""
+        world, builder, findings = self._world, self.recorder.builder, self.recorder.findings
+        graph, reads = builder.graph, self.recorder.data.reader.reads
+        values = ValueProgram(graph, reads, world.model, builder.constants, builder.input_paths)
+        for name in values.buffers:  # the next microbatch would find other data in it
+            if world.fake(name).untyped_storage()._cdata in builder.written_storages:
+                raise Retry(Lesson(TraceError(f"the forward takes a decision on buffer {name}, which it also changes")))
+        for node in reversed(list(graph.nodes)):
+            stays = node.op in ("placeholder", "output", "call_module")
+            if not stays and not node.users and not node.meta.get("effect") and not node.meta.get("random"):
+                graph.erase_node(node)
+        traced = TracedGraph(
+            graph=graph,
+            model=world.model,
+            constants=builder.constants,
+            input_paths=builder.input_paths,
+            output=template,
+            example_elements=sum(tensor.numel() for tensor in trees.tensors(world.real_arguments)),
+            opaque=self._leaves.opaque(),
+        )
+        weights = {str(node.target) for node in graph.nodes if node.op == "get_attr"} - set(traced.constants)
+        written = {storage_key(target) for node in graph.nodes for target in mutated_by(node)} - {None}
+        traced.guards = Guards(
+            self._form,
+            world,
+            self._call_modes,
+            values,
+            ShapeVerifier(traced, world.symbols(), findings.probed_nodes, self._knowledge.dynamic, findings.origins),
+            grad_matters=findings.grad_matters,
+            weight_writes=findings.weight_writes,
+            written=frozenset(index for index, node in enumerate(traced.placeholders) if storage_key(node) in written),
+            weights=sorted(weights),
+            replaced=frozenset(name for name in world.real if not world.has_in_place(name)),
+        )
+        if shared := traced.guards.shared_write(trees.tensors(world.real_arguments)):
+            raise Retry(Lesson(TraceError(shared)))
+        lint(traced)
+        return traced
 
     def _refuse_changed_arguments(self, before: Contents, arguments: tuple[Any, Any], out: Any) -> None:
         """A caller may look into the containers that it gave; one that is returned is looked at there."""

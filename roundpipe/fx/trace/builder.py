@@ -1,4 +1,4 @@
-"""Writes the graph: which node stands for which Python value, and how values become arguments.
+"""Writes the graph: which node stands for which Python value, with which data, and how values become arguments.
 
 Every tensor that traced code can get hold of is here with its node. Sizes aren't recorded as they are
 computed: when one is an argument, one node evaluates its expression from the sizes of the inputs.
@@ -12,6 +12,7 @@ import keyword
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import sympy
@@ -20,10 +21,12 @@ import torch.fx
 from torch.fx import Node
 
 from roundpipe.core import trees
-from roundpipe.fx.fakes import FakeWorld, is_fake
-from roundpipe.fx.flat import flat_tensors, flat_values
+from roundpipe.fx.fakes import FakeWorld, is_fake, real_world
+from roundpipe.fx.flat import flat_sizes, flat_tensors, flat_values
+from roundpipe.fx.guards.values import UNKNOWN, ValueReader
+from roundpipe.fx.locations import model_location
 from roundpipe.fx.operations import Build, Hole, set_item, set_property, take
-from roundpipe.fx.sizes import Symbolic, expression_of, size_function
+from roundpipe.fx.sizes import Symbolic, expression_of, is_data_dependent, size_function
 
 Meta = Callable[[], dict[str, Any]]
 Untraced = Callable[[str, torch.Tensor | None], BaseException]
@@ -238,6 +241,55 @@ class GraphBuilder:
                 tensor,
             )
         return value
+
+
+class ExampleData:
+    """What traced code asks about data, answered from the example where inputs and buffers alone determine it.
+
+    Inside ``pause`` nothing is recorded.
+    """
+
+    def __init__(
+        self, world: FakeWorld, builder: GraphBuilder, pause: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._world = world
+        self._builder = builder
+        self._pause = pause
+        self.reader = ValueReader(
+            builder.graph, world.model, builder.constants, world.real_arguments, builder.input_paths
+        )
+
+    def answer(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """The result of a call if only inputs and buffers determine it, else `UNKNOWN`; the guards ask again."""
+        nodes = [self._node(tensor) for tensor in flat_tensors(args, kwargs)]
+        if not nodes or not all(node is not None and self.reader.depends_on_inputs_only(node) for node in nodes):
+            return UNKNOWN
+        with self._pause(), real_world():
+            node_args, node_kwargs = self._builder.arguments(tuple(args), kwargs)
+            return self.reader.read(function, node_args, node_kwargs, model_location())
+
+    def fake_of_answer(self, function: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+        """The same as a fake of the example's sizes; None if the result is no tensor or can't be known."""
+        answer = self.answer(function, args, kwargs)
+        return self._world.static_fake(answer) if isinstance(answer, torch.Tensor) else None
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return self.reader.value(self._builder.node_of[tensor]) if self.determines(tensor) else None
+
+    def determines(self, tensor: torch.Tensor) -> bool:
+        """Whether inputs and buffers alone determine an activation."""
+        node = self._builder.node_of.get(tensor)
+        return node is not None and self.reader.depends_on_inputs_only(node)
+
+    def determines_sizes(self) -> bool:
+        """Whether some size follows from the inputs' data."""
+        known = [tensor for tensor in self._builder.node_of if self.determines(tensor)]
+        return any(is_data_dependent(expression_of(size)) for size in flat_sizes(known))
+
+    def _node(self, tensor: torch.Tensor) -> Node | None:
+        node = self._builder.node_of.get(tensor)
+        name = self._world.name_of.get(tensor)
+        return node or (None if name is None else self._builder.attribute(name, tensor))
 
 
 def _captured_tensors(value: Any) -> Iterator[torch.Tensor]:

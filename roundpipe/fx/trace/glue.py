@@ -17,10 +17,9 @@ from roundpipe.fx.sizes import expression_of
 from roundpipe.fx.trace.advice import set_at
 from roundpipe.fx.trace.intercept import ORIGINAL_CALL
 from roundpipe.fx.trace.knowledge import Knowledge, Lesson, Need, Retry
-from roundpipe.fx.trace.leaf_watch import left_behind
+from roundpipe.fx.trace.leaves import is_put_by_hooks, left_behind
 from roundpipe.fx.trace.policy import Decision
 from roundpipe.fx.trace.recorder import CallRecorder
-from roundpipe.fx.trace.runner import is_put_by_hooks
 
 
 class GlueRunner:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -24,29 +23,10 @@ from roundpipe.effects.snapshot import ModuleSnapshot, PythonSnapshot
 from roundpipe.fx.fakes import FakeWorld, real_world
 from roundpipe.fx.flat import flat_sizes, flat_tensors, flat_values
 from roundpipe.fx.sizes import Symbolic, compiled, expression_of
-from roundpipe.fx.trace.leaves import containers_mutated, contents_of, remembered, sets_before_reading
+from roundpipe.fx.trace.leaves import LeafRun, containers_mutated, contents_of
 
 MAX_DIVISOR = 64
 """Sizes are looked for up to this part of another size, as pooling and striding make them."""
-_PLAIN = (type(None), bool, int, float, str)
-
-
-@dataclass(slots=True)
-class Probe:
-    """What running a module on random data showed."""
-
-    out: Any = None
-    """The output with fakes in place of its tensors."""
-    random: bool = False
-    """Whether it drew random numbers."""
-    side_effects: dict[str, None] = field(default_factory=dict)
-    """What its Python remembers for later calls, in words."""
-    sets: set[tuple[type, str]] = field(default_factory=set)
-    """Attributes that it set: the owner's class and the name."""
-    not_kept: dict[str, None] = field(default_factory=dict)
-    """Those that hold tensors, in words."""
-    left_behind: list[tuple[type, str]] = field(default_factory=list)
-    """Those that hold tensors with a gradient."""
 
 
 @contextlib.contextmanager
@@ -117,10 +97,10 @@ def _map_values(value: Any, function: Callable[[Any], Any]) -> Any:
         return value
     if isinstance(value, torch.Size):
         return torch.Size([_map_values(size, function) for size in value])
-    return trees.map_leaves(value, lambda leaf: leaf if isinstance(leaf, _PLAIN) else _map_values(leaf, function))
+    return trees.with_children(value, [_map_values(child, function) for _, child in trees.children(value) or ()])
 
 
-def probe_module(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwargs: Any) -> Probe:
+def probe_module(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwargs: Any) -> LeafRun:
     """Runs a copy of a module on random data of the arguments' shapes, twice.
 
     Sizes of the arguments are taken for independent and arbitrary. If the module fails like that, they are enlarged by
@@ -131,22 +111,15 @@ def probe_module(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwargs
         TraceError: an output dimension can't be told from the input's dimensions.
         Exception: what the module raised.
     """
-    try:
-        return _probe_in_steps(world, name, twin, args, kwargs)
-    except Exception:
+    while True:
+        errors: list[Exception] = []
+        for in_steps in (False, True):
+            try:
+                return _probe_module(world, name, twin, args, kwargs, in_steps)
+            except Exception as error:
+                errors.append(error)
         if not _equate(flat_values(args, kwargs)):
-            raise
-        return _probe_in_steps(world, name, twin, args, kwargs)
-
-
-def _probe_in_steps(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwargs: Any) -> Probe:
-    try:
-        return _probe_module(world, name, twin, args, kwargs, in_steps=False)
-    except Exception as error:
-        try:
-            return _probe_module(world, name, twin, args, kwargs, in_steps=True)
-        except Exception:
-            raise error from None
+            raise errors[0]
 
 
 def _equate(values: list[Any]) -> bool:
@@ -162,46 +135,33 @@ def _equate(values: list[Any]) -> bool:
     return has_equal
 
 
-def _probe_module(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwargs: Any, in_steps: bool) -> Probe:
-    probe = Probe()
+def _probe_module(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwargs: Any, in_steps: bool) -> LeafRun:
+    run = LeafRun()
     original, values = world.model.get_submodule(name), flat_values(args, kwargs)
     sizes = [_Sizes(values, enlarged, in_steps) for enlarged in (False, True)]
     with _real_world():
-        results = [
-            _observed_call(probe, _real_copy(original, twin.training), args, kwargs, numbers) for numbers in sizes
-        ]
+        results = [_observed_call(run, _real_copy(original, twin.training), args, kwargs, numbers) for numbers in sizes]
     has_grad = any(tensor.requires_grad for tensor in (*flat_tensors(values), *twin.parameters()))
-    probe.out = _fit(results, sizes, values, has_grad)
-    if _needs_check(probe.out, values):
+    run.out = _fit(results, sizes, values, has_grad)
+    if _needs_check(run.out, values):
         numbers = _Sizes(values, enlarged=True, in_steps=in_steps, again=True)
         with _real_world():
-            _check(probe.out, _call(_real_copy(original, twin.training), args, kwargs, numbers), numbers)
-    return probe
+            _check(run.out, _call(_real_copy(original, twin.training), args, kwargs, numbers), numbers)
+    return run
 
 
-def _observed_call(probe: Probe, module: nn.Module, args: Any, kwargs: Any, numbers: _Sizes) -> Any:
-    """The output of a module on random data; the probe gets what else the call does."""
+def _observed_call(run: LeafRun, module: nn.Module, args: Any, kwargs: Any, numbers: _Sizes) -> Any:
+    """The output of a module on random data; ``run`` gets what else the call does."""
     weights = [(parameter, parameter.detach().clone()) for parameter in module.parameters()]
     state = torch.random.get_rng_state()
     tree, python = ModuleSnapshot(module.modules()), PythonSnapshot(module.modules())
     out = _call(module, args, kwargs, numbers)
-    probe.random |= not torch.equal(state, torch.random.get_rng_state())
+    run.random |= not torch.equal(state, torch.random.get_rng_state())
     if tree.replaced_parameter() or not all(torch.equal(parameter, before) for parameter, before in weights):
-        probe.side_effects["a parameter"] = None
-    for owner, key, _, value, _ in tree.diff():
-        probe.sets.add((type(owner), key))
-        tensors = flat_tensors(value)
-        if tensors:
-            probe.not_kept[f"{type(owner).__name__}.{key}"] = None
-        if any(tensor.requires_grad and not tensor.is_leaf for tensor in tensors):
-            probe.left_behind.append((type(owner), key))
-    side_effects, changes = python.side_effects(), remembered(tree)
-    # attributes that each call sets anew don't count
-    if changes and (side_effects or not sets_before_reading(changes, lambda: _call(module, args, kwargs, numbers))):
-        side_effects += [f"{type(change.module).__name__}.{change.name}" for change in changes]
+        run.side_effects["a parameter"] = None
+    run.note_python(tree, python, lambda: _call(module, args, kwargs, numbers))
     if python.restore_generators():
-        side_effects.append("the state of a torch.Generator")
-    probe.side_effects.update(dict.fromkeys(side_effects))
+        run.side_effects["the state of a torch.Generator"] = None
     python.restore()
     return out
 
@@ -229,8 +189,7 @@ def _call(module: nn.Module, args: Any, kwargs: Any, numbers: _Sizes) -> Any:
     Raises:
         TraceError: it changes one of its arguments.
     """
-    positional = [_map_values(arg, numbers.real) for arg in args]
-    keywords = {key: _map_values(value, numbers.real) for key, value in kwargs.items()}
+    positional, keywords = _map_values(args, numbers.real), _map_values(kwargs, numbers.real)
     before = contents_of(positional, keywords)
     versions = [(tensor, tensor._version) for tensor in trees.tensors([positional, keywords])]
     out = module(*positional, **keywords)
@@ -248,26 +207,25 @@ def probe_function(func: Any, args: Any, kwargs: Any, data_of: Callable[[torch.T
         data_of: the example's data of a fake, if they are known.
     """
     values = flat_values(args, kwargs)
-    results: list[Any] = []
-    sizes = [_Sizes(values, enlarged) for enlarged in (False, True)]
+    exact, larger = _Sizes(values, enlarged=False), _Sizes(values, enlarged=True)
+
+    def example(value: Any) -> Any:
+        known = data_of(value) if isinstance(value, torch.Tensor) else None
+        return exact.real(value) if known is None else known
+
+    def result(real: Callable[[Any], Any]) -> Any:
+        return func(*_map_values(args, real), **_map_values(kwargs, real))
+
     with _real_world():
-        for enlarged, numbers in enumerate(sizes):
-
-            def real(value: Any, numbers: _Sizes = numbers, enlarged: int = enlarged) -> Any:
-                known = data_of(value) if isinstance(value, torch.Tensor) and not enlarged else None
-                return numbers.real(value) if known is None else known
-
-            try:
-                result = func(
-                    *(_map_values(arg, real) for arg in args),
-                    **{key: _map_values(value, real) for key, value in kwargs.items()},
-                )
-            except Exception:
-                if not enlarged or any(tensor.dim() for tensor in trees.tensors(results[0])):
-                    raise
-                result = results[0]  # numbers have no sizes to be told
-            results.append(result)
-    return _fit(results, sizes, values, any(tensor.requires_grad for tensor in flat_tensors(values)))
+        first = result(example)
+        try:
+            second = result(larger.real)
+        except Exception:
+            if any(tensor.dim() for tensor in trees.tensors(first)):
+                raise
+            second = first  # numbers have no sizes to be told
+    has_grad = any(tensor.requires_grad for tensor in flat_tensors(values))
+    return _fit([first, second], [exact, larger], values, has_grad)
 
 
 def _fit(results: list[Any], sizes: list[_Sizes], values: list[Any], has_grad: bool) -> Any:

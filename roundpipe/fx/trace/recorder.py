@@ -36,11 +36,16 @@ from roundpipe.fx.guards.writes import Write
 from roundpipe.fx.locations import asked_by_operator, model_location
 from roundpipe.fx.operations import ApplyFunction, as_traced, set_item, set_property, with_requires_grad
 from roundpipe.fx.sizes import Symbolic, expression_of, is_data_dependent
-from roundpipe.fx.trace.builder import GraphBuilder, node_form
-from roundpipe.fx.trace.example_data import ExampleData
+from roundpipe.fx.trace.builder import ExampleData, GraphBuilder, node_form
 from roundpipe.fx.trace.knowledge import Findings, Lesson, Need, Retry
-from roundpipe.fx.trace.layout import PLACES, QUESTIONS, LayoutLog, dense_strides
-from roundpipe.fx.trace.operator_watch import OperatorWatch
+from roundpipe.fx.trace.operator_watch import (
+    PLACES,
+    QUESTIONS,
+    LayoutLog,
+    OperatorWatch,
+    dense_strides,
+    written_by,
+)
 from roundpipe.fx.trace.policy import Decision
 from roundpipe.fx.trace.probe import probe_function
 
@@ -165,8 +170,7 @@ class CallRecorder(TorchFunctionMode):
             return out  # a parameter or buffer in the form it already has
         if written and self._leaves_weights_alone(Write(written[0], func, args, kwargs), written):
             return out
-        node = self.record(func, args, kwargs, out, written)
-        node.meta["random"] = self.watch.num_random_draws != draws
+        node = self.record(func, args, kwargs, out, written, random=self.watch.num_random_draws != draws)
         if is_probed:
             self.findings.probed_nodes.add(node)
         return out
@@ -291,28 +295,23 @@ class CallRecorder(TorchFunctionMode):
         cause.__cause__ = error
         return self.give_up(cause)
 
-    def record(self, func: Any, args: Any, kwargs: Any, out: Any, written: list[torch.Tensor]) -> Node:
-        node_args, node_kwargs = self.builder.arguments(tuple(args), kwargs)
+    def record(self, func: Any, args: Any, kwargs: Any, out: Any, written: list[torch.Tensor], random: bool) -> Node:
+        """One node for a call that returned ``out`` and wrote some tensors in place."""
         name = getattr(func, "__name__", "")
+        node_args, node_kwargs = self.builder.arguments(tuple(args), kwargs)
         op, target, node_args, node_kwargs = node_form(GRAPH_CHANGES.get(name, func), node_args, node_kwargs)
-        mutates = tuple(dict.fromkeys(self.builder.tensor_argument(tensor) for tensor in written))
+        mutates = tuple(dict.fromkeys(map(self.builder.tensor_argument, written)))
         node = self.builder.add(op, target, node_args, node_kwargs)
-        self._note_effects(node, mutates, written, target, name)
+        if target is set_property and not mutates and node.args[1] == "data":
+            mutates = tuple(source for source in node.args[:1] if isinstance(source, Node))
+        has_effect = bool(mutates) or name in (*HOOKS, *GRAPH_CHANGES) or target is set_property
+        node.meta.update(random=random, mutates=mutates, effect=has_effect)
+        self.note_written(node, written)
         if target in (set_item, set_property):
             self.builder.bind(args[0], node)
         else:
             self.builder.bind_output(out, node)
         return node
-
-    def _note_effects(
-        self, node: Node, mutates: tuple[Node, ...], written: list[torch.Tensor], target: Any, name: str
-    ) -> None:
-        if target is set_property and not mutates:
-            source = node.args[0]
-            mutates = (source,) if isinstance(source, Node) and node.args[1] == "data" else ()
-        node.meta["mutates"] = mutates
-        node.meta["effect"] = bool(mutates) or name in (*HOOKS, *GRAPH_CHANGES) or target is set_property
-        self.note_written(node, written)
 
     def note_grad_mode_asked(self) -> None:
         if not self.paused:
@@ -331,35 +330,15 @@ class CallRecorder(TorchFunctionMode):
 
     def record_function(self, function: type[torch.autograd.Function], args: Any, kwargs: Any) -> Any:
         """One node for the call of a custom autograd function."""
-        tensors = flat_tensors(args, kwargs)
         if any(isinstance(arg, nn.Module) for arg in (*args, *kwargs.values())):
             raise self.give_up(TraceError(f"{function.__name__}.apply takes a module as an argument"))
-        versions = [(tensor, tensor._version) for tensor in tensors]
-        draws = self.watch.num_random_draws
-        apply = ApplyFunction(function)
-        with self.pause():
-            out = apply(*args, **kwargs)
-        written = [tensor for tensor, version in versions if tensor._version != version]
-        node = self.record(apply, args, kwargs, out, written)
-        node.meta["random"] = self.watch.num_random_draws != draws
-        return out
+        return self.__torch_function__(ApplyFunction(function), (), args, kwargs)
 
     def _record_operator(self, func: Any, args: Any, kwargs: Any, out: Any, random: bool) -> None:
         """One node for an operator below a function transform."""
-        if self.paused or not flat_values(out):
-            return
-        with self.pause():
-            node_args, node_kwargs = self.builder.arguments(tuple(args), kwargs)
-            written = [
-                value
-                for value, argument in zip(args, func._schema.arguments, strict=False)
-                if argument.alias_info is not None and argument.alias_info.is_write
-            ]
-            mutates = tuple(self.builder.tensor_argument(t) for t in written if isinstance(t, torch.Tensor))
-            node = self.builder.add("call_function", func, node_args, node_kwargs)
-            self._note_effects(node, mutates, flat_tensors(written), func, "")
-            node.meta["random"] = random
-            self.builder.bind_output(out, node)
+        if not self.paused and flat_values(out):
+            with self.pause():
+                self.record(func, args, kwargs, out, written_by(func, args, kwargs), random)
 
     def untraced(self, words: str, tensor: torch.Tensor | None = None) -> Retry:
         """What ends the attempt when a value is used that nothing recorded made."""

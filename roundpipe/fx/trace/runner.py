@@ -6,7 +6,6 @@ Invariant: a leaf either runs to an outcome, or ends the attempt with what to tr
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,19 +17,19 @@ from roundpipe.core.module_tree import weight_bytes_of
 from roundpipe.core.random_state import python_random_state, set_python_random_state
 from roundpipe.effects.places import OF_TORCH
 from roundpipe.effects.snapshot import ModuleSnapshot, PythonSnapshot
-from roundpipe.effects.user_code import names_in
 from roundpipe.effects.uses import GRADIENT_ATTRIBUTES, Readers, asks_for_gradients, attributes_read
 from roundpipe.fx.fakes import DATA_DEPENDENT, FakeWorld, real_world
 from roundpipe.fx.flat import flat_tensors
 from roundpipe.fx.trace.intercept import ORIGINAL_CALL
 from roundpipe.fx.trace.knowledge import Knowledge, Lesson, Retry
-from roundpipe.fx.trace.leaf_watch import LeafRun, LeafWatch, left_behind, output_origins
 from roundpipe.fx.trace.leaves import (
+    LeafRun,
+    LeafWatch,
     containers_mutated,
     contents_of,
-    remembered,
+    left_behind,
+    output_origins,
     set_elsewhere,
-    sets_before_reading,
 )
 from roundpipe.fx.trace.policy import Decision, LeafPolicy, is_of_torch
 from roundpipe.fx.trace.probe import probe_module
@@ -178,11 +177,21 @@ class LeafRunner:
                 out = call()
         except Exception as error:
             raise self._not_a_leaf(module, name, error, structural=False) from error
-        side_effects = self._side_effects(module, state, python, watch, call)
+        run = LeafRun(
+            out,
+            recorder.watch.num_random_draws != draws,
+            state.buffers_written() or watch.wrote_any(module.buffers()),
+            tuple(tensor for tensor, version in versions if tensor._version != version),
+        )
+        run.note_python(state, python, call, watch.computed)
+        if watch.drew_from_kept():
+            run.side_effects["the state of a torch.Generator"] = None
+        writes = watch.written & self._world.parameter_at.keys() and not self._leaves_weights_alone(module, watch)
+        if writes or state.replaced_parameter():
+            run.side_effects["a parameter"] = None
         if len(recorder.watch.originals) > num_originals:
-            side_effects.append("a tensor that is no part of the model")
-        self._refuse_state(module, name, side_effects)
-        self._refuse_values_for_others(module, name, state, watch)
+            run.side_effects["a tensor that is no part of the model"] = None
+        self._refuse_effects(module, name, run)
         if watch.runs_autograd:
             raise self._recorder.give_up(TraceError(f"{name} runs autograd inside its forward"), is_stateful=True)
         self._refuse_asking(module, name, watch.asks_for_grad)
@@ -193,43 +202,7 @@ class LeafRunner:
         if containers_mutated(contents, args, kwargs):
             mutated = TraceError(f"{name} changes a list, dict or object that it takes as an argument")
             raise self._not_a_leaf(module, name, mutated, structural=True)
-        return LeafRun(
-            out,
-            recorder.watch.num_random_draws != draws,
-            state.buffers_written() or watch.wrote_any(module.buffers()),
-            tuple(tensor for tensor, version in versions if tensor._version != version),
-        )
-
-    def _side_effects(
-        self,
-        module: nn.Module,
-        state: ModuleSnapshot,
-        python: PythonSnapshot,
-        watch: LeafWatch,
-        call: Callable[[], Any],
-    ) -> list[str]:
-        """What a leaf's call has changed that another call finds, in words."""
-        side_effects = python.side_effects()
-        changes = remembered(state, watch.computed)
-        if changes and (side_effects or not sets_before_reading(changes, call)):
-            side_effects += [f"{type(change.module).__name__}.{change.name}" for change in changes]
-        if watch.drew_from_kept():
-            side_effects.append("the state of a torch.Generator")
-        writes = watch.written & self._world.parameter_at.keys() and not self._leaves_weights_alone(module, watch)
-        if writes or state.replaced_parameter():
-            side_effects.append("a parameter")
-        return side_effects
-
-    def _refuse_values_for_others(self, module: nn.Module, name: str, state: ModuleSnapshot, watch: LeafWatch) -> None:
-        """What a leaf leaves in attributes may be read by other modules, or by a loss function."""
-        for owner, attribute, _, value, _ in state.diff():
-            if attribute not in OF_TORCH and attribute in self._readers.beside(type(owner)):
-                self._look_into_for_others(module, name, f"{type(owner).__name__}.{attribute}")
-            computed = [tensor for tensor in flat_tensors(value) if tensor in watch.computed]
-            if any(tensor.requires_grad for tensor in computed) and not is_put_by_hooks(owner, attribute):
-                raise self._to_look_into(module, name, left_behind(type(owner), attribute), is_stateful=True)
-            if computed:
-                self._recorder.findings.not_kept[f"{type(owner).__name__}.{attribute}"] = None
+        return run
 
     def _leaves_weights_alone(self, module: nn.Module, watch: LeafWatch) -> bool:
         """Whether a leaf's writes to its weights change nothing now; the guards look at that again."""
@@ -245,16 +218,18 @@ class LeafRunner:
         self._recorder.findings.weight_writes += writes
         return True
 
-    def _refuse_state(self, module: nn.Module, name: str, side_effects: list[str]) -> None:
-        """A recomputation would change once more what a leaf's Python remembers."""
-        if side_effects:
-            error = TraceError(f"it changes {', '.join(side_effects)} in its forward", TraceCause.STATE)
+    def _refuse_effects(self, module: nn.Module, name: str, run: LeafRun) -> None:
+        """A recomputation would change state once more, and what is left in attributes may be read by others."""
+        if run.side_effects:
+            error = TraceError(f"it changes {', '.join(run.side_effects)} in its forward", TraceCause.STATE)
             raise self._to_look_into(module, name, error, is_stateful=True)
-
-    def _look_into_for_others(self, module: nn.Module, name: str, attribute: str) -> None:
-        """What a leaf leaves in an attribute may be read elsewhere, before or after."""
-        error = TraceError(f"it sets {attribute}, which other code reads", TraceCause.STATE)
-        raise self._to_look_into(module, name, error, hands_on=True)
+        for kind, attribute in run.sets:
+            if attribute not in OF_TORCH and attribute in self._readers.beside(kind):
+                error = TraceError(f"it sets {kind.__name__}.{attribute}, which other code reads", TraceCause.STATE)
+                raise self._to_look_into(module, name, error, hands_on=True)
+        for kind, attribute in run.left_behind:
+            raise self._to_look_into(module, name, left_behind(kind, attribute), is_stateful=True)
+        self._recorder.findings.not_kept.update(run.not_kept)
 
     def _refuse_asking(self, module: nn.Module, name: str, asks_at: str) -> None:
         """A first run of a leaf records no gradients, so that it must not ask."""
@@ -288,7 +263,7 @@ class LeafRunner:
 
     def _probe(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> LeafRun:
         try:
-            probe = probe_module(self._world, name, module, args, kwargs)
+            run = probe_module(self._world, name, module, args, kwargs)
         except Exception as error:
             tried = self._knowledge.tried
             if (name, Decision.DESCEND) not in tried and not is_of_torch(type(module)):
@@ -298,21 +273,11 @@ class LeafRunner:
                 raise Retry(Lesson(cause, name, Decision.LEAF)) from error
             raise self._recorder.give_up(error) from error
         kinds = list(map(type, module.modules()))
-        unseen = self._knowledge.seen_to_set - probe.sets
+        unseen = self._knowledge.seen_to_set - run.sets.keys()  # other data may lead to where they are set
         if_data_say_so = [f"{kind.__name__}.{attribute}" for kind, attribute in unseen if kind in kinds]
-        self._refuse_state(module, name, [*probe.side_effects, *sorted(if_data_say_so)])
-        for kind, attribute in probe.left_behind:
-            raise self._to_look_into(module, name, left_behind(kind, attribute), is_stateful=True)
-        self._recorder.findings.not_kept.update(probe.not_kept)
-        for owner, attribute in sorted(probe.sets, key=str):
-            if attribute not in OF_TORCH and attribute in self._readers.beside(owner):
-                self._look_into_for_others(module, name, f"{owner.__name__}.{attribute}")
+        run.side_effects.update(dict.fromkeys(sorted(if_data_say_so)))
+        self._refuse_effects(module, name, run)
         asking = (kind for kind in kinds if attributes_read(kind) & GRADIENT_ATTRIBUTES or asks_for_gradients(kind))
         self._refuse_asking(module, name, next((kind.__name__ for kind in asking), ""))
-        may_write = any(True for _ in module.buffers())  # other data may take a way that writes them
-        return LeafRun(probe.out, probe.random, may_write, ())
-
-
-def is_put_by_hooks(module: nn.Module, attribute: str) -> bool:
-    """Whether an attribute that was set in a call is one that hooks make for the forward, such as a normed weight."""
-    return is_of_torch(type(module)) and attribute in names_in(type(module).forward.__code__)
+        run.buffers_written = any(True for _ in module.buffers())  # other data may take a way that writes them
+        return run

@@ -27,8 +27,7 @@ from roundpipe.effects.places import CONTAINERS, OF_TORCH
 from roundpipe.effects.snapshot import ModuleSnapshot, PythonSnapshot
 from roundpipe.fx.flat import flat_sizes, flat_tensors
 from roundpipe.fx.sizes import Symbolic, expression_of, is_data_dependent
-from roundpipe.fx.trace.leaf_watch import LeafRun
-from roundpipe.fx.trace.leaves import Unread
+from roundpipe.fx.trace.leaves import LeafRun, unread_in
 
 _MAY_GO_UNREAD = (int, float, str, tuple, *CONTAINERS)
 """Kinds of attributes that may differ; not bool and None, which code tells apart by identity."""
@@ -82,8 +81,7 @@ class _SharedRun:
 class _Kin:
     """Runs of modules of one form."""
 
-    records: list[_SharedRun] = field(default_factory=list)
-    by_values: dict[tuple[Any, ...], _SharedRun] = field(default_factory=dict)
+    runs: list[_SharedRun] = field(default_factory=list)
     read: set[int] = field(default_factory=set)
     """Values that some run depends on."""
 
@@ -101,13 +99,12 @@ class SiblingCache:
         kin = self._kin.get(key)
         if kin is None or own is None:
             return None
-        record = kin.by_values.get(own.values) or next(
-            (record for record in kin.records[:_MAX_COMPARED] if not record.differing(own.values)), None
-        )
-        record = record or _proven(kin, own, module, call)
-        if record is None:
+        alike = (shared for shared in kin.runs[:_MAX_COMPARED] if not shared.differing(own.values))
+        shared = next(alike, None) or _proven(kin, own, module, call)
+        if shared is None:
             return None
-        return LeafRun(trees.map_tensors(record.run.out, _like), record.run.random, record.run.buffers_written, ())
+        run = shared.run
+        return LeafRun(trees.map_tensors(run.out, _like), run.random, run.buffers_written)
 
     def put(self, module: nn.Module, run: LeafRun, args: Any, kwargs: Any) -> None:
         """Keeps a run, unless its outputs share memory with its arguments or each other, or have sizes of their own.
@@ -119,12 +116,8 @@ class SiblingCache:
             return
         inside = [tensor.untyped_storage()._cdata for tensor in flat_tensors(run.out)]
         outside = {tensor.untyped_storage()._cdata for tensor in flat_tensors(args, kwargs)}
-        if len(set(inside)) < len(inside) or outside & set(inside):
-            return
-        record = _SharedRun(own.values, run)
-        kin = self._kin.setdefault(key, _Kin())
-        kin.records.append(record)
-        kin.by_values[own.values] = record
+        if len(set(inside)) == len(inside) and not outside & set(inside):
+            self._kin.setdefault(key, _Kin()).runs.append(_SharedRun(own.values, run))
 
     def forget(self, module: nn.Module) -> None:
         """Shares no run of a module or of its kin from now on."""
@@ -138,19 +131,19 @@ class SiblingCache:
         if module not in self._modules:
             self._modules[module] = module_key(module)
         own = self._modules[module]
-        return (None if own is None else (own.form, arguments_key(args, kwargs), Modes.current())), own
+        return (None if own is None else (own.form, arguments_key((args, kwargs)), Modes.current())), own
 
 
 def _proven(kin: _Kin, own: ModuleKey, module: nn.Module, call: Callable[[], Any]) -> _SharedRun | None:
     """A run that depends on nothing in which the module differs, as running the module without that shows."""
-    for record in kin.records[:_MAX_COMPARED]:
-        differing = record.differing(own.values)
-        if differing & kin.read or record.run.buffers_written:
+    for shared in kin.runs[:_MAX_COMPARED]:
+        differing = shared.differing(own.values)
+        if differing & kin.read or shared.run.buffers_written:
             continue
         used = _used(module, {index: own.places[index] for index in sorted(differing)}, call)
         if not used:
-            record.unread |= differing
-            return record
+            shared.unread |= differing
+            return shared
         kin.read |= used
     return None
 
@@ -158,20 +151,18 @@ def _proven(kin: _Kin, own: ModuleKey, module: nn.Module, call: Callable[[], Any
 def _used(module: nn.Module, places: dict[int, tuple[nn.Module, str]], call: Callable[[], Any]) -> set[int]:
     """Which of these attributes a call uses; all of them if it fails for an unknown reason."""
     snapshots = ModuleSnapshot(module.modules()), PythonSnapshot(module.modules())
-    unread = {index: Unread() for index in places}
-    for index, (owner, name) in places.items():
-        owner.__dict__[name] = unread[index]
     unexplained: set[int] = set()
-    try:
-        call()
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException:  # also what ends an attempt to trace, for which the missing attribute may be the cause
-        unexplained = set(places)
-    finally:
-        for snapshot in snapshots:
-            snapshot.restore()
-    return {index for index, value in unread.items() if value.is_used()} or unexplained
+    with unread_in(places.values()) as unread:
+        try:
+            call()
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # also what ends an attempt to trace, for which the missing attribute may be the cause
+            unexplained = set(places)
+        finally:
+            for snapshot in snapshots:
+                snapshot.restore()
+    return {index for index, value in zip(places, unread, strict=True) if value.is_used()} or unexplained
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
@@ -183,23 +174,18 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------------------------- keys
 
 
-def arguments_key(args: Any, kwargs: Any) -> Any:
+def arguments_key(value: Any, seen: dict[torch.Tensor, int] | None = None, depth: int = 0) -> Any:
     """What of a call's arguments can change its outcome on fakes."""
-    return _argument_key((args, kwargs), {}, 0)
-
-
-def _argument_key(value: Any, seen: dict[torch.Tensor, int], depth: int) -> Any:
+    seen = {} if seen is None else seen
     if isinstance(value, torch.Tensor):
-        shape = tuple(expression_of(size) for size in value.shape)
-        stride = tuple(expression_of(step) for step in value.stride())
-        first = seen.setdefault(value, len(seen))
-        return type(value), shape, stride, value.dtype, value.device, value.requires_grad, first
+        stride = tuple(map(expression_of, value.stride()))
+        return _tensor_key(value), stride, seen.setdefault(value, len(seen))
     if isinstance(value, Symbolic):
         return type(value), expression_of(value)
     below = trees.children(value) if depth < trees.MAX_DEPTH else None
     if below is None:
         return _value_key(value, {})
-    return type(value), tuple((step, _argument_key(child, seen, depth + 1)) for step, child in below)
+    return type(value), tuple((step, arguments_key(child, seen, depth + 1)) for step, child in below)
 
 
 def module_key(module: nn.Module) -> ModuleKey | None:
@@ -234,7 +220,7 @@ def module_key(module: nn.Module) -> ModuleKey | None:
 
 
 def _tensor_key(tensor: torch.Tensor) -> Any:
-    shape = tuple(expression_of(size) for size in tensor.shape)
+    shape = tuple(map(expression_of, tensor.shape))
     return type(tensor), shape, tensor.dtype, tensor.device, tensor.requires_grad
 
 

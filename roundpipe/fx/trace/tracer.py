@@ -8,6 +8,7 @@ Invariant: the user's model, and all random state, are after `trace` what they w
 
 from __future__ import annotations
 
+import builtins
 import logging
 from collections.abc import Collection
 from dataclasses import replace
@@ -19,6 +20,7 @@ from torch import nn
 from roundpipe.core import trees
 from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
 from roundpipe.core.random_state import preserved_random_state
+from roundpipe.effects.run_once import FirstCall
 from roundpipe.effects.snapshot import ModuleSnapshot, PlaceValues, PythonSnapshot
 from roundpipe.fx.binding import Arguments, CallForm
 from roundpipe.fx.fakes import Dimension, FakeWorld
@@ -26,9 +28,9 @@ from roundpipe.fx.graph.text import printed_graph
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.guards.guards import Guards
 from roundpipe.fx.guards.model_guard import kind_and_value
+from roundpipe.fx.locations import raised_at, with_source
 from roundpipe.fx.trace.advice import where_set
 from roundpipe.fx.trace.attempt import Attempt
-from roundpipe.fx.trace.eager import as_the_models_own
 from roundpipe.fx.trace.intercept import TRACING
 from roundpipe.fx.trace.knowledge import Knowledge, Lesson, Retry
 
@@ -37,6 +39,8 @@ logger = logging.getLogger(__name__)
 MAX_ATTEMPTS = 60
 MAX_SETTLING_RUNS = 2
 """Runs of a model that sets attributes in its forward; both must give the same graph, or its first call differs."""
+MAX_BYTES = 1 << 30
+"""Of weights; the forward of a larger model on the CPU may take minutes, so it is not run to find out."""
 
 
 def trace(
@@ -71,7 +75,7 @@ def trace(
         with TRACING, preserved_random_state():
             return _trace_doubled(model, form, arguments, knowledge)
     except TraceError as error:
-        own = as_the_models_own(model, args, kwargs or {}, error)
+        own = _as_the_models_own(model, args, kwargs or {}, error)
         if own is not None:
             raise own from own.__cause__
         raise
@@ -205,3 +209,57 @@ def _batch_of_two(arguments: Arguments) -> Arguments | None:
         tuple(trees.map_tensors(value, twice) for value in args),
         {name: trees.map_tensors(value, twice) for name, value in kwargs.items()},
     )
+
+
+def _as_the_models_own(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: TraceError
+) -> TraceError | None:
+    """What to raise in place of a trace's error if eager raises the same; None if it does not, or is not asked.
+
+    The forward of a model of up to `MAX_BYTES` is run once, and what it changes is taken back.
+    """
+    cause = error.__cause__
+    if not isinstance(cause, Exception) or getattr(builtins, type(cause).__name__, None) is not type(cause):
+        return None
+    tensors = [*model.parameters(), *model.buffers()]
+    without_data = any(tensor.is_meta for tensor in tensors)
+    if not without_data and sum(tensor.nbytes for tensor in tensors) > MAX_BYTES:
+        return None
+    own = _exception_of(model, args, kwargs, without_data)
+    if own is None or type(own) is not type(cause):
+        return None
+    place = raised_at(own)
+    is_there = not without_data and place == f"{error.facts.file}:{error.facts.line}"
+    if str(own) != str(cause) and not is_there:
+        return None
+    words = (
+        f"the forward of {type(model).__name__} raises {type(own).__name__} at {with_source(place) or 'its call'}: "
+        f"{str(own).strip()}. It does so without roundpipe too, with these arguments: correct them, or the model"
+    )
+    result = TraceError(words, TraceCause.MODEL_ERROR, error.facts)
+    result.__cause__ = own
+    return result
+
+
+def _exception_of(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], without_data: bool
+) -> Exception | None:
+    def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.detach().to("meta") if without_data else tensor.detach().clone()
+        return copy.requires_grad_(tensor.requires_grad)
+
+    args, kwargs = trees.map_tensors((args, kwargs), copy_of)
+    before = FirstCall(model)
+    weights = [(parameter, parameter.data, parameter.detach().clone()) for parameter in model.parameters()]
+    try:
+        with preserved_random_state():
+            model(*args, **kwargs)
+    except Exception as error:
+        return error
+    finally:
+        before.restore()
+        for parameter, data, original in weights:  # a forward may write them, also where no version tells
+            parameter.data = data
+            if not without_data:
+                data.copy_(original)
+    return None

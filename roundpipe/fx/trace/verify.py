@@ -26,7 +26,7 @@ from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.guards.size_guards import SizeSystem, size_assumptions
 from roundpipe.fx.operations import call_leaf
 from roundpipe.fx.sizes import compiled, expression_of, is_data_dependent
-from roundpipe.fx.trace.leaf_watch import LeafRun, output_origins
+from roundpipe.fx.trace.leaves import LeafRun, output_origins
 from roundpipe.fx.trace.siblings import SiblingCache
 
 
@@ -42,7 +42,7 @@ class ShapeVerifier:
     dynamic: Collection[Dimension]
     """Input dimensions that are symbols although the rule says they are not."""
     origins: Mapping[Node, tuple[str, ...]]
-    """Leaves that return an argument or a weight itself, see `roundpipe.fx.trace.leaf_watch.output_origins`."""
+    """Leaves that return an argument or a weight itself, see `roundpipe.fx.trace.leaves.output_origins`."""
 
     def __call__(self, arguments: Any) -> SizeSystem | str:
         """What a run at these arguments' sizes assumed, or which node's shape is not the traced one."""
