@@ -21,8 +21,8 @@ from benchmarks.environment import report
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan
 from roundpipe.planning import search as plan_search
-from roundpipe.planning.evaluation import plan_peak_bytes, plan_seconds
 from roundpipe.planning.planner import plan, plan_replicated
+from roundpipe.planning.stage_costs import plan_peak_bytes, plan_seconds
 from tests.runtime.chains import (
     PUBLISHED,
     all_plans,

@@ -25,7 +25,7 @@ from torch import nn
 import roundpipe
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import make_schedule
-from roundpipe.planning.hardware import HardwareProfile
+from roundpipe.planning.machine import HardwareProfile
 from roundpipe.planning.planner import plan
 from roundpipe.planning.simulator import Simulation, simulate
 

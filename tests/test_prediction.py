@@ -9,9 +9,9 @@ import torch
 
 import roundpipe
 from roundpipe.core.schedule import make_schedule
-from roundpipe.planning.evaluation import plan_peak_bytes
-from roundpipe.planning.hardware import HardwareProfile
+from roundpipe.planning.machine import HardwareProfile
 from roundpipe.planning.simulator import simulate
+from roundpipe.planning.stage_costs import plan_peak_bytes
 
 NUM_MICROBATCHES = 4
 

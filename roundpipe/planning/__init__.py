@@ -1,8 +1,8 @@
 """Costs of layers to plans: which layers make a stage, and what a plan will take.
 
-    planner           chooses: `search` (with `candidates` and `packing`), or the simplest method, `greedy`
-    evaluation        what a plan takes by the recurrence of `stage_costs`: seconds, device memory
-    simulator         what it takes with links, host memory and the optimizer: `replay` on `discrete_events`
+    planner           chooses: by `search`, with `candidates` and `packing`, or by the simplest method
+    stage_costs       what stages and plans take by the recurrence: seconds, device memory
+    simulator         what plans take with links, host memory and the optimizer: `replay` on a `machine`
     static_schedules  GPipe and 1F1B, for comparison
 
 May use: reports, core. Knows no device and no module.

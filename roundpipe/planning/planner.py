@@ -14,16 +14,17 @@ Invariant: a plan covers every layer, its peak is within the budget, and equal a
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from math import inf
 from typing import Required, TypedDict, Unpack
 
 from roundpipe.core.errors import ConfigError, DeviceMemoryError
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan
-from roundpipe.planning.candidates import Candidate
-from roundpipe.planning.greedy import ROUNDING, greedy_candidate, target_times_s
+from roundpipe.planning.candidates import Candidate, Cuts
 from roundpipe.planning.search import Search
 from roundpipe.planning.stage_costs import RecomputeGrain, StageCosts, device_memory
 
@@ -35,6 +36,8 @@ _MOST_GREEDY = 300_000
 Chains of any length whose layers are alike have few target times."""
 _ALIKE = 0.005
 """Share of a step's time by which plans may differ that are taken to be equally fast."""
+_ROUNDING = 1 + 1e-8
+"""Factor within which a time keeps a limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,7 @@ def plan_replicated(costs: Sequence[LayerCost], **arguments: Unpack[PlanArgument
 def plan_greedy(costs: Sequence[LayerCost], **arguments: Unpack[PlanArguments]) -> ExecutePlan:
     """The plan of the simplest method, else that of single layers, to compare with; errors as for `plan`."""
     search = _search(costs, **arguments)
-    candidate = greedy_candidate(search)
+    candidate = _greedy(search)
     if candidate is None:
         raise _misfit(search, arguments.get("names"))
     return candidate.plan(len(costs))
@@ -163,7 +166,8 @@ def _best_predicted(
         predicted_s[candidate] = predict(candidate.plan(search.num_layers))
         best_s = min(best_s, predicted_s[candidate])
     most_s = min((predicted_s.get(candidate, search.values[candidate]) for candidate in simple), default=inf)
-    fast = {plan: seconds for plan, seconds in predicted_s.items() if seconds <= most_s * ROUNDING or seconds == best_s}
+    most_s = max(most_s * _ROUNDING, best_s)
+    fast = {candidate: seconds for candidate, seconds in predicted_s.items() if seconds <= most_s}
     return _fewest_stages_first(fast)[0].plan(search.num_layers)
 
 
@@ -174,11 +178,64 @@ def _simple(search: Search, link_bytes_per_s: float) -> list[Candidate]:
     simple = [split for split in splits if not split.fused_start]
     three_stages = [split for split in splits if split.fused_start]
     simple += sorted(three_stages, key=lambda split: search.with_transfers_s(split, link_bytes_per_s))[:1]
-    if search.num_layers * len(target_times_s(search)) <= _MOST_GREEDY:
-        greedy = greedy_candidate(search)
+    if search.num_layers * len(_target_times_s(search)) <= _MOST_GREEDY:
+        greedy = _greedy(search)
         if greedy is not None and search.evaluate(greedy) < inf:
             simple.append(greedy)
     return simple
+
+
+def _greedy(search: Search) -> Candidate | None:
+    """The best greedy plan; where none fits, that of single layers, if it does."""
+    best: tuple[float, Candidate] | None = None
+    for cap_bytes in search.packing.caps_bytes():
+        best = _best_greedy(search, cap_bytes, best)
+    if best is not None:
+        return best[1]
+    singles = Candidate.singles(search.num_layers)
+    return singles if search.fits(singles, search.stages(singles)) else None
+
+
+def _target_times_s(search: Search) -> list[float]:
+    """The times that some range of layers takes, ascending."""
+    both_s = search.packing.times_s["B"]
+    return sorted({float(f"{stop_s - start_s:.9g}") for start_s, stop_s in combinations(both_s, 2)})
+
+
+def _filled(search: Search, start: int, target_s: float, cap_bytes: int | None) -> Candidate | None:
+    forward = search.packing.fill("F", start, target_s * _ROUNDING, cap_bytes)
+    backward = search.packing.fill("B", start, target_s * _ROUNDING, cap_bytes)
+    if forward is None or backward is None:
+        return None
+    return Candidate(Cuts.single(forward), Cuts.single(backward))
+
+
+def _best_greedy(
+    search: Search, cap_bytes: int | None, best: tuple[float, Candidate] | None
+) -> tuple[float, Candidate] | None:
+    """The best greedy plan whose stages keep a limit for their weights, if it is better than one known."""
+    packing, num_workers, num_layers = search.packing, search.num_workers, search.num_layers
+    targets_s = _target_times_s(search)
+    for start in reversed(range(num_layers)):
+        fused_s = search.costs.fused(start, num_layers).seconds
+        if not packing.allows("U", start, num_layers, cap_bytes) or (best and num_workers * fused_s >= best[0]):
+            break
+        fewest = _filled(search, start, inf, cap_bytes)
+        if fewest is None:
+            continue
+        # The work alone, and as many stages as memory demands, take so much longer the longer the target is.
+        work_s = (packing.times_s["F"][start] + packing.times_s["B"][start]) / _ROUNDING
+        least_slots = max(len(fewest.replicas), num_workers)
+        for target_s in targets_s[bisect_left(targets_s, fused_s / _ROUNDING) :]:
+            if best is not None and max(work_s + target_s, least_slots * target_s) >= best[0]:
+                break
+            candidate = _filled(search, start, target_s, cap_bytes)
+            if candidate is None:
+                continue
+            value = max(len(candidate.replicas), num_workers) * target_s
+            if (best is None or value < best[0]) and search.fits(candidate, search.stages(candidate)):
+                best = value, candidate
+    return best
 
 
 def _fewest_stages_first(seconds: Mapping[Candidate, float]) -> list[Candidate]:

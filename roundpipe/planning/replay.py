@@ -1,9 +1,9 @@
 """Steps of a schedule, one after the other, as ops, transfers and what they wait for.
 
-Every step is the same `Schedule` that the engine walks. The next one begins when the losses are known and, if an update
-by the optimizer lies between them, when the update before that is done. Each worker computes its ops in the order of
-its tasks and has one link up and one down; values that stages hand on go before weights, which go before gradients.
-All links and the optimizer share the host's memory bandwidth.
+Every step is the same `Schedule` that the engine walks. The next one begins when the losses are known and, if there is
+an optimizer, when the update before the one between them is done. Each worker computes its ops in the order of its
+tasks and has one link up and one down; values that stages hand on go before weights, which go before gradients. All
+links and the optimizer share the host's memory bandwidth.
 
 Invariant: the replay ends when steps in a row are like those before them, or after a bounded number of steps.
 """
@@ -17,9 +17,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from roundpipe.core.schedule import MAX_RESIDENT_JOBS, Job, Phase, Schedule
-from roundpipe.planning.discrete_events import EventQueue, Link, LinkTransfer, Node, Op
-from roundpipe.planning.hardware import HardwareProfile
-from roundpipe.planning.host_values import values_on_host
+from roundpipe.planning.machine import EventQueue, HardwareProfile, Link, LinkTransfer, Node, Op
 from roundpipe.planning.stage_costs import StageCosts, num_trained
 
 Cause = Literal["weights", "activations", "optimizer", "no_work"]
@@ -58,8 +56,7 @@ class ReplayedWait(NamedTuple):
     end_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _EarlierJob:
+class _EarlierJob(NamedTuple):
     """A job as the later jobs on its worker see it."""
 
     last_op: Node
@@ -67,15 +64,15 @@ class _EarlierJob:
     gradient_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class _JobInputs:
-    """What all ops of a job wait for, or take from."""
+class _JobWaits(NamedTuple):
+    """What the ops of a job wait for, and the seconds that they lost to it."""
 
     losses: Node | None
     start: Node
     weights: Node
     gate: Node | None
     before: _EarlierJob | None
+    lost_s: dict[Cause, float]
 
 
 class _Output(NamedTuple):
@@ -117,16 +114,8 @@ class StepReplay:
     With ``record``, ``activities`` and ``waits`` are kept.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        costs: StageCosts,
-        profile: HardwareProfile,
-        steps_per_update: int,
-        record: bool = False,
-    ) -> None:
+    def __init__(self, schedule: Schedule, costs: StageCosts, profile: HardwareProfile, record: bool = False) -> None:
         self.schedule = schedule
-        self.steps_per_update = steps_per_update
         self.record = record
         self.activities: list[ReplayedActivity] = []
         self.waits: list[ReplayedWait] = []
@@ -139,12 +128,10 @@ class StepReplay:
         self._optimizer = Link(profile.optimizer_bytes_per_s)
         phases = {Phase.FORWARD: costs.forward, Phase.FUSED: costs.fused, Phase.BACKWARD: costs.backward}
         self.stages = [phases[job.phase](job.start, job.stop) for job in schedule.jobs]
-        self._on_host = values_on_host(schedule, costs)
+        self._on_host = _values_on_host(schedule, costs)
         trained = sum(num_trained(cost) for cost in costs.layers) if schedule.kind == "train" else 0
         self._update_bytes = trained * profile.optimizer_bytes_per_parameter
         self._updates: list[Node] = []
-        self._gradients: list[Node] = []
-        """Those that the next update waits for."""
         self._earlier: list[deque[_EarlierJob]] = [deque(maxlen=2) for _ in range(num_workers)]
         self._recent_ops: list[deque[Node]] = [deque(maxlen=profile.inputs_ahead + 1) for _ in range(num_workers)]
         self._free_s = [0.0] * num_workers
@@ -156,15 +143,13 @@ class StepReplay:
         self._num_in_a_row = -(-MAX_RESIDENT_JOBS * num_workers // num_jobs)
         """Steps with all the visits that workers may have under way; what follows depends on them."""
         most = max(_MAX_STEPS, _MAX_TURNS * self._num_in_a_row)
-        self._max_steps = max(_MIN_STEPS, 2 * steps_per_update + 2, min(most, _NUM_OPS // num_ops))
+        self._max_steps = max(_MIN_STEPS, min(most, _NUM_OPS // num_ops))
         self._unfinished: deque[ReplayedStep] = deque()
         self.over: list[ReplayedStep] = []
         self.age = 0
         """How many steps before the last ones there were ones like them; 0: not steady yet."""
         self._num_alike: dict[int, int] = {}
         """Per age, how many of the last steps in a row were like those so many steps before them."""
-
-    def run(self) -> None:
         self._add_step(None)
         while not self.age and self._queue.advance():
             pass
@@ -175,8 +160,7 @@ class StepReplay:
         step = ReplayedStep(schedule)
         self._unfinished.append(step)
         self._num_steps += 1
-        follows_update = self._update_bytes > 0 and (self._num_steps - 1) % self.steps_per_update == 0
-        updated = self._updates[-2:-1] if follows_update else []  # an update waits for the update before
+        updated = self._updates[-2:-1]  # an update waits for the update before
         if self._num_steps < self._max_steps:
             step.start.then = lambda: self._add_step(step)
         outputs: dict[int, _Output] = {}
@@ -186,11 +170,14 @@ class StepReplay:
             if job.replica == 0:
                 inputs, outputs = outputs, {}
             earlier = self._earlier[job.worker]
-            gate = self._add_gate(job, before, updated) if before is not None and follows_update else None
+            gate = self._add_gate(job, before, updated) if before is not None and self._update_bytes else None
             weights = self._add_weights(step, position, gate)
             losses_before = None if before is None else before.losses
-            source = _JobInputs(losses_before, step.start, weights, gate, earlier[-1] if earlier else None)
-            last = self._add_ops(step, position, source, inputs, outputs)
+            step.lost_s.append(dict.fromkeys(CAUSES, 0.0))
+            waits = _JobWaits(
+                losses_before, step.start, weights, gate, earlier[-1] if earlier else None, step.lost_s[-1]
+            )
+            last = self._add_ops(step, position, waits, inputs, outputs)
             step.ends.append(last)
             is_last = job.index >= schedule.next_job - job.num_replicas
             if job.phase is Phase.FUSED or (schedule.kind != "train" and is_last):
@@ -201,12 +188,10 @@ class StepReplay:
                 others.append(gradients)
             earlier.append(_EarlierJob(last, gradients, gradient_bytes))
         self._queue.add(step.losses, *losses)
-        self._gradients += others
-        if self._update_bytes and self._num_steps % self.steps_per_update == 0:
-            waits = (*self._gradients, *self._updates[-1:])
-            update = self._add_transfer("update", self._optimizer, self._update_bytes, None, None, 0, *waits)
+        if self._update_bytes:
+            after = (*others, *self._updates[-1:])
+            update = self._add_transfer("update", self._optimizer, self._update_bytes, None, None, 0, *after)
             self._updates.append(update)
-            self._gradients = []
             others.append(update)
         step.ends += others
         self._queue.add(Node(lambda: self._note_moved(step)), step.ends[len(schedule.jobs) - 1])
@@ -217,7 +202,7 @@ class StepReplay:
         self,
         activity: Activity,
         link: Link,
-        num_bytes: int,
+        num_bytes: float,
         job: Job | None,
         microbatch: int | None,
         priority: int,
@@ -260,7 +245,7 @@ class StepReplay:
         self,
         step: ReplayedStep,
         position: int,
-        source: _JobInputs,
+        waits: _JobWaits,
         inputs: dict[int, _Output],
         outputs: dict[int, _Output],
     ) -> Op:
@@ -274,17 +259,15 @@ class StepReplay:
             written_bytes = carry_in
         kept_bytes = self._on_host[position].kept_bytes
         up, down, recent = self._up[job.worker], self._down[job.worker], self._recent_ops[job.worker]
-        lost: dict[Cause, float] = dict.fromkeys(CAUSES, 0.0)
-        step.lost_s.append(lost)
 
         def add(seconds: float, values: Node, producer: Node | None, is_last: bool) -> Op:
             op = Op(job.worker, seconds)
             if self.record:
                 activity: Activity = "compute" if is_last else "recompute"
                 self.activities.append(ReplayedActivity(op, activity, job, microbatch, None))
-            waited = () if producer is source.losses else (values,)
-            op.then = lambda: self._book(op, position if is_last else -1, lost, source, producer, waited)
-            self._queue.add(op, source.weights, values)
+            waited = () if producer is waits.losses else (values,)
+            op.then = lambda: self._book(op, position if is_last else -1, waits, producer, waited)
+            self._queue.add(op, waits.weights, values)
             recent.append(op)
             return op
 
@@ -295,8 +278,8 @@ class StepReplay:
         op: Op | None = None
         for microbatch in step.schedule.microbatches(job):
             before = inputs.get(microbatch)
-            arrived = source.start if before is None else before.on_host
-            producer = source.losses if before is None else before.op
+            arrived = waits.start if before is None else before.on_host
+            producer = waits.losses if before is None else before.op
             if is_backward and self._profile.inputs_ahead:
                 saved, incoming = bring(carry_in), bring(read_bytes, arrived)
                 add(stage.early_s, saved, None, is_last=False)
@@ -312,36 +295,28 @@ class StepReplay:
         assert op is not None
         return op
 
-    def _book(
-        self,
-        op: Op,
-        position: int,
-        lost: dict[Cause, float],
-        source: _JobInputs,
-        producer: Node | None,
-        inputs: tuple[Node, ...],
-    ) -> None:
+    def _book(self, op: Op, position: int, waits: _JobWaits, producer: Node | None, inputs: tuple[Node, ...]) -> None:
         """Notes what an op that is over had waited for; at the end of a microbatch also the memory in use meanwhile."""
         since = self._free_s[op.worker]
         self._free_s[op.worker] = self._queue.now_s
         if op.started_s > since:
-            gates = [source.gate] if inputs or producer is None else [source.gate, source.start]
+            gates = [waits.gate] if inputs or producer is None else [waits.gate, waits.start]
             marks: tuple[tuple[Cause, Sequence[Node | None]], ...] = (
                 ("no_work", (producer,)),
                 ("activations", inputs),
                 ("optimizer", gates),
-                ("weights", (source.weights,)),
+                ("weights", (waits.weights,)),
             )
             for cause, nodes in marks:
                 until = max((node.over_s or 0.0 for node in nodes if node is not None), default=0.0)
                 if until > since:
-                    lost[cause] += until - since
+                    waits.lost_s[cause] += until - since
                     if self.record:
                         self.waits.append(ReplayedWait(op.worker, cause, since, until))
                     since = until
         if position < 0:
             return
-        stage, before, values = self.stages[position], source.before, self._on_host[position]
+        stage, before, values = self.stages[position], waits.before, self._on_host[position]
         used_bytes = stage.gradient_bytes + stage.working_bytes
         if before is not None and before.gradients is not None and self._profile.gradients_stay:
             if before.gradients.over_s is None or before.gradients.over_s > op.started_s:
@@ -357,17 +332,18 @@ class StepReplay:
 
     def _finish(self) -> None:
         while self._unfinished and all(node.over_s is not None for node in self._unfinished[0].ends):
-            self._look_at(self._unfinished.popleft())
+            self._compare(self._unfinished.popleft())
 
-    def _look_at(self, step: ReplayedStep) -> None:
+    def _compare(self, step: ReplayedStep) -> None:
+        """Holds a step that is over against those before it."""
         self.over.append(step)
         step.uploads.clear()
-        end_s, stride = step.end_s, self.steps_per_update
+        end_s = step.end_s
         ends_s = [(node.over_s or 0.0) - end_s for node in (*step.ends, step.start, step.losses)]
         step.relative_ends_s = ends_s
         if self.age:
             return
-        for age in range(stride, len(self.over), stride):
+        for age in range(1, len(self.over)):
             old = self.over[-1 - age]
             within_s = _SAME * (end_s - old.end_s) / age
             is_like = all(abs(now - then) <= within_s for now, then in zip(ends_s, old.relative_ends_s, strict=True))
@@ -376,8 +352,49 @@ class StepReplay:
                 self.age = age
                 return
         num_alike = max(_NUM_ALIKE, 2 * self._num_in_a_row)
-        past = [earlier.end_s for earlier in self.over[::-stride][: num_alike + 1]]
+        past = [earlier.end_s for earlier in self.over[::-1][: num_alike + 1]]
         if len(past) > num_alike:  # some ends may drift where nothing depends on them
             gains = [now - then for now, then in pairwise(past)]
             if max(gains) - min(gains) <= _SAME_LENGTH * max(gains):
-                self.age = stride
+                self.age = 1
+
+
+@dataclass(slots=True)
+class _HostValues:
+    """What each microbatch of a job puts on the host for others, and what nobody reads after it."""
+
+    born_bytes: int = 0
+    freed_bytes: int = 0
+    kept_bytes: int = 0
+    """Inputs of backward stages between the job's own cuts: they go down too."""
+
+
+def _values_on_host(schedule: Schedule, costs: StageCosts) -> list[_HostValues]:
+    """Per job, the values and gradients that it puts on the host and that it is the last to read."""
+    jobs = schedule.jobs
+    carry_bytes = [0, *(layer.carry_bytes for layer in costs.layers)]  # in front of each layer, and behind the last
+    values = [_HostValues() for _ in jobs]
+    starts = {job.start for job in jobs if job.phase is Phase.BACKWARD}
+    saved = starts if costs.grain == "stage" else set(range(schedule.num_layers))
+    inner = [[cut for cut in range(job.start + 1, job.stop) if cut in saved] for job in jobs]
+    first = [position for position, job in enumerate(jobs) if job.replica == 0]
+    last_reader: dict[int, int] = {}
+    for position in first:
+        reads = [jobs[position].start, *(inner[position] if jobs[position].phase is Phase.BACKWARD else [])]
+        last_reader.update((cut, position) for cut in reads if cut)
+    written: set[int] = set()
+    for position in first:
+        job, own = jobs[position], values[position]
+        if job.phase is Phase.FORWARD:
+            own.kept_bytes = sum(carry_bytes[cut] for cut in inner[position])
+            cuts = [cut for cut in (*inner[position], job.stop) if cut in last_reader]
+            written.update(cuts)
+            own.born_bytes = sum(carry_bytes[cut] for cut in cuts)
+            continue
+        own.born_bytes = carry_bytes[job.start]  # the gradient
+        if job.phase is Phase.BACKWARD and job.stop < schedule.num_layers:
+            own.freed_bytes = carry_bytes[job.stop]
+    for cut, position in last_reader.items():
+        if cut in written:
+            values[position].freed_bytes += carry_bytes[cut]
+    return [values[position - jobs[position].replica] for position in range(len(jobs))]

@@ -149,8 +149,7 @@ class Search:
     def fits(self, candidate: Candidate, stages: list[StageCost]) -> bool:
         if self.budget_bytes is None:
             return True
-        slots = [stage for stage, count in zip(stages, candidate.replicas, strict=True) for _ in range(count)]
-        return peak_bytes(slots, self.num_workers) <= self.budget_bytes
+        return peak_bytes(stages, self.num_workers, candidate.replicas) <= self.budget_bytes
 
     def evaluate(self, candidate: Candidate, limit_s: float = inf) -> float:
         """Seconds per step; infinite if the plan does not fit or its bound is above the limit."""

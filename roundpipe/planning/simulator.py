@@ -1,7 +1,8 @@
 """What a plan will take: schedules against compute, links, host memory and the optimizer.
 
-    simulate -> replay.StepReplay     steps of a schedule, one after the other, until they are steady
-             -> discrete_events       compute on workers, transfers on links, and what waits for what
+    simulate            -> replay.StepReplay    steps of a schedule, one after the other, until they are steady
+                        -> machine.EventQueue   compute on workers, transfers on links, and what waits for what
+    simulate_timeline   the same, and the run as the spans that a recorded one has
 
 Left out: the cost of starting anything, the allocator, and values that skip stages beyond what ``carry_bytes`` counts.
 
@@ -10,16 +11,30 @@ Invariant: with links that take no time and no optimizer, a step takes what `sta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
 
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import LayerCost
-from roundpipe.core.schedule import Schedule
-from roundpipe.planning.hardware import HardwareProfile
-from roundpipe.planning.replay import CAUSES, Cause, StepReplay
+from roundpipe.core.schedule import Phase, Schedule
+from roundpipe.planning.machine import HardwareProfile, LinkTransfer
+from roundpipe.planning.replay import CAUSES, Activity, Cause, StepReplay
 from roundpipe.planning.stage_costs import RecomputeGrain, StageCosts
+from roundpipe.reports.timeline import OPTIMIZER, WAIT_NAMES, Span, Timeline
+
+SHOWN_STEPS = 3
+"""The last ones of a replay, which are steady."""
+
+_PREFIXES: dict[Activity, str] = {
+    "upload": "values for ",
+    "download": "values of ",
+    "kept": "kept values of ",
+    "weights": "weights of ",
+    "gradients": "gradients of ",
+}
+_PARTS = {Phase.FORWARD: "forward", Phase.FUSED: "fused", Phase.BACKWARD: "backward"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +79,6 @@ def simulate(
     profile: HardwareProfile | None = None,
     *,
     recompute_grain: RecomputeGrain = "stage",
-    steps_per_update: int = 1,
 ) -> Simulation:
     """Replays steps of a schedule until they are steady.
 
@@ -73,37 +87,29 @@ def simulate(
         costs: of the layers, for one microbatch.
         profile: what the machine can do; None = transfers take no time, no optimizer.
         recompute_grain: as for the planner.
-        steps_per_update: steps that add up their gradients before each update by the optimizer.
 
     Raises:
-        ConfigError: the costs are not those of the schedule's layers, or a count is not positive.
+        ConfigError: the costs are not those of the schedule's layers.
     """
-    return steady_state(replay(schedule, costs, profile, recompute_grain, steps_per_update))
+    return _steady_state(_replay(schedule, costs, profile, recompute_grain))
 
 
-def replay(
+def _replay(
     schedule: Schedule,
     costs: Sequence[LayerCost],
     profile: HardwareProfile | None,
     recompute_grain: RecomputeGrain,
-    steps_per_update: int = 1,
     *,
     record: bool = False,
 ) -> StepReplay:
-    """The replay behind `simulate`; with ``record``, it keeps its activities and waits."""
     if len(costs) != schedule.num_layers:
         raise ConfigError(f"costs of {len(costs)} layers for a schedule of {schedule.num_layers} layers")
-    if steps_per_update < 1:
-        raise ConfigError(f"steps_per_update is {steps_per_update}; there must be at least 1")
-    stage_costs = StageCosts(costs, recompute_grain)
-    steps = StepReplay(schedule, stage_costs, profile or HardwareProfile(), steps_per_update, record)
-    steps.run()
-    return steps
+    return StepReplay(schedule, StageCosts(costs, recompute_grain), profile or HardwareProfile(), record)
 
 
-def steady_state(steps: StepReplay) -> Simulation:
+def _steady_state(steps: StepReplay) -> Simulation:
     """Means over the steps from the one that the last one is like."""
-    num_steps = steps.age or max(len(steps.over) // 2 // steps.steps_per_update, 1) * steps.steps_per_update
+    num_steps = steps.age or max(len(steps.over) // 2, 1)
     last, old = steps.over[-1], steps.over[-1 - num_steps]
     seconds = (last.end_s - old.end_s) / num_steps
     schedule = steps.schedule
@@ -146,3 +152,65 @@ def _idle(busy_s: float, seconds: float, lost_s: dict[Cause, float]) -> Idle:
     if not known_s:
         return Idle(0.0, 0.0, 0.0, no_work=share)
     return Idle(**{cause: share * (cause_s / known_s) for cause, cause_s in lost_s.items()})
+
+
+def simulate_timeline(
+    schedule: Schedule,
+    costs: Sequence[LayerCost],
+    profile: HardwareProfile | None = None,
+    *,
+    recompute_grain: RecomputeGrain = "stage",
+) -> tuple[Simulation, Timeline]:
+    """`simulate`, and what it played from the first step on; arguments and errors are the same."""
+    steps = _replay(schedule, costs, profile, recompute_grain, record=True)
+    return _steady_state(steps), Timeline(_spans(steps))
+
+
+def _spans(steps: StepReplay) -> Iterator[Span]:
+    for wait in steps.waits:
+        device, cause = f"worker {wait.worker}", wait.cause
+        yield Span(device, "waits", WAIT_NAMES[cause], wait.start_s, wait.end_s, {"cause": cause})
+    num_updates = 0
+    for node, activity, job, microbatch, num_bytes in steps.activities:
+        start_s = node.sent_s if isinstance(node, LinkTransfer) else node.started_s
+        if node.over_s is None or start_s is None or node.over_s <= start_s:
+            continue
+        if job is None:
+            num_updates += 1
+            yield Span(OPTIMIZER, activity, f"optimizer step {num_updates}", start_s, node.over_s)
+            continue
+        args: dict[str, object] = {"layers": [job.start, job.stop], "job": job.index}
+        name = f"{_PREFIXES.get(activity, '')}{job}"
+        if microbatch is not None:
+            name += f" m{microbatch}"
+            args["microbatch"] = microbatch
+        if num_bytes is not None:
+            args["bytes"] = round(num_bytes)
+        else:
+            args["part"] = activity if activity == "recompute" else _PARTS[job.phase]
+        lane: str = activity
+        if activity == "recompute":
+            name, lane = f"{name} recompute", "compute"
+        yield Span(f"worker {job.worker}", lane, name, start_s, node.over_s, args)
+
+
+def steady(timeline: Timeline, schedule: Schedule, num_steps: int = SHOWN_STEPS) -> Timeline:
+    """The last whole steps of a simulated run, up to so many; ``schedule`` is that of its first step."""
+    computed = [
+        ((span.args["job"] - schedule.first_job) // len(schedule.jobs), span)
+        for span in timeline.spans
+        if span.lane == "compute"
+    ]
+    counts = Counter(number for number, _ in computed)
+    shown = sorted(number for number, count in counts.items() if count == counts[0])[-num_steps:]
+    start_s = next(span.start_s for number, span in computed if number == shown[0])
+    return timeline.between(start_s, max(span.end_s for number, span in computed if number == shown[-1]))
+
+
+def step_alone_s(timeline: Timeline, schedule: Schedule) -> float:
+    """Seconds of a step beside which no other runs, until its gradients are home: the first of a simulated run."""
+    return max(
+        span.end_s
+        for span in timeline.spans
+        if span.lane in ("compute", "gradients") and span.args["job"] < schedule.next_job
+    )

@@ -1,4 +1,4 @@
-"""What a stage costs, and how long a step of stages takes: the arithmetic behind plans and predictions.
+"""What stages and plans cost in seconds and device memory: the arithmetic behind plans and predictions.
 
 Times follow the rotation's recurrence: op (K, m) waits for (K, m - 1), for (K - 1, m) and for the end of job
 K - N; the recomputation in a backward op does not wait for the incoming gradient; a step starts
@@ -16,7 +16,9 @@ from math import inf
 from operator import add, sub
 from typing import Any, Literal, NamedTuple
 
+from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import LayerCost
+from roundpipe.core.schedule import ExecutePlan
 from roundpipe.reports.memory import DeviceMemory
 
 RecomputeGrain = Literal["stage", "layer"]
@@ -171,8 +173,10 @@ def device_memory(stages: Sequence[StageCost], num_workers: int) -> list[DeviceM
     ]
 
 
-def peak_bytes(stages: Sequence[StageCost], num_workers: int) -> int:
-    """The largest total of `device_memory`, which the search asks for thousands of times."""
+def peak_bytes(stages: Sequence[StageCost], num_workers: int, replicas: Sequence[int] | None = None) -> int:
+    """The largest total of `device_memory`, which the search asks for thousands of times; for replicas as well."""
+    if replicas is not None:
+        stages = [stage for stage, count in zip(stages, replicas, strict=True) for _ in range(count)]
     _, _, weights, gradients, working = zip(*stages, strict=True)
     turn = len(gradients) - num_workers % len(gradients)
     before = (*gradients[turn:], *gradients[:turn])
@@ -273,3 +277,40 @@ def _run_replicated_step(
             losses_known = max(ends)
         previous = ends
     return [losses_known, *free[slot:], *free[:slot]]
+
+
+def training_stages(plan: ExecutePlan, costs: StageCosts) -> list[StageCost]:
+    """Costs of the jobs of a training step, in order."""
+    plan.validate(len(costs.layers))
+    if plan.fused is None:
+        raise ConfigError("the plan has no fused range: only plans that train in one call have a round")
+    return [
+        *(costs.forward(*layers) for layers in plan.forward),
+        costs.fused(*plan.fused),
+        *(costs.backward(*layers) for layers in plan.backward),
+    ]
+
+
+def plan_seconds(
+    plan: ExecutePlan,
+    costs: Sequence[LayerCost],
+    *,
+    num_workers: int,
+    num_microbatches: int,
+    replicas: Sequence[int] | None = None,
+) -> float:
+    """Seconds per step of a training plan in steady state, transfers left out."""
+    stages = training_stages(plan, StageCosts(costs))
+    return step_seconds(stages, len(plan.forward), num_workers, num_microbatches, replicas)
+
+
+def plan_peak_bytes(
+    plan: ExecutePlan,
+    costs: Sequence[LayerCost],
+    *,
+    num_workers: int,
+    recompute_grain: RecomputeGrain = "stage",
+    replicas: Sequence[int] | None = None,
+) -> int:
+    """Peak of device memory of a training plan: that of the job that needs the most."""
+    return peak_bytes(training_stages(plan, StageCosts(costs, recompute_grain)), num_workers, replicas)

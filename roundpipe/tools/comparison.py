@@ -18,11 +18,10 @@ from typing import Any, TypeVar
 from roundpipe.core.errors import ConfigError, DeviceMemoryError
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan, Schedule, make_schedule
-from roundpipe.planning.evaluation import plan_peak_bytes
-from roundpipe.planning.hardware import HardwareProfile
+from roundpipe.planning.machine import HardwareProfile
 from roundpipe.planning.planner import ReplicatedPlan, plan_greedy, plan_replicated
 from roundpipe.planning.simulator import Simulation, simulate
-from roundpipe.planning.stage_costs import RecomputeGrain
+from roundpipe.planning.stage_costs import RecomputeGrain, plan_peak_bytes
 from roundpipe.planning.static_schedules import StaticKind, simulate_static
 from roundpipe.reports.quantities import format_bytes, format_seconds, format_share
 from roundpipe.reports.tables import table

@@ -21,10 +21,10 @@ from typing import Any
 
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import LayerCost
-from roundpipe.planning.evaluation import plan_seconds
-from roundpipe.planning.hardware import HardwareProfile
+from roundpipe.planning.machine import HardwareProfile
 from roundpipe.planning.planner import ReplicatedPlan, plan_replicated
 from roundpipe.planning.planner import plan as choose_plan
+from roundpipe.planning.stage_costs import plan_seconds
 from roundpipe.runtime.config import RecomputeGrain
 from roundpipe.tools.comparison import ComparedSchedule, Setting, compare_schedules
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import product
 from math import inf
 
-from roundpipe.planning.simulated_timeline import simulate_timeline, steady
+from roundpipe.planning.simulator import simulate_timeline, steady
 from roundpipe.reports.timeline import Timeline
 from roundpipe.runtime.config import RecomputeGrain
 from roundpipe.tools.forecast_setting import Forecast, Layers, Machine, Training, forecast_at

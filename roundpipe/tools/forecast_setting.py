@@ -23,10 +23,9 @@ from roundpipe.core.schedule import ExecutePlan
 from roundpipe.fx.passes.cost import DeviceProfile
 from roundpipe.fx.passes.lower import LowerOptions, lower
 from roundpipe.fx.trace.tracer import trace
-from roundpipe.planning.evaluation import plan_memory
-from roundpipe.planning.hardware import HardwareProfile
+from roundpipe.planning.machine import HardwareProfile
 from roundpipe.planning.simulator import Simulation
-from roundpipe.planning.stage_costs import largest_layer_bytes
+from roundpipe.planning.stage_costs import StageCosts, device_memory, largest_layer_bytes, training_stages
 from roundpipe.reports.memory import DeviceMemory, HostMemory
 from roundpipe.runtime.config import RecomputeGrain, RoundPipeRunConfig, resolve
 from roundpipe.runtime.device.accelerator import PLANNED_SHARE
@@ -203,7 +202,7 @@ def forecast_at(
     except DeviceMemoryError as error:
         reasons.append(str(error))
     else:
-        memory = plan_memory(plan, costs, num_workers=machine.num_devices, recompute_grain=grain)
+        memory = device_memory(training_stages(plan, StageCosts(costs, grain)), machine.num_devices)
         stages = {name: need for (name, _), need in zip(plan.named_stages(), memory, strict=True)}
         simulation = setting.simulate(plan) if simulated else None
         needed_bytes = max(need.total for need in memory)

@@ -19,11 +19,9 @@ import torch
 from roundpipe.core import trees
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.schedule import Schedule
-from roundpipe.planning.evaluation import plan_peak_bytes
-from roundpipe.planning.hardware import HardwareProfile
-from roundpipe.planning.simulated_timeline import simulate_timeline, step_alone_s
-from roundpipe.planning.simulator import simulate
-from roundpipe.planning.stage_costs import num_trained
+from roundpipe.planning.machine import HardwareProfile
+from roundpipe.planning.simulator import simulate, simulate_timeline, step_alone_s
+from roundpipe.planning.stage_costs import num_trained, plan_peak_bytes
 from roundpipe.reports.memory import HostMemory
 from roundpipe.runtime.config import RecomputeGrain
 from roundpipe.runtime.device.backend import Lane

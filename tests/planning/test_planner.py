@@ -16,10 +16,10 @@ from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan, make_schedule
 from roundpipe.planning import planner, stage_costs
 from roundpipe.planning import search as plan_search
-from roundpipe.planning.evaluation import plan_peak_bytes, plan_seconds
-from roundpipe.planning.hardware import HardwareProfile
+from roundpipe.planning.machine import HardwareProfile
 from roundpipe.planning.planner import plan, plan_replicated
 from roundpipe.planning.simulator import simulate
+from roundpipe.planning.stage_costs import plan_peak_bytes, plan_seconds
 from tests.runtime.chains import (
     PUBLISHED,
     all_plans,

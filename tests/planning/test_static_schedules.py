@@ -6,8 +6,8 @@ import pytest
 
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import LayerCost
-from roundpipe.planning.evaluation import plan_seconds
 from roundpipe.planning.planner import plan, plan_replicated
+from roundpipe.planning.stage_costs import plan_seconds
 from roundpipe.planning.static_schedules import simulate_static, static_actions
 
 EVEN = LayerCost(

@@ -12,7 +12,7 @@ from torch import nn
 import roundpipe
 from roundpipe.core.layers import ESTIMATED_LINK_BYTES_PER_S, LayerCost
 from roundpipe.core.schedule import make_schedule
-from roundpipe.planning.evaluation import plan_peak_bytes
+from roundpipe.planning.stage_costs import plan_peak_bytes
 from roundpipe.runtime.config import resolve
 from roundpipe.runtime.device.backend import Device, Lane
 from roundpipe.runtime.device.cpu import CpuBackend

@@ -13,9 +13,8 @@ import roundpipe
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import Phase, make_schedule
-from roundpipe.planning.hardware import HardwareProfile
-from roundpipe.planning.simulated_timeline import simulate_timeline, steady, step_alone_s
-from roundpipe.planning.simulator import simulate
+from roundpipe.planning.machine import HardwareProfile
+from roundpipe.planning.simulator import simulate, simulate_timeline, steady, step_alone_s
 from roundpipe.reports.timeline import Span, Timeline
 from roundpipe.runtime.device.backend import Device, Lane
 from roundpipe.runtime.device.cpu import CpuBackend

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import roundpipe
-from roundpipe.planning.evaluation import plan_peak_bytes
+from roundpipe.planning.stage_costs import plan_peak_bytes
 from roundpipe.runtime.engine.plan_choice import PlanChooser
 from roundpipe.tools import forecast_setting
 from roundpipe.tools.device_data import EFFICIENCY, DeviceSpec

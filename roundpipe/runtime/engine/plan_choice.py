@@ -23,11 +23,11 @@ from roundpipe.core import trees
 from roundpipe.core.errors import DeviceMemoryError
 from roundpipe.core.layers import ESTIMATED_LINK_BYTES_PER_S, LayerChain, LayerCost
 from roundpipe.core.schedule import ExecutePlan, make_schedule
-from roundpipe.planning.evaluation import plan_peak_bytes, plan_seconds
-from roundpipe.planning.hardware import HardwareProfile
+from roundpipe.planning.machine import HardwareProfile
 from roundpipe.planning.planner import least_seconds
 from roundpipe.planning.planner import plan as choose_plan
 from roundpipe.planning.simulator import simulate
+from roundpipe.planning.stage_costs import plan_peak_bytes, plan_seconds
 from roundpipe.runtime.config import RECOMPUTE_GRAINS, RecomputeGrain, ResolvedConfig
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.runtime.profiling.layer_times import LayerTimes, StepTimes
