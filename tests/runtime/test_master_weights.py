@@ -215,8 +215,6 @@ def test_refresh_starts_from_the_models_weights(model, side):
 def test_misuse_is_refused(model, side):
     with pytest.raises(ConfigError, match="step_fn is 3"):
         side.step(3)
-    with pytest.raises(ConfigError, match="optim_dtype is torch.int8"):
-        OptimizerSide(model.named_parameters, torch.int8)
     with pytest.raises(ConfigError, match=r"step\(\) was called inside step_fn"):
         side.step(lambda: side.step(lambda: None), is_async=False)
     side.step(lambda: side.synchronize())

@@ -1,5 +1,6 @@
 """Host weights in one buffer per layer, and the arena that they come up into."""
 
+import gc
 import mmap
 import resource
 import subprocess
@@ -332,11 +333,15 @@ def test_views_of_one_memory_without_common_elements_are_fine():
     assert_round_is_eager(model, (torch.ones(5, 4, dtype=DTYPE),), workers=2)
 
 
-def test_memory_that_a_new_parameter_shares_is_found_later():
+@pytest.mark.parametrize("layers_are_gone", [False, True])
+def test_memory_that_a_new_parameter_shares_is_found_later(layers_are_gone):
+    """Also where the first layers are gone, so that their weights are packed again."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     with roundpipe.RoundPipe(model, devices=["cpu"]) as piped:
         piped(torch.ones(2, 4))
         model[2] = nn.Linear(4, 4)
         model[2].weight.data = model[0].weight.data
+        if layers_are_gone:
+            gc.collect()
         with pytest.raises(ConfigError, match=r"0\.weight and 2\.weight are parameters in the same memory"):
             piped(torch.ones(2, 4))

@@ -82,16 +82,11 @@ def bytes_of(tensor: torch.Tensor) -> int:
     """Bytes of the elements that a tensor stores."""
     if tensor.layout is torch.strided:
         return tensor.nbytes
-    return sum(getattr(tensor, name)().nbytes for name in _SPARSE_PARTS[tensor.layout])
-
-
-_SPARSE_PARTS: dict[torch.layout, tuple[str, ...]] = {
-    torch.sparse_coo: ("_indices", "_values"),
-    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
-}
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices().nbytes + tensor.col_indices().nbytes + tensor.values().nbytes
+    return tensor.ccol_indices().nbytes + tensor.row_indices().nbytes + tensor.values().nbytes
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -45,19 +46,19 @@ class Ledger:
             self.by_purpose[purpose] -= num_bytes
 
 
+@dataclass(slots=True)
 class Hold:
     """Bytes counted while a context is open; a class, since every task opens one."""
 
-    __slots__ = ("_ledger", "_num_bytes", "_purpose")
-
-    def __init__(self, ledger: Ledger, num_bytes: int, purpose: str) -> None:
-        self._ledger, self._num_bytes, self._purpose = ledger, num_bytes, purpose
+    ledger: Ledger
+    num_bytes: int
+    purpose: str
 
     def __enter__(self) -> None:
-        self._ledger.add(self._num_bytes, self._purpose)
+        self.ledger.add(self.num_bytes, self.purpose)
 
     def __exit__(self, *exception: object) -> None:
-        self._ledger.remove(self._num_bytes, self._purpose)
+        self.ledger.remove(self.num_bytes, self.purpose)
 
 
 class _Storages:
@@ -87,20 +88,18 @@ class _Storages:
             self._ledger.remove(num_bytes, "activations")
 
 
+@dataclass(slots=True, eq=False)
 class _Saved:
     """A tensor that autograd keeps; gives its bytes back to the ledger when autograd lets go of it."""
 
-    __slots__ = ("_address", "_num_bytes", "_storages", "tensor")
-
-    def __init__(
-        self, tensor: torch.Tensor, storages: _Storages | None = None, address: int = 0, num_bytes: int = 0
-    ) -> None:
-        self.tensor = tensor
-        self._storages, self._address, self._num_bytes = storages, address, num_bytes
+    tensor: torch.Tensor
+    storages: _Storages | None = None
+    address: int = 0
+    num_bytes: int = 0
 
     def __del__(self) -> None:
-        if self._storages is not None:
-            self._storages.forget(self._address, self._num_bytes)
+        if self.storages is not None:
+            self.storages.forget(self.address, self.num_bytes)
 
 
 def _unpack(saved: _Saved) -> torch.Tensor:

@@ -44,21 +44,27 @@ class ScalerScope:
         finally:
             _SCOPE.reset(token)
             for scaler in list(self._scalers):
-                scaler._end_step()
+                with scaler._lock:
+                    scaler._in_step = False
+                    if scaler._deferred_update is not None:
+                        scaler._apply_update(*scaler._deferred_update)
 
     def begin_step(self) -> None:
         """A step begins; the previous one has finished."""
         for scaler in list(self._scalers):
-            scaler._begin_step()
+            with scaler._lock:
+                scaler._forget_step()
+                scaler._unscaling, scaler._published, scaler._in_step = scaler._published, scaler._latest, True
 
     def state(self) -> list[tuple[GradScaler, tuple[float | None, float, bool]]]:
         """What `begin_step` changes, for `restore`."""
-        return [(scaler, scaler._step_state) for scaler in list(self._scalers)]
+        return [(each, (each._unscaling, each._published, each._in_step)) for each in list(self._scalers)]
 
     def restore(self, state: list[tuple[GradScaler, tuple[float | None, float, bool]]]) -> None:
         """Undo a `begin_step` whose update could not be begun."""
         for scaler, values in state:
-            scaler._step_state = values
+            with scaler._lock:
+                scaler._unscaling, scaler._published, scaler._in_step = values
 
     def publish(self) -> None:
         """No gradient is under way: losses may be scaled by the latest scale."""
@@ -145,7 +151,7 @@ class GradScaler:
         self._enter_scope()
         if optimizer in self._overflowed:
             raise ConfigError("unscale_() was called twice for this optimizer since the last update()")
-        inverse = 1.0 / (self._published if self._unscaling is None else self._unscaling)
+        inverse = 1.0 / self._scale_used
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         overflows = [_unscale(parameter, inverse) for parameter in parameters if parameter.grad is not None]
         self._overflowed[optimizer] = any(overflows)
@@ -188,13 +194,17 @@ class GradScaler:
             else:
                 self._apply_update(value)
 
+    @property
+    def _scale_used(self) -> float:
+        """What the losses were multiplied with whose gradients are the optimizer's now."""
+        return self._published if self._unscaling is None else self._unscaling
+
     def _apply_update(self, new_scale: float | None) -> None:
-        used = self._published if self._unscaling is None else self._unscaling
         if new_scale is not None:
             self._latest = new_scale
         elif any(self._overflowed.values()):
             # A later loss may have been scaled, and have overflowed, before this was known: back off once.
-            self._latest = min(self._latest, used * self._backoff_factor)
+            self._latest = min(self._latest, self._scale_used * self._backoff_factor)
             self._growth_tracker = 0
         elif self._overflowed:
             self._growth_tracker += 1
@@ -216,29 +226,6 @@ class GradScaler:
             scope._scalers.add(self)
             with self._lock:
                 self._scoped = self._in_step = True
-
-    def _begin_step(self) -> None:
-        with self._lock:
-            self._forget_step()
-            self._unscaling = self._published
-            self._published = self._latest
-            self._in_step = True
-
-    @property
-    def _step_state(self) -> tuple[float | None, float, bool]:
-        with self._lock:
-            return self._unscaling, self._published, self._in_step
-
-    @_step_state.setter
-    def _step_state(self, state: tuple[float | None, float, bool]) -> None:
-        with self._lock:
-            self._unscaling, self._published, self._in_step = state
-
-    def _end_step(self) -> None:
-        with self._lock:
-            self._in_step = False
-            if self._deferred_update is not None:
-                self._apply_update(*self._deferred_update)
 
     def get_scale(self) -> float:
         """The latest scale inside ``step_fn``, elsewhere the scale of the losses of this step."""

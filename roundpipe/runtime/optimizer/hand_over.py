@@ -89,7 +89,7 @@ class HandOver:
                     with self._log.doing("waits", "wait for uploads" if to_write else "wait for gradients"):
                         self._wait(to_write[0] if to_write else None, to_take[0] if to_take else None)
         finally:
-            self._gates.open(pair.parameter for pair in pairs)
+            self._gates.open([pair.parameter for pair in pairs])
 
     def _wait(self, to_write: _Group | None, to_take: _Group | None) -> None:
         """Until gradients can be taken or, once all of its uploads have begun, weights can be written."""

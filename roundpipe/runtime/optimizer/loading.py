@@ -21,28 +21,20 @@ from roundpipe.runtime.optimizer.optimizer import OptimizerSide
 class _Hook:
     """Called by torch with the module that loads; does nothing in a copy, which has no optimizer's side."""
 
-    def __init__(self, optimizer: OptimizerSide, module_name: str) -> None:
+    def __init__(self, optimizer: OptimizerSide, module_name: str, is_before: bool) -> None:
         self._optimizer: weakref.ref[OptimizerSide] | None = weakref.ref(optimizer)
         self._name = module_name
+        self._is_before = is_before
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_optimizer": None, "_name": self._name}
+        return {**self.__dict__, "_optimizer": None}
 
-    @property
-    def optimizer(self) -> OptimizerSide | None:
-        return None if self._optimizer is None else self._optimizer()
-
-
-class _Before(_Hook):
     def __call__(self, module: nn.Module, *arguments: Any) -> None:
-        if self.optimizer is not None:
-            self.optimizer.before_load()
-
-
-class _After(_Hook):
-    def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
-        if self.optimizer is not None:
-            self.optimizer.after_load(_own_parameters(self._name, module))
+        optimizer = None if self._optimizer is None else self._optimizer()
+        if optimizer is not None and self._is_before:
+            optimizer.before_load()
+        elif optimizer is not None:
+            optimizer.after_load(_own_parameters(self._name, module))
 
 
 def _own_parameters(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -57,15 +49,12 @@ class LoadWatch:
     """Watches the ``load_state_dict`` of the user's model; holds the optimizer's side, whose copies follow, weakly."""
 
     def __init__(self, model: nn.Module, optimizer: OptimizerSide) -> None:
-        self._handles = [
-            handle
-            for name, module in model.named_modules(remove_duplicate=False)
-            if not isinstance(module, torch.jit.ScriptModule)
-            for handle in (
-                module.register_load_state_dict_pre_hook(_Before(optimizer, name)),
-                module.register_load_state_dict_post_hook(_After(optimizer, name)),
-            )
-        ]
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        for name, module in model.named_modules(remove_duplicate=False):
+            if not isinstance(module, torch.jit.ScriptModule):
+                before, after = (_Hook(optimizer, name, is_before) for is_before in (True, False))
+                self._handles.append(module.register_load_state_dict_pre_hook(before))
+                self._handles.append(module.register_load_state_dict_post_hook(after))
 
     def end(self) -> None:
         """Take the hooks off the model; safe to call twice."""

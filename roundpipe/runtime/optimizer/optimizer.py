@@ -59,8 +59,6 @@ class OptimizerSide:
         steps: Steps | None = None,
         deadline_s: float = DEADLINE_S,
     ) -> None:
-        if optim_dtype is not None and not (isinstance(optim_dtype, torch.dtype) and optim_dtype.is_floating_point):
-            raise ConfigError(f"optim_dtype is {optim_dtype!r}; give a floating-point torch.dtype, or None")
         self._pairs = MasterWeights(named_parameters, optim_dtype)
         self._name = name
         self._gates = gates or Gates(deadline_s)
@@ -141,7 +139,7 @@ class OptimizerSide:
             self._weights_changed = False
             self._hand_over.write_weights(pairs)
             self._scalers.publish()
-        self._runner.idle.warn()
+        self._runner.warn_if_idle()
 
     def _submit(self, pairs: list[ParameterPair], step_fn: Callable[[], object]) -> None:
         """Hand an update to the optimizer's thread, or, if interrupted, leave all as it was before the step."""
@@ -150,7 +148,7 @@ class OptimizerSide:
         due = self._gradients_due
         scales = self._scalers.state()
         try:
-            self._gates.close(pair.parameter for pair in pairs)
+            self._gates.close([pair.parameter for pair in pairs])
             self._scalers.begin_step()
             self._gradients_due = False
             self.num_steps, self._update = update.index, update
@@ -161,7 +159,7 @@ class OptimizerSide:
                 self._gradients_due = due
                 self.num_steps = update.index - 1
                 self._end(update)
-                self._gates.open(pair.parameter for pair in pairs)
+                self._gates.open([pair.parameter for pair in pairs])
             raise
 
     def _run_update(
@@ -211,7 +209,7 @@ class OptimizerSide:
             self._exchange(self._pairs.with_copies())
         self._is_settled = False
         self.raise_pending()
-        self._runner.idle.warn()
+        self._runner.warn_if_idle()
         is_exchanging = self._has_update
         for pair in self._pairs:
             if adds_gradients:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 
@@ -54,51 +54,15 @@ class Update:
     """Whoever gets it decides: the optimizer's thread runs the update, an interrupted `step` takes it back."""
 
 
-class IdleCheck:
-    """Until a ``step_fn`` has written a copy: whether one leaves all that have gradients as they are."""
-
-    def __init__(self) -> None:
-        self._looks = True
-        self._is_due = False
-        self._before: list[Fingerprint] = []
-
-    def before(self, pairs: Iterable[ParameterPair]) -> None:
-        copies = [pair.copy for pair in pairs if pair.copy is not None] if self._looks else []
-        has_gradients = any(copy.grad is not None for copy in copies)
-        self._before = [Fingerprint.of(copy) for copy in copies] if has_gradients else []
-
-    def after(self, scalers: ScalerScope) -> None:
-        """Gradients that ``step_fn`` took away, or that a scaler may have refused, were to have no effect."""
-        before, self._before = self._before, []
-        if not before:
-            return
-        if any(copy.is_marked or copy.has_other_values for copy in before):
-            self._looks = False
-            return
-        gradients = [copy.parameter.grad for copy in before]
-        dense = [each for each in gradients if each is not None and each.layout is torch.strided]
-        if not scalers.in_use and any(each.any() for each in dense) and all(each.isfinite().all() for each in dense):
-            self._looks, self._is_due = False, True
-
-    def warn(self) -> None:
-        """Warn, once, in the training thread."""
-        if self._is_due:
-            self._is_due = False
-            warn(
-                "step_fn changed none of the parameters that have gradients. Unless that is meant (such as to let "
-                "gradients accumulate), the optimizer is made from other parameters: make it from "
-                "model.optim_parameters(), not from model.parameters() or those of the original module"
-            )
-
-
 class UpdateRunner:
-    """Runs the ``step_fn`` of one model."""
+    """Runs the ``step_fn`` of one model; until one has written a copy, looks whether it leaves all as they are."""
 
     def __init__(self, name: str, log: HostLog, scalers: ScalerScope) -> None:
         self._name = name
         self._log = log
         self._scalers = scalers
-        self.idle = IdleCheck()
+        self._looks = True
+        self._is_warning_due = False
 
     @property
     def is_inside(self) -> bool:
@@ -110,11 +74,35 @@ class UpdateRunner:
         token = _RUNNING.set(self)
         try:
             with self._log.doing("update", f"optimizer step {index}"), OptimizerCtx(), self._scalers.running():
-                self.idle.before(pairs)
+                copies = [pair.copy for pair in pairs if pair.copy is not None] if self._looks else []
+                has_gradients = any(copy.grad is not None for copy in copies)
+                before = [Fingerprint.of(copy) for copy in copies] if has_gradients else []
                 step_fn()
-                self.idle.after(self._scalers)
+                if before:
+                    self._look(before)
         except BaseException as error:
             error.add_note(f"raised in step_fn of step {index} of {self._name}")
             raise
         finally:
             _RUNNING.reset(token)
+
+    def _look(self, before: Sequence[Fingerprint]) -> None:
+        """Gradients that ``step_fn`` took away, or that a scaler may have refused, were to have no effect."""
+        if any(copy.is_marked or copy.has_other_values for copy in before):
+            self._looks = False
+            return
+        gradients = [copy.parameter.grad for copy in before]
+        dense = [each for each in gradients if each is not None and each.layout is torch.strided]
+        have_effect = any(each.any() for each in dense) and all(each.isfinite().all() for each in dense)
+        if have_effect and not self._scalers.in_use:
+            self._looks, self._is_warning_due = False, True
+
+    def warn_if_idle(self) -> None:
+        """Warn, once, in the training thread, of a ``step_fn`` that changed nothing."""
+        if self._is_warning_due:
+            self._is_warning_due = False
+            warn(
+                "step_fn changed none of the parameters that have gradients. Unless that is meant (such as to let "
+                "gradients accumulate), the optimizer is made from other parameters: make it from "
+                "model.optim_parameters(), not from model.parameters() or those of the original module"
+            )

@@ -78,13 +78,11 @@ class Gates:
         self.gradients = Gate(deadline_s, self.board)
         """Closed until the update has taken the gradients."""
 
-    def close(self, parameters: Iterable[torch.Tensor]) -> None:
-        parameters = list(parameters)
+    def close(self, parameters: Sequence[torch.Tensor]) -> None:
         self.weights.close(parameters)
         self.gradients.close(parameters)
 
-    def open(self, parameters: Iterable[torch.Tensor]) -> None:
-        parameters = list(parameters)
+    def open(self, parameters: Sequence[torch.Tensor]) -> None:
         self.weights.open(parameters)
         self.gradients.open(parameters)
 

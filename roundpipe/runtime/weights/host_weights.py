@@ -69,7 +69,6 @@ class HostWeights:
         """Pack a layer at first sight, and again if its structure, or shapes or dtypes of its tensors changed since."""
         known = self._layers.get(id(layer))
         if known is not None and known.layer is layer and not known.is_current():
-            self._compared.clear()
             self._unpack(self._layers.pop(id(layer)))
         if self.registrar is not None and self.registrar.has_lost:
             self._to_register = True
@@ -84,6 +83,7 @@ class HostWeights:
             self._unpack(weights)
 
     def _unpack(self, weights: LayerWeights) -> None:
+        self._compared.clear()  # packed again, tensors move: no other may share their memory by then
         for key in [key for key, buffer in self._packed.items() if buffer is weights.packed]:
             del self._packed[key]
             self._owners = {tensor: owner for tensor, owner in self._owners.items() if owner != key}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -89,7 +89,7 @@ class Slot:
     def of(cls, tensor: torch.Tensor, attributes: list[Attribute], offset: int) -> Slot:
         is_parameter, is_loose = attributes[0].table == "_parameters", not is_plain(tensor)
         num_bytes = 0 if is_loose else tensor.numel() * tensor.element_size()
-        strides = tensor.stride() if is_loose else _dense_strides(tensor)
+        strides = () if is_loose else torch.empty_like(tensor, device="meta").stride()  # the same if it is dense
         return cls(attributes, is_parameter, offset, num_bytes, tensor.shape, strides, tensor.dtype, is_loose)
 
     @property
@@ -123,23 +123,9 @@ class Slot:
 
     def own_view(self, region: torch.Tensor) -> torch.Tensor:
         """The same, with a storage of its own too: what saves or copies a tensor takes the whole storage."""
-        if not self.num_bytes:
-            return self.view(region)
-        part = region[self.offset : self.offset + self.num_bytes]
-        block = (ctypes.c_ubyte * self.num_bytes).from_address(part.data_ptr())
-        block.memory = part  # type: ignore[attr-defined]  # keeps it
-        return torch.as_strided(torch.frombuffer(block, dtype=torch.uint8).view(self.dtype), self.shape, self.strides)
-
-
-def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The tensor's strides if its memory is dense, else those of a contiguous copy."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return torch.empty(tensor.shape, device="meta").stride()
-            expected *= size
-    return tensor.stride()
+        start = region.storage_offset() + self.offset
+        storage = region.untyped_storage()[start : start + self.num_bytes]
+        return torch.empty(0, dtype=self.dtype).set_(storage, 0, self.shape, self.strides)
 
 
 @dataclass(slots=True)
@@ -187,24 +173,22 @@ class LayerWeights:
         self._structure = Structure(layer.modules())
         self.habits: defaultdict[bool, Habits] = defaultdict(Habits)
         """By whether any module of the layer is in training mode."""
-        self._writers: list[nn.Module] | None = None
 
     @property
     def may_write_unseen(self) -> bool:
         """Whether a forward may write buffers without a change of version on a way that it has not gone so far."""
-        if self._writers is None:
-            self._writers = [
-                module for module in self.layer.modules() if _has_statistics(module) or _writes_data(type(module))
-            ]
         return any(module.training or not _has_statistics(module) for module in self._writers)
+
+    @functools.cached_property
+    def _writers(self) -> list[nn.Module]:
+        return [module for module in self.layer.modules() if _has_statistics(module) or _writes_data(type(module))]
 
     def check_structure(self) -> None:
         """Raise `ConfigError` if the layer has other modules, or parameters under other names, than as laid out."""
         if (changed := self._structure.changed()) is not None:
             raise ConfigError(structure_message(changed))
         removed = [slot.attributes[0] for slot in self.slots if slot.is_parameter and slot.current is None]
-        added = [attribute for attribute in self._empty_parameters if attribute.get() is not None]
-        for attribute in (*removed, *added):
+        for attribute in (*removed, *(each for each in self._empty_parameters if each.get() is not None)):
             raise ConfigError(structure_message(attribute.module, attribute.name))
 
     def is_current(self) -> bool:
@@ -280,5 +264,4 @@ def _has_statistics(module: nn.Module) -> bool:
 
 
 def _writes_data(kind: type) -> bool:
-    """Whether a class has Python that may write tensors without a change of their version."""
     return any(not _UNSEEN_WRITES.isdisjoint(names_in(code)) for _, code in codes_of(kind))
