@@ -113,9 +113,11 @@ def plan_greedy(costs: Sequence[LayerCost], **arguments: Unpack[PlanArguments]) 
     return candidate.plan(len(costs))
 
 
-def least_seconds(costs: Sequence[LayerCost], **arguments: Unpack[PlanArguments]) -> float:
-    """Seconds per step that no plan without replicas goes below; infinite if none fits."""
-    return min((bound_s for _, bound_s in _search(costs, **arguments).fused_starts()), default=inf)
+def least_seconds(costs: Sequence[LayerCost], *, replicate: bool = False, **arguments: Unpack[PlanArguments]) -> float:
+    """Seconds per step that no plan goes below, with any number of replicas or without; infinite if none fits."""
+    search = _search(costs, **arguments)
+    most_replicas = min(search.num_workers, search.num_microbatches) if replicate else 1
+    return min((bound_s for _, bound_s in search.fused_starts(most_replicas)), default=inf)
 
 
 def _search(

@@ -227,10 +227,13 @@ class Search:
             even["B"].update((len(edges), edges) for edges in backward[-1:])
         yield from product(even["F"].values(), even["B"].values())
 
-    def fused_starts(self) -> list[tuple[int, float]]:
-        """Starts of the fused tail that may fit, and a lower bound for each, the lowest first."""
+    def fused_starts(self, most_replicas: int | None = None) -> list[tuple[int, float]]:
+        """Starts of the fused tail that may fit, and a lower bound for each, the lowest first.
+
+        The bound is for as many replicas of the tail as the search tries, if no other number is given.
+        """
         bounds = []
-        most, times_s = max(self._fused_counts), self.packing.times_s
+        most, times_s = most_replicas or max(self._fused_counts), self.packing.times_s
         for start in range(self.num_layers):
             stage = self.costs.fused(start, self.num_layers)
             if self.budget_bytes is not None and stage.own_bytes > self.budget_bytes:

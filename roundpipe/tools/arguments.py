@@ -1,48 +1,16 @@
-"""What a command is made of, and the types of its arguments."""
+"""Types of the command line's arguments, and the largest that are taken."""
 
 from __future__ import annotations
 
 import argparse
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-MOST_SAMPLES = 10**9
-MOST_TOKENS = 10**7
-MOST_RANK = 65536
+MOST_SAMPLES, MOST_TOKENS, MOST_RANK = 10**9, 10**7, 65536
+MOST_DEVICES, MOST_MICROBATCHES = 256, 4096
+"""More of either than one machine has use for; planning for as many still takes seconds, not minutes."""
 LARGEST_QUANTITY = 1e24
-
-TARGET_HELP = (
-    "a Hugging Face config.json, a folder that has one, or package.module:factory (returns a model, or model and "
-    "keyword arguments of an example call; under torch.device('meta') it needs no memory)"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a command says."""
-
-    output: str | dict[str, Any]
-    """Text, or with ``--json`` a value."""
-    exit_code: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """One command of the command line; every one has the option ``--json``."""
-
-    name: str
-    summary: str
-    description: str
-    add_options: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], Answer]
-    epilog: str | None = None
-
 
 _Number = TypeVar("_Number", int, float)
 

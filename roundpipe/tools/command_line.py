@@ -1,7 +1,9 @@
 """The command line: ``python -m roundpipe plan | explain | doctor``.
 
-A command is a module with a `Command`: its name, a function that adds its options, and one that runs it. To add one,
-write such a module and name it in `COMMANDS`. This is the only file of the package that prints.
+    plan TARGET      `target` -> `forecast` -> `forecast_report`
+    plan --costs     `cost_file`
+
+To add a command, name it in `COMMANDS`. This is the only file of the package that prints.
 
 Invariant: exit code 0 for an answer, 1 for the answer that it doesn't fit or can't be cut, 2 with one line for
 arguments that can't be used. With ``--json``, codes 0 and 1 come with JSON.
@@ -10,16 +12,68 @@ arguments that can't be used. With ``--json``, codes 0 and 1 come with JSON.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
 
-from roundpipe.core.errors import DeviceMemoryError, RoundPipeError
-from roundpipe.tools import doctor, explain_command, plan_command
-from roundpipe.tools.arguments import Command
+import torch
 
-COMMANDS: tuple[Command, ...] = (plan_command.COMMAND, explain_command.COMMAND, doctor.COMMAND)
+from roundpipe.core.errors import ConfigError, DeviceMemoryError, RoundPipeError
+from roundpipe.reports.quantities import format_share
+from roundpipe.reports.timeline import check_path
+from roundpipe.tools.arguments import (
+    MOST_DEVICES,
+    MOST_MICROBATCHES,
+    MOST_RANK,
+    MOST_SAMPLES,
+    MOST_TOKENS,
+    count,
+    quantity,
+    share,
+)
+from roundpipe.tools.comparison import compare_schedules, comparison_json, comparison_text
+from roundpipe.tools.cost_file import fastest_plan, plan_costs, read_costs
+from roundpipe.tools.device_data import DEVICES, EFFICIENCY, DeviceSpec, find_device
+from roundpipe.tools.doctor import diagnose, diagnosis_text
+from roundpipe.tools.explain import explain
+from roundpipe.tools.forecast import Machine, Training, forecast, simulated_timeline
+from roundpipe.tools.forecast_report import forecast_json, forecast_text
+from roundpipe.tools.target import DEFAULT_SEQ, EXPLAINED_SEQ, Target, check_target, load_target
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+EXPLAINED_SAMPLES = 2
+"""One is not like others: dimensions of one are broadcast."""
+HOST_BYTES_PER_S = 100e9
+"""Four to eight channels of server memory, as far as copies reach."""
+FLOPS_PER_BYTE = 150.0
+"""Peak compute per memory bandwidth, for a device of which only the compute is given."""
+
+_TARGET_HELP = (
+    "a Hugging Face config.json, a folder that has one, or package.module:factory (returns a model, or model and "
+    "keyword arguments of an example call; under torch.device('meta') it needs no memory)"
+)
+_WITH_TARGET = (
+    *("device_profile", "flops", "memory", "link", "bandwidth", "efficiency", "host_memory", "host_bandwidth"),
+    *("timeline", "batch", "seq", "dtype", "optimizer", "optim_dtype", "lora"),
+)
+
+_Answer = tuple[str | dict[str, Any], int]
+"""Text, or with ``--json`` a value; and the exit code."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command of the command line; every one has the option ``--json``."""
+
+    summary: str
+    description: str
+    add_options: Callable[[argparse.ArgumentParser], object]
+    run: Callable[[argparse.Namespace], _Answer]
+    epilog: str | None = None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -33,21 +87,205 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line, None: that of the process; returns the exit code."""
     parser = _Parser(prog="python -m roundpipe", description="Plan training runs, look into models and the machine.")
     parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        added = parsers.add_parser(
-            command.name, help=command.summary, description=command.description, epilog=command.epilog
-        )
+    for name, command in COMMANDS.items():
+        added = parsers.add_parser(name, help=command.summary, description=command.description, epilog=command.epilog)
         added.add_argument("--json", action="store_true", help="print JSON")
         command.add_options(added)
-        added.set_defaults(run=command.run)
     options = parser.parse_args(argv)
     try:
-        answer = options.run(options)
+        output, exit_code = COMMANDS[options.command].run(options)
     except RoundPipeError as error:
         message = " ".join(str(error).split())
         if isinstance(error, DeviceMemoryError) and options.json:
             print(json.dumps({"error": message}))
         print(f"{parser.prog} {options.command}: error: {message}", file=sys.stderr)
         return 1 if isinstance(error, DeviceMemoryError) else 2
-    print(answer.output if isinstance(answer.output, str) else json.dumps(answer.output))
-    return answer.exit_code
+    print(output if isinstance(output, str) else json.dumps(output))
+    return exit_code
+
+
+def _add_plan_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("target", nargs="?", metavar="TARGET", help=_TARGET_HELP)
+    add("--costs", type=Path, metavar="FILE", help="plan for layers given as numbers, in JSON")
+    add("--devices", type=count(MOST_DEVICES), default=1, metavar="N", help="devices in the rotation (default: 1)")
+    add("--microbatches", type=count(MOST_MICROBATCHES), metavar="M", help="default: devices + 1, at most the batch")
+    add("--recompute", choices=("stage", "layer"), default="stage", help="layer: less device memory")
+    add("--compare", action="store_true", help="the same on other schedules: GPipe, 1F1B, ...")
+    add("--timeline", type=Path, metavar="FILE", help="write the simulated run: .json for ui.perfetto.dev, .png")
+    add("--no-replicas", action="store_true", help="with --costs: no stage takes several slots")
+    profiles = ", ".join(device.name for device in DEVICES)
+    add = parser.add_argument_group("devices, with TARGET", f"profiles: {profiles}").add_argument
+    add("--device-profile", metavar="NAME", help="figures of a known device; options override them")
+    add("--flops", type=quantity, metavar="RATE", help="dense peak in the model's dtype, such as 165T")
+    add("--memory", type=quantity, metavar="SIZE", help="of one device, such as 24GiB")
+    add("--link", type=quantity, metavar="RATE", help="host to device, one direction, such as 31GB/s")
+    add("--bandwidth", type=quantity, metavar="RATE", help=f"device memory; default: flops / {FLOPS_PER_BYTE:.0f}")
+    add("--efficiency", type=share, metavar="SHARE", help=f"of the FLOPs, sustained; default: {EFFICIENCY.compute}")
+    add("--host-memory", type=quantity, metavar="SIZE", help="it fits only within this; default: no limit")
+    add("--host-bandwidth", type=quantity, metavar="RATE", help="host memory; default: 100GB/s")
+    add = parser.add_argument_group("training, with TARGET").add_argument
+    add("--batch", type=count(MOST_SAMPLES), metavar="N", help="samples per step; default: one per microbatch")
+    add("--seq", type=count(MOST_TOKENS), metavar="N", help=f"tokens per sample; default: {DEFAULT_SEQ}")
+    add("--dtype", choices=DTYPES, help="of the weights; default: bfloat16")
+    add("--optimizer", choices=("adamw", "sgd"), help="default: adamw")
+    add("--optim-dtype", choices=DTYPES, help="of the optimizer's copies; default: float32")
+    add("--lora", type=count(MOST_RANK), metavar="RANK", help="train adapters of this rank, not the weights")
+
+
+def _plan(options: argparse.Namespace) -> _Answer:
+    if (options.target is None) == (options.costs is None):
+        mistake = "neither was" if options.costs is None else "both were"
+        raise ConfigError(f"give TARGET or --costs FILE, one of them; {mistake} given")
+    if options.costs is not None:
+        wrong = [name for name in _WITH_TARGET if getattr(options, name) is not None]
+        if wrong:
+            raise ConfigError(f"{_option(wrong[0])} has no meaning with --costs; the file says it all")
+        return _plan_costs(options)
+    if options.no_replicas:
+        raise ConfigError("--no-replicas is for --costs; the runtime gives every stage one slot")
+    return _plan_target(options)
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _plan_costs(options: argparse.Namespace) -> _Answer:
+    setting = read_costs(
+        options.costs,
+        num_workers=options.devices,
+        num_microbatches=options.microbatches or options.devices + 1,
+        recompute_grain=options.recompute,
+    )
+    document = plan_costs(setting, replicate=not options.no_replicas)
+    rows = compare_schedules(setting, fastest_plan(setting)) if options.compare else []
+    if options.compare:
+        document["schedules"] = comparison_json(rows)
+    if options.json:
+        return document, 0
+    lines = [f"{key:<14}{json.dumps(document[key])}" for key in ("forward", "fused", "backward", "replicas")]
+    lines.append(f"{'round':<14}{document['round_s']:.6g} s, no plan below {document['lower_bound_s']:.6g} s")
+    lines.append(f"{'idle':<14}{format_share(document['idle'])}")
+    if rows:
+        lines += ["", comparison_text(rows)]
+    return "\n".join(lines), 0
+
+
+def _plan_target(options: argparse.Namespace) -> _Answer:
+    check_target(options.target)
+    if options.timeline is not None:
+        check_path(options.timeline)
+    machine = Machine(
+        device=_device(options),
+        num_devices=options.devices,
+        efficiency=dataclasses.replace(EFFICIENCY, compute=options.efficiency or EFFICIENCY.compute),
+        host_bytes_per_s=options.host_bandwidth or HOST_BYTES_PER_S,
+        host_memory_bytes=None if options.host_memory is None else int(options.host_memory),
+    )
+    target = _target(options, DEFAULT_SEQ)
+    num_microbatches = options.microbatches or options.devices + 1
+    batch = options.batch or target.batch or num_microbatches
+    training = Training(
+        batch=batch,
+        num_microbatches=options.microbatches or min(num_microbatches, batch),
+        optimizer=options.optimizer or "adamw",
+        optim_dtype=DTYPES[options.optim_dtype or "float32"],
+        recompute_grain=options.recompute,
+    )
+    result = forecast(target, machine, training)
+    if options.timeline is not None and result.plan is not None:
+        simulated_timeline(result).save(options.timeline)
+    rows = compare_schedules(result.setting, result.plan) if options.compare else []
+    tokens = target.tokens_per_sample
+    per_step, exit_code = batch * (tokens or 1), 0 if result.fits else 1
+    if options.json:
+        compared = {"schedules": comparison_json(rows, per_step)} if options.compare else {}
+        return forecast_json(result) | compared, exit_code
+    parts = [forecast_text(result)]
+    if options.compare:
+        parts.append(comparison_text(rows, per_step, "samples" if tokens is None else "tokens"))
+    return "\n\n".join(parts), exit_code
+
+
+def _device(options: argparse.Namespace) -> DeviceSpec:
+    """The profile, with what the options say in its place."""
+    figures: dict[str, Any] = {
+        "flops_per_s": options.flops,
+        "memory_bytes": None if options.memory is None else int(options.memory),
+        "link_bytes_per_s": options.link,
+        "bytes_per_s": options.bandwidth,
+    }
+    figures = {name: value for name, value in figures.items() if value is not None}
+    if options.device_profile is not None:
+        profile = find_device(options.device_profile)
+        if not figures:
+            return profile
+        checked = {name: where for name, where in profile.checked.items() if name not in figures}
+        source = f"{profile.source}; options"
+        return dataclasses.replace(profile, name=f"{profile.name} (changed)", source=source, checked=checked, **figures)
+    missing = [_option(name) for name in ("flops", "memory", "link") if getattr(options, name) is None]
+    if missing:
+        raise ConfigError(
+            f"which device? {', '.join(missing)} not given; give them, or --device-profile with one of "
+            f"{', '.join(device.name for device in DEVICES)}"
+        )
+    figures.setdefault("bytes_per_s", options.flops / FLOPS_PER_BYTE)
+    return DeviceSpec(name="device", source="options", **figures)
+
+
+def _target(options: argparse.Namespace, default_seq: int) -> Target:
+    dtype = DTYPES[options.dtype or "bfloat16"]
+    return load_target(options.target, dtype=dtype, seq=options.seq, lora_rank=options.lora, default_seq=default_seq)
+
+
+def _add_explain_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("target", metavar="TARGET", help=_TARGET_HELP)
+    add("--batch", type=count(MOST_SAMPLES), metavar="N", help=f"samples of the example; default: {EXPLAINED_SAMPLES}")
+    add("--seq", type=count(MOST_TOKENS), metavar="N", help=f"tokens per sample; default: {EXPLAINED_SEQ}")
+    add("--dtype", choices=DTYPES, help="of the weights; default: bfloat16")
+    add("--lora", type=count(MOST_RANK), metavar="RANK", help="with adapters of this rank")
+    add("--eval", action="store_true", help="the model in evaluation mode; default: in training mode")
+    add("--graph", type=Path, metavar="FILE", help="write the graph to FILE.dot or FILE.png")
+
+
+def _explain(options: argparse.Namespace) -> _Answer:
+    target = _target(options, EXPLAINED_SEQ)
+    target.model.train(not options.eval)
+    kwargs = target.kwargs_for(options.batch or target.batch or EXPLAINED_SAMPLES)
+    explanation = explain(target.model, example_kwargs=kwargs, graph=options.graph)
+    exit_code = 0 if explanation.error is None else 1
+    if options.json:
+        return {**explanation.as_json(), "notes": list(target.notes)}, exit_code
+    return "\n".join((str(explanation), *(f"Note: {note}." for note in target.notes))), exit_code
+
+
+def _doctor(options: argparse.Namespace) -> _Answer:
+    diagnosis = diagnose()
+    return dataclasses.asdict(diagnosis) if options.json else diagnosis_text(diagnosis), 0
+
+
+COMMANDS = {
+    "plan": Command(
+        summary="what training a model on given devices will take",
+        description="What training a model on given devices will take; no weights and no devices are needed. Exit "
+        "code 1: it doesn't fit.",
+        add_options=_add_plan_options,
+        run=_plan,
+        epilog="Example: python -m roundpipe plan Qwen3-8B/config.json --device-profile RTX-4090 --devices 2",
+    ),
+    "explain": Command(
+        summary="what is traced and cut of a model",
+        description="The graph of a model, the layers it is cut into, what stays whole and why, what is carried over "
+        "each cut, and when a call traces again; no weights are needed. Exit code 1: it can't be cut.",
+        add_options=_add_explain_options,
+        run=_explain,
+    ),
+    "doctor": Command(
+        summary="what this machine offers: versions, devices, memory, copies",
+        description="Versions, devices, memory, whether memory can be pinned, and how fast copies are.",
+        add_options=lambda parser: None,
+        run=_doctor,
+    ),
+}

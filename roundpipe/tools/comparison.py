@@ -11,15 +11,15 @@ Invariant: rows differ in the schedule alone; all of them do the same samples in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from roundpipe.core.errors import ConfigError, DeviceMemoryError
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan, Schedule, make_schedule
 from roundpipe.planning.machine import HardwareProfile
-from roundpipe.planning.planner import ReplicatedPlan, plan_greedy, plan_replicated
+from roundpipe.planning.planner import PlanArguments, ReplicatedPlan, plan_greedy, plan_replicated
 from roundpipe.planning.simulator import Simulation, simulate
 from roundpipe.planning.stage_costs import RecomputeGrain, plan_peak_bytes
 from roundpipe.planning.static_schedules import StaticKind, simulate_static
@@ -49,7 +49,7 @@ class ComparedSchedule:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is compared on."""
+    """What is planned for and compared on."""
 
     costs: tuple[LayerCost, ...]
     """Of the layers, for one microbatch."""
@@ -61,6 +61,17 @@ class Setting:
     recompute_grain: RecomputeGrain = "stage"
     state_bytes_per_parameter: float = 0.0
     """What an optimizer on the device keeps per trained parameter: its copy and its states."""
+    names: tuple[str, ...] | None = None
+    """Of the layers, for messages."""
+
+    def planner_arguments(self) -> PlanArguments:
+        return {
+            "num_workers": self.num_workers,
+            "num_microbatches": self.num_microbatches,
+            "memory_budget_bytes": self.budget_bytes,
+            "recompute_grain": self.recompute_grain,
+            "names": self.names,
+        }
 
     def schedule(self, plan: ExecutePlan, replicas: Sequence[int] | None = None) -> Schedule:
         return make_schedule(plan, self.num_workers, self.num_microbatches, replicas=replicas)
@@ -76,32 +87,15 @@ class Setting:
 def compare_schedules(setting: Setting, chosen: ExecutePlan | None) -> list[ComparedSchedule]:
     """All schedules on the same setting; ``chosen`` is the plan of a run, None: none fits."""
     rows = [] if chosen is None else [_rotation("rotation", setting, chosen)]
-    rows.append(_rotation("rotation, replicas", setting, _planned(setting, plan_replicated)))
-    rows.append(_rotation("rotation, greedy", setting, _planned(setting, plan_greedy)))
+    for name, planner in (("rotation, replicas", plan_replicated), ("rotation, greedy", plan_greedy)):
+        try:
+            rows.append(_rotation(name, setting, planner(setting.costs, **setting.planner_arguments())))
+        except DeviceMemoryError:
+            rows.append(ComparedSchedule(name, setting.num_microbatches, remark="no plan fits"))
     return rows + [_static(name, kind, chunks, setting) for name, kind, chunks in _STATIC]
 
 
-_Plan = TypeVar("_Plan", ExecutePlan, ReplicatedPlan)
-
-
-def _planned(setting: Setting, planner: Callable[..., _Plan]) -> _Plan | None:
-    """The plan of one of the planner's functions; None: none fits."""
-    try:
-        return planner(
-            setting.costs,
-            num_workers=setting.num_workers,
-            num_microbatches=setting.num_microbatches,
-            memory_budget_bytes=setting.budget_bytes,
-            recompute_grain=setting.recompute_grain,
-        )
-    except DeviceMemoryError:
-        return None
-
-
-def _rotation(name: str, setting: Setting, chosen: ExecutePlan | ReplicatedPlan | None) -> ComparedSchedule:
-    number = setting.num_microbatches
-    if chosen is None:
-        return ComparedSchedule(name, number, remark="no plan fits")
+def _rotation(name: str, setting: Setting, chosen: ExecutePlan | ReplicatedPlan) -> ComparedSchedule:
     plan, replicas = (chosen.plan, chosen.replicas) if isinstance(chosen, ReplicatedPlan) else (chosen, None)
     simulation = setting.simulate(plan, replicas)
     peak_bytes = plan_peak_bytes(
@@ -112,8 +106,8 @@ def _rotation(name: str, setting: Setting, chosen: ExecutePlan | ReplicatedPlan 
         replicas=replicas,
     )
     remark = f"{plan.num_stages} stages" + (f" in {sum(replicas)} slots" if replicas and max(replicas) > 1 else "")
-    fits, idle = setting.has_room_for(peak_bytes), simulation.mean_idle.total
-    return ComparedSchedule(name, number, simulation.seconds_per_step, idle, peak_bytes, fits, remark)
+    seconds, idle, fits = simulation.seconds_per_step, simulation.mean_idle.total, setting.has_room_for(peak_bytes)
+    return ComparedSchedule(name, setting.num_microbatches, seconds, idle, peak_bytes, fits, remark)
 
 
 def _static(name: str, kind: StaticKind, chunks: int, setting: Setting) -> ComparedSchedule:
@@ -150,12 +144,11 @@ def comparison_text(rows: Sequence[ComparedSchedule], per_step: float | None = N
     cells = []
     for row in rows:
         seconds, idle, peak_bytes = row.seconds_per_step, row.idle, row.peak_bytes
-        figures = ["-", "-", "-", "-", "no"]
+        figures = ["-"] * 4
         if seconds is not None and idle is not None and peak_bytes is not None:
             rate = "" if per_step is None else f"{per_step / seconds:,.0f}"
             figures = [format_seconds(seconds), rate, format_share(idle), format_bytes(peak_bytes)]
-            figures.append("yes" if row.fits else "no")
-        cells.append([row.name, str(row.microbatches), *figures, row.remark])
+        cells.append([row.name, str(row.microbatches), *figures, "yes" if row.fits else "no", row.remark])
     if per_step is None:
         for line in (headers, *cells):
             del line[3]
@@ -166,8 +159,7 @@ def comparison_json(rows: Sequence[ComparedSchedule], per_step: float | None = N
     """The same as plain values."""
     documents = []
     for row in rows:
-        renamed = {"seconds_per_step": "seconds_per_round"}
-        document = {renamed.get(name, name): value for name, value in asdict(row).items()}
+        document = {name.replace("per_step", "per_round"): value for name, value in asdict(row).items()}
         if per_step is not None:
             document["per_s"] = per_step / row.seconds_per_step if row.seconds_per_step else None
         documents.append(document)

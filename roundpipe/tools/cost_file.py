@@ -13,20 +13,19 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from math import ceil, inf
+from dataclasses import asdict
+from math import inf, isinf
 from pathlib import Path
 from typing import Any
 
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import LayerCost
+from roundpipe.core.schedule import ExecutePlan
 from roundpipe.planning.machine import HardwareProfile
-from roundpipe.planning.planner import ReplicatedPlan, plan_replicated
+from roundpipe.planning.planner import least_seconds, plan_replicated
 from roundpipe.planning.planner import plan as choose_plan
-from roundpipe.planning.stage_costs import plan_seconds
-from roundpipe.runtime.config import RecomputeGrain
-from roundpipe.tools.comparison import ComparedSchedule, Setting, compare_schedules
+from roundpipe.planning.stage_costs import RecomputeGrain, plan_seconds
+from roundpipe.tools.comparison import Setting
 
 REQUIRED = ("forward_s", "backward_s", "weight_bytes", "activation_bytes", "carry_bytes")
 OPTIONAL = ("gradient_bytes", "workspace_bytes")
@@ -36,22 +35,10 @@ _MOST_SHOWN = 40
 """Characters of a wrong value."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChainCosts:
-    """What a file of costs says."""
-
-    names: tuple[str, ...]
-    costs: tuple[LayerCost, ...]
-    device_memory_bytes: int | None
-    """None = no limit."""
-    link_bytes_per_s: float | None
-    """Per device and direction; None = transfers take no time."""
-
-
-def read_costs(path: Path) -> ChainCosts:
-    """The costs in a file; a `ConfigError` if it can't be read or is not of the form above says where."""
+def read_costs(path: Path, **options: Any) -> Setting:
+    """`parse_costs` of a file; a `ConfigError` if it can't be read or is not of the form above says where."""
     try:
-        return parse_costs(json.loads(path.read_text(encoding="utf-8")))
+        return parse_costs(json.loads(path.read_text(encoding="utf-8")), **options)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
     except ConfigError as error:
@@ -60,8 +47,10 @@ def read_costs(path: Path) -> ChainCosts:
         raise ConfigError(f"{path} is not JSON: {error}") from error
 
 
-def parse_costs(document: Any) -> ChainCosts:
-    """The costs in the parsed JSON; a `ConfigError` if it is not of the form above."""
+def parse_costs(
+    document: Any, *, num_workers: int = 1, num_microbatches: int = 1, recompute_grain: RecomputeGrain = "stage"
+) -> Setting:
+    """The costs in the parsed JSON, to plan for; a `ConfigError` if it is not of the form above."""
     layers = document.get("layers") if isinstance(document, dict) else None
     if not isinstance(layers, list) or not layers:
         raise ConfigError('give an object with "layers", a list of at least one layer')
@@ -69,11 +58,15 @@ def parse_costs(document: Any) -> ChainCosts:
     link = _optional_number(document, "link_bytes_per_s")
     if link == 0:
         raise ConfigError('"link_bytes_per_s" is 0; give a number above 0, or leave it out for transfers that are free')
-    return ChainCosts(
+    link = inf if link is None else link
+    return Setting(
         costs=tuple(_layer_cost(layer, index) for index, layer in enumerate(layers)),
         names=tuple(str(layer.get("name", index)) for index, layer in enumerate(layers)),
-        device_memory_bytes=None if memory_bytes is None else int(memory_bytes),
-        link_bytes_per_s=link,
+        num_workers=num_workers,
+        num_microbatches=num_microbatches,
+        budget_bytes=None if memory_bytes is None else int(memory_bytes),
+        profile=HardwareProfile(upload_bytes_per_s=link, download_bytes_per_s=link),
+        recompute_grain=recompute_grain,
     )
 
 
@@ -106,14 +99,7 @@ def _number(value: Any, what: str) -> float:
     return value
 
 
-def plan_costs(
-    chain: ChainCosts,
-    *,
-    num_workers: int,
-    num_microbatches: int,
-    replicate: bool = True,
-    recompute_grain: RecomputeGrain = "stage",
-) -> dict[str, Any]:
+def plan_costs(setting: Setting, *, replicate: bool = True) -> dict[str, Any]:
     """The plan as a value for JSON.
 
     With ``replicate``, a stage may take several slots of the rotation; not with a link, which would have to bring its
@@ -123,81 +109,40 @@ def plan_costs(
         ConfigError: an argument out of range.
         DeviceMemoryError: no plan fits.
     """
-    replicate = replicate and chain.link_bytes_per_s is None
-    setting = _setting(chain, num_workers, num_microbatches, recompute_grain)
+    costs, num_workers, num_microbatches = setting.costs, setting.num_workers, setting.num_microbatches
+    is_free, replicas = _has_free_transfers(setting), None
+    replicate = replicate and is_free
     since = time.perf_counter()
-    chosen = _choose(chain, setting, replicate)
-    plan, replicas = chosen.plan, chosen.replicas
-    if chain.link_bytes_per_s is not None:
-        step_s = setting.simulate(plan).seconds_per_step
+    if replicate:
+        replicated = plan_replicated(costs, **setting.planner_arguments())
+        plan, replicas = replicated.plan, replicated.replicas
     else:
-        machine = {"num_workers": num_workers, "num_microbatches": num_microbatches}
-        step_s = plan_seconds(plan, chain.costs, **machine, replicas=replicas if replicate else None)
+        plan = fastest_plan(setting)
+    if is_free:
+        step_s = plan_seconds(
+            plan, costs, num_workers=num_workers, num_microbatches=num_microbatches, replicas=replicas
+        )
+    else:
+        step_s = setting.simulate(plan).seconds_per_step
     planning_s = time.perf_counter() - since
     assert plan.fused is not None
-    busy_s = _work_s(chain.costs, plan.fused[0]) * num_microbatches / num_workers
+    work_s = sum(cost.forward_s + cost.backward_s for cost in costs)
+    work_s += sum(cost.forward_s for cost in costs[: plan.fused[0]])  # recomputation
     return {
-        "forward": [list(stage) for stage in plan.forward],
-        "fused": list(plan.fused),
-        "backward": [list(stage) for stage in plan.backward],
-        "replicas": list(replicas),
+        **asdict(plan),
+        "replicas": replicas or (1,) * plan.num_stages,
         "round_s": step_s,
-        "idle": max(1.0 - busy_s / step_s, 0.0) if step_s else 0.0,
-        "lower_bound_s": lower_bound_s(chain, num_workers, num_microbatches, replicate=replicate),
+        "idle": max(1.0 - work_s * num_microbatches / num_workers / step_s, 0.0) if step_s else 0.0,
+        "lower_bound_s": least_seconds(costs, replicate=replicate, **setting.planner_arguments()),
         "planning_s": planning_s,
     }
 
 
-def compare_costs(
-    chain: ChainCosts, *, num_workers: int, num_microbatches: int, recompute_grain: RecomputeGrain = "stage"
-) -> list[ComparedSchedule]:
-    """Schedules side by side on the chain; arguments and errors as for `plan_costs`."""
-    setting = _setting(chain, num_workers, num_microbatches, recompute_grain)
-    return compare_schedules(setting, _choose(chain, setting, replicate=False).plan)
+def fastest_plan(setting: Setting) -> ExecutePlan:
+    """The fastest plan without replicas that is found: with a link by the simulator, else by the recurrence."""
+    predict = None if _has_free_transfers(setting) else lambda plan: setting.simulate(plan).seconds_per_step
+    return choose_plan(setting.costs, predict=predict, **setting.planner_arguments())
 
 
-def _setting(chain: ChainCosts, num_workers: int, num_microbatches: int, recompute_grain: RecomputeGrain) -> Setting:
-    link = inf if chain.link_bytes_per_s is None else chain.link_bytes_per_s
-    profile = HardwareProfile(link, link)
-    return Setting(chain.costs, num_workers, num_microbatches, chain.device_memory_bytes, profile, recompute_grain)
-
-
-def _choose(chain: ChainCosts, setting: Setting, replicate: bool) -> ReplicatedPlan:
-    """The fastest plan found: with a link by the simulator, else by the recurrence."""
-    limits: dict[str, Any] = {
-        "num_workers": setting.num_workers,
-        "num_microbatches": setting.num_microbatches,
-        "memory_budget_bytes": setting.budget_bytes,
-        "recompute_grain": setting.recompute_grain,
-        "names": chain.names,
-    }
-    if replicate:
-        return plan_replicated(chain.costs, **limits)
-    predict = None if chain.link_bytes_per_s is None else lambda plan: setting.simulate(plan).seconds_per_step
-    chosen = choose_plan(chain.costs, predict=predict, **limits)
-    return ReplicatedPlan(chosen, (1,) * chosen.num_stages)
-
-
-def _work_s(costs: Sequence[LayerCost], fused_start: int) -> float:
-    """Compute of one microbatch: a forward, a backward, and a recomputation in front of the fused tail."""
-    total_s = sum(cost.forward_s + cost.backward_s for cost in costs)
-    return total_s + sum(cost.forward_s for cost in costs[:fused_start])
-
-
-def lower_bound_s(chain: ChainCosts, num_workers: int, num_microbatches: int, *, replicate: bool = True) -> float:
-    """Seconds that no plan's step can go below: all devices always busy, or the way to the losses.
-
-    The next step starts when the losses are known, so a step takes at least one microbatch's way to the fused
-    tail and all visits of a replica of that tail, whichever start of the tail within memory is the best.
-    """
-    costs, best_s = chain.costs, inf
-    copies = min(num_workers, num_microbatches) if replicate else 1
-    for start in range(len(costs)):
-        tail = costs[start:]
-        tail_bytes = sum(cost.weight_bytes + cost.gradient_bytes + cost.activation_bytes for cost in tail)
-        if start + 1 < len(costs) and chain.device_memory_bytes is not None and tail_bytes > chain.device_memory_bytes:
-            continue
-        tail_s = sum(cost.forward_s + cost.backward_s for cost in tail)
-        to_losses_s = sum(cost.forward_s for cost in costs[:start]) + tail_s * ceil(num_microbatches / copies)
-        best_s = min(best_s, max(_work_s(costs, start) * num_microbatches / num_workers, to_losses_s))
-    return best_s
+def _has_free_transfers(setting: Setting) -> bool:
+    return isinf(setting.profile.upload_bytes_per_s)

@@ -6,8 +6,6 @@ hundred megabytes, given back at the end.
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import importlib.metadata
 import os
 import platform
@@ -19,7 +17,6 @@ import torch
 
 from roundpipe.reports.quantities import format_bytes, format_rate
 from roundpipe.reports.tables import summary_table
-from roundpipe.tools.arguments import Answer, Command
 from roundpipe.tools.device_data import EFFICIENCY
 
 PACKAGES = ("roundpipe", "torch", "transformers", "peft", "safetensors")
@@ -197,18 +194,3 @@ def diagnosis_text(diagnosis: Diagnosis) -> str:
 
 def _rate(bytes_per_s: float | None) -> str:
     return "not possible" if bytes_per_s is None else format_rate(bytes_per_s)
-
-
-def run(options: argparse.Namespace) -> Answer:
-    """The answer of ``doctor``."""
-    diagnosis = diagnose()
-    return Answer(dataclasses.asdict(diagnosis) if options.json else diagnosis_text(diagnosis))
-
-
-COMMAND = Command(
-    name="doctor",
-    summary="what this machine offers: versions, devices, memory, copies",
-    description="Versions, devices, memory, whether memory can be pinned, and how fast copies are.",
-    add_options=lambda parser: None,
-    run=run,
-)

@@ -1,25 +1,266 @@
 """What training a model on given devices will take, and what to change: forecasts for one setting and its neighbours.
 
-Settings are tried with the same layers: for memory if nothing fits the devices, otherwise for speed.
+    Layers        a model as layers, traced and lowered once for all settings
+    forecast_at   -> PlanChooser.plan     the plan that a run would choose
+                  -> Setting.simulate     links, host memory and the optimizer included
+
+Nothing is allocated or run: compute times rest on FLOPs and bytes, and on what a device sustains of its datasheet.
+
+Invariant: layers and plan are those that the runtime chooses for the same budget, so what is predicted is what runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf
+from typing import Literal
 
-from roundpipe.planning.simulator import simulate_timeline, steady
+import torch
+
+from roundpipe.core.errors import ConfigError, DeviceMemoryError, TraceError
+from roundpipe.core.layers import LayerChain, LayerCost
+from roundpipe.core.schedule import ExecutePlan
+from roundpipe.fx.passes.cost import DeviceProfile
+from roundpipe.fx.passes.lower import LowerOptions, lower
+from roundpipe.fx.trace.tracer import trace
+from roundpipe.planning.machine import HardwareProfile
+from roundpipe.planning.simulator import Simulation, simulate_timeline, steady
+from roundpipe.planning.stage_costs import StageCosts, device_memory, largest_layer_bytes, training_stages
+from roundpipe.reports.memory import DeviceMemory, HostMemory
 from roundpipe.reports.timeline import Timeline
-from roundpipe.runtime.config import RecomputeGrain
-from roundpipe.tools.forecast_setting import Forecast, Layers, Machine, Training, forecast_at
+from roundpipe.runtime.config import RecomputeGrain, RoundPipeRunConfig, resolve
+from roundpipe.runtime.device.accelerator import PLANNED_SHARE
+from roundpipe.runtime.engine.plan_choice import PlanChooser, times_the_example, with_temporaries
+from roundpipe.runtime.engine.spec import Call
+from roundpipe.tools.comparison import Setting
+from roundpipe.tools.device_data import DeviceSpec, Efficiency
 from roundpipe.tools.target import Target
 
 WORTH_NAMING = 1.05
 """How much faster a change must be to be suggested."""
 MUCH_IDLE = 0.05
 """Share of idle time above which other settings are tried."""
+
+OptimizerName = Literal["adamw", "sgd"]
+
+_STATES = {"adamw": 2, "sgd": 0}
+"""Optimizer states per trained parameter, as large as its copy."""
+_COPY_ACCESSES = {"adamw": 8, "sgd": 3}
+"""Reads and writes of values of the optimizer's dtype in one update of one parameter: copy, gradient, states."""
+_MODEL_ACCESSES = 2
+"""Those of the model's dtype: the gradient read, the weight written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The devices and their host."""
+
+    device: DeviceSpec
+    num_devices: int
+    efficiency: Efficiency
+    host_bytes_per_s: float
+    """Host memory bandwidth that transfers and the optimizer share, sustained."""
+    host_memory_bytes: int | None = None
+    """None = not asked."""
+
+    @property
+    def budget_bytes(self) -> int:
+        """What the runtime uses of a device that nobody else uses."""
+        return int(self.device.memory_bytes * PLANNED_SHARE)
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """Of each device's link to the host, one direction, sustained."""
+        return self.device.link_bytes_per_s * self.efficiency.link
+
+    @property
+    def profile(self) -> DeviceProfile:
+        return DeviceProfile(
+            flops_per_s=self.device.flops_per_s * self.efficiency.compute,
+            bytes_per_s=self.device.bytes_per_s * self.efficiency.bandwidth,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How it is trained."""
+
+    batch: int
+    num_microbatches: int
+    optimizer: OptimizerName = "adamw"
+    optim_dtype: torch.dtype = torch.float32
+    recompute_grain: RecomputeGrain = "stage"
+
+    def __post_init__(self) -> None:
+        if self.batch < self.num_microbatches:
+            raise ConfigError(
+                f"a batch of {self.batch} can't be split into {self.num_microbatches} microbatches; raise --batch or "
+                "give --microbatches"
+            )
+
+    @property
+    def microbatch(self) -> int:
+        return -(-self.batch // self.num_microbatches)
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """A model as layers."""
+
+    target: Target
+    chain: LayerChain
+    """With the costs that a run would choose its plan by."""
+    device_costs: tuple[LayerCost, ...]
+    notes: tuple[str, ...]
+    """What the figures leave out."""
+
+    @classmethod
+    def of(cls, target: Target, num_samples: int, machine: Machine) -> Layers:
+        """The layers of a target, with costs for a microbatch; a `TraceError` for a model that would not be cut."""
+        options = LowerOptions(max_layer_bytes=largest_layer_bytes(machine.budget_bytes))
+        kwargs, notes = target.kwargs_for(num_samples), list(target.notes)
+        try:
+            with torch.enable_grad():
+                traced = trace(target.model, (), kwargs, max_leaf_bytes=options.max_layer_bytes)
+        except TraceError as error:
+            message = f"there is no forecast for a model that runs whole, which this one would: {error}"
+            raise TraceError(message) from error
+        lowered = lower(traced, options)
+        if traced.opaque:
+            notes.append(f"{len(traced.opaque)} modules stayed whole: {', '.join(list(traced.opaque)[:3])}")
+        estimated = sum(cost.estimated for cost in lowered.costs.values())
+        if estimated:
+            notes.append(f"the costs of {estimated} of {len(lowered.costs)} nodes are guessed from sizes")
+        if not target.has_loss:
+            notes.append("the loss is not part of the model's call: its time and memory are left out")
+        return cls(target, lowered.chain, tuple(lowered.costs_on(machine.profile)), tuple(notes))
+
+
+@dataclass(slots=True)
+class Forecast:
+    """What a setting takes; without a plan, if none fits on the devices, there is no simulation."""
+
+    layers: Layers
+    costs: tuple[LayerCost, ...]
+    """Of one microbatch, in the device's seconds."""
+    machine: Machine
+    training: Training
+    setting: Setting
+    """The same for the simulator."""
+    plan: ExecutePlan | None
+    stages: dict[str, DeviceMemory]
+    """Device memory while the stages F0, .., U, B1, .. of the plan run; none without a plan."""
+    host: HostMemory
+    simulation: Simulation | None
+    reasons: list[str] = field(default_factory=list)
+    changes: list[str] = field(default_factory=list)
+
+    @property
+    def fits(self) -> bool:
+        return not self.reasons
+
+    @property
+    def device(self) -> DeviceMemory | None:
+        """Device memory of the stage that needs the most."""
+        return max(self.stages.values(), key=lambda memory: memory.total, default=None)
+
+    @property
+    def fits_devices(self) -> bool:
+        """Whether there is a plan that leaves room for all that is counted."""
+        return self.device is not None and self.device.total <= self.machine.budget_bytes
+
+    def samples_per_s(self) -> float:
+        """Samples in a second; 0 if it doesn't run."""
+        return self.training.batch / self.simulation.seconds_per_step if self.simulation else 0.0
+
+    def least_s(self) -> dict[str, float]:
+        """Least time of a step if only compute counted, only the busier direction of the links, or only host memory."""
+        if self.simulation is None:
+            return {}
+        step, machine = self.simulation, self.machine
+        up, down = step.uploaded_bytes, step.downloaded_bytes
+        return {
+            "compute": step.seconds_per_step * (1.0 - step.mean_idle.total),
+            "link": max(up, down) / machine.num_devices / machine.link_bytes_per_s,
+            "host": (up + down + step.optimizer_bytes) / machine.host_bytes_per_s,
+        }
+
+
+def forecast_at(layers: Layers, machine: Machine, training: Training, *, simulated: bool = True) -> Forecast:
+    """The forecast for one setting, from layers of any microbatch.
+
+    How fast it is, and how much the host carries, only where it is ``simulated``.
+    """
+    chain, kwargs = layers.chain, layers.target.kwargs_for(training.microbatch)
+    number, grain = training.num_microbatches, training.recompute_grain
+    options = RoundPipeRunConfig(num_microbatch=number, recompute_grain=grain)
+    config = resolve(options, None, num_devices=machine.num_devices)
+    call = Call(chain, config, [()] * number, [kwargs] * number, [None] * number, number)
+    factor = times_the_example(chain, call.elements())
+    costs = tuple(with_temporaries([cost.scaled(factor) for cost in layers.device_costs]))
+    setting = _setting(costs, machine, training)
+    reasons, plan, simulation = [], None, None
+    stages: dict[str, DeviceMemory] = {}
+    try:
+        plan = PlanChooser(machine.num_devices, [machine.budget_bytes], accelerators=True).plan(call)
+    except DeviceMemoryError as error:
+        reasons.append(str(error))
+    else:
+        memory = device_memory(training_stages(plan, StageCosts(costs, grain)), machine.num_devices)
+        stages = {name: need for (name, _), need in zip(plan.named_stages(), memory, strict=True)}
+        simulation = setting.simulate(plan) if simulated else None
+        needed_bytes = max(need.total for need in memory)
+        if needed_bytes > machine.budget_bytes:
+            reasons.append(
+                f"a device needs {needed_bytes:,} bytes with what comes and goes within layers, and its budget is "
+                f"{machine.budget_bytes:,} bytes"
+            )
+    host = _host_memory(layers.target, training, simulation.peak_carried_bytes if simulation else 0)
+    if machine.host_memory_bytes is not None and host.total > machine.host_memory_bytes:
+        reasons.append(f"the host needs {host.total:,} bytes of memory and has {machine.host_memory_bytes:,}")
+    return Forecast(layers, costs, machine, training, setting, plan, stages, host, simulation, reasons)
+
+
+def _setting(costs: Sequence[LayerCost], machine: Machine, training: Training) -> Setting:
+    """Costs of a mean microbatch, links, host memory and the optimizer's traffic, for the simulator."""
+    share = training.batch / (training.microbatch * training.num_microbatches)
+    mean_costs = (replace(cost, forward_s=cost.forward_s * share, backward_s=cost.backward_s * share) for cost in costs)
+    num_parameters = sum(cost.num_parameters for cost in costs)
+    item_bytes = sum(cost.weight_bytes for cost in costs) / num_parameters if num_parameters else 0.0
+    copies_bytes = _COPY_ACCESSES[training.optimizer] * training.optim_dtype.itemsize
+    profile = HardwareProfile(
+        upload_bytes_per_s=machine.link_bytes_per_s,
+        download_bytes_per_s=machine.link_bytes_per_s,
+        host_bytes_per_s=machine.host_bytes_per_s,
+        optimizer_bytes_per_s=machine.host_bytes_per_s,
+        optimizer_bytes_per_parameter=round(copies_bytes + _MODEL_ACCESSES * item_bytes),
+    )
+    return Setting(
+        costs=tuple(mean_costs),
+        num_workers=machine.num_devices,
+        num_microbatches=training.num_microbatches,
+        budget_bytes=machine.budget_bytes,
+        profile=profile,
+        recompute_grain=training.recompute_grain,
+        state_bytes_per_parameter=(1 + _STATES[training.optimizer]) * training.optim_dtype.itemsize,
+    )
+
+
+def _host_memory(target: Target, training: Training, carried_bytes: int) -> HostMemory:
+    parameters = {id(parameter): parameter for parameter in target.model.parameters()}.values()
+    buffers = {id(buffer): buffer for buffer in target.model.buffers()}.values()
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    optimizer_bytes = sum(parameter.numel() for parameter in trained) * training.optim_dtype.itemsize
+    return HostMemory(
+        weights=sum(tensor.nbytes for tensor in (*parameters, *buffers)),
+        gradients=sum(parameter.nbytes for parameter in trained),
+        optimizer_copies=optimizer_bytes,
+        optimizer_gradients=optimizer_bytes,
+        optimizer_states=optimizer_bytes * _STATES[training.optimizer],
+        carried=carried_bytes,
+    )
 
 
 def forecast(target: Target, machine: Machine, training: Training) -> Forecast:
@@ -30,16 +271,16 @@ def forecast(target: Target, machine: Machine, training: Training) -> Forecast:
         TraceError: the model's own forward can't be traced, so it would not be cut.
     """
     layers = Layers.of(target, training.microbatch, machine)
-    result = forecast_at(target, layers, machine, training)
-    for changed in _alternatives(training, result):
-        other = forecast_at(target, layers, machine, changed, simulated=result.fits_devices)
+    result = forecast_at(layers, machine, training)
+    for changed in _alternatives(result):
+        other = forecast_at(layers, machine, changed, simulated=result.fits_devices)
         is_slower = result.fits_devices and other.samples_per_s() < result.samples_per_s() * WORTH_NAMING
         if not other.fits_devices or is_slower:
             continue
-        result.changes.append(_describe(training, changed, other, result))
+        result.changes.append(_describe(other, result))
         if not result.fits_devices:
             break  # the first that fits is the cheapest
-    result.changes += _with_fewer_devices(target, layers, result)
+    result.changes += _with_fewer_devices(result)
     if not result.fits_devices and not result.changes:
         result.changes.append("shorter sequences, a device with more memory, or --lora (no gradients of the weights)")
     host_bytes = machine.host_memory_bytes
@@ -57,8 +298,9 @@ def simulated_timeline(result: Forecast) -> Timeline:
     return steady(timeline, schedule)
 
 
-def _alternatives(training: Training, result: Forecast) -> Iterator[Training]:
+def _alternatives(result: Forecast) -> Iterator[Training]:
     """Settings to try: for memory if nothing fits the devices, the cheapest first; otherwise for speed."""
+    training = result.training
     other_grain: RecomputeGrain = "layer" if training.recompute_grain == "stage" else "stage"
     number, batch = training.num_microbatches, training.batch
     if result.simulation is not None and result.fits_devices:
@@ -76,7 +318,7 @@ def _alternatives(training: Training, result: Forecast) -> Iterator[Training]:
             yield changed
 
 
-def _with_fewer_devices(target: Target, layers: Layers, result: Forecast) -> list[str]:
+def _with_fewer_devices(result: Forecast) -> list[str]:
     """The number of devices that would be faster than all of them, if there is one: one, or half of them.
 
     Where links bind, the one stage of a single device moves each weight once; stages spread over devices move most of
@@ -92,24 +334,24 @@ def _with_fewer_devices(target: Target, layers: Layers, result: Forecast) -> lis
     gradient_bytes = sum(cost.gradient_bytes for cost in result.costs)
     if (step.optimizer_bytes + moved_bytes + gradient_bytes) / machine.host_bytes_per_s > within_s:
         return []  # the host is the limit, for any number
-    best: tuple[float, int] | None = None
+    best_s, best_number = inf, 0
     for number in sorted({1, -(-machine.num_devices // 2)}):
         at_least_s = max(work_s * training.num_microbatches, moved_bytes / machine.link_bytes_per_s) / number
         if not 0 < number < machine.num_devices or at_least_s > within_s:
             continue
-        other = forecast_at(target, layers, replace(machine, num_devices=number), training)
+        other = forecast_at(result.layers, replace(machine, num_devices=number), training)
         if other.fits_devices and other.simulation is not None and other.simulation.seconds_per_step <= within_s:
-            best = min(best or (inf, 0), (other.simulation.seconds_per_step, number))
-    if best is None:
+            best_s, best_number = min((best_s, best_number), (other.simulation.seconds_per_step, number))
+    if not best_number:
         return []
     same = f"--batch {training.batch} --microbatches {training.num_microbatches}"
-    return [f"--devices {best[1]} {same}: {step.seconds_per_step / best[0] - 1:+.0%} throughput"]
+    return [f"--devices {best_number} {same}: {step.seconds_per_step / best_s - 1:+.0%} throughput"]
 
 
-def _describe(training: Training, changed: Training, other: Forecast, result: Forecast) -> str:
+def _describe(other: Forecast, result: Forecast) -> str:
     names = {"batch": "--batch", "num_microbatches": "--microbatches", "recompute_grain": "--recompute"}
-    values = {name: getattr(changed, name) for name in names if getattr(changed, name) != getattr(training, name)}
-    options = " ".join(f"{names[name]} {value}" for name, value in values.items())
+    values = {option: (getattr(result.training, name), getattr(other.training, name)) for name, option in names.items()}
+    options = " ".join(f"{option} {now}" for option, (before, now) in values.items() if now != before)
     if not result.fits_devices:
         return f"{options}: fits the devices"
     return f"{options}: {other.samples_per_s() / result.samples_per_s() - 1:+.0%} throughput"

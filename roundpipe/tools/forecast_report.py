@@ -13,7 +13,7 @@ from roundpipe.reports.memory import DeviceMemory
 from roundpipe.reports.partition_table import partition_table
 from roundpipe.reports.quantities import counted, format_bytes, format_flops, format_rate, format_seconds, format_share
 from roundpipe.reports.tables import summary_table
-from roundpipe.tools.forecast_setting import Forecast, Machine
+from roundpipe.tools.forecast import Forecast, Machine
 
 BASIS = "FLOPs and bytes counted on fake tensors; nothing was measured"
 
@@ -29,7 +29,7 @@ _LIMITS = {"compute": "compute", "link": "links", "host": "host memory"}
 def forecast_text(result: Forecast) -> str:
     """The partition table, what a step takes, memory, the verdict, and what it rests on."""
     training, machine, step = result.training, result.machine, result.simulation
-    title = f"{result.target.name} on {machine.num_devices} x {machine.device.name}"
+    title = f"{result.layers.target.name} on {machine.num_devices} x {machine.device.name}"
     rows = {"step": _step(result)}
     if step is not None:
         idle = step.mean_idle
@@ -57,8 +57,8 @@ def forecast_text(result: Forecast) -> str:
         f"{training.optimizer} in {str(training.optim_dtype).removeprefix('torch.')}, host memory at "
         f"{format_rate(machine.host_bytes_per_s)}, recomputation by {training.recompute_grain}"
     )
-    rows |= _rows("note", result.notes)
-    return "\n\n".join((partition_table(result.chain, result.plan, title=title), summary_table(rows)))
+    rows |= _rows("note", result.layers.notes)
+    return "\n\n".join((partition_table(result.layers.chain, result.plan, title=title), summary_table(rows)))
 
 
 def _rows(label: str, lines: Sequence[str]) -> dict[str, str]:
@@ -67,7 +67,7 @@ def _rows(label: str, lines: Sequence[str]) -> dict[str, str]:
 
 
 def _step(result: Forecast) -> str:
-    training, tokens = result.training, result.target.tokens_per_sample
+    training, tokens = result.training, result.layers.target.tokens_per_sample
     size = counted(training.batch, "sample")
     if tokens is not None:
         size += f" of {counted(tokens, 'token')}"
@@ -102,13 +102,13 @@ def _figures(machine: Machine) -> str:
 def forecast_json(result: Forecast) -> dict[str, Any]:
     """The same as plain values; bytes, seconds and shares without rounding."""
     training, machine, plan, step = result.training, result.machine, result.plan, result.simulation
-    tokens, need = result.target.tokens_per_sample, result.device
+    tokens, need = result.layers.target.tokens_per_sample, result.device
     layers = []
-    for spec, cost in zip(result.chain.specs, result.costs, strict=True):
+    for spec, cost in zip(result.layers.chain.specs, result.costs, strict=True):
         layers.append({"name": spec.name, **asdict(cost)})
         del layers[-1]["temporary_bytes"]
     return {
-        "model": result.target.name,
+        "model": result.layers.target.name,
         "fits": result.fits,
         "reasons": result.reasons,
         "changes": result.changes,
@@ -117,13 +117,7 @@ def forecast_json(result: Forecast) -> dict[str, Any]:
         "microbatches": training.num_microbatches,
         "tokens_per_sample": tokens,
         "layers": layers,
-        "plan": None
-        if plan is None
-        else {
-            "forward": [list(stage) for stage in plan.forward],
-            "fused": None if plan.fused is None else list(plan.fused),
-            "backward": [list(stage) for stage in plan.backward],
-        },
+        "plan": None if plan is None else asdict(plan),
         "step": None
         if step is None
         else {
@@ -144,5 +138,5 @@ def forecast_json(result: Forecast) -> dict[str, Any]:
         },
         "host_memory": {"needed_bytes": result.host.total, **asdict(result.host), "pinned": result.host.pinned},
         "basis": f"{BASIS}; {_figures(machine)}",
-        "notes": result.notes,
+        "notes": list(result.layers.notes),
     }

@@ -12,6 +12,7 @@ import importlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -70,14 +71,12 @@ class Box:
 
 def boxes_of(traced: TracedGraph, nodes: Sequence[Node]) -> list[Box]:
     """Nodes, in order, as boxes."""
-    groups: list[list[Node]] = []
-    for node in nodes:
-        glues = node.op != "call_module" and groups and groups[-1][0].op != "call_module"
-        if glues and module_of(groups[-1][0]) == module_of(node):
-            groups[-1].append(node)
-        else:
-            groups.append([node])
-    return [Box(tuple(group), _label(traced, group)) for group in groups]
+
+    def owner(node: Node) -> object:
+        return node if node.op == "call_module" else module_of(node)
+
+    groups = (tuple(group) for _, group in groupby(nodes, owner))
+    return [Box(group, _label(traced, group)) for group in groups]
 
 
 def _label(traced: TracedGraph, group: Sequence[Node]) -> str:

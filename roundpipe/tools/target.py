@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -75,10 +76,8 @@ def load_target(
     """
     check_target(text)
     path = Path(text).expanduser()
-    if path.exists():
-        target = _from_config(path, dtype, seq, default_seq)
-    else:
-        target = _from_factory(text, seq, default_seq)
+    is_config = path.exists()
+    target = _from_config(path, dtype, seq, default_seq) if is_config else _from_factory(text, seq, default_seq)
     if lora_rank is not None:
         _add_adapters(target.model, lora_rank, dtype)
     target.model.train()
@@ -132,48 +131,42 @@ def _architecture(transformers: Any, config: Any) -> Any:
 
 
 def _of_transformers(name: str, model: Any, seq: int | None, default_seq: int) -> Target:
-    kind, config = type(model).__name__, model.config
-    if model.main_input_name == "pixel_values":
-        return _of_images(name, model)
-    if model.main_input_name != "input_ids":
+    kind, input_name, length = type(model).__name__, model.main_input_name, None
+    label_shape: tuple[int, ...] | None
+    if input_name == "pixel_values":
+        size, channels = getattr(model.config, "image_size", 224), getattr(model.config, "num_channels", 3)
+        shape = (channels, *((size, size) if isinstance(size, int) else size))
+        dtype = next(model.parameters()).dtype
+        label_shape = () if "ImageClassification" in kind else None
+    elif input_name == "input_ids":
+        length = _num_tokens(model, seq, default_seq)
+        shape, dtype = (length,), torch.long
+        label_shape = () if "SequenceClassification" in kind else None
+        if "LM" in kind or "ConditionalGeneration" in kind:
+            label_shape = (length,)
+    else:
         raise ConfigError(
-            f"{kind} takes {model.main_input_name!r}, for which no example can be made up; give package.module:factory "
-            "that returns (model, kwargs)"
+            f"{kind} takes {input_name!r}, for which no example can be made up; give package.module:factory that "
+            "returns (model, kwargs)"
         )
-    text_config = config.get_text_config()
-    longest = getattr(text_config, "max_position_embeddings", None)
+
+    def kwargs_for(num_samples: int) -> dict[str, Any]:
+        _check_size(num_samples, math.prod(shape))
+        kwargs = {input_name: torch.ones(num_samples, *shape, dtype=dtype)}
+        if label_shape is not None:
+            kwargs["labels"] = torch.zeros(num_samples, *label_shape, dtype=torch.long)
+        return kwargs
+
+    return Target(name, model, kwargs_for, None, length, label_shape is not None)
+
+
+def _num_tokens(model: Any, seq: int | None, default_seq: int) -> int:
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if seq is not None and longest is not None and seq > longest:
-        raise ConfigError(f"--seq {seq}: {kind} takes at most {longest} tokens (max_position_embeddings)")
-    length = seq or min(default_seq, longest or default_seq)
-    per_token = "LM" in kind or "ConditionalGeneration" in kind
-    per_sample = "SequenceClassification" in kind
-
-    def kwargs_for(num_samples: int) -> dict[str, Any]:
-        _check_size(num_samples, length)
-        kwargs: dict[str, Any] = {"input_ids": torch.ones(num_samples, length, dtype=torch.long)}
-        if per_token:
-            kwargs["labels"] = torch.ones(num_samples, length, dtype=torch.long)
-        elif per_sample:
-            kwargs["labels"] = torch.zeros(num_samples, dtype=torch.long)
-        return kwargs
-
-    return Target(name, model, kwargs_for, None, length, per_token or per_sample)
-
-
-def _of_images(name: str, model: Any) -> Target:
-    size, channels = getattr(model.config, "image_size", 224), getattr(model.config, "num_channels", 3)
-    height, width = (size, size) if isinstance(size, int) else size
-    classifies = "ImageClassification" in type(model).__name__
-    dtype = next(model.parameters()).dtype
-
-    def kwargs_for(num_samples: int) -> dict[str, Any]:
-        _check_size(num_samples, channels * height * width)
-        kwargs: dict[str, Any] = {"pixel_values": torch.zeros(num_samples, channels, height, width, dtype=dtype)}
-        if classifies:
-            kwargs["labels"] = torch.zeros(num_samples, dtype=torch.long)
-        return kwargs
-
-    return Target(name, model, kwargs_for, None, None, classifies)
+        raise ConfigError(
+            f"--seq {seq}: {type(model).__name__} takes at most {longest} tokens (max_position_embeddings)"
+        )
+    return seq or min(default_seq, longest or default_seq)
 
 
 def _check_size(num_samples: int, num_elements: int) -> None:

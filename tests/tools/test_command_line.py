@@ -11,7 +11,7 @@ import pytest
 
 from roundpipe.tools import command_line as cli
 from roundpipe.tools.arguments import quantity
-from roundpipe.tools.cost_file import lower_bound_s, parse_costs, plan_costs
+from roundpipe.tools.cost_file import parse_costs, plan_costs
 from tests.tools.cases_command_line import (
     DATA,
     H100,
@@ -98,22 +98,23 @@ def test_published_models(run: Output, tmp_path: Path, name: str, limit_s: float
 
 
 def test_one_device_does_all_work() -> None:
-    found = plan_costs(parse_costs(even_layers(4)), num_workers=1, num_microbatches=2)
-    assert found["fused"] == [0, 4]
+    found = plan_costs(parse_costs(even_layers(4), num_workers=1, num_microbatches=2))
+    assert found["fused"] == (0, 4)
     assert found["round_s"] == found["lower_bound_s"] == pytest.approx(2 * 4 * 3.0)
     assert found["idle"] == pytest.approx(0.0)
 
 
 def test_the_lower_bound_knows_the_way_to_the_losses() -> None:
-    costs = parse_costs(even_layers(2, activation_bytes=600_000))  # two layers don't fit in one fused stage
+    document = even_layers(2, activation_bytes=600_000)  # two layers don't fit in one fused stage
+    setting = parse_costs(document, num_workers=8, num_microbatches=3)
     work_s, to_losses_s = 3 * (6.0 + 1.0) / 8, 1.0 + 3 * 3.0
     assert work_s < to_losses_s
-    assert lower_bound_s(costs, 8, 3, replicate=False) == pytest.approx(to_losses_s)
+    assert plan_costs(setting, replicate=False)["lower_bound_s"] == pytest.approx(to_losses_s)
 
 
 def test_a_slow_link_makes_the_round_longer() -> None:
-    free = plan_costs(parse_costs(even_layers(8)), num_workers=2, num_microbatches=4)
-    slow = plan_costs(parse_costs({**even_layers(8), "link_bytes_per_s": 20}), num_workers=2, num_microbatches=4)
+    free = plan_costs(parse_costs(even_layers(8), num_workers=2, num_microbatches=4))
+    slow = plan_costs(parse_costs({**even_layers(8), "link_bytes_per_s": 20}, num_workers=2, num_microbatches=4))
     assert set(slow["replicas"]) == {1}
     # All weights at least once, and their gradients the other way, by two links.
     assert slow["round_s"] >= max(free["round_s"], 8 * 100 / 20 / 2)

@@ -15,8 +15,7 @@ import roundpipe
 from roundpipe.runtime.engine.plan_choice import PlanChooser
 from roundpipe.tools import command_line as cli
 from roundpipe.tools.device_data import EFFICIENCY, find_device
-from roundpipe.tools.forecast import forecast
-from roundpipe.tools.forecast_setting import Forecast, Machine, Training
+from roundpipe.tools.forecast import Forecast, Machine, Training, forecast
 from roundpipe.tools.target import Target, load_target
 from tests.tools.cases_command_line import (
     DATA,
@@ -203,7 +202,7 @@ def test_the_plan_is_the_one_that_runs(tiny: Path) -> None:
         pipe.forward_backward(input_kwargs=inputs, loss_fn=lambda out, _: out.loss)
         assert pipe._runner.builder.last_plan == found.plan
         assert pipe.partition_table() == table
-        assert pipe._runner.last_chain.specs == found.chain.specs
+        assert pipe._runner.last_chain.specs == found.layers.chain.specs
 
 
 @pytest.mark.parametrize(
@@ -286,6 +285,8 @@ def test_seconds_of_a_block_are_near_published_ones(tmp_path: Path) -> None:
     # The published times are with 16-bit accumulation, which is twice as fast on this card.
     device = dataclasses.replace(find_device("4090"), flops_per_s=2 * find_device("4090").flops_per_s)
     found = forecast_of(target, Machine(device, 1, EFFICIENCY, 100e9), Training(4, 1, "sgd"))
-    block = next(cost for cost, spec in zip(found.costs, found.chain.specs, strict=True) if "layers.1" in spec.name)
+    block = next(
+        cost for cost, spec in zip(found.costs, found.layers.chain.specs, strict=True) if "layers.1" in spec.name
+    )
     assert 0.9 < block.forward_s * 1e3 / shape["forward_ms"] < 1.3
     assert 0.9 < block.backward_s * 1e3 / shape["backward_ms"] < 1.3

@@ -14,9 +14,9 @@ import torch
 import roundpipe
 from roundpipe.planning.stage_costs import plan_peak_bytes
 from roundpipe.runtime.engine.plan_choice import PlanChooser
-from roundpipe.tools import forecast_setting
+from roundpipe.tools import forecast
 from roundpipe.tools.device_data import EFFICIENCY, DeviceSpec
-from roundpipe.tools.forecast_setting import Forecast, Machine, Training, forecast_at
+from roundpipe.tools.forecast import Forecast, Machine, Training, forecast_at
 from roundpipe.tools.target import Target
 
 transformers = pytest.importorskip("transformers", reason="plans for a Llama")
@@ -61,10 +61,10 @@ class Layers:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.target = target_of(dtype)
-        self.layers = forecast_setting.Layers.of(self.target, 2, on(10**9))
+        self.layers = forecast.Layers.of(self.target, 2, on(10**9))
 
     def on(self, memory_bytes: int) -> Forecast:
-        return forecast_at(self.target, self.layers, on(memory_bytes), TRAINING)
+        return forecast_at(self.layers, on(memory_bytes), TRAINING)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_temporaries_are_counted_as_a_run_on_accelerators_counts_them(layers: La
     roomy = layers.on(10**9)
     assert roomy.plan is not None and roomy.device is not None
     plans = PlanChooser(2, [10**9], accelerators=True)
-    counted = plans.costs(roomy.chain, roomy.chain.example_elements)
+    counted = plans.costs(roomy.layers.chain, roomy.layers.chain.example_elements)
     assert all(cost.temporary_bytes == cost.workspace_bytes for cost in counted)
     assert roomy.device.total == plan_peak_bytes(roomy.plan, counted, num_workers=2)
     plain = [replace(cost, temporary_bytes=0) for cost in counted]
