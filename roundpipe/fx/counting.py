@@ -9,47 +9,36 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from roundpipe.fx.dispatch import TorchDispatchMode
+from roundpipe.core import trees
+from roundpipe.fx.fakes import TorchDispatchMode
 
 GATHERING = frozenset({"embedding", "index_select", "gather", "index", "take_along_dim"})
 """Operators that read only as much of their source as they return."""
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What kernels did."""
-
-    flops: int = 0
-    num_bytes: int = 0
-    num_kernels: int = 0
-
-
 class Tally(TorchDispatchMode):
-    """Counts the bytes that kernels move and the peak of the memory that they allocate."""
+    """What kernels did: FLOPs, bytes moved, and the peak of the memory that they allocate."""
 
-    def __init__(self, inputs: Iterable[torch.Tensor]) -> None:
+    def __init__(self, inputs: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
+        self.flops = 0
         self.moved_bytes = 0
         self.num_kernels = 0
         self.live_bytes = 0
         self.peak_bytes = 0
         self.known: dict[int, Any] = {tensor.untyped_storage()._cdata: None for tensor in inputs}
 
-    def work(self, flops: FlopCounterMode) -> Work:
-        """What was counted so far, together with a counter of FLOPs that ran alongside."""
-        return Work(flops.get_total_flops(), self.moved_bytes, self.num_kernels)
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        inputs = _tensors_of((args, kwargs))
-        outputs = _tensors_of(result)
+        inputs = trees.tensors((args, kwargs))
+        outputs = trees.tensors(result)
         if not outputs and not func._schema.is_mutable:
             return result  # a question, not a kernel
         storages = {tensor.untyped_storage()._cdata for tensor in inputs}
@@ -79,14 +68,6 @@ class Tally(TorchDispatchMode):
         self.known[key] = weakref.ref(storage, freed)
         self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
-
-def _tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors of an operator's arguments or results, which nest in lists and tuples only."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return [tensor for item in items for tensor in _tensors_of(item)]
 
 
 def _bytes(tensor: torch.Tensor) -> int:
@@ -124,6 +105,10 @@ def extra_formulas() -> dict[Any, Callable[..., int]]:
     return {getattr(aten, name): formula for name, formula in formulas.items() if hasattr(aten, name)}
 
 
-def flop_counter() -> FlopCounterMode:
-    """A context that counts FLOPs by the formulas of torch and ours."""
-    return FlopCounterMode(display=False, custom_mapping=extra_formulas())
+@contextmanager
+def counted(inputs: Iterable[torch.Tensor] = ()) -> Iterator[Tally]:
+    """Counts what runs inside; the FLOPs, by the formulas of torch and ours, are known at the end."""
+    tally = Tally(inputs)
+    with tally, FlopCounterMode(display=False, custom_mapping=extra_formulas()) as flops:
+        yield tally
+    tally.flops = flops.get_total_flops()

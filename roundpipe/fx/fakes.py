@@ -4,7 +4,8 @@ The twin has the user's classes and attributes but its own module objects and at
 each parameter and buffer: whatever a forward does to it, the user's model is never touched, not even for a moment.
 
 Invariant: fakes hold no memory; the real model and its tensors are only read.
-This file is the only user of torch's fake tensors.
+This file is the only user of torch's fake tensors, and the only importer of its dispatch mode, which sees every
+operator below autograd.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from torch.fx.experimental.symbolic_shapes import (
     GuardOnDataDependentSymNode,
     StatelessSymbolicContext,
 )
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from roundpipe.core import trees
 from roundpipe.core.errors import TraceError

@@ -5,8 +5,10 @@ Only for models that plain symbolic tracing can follow. Values come from running
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.fx
@@ -14,9 +16,24 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 
-from roundpipe.core import trees
+from roundpipe.core import balance, trees
 from roundpipe.fx.graph.grammar import lint
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph
+from roundpipe.fx.passes import cut_choice
+from roundpipe.fx.passes.cut_choice import CutChoice
+
+
+@contextmanager
+def cuts_into(num_layers: int) -> Iterator[None]:
+    """Inside, graphs are cut into so many layers at most, evenly weighted, instead of the finest chain."""
+
+    def even(choice: CutChoice) -> list[int]:
+        widths = choice._widths(max(choice._weights))
+        narrow = [cut for cut in choice._legal if widths[cut] <= cut_choice.NARROW]
+        return [stop for _, stop in balance.cut_into(choice._weights, num_layers, narrow)[:-1]]
+
+    with mock.patch.object(CutChoice, "finest", even):
+        yield
 
 
 class _LeafTracer(torch.fx.Tracer):

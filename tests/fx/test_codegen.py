@@ -247,7 +247,8 @@ def test_modes_are_entered_around_modules_methods_and_functions() -> None:
     for node in traced.graph.nodes:
         if node.name in ("b", "mul", "tanh"):
             node.meta["modes"] = Modes(grad=False)
-    parts = partition(traced, measure(traced), num_layers=3)
+    with handmade.cuts_into(3):
+        parts = partition(traced, measure(traced))
     assert not {node.name for node in parts.differentiable} & {"b", "mul", "tanh"}
     chain = codegen.generate(traced, parts, measure(traced))
     eager = Eager().double()

@@ -201,7 +201,8 @@ def test_an_input_or_a_parameter_can_be_an_output() -> None:
 def test_any_number_of_layers(num_layers: int) -> None:
     model = float64(Decoder())
     ids = torch.randint(0, 50, (4, 6))
-    chain = compile_by_hand(model, ids, ids, num_layers=num_layers)
+    with handmade.cuts_into(num_layers):
+        chain = compile_by_hand(model, ids, ids)
     assert len(chain) == num_layers
     assert_equals_eager(model, chain, ids, ids, loss_of=lambda out: out["loss"])
 

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from roundpipe.core import trees
 from roundpipe.core.errors import TraceError
-from roundpipe.fx.graph.dataflow import alias_groups, live_before, needed_for
+from roundpipe.fx.graph.dataflow import live_before, needed_for
 from roundpipe.fx.graph.grammar import lint
 from roundpipe.fx.graph.nodes import (
     draws_random,
@@ -28,6 +28,7 @@ from roundpipe.fx.graph.nodes import (
 )
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph, output_names
 from roundpipe.fx.operations import assign_buffer
+from roundpipe.fx.passes.legal_cuts import Memory
 from tests.fx import handmade
 
 
@@ -211,8 +212,7 @@ class Aliases(nn.Module):
 
 def test_aliases_share_a_group() -> None:
     graph = handmade.trace(Aliases(), torch.randn(2, 4))
-    groups = alias_groups(graph)
-    names = {tuple(node.name for node in group) for group in groups.values()}
+    names = {tuple(node.name for node in group) for group in Memory(graph).values.values()}
     assert ("mul", "getitem", "add_") in names
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from torch.fx import Node
 from roundpipe.core.errors import PartitionError
 from roundpipe.fx.graph.nodes import draws_random, has_effect, mutated_by, storage_key
 from roundpipe.fx.graph.traced import TracedGraph
-from roundpipe.fx.passes import cut_choice, glue
+from roundpipe.fx.passes import cut_choice
+from roundpipe.fx.passes import partition as partition_pass
 from roundpipe.fx.passes.codegen import generate
 from roundpipe.fx.passes.cost import measure
 from roundpipe.fx.passes.partition import Partition, partition
@@ -36,8 +38,8 @@ def covered(parts: Partition) -> list[tuple[str, ...]]:
 def assert_is_a_chain(traced: TracedGraph, parts: Partition) -> None:
     """Every node in one place, every read made before, every value under one name."""
     made = set(traced.placeholders)
-    owned = [node for chunk in parts.chunks for node in chunk.own]
-    assert len(owned) == len(set(owned)) and not parts.recomputed & set(owned)
+    owned = [node for chunk in parts.chunks for node in chunk.nodes if node not in parts.recomputed]
+    assert len(owned) == len(set(owned))
     unused: set[Node] = set()
     for node in reversed(traced.body):
         matters = node.op == "call_module" or has_effect(node) or draws_random(node)
@@ -132,11 +134,8 @@ def test_random_models_run_in_any_number_of_pieces(steps: list[Step], pieces: in
     model.zero_grad()
     model.norm.reset_running_stats()
     traced = handmade.trace(model, x.clone(), y)
-    limit, cut_choice.NARROW = cut_choice.NARROW, float("inf")
-    try:
-        parts = cut(traced, num_layers=pieces)
-    finally:
-        cut_choice.NARROW = limit
+    with mock.patch.object(cut_choice, "NARROW", float("inf")), handmade.cuts_into(pieces):
+        parts = cut(traced)
     assert_is_a_chain(traced, parts)
     inputs = {storage_key(node) for node in traced.placeholders}
     writes_input = any(storage_key(value) in inputs for node in traced.body for value in mutated_by(node))
@@ -215,12 +214,6 @@ def test_small_layers_in_a_sequential_are_grouped() -> None:
     assert all(sum(int(name) % 3 == 0 for name in names) == 1 for names in found)
 
 
-@pytest.mark.parametrize("num_layers", [1, 2, 3, 4])
-def test_a_number_of_layers_is_kept_and_even(num_layers: int) -> None:
-    traced = stack(leaves=(Block,))
-    assert len(cut(traced, num_layers=num_layers).chunks) == num_layers
-
-
 def test_balance_decides_what_weighs() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -234,9 +227,10 @@ def test_balance_decides_what_weighs() -> None:
             return self.large(x)
 
     traced = handmade.trace(Model(), torch.randn(4, 8))
-    by_size = covered(cut(traced, balance="size", num_layers=2))
+    with handmade.cuts_into(2):
+        by_size = covered(cut(traced, balance="size"))
+        even = covered(cut(traced, balance=lambda module: 1.0))
     assert by_size[1] == ("large",)
-    even = covered(cut(traced, balance=lambda module: 1.0, num_layers=2))
     assert [len(names) for names in even] in ([2, 3], [3, 2])
 
 
@@ -291,7 +285,7 @@ def test_cheap_glue_is_recomputed_and_dear_glue_carried(monkeypatch: pytest.Monk
     assert not dear.recomputed & {node for chunk in dear.chunks for node in chunk.makes}
     assert [chunk.reads[-1].name for chunk in dear.chunks[1:]] != []
     assert not any("picture" in [node.name for node in chunk.reads] for chunk in dear.chunks[1:])
-    monkeypatch.setattr(glue, "ALLOWANCE_S", -1.0)
+    monkeypatch.setattr(partition_pass, "ALLOWANCE_S", -1.0)
     never = cut(handmade.trace(Masked(), x, torch.randn(4, 3, 8, 8)))
     assert not never.recomputed
 
@@ -313,7 +307,7 @@ def test_glue_on_a_written_buffer_is_not_recomputed() -> None:
     write.meta.update(value=table.meta["value"], effect=True, mutates=(table,))
     parts = cut(traced)
     assert not parts.recomputed
-    chunks = [c for c in parts.chunks if any(write is n or table in n.all_input_nodes for n in c.own)]
+    chunks = [c for c in parts.chunks if any(write is n or table in n.all_input_nodes for n in c.nodes)]
     assert len(chunks) == 1
 
 

@@ -12,16 +12,6 @@ from roundpipe.fx.graph.nodes import has_effect, mutated_by, storage_key, value_
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph
 
 
-def alias_groups(traced: TracedGraph) -> dict[Node, tuple[Node, ...]]:
-    """For every tensor node, all nodes in order whose values share its storage, itself among them."""
-    groups: dict[int, list[Node]] = {}
-    for node in traced.graph.nodes:
-        key = None if node.op == "output" else storage_key(node)
-        if key is not None:
-            groups.setdefault(key, []).append(node)
-    return {node: tuple(group) for group in groups.values() for node in group}
-
-
 def live_before(
     order: Sequence[Node],
     outputs: Iterable[Node],

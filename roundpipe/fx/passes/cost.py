@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,13 +21,14 @@ from torch.fx import Node
 
 from roundpipe.core import trees
 from roundpipe.effects.snapshot import python_restored
-from roundpipe.fx.counting import Tally, Work, flop_counter
+from roundpipe.fx.counting import Tally, counted
 from roundpipe.fx.fakes import failures_unlogged, make_twin
 from roundpipe.fx.graph.interpreter import GraphInterpreter
 from roundpipe.fx.graph.nodes import entered_modes, hint, is_accessor, mutated_by, value_bytes, value_of
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.operations import call_leaf
 from roundpipe.fx.passes.lookalikes import Lookalikes
+from roundpipe.fx.sizes import Symbolic
 
 logger = logging.getLogger(__name__)
 
@@ -67,16 +68,12 @@ class NodeCost:
     """Bytes of the gradients of its trainable parameters."""
     forward_flops: int = 0
     backward_flops: int = 0
-    forward_bytes: int = 0
-    """Bytes that its kernels read and write in forward."""
     saved_bytes: int = 0
     """Bytes of what autograd keeps that no other node makes or names."""
     saved_values: tuple[Node, ...] = ()
     """Those of its operands and itself that autograd keeps for its backward."""
     workspace_bytes: int = 0
     """Peak of what its forward allocates without autograd, its result included."""
-    value_bytes: int = 0
-    """Bytes of its result."""
     forward_s: float = 0.0
     backward_s: float = 0.0
     estimated: bool = False
@@ -92,22 +89,15 @@ def measure(traced: TracedGraph, profile: DeviceProfile = DEFAULT_PROFILE) -> di
 # ---------------------------------------------------------------------------------- running nodes
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Reading:
     """What running one node showed, apart from which node it was."""
 
-    forward: Work
-    backward: Work
-    saved_bytes: int
-    saved_operands: tuple[int, ...]
-    """Positions, among the tensors of the arguments, of those that are kept."""
-    saves_result: bool
-    workspace_bytes: int
-    result: Any
+    cost: NodeCost
+    saved: tuple[int, ...] = ()
+    """Positions of those values that are kept for backward, among the node's tensor operands and, last, itself."""
+    result: Any = None
     """The node's result on fakes, for nodes that take apart or read a structure."""
-
-
-_NOTHING = _Reading(Work(), Work(), 0, (), False, 0, None)
 
 
 class _Unrunnable(Exception):
@@ -119,9 +109,11 @@ class _CostRun(GraphInterpreter):
         super().__init__()
         self._traced = traced
         self._profile = profile
-        self._mode = _fake_mode_of(traced)
+        modes = (getattr(value_of(node), "fake_mode", None) for node in traced.graph.nodes)
+        self._mode: Any = next((mode for mode in modes if mode is not None), None)
+        """The fake tensor mode that the graph's values live in."""
         self._lookalikes = Lookalikes(traced)
-        self._readings: dict[Any, _Reading | None] = {}
+        self._readings: dict[Any, _Reading] = {}
         self._structures: dict[Node, Any] = {}
         """Results, on fakes, of nodes that give no tensor."""
         self._twin = nn.Module()
@@ -131,48 +123,28 @@ class _CostRun(GraphInterpreter):
         return {node: self._cost(node) for node in self._traced.graph.nodes if node.op != "output"}
 
     def _cost(self, node: Node) -> NodeCost:
-        weights = _weights_of(self._traced, node)
         if node.op in ("placeholder", "get_attr") or is_accessor(node):
-            return weights
-        reading = self._read(node)
-        if reading is None:
-            return _estimate(node, weights, self._profile)
+            return _weights_of(self._traced, node)
         operands = _tensor_operands(node)
-        saved = [operands[position] for position in reading.saved_operands]
-        if reading.saves_result and value_bytes(node):
-            saved.append(node)
-        forward, backward, seconds = reading.forward, reading.backward, self._profile.seconds
-        return replace(
-            weights,
-            forward_flops=forward.flops,
-            backward_flops=backward.flops,
-            forward_bytes=forward.num_bytes,
-            saved_bytes=reading.saved_bytes,
-            saved_values=tuple(dict.fromkeys(saved)),
-            workspace_bytes=reading.workspace_bytes,
-            forward_s=seconds(forward.flops, forward.num_bytes, forward.num_kernels),
-            backward_s=seconds(backward.flops, backward.num_bytes, backward.num_kernels),
-        )
-
-    def _read(self, node: Node) -> _Reading | None:
-        """The reading of the node or of one that looks alike; None if it can't be run."""
-        if self._mode is None or not (_tensor_operands(node) or isinstance(value_of(node), torch.Tensor)):
-            return _NOTHING if value_of(node) is not None else None
+        if not operands and not isinstance(value_of(node), torch.Tensor) and value_of(node) is not None:
+            return NodeCost()  # arithmetic of sizes
         key = self._lookalikes.key(node)
-        if key not in self._readings:
-            try:
-                self._readings[key] = self._run(node)
-            except Exception as error:  # whatever the user's code raises on fakes: fall back to an estimate
-                kind = type(error).__name__
-                logger.debug("cost of %s is estimated: %s: %s", node.format_node(), kind, error)
-                self._readings[key] = None
-        reading = self._readings[key]
-        if reading is not None and value_of(node) is None:
+        reading = self._readings.get(key) or self._readings.setdefault(key, self._read(node))
+        if value_of(node) is None and not reading.cost.estimated:
             self._structures[node] = reading.result
-        return reading
+        values = [[*operands, node][position] for position in reading.saved]
+        return replace(reading.cost, saved_values=tuple(value for value in values if value.op != "get_attr"))
 
-    def _run(self, node: Node) -> _Reading:
-        assert self._mode is not None
+    def _read(self, node: Node) -> _Reading:
+        weights = _weights_of(self._traced, node)
+        try:
+            return self._run(node, weights)
+        except Exception as error:  # whatever the user's code raises on fakes
+            logger.debug("cost of %s is estimated: %s: %s", node.format_node(), type(error).__name__, error)
+            return _Reading(_estimate(node, weights, self._profile))
+
+    def _run(self, node: Node, cost: NodeCost) -> _Reading:
+        """Runs a node without autograd, then with it and back, and adds what that costs to its weights' costs."""
         weights: list[torch.Tensor] = []
         if node.op == "call_module":
             leaf = self._traced.attribute(str(node.target))
@@ -180,43 +152,47 @@ class _CostRun(GraphInterpreter):
             self._twin, _ = make_twin(leaf, {weight: self._fake_weight(weight) for weight in originals})
             weights = [*self._twin.parameters(), *self._twin.buffers()]
         with failures_unlogged(), self._mode, torch.random.fork_rng(devices=[]):
-            leaves = {operand: self._fake(operand) for operand in _tensor_operands(node)}
-            self.values = leaves
-            tally = Tally(leaves.values())
-            with torch.no_grad(), tally, flop_counter() as flops:
+            leaves = self.values = {operand: self._fake(operand) for operand in _tensor_operands(node)}
+            with torch.no_grad(), counted(leaves.values()) as forward:
                 result = self.run_node(node)
-            forward = tally.work(flops)
-            tensors: list[torch.Tensor] = []
+            kept: list[torch.Tensor] = []
 
             def keep(tensor: torch.Tensor) -> torch.Tensor:
-                tensors.append(tensor)
+                kept.append(tensor)
                 return tensor
 
+            mutated = mutated_by(node)  # with autograd, leaves can't be written in place
+            self.values = {operand: leaf.clone() if operand in mutated else leaf for operand, leaf in leaves.items()}
             with torch.enable_grad(), entered_modes(node):
-                self.values = _passed(node, leaves)
                 with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                     output = self.run_node(node)
-            saved = _saved(tensors, self.values, output, weights)
-            backward = self._backward(node, leaves)
-        return _Reading(forward, backward, *saved, tally.peak_bytes, result)
+            saved_bytes, saved = self._saved(kept, output, weights)
+            backward = _backward(output, [*leaves.values(), *weights])
+        cost = replace(
+            cost,
+            forward_flops=forward.flops,
+            backward_flops=backward.flops,
+            saved_bytes=saved_bytes,
+            workspace_bytes=forward.peak_bytes,
+            forward_s=self._seconds(forward),
+            backward_s=self._seconds(backward),
+        )
+        return _Reading(cost, saved, result)
 
-    def _backward(self, node: Node, leaves: Mapping[Node, torch.Tensor]) -> Work:
-        """What a node's backward does, through parameters and differentiable operands."""
-        with torch.enable_grad(), entered_modes(node):
-            self.values = _passed(node, leaves)
-            output = self.run_node(node)
-        results = [tensor for tensor in trees.tensors(output) if tensor.requires_grad]
-        results = [t for t in results if not any(t is leaf for leaf in leaves.values())]
-        inputs = [leaf for leaf in leaves.values() if leaf.requires_grad]
-        if node.op == "call_module":
-            inputs += [parameter for parameter in self._twin.parameters() if parameter.requires_grad]
-        if not results or not inputs:
-            return Work()
-        gradients = [torch.empty_like(tensor) for tensor in results]
-        tally = Tally(())
-        with tally, flop_counter() as flops:
-            torch.autograd.grad(results, inputs, gradients, allow_unused=True)
-        return tally.work(flops)
+    def _seconds(self, tally: Tally) -> float:
+        return self._profile.seconds(tally.flops, tally.moved_bytes, tally.num_kernels)
+
+    def _saved(
+        self, kept: Iterable[torch.Tensor], output: Any, weights: Iterable[torch.Tensor]
+    ) -> tuple[int, tuple[int, ...]]:
+        """Bytes of what only autograd holds, and the positions of the operands, and of the result, that it keeps."""
+        position_of = {_storage(output): len(self.values)} if isinstance(output, torch.Tensor) else {}
+        position_of.update((_storage(tensor), index) for index, tensor in enumerate(self.values.values()))
+        storages = {_storage(tensor): tensor.untyped_storage() for tensor in kept}
+        for weight in weights:
+            storages.pop(_storage(weight), None)
+        num_bytes = sum(int(storage.nbytes()) for key, storage in storages.items() if key not in position_of)
+        return num_bytes, tuple(position_of[key] for key in storages if key in position_of)
 
     def call_module(self, node: Node, args: Any, kwargs: Any) -> Any:
         return call_leaf(self._twin, *args, **kwargs)
@@ -226,11 +202,10 @@ class _CostRun(GraphInterpreter):
         if node in self.values:
             return self.values[node]
         value = value_of(node)
-        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            known = value.node.hint
-            if known is None:
+        if isinstance(value, Symbolic):
+            if value.node.hint is None:
                 raise _Unrunnable(f"{node.name} depends on data")
-            return known
+            return value.node.hint
         if value is not None:
             return value
         if node.op == "get_attr":
@@ -249,57 +224,30 @@ class _CostRun(GraphInterpreter):
         assert isinstance(value, torch.Tensor)
         if node.op == "get_attr":
             return self._fake_weight(value)
-        fake = torch.empty_strided(
-            [hint(size) for size in value.shape], [hint(step) for step in value.stride()], dtype=value.dtype
-        )
-        return fake.requires_grad_(value.requires_grad)
+        sizes, strides = (list(map(hint, numbers)) for numbers in (value.shape, value.stride()))
+        return torch.empty_strided(sizes, strides, dtype=value.dtype).requires_grad_(value.requires_grad)
 
     def _fake_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        assert self._mode is not None
         with self._mode:
             fake = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype)
-        if isinstance(weight, nn.Parameter):
-            return nn.Parameter(fake, requires_grad=weight.requires_grad)
-        return fake
+        return nn.Parameter(fake, weight.requires_grad) if isinstance(weight, nn.Parameter) else fake
 
 
-def _fake_mode_of(traced: TracedGraph) -> Any:
-    """The fake tensor mode that the graph's values live in; None if they are no fakes."""
-    modes = (getattr(value_of(node), "fake_mode", None) for node in traced.graph.nodes)
-    return next((mode for mode in modes if mode is not None), None)
+def _backward(output: Any, leaves: list[torch.Tensor]) -> Tally:
+    """What a node's backward does, through parameters and differentiable operands."""
+    inputs = [leaf for leaf in leaves if leaf.requires_grad]
+    results = [tensor for tensor in trees.tensors(output) if tensor.requires_grad]
+    results = [tensor for tensor in results if not any(tensor is leaf for leaf in leaves)]
+    gradients = [torch.empty_like(tensor) for tensor in results]
+    with counted() as tally:
+        if results and inputs:
+            torch.autograd.grad(results, inputs, gradients, allow_unused=True)
+    return tally
 
 
 def _tensor_operands(node: Node) -> list[Node]:
     """The operands that are tensors, each once, in order."""
     return [operand for operand in node.all_input_nodes if isinstance(value_of(operand), torch.Tensor)]
-
-
-def _passed(node: Node, leaves: Mapping[Node, torch.Tensor]) -> dict[Node, torch.Tensor]:
-    """The operands of a call with autograd, which can't write leaves in place."""
-    mutated = set(mutated_by(node))
-    return {operand: leaf.clone() if operand in mutated else leaf for operand, leaf in leaves.items()}
-
-
-def _saved(
-    tensors: Iterable[torch.Tensor], passed: Mapping[Node, torch.Tensor], output: Any, weights: Iterable[torch.Tensor]
-) -> tuple[int, tuple[int, ...], bool]:
-    """Bytes of what only autograd holds, positions of the operands it keeps, whether it keeps the result."""
-    operands = list(passed)
-    position_of = {_storage(tensor): index for index, tensor in enumerate(passed.values())}
-    result = _storage(output) if isinstance(output, torch.Tensor) else None
-    elsewhere = set(map(_storage, weights))
-    positions, saves_result, total = [], False, 0
-    for key, tensor in {_storage(tensor): tensor for tensor in tensors}.items():
-        if key in elsewhere:
-            continue
-        if key in position_of:
-            positions.append(position_of[key])
-        elif key == result:
-            saves_result = True
-        else:
-            total += int(tensor.untyped_storage().nbytes())
-    positions = [index for index in positions if operands[index].op != "get_attr"]
-    return total, tuple(positions), saves_result
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -310,7 +258,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _weights_of(traced: TracedGraph, node: Node) -> NodeCost:
-    """The part of a node's cost that its weights and its result make up."""
+    """The part of a node's cost that its weights make up."""
     attribute = traced.attribute(str(node.target)) if node.op in ("get_attr", "call_module") else None
     weights: list[torch.Tensor] = []
     if isinstance(attribute, nn.Module):
@@ -323,7 +271,6 @@ def _weights_of(traced: TracedGraph, node: Node) -> NodeCost:
         num_parameters=sum(parameter.numel() for parameter in parameters),
         parameter_bytes=sum(sizes.values()),
         gradient_bytes=sum(sizes[parameter] for parameter in parameters if parameter.requires_grad),
-        value_bytes=value_bytes(node),
     )
 
 
@@ -340,7 +287,6 @@ def _estimate(node: Node, weights: NodeCost, profile: DeviceProfile) -> NodeCost
         weights,
         forward_flops=flops,
         backward_flops=2 * flops,
-        forward_bytes=num_bytes,
         saved_bytes=GUESSED_SAVED_PER_BYTE * moved,
         workspace_bytes=2 * moved,
         forward_s=profile.seconds(flops, num_bytes, 1),

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Container, Mapping, Sequence, Set
 from itertools import accumulate, pairwise
+from operator import itemgetter
 from statistics import quantiles
+from typing import Any
 
 from torch import nn
 from torch.fx import Node
@@ -67,45 +69,30 @@ class CutChoice:
         # inputs are at hand wherever they are needed
         self._carried = [sum(value_bytes(n) for n in live[cut] if n.op != "placeholder") for cut in self._edges]
 
-    def even(self, num_layers: int) -> list[int]:
-        """Narrow cuts for at most so many layers, evenly weighted."""
-        widths = self._widths(max(self._weights))
-        narrow = [cut for cut in self._legal if widths[cut] <= NARROW]
-        parts = chain_balance.cut_into(self._weights, num_layers, narrow)
-        return [stop for _, stop in parts[:-1]]
-
     def finest(self) -> list[int]:
-        """As many narrow cuts as leave every layer heavy enough; among equals, the narrower, at blocks' edges.
-
-        ``best[j] = score(j) + max of best[i]`` over the cuts ``i`` that leave enough weight between ``i`` and ``j``.
-        """
+        """As many narrow cuts as leave every layer heavy enough; among equals, the narrower, at blocks' edges."""
         prefix, blocks = self._prefix, _blocks(self._traced, self._order)
         least, window = _scale(blocks, self._weights)
         widths = self._widths(window)
         heavy = self._with_parameters()
         candidates = [cut for cut in self._legal if widths[cut] <= NARROW and heavy and heavy[0] < cut <= heavy[-1]]
-        best: list[tuple[float, int]] = []  # for each candidate: score of the chain up to it, previous candidate
-        leading: list[tuple[float, int]] = []  # running maximum of best
-        for index, cut in enumerate(candidates):
-            allowed = bisect_right(prefix, prefix[cut] - least) - 1  # items before which a layer may start
-            allowed = min(allowed, heavy[bisect_left(heavy, cut) - 1])  # so that it has parameters
-            if allowed < 0 or prefix[cut] < least:
-                score, previous = float("-inf"), -1
-            else:
-                before = bisect_right(candidates, allowed) - 1
-                score, previous = leading[before] if before >= 0 else (0.0, -1)
-                if score < 0:
-                    score, previous = 0.0, -1
+        # item i: of the chains that end at one of the first i candidates, the best score and its cuts, the last first
+        best: list[tuple[float, Any]] = [(0.0, ())]
+        for cut in candidates:
+            start = bisect_right(prefix, prefix[cut] - least) - 1  # of a layer that is heavy enough
+            start = min(start, heavy[bisect_left(heavy, cut) - 1])  # and has parameters
+            if start < 0:
+                best.append(best[-1])
+                continue
+            score, before = best[bisect_right(candidates, start)]
             edge = 0.2 if blocks[cut - 1] != blocks[cut] else 0.05 / (1 + _depth_in_common(self._order, cut))
             score += 1 + edge - 0.5 * (widths[cut] - 1)
-            best.append((score, previous))
-            leading.append(max(leading[-1], (score, index)) if leading else (score, index))
-        last = bisect_right(candidates, bisect_right(prefix, prefix[-1] - least) - 1) - 1
+            best.append(max((score, (cut, before)), best[-1], key=itemgetter(0)))
+        _, chain = best[bisect_right(candidates, bisect_right(prefix, prefix[-1] - least) - 1)]
         cuts: list[int] = []
-        index = leading[last][1] if last >= 0 and leading[last][0] > 0 else -1
-        while index >= 0:
-            cuts.append(candidates[index])
-            index = best[index][1]
+        while chain:
+            cut, chain = chain
+            cuts.append(cut)
         return cuts[::-1]
 
     def within(self, max_layer_bytes: int, cuts: Sequence[int]) -> list[int]:
@@ -197,26 +184,23 @@ def _blocks(traced: TracedGraph, order: Sequence[Node]) -> list[str]:
     Blocks are children of one class of a list of modules. Where there are none with children of their
     own, plain layers with weights count (a `Sequential` of `Linear`s).
     """
-    repeated: dict[str, dict[str, bool]] = {}  # container -> repeated child -> has children of its own
+    repeated: dict[str, nn.Module] = {}
     for name, container in traced.model.named_modules():
         if isinstance(container, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
-            kinds = Counter(type(child) for child in container.children())
-            repeated[name] = {
-                key: next(child.children(), None) is not None
-                for key, child in container.named_children()
-                if (kinds[type(child)] > 1 or len(kinds) == 1) and next(child.parameters(), None) is not None
-            }
+            kinds = Counter(map(type, container.children()))
+            for key, child in container.named_children():
+                if (kinds[type(child)] > 1 or len(kinds) == 1) and next(child.parameters(), None) is not None:
+                    repeated[f"{name}.{key}".lstrip(".")] = child
 
-    def innermost(node: Node, composite: bool) -> str:
-        parts = covered_module(node).split(".")
-        for end in range(len(parts), 0, -1):
-            children = repeated.get(".".join(parts[: end - 1]), {})
-            if children.get(parts[end - 1]) in ((True,) if composite else (True, False)):
-                return ".".join(parts[:end])
-        return ""
+    def innermost(node: Node, blocks: Container[str]) -> str:
+        path = covered_module(node)
+        while path and path not in blocks:
+            path = path.rpartition(".")[0]
+        return path
 
-    blocks = [innermost(node, composite=True) for node in order]
-    return blocks if any(blocks) else [innermost(node, composite=False) for node in order]
+    composite = {path for path, module in repeated.items() if next(module.children(), None) is not None}
+    blocks = [innermost(node, composite) for node in order]
+    return blocks if any(blocks) else [innermost(node, repeated) for node in order]
 
 
 def _depth_in_common(order: Sequence[Node], cut: int) -> int:

@@ -10,15 +10,14 @@ what the whole graph does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch.fx import Node
 
 from roundpipe.core.errors import TraceError
-from roundpipe.fx.graph.dataflow import alias_groups
 from roundpipe.fx.graph.nodes import (
     installs_hook,
     is_accessor,
@@ -31,110 +30,89 @@ from roundpipe.fx.graph.nodes import (
 from roundpipe.fx.graph.traced import TracedGraph
 
 
-def legal_cuts(traced: TracedGraph, order: Sequence[Node], live: Sequence[Set[Node]]) -> list[int]:
+class Memory:
+    """Which memory the values of a graph are in, and which nodes write it.
+
+    Memory is known by the parameter or buffer that a get_attr or a leaf has there, else by its storage; a value without
+    any is known by its node.
+    """
+
+    def __init__(self, traced: TracedGraph) -> None:
+        attributes = [node for node in traced.graph.nodes if node.op == "get_attr" and storage_key(node) is not None]
+        self._attribute_at = {storage_key(node): traced.attribute(str(node.target)) for node in attributes}
+        self.values: dict[Hashable, list[Node]] = defaultdict(list)
+        """The values in each, in order."""
+        self.users: dict[Hashable, set[Node]] = defaultdict(set)
+        """The nodes that touch each."""
+        self.last_write: dict[Hashable, Node] = {}
+        """The last node to write each that is written."""
+        for node in traced.graph.nodes:
+            self.values[self.of(node)].append(node)
+        for node in traced.body:
+            buffers = {*traced.attribute(str(node.target)).buffers()} if node.op == "call_module" else set()
+            written = set(map(self.of, mutated_by(node)))
+            self.last_write.update(dict.fromkeys(written | buffers if writes_buffers(node) else written, node))
+            for key in {*map(self.of, node.all_input_nodes), *written, *buffers}:
+                self.users[key].add(node)
+
+    def of(self, node: Node) -> Hashable:
+        """The memory of a value."""
+        key = storage_key(node)
+        return node if key is None else self._attribute_at.get(key, key)
+
+    def written_values(self) -> set[Node]:
+        """All values whose memory is written in place at some point, buffers that leaves write included."""
+        return {node for key in self.last_write for node in self.values.get(key, ())}
+
+
+def legal_cuts(traced: TracedGraph, memory: Memory, order: Sequence[Node], live: Sequence[Set[Node]]) -> list[int]:
     """Positions in ``order`` in front of which a cut may be."""
     position = {node: index for index, node in enumerate(order)}
     forbidden = [0] * (len(order) + 1)
-
-    def together(nodes: Iterable[Node]) -> None:
-        """No cut between the first and the last of these."""
+    groups = [(producer_of(node), node) for node in order if is_accessor(node)]
+    groups += [(producer_of(node.all_input_nodes[0]), node) for node in order if installs_hook(node)]
+    attributes = [key for key in memory.last_write if isinstance(key, torch.Tensor)]
+    for nodes in (*groups, *(memory.users[key] for key in attributes), *_writes(traced, memory, order, position)):
         places = [position[node] for node in nodes if node in position]
-        if places and min(places) < max(places):
+        if places:  # no cut between the first and the last of them
             forbidden[min(places) + 1] += 1
             forbidden[max(places) + 1] -= 1
-
-    for node in order:
-        if is_accessor(node):
-            together((producer_of(node), node))
-        if installs_hook(node):
-            together((producer_of(node.args[0]), node))  # type: ignore[arg-type]
-    for users in _buffer_users(traced).values():
-        together(users)
-    _keep_writes(traced, order, position, together)
     parted = list(accumulate(forbidden))
-    mutations = _last_writes(traced, order, position)
-    return [cut for cut in range(1, len(order)) if not parted[cut] and not _parts_aliases(live[cut], cut, mutations)]
+    last_write = {key: position[node] for key, node in memory.last_write.items() if node in position}
+    unparted = [cut for cut in range(1, len(order)) if not parted[cut]]
+    return [cut for cut in unparted if not _parts_aliases(live[cut], cut, memory, last_write)]
 
 
-def _buffer_users(traced: TracedGraph) -> dict[int, list[Node]]:
-    """For each buffer that is written, every node that touches it."""
-    users: dict[int, list[Node]] = {buffer: [] for buffer in _written_buffers(traced)}
-    if not users:
-        return users
-    owners = _attribute_memory(traced)
-    for node in traced.body:
-        if node.op == "call_module":
-            for buffer in traced.attribute(str(node.target)).buffers():
-                if id(buffer) in users:
-                    users[id(buffer)].append(node)
-        for source in (*node.all_input_nodes, *mutated_by(node)):
-            buffer = owners.get(storage_key(source))
-            if buffer is not None and id(buffer) in users:
-                users[id(buffer)].append(node)
-    return users
+def _writes(
+    traced: TracedGraph, memory: Memory, order: Sequence[Node], position: Mapping[Node, int]
+) -> Iterable[Iterable[Node]]:
+    """Each write with later readers of older names for the memory: to them no new name is known.
 
-
-def _attribute_memory(traced: TracedGraph) -> dict[int | None, Any]:
-    """Storage -> the buffer or parameter that a get_attr names there; views of it have the same."""
-    owners: dict[int | None, Any] = {
-        storage_key(node): traced.attribute(str(node.target)) for node in traced.graph.nodes if node.op == "get_attr"
-    }
-    owners.pop(None, None)
-    return owners
-
-
-def _keep_writes(
-    traced: TracedGraph,
-    order: Sequence[Node],
-    position: Mapping[Node, int],
-    together: Callable[[Iterable[Node]], None],
-) -> None:
-    """A write stays with later readers of older names for the memory: to them no new name is known.
-
-    Where the older name is an output, it stays with what makes that value.
+    Where the older name is an output, also with what makes that value.
     """
-    aliases = alias_groups(traced)
     outputs = set(traced.outputs)
     for node in order:
         for value in mutated_by(node):
-            for older in aliases.get(value, (value,)):
-                made_at = position.get(older, -1)
-                if older.op != "placeholder" and (older.op == "get_attr" or made_at >= position[node]):
+            for older in memory.values[memory.of(value)]:
+                if older.op != "placeholder" and (older.op == "get_attr" or position.get(older, -1) >= position[node]):
                     continue
-                readers = [user for user in older.users if position.get(user, -1) > position[node]]
-                together((node, *readers))
-                if older in outputs and older.op == "placeholder":
+                yield node, *(user for user in older.users if position.get(user, -1) > position[node])
+                if older not in outputs:
+                    continue
+                if older.op == "placeholder":
                     raise TraceError(
                         f"the model returns its input {older.name!r}, which {node.name!r} writes in place through "
                         "another tensor; return that tensor, or clone the input first"
                     )
-                if older in outputs:
-                    together((older, node))
+                yield older, node
 
 
-def _last_writes(traced: TracedGraph, order: Sequence[Node], position: Mapping[Node, int]) -> dict[int, int]:
-    """Storage -> position of the last node that writes it in place."""
-    last: dict[int, int] = {}
-    for node in order:
-        for value in mutated_by(node):
-            if (key := storage_key(value)) is not None:
-                last[key] = position[node]
-    return last
-
-
-def _parts_aliases(live: Set[Node], cut: int, mutations: Mapping[int, int]) -> bool:
+def _parts_aliases(live: Set[Node], cut: int, memory: Memory, last_write: Mapping[Hashable, int]) -> bool:
     """Whether a cut carries two values that share memory which is written behind it, or one with itself."""
-    if not mutations:
+    if not last_write:
         return False
-    seen: set[int] = set()
-    for node in live:
-        key = storage_key(node)
-        if key is None or mutations.get(key, -1) < cut:
-            continue
-        if key in seen or _overlaps_itself(node):
-            return True
-        seen.add(key)
-    return False
+    written = [node for node in live if last_write.get(memory.of(node), -1) >= cut]
+    return len(set(map(memory.of, written))) < len(written) or any(map(_overlaps_itself, written))
 
 
 def _overlaps_itself(node: Node) -> bool:
@@ -146,28 +124,3 @@ def _overlaps_itself(node: Node) -> bool:
         isinstance(stride, int) and stride == 0 and not (isinstance(size, int) and size <= 1)
         for size, stride in zip(value.shape, value.stride(), strict=True)
     )
-
-
-def written_memory(traced: TracedGraph) -> set[Node]:
-    """All values whose memory is written in place at some point, buffers that leaves write included."""
-    aliases = alias_groups(traced)
-    result: set[Node] = set()
-    for node in traced.body:
-        for value in mutated_by(node):
-            result.update(aliases.get(value, (value,)))
-    written = _written_buffers(traced)
-    for node in traced.graph.nodes:
-        if node.op == "get_attr" and id(traced.attribute(str(node.target))) in written:
-            result.update(aliases.get(node, (node,)))
-    return result
-
-
-def _written_buffers(traced: TracedGraph) -> set[int]:
-    """Identities of the buffers that a leaf or glue writes."""
-    result: set[int] = set()
-    owners = _attribute_memory(traced)
-    for node in traced.body:
-        if writes_buffers(node):
-            result.update(map(id, traced.attribute(str(node.target)).buffers()))
-        result.update(id(owners[key]) for key in map(storage_key, mutated_by(node)) if key in owners)
-    return result

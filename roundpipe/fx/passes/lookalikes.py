@@ -11,12 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import Node
-from torch.fx.node import map_arg
 
+from roundpipe.core import trees
 from roundpipe.fx.graph.nodes import is_accessor, modes_of, mutated_by, value_of
 from roundpipe.fx.graph.traced import TracedGraph
-
-_LITERALS = (int, float, bool, str, complex, type(None), torch.dtype, torch.device, torch.memory_format)
 
 
 class Lookalikes:
@@ -35,14 +33,13 @@ class Lookalikes:
             target = self._module_keys[target]
         elif node.op == "call_function":
             target = (id(target), getattr(target, "__name__", ""))
-        arguments = (_argument_key(node.args), _argument_key(node.kwargs))
-        value, modes = _value_key(node), id(modes_of(node))
-        return node.op, target, arguments, _sharing(node), value, modes, bool(mutated_by(node))
+        arguments = _argument_key((node.args, node.kwargs), {})
+        return node.op, target, arguments, _value_key(node), id(modes_of(node)), bool(mutated_by(node))
 
 
 def _module_key(module: nn.Module) -> Hashable:
     weights = tuple(
-        (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        (name, tensor.shape, tensor.dtype, tensor.requires_grad)
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
     )
     return tuple(map(type, module.modules())), weights, module.training
@@ -61,21 +58,12 @@ def _size_key(size: Any) -> Hashable:
     return size.node.hint if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) else size
 
 
-def _argument_key(argument: Any) -> Hashable:
+def _argument_key(argument: Any, seen: dict[Node, int]) -> Hashable:
+    """An argument without names; of nodes, their kind of value and which of them are one."""
     if isinstance(argument, Node):
-        return "node", argument.op == "get_attr", _value_key(argument)
-    if isinstance(argument, dict):
-        return tuple((key, _argument_key(item)) for key, item in argument.items())
-    if isinstance(argument, slice):
-        argument = argument.start, argument.stop, argument.step
-    if isinstance(argument, (list, tuple)):
-        return tuple(map(_argument_key, argument))
-    return (type(argument), argument) if isinstance(argument, _LITERALS) else id(argument)
-
-
-def _sharing(node: Node) -> tuple[int, ...]:
-    """Which operands are one value."""
-    first: dict[Node, int] = {}
-    places: list[int] = []
-    map_arg((node.args, node.kwargs), lambda operand: places.append(first.setdefault(operand, len(first))))
-    return tuple(places)
+        return argument.op == "get_attr", _value_key(argument), seen.setdefault(argument, len(seen))
+    if isinstance(argument, (*trees.PLAIN, torch.Size, torch.memory_format)):
+        return type(argument), argument
+    if isinstance(argument, (list, tuple, dict, slice)):
+        return tuple((step, _argument_key(item, seen)) for step, item in trees.children(argument) or ())
+    return id(argument)

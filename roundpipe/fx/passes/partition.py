@@ -2,11 +2,9 @@
 
 A layer is a run of nodes in order of execution; the values made before a cut and read after it are its *carry*.
 
-    `glue`         glue that depends on nothing but inputs (masks, rotary tables) is no layer's own: each
-                   layer that needs it makes it again, unless carrying it is cheaper
-    `legal_cuts`   no cut parts what must stay in one layer: what writes memory and what else touches it,
-                   all calls of modules that write the same buffers, a hook and the value it hangs on
-    `cut_choice`   of the legal cuts, as many as leave every layer worth a task, at narrow places
+Glue that depends on nothing but inputs (masks, rotary tables) is no layer's own: each layer that needs it makes it
+again, unless carrying it is cheaper. Between all other nodes, `legal_cuts` says where a cut may be, and `cut_choice`
+which of these are taken.
 
 Invariant: every body node belongs to one chunk or is recomputed; a chunk reads only inputs and what earlier chunks
 make; a value is made once, under its node's name.
@@ -14,21 +12,24 @@ make; a value is made once, under its node's name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch.fx import Node
 
 from roundpipe.core.errors import PartitionError
-from roundpipe.core.layers import is_differentiable
+from roundpipe.core.layers import ESTIMATED_LINK_BYTES_PER_S, is_differentiable
 from roundpipe.core.module_tree import common_path
 from roundpipe.fx.graph.dataflow import live_before, merge_same_values, needed_for
 from roundpipe.fx.graph.nodes import (
     covered_module,
     draws_random,
     has_effect,
+    installs_hook,
     is_accessor,
     modes_of,
     mutated_by,
@@ -36,13 +37,16 @@ from roundpipe.fx.graph.nodes import (
     storage_key,
     value_bytes,
     value_of,
+    writes_buffers,
 )
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes.cost import NodeCost
 from roundpipe.fx.passes.cut_choice import Balance, CutChoice
-from roundpipe.fx.passes.glue import glue_of, recomputed_glue, sources
-from roundpipe.fx.passes.legal_cuts import legal_cuts
+from roundpipe.fx.passes.legal_cuts import Memory, legal_cuts
 
+ALLOWANCE_S = 3e-4
+"""Time that recomputing a value may take beyond what carrying it would: a carried value costs copies, events and host
+memory in every stage."""
 DETACHING = frozenset({"detach", "detach_", "data"})
 
 
@@ -53,9 +57,7 @@ class Chunk:
     name: str
     module_names: tuple[str, ...]
     nodes: tuple[Node, ...]
-    """What it runs, in order; recomputed nodes, of which it has its own, among them."""
-    own: frozenset[Node]
-    """Those of ``nodes`` that no other chunk runs."""
+    """What it runs, in order; recomputed nodes, which other chunks run too, among them."""
     reads: tuple[Node, ...]
     """Inputs and values of earlier chunks that it uses."""
     clones: tuple[Node, ...]
@@ -85,7 +87,6 @@ def partition(
     costs: Mapping[Node, NodeCost],
     *,
     balance: Balance = "time",
-    num_layers: int | None = None,
     max_layer_bytes: int | None = None,
 ) -> Partition:
     """Cuts a graph into the finest chain of sensible layers.
@@ -93,27 +94,24 @@ def partition(
     Args:
         traced, costs: a linted graph, in which values handed through unchanged are merged, and its nodes' costs.
         balance, max_layer_bytes: see `roundpipe.fx.passes.lower.LowerOptions`.
-        num_layers: at most so many layers, evenly weighted, instead of the finest chain.
 
     Raises:
         TraceError: an input is written in place and returned under its old name.
-        PartitionError: ``balance`` or ``num_layers`` is not usable, or there is nothing to cut.
+        PartitionError: ``balance`` is not usable, or there is nothing to cut.
     """
     merge_same_values(traced)
-    recomputed = recomputed_glue(traced, costs)
+    memory = Memory(traced)
+    recomputed = _recomputed_glue(traced, memory, costs)
     order = _order(traced, recomputed)
     if not order:
         order, recomputed = _order(traced, frozenset()), frozenset()
     if not order:
         raise PartitionError("the model computes nothing from its inputs, so there are no layers to make")
     live = _live(order, traced, recomputed)
-    choice = CutChoice(traced, costs, balance, order, live, legal_cuts(traced, order, live))
-    if num_layers is not None:
-        cuts = choice.even(num_layers)
-    else:
-        cuts = choice.finest()
-        if max_layer_bytes is not None:
-            cuts = choice.within(max_layer_bytes, cuts)
+    choice = CutChoice(traced, costs, balance, order, live, legal_cuts(traced, memory, order, live))
+    cuts = choice.finest()
+    if max_layer_bytes is not None:
+        cuts = choice.within(max_layer_bytes, cuts)
     return Partition(_chunks(traced, order, cuts, live, recomputed), recomputed, _differentiable(traced), balance)
 
 
@@ -122,16 +120,14 @@ def partition(
 
 def _order(traced: TracedGraph, recomputed: Set[Node]) -> list[Node]:
     """Body nodes that chunks own, in order of execution, accessors right behind their producers."""
-    riders: dict[Node, list[Node]] = {}
+    riders: dict[Node, list[Node]] = defaultdict(list)
     main = []
     for node in _used(traced):
-        if node in recomputed:
-            continue
         if is_accessor(node) and producer_of(node) not in recomputed:
-            riders.setdefault(producer_of(node), []).append(node)
-        else:
+            riders[producer_of(node)].append(node)
+        elif node not in recomputed:
             main.append(node)
-    return [item for node in main for item in (node, *riders.get(node, ()))]
+    return [item for node in main for item in (node, *riders[node])]
 
 
 def _used(traced: TracedGraph) -> list[Node]:
@@ -142,13 +138,63 @@ def _used(traced: TracedGraph) -> list[Node]:
 
 def _live(order: Sequence[Node], traced: TracedGraph, recomputed: Set[Node]) -> list[frozenset[Node]]:
     """Item ``i``: what is carried in front of ``order[i]``, inputs included; the last item the outputs."""
-    outputs: set[Node] = set()
-    for node in traced.outputs:
-        if node in recomputed:
-            outputs |= sources(node, recomputed)
-        elif node.op != "get_attr":
-            outputs.add(node)
-    return live_before(order, outputs, lambda node: sources(node, recomputed))
+    outputs = {node for node in traced.outputs if node not in recomputed and node.op != "get_attr"}
+    outputs.update(*(_sources(node, recomputed) for node in traced.outputs if node in recomputed))
+    return live_before(order, outputs, lambda node: _sources(node, recomputed))
+
+
+# ---------------------------------------------------------------------------------- glue that each layer makes
+
+
+def _recomputed_glue(traced: TracedGraph, memory: Memory, costs: Mapping[Node, NodeCost]) -> frozenset[Node]:
+    """Glue on inputs and constants that is cheaper to make again than to carry."""
+    nodes = [node for node in traced.graph.nodes if node.op != "output"]
+    dear = memory.written_values() | {node for node in nodes if not _is_plain(traced, node)}
+    dear |= {node.all_input_nodes[0] for node in nodes if installs_hook(node)}
+    closures: dict[Node, frozenset[Node]] = {}
+    for node in nodes:
+        sources = node.all_input_nodes
+        if node not in dear and all(source in closures for source in sources):
+            closure = frozenset((node,)).union(*(closures[source] for source in sources))
+            if not node.op.startswith("call_") or _is_cheap(node, closure, costs):
+                closures[node] = closure
+    return frozenset(node for node in closures if node.op.startswith("call_"))
+
+
+def _glue_of(nodes: Iterable[Node], recomputed: Set[Node]) -> set[Node]:
+    """The recomputed nodes that these depend on."""
+    glue: set[Node] = set()
+    pending = list(nodes)
+    while pending:
+        for source in pending.pop().all_input_nodes:
+            if source in recomputed and source not in glue:
+                glue.add(source)
+                pending.append(source)
+    return glue
+
+
+def _sources(node: Node, recomputed: Set[Node]) -> set[Node]:
+    """What a node reads that some layer or the caller must have made, recomputed glue looked through."""
+    readers = (node, *_glue_of([node], recomputed))
+    reads = {source for reader in readers for source in reader.all_input_nodes}
+    return {source for source in reads if source not in recomputed and source.op != "get_attr"}
+
+
+def _is_cheap(node: Node, closure: frozenset[Node], costs: Mapping[Node, NodeCost]) -> bool:
+    """Whether making a value again takes less time than moving it, give or take the allowance."""
+    if value_of(node) is None:
+        return True  # decided at its parts
+    seconds = sum(costs[item].forward_s for item in closure)
+    moved = sum(value_bytes(item) for item in closure if item.op == "placeholder")
+    carried = value_bytes(node)
+    return seconds + moved / ESTIMATED_LINK_BYTES_PER_S <= carried / ESTIMATED_LINK_BYTES_PER_S + ALLOWANCE_S
+
+
+def _is_plain(traced: TracedGraph, node: Node) -> bool:
+    """Whether a node is an input, a constant, or glue without parameters, random numbers or effects."""
+    if traced.parameters_of(node) or draws_random(node) or has_effect(node) or writes_buffers(node):
+        return False
+    return node.op != "call_module" or str(node.target) not in traced.opaque
 
 
 # ---------------------------------------------------------------------------------- chunks
@@ -162,30 +208,27 @@ def _chunks(
     recomputed: frozenset[Node],
 ) -> tuple[Chunk, ...]:
     rank = {node: index for index, node in enumerate(traced.graph.nodes)}
+    in_order = partial(sorted, key=rank.__getitem__)
     late = [node for node in traced.outputs if node in recomputed or node.op == "get_attr"]
     chunks = []
     for start, stop in pairwise([0, *cuts, len(order)]):
         own, behind = order[start:stop], live[stop]
         made_last = late if stop == len(order) else []
-        needed = {*own, *made_last}
-        needed |= glue_of(needed, recomputed)
-        nodes = sorted((node for node in needed if node.op.startswith("call_")), key=rank.__getitem__)
-        inside = set(nodes)
-        sources_of_nodes = {source for node in nodes for source in node.all_input_nodes} - inside
-        reads = sorted((node for node in sources_of_nodes if node.op != "get_attr"), key=rank.__getitem__)
+        needed = {*own, *made_last} | _glue_of([*own, *made_last], recomputed)
+        nodes = in_order(node for node in needed if node.op.startswith("call_"))
+        sources = {source for node in nodes for source in node.all_input_nodes if source.op != "get_attr"}
+        reads = in_order(sources.difference(nodes))
         makes = [node for node in own if node in behind] + made_last
-        passes = [node for node in behind if node not in set(makes) and node in live[start]]
         written = {storage_key(value) for node in own for value in mutated_by(node)} - {None}
         chunks.append(
             Chunk(
                 name=_name_of(own),
                 module_names=_module_names(own),
                 nodes=tuple(nodes),
-                own=frozenset(own),
                 reads=tuple(reads),
                 clones=tuple(node for node in reads if storage_key(node) in written),
                 makes=tuple(makes),
-                passes=tuple(sorted(passes, key=rank.__getitem__)),
+                passes=tuple(in_order((behind & live[start]).difference(makes))),
                 carry_bytes=sum(map(value_bytes, behind)),
             )
         )

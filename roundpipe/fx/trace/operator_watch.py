@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from roundpipe.fx.dispatch import TorchDispatchMode
-from roundpipe.fx.fakes import is_of_no_world, real_world
+from roundpipe.fx.fakes import TorchDispatchMode, is_of_no_world, real_world
 from roundpipe.fx.flat import flat_tensors
 from roundpipe.fx.sizes import expression_of
 

@@ -17,7 +17,7 @@ from torch.fx import Node
 import roundpipe
 from roundpipe import ExecutePlan, RoundPipeRunConfig, TraceError
 from roundpipe.core import trees
-from roundpipe.fx.graph.nodes import is_accessor, value_bytes
+from roundpipe.fx.graph.nodes import is_accessor
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes.cost import NodeCost
 from roundpipe.wrappers.auto import AutoRoundPipe
@@ -154,9 +154,9 @@ def _drawn_costs(seed: int | None) -> Callable[..., dict[Node, NodeCost]] | None
 
     def draw(node: Node) -> NodeCost:
         if node.op in ("placeholder", "get_attr") or is_accessor(node):
-            return NodeCost(value_bytes=value_bytes(node))
+            return NodeCost()
         seconds = choose.choice([1e-6, 1e-4, 1e-3]) * (0.5 + choose.random())
-        return NodeCost(value_bytes=value_bytes(node), forward_s=seconds, backward_s=2 * seconds)
+        return NodeCost(forward_s=seconds, backward_s=2 * seconds)
 
     def measure(traced: TracedGraph, profile: object) -> dict[Node, NodeCost]:
         return {node: draw(node) for node in traced.graph.nodes if node.op != "output"}
