@@ -152,7 +152,8 @@ class SizeExpression(_Named):
         super().__init__("size_expression")
         self.source = source
         self.names = names
-        self._function = compile_expression(source, names)
+        scope = {"math": math, "torch": torch, "min": min, "max": max, "abs": abs, "int": int, "float": float}
+        self._function = eval(f"lambda {', '.join(names)}: {source}", scope)  # printed by torch from a size expression
 
     def __call__(self, *sizes: int) -> Any:
         return self._function(*sizes)
@@ -162,12 +163,6 @@ class SizeExpression(_Named):
 
     def __repr__(self) -> str:
         return f"size_expression({self.source})"
-
-
-def compile_expression(source: str, names: tuple[str, ...]) -> Callable[..., Any]:
-    """A function of ``names`` that evaluates ``source``."""
-    scope = {"math": math, "torch": torch, "min": min, "max": max, "abs": abs, "int": int, "float": float}
-    return eval(f"lambda {', '.join(names)}: {source}", scope)  # printed by torch from a size expression
 
 
 class Hole:
@@ -192,20 +187,3 @@ class Build(_Named):
     def __call__(self, *values: Any) -> Any:
         remaining = iter(values)
         return trees.map_leaves(self.template, lambda leaf: next(remaining) if isinstance(leaf, Hole) else leaf)
-
-
-class ApplyFunction(_Named):
-    """Calls a `torch.autograd.Function`, so that its own backward is kept."""
-
-    def __init__(self, function: type[torch.autograd.Function]) -> None:
-        super().__init__(f"apply_{function.__name__}")
-        self.function = function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function.apply(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ApplyFunction:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ApplyFunction, (self.function,)

@@ -1,4 +1,4 @@
-"""Symbolic sizes: their expressions, and an environment that records what is assumed of them.
+"""Symbolic sizes: their expressions, an environment that records what is assumed of them, and a check of that.
 
 The environment takes nothing for granted: not that equal numbers are one size, nor that a size is neither 0 nor 1.
 It tells the assumptions of the model's own Python ("glue") from those that an operator makes to infer its shape.
@@ -6,7 +6,8 @@ It tells the assumptions of the model's own Python ("glue") from those that an o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -15,27 +16,17 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
 
 from roundpipe.fx.locations import model_location
-from roundpipe.fx.operations import SizeExpression, compile_expression
+from roundpipe.fx.operations import SizeExpression
 
 Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
-
-
-def _never() -> bool:
-    return False
-
-
-def _nothing() -> None:
-    pass
 
 
 class ShapeWorld(ShapeEnv):
     """A shape environment that knows which of its answers the model's own Python asked for."""
 
-    def __init__(self, in_glue: Callable[[], bool] = _never) -> None:
+    def __init__(self) -> None:
         super().__init__(duck_shape=False, specialize_zero_one=False)
-        self.in_glue = in_glue
-        self.on_fixed_size: Callable[[], None] = _nothing
-        """Called when glue turns a size into a plain number, such as for a loop over it."""
+        self.forget_listeners()
         self.glue_guards: dict[sympy.Basic, str] = {}
         """What held when glue asked, in the order asked, and where it asked."""
         self.recent: list[sympy.Basic] = []
@@ -56,7 +47,9 @@ class ShapeWorld(ShapeEnv):
 
     def forget_listeners(self) -> None:
         """Tracing is over; torch's caches keep this object, which must not keep the model."""
-        self.in_glue, self.on_fixed_size = _never, _nothing
+        self.in_glue: Callable[[], bool] = lambda: False
+        self.on_fixed_size: Callable[[], None] = lambda: None
+        """Called when glue turns a size into a plain number, such as for a loop over it."""
 
     def promote_recent(self) -> None:
         """Counts what the call just made asked as asked by glue: its result was a Python value."""
@@ -67,9 +60,18 @@ class ShapeWorld(ShapeEnv):
         """Number of size symbols that turned out to be one number."""
         return sum(bool(value.is_number) for value in self.replacements.values())
 
-    def size_guards(self) -> list[sympy.Basic]:
-        """Every assumption made about sizes so far, whoever made it."""
-        return list(dict.fromkeys(guard.expr for guard in self.guards))
+    def glue_assumptions(self) -> dict[sympy.Basic, str]:
+        """What the model's own Python asked, with where, and the sizes that were taken for equal."""
+        return {**self._equalities(), **self.glue_guards}
+
+    def size_assumptions(self) -> dict[sympy.Basic, str]:
+        """All that was assumed about sizes, whoever asked."""
+        return {**dict.fromkeys((guard.expr for guard in self.guards), ""), **self._equalities()}
+
+    def _equalities(self) -> dict[sympy.Basic, str]:
+        """The sizes that were taken for equal to another or to a number."""
+        pairs = self.replacements.items()
+        return {sympy.Eq(size, to, evaluate=False): "" for size, to in pairs if isinstance(size, sympy.Symbol)}
 
 
 def _that(expression: sympy.Basic, answer: Any) -> sympy.Basic:
@@ -92,16 +94,44 @@ def is_data_dependent(expression: Any) -> bool:
     return any(str(symbol).startswith(("u", "zuf")) for symbol in symbols)
 
 
-def expression_source(expression: sympy.Basic) -> str:
-    """Python source of an expression."""
-    return str(PythonPrinter().doprint(expression))
-
-
 def size_function(expression: sympy.Basic, symbols: Iterable[sympy.Symbol]) -> SizeExpression:
     """A callable of the symbols' values that evaluates an expression."""
-    return SizeExpression(expression_source(expression), tuple(str(symbol) for symbol in symbols))
+    return SizeExpression(str(PythonPrinter().doprint(expression)), tuple(map(str, symbols)))
 
 
-def compiled(expression: sympy.Basic, symbols: Iterable[sympy.Symbol]) -> Callable[..., Any]:
-    """A plain function of the symbols' values that evaluates an expression."""
-    return compile_expression(expression_source(expression), tuple(str(symbol) for symbol in symbols))
+@dataclass(frozen=True, slots=True)
+class SizeGuard:
+    """One assumption about sizes."""
+
+    holds: SizeExpression
+    location: str
+    """Where the model's code asked; empty for what an operator asked."""
+
+
+class SizeSystem:
+    """Assumptions over the sizes of inputs.
+
+    Args:
+        symbols: each size symbol with the index of its input and its dimension.
+        expressions: the assumptions in these symbols, with where they were asked.
+    """
+
+    def __init__(self, symbols: Mapping[sympy.Symbol, tuple[int, int]], expressions: Mapping[sympy.Basic, str]) -> None:
+        self.positions = {str(symbol): position for symbol, position in symbols.items()}
+        self._guards = [
+            SizeGuard(size_function(expression, symbols), location)
+            for expression, location in expressions.items()
+            # others are about numbers, or about a size that only data determine: no input decides them
+            if expression.free_symbols and expression.free_symbols <= symbols.keys()
+        ]
+
+    def first_failure(self, shapes: Sequence[torch.Size]) -> SizeGuard | None:
+        """The first assumption that tensors of these shapes break."""
+        sizes = [shapes[index][dim] for index, dim in self.positions.values()]
+        for guard in self._guards:
+            try:
+                if not guard.holds(*sizes):
+                    return guard
+            except ZeroDivisionError:
+                return guard
+        return None

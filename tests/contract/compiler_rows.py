@@ -68,7 +68,6 @@ COMPILER_ROWS: dict[str, Row] = {
         API + "test_traces_one_after_the_other_are_warned_of",
         API + "test_training_and_evaluation_take_a_trace_each",
         TRACER + "test_one_trace_equals_eager_at_other_sizes",
-        GUARDS + "test_every_assumption_is_described",
         TRAPS_OF_TENSORS + "test_five_traces_in_a_row_name_the_input_that_varies",
         TRAPS + "test_an_attribute_set_between_calls_traces_again",
         CHANGES_OF_WEIGHTS + "test_what_nobody_reads_may_change",

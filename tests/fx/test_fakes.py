@@ -68,7 +68,7 @@ def test_an_operators_question_is_not_glue() -> None:
     with world.entered():
         first, second = world.arguments[0]
         assert (first + second).shape[1] == 3
-    assert world.shapes.size_guards() and not world.shapes.glue_guards
+    assert world.shapes.size_assumptions() and not world.shapes.glue_guards
 
 
 def test_the_forward_runs_on_fakes_and_reality_is_near() -> None:

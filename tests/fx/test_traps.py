@@ -29,7 +29,6 @@ from torch import nn
 
 import roundpipe
 from roundpipe.core.errors import TraceError
-from roundpipe.fx.operations import ApplyFunction
 from roundpipe.fx.passes.lower import LowerOptions
 from roundpipe.fx.source import TracedSource
 from roundpipe.fx.trace.tracer import trace
@@ -106,7 +105,7 @@ def test_a_decision_on_a_size_below_vmap_is_guarded() -> None:
 
 def test_a_custom_backward_is_one_node() -> None:
     traced = trace(CustomFunction(), (), flat_vectors(4, 0))
-    assert sum(isinstance(node.target, ApplyFunction) for node in traced.body) == 4
+    assert sum(str(node.target).startswith("apply_") for node in traced.body) == 4
 
 
 def test_an_activation_that_escapes_is_refused() -> None:

@@ -3,9 +3,7 @@
     guards        all that one trace assumed
     model_guard   the model: its modules, weights, attributes, and whatever Python its code reads
     arguments     containers and plain values among the arguments
-    size_guards   sizes of the arguments' tensors
     values        data that the model's code read
-    writes        writes in place that must change nothing
 
 May use: the graph and fakes below; effects.
 Start reading: `guards`.

@@ -4,13 +4,18 @@ A check goes from cheap to dear: modes, the model (`ModelGuard`), the structure 
 (`ArgumentForm`), the sizes of its tensors (`SizeSystem`, cached by shapes), the data that traced code read
 (`ValueProgram`).
 
+Assumptions about sizes are of two kinds. What the model's own Python asked (``if x.shape[0] == 1``) must hold, and so
+must sizes be equal that were taken for one. What operators asked to infer a shape only matters through the shape: if
+such an assumption fails, the graph is run once on fakes of the new sizes, and if every node has the shape that the
+trace says, the assumptions made in that run are a second sufficient set (a *variant*).
+
 Invariant: `Guards.check` returns None only if running the model's Python again would record this graph.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,13 +28,16 @@ from roundpipe.core.modes import Modes
 from roundpipe.fx.binding import CallForm
 from roundpipe.fx.fakes import Dimension, FakeWorld, InputSizes
 from roundpipe.fx.guards.arguments import ArgumentForm, argument_words
-from roundpipe.fx.guards.model_guard import ModelGuard, OwnChanges, TracedParts
-from roundpipe.fx.guards.size_guards import SizeSystem, Verifier, glue_assumptions, size_assumptions
+from roundpipe.fx.guards.model_guard import ModelGuard, OwnChanges, TracedParts, Write
 from roundpipe.fx.guards.values import ValueProgram
-from roundpipe.fx.guards.writes import Write
+from roundpipe.fx.operations import SizeExpression
+from roundpipe.fx.sizes import SizeSystem
 
 MAX_CACHED_SHAPES = 4096
 MAX_VARIANTS = 16
+
+Verifier = Callable[[Any], SizeSystem | str]
+"""Runs the traced graph on fakes of some arguments' sizes: what it assumed, or which shape is not the traced one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +114,11 @@ class Guards:
         self.grad_matters = grad_matters
         self._inputs: list[InputSizes] = list(world.inputs)
         self._arguments = ArgumentForm(world.arguments)
-        self._glue = SizeSystem(world, glue_assumptions(world))
-        self._operators = [SizeSystem(world, size_assumptions(world))]
-        symbols = zip(self._glue.symbols, self._glue.positions, strict=True)
-        self._sizes = {
-            str(symbol): (f"{argument_words(self._inputs[index].path)}.size({dim})", index, dim)
-            for symbol, (index, dim) in symbols
+        self._glue = SizeSystem(world.symbols(), world.shapes.glue_assumptions())
+        self._operators = [SizeSystem(world.symbols(), world.shapes.size_assumptions())]
+        positions = self._glue.positions.items()
+        self._size_words = {
+            symbol: f"{argument_words(self._inputs[index].path)}.size({dim})" for symbol, (index, dim) in positions
         }
         self._by_shapes: dict[Any, Failure | None] = {}
         self._model: ModelGuard | None = None
@@ -154,24 +161,6 @@ class Guards:
             self._by_shapes[key] = failure or self._value_failure(arguments, of_sizes_only=True)
         return self._by_shapes[key] or self._value_failure(arguments, of_sizes_only=False)
 
-    @property
-    def num_variants(self) -> int:
-        """Number of sets of operators' assumptions found so far."""
-        return len(self._operators)
-
-    def describe(self) -> list[str]:
-        """Every assumption that must hold, in words."""
-        sizes = [
-            f"{self._source_words(guard.source)} (asked at {guard.location or 'an operator'})"
-            for guard in self._glue.guards
-        ]
-        reads = [
-            f"{getattr(read.function, '__name__', read.function)} of data gives {read.expected!r} "
-            f"(asked at {read.location})"
-            for read in self.values.reads
-        ]
-        return sizes + reads
-
     def _other_tensors(self, tensors: list[torch.Tensor]) -> str:
         """Which of the arguments' tensors is otherwise, beside its dtype and sizes."""
         if self.grad_matters:
@@ -205,7 +194,7 @@ class Guards:
             where = f"the model's code at {broken.location}" if broken.location else "an operator"
             return Failure(
                 f"{where} took a decision that holds only if "
-                f"{self._source_words(broken.source)}; now {self._current_sizes(broken.source, shapes)}"
+                f"{self._in_words(broken.holds)}; now {self._current_sizes(broken.holds, shapes)}"
             )
         if any(system.first_failure(shapes) is None for system in self._operators):
             return None
@@ -227,7 +216,7 @@ class Guards:
 
     def _verified(self, arguments: Any, shapes: list[torch.Size]) -> Failure | None:
         first = self._operators[0].first_failure(shapes)
-        asked = self._source_words(first.source) if first is not None else "other sizes"
+        asked = self._in_words(first.holds) if first is not None else "other sizes"
         if len(self._operators) >= MAX_VARIANTS:
             return Failure(f"an operator assumed {asked}, and {MAX_VARIANTS} other sets were tried already")
         with torch.set_grad_enabled(self._call_modes.modes.grad is not False):
@@ -250,10 +239,11 @@ class Guards:
             f"when traced and gives {answer!r} now"
         )
 
-    def _source_words(self, source: str) -> str:
+    def _in_words(self, assumption: SizeExpression) -> str:
         """An assumption with the arguments' sizes in place of symbols."""
-        return re.sub(r"\w+", lambda match: self._sizes[match[0]][0] if match[0] in self._sizes else match[0], source)
+        return re.sub(r"\w+", lambda match: self._size_words.get(match[0], match[0]), assumption.source)
 
-    def _current_sizes(self, source: str, shapes: list[torch.Size]) -> str:
-        sizes = [size for symbol, size in self._sizes.items() if symbol in re.findall(r"\w+", source)]
-        return ", ".join(f"{words} is {shapes[index][dim]}" for words, index, dim in sizes)
+    def _current_sizes(self, assumption: SizeExpression, shapes: list[torch.Size]) -> str:
+        names = re.findall(r"\w+", assumption.source)
+        positions = {name: position for name, position in self._glue.positions.items() if name in names}
+        return ", ".join(f"{self._size_words[name]} is {shapes[i][dim]}" for name, (i, dim) in positions.items())

@@ -31,7 +31,10 @@ from roundpipe.effects.places import HOOKS, OF_TORCH
 from roundpipe.effects.reach import BETWEEN_CALLS
 from roundpipe.effects.snapshot import PlaceValues, PythonSnapshot, QuickComparison
 from roundpipe.effects.uses import CodeUses, attributes_read, uses_of_forward, uses_of_functions, uses_of_hook
+from roundpipe.fx.flat import flat_values
 
+MAX_COMPARED_WEIGHT = 1 << 14
+"""Elements of a weight that is looked at in each call, since a forward may write it."""
 _MISSING = object()
 _TRAINING = operator.attrgetter("training")
 
@@ -59,6 +62,27 @@ class TracedParts:
     """Modules that were looked into."""
     passing: Collection[nn.Module]
     """Leaves that return what they are given, and all within, past which readers of their output may read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """A call that wrote a tensor in place."""
+
+    tensor: torch.Tensor
+    function: Callable[..., Any]
+    args: Any
+    kwargs: Any
+
+    def leaves_alone(self, real: torch.Tensor) -> bool:
+        """Whether it would change nothing of this tensor, as clamping weights that are small does."""
+        if real.is_meta or real.numel() > MAX_COMPARED_WEIGHT or self.tensor.shape != real.shape:
+            return False
+        if not self.args or self.args[0] is not self.tensor or flat_values(self.args[1:], self.kwargs):
+            return False
+        with torch.no_grad():
+            written = real.detach().clone()
+            self.function(written, *self.args[1:], **self.kwargs)
+            return torch.equal(written, real)
 
 
 class ModelGuard:

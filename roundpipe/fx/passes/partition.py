@@ -228,7 +228,7 @@ def _chunks(
                 reads=tuple(reads),
                 clones=tuple(node for node in reads if storage_key(node) in written),
                 makes=tuple(makes),
-                passes=tuple(in_order((behind & live[start]).difference(makes))),
+                passes=tuple(in_order((behind & live[start]) - set(makes))),
                 carry_bytes=sum(map(value_bytes, behind)),
             )
         )

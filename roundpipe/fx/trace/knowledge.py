@@ -22,7 +22,7 @@ from torch.fx import Node
 
 from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
 from roundpipe.fx.fakes import Dimension
-from roundpipe.fx.guards.writes import Write
+from roundpipe.fx.guards.model_guard import Write
 from roundpipe.fx.locations import model_location, raised_at, source_at, with_source
 from roundpipe.fx.trace.advice import advice
 from roundpipe.fx.trace.policy import Decision, is_of_torch

@@ -25,7 +25,7 @@ from roundpipe.effects.user_code import names_in
 from roundpipe.effects.uses import GRADIENT_ATTRIBUTES, attributes_read
 from roundpipe.fx.fakes import written_unseen
 from roundpipe.fx.flat import flat_tensors
-from roundpipe.fx.guards.writes import Write
+from roundpipe.fx.guards.model_guard import Write
 from roundpipe.fx.locations import is_model_file, model_location
 from roundpipe.fx.trace.builder import GraphBuilder
 from roundpipe.fx.trace.policy import is_of_torch

@@ -22,7 +22,7 @@ from roundpipe.core.errors import TraceError
 from roundpipe.effects.snapshot import ModuleSnapshot, PythonSnapshot
 from roundpipe.fx.fakes import FakeWorld, real_world
 from roundpipe.fx.flat import flat_sizes, flat_tensors, flat_values
-from roundpipe.fx.sizes import Symbolic, compiled, expression_of
+from roundpipe.fx.sizes import Symbolic, expression_of, size_function
 from roundpipe.fx.trace.leaves import LeafRun, containers_mutated, contents_of
 
 MAX_DIVISOR = 64
@@ -58,7 +58,7 @@ class _Sizes:
         expression = expression_of(size)
         if not isinstance(expression, sympy.Basic):
             return size
-        return int(compiled(expression, self._symbols)(*self._numbers))
+        return int(size_function(expression, self._symbols)(*self._numbers))
 
     def tensor(self, fake: torch.Tensor) -> torch.Tensor:
         """Random data of a fake's shape; zeros where only numbers make sense as indices."""

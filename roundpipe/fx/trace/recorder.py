@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,10 +32,10 @@ from roundpipe.fx.fakes import (
     written_unseen,
 )
 from roundpipe.fx.flat import flat_sizes, flat_tensors, flat_values
+from roundpipe.fx.guards.model_guard import Write
 from roundpipe.fx.guards.values import UNKNOWN
-from roundpipe.fx.guards.writes import Write
 from roundpipe.fx.locations import asked_by_operator, model_location
-from roundpipe.fx.operations import ApplyFunction, as_traced, set_item, set_property, with_requires_grad
+from roundpipe.fx.operations import NamedCall, as_traced, call_method, set_item, set_property, with_requires_grad
 from roundpipe.fx.sizes import Symbolic, expression_of, is_data_dependent
 from roundpipe.fx.trace.builder import ExampleData, GraphBuilder, node_form
 from roundpipe.fx.trace.knowledge import Findings, Lesson, Need, Retry
@@ -332,7 +333,8 @@ class CallRecorder(TorchFunctionMode):
         """One node for the call of a custom autograd function."""
         if any(isinstance(arg, nn.Module) for arg in (*args, *kwargs.values())):
             raise self.give_up(TraceError(f"{function.__name__}.apply takes a module as an argument"))
-        return self.__torch_function__(ApplyFunction(function), (), args, kwargs)
+        apply = NamedCall(f"apply_{function.__name__}", partial(call_method, function, "apply"))
+        return self.__torch_function__(apply, (), args, kwargs)
 
     def _record_operator(self, func: Any, args: Any, kwargs: Any, out: Any, random: bool) -> None:
         """One node for an operator below a function transform."""

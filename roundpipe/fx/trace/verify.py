@@ -23,9 +23,8 @@ from roundpipe.fx.flat import flat_tensors
 from roundpipe.fx.graph.interpreter import GraphInterpreter
 from roundpipe.fx.graph.nodes import is_accessor, producer_of, value_of
 from roundpipe.fx.graph.traced import TracedGraph
-from roundpipe.fx.guards.size_guards import SizeSystem, size_assumptions
 from roundpipe.fx.operations import call_leaf
-from roundpipe.fx.sizes import compiled, expression_of, is_data_dependent
+from roundpipe.fx.sizes import SizeSystem, expression_of, is_data_dependent, size_function
 from roundpipe.fx.trace.leaves import LeafRun, output_origins
 from roundpipe.fx.trace.siblings import SiblingCache
 
@@ -52,7 +51,7 @@ class ShapeVerifier:
                 problem = _ShapeRun(self, world).problem()
         except Exception as error:
             return f"the graph fails on fakes of these sizes: {type(error).__name__}: {error}"
-        return problem if problem is not None else SizeSystem(world, size_assumptions(world))
+        return problem if problem is not None else SizeSystem(world.symbols(), world.shapes.size_assumptions())
 
 
 class _ShapeRun(GraphInterpreter):
@@ -120,7 +119,7 @@ class _ShapeRun(GraphInterpreter):
         expression = expression_of(size)
         if not isinstance(expression, sympy.Basic):
             return size
-        return compiled(expression, self._symbols)(*self._sizes)
+        return size_function(expression, self._symbols)(*self._sizes)
 
     def _difference(self, node: Node) -> str | None:
         traced, now = value_of(node), self.values[node]
