@@ -9,7 +9,7 @@ Invariant: calling the model with the normal form equals calling it with the arg
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -21,9 +21,9 @@ class CallForm:
     """The signature of one model's forward, which is looked at once."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._signature = _signature_of(model.forward)
-        parameters = {} if self._signature is None else self._signature.parameters
-        self._defaults = {name: parameter.default for name, parameter in parameters.items()}
+        self._signature: inspect.Signature | None = None
+        with suppress(TypeError, ValueError):  # Python can't tell that of compiled and scripted functions
+            self._signature = inspect.signature(model.forward)
 
     def normalise(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments in normal form.
@@ -33,15 +33,17 @@ class CallForm:
         """
         if self._signature is None:
             return tuple(args), dict(kwargs)
-        bound = self._signature.bind(*args, **kwargs)
         positional: list[Any] = []
         named: dict[str, Any] = {}
-        kinds = {name: self._signature.parameters[name].kind for name in bound.arguments}
+        given = [
+            (self._signature.parameters[name], value)
+            for name, value in self._signature.bind(*args, **kwargs).arguments.items()
+        ]
         before_variadic = any(
-            kinds[name] is inspect.Parameter.VAR_POSITIONAL and value for name, value in bound.arguments.items()
+            parameter.kind is inspect.Parameter.VAR_POSITIONAL and value for parameter, value in given
         )
-        for name, value in bound.arguments.items():
-            kind = kinds[name]
+        for parameter, value in given:
+            kind = parameter.kind
             if kind is inspect.Parameter.VAR_POSITIONAL:
                 positional.extend(value)
                 before_variadic = False
@@ -49,14 +51,6 @@ class CallForm:
                 named.update(value)
             elif kind is inspect.Parameter.POSITIONAL_ONLY or before_variadic:
                 positional.append(value)
-            elif value is not self._defaults[name]:
-                named[name] = value
+            elif value is not parameter.default:
+                named[parameter.name] = value
         return tuple(positional), named
-
-
-def _signature_of(forward: Callable[..., Any]) -> inspect.Signature | None:
-    """The signature, or None if Python can't tell (compiled and scripted functions)."""
-    try:
-        return inspect.signature(forward)
-    except (TypeError, ValueError):
-        return None

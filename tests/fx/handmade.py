@@ -17,8 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 
 from roundpipe.core import balance, trees
-from roundpipe.fx.graph.grammar import lint
-from roundpipe.fx.graph.traced import OutputValue, TracedGraph
+from roundpipe.fx.graph.traced import OutputValue, TracedGraph, lint
 from roundpipe.fx.passes import cut_choice
 from roundpipe.fx.passes.cut_choice import CutChoice
 

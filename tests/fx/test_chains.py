@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from roundpipe.core.layers import LayerChain
-from roundpipe.fx.graph.grammar import lint
+from roundpipe.fx.graph.traced import lint
 from roundpipe.fx.passes.codegen import generate
 from roundpipe.fx.passes.cost import measure
 from roundpipe.fx.passes.partition import partition

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from roundpipe.core.modes import Modes
-from roundpipe.fx.graph.grammar import lint
-from roundpipe.fx.graph.traced import TracedGraph
+from roundpipe.fx.graph.traced import TracedGraph, lint
 from roundpipe.fx.operations import assign_buffer
 from roundpipe.fx.passes import codegen
 from roundpipe.fx.passes.cost import measure

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from roundpipe.core.layers import EXECUTION_DEVICE
-from roundpipe.fx.graph.grammar import lint
+from roundpipe.fx.graph.traced import lint
 from roundpipe.fx.passes import codegen
 from tests.fx import handmade
 from tests.fx.cases_codegen import Block, Decoder, UNet, chain_of, compile_by_hand, float64

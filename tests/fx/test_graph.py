@@ -14,7 +14,6 @@ from torch.fx import Graph, Node
 from roundpipe.core import trees
 from roundpipe.core.errors import TraceError
 from roundpipe.fx.graph.dataflow import live_before, needed_for
-from roundpipe.fx.graph.grammar import lint
 from roundpipe.fx.graph.nodes import (
     draws_random,
     has_effect,
@@ -26,7 +25,7 @@ from roundpipe.fx.graph.nodes import (
     value_of,
     writes_buffers,
 )
-from roundpipe.fx.graph.traced import OutputValue, TracedGraph, output_names
+from roundpipe.fx.graph.traced import OutputValue, TracedGraph, lint, output_names
 from roundpipe.fx.operations import assign_buffer
 from roundpipe.fx.passes.legal_cuts import Memory
 from tests.fx import handmade

@@ -11,8 +11,8 @@ from torch import nn
 
 from roundpipe.core.errors import TraceError
 from roundpipe.core.modes import Modes
-from roundpipe.fx.graph.grammar import lint
 from roundpipe.fx.graph.nodes import draws_random, has_effect, mutated_by, writes_buffers
+from roundpipe.fx.graph.traced import lint
 from roundpipe.fx.trace.tracer import trace
 from tests.fx.cases_tracer import built, leaves_of
 from tests.fx.inputs import causal_inputs, vectors

@@ -50,23 +50,17 @@ def _idle(graph: torch.fx.Graph) -> set[Node]:
     Those that do nothing and that only sizes are taken of, which other tensors have, too; and those that, with all they
     are connected with, neither read what the model has or gets nor reach its output.
     """
+    glue = {node for node in graph.nodes if node.op in ("call_function", "call_method")}
     idle: set[Node] = set()
     for node in reversed(graph.nodes):
         is_pure = not (has_effect(node) or mutated_by(node) or draws_random(node))
-        if node.op in ("call_function", "call_method") and is_pure and node.users:
+        if node in glue and is_pure and node.users:
             if all(user in idle or isinstance(value_of(user), Symbolic) for user in node.users):
                 idle.add(node)
-    seen: set[Node] = set()
-    for start in graph.nodes:
-        if start in seen:
-            continue
-        connected, waiting = {start}, [start]
-        while waiting:
-            node = waiting.pop()
-            more = {*node.all_input_nodes, *node.users} - connected
-            connected |= more
-            waiting += more
-        seen |= connected
-        if all(node.op in ("call_function", "call_method") for node in connected):
-            idle |= connected
-    return idle
+    waiting = [node for node in graph.nodes if node not in glue]
+    while waiting:
+        node = waiting.pop()
+        connected = glue.intersection((*node.all_input_nodes, *node.users))
+        glue -= connected
+        waiting += connected
+    return idle | glue

@@ -1,6 +1,6 @@
 """The form of a traced model: a `torch.fx.Graph` of modules and glue, with its inputs, outputs and guards.
 
-The tracer writes it; the cost model, the partition and the code generator read it. Grammar (checked by `grammar.lint`):
+The tracer writes it; the cost model, the partition and the code generator read it. Grammar (checked by `lint`):
 
     placeholder     one per tensor leaf of the arguments, first; target and name are the input's name
     get_attr        a parameter or buffer of the model, or a constant; anywhere before its readers
@@ -19,6 +19,7 @@ Python object is the writing node's result, so only true views ever name an olde
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -28,6 +29,10 @@ from torch import nn
 from torch.fx import Node
 
 from roundpipe.core import trees
+from roundpipe.core.errors import TraceError
+from roundpipe.core.modes import Modes
+from roundpipe.fx.graph.nodes import draws_random, has_effect, modes_of, mutated_by, value_of, writes_buffers
+from roundpipe.fx.operations import assign_buffer
 
 
 class CallCheck(Protocol):
@@ -124,3 +129,106 @@ class TracedGraph:
             value = self.attribute(str(node.target))
             return [value] if isinstance(value, nn.Parameter) else []
         return []
+
+
+# ---------------------------------------------------------------------------------- the grammar, rule by rule
+
+
+def lint(traced: TracedGraph) -> None:
+    """Raises a TraceError that names the first node to break the grammar, and the rule."""
+    earlier: dict[str, Node] = {}
+    kinds: set[str] = set()
+    for node in traced.graph.nodes:
+        for problem in _problems(traced, node, earlier, kinds):
+            raise TraceError(f"traced graph breaks its grammar at {node.format_node()}: {problem}")
+        earlier[node.name] = node
+        kinds.add(node.op)
+    if "output" not in kinds:
+        raise TraceError("traced graph breaks its grammar: it has no output node")
+    unbound = sorted(set(traced.input_paths) - {node.name for node in traced.placeholders})
+    if unbound:
+        raise TraceError(f"traced graph breaks its grammar: input paths without a placeholder: {unbound}")
+
+
+def _problems(traced: TracedGraph, node: Node, earlier: dict[str, Node], kinds: set[str]) -> Iterator[str]:
+    """Every rule that a node breaks; ``earlier`` are the nodes in front of it by name, of these kinds."""
+    if node.name in earlier:
+        yield f"the name {node.name!r} is given twice"
+    if "output" in kinds:
+        yield "it follows the output"
+    if node.op == "placeholder" and kinds - {"placeholder"}:
+        yield "a placeholder comes after another node"
+    for source in node.all_input_nodes:
+        if earlier.get(source.name) is not source:
+            yield f"it reads {source.name!r}, which no earlier node makes"
+    if node.op == "output":
+        yield from _problems_of_output(traced, node)
+    else:
+        yield from _problems_of_kind(traced, node)
+        yield from _problems_of_meta(node, earlier)
+
+
+def _problems_of_kind(traced: TracedGraph, node: Node) -> Iterator[str]:
+    if node.op == "placeholder":
+        if node.name not in traced.input_paths:
+            yield "the placeholder has no input path"
+    elif node.op in ("get_attr", "call_module"):
+        try:
+            attribute = traced.attribute(str(node.target))
+        except AttributeError:
+            yield f"the target {node.target!r} is neither in the model nor a constant"
+            return
+        if node.op == "call_module" and not isinstance(attribute, nn.Module):
+            yield f"the target {node.target!r} is a {type(attribute).__name__}, not a module"
+    elif node.op == "call_function":
+        if not callable(node.target):
+            yield f"the target {node.target!r} can't be called"
+        if node.target is assign_buffer and mutated_by(node) != node.args[:1]:
+            yield "an assignment to a buffer must have the buffer, and nothing else, in mutates"
+    elif node.op == "call_method":
+        if not isinstance(node.target, str) or not node.args or not isinstance(node.args[0], Node):
+            yield "a method needs a name and a node to be called on"
+    else:
+        yield f"{node.op!r} is no kind of node"
+
+
+def _problems_of_meta(node: Node, earlier: dict[str, Node]) -> Iterator[str]:
+    if "value" not in node.meta:
+        yield "meta has no 'value'"
+    value = value_of(node)
+    kinds = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool, type(None))
+    if not isinstance(value, kinds):
+        yield f"meta['value'] is a {type(value).__name__}, not a tensor, a number or None"
+    if node.op == "placeholder" and not isinstance(value, torch.Tensor):
+        yield "the value of a placeholder must be a tensor"
+    for key in ("random", "effect", "buffers_written"):
+        if not isinstance(node.meta.get(key, False), bool):
+            yield f"meta[{key!r}] is {node.meta[key]!r}, not a bool"
+    if not isinstance(node.meta.get("module", ""), str):
+        yield f"meta['module'] is {node.meta['module']!r}, not a qualified name"
+    modes = modes_of(node)
+    if modes is not None and not isinstance(modes, Modes):
+        yield f"meta['modes'] is a {type(modes).__name__}, not Modes"
+    mutates = node.meta.get("mutates", ())
+    if not isinstance(mutates, tuple) or not all(isinstance(item, Node) for item in mutates):
+        yield f"meta['mutates'] is {mutates!r}, not a tuple of nodes"
+        return
+    if node.op in ("placeholder", "get_attr") and (has_effect(node) or mutates or draws_random(node)):
+        yield "an input or attribute has no effects"
+    if mutates and not has_effect(node):
+        yield "it writes values in place but meta['effect'] is not set"
+    for item in mutates:
+        if earlier.get(item.name) is not item:
+            yield f"it writes {item.name!r}, which no earlier node makes"
+    if writes_buffers(node) and node.op != "call_module":
+        yield "only a leaf module can have meta['buffers_written']"
+
+
+def _problems_of_output(traced: TracedGraph, node: Node) -> Iterator[str]:
+    values = node.args[0] if node.args else ()
+    if not isinstance(values, (tuple, list)) or not all(isinstance(item, Node) for item in values):
+        yield "its argument must be a tuple of nodes"
+        return
+    names = [item.name for item in values if isinstance(item, Node)]
+    if names != output_names(traced.output):
+        yield f"it returns {names}, the output template names {output_names(traced.output)}"

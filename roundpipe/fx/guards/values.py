@@ -13,6 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -60,13 +61,16 @@ def _needed_for_reads(order: list[Node], reads: list[ValueRead]) -> list[Node]:
 
 
 class _HostRun(GraphInterpreter):
-    """Evaluates nodes on real inputs (by placeholder name), on the CPU and without autograd."""
+    """Evaluates nodes on real arguments, on the CPU and without autograd; see `ValueReader`."""
 
-    def __init__(self, model: nn.Module, constants: dict[str, Any], inputs: Callable[[str], torch.Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, constants: dict[str, Any], arguments: Any, input_paths: dict[str, trees.Path]
+    ) -> None:
         super().__init__()
         self._model = model
         self._constants = constants
-        self._inputs = inputs
+        self._arguments = arguments
+        self._input_paths = input_paths
         self._writes = False
         """Whether any of the nodes writes in place."""
 
@@ -91,14 +95,12 @@ class _HostRun(GraphInterpreter):
         return read.function(*args, **kwargs)
 
     def placeholder(self, node: Node) -> Any:
-        return self._own(self._inputs(node.name))
+        return self._own(trees.get(self._arguments, self._input_paths[node.name]))
 
     def get_attr(self, node: Node) -> Any:
         target = str(node.target)
-        if target in self._constants:
-            return self._own(self._constants[target])
-        owner, _, name = target.rpartition(".")
-        return self._own(getattr(self._model.get_submodule(owner), name))
+        is_constant = target in self._constants
+        return self._own(self._constants[target] if is_constant else attrgetter(target)(self._model))
 
     def _own(self, value: Any) -> Any:
         """The value on the CPU, which may be written if a node writes."""
@@ -128,11 +130,9 @@ class ValueReader:
         input_paths: dict[str, trees.Path],
     ) -> None:
         self._graph = graph
-        self._inputs = lambda name: trees.get(arguments, input_paths[name])
+        self._sources = model, constants, arguments, input_paths
         self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self._known: dict[Node, bool] = {}
-        self._model = model
-        self._constants = constants
         self._tainted: set[int] = set()
         self.reads: list[ValueRead] = []
 
@@ -176,7 +176,7 @@ class ValueReader:
 
     def _answer(self, read: ValueRead) -> Any:
         nodes = _needed_for_reads(list(self._graph.nodes), [read])
-        return _HostRun(self._model, self._constants, self._inputs).answers(nodes, [read])[0]
+        return _HostRun(*self._sources).answers(nodes, [read])[0]
 
 
 class ValueProgram:
@@ -212,11 +212,10 @@ class ValueProgram:
         order = list(own.nodes)
         self._needed_by = [_needed_for_reads(order, [read]) for read in self.reads]
         self._parts: dict[bool, tuple[list[ValueRead], list[Node]]] = {}
+        pairs = list(zip(self.reads, self._needed_by, strict=True))
         for of_sizes_only in (True, False):
-            pairs = zip(self.reads, self._needed_by, strict=True)
             part = [read for read, nodes in pairs if _reads_data(read, nodes) is not of_sizes_only]
             self._parts[of_sizes_only] = (part, _needed_for_reads(order, part))
-        self._inputs = {copy.name: node.name for node, copy in copies.items() if node.op == "placeholder"}
         attributes = {str(node.target) for nodes in self._needed_by for node in nodes if node.op == "get_attr"}
         self.buffers = attributes - set(constants)
         """Names of the buffers that the reads depend on."""
@@ -227,11 +226,8 @@ class ValueProgram:
         if not reads:
             return None
 
-        def value(name: str) -> torch.Tensor:
-            return trees.get(arguments, self._input_paths[self._inputs[name]])
-
         try:
-            answers = _HostRun(self._model, self._constants, value).answers(nodes, reads)
+            answers = _HostRun(self._model, self._constants, arguments, self._input_paths).answers(nodes, reads)
         except Exception as error:
             return reads[0], error
         for read, answer in zip(reads, answers, strict=True):
@@ -242,7 +238,7 @@ class ValueProgram:
     def inputs_of(self, read: ValueRead) -> list[str]:
         """Names of the inputs that a read depends on."""
         needed = self._needed_by[next(i for i, known in enumerate(self.reads) if known is read)]
-        return sorted(self._inputs[node.name] for node in needed if node.op == "placeholder")
+        return sorted(node.name for node in needed if node.op == "placeholder")
 
 
 def _reads_data(read: ValueRead, nodes: list[Node]) -> bool:

@@ -13,6 +13,7 @@ from roundpipe.core.module_tree import weight_bytes_of
 from roundpipe.fx.graph.nodes import storage_key, value_bytes
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes.cost import NodeCost
+from roundpipe.fx.passes.cut_choice import Balance
 from roundpipe.fx.passes.partition import Chunk, Partition
 
 SIZE_BYTES_PER_S = 1e12
@@ -22,19 +23,17 @@ SIZE_BYTES_PER_S = 1e12
 def layer_costs(
     traced: TracedGraph, partition: Partition, layers: Iterable[nn.Module], costs: Mapping[Node, NodeCost]
 ) -> tuple[LayerCost, ...]:
-    """The costs of a partition's layers, from those of the nodes."""
+    """The costs of a partition's layers, from those of the nodes; shared weights and saved values once in a layer."""
     pairs = zip(partition.chunks, layers, strict=True)
-    return tuple(_layer_cost(traced, partition, chunk, layer, costs) for chunk, layer in pairs)
+    return tuple(_layer_cost(traced, partition.balance, chunk, layer, costs) for chunk, layer in pairs)
 
 
 def _layer_cost(
-    traced: TracedGraph, partition: Partition, chunk: Chunk, layer: nn.Module, costs: Mapping[Node, NodeCost]
+    traced: TracedGraph, balance: Balance, chunk: Chunk, layer: nn.Module, costs: Mapping[Node, NodeCost]
 ) -> LayerCost:
-    """The sum of a layer's nodes; shared weights and saved values once."""
-    parameters, balance = list(layer.parameters()), partition.balance
+    parameters, inside = list(layer.parameters()), [costs[node] for node in chunk.nodes]
     weight_bytes = weight_bytes_of(layer)
-    forward_s = sum(costs[node].forward_s for node in chunk.nodes)
-    backward_s = sum(costs[node].backward_s for node in chunk.nodes)
+    forward_s, backward_s = sum(cost.forward_s for cost in inside), sum(cost.backward_s for cost in inside)
     if balance == "size":
         forward_s = weight_bytes / SIZE_BYTES_PER_S
         backward_s = 2 * forward_s
@@ -42,28 +41,20 @@ def _layer_cost(
         modules = [traced.attribute(str(n.target)) for n in chunk.nodes if n.op == "call_module"]
         forward_s = sum(float(balance(module)) for module in modules)
         backward_s = 2 * forward_s
+    kept = sorted((value for cost in inside for value in cost.saved_values), key=value_bytes)
+    saved = {storage_key(value): value_bytes(value) for value in kept}  # of values that share memory, the largest
     return LayerCost(
         forward_s=forward_s,
         backward_s=backward_s,
-        forward_flops=sum(costs[node].forward_flops for node in chunk.nodes),
-        backward_flops=sum(costs[node].backward_flops for node in chunk.nodes),
+        forward_flops=sum(cost.forward_flops for cost in inside),
+        backward_flops=sum(cost.backward_flops for cost in inside),
         num_parameters=sum(parameter.numel() for parameter in parameters),
         weight_bytes=weight_bytes,
         gradient_bytes=sum(p.numel() * p.element_size() for p in parameters if p.requires_grad),
-        activation_bytes=_activation_bytes(chunk, costs),
+        activation_bytes=sum(saved.values()) + sum(cost.saved_bytes for cost in inside),
         workspace_bytes=_workspace_bytes(chunk, costs),
         carry_bytes=chunk.carry_bytes,
     )
-
-
-def _activation_bytes(chunk: Chunk, costs: Mapping[Node, NodeCost]) -> int:
-    """What autograd keeps: each node's own, and every value that any node keeps, by memory."""
-    saved: dict[Any, int] = {}
-    for node in chunk.nodes:
-        for value in costs[node].saved_values:
-            key = storage_key(value)
-            saved[key] = max(saved.get(key, 0), value_bytes(value))
-    return sum(saved.values()) + sum(costs[node].saved_bytes for node in chunk.nodes)
 
 
 def _workspace_bytes(chunk: Chunk, costs: Mapping[Node, NodeCost]) -> int:

@@ -28,9 +28,8 @@ from roundpipe.effects.uses import Readers
 from roundpipe.fx.binding import CallForm
 from roundpipe.fx.fakes import FakeWorld
 from roundpipe.fx.flat import flat_values
-from roundpipe.fx.graph.grammar import lint
 from roundpipe.fx.graph.nodes import mutated_by, storage_key
-from roundpipe.fx.graph.traced import OutputValue, TracedGraph
+from roundpipe.fx.graph.traced import OutputValue, TracedGraph, lint
 from roundpipe.fx.guards.guards import CallModes, Guards
 from roundpipe.fx.guards.model_guard import OwnChanges, TracedParts, hooks_by_code, kind_and_value
 from roundpipe.fx.guards.values import ValueProgram
