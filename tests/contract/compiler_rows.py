@@ -18,7 +18,6 @@ from tests.contract.row import (
     EXPLAIN,
     FORWARDING,
     FUZZ,
-    GUARDS,
     HIDDEN,
     HIDDEN_ARGUMENTS,
     HIDDEN_MODULES,
