@@ -2,21 +2,19 @@
 
 cut            trace the model, as soon as there are arguments, and cut it into layers    `roundpipe.fx.source`
 RoundPipe      run the layers                                                             `roundpipe.wrappers.pipe`
-PartsChoice    for a model that can't be traced: which modules run on the devices         `roundpipe.wrappers.auto`
+PartsChoice    for a model that can't be traced: which modules run on the devices
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from roundpipe.core.caller import caller_name, warn
-from roundpipe.core.errors import ConfigError, TraceError
+from roundpipe.core.errors import ConfigError
 from roundpipe.fx.passes.cut_choice import Balance
 from roundpipe.fx.passes.lower import LowerOptions
 from roundpipe.fx.source import TracedSource, own_example
@@ -25,8 +23,8 @@ from roundpipe.runtime.device.resolve import DeviceLike, largest_layer_bytes
 from roundpipe.runtime.weights.host_weights import PinMode
 from roundpipe.wrappers.auto import AutoRoundPipe
 from roundpipe.wrappers.calls import ChainProgram
-from roundpipe.wrappers.model_view import check_parts_unwrapped
-from roundpipe.wrappers.parts_choice import LOWER_THRESHOLD_BYTES, PartsChoice
+from roundpipe.wrappers.model_view import check_wrappable
+from roundpipe.wrappers.parts_choice import LOWER_THRESHOLD_BYTES, PartsChoice, Reaction
 from roundpipe.wrappers.pipe import RoundPipe
 
 logger = logging.getLogger(__name__)
@@ -80,26 +78,17 @@ def compile(
         ConfigError: an argument can't be used as given.
         TraceError: the model can't be traced, and ``fallback`` is False; at the first call, if there is no example.
     """
-    _check_model(model, "compile", "compiled")
+    check_wrappable(model, "compile")
     if not (balance in ("time", "size") if isinstance(balance, str) else callable(balance)):
         raise ConfigError(f"balance={balance!r}; allowed are 'time', 'size' or a function from a module to a weight")
     if not isinstance(example_args, tuple):
         raise ConfigError(f"example_args is {type(example_args).__name__}; give a tuple, such as (x,)")
-    unknown = [repr(option) for option in wrap_kwargs if option not in _PARTS_OPTIONS]
-    if unknown:
-        raise ConfigError(f"compile has no option {', '.join(unknown)}; see help(roundpipe.compile)")
-    settings: dict[str, Any] = {
-        "optim_dtype": optim_dtype,
-        "name": name or caller_name(),
-        "model_run_config": model_run_config,
-        "pin_model": pin_model,
-        "devices": devices,
-    }
-    untraceable = Fallback(PartsChoice(model, **wrap_kwargs), "warn" if fallback else "refuse")
-    program = cut(model, untraceable, devices, balance, example_args, example_kwargs)
+    _check_options("compile", wrap_kwargs, _PARTS_OPTIONS)
+    choice = PartsChoice(model, **wrap_kwargs, reaction="warn" if fallback else "refuse")
+    program = cut(model, choice, devices, balance, example_args, example_kwargs)
     if program is None:
-        return untraceable.choice.wrap(settings)
-    pipe = RoundPipe(program, **settings)
+        return choice.wrap(model_run_config, optim_dtype=optim_dtype, name=name, pin_model=pin_model, devices=devices)
+    pipe = RoundPipe(program, optim_dtype, name, model_run_config, pin_model, devices=devices)
     if example_args or example_kwargs is not None:
         logger.info("%s", pipe.partition_table())
     return pipe
@@ -163,56 +152,31 @@ def wrap_model_to_roundpipe(
         ConfigError: an argument can't be used as given.
         NotImplementedError: ``use_sequential_preset=True``, and the model can't be traced.
     """
-    unknown = [repr(option) for option in roundpipe_kwargs if option not in (*_SETTINGS, *_TRACING)]
-    if unknown:
-        allowed = ", ".join((*_SETTINGS, *_TRACING))
-        raise ConfigError(f"wrap_model_to_roundpipe has no option {', '.join(unknown)}; further ones are {allowed}")
-    _check_model(model, "wrap_model_to_roundpipe", "wrapped")
-    settings = {key: value for key, value in roundpipe_kwargs.items() if key in _SETTINGS}
-    settings |= {"name": name or caller_name(), "model_run_config": model_run_config}
-    choice = PartsChoice(model, lower_threshold, upper_threshold, skip_modules, override_config, splits_inside=True)
+    _check_options("wrap_model_to_roundpipe", roundpipe_kwargs, (*_SETTINGS, *_TRACING))
+    check_wrappable(model, "wrap_model_to_roundpipe")
+    settings = {"name": name, **{key: value for key, value in roundpipe_kwargs.items() if key in _SETTINGS}}
+    tracing = {key: value for key, value in roundpipe_kwargs.items() if key in _TRACING}
+    reaction: Reaction = "not implemented" if use_sequential_preset else "log"
+    thresholds = lower_threshold, upper_threshold
+    choice = PartsChoice(model, *thresholds, skip_modules, override_config, splits_inside=True, reaction=reaction)
     if model in skip_modules:
         return model  # type: ignore[return-value]
-    if use_sequential_preset is False:
-        return choice.wrap(settings)
-    tracing = {key: value for key, value in roundpipe_kwargs.items() if key in _TRACING}
-    fallback = Fallback(choice, "not implemented" if use_sequential_preset else "log")
-    program = cut(model, fallback, settings.get("devices"), **tracing)
+    program = None
+    if use_sequential_preset is not False:
+        program = cut(model, choice, settings.get("devices"), **tracing)
     if program is None:
-        return choice.wrap(settings)
+        return choice.wrap(model_run_config, **settings)
     kind = type(model).__name__
     if program.source.latest is not None:
         logger.info("%s is cut by the graph compiler; use_sequential_preset=False wraps its modules instead", kind)
     else:
         logger.info("%s will be cut by the graph compiler at its first call", kind)
-    return RoundPipe(program, **settings)
-
-
-@dataclass(frozen=True, slots=True)
-class Fallback:
-    """What happens when a model can't be traced: it is refused, or it runs in parts."""
-
-    choice: PartsChoice
-    reaction: Literal["warn", "log", "refuse", "not implemented"]
-    """Two of them refuse."""
-
-    def on_failure(self, error: TraceError) -> None:
-        """React to the error; returns if the model runs in parts from now on."""
-        kind = type(self.choice.model).__name__
-        if self.reaction == "refuse":
-            raise error
-        if self.reaction == "not implemented":
-            raise NotImplementedError(f"use_sequential_preset=True, but {kind} can't be traced: {error}") from error
-        self.choice.keep_on_host(error.facts.stateful)
-        if self.reaction == "log":
-            logger.info("%s can't be traced, so it is not cut by the graph compiler: %s", kind, error)
-        else:
-            warn(f"{kind} runs module by module, as an AutoRoundPipe, because its forward can't be traced: {error}")
+    return RoundPipe(program, model_run_config=model_run_config, **settings)
 
 
 def cut(
     model: nn.Module,
-    fallback: Fallback,
+    choice: PartsChoice,
     devices: Sequence[DeviceLike] | DeviceLike | None = None,
     balance: Balance = "time",
     example_args: tuple[Any, ...] = (),
@@ -222,16 +186,13 @@ def cut(
     has_example = bool(example_args) or example_kwargs is not None
     preview = None if has_example else own_example(model)
     options = LowerOptions(balance, largest_layer_bytes(devices))
-    source = TracedSource(model, options, fallback.on_failure, preview)
+    source = TracedSource(model, options, choice.on_failure, preview)
     if has_example and source.chain_for(example_args, example_kwargs or {}) is None:
         return None
-    return ChainProgram(model, source, fallback.choice.make_fallback)
+    return ChainProgram(model, source, choice.make_fallback)
 
 
-def _check_model(model: Any, caller: str, participle: str) -> None:
-    """Raise `ConfigError` for what is no model, or one that is wrapped already, or has a part that is."""
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"{caller} takes an nn.Module, got {type(model).__name__}")
-    if isinstance(model, RoundPipe):
-        raise ConfigError(f"the model is {participle} already; pass the original, which {caller} left as it was")
-    check_parts_unwrapped(model)
+def _check_options(function: str, given: Iterable[str], allowed: Sequence[str]) -> None:
+    unknown = [repr(option) for option in given if option not in allowed]
+    if unknown:
+        raise ConfigError(f"{function} has no option {', '.join(unknown)}; further ones are {', '.join(allowed)}")

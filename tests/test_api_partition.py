@@ -160,7 +160,7 @@ def test_bad_options_say_what_is_allowed(options: dict[str, Any], message: str) 
 def test_what_is_no_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="an nn.Module, got function"):
         roundpipe.compile(lambda x: x)  # type: ignore[arg-type]
-    with compiled(Skipping()) as pipe, pytest.raises(ConfigError, match="compiled already"):
+    with compiled(Skipping()) as pipe, pytest.raises(ConfigError, match="already; pass the original"):
         roundpipe.compile(pipe)
 
 
@@ -247,5 +247,5 @@ def test_a_copys_fallback_knows_the_copys_modules() -> None:
     with roundpipe.compile(model, devices=["cpu"]) as pipe, copy.deepcopy(pipe) as copied:
         # nothing public tells, unless a trace fails with a module that must run once
         on_failure, make_fallback = copied._runner.source._on_failure, copied._runner.make_fallback
-        assert on_failure.__self__.choice is make_fallback.__self__
+        assert on_failure.__self__ is make_fallback.__self__
         assert make_fallback.__self__.model is copied.model is not model

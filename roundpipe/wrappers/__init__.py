@@ -4,5 +4,5 @@ A wrapper has a `Session` (workers, weights, the optimizer's side) and a runner 
 model in layers, a `HostRunner` for one whose own forward runs on the host, around parts on the devices.
 
 May use: fx and runtime, and what is below them.
-Start reading: `pipe`, then `session` and `calls`; for models in parts `auto`, `host_tree`, `part`.
+Start reading: `pipe`, then `session` and `calls`; for models in parts `auto`, then `parts`.
 """

@@ -17,22 +17,18 @@ from roundpipe.core.modes import autocast_as_on_accelerator
 from roundpipe.reports.partition_table import partition_table
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, microbatch_count, resolve
 from roundpipe.runtime.engine.builder import sum_losses
-from roundpipe.runtime.microbatch.division import batch_size
 from roundpipe.runtime.microbatch.merge import merge
 from roundpipe.runtime.microbatch.split import split
 from roundpipe.wrappers.calls import flow_back
-from roundpipe.wrappers.host_tree import HostTree
-from roundpipe.wrappers.model_view import check_wrappable
 from roundpipe.wrappers.module_layers import chain_of_modules
-from roundpipe.wrappers.part import IN_ONE_PIECE, CallOptions, Part, overlaid
+from roundpipe.wrappers.parts import IN_ONE_PIECE, CallOptions, HostTree, Part, overlaid
 from roundpipe.wrappers.pipe import RoundPipe
-from roundpipe.wrappers.run_log import RunLog
-from roundpipe.wrappers.session import Program, Session, TrainingCall
+from roundpipe.wrappers.session import Program, Runner, Session, TrainingCall
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """Which modules of a model run on the devices."""
+@dataclass(slots=True)
+class PartsProgram(Program):
+    """A model in parts."""
 
     on_devices: Mapping[nn.Module, RoundPipeRunConfig]
     """Modules that become parts, and options of each alone."""
@@ -42,22 +38,20 @@ class Parts:
     """Whether a ``forward`` is split into microbatches part by part, around which the model's own code sees whole
     batches. False runs all of the model microbatch by microbatch."""
 
-    @classmethod
-    def whole(cls, model: nn.Module, *, splits_inside: bool) -> Parts:
-        return cls({model: RoundPipeRunConfig()}, splits_inside=splits_inside)
+    def start(self, session: Session) -> HostRunner:
+        return HostRunner(session, self, session.config)
 
 
-class HostRunner:
-    """Runs a model's own forward on the CPU, and parts of it on the devices; ``log`` is None if its owner has one."""
+@dataclass(eq=False)
+class HostRunner(Runner):
+    """Runs a model's own forward on the CPU, and parts of it on the devices."""
 
-    trace_count = 0
+    session: Session
+    parts: PartsProgram
+    config: RoundPipeRunConfig
 
-    def __init__(self, session: Session, parts: Parts, config: RoundPipeRunConfig, log: RunLog | None = None) -> None:
-        self.session = session
-        self.model = session.model
-        self.parts = parts
-        self.config = config
-        self.log = log
+    def __post_init__(self) -> None:
+        self.model = self.session.model
         self.options = CallOptions()
         self._warned = False
         self._warned_of_arguments = False
@@ -65,28 +59,26 @@ class HostRunner:
         lists = [module for module in self.model.modules() if isinstance(module, nn.ModuleList)]
         followed = {element for elements in lists for element in list(elements)[:-1]}
         on_devices = {
-            module: Part(session, names[module], module, own, self.options, merges_lazily=module in followed)
-            for module, own in parts.on_devices.items()
+            module: Part(self.session, names[module], module, own, self.options, merges_lazily=module in followed)
+            for module, own in self.parts.on_devices.items()
         }
-        self.tree = HostTree(self.model, on_devices, parts.left)
-        self.tree.attach_loss_functions(session, self.options)
+        self.tree = HostTree(self.model, on_devices, self.parts.left)
+        self.tree.attach_loss_functions(self.session, self.options)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: RoundPipeRunConfig) -> Any:
         """``split_input`` and ``merge_output`` are of the whole model's inputs and outputs."""
         config = self._begin(options)
         with torch.set_grad_enabled(config.requires_grad):
             if self.parts.splits_inside and config.split_input is None and config.merge_output is True:
-                outputs = self._run_tree(args, kwargs, options, RoundPipeRunConfig(), (args, kwargs))
-                outputs = trees.map_tensors(outputs, lambda tensor: tensor.to(config.output_device))
+                outputs = [self._run_tree(args, kwargs, options, RoundPipeRunConfig(), (args, kwargs))]
             else:
                 pieces = split(args, kwargs, None, config)
                 own = (args, kwargs) if len(pieces.args) == 1 else None
                 parts = zip(pieces.args, pieces.kwargs, pieces.events, strict=True)
                 outputs = [self._run_tree(a, k, options, IN_ONE_PIECE, own, events) for a, k, events in parts]
-                outputs = trees.map_tensors(outputs, lambda tensor: tensor.to(config.output_device))
-                outputs = merge(outputs, config)
+            outputs = trees.map_tensors(outputs, lambda tensor: tensor.to(config.output_device))
+            outputs = merge(outputs, config)
         self.session.optimizer.raise_pending()
-        self._note_call(args, kwargs, config)
         return outputs
 
     def forward_backward(self, training: TrainingCall) -> Any:
@@ -128,7 +120,6 @@ class HostRunner:
                     outputs.append(trees.map_tensors(output, lambda tensor: tensor.detach().to(config.output_device)))
         flow_back([tensor for tensor, _ in leaves], [leaf.grad for _, leaf in leaves])
         self.session.optimizer.raise_pending()
-        self._note_call(args, kwargs, config)
         total = sum_losses(losses)
         return (total, merge(outputs, config)) if training.return_outputs else total
 
@@ -188,30 +179,12 @@ class HostRunner:
                     "set num_microbatch=1"
                 )
 
-    def update_begun(self) -> None:
-        """Nothing: there is no plan for the whole."""
-
     def partition_table(self) -> str:
         if self.model in self.parts.on_devices:
             return self.tree.parts[0].runner.partition_table()
         parts = [(part.name, part.module) for part in self.tree.parts]
         title = f"{self.session.name}: own forward on the CPU, parts on the devices"
         return partition_table(chain_of_modules(parts), None, title=title)
-
-    def _note_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], config: ResolvedConfig) -> None:
-        if self.log is not None:
-            self.log.note(args, kwargs, batch_size(args, kwargs, config))
-
-
-@dataclass(slots=True)
-class PartsProgram(Program):
-    """A model in parts."""
-
-    model: nn.Module
-    parts: Parts
-
-    def start(self, session: Session) -> HostRunner:
-        return HostRunner(session, self.parts, session.config, session.log)
 
 
 class AutoRoundPipe(RoundPipe):
@@ -228,5 +201,4 @@ class AutoRoundPipe(RoundPipe):
 
     @classmethod
     def _program_of(cls, model: nn.Module) -> PartsProgram:
-        check_wrappable(model, cls.__name__)
-        return PartsProgram(model, Parts.whole(model, splits_inside=True))
+        return PartsProgram(model, {model: RoundPipeRunConfig()})

@@ -4,6 +4,15 @@
     forward:           the same without loss; with grad, as one node of the caller's autograd graph
 
 Where the source has no chain for a call, the fallback runs it: another runner, made for the first such call.
+
+The node of a ``forward`` stands for all microbatches: its inputs are the arguments that require grad, its outputs the
+values the model's outputs are made of. Its backward is a step of its own (`DeferredBackward`), made when autograd
+reaches it. What is in front of the node and behind it (splitting, merging, other modules) is ordinary autograd.
+
+The model's parameters are not in the caller's graph: their gradients come home beside it. So that they add up in
+``.grad`` where eager's would, and only there, the node has one more input, the anchor: a leaf as the parameters would
+be, which a backward reaches, and which ``torch.autograd.grad(outputs, inputs)`` does not. For the same reason
+``torch.autograd.grad`` can't be asked for the gradients of parameters.
 """
 
 from __future__ import annotations
@@ -18,27 +27,28 @@ import torch
 from torch import nn
 
 from roundpipe.core import trees
-from roundpipe.core.errors import ConfigError, DeviceMemoryError
-from roundpipe.core.layers import ChainSource, LayerChain
+from roundpipe.core.errors import BackwardError, ConfigError, DeviceMemoryError, enumerated
+from roundpipe.core.layers import ChainSource, LayerChain, is_differentiable
+from roundpipe.core.schedule import ExecutePlan
 from roundpipe.effects.user_code import reached_by
 from roundpipe.reports.partition_table import partition_table
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, resolve
 from roundpipe.runtime.engine.builder import StepBuilder, sum_losses
 from roundpipe.runtime.engine.spec import Call
+from roundpipe.runtime.engine.step import HostGradients, HostValue, StepState
 from roundpipe.runtime.microbatch.division import batch_size
 from roundpipe.runtime.microbatch.merge import merge
-from roundpipe.runtime.microbatch.split import Split, split
-from roundpipe.wrappers.forward_call import run_forward
+from roundpipe.runtime.microbatch.split import split, tensors_of_inputs
+from roundpipe.runtime.weights.replica import FrozenLayers
 from roundpipe.wrappers.model_view import ModelView
-from roundpipe.wrappers.run_log import LatestStep, RunLog
-from roundpipe.wrappers.session import Program, Runner, Session, TrainingCall
+from roundpipe.wrappers.session import LatestStep, Program, Runner, Session, TrainingCall
 
 
 @dataclass(eq=False)
-class ChainRunner:
+class ChainRunner(Runner):
     """Runs calls of a model, the session's or a module of it, by the chains that a source has for them.
 
-    A part has no ``log``: its calls are its whole's. ``make_fallback`` makes what runs calls without a chain.
+    ``make_fallback`` makes what runs calls without a chain.
     """
 
     session: Session
@@ -46,7 +56,6 @@ class ChainRunner:
     source: ChainSource
     name: str
     config: RoundPipeRunConfig
-    log: RunLog | None = None
     make_fallback: Callable[[Session], Runner] | None = None
     fallback: Runner | None = field(init=False, default=None)
     last_chain: LayerChain | None = field(init=False, default=None)
@@ -62,29 +71,20 @@ class ChainRunner:
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: RoundPipeRunConfig) -> Any:
         config = self._resolve(options)
         self.session.begin_call(adds_gradients=config.requires_grad)
-        calls, pieces = self._calls(args, kwargs, None, config)
+        calls, options = self._calls(args, kwargs, None, config, options)
         if calls is None:
-            options = options if pieces is None else pieces.replay_options(options, config)
-            result = self._fall_back().forward(args, kwargs, options)
-        else:
-            outputs = [output for call in calls for output in run_forward(self.session, self.builder, call)]
-            self.session.optimizer.raise_pending()
-            result = merge(outputs, config)
-        self._note_call(args, kwargs, config)
-        return result
+            return self._fall_back().forward(args, kwargs, options)
+        outputs = [output for call in calls for output in _run_forward(self.session, self.builder, call)]
+        self.session.optimizer.raise_pending()
+        return merge(outputs, config)
 
     def forward_backward(self, training: TrainingCall) -> Any:
-        args, kwargs, options = training.args, training.kwargs, training.options
         session = self.session
         session.begin_call()
-        config = self._resolve(options)
-        calls, pieces = self._calls(args, kwargs, training.label, config)
+        config = self._resolve(training.options)
+        calls, options = self._calls(training.args, training.kwargs, training.label, config, training.options)
         if calls is None:
-            if pieces is not None:
-                training = replace(training, options=pieces.replay_options(options, config))
-            result = self._fall_back().forward_backward(training)
-            self._note_call(args, kwargs, config)
-            return result
+            return self._fall_back().forward_backward(replace(training, options=options))
         alone = session.optimizer.is_async and self._reads_weights(training.loss_fn)
         if alone:
             for gate in (session.gates.weights, session.gates.gradients):
@@ -98,15 +98,14 @@ class ChainRunner:
             spec, values = self.builder.train_step(
                 call, training.loss_fn, training.return_outputs, may_overlap=may_overlap
             )
-            if self.log is not None:
-                self.log.latest = LatestStep(
-                    spec.schedule,
-                    weakref.ref(call.chain),
-                    call.elements(),
-                    config.recompute_grain,
-                    spec.may_outlive_call,
-                    self.builder.plans,
-                )
+            session.log.latest = LatestStep(
+                spec.schedule,
+                weakref.ref(call.chain),
+                call.elements(),
+                config.recompute_grain,
+                spec.may_outlive_call,
+                self.builder.plans,
+            )
             step = session.engine.run(spec, values)
             self.builder.plans.learn_from(spec.times, call)
             losses += [loss.synchronize() for loss in step.losses]
@@ -119,7 +118,6 @@ class ChainRunner:
         session.engine.raise_pending()
         session.optimizer.raise_pending()
         total = sum_losses(losses)
-        self._note_call(args, kwargs, config)
         return (total, merge(outputs, config)) if training.return_outputs else total
 
     def update_begun(self) -> None:
@@ -140,10 +138,6 @@ class ChainRunner:
     def _resolve(self, options: RoundPipeRunConfig | None) -> ResolvedConfig:
         return resolve(options, self.config, num_devices=self.session.engine.num_workers)
 
-    def _note_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], config: ResolvedConfig) -> None:
-        if self.log is not None:
-            self.log.note(args, kwargs, batch_size(args, kwargs, config))
-
     def _fall_back(self) -> Runner:
         if self.fallback is None:
             assert self.make_fallback is not None, "a source that has no chain for a call"
@@ -151,14 +145,19 @@ class ChainRunner:
         return self.fallback
 
     def _calls(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], label: Any, config: ResolvedConfig
-    ) -> tuple[list[Call] | None, Split | None]:
-        """The microbatches, grouped where neighbours share a chain, and the pieces of the split, if there was one.
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        label: Any,
+        config: ResolvedConfig,
+        options: RoundPipeRunConfig,
+    ) -> tuple[list[Call] | None, RoundPipeRunConfig]:
+        """The microbatches, grouped where neighbours share a chain; None, and the fallback's options, if one has none.
 
-        None for the first if a microbatch has no chain.
+        The fallback splits again, without a second run of the user's functions.
         """
         if self.fallback is not None and self.source.latest is None:
-            return None, None  # there never was one
+            return None, options  # there never was one
         if config.auto:
             elements = sum(tensor.numel() for tensor in trees.tensors([args, kwargs]))
             samples = batch_size(args, kwargs, config)
@@ -172,14 +171,14 @@ class ChainRunner:
             chain = self.source.chain_for(piece_args, piece_kwargs)
             if chain is None:
                 self.last_chain = None
-                return None, pieces
+                return None, pieces.replay_options(options, config)
             if not calls or calls[-1].chain is not chain:
                 calls.append(Call(chain, config, [], [], [], pieces.num_microbatches))
             calls[-1].args.append(piece_args)
             calls[-1].kwargs.append(piece_kwargs)
             calls[-1].labels.append(piece_label)
         self.last_chain = calls[-1].chain
-        return calls, pieces
+        return calls, options
 
     def _reads_weights(self, function: Any) -> bool:
         """Whether a function may read the model's weights on the host, so that they must stay while it runs."""
@@ -193,16 +192,13 @@ class ChainRunner:
 class ChainProgram(Program):
     """A model cut into layers."""
 
-    model: nn.Module
     source: ChainSource
     """Has the layers of each call."""
     make_fallback: Callable[[Session], Runner] | None = None
     """Makes what runs the calls for which the source has no layers."""
 
     def start(self, session: Session) -> ChainRunner:
-        return ChainRunner(
-            session, self.model, self.source, session.name, session.config, session.log, self.make_fallback
-        )
+        return ChainRunner(session, self.model, self.source, session.name, session.config, self.make_fallback)
 
 
 def pass_outputs(outputs: Any, labels: Any) -> Any:
@@ -230,3 +226,143 @@ def flow_back(inputs: Sequence[torch.Tensor], gradients: Iterable[torch.Tensor |
     pairs = [(tensor, gradient) for tensor, gradient in zip(inputs, gradients, strict=True) if gradient is not None]
     if pairs:
         torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+
+
+_OutputPlace = tuple[int, str, int]
+"""Microbatch, name of a carried value, and position of a tensor within it."""
+_Read = tuple[str, torch.Tensor, Callable[[], torch.Tensor | None] | None]
+"""Name and tensor that a backward reads, and what gives the tensor that the model holds in its place by now."""
+
+
+@dataclass(slots=True)
+class DeferredBackward:
+    """The backward of a ``forward`` that has run, until it runs itself."""
+
+    session: Session
+    builder: StepBuilder
+    call: Call
+    forward: StepState
+    plan: ExecutePlan
+    frozen: FrozenLayers
+    """The user's modules as they were then: the caller may set other modes before the backward."""
+    places: Sequence[_OutputPlace]
+    """Of the outputs that gradients come for."""
+    num_tensors: dict[tuple[int, str], int]
+    """By microbatch and name, the tensors in the values of these outputs."""
+
+    def run(self, gradients: Sequence[torch.Tensor | None], accumulates: bool) -> list[torch.Tensor | None]:
+        """Gradients of the arguments, from one per place; ``accumulates``: those of parameters go to ``.grad``."""
+        forward = self.forward
+        incoming: HostGradients = [{} for _ in forward.values]
+        for (m, name, position), gradient in zip(self.places, gradients, strict=True):
+            if gradient is not None:
+                if name not in incoming[m]:
+                    incoming[m][name] = [HostValue([None] * self.num_tensors[m, name])]
+                incoming[m][name][0].value[position] = gradient.to("cpu")
+        spec = self.builder.backward_step(forward.spec, self.call, self.plan, self.frozen)
+        with contextlib.nullcontext() if accumulates else self.session.optimizer.gradients_aside():
+            step = self.session.engine.run(spec, forward.values, incoming, forward.forward)
+        self.session.optimizer.end_call()
+        return step.input_gradients()
+
+
+class _Pipeline(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        backward: DeferredBackward,
+        tensors: tuple[torch.Tensor, ...],
+        read: Sequence[_Read],
+        anchor: torch.Tensor,
+        *inputs: torch.Tensor,
+    ) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.deferred = backward
+        ctx.anchor = anchor
+        ctx.read = [(*entry, entry[1]._version) for entry in read if not entry[1].is_inference()]
+        # objects of their own: those that are kept for the backward must not refer to this node, which keeps them
+        outputs = tuple(tensor.detach() for tensor in tensors)
+        ctx.mark_non_differentiable(*(tensor for tensor in outputs if not is_differentiable(tensor)))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise BackwardError(
+                "backward with create_graph=True through a RoundPipe forward: its gradients can't be differentiated "
+                "again. Call backward without create_graph, or use the wrapped module itself for this loss"
+            )
+        deferred, ctx.deferred = ctx.deferred, None
+        if deferred is None:
+            raise BackwardError(
+                "backward through a RoundPipe forward a second time: what it needs was freed by the first backward. "
+                "Sum the losses and call backward once, or run forward again"
+            )
+        changed = {
+            name: None
+            for name, tensor, current, version in ctx.read
+            if tensor._version != version or _is_replaced(tensor, current)
+        }
+        if changed:
+            raise BackwardError(
+                f"{enumerated(list(changed))}: replaced or changed in place since the RoundPipe forward. Its backward "
+                "runs the layers again on what they were given and on their weights. Call backward before (also "
+                "before step and synchronize, which bring new weights), or change a copy (x = x + y, not x += y)"
+            )
+        ctx.read = []
+        anchor = torch.autograd.graph.get_gradient_edge(ctx.anchor).node
+        # not if only gradients of other leaves were asked for
+        accumulates = bool(torch._C._will_engine_execute_node(anchor))
+        return (None, None, None, None, *deferred.run(gradients, accumulates))
+
+
+def _is_replaced(tensor: torch.Tensor, current: Callable[[], torch.Tensor | None] | None) -> bool:
+    now = None if current is None else current()
+    return now is not None and now is not tensor
+
+
+def _run_forward(session: Session, builder: StepBuilder, call: Call) -> list[Any]:
+    """The outputs of each microbatch of a call."""
+    exit, config = call.chain.exit, call.config
+    spec, values = builder.forward_step(call, with_backward=config.requires_grad)
+    plan = builder.last_plan
+    assert plan is not None
+    step = session.engine.run(spec, values)
+    carries = [{name: carry[name].synchronize() for name in exit.reads} for carry in step.values]
+    if config.requires_grad:
+        outputs = {
+            (m, name, position): tensor
+            for m, carry in enumerate(carries)
+            for name in exit.reads
+            # arguments may be outputs as they are, with their own graph
+            if name in spec.with_gradient and name not in spec.arguments
+            for position, tensor in enumerate(trees.tensors(carry[name]))
+            if position not in step.forward.plain.get((m, name), ())
+        }
+        if outputs:
+            num_tensors = {(m, name): len(trees.tensors(carries[m][name])) for m, name, _ in outputs}
+            frozen = FrozenLayers.of(call.chain)
+            backward = DeferredBackward(session, builder, call, step, plan, frozen, list(outputs), num_tensors)
+            _join(backward, outputs, carries)
+    if config.output_device.type != "cpu":
+        carries = [trees.map_tensors(carry, lambda tensor: tensor.to(config.output_device)) for carry in carries]
+    return [exit(carry) for carry in carries]
+
+
+def _join(backward: DeferredBackward, outputs: dict[_OutputPlace, torch.Tensor], carries: list[dict[str, Any]]) -> None:
+    """Put the outputs in the carries into the caller's graph."""
+    call, spec = backward.call, backward.forward.spec
+    read: list[_Read] = [
+        *((name, tensor, None) for name, tensor in tensors_of_inputs(call.args, call.kwargs)),
+        *(entry for weights in spec.weights for entry in weights.recomputation_inputs()),
+    ]
+    inputs = [item.tensor for item in spec.inputs]
+    anchor = torch.empty(0, requires_grad=True)  # also makes the node require grad
+    tensors = _Pipeline.apply(backward, tuple(outputs.values()), read, anchor, *inputs)
+    in_graph = dict(zip(outputs, tensors, strict=True))
+    for m, name in backward.num_tensors:
+
+        def replacement(position: int, tensor: torch.Tensor, m: int = m, name: str = name) -> torch.Tensor:
+            return in_graph.get((m, name, position), tensor)
+
+        carries[m][name] = trees.map_numbered(carries[m][name], replacement)

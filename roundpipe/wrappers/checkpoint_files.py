@@ -212,39 +212,27 @@ def read_whole(folder: Path, read: Callable[[Path], Result]) -> Result | None:
         latest = find(folder)
         if latest is None:
             return None
-        with _opened(latest) as still_there:
-            try:
-                result = read(latest)
-            except (ConfigError, OSError):
-                if still_there():
-                    raise
-            else:
-                if still_there():
-                    return result
+        identity = _identity(latest)
+        try:
+            result = read(latest)
+        except (ConfigError, OSError):
+            if identity is not None and identity == _identity(latest):
+                raise
+        else:
+            if identity is not None and identity == _identity(latest):
+                return result
     raise CheckpointError(
         f"{folder} was replaced {NUM_READS} times while it was read; stop the saves, or read a copy of it"
     )
 
 
-@contextlib.contextmanager
-def _opened(folder: Path) -> Iterator[Callable[[], bool]]:
-    """Whether the path still leads to the same folder; held open, as its inode could be another folder's soon."""
+def _identity(folder: Path) -> tuple[int, int, int] | None:
+    """What tells a folder from others of its name; with its last change, as its inode could be another's soon."""
     try:
-        descriptor = os.open(folder, os.O_RDONLY)
+        status = os.stat(folder)
     except FileNotFoundError:
-        yield lambda: False
-        return
-
-    def still_there() -> bool:
-        try:
-            return os.path.samestat(os.fstat(descriptor), os.stat(folder))
-        except FileNotFoundError:
-            return False
-
-    try:
-        yield still_there
-    finally:
-        os.close(descriptor)
+        return None
+    return status.st_dev, status.st_ino, status.st_ctime_ns
 
 
 def check_replaceable(folder: Path) -> None:

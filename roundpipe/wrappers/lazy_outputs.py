@@ -14,6 +14,7 @@ Invariant: whatever is done with a `LazyBatch` gives what the merged tensor woul
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -142,7 +143,7 @@ class _Pieces(torch.autograd.Function):
         return LazyBatch.of(gradients, [None] * len(gradients))
 
 
-def merge_lazily(value: Any) -> Any:
+def merge_lazily(value: Any, depth: int = 0) -> Any:
     """An output of ``merge_output=False``: packed tensors put together when somebody looks, other values at once.
 
     Raises:
@@ -153,16 +154,9 @@ def merge_lazily(value: Any) -> Any:
             return _Merge.apply(value.events, *value)
         value.synchronize()
         return value[0] if len(value) == 1 else merge_value(list(value), None, ())
-    if not _holds_packed(value, 0):
-        return value
-    return trees.with_children(value, [merge_lazily(child) for _, child in trees.children(value) or ()])
-
-
-def _holds_packed(value: Any, depth: int) -> bool:
-    if isinstance(value, RoundPipePackedData):
-        return True
-    below = trees.children(value) if depth < trees.MAX_DEPTH else None
-    return any(_holds_packed(child, depth + 1) for _, child in below or ())
+    old = [child for _, child in (trees.children(value) if depth < trees.MAX_DEPTH else None) or ()]
+    new = [merge_lazily(child, depth + 1) for child in old]
+    return value if all(map(operator.is_, old, new)) else trees.with_children(value, new)
 
 
 def _are_pieces(values: Sequence[Any]) -> bool:
@@ -179,16 +173,12 @@ def _are_pieces(values: Sequence[Any]) -> bool:
 def repack(value: Any, sizes: list[int] | None) -> Any:
     """Arguments with each `LazyBatch` as its pieces if they have these sizes, and as an ordinary tensor if not."""
 
-    def replacement(leaf: Any) -> Any:
-        if not isinstance(leaf, LazyBatch):
-            return leaf
-        if leaf.sizes != sizes:
-            return materialize(leaf)
-        return RoundPipePackedData(_Pieces.apply(leaf), leaf.events)
+    def replacement(tensor: torch.Tensor) -> Any:
+        if isinstance(tensor, LazyBatch) and tensor.sizes == sizes:
+            return RoundPipePackedData(_Pieces.apply(tensor), tensor.events)
+        return materialize(tensor)
 
-    if not holds_lazy(value):
-        return value
-    return trees.map_leaves(value, replacement)
+    return trees.map_tensors(value, replacement) if holds_lazy(value) else value
 
 
 def holds_lazy(value: Any) -> bool:

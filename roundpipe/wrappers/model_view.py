@@ -192,16 +192,14 @@ class ModelView(nn.Module):
 
 
 def check_wrappable(model: Any, wrapper: str) -> None:
-    """Raise `ConfigError` for what is no module, or is wrapped already, or has a part that is."""
+    """Raise `ConfigError` for what is no module, or is wrapped already, or has a part that is.
+
+    The layers of a wrapper inside would run in two pipelines at once.
+    """
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"{wrapper} wraps an nn.Module, got {type(model).__name__}")
+        raise ConfigError(f"{wrapper} takes an nn.Module, got {type(model).__name__}")
     if isinstance(model, ModelView):
         raise ConfigError(f"the model is a {type(model).__name__} already; pass the original, {wrapper}(pipe.model)")
-    check_parts_unwrapped(model)
-
-
-def check_parts_unwrapped(model: nn.Module) -> None:
-    """Raise `ConfigError` for a model that has a wrapper inside: its layers would run in two pipelines at once."""
     pending: list[tuple[str, nn.Module]] = [("", model)]
     seen = {id(model)}
     while pending:

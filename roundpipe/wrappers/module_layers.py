@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,12 +119,8 @@ class _ModuleLayer(nn.Module):
         return {self.makes: output}
 
 
-@dataclass(frozen=True, slots=True)
-class _TakeAll:
-    name: str
-
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Carry:
-        return {self.name: (args, kwargs)}
+def _take_all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Carry:
+    return {"value_0": (args, kwargs)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +154,7 @@ def chain_of_modules(modules: Sequence[tuple[str, nn.Module]], *, watched: bool 
         reads, makes = f"value_{index}", f"value_{index + 1}"
         layers.append(_ModuleLayer(name, module, reads, makes, unpack=index == 0, watched=watched))
         name = name or type(module).__name__
-        specs.append(
-            LayerSpec(
-                name=name, module_names=(name,), reads=(reads,), makes=(makes,), draws_random=may_draw_random(module)
-            )
-        )
-        gradient_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+        specs.append(LayerSpec(name, (name,), (reads,), (makes,), draws_random=may_draw_random(module)))
         weight_bytes = weight_bytes_of(module)
         costs.append(
             LayerCost(
@@ -171,10 +162,10 @@ def chain_of_modules(modules: Sequence[tuple[str, nn.Module]], *, watched: bool 
                 backward_s=max(weight_bytes, 1) * 2e-12,
                 num_parameters=sum(p.numel() for p in module.parameters()),
                 weight_bytes=weight_bytes,
-                gradient_bytes=gradient_bytes,
+                gradient_bytes=sum(p.nbytes for p in module.parameters() if p.requires_grad),
             )
         )
-    return LayerChain(layers, specs, costs, _TakeAll("value_0"), _GiveOne((f"value_{len(modules)}",)))
+    return LayerChain(layers, specs, costs, _take_all, _GiveOne((f"value_{len(modules)}",)))
 
 
 def layers_of(model: nn.Module) -> LayerChain:
@@ -209,19 +200,17 @@ def _warn_of_shared_buffers(children: Sequence[tuple[str, nn.Module]]) -> None:
 
 
 class ModuleSource(FixedChain):
-    """One chain, which ``make`` makes of a model, for all arguments, until the model's structure changes."""
+    """The chain of a model's `layers_of`, for all arguments, until the model's structure changes."""
 
-    def __init__(self, model: nn.Module, make: Callable[[nn.Module], LayerChain]) -> None:
-        super().__init__(make(model))
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(layers_of(model))
         self._model = model
-        self._make = make
         self._structure = Structure(model.modules())
 
     def chain_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerChain:
         if self._structure.changed() is not None:
-            self.chain = self._make(self._model)
-            self._structure = Structure(self._model.modules())
+            self.chain, self._structure = layers_of(self._model), Structure(self._model.modules())
         return self.chain
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleSource:
-        return type(self)(copy.deepcopy(self._model, memo), self._make)
+        return type(self)(copy.deepcopy(self._model, memo))

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from roundpipe.core.caller import warn
-from roundpipe.core.errors import ConfigError, enumerated
+from roundpipe.core.errors import ConfigError, TraceError, enumerated
 from roundpipe.core.module_tree import weight_bytes_of
 from roundpipe.effects.run_once import differentiates_gradients, holders_of, holders_of_those, runs_autograd
 from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.runtime.device.resolve import resolve_devices
-from roundpipe.wrappers.auto import AutoRoundPipe, HostRunner, Parts, PartsProgram
-from roundpipe.wrappers.part import IN_ONE_PIECE, is_sequential, overlaid
+from roundpipe.wrappers.auto import AutoRoundPipe, HostRunner, PartsProgram
+from roundpipe.wrappers.parts import IN_ONE_PIECE, is_sequential, overlaid
 from roundpipe.wrappers.pipe import RoundPipe
 from roundpipe.wrappers.session import Session
 
+logger = logging.getLogger(__name__)
+
 LOWER_THRESHOLD_BYTES = 16 * 1024
+
+Reaction = Literal["warn", "log", "refuse", "not implemented"]
+"""To a model that can't be traced: two of them refuse it, the others let it run in parts."""
 
 
 @dataclass(slots=True)
@@ -32,31 +38,40 @@ class PartsChoice:
     skip_modules: Container[nn.Module] = ()
     override_config: Mapping[nn.Module, RoundPipeRunConfig] = field(default_factory=dict)
     splits_inside: bool = False
-    """See `roundpipe.wrappers.auto.Parts`."""
-    host_modules: set[nn.Module] = field(default_factory=set)
-    """Modules whose own forward must run on the CPU, once; see `keep_on_host`."""
+    """See `PartsProgram`."""
+    reaction: Reaction = "warn"
+    host_modules: set[nn.Module] = field(init=False, default_factory=set)
+    """Modules whose own forward must run on the CPU, once, and those that hold them."""
 
     def __post_init__(self) -> None:
         _check_options(self.model, self.lower_threshold, self.upper_threshold, self.override_config)
         _check_skipped(self.skip_modules)
 
-    def keep_on_host(self, names: Iterable[str]) -> None:
-        """Run the forwards of modules that must run once, and of those that hold them, on the CPU."""
-        for name in names:
+    def on_failure(self, error: TraceError) -> None:
+        """React to an error of the tracer; returns if the model runs in parts from now on."""
+        kind = type(self.model).__name__
+        if self.reaction == "refuse":
+            raise error
+        if self.reaction == "not implemented":
+            raise NotImplementedError(f"use_sequential_preset=True, but {kind} can't be traced: {error}") from error
+        for name in error.facts.stateful:
             self.host_modules.update(self.model.get_submodule(module) for module in (name, *holders_of(name)))
+        if self.reaction == "log":
+            logger.info("%s can't be traced, so it is not cut by the graph compiler: %s", kind, error)
+        else:
+            warn(f"{kind} runs module by module, as an AutoRoundPipe, because its forward can't be traced: {error}")
 
-    def wrap(self, settings: Mapping[str, Any]) -> RoundPipe:
+    def wrap(self, config: RoundPipeRunConfig, **settings: Any) -> RoundPipe:
         """A wrapper of the model in parts, with these settings: name, devices and so on."""
         walk = self._walk(len(resolve_devices(settings.get("devices"))))
-        settings = {**settings, "model_run_config": self._config(walk, settings["model_run_config"])}
-        if self.model in walk.parts and is_sequential(self.model):
-            return RoundPipe(self.model, **settings)
-        return AutoRoundPipe(PartsProgram(self.model, self._parts(walk)), **settings)
+        is_chain = self.model in walk.parts and is_sequential(self.model)
+        wrapper, program = (RoundPipe, self.model) if is_chain else (AutoRoundPipe, self._program(walk))
+        return wrapper(program, model_run_config=self._config(walk, config), **settings)
 
     def make_fallback(self, session: Session) -> HostRunner:
         """What runs the calls of a session's model for which there are no layers."""
         walk = self._walk(session.engine.num_workers)
-        return HostRunner(session, self._parts(walk), self._config(walk, session.config))
+        return HostRunner(session, self._program(walk), self._config(walk, session.config))
 
     def _walk(self, num_devices: int) -> _Walk:
         upper_threshold = self.upper_threshold
@@ -67,22 +82,19 @@ class PartsChoice:
         if all_on_host:
             on_host.add(self.model)
         walk = _Walk(self, upper_threshold, on_host)
-        if all_on_host:
-            walk.leave_all()
-        else:
-            walk.visit(self.model)
+        (walk.leave_all if all_on_host else walk.visit)(self.model)
         walk.warn_of_unused_options()
         return walk
 
     def _config(self, walk: _Walk, of_model: RoundPipeRunConfig) -> RoundPipeRunConfig:
         return overlaid(walk.parts.get(self.model) or self.override_config.get(self.model) or of_model, of_model)
 
-    def _parts(self, walk: _Walk) -> Parts:
+    def _program(self, walk: _Walk) -> PartsProgram:
         nothing_chosen = not walk.parts and self.model not in walk.on_host
         is_whole = nothing_chosen and not any(module in self.skip_modules for module in walk.left)
         if self.model in walk.parts or is_whole:
-            return Parts.whole(self.model, splits_inside=self.splits_inside)
-        return Parts(walk.parts, tuple(walk.left), self.splits_inside)
+            return PartsProgram(self.model, {self.model: RoundPipeRunConfig()}, splits_inside=self.splits_inside)
+        return PartsProgram(self.model, walk.parts, tuple(walk.left), self.splits_inside)
 
 
 def _check_skipped(modules: Any) -> None:
@@ -144,8 +156,7 @@ class _Walk:
             for child in module.children():
                 self.visit(child)
 
-    def leave_all(self) -> None:
-        model = self.choice.model
+    def leave_all(self, model: nn.Module) -> None:
         self.opened[model] = None
         self.left.update(dict.fromkeys(model.children()))
         warn(

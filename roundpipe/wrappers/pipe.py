@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
@@ -30,9 +29,8 @@ from roundpipe.runtime.weights.host_weights import PinMode
 from roundpipe.wrappers import checkpoint
 from roundpipe.wrappers.calls import ChainProgram, check_training_call, pass_outputs
 from roundpipe.wrappers.model_view import ModelView, check_wrappable
-from roundpipe.wrappers.module_layers import ModuleSource, layers_of
-from roundpipe.wrappers.run_log import make_report
-from roundpipe.wrappers.run_report import RunReport
+from roundpipe.wrappers.module_layers import ModuleSource
+from roundpipe.wrappers.run_report import RunReport, make_report
 from roundpipe.wrappers.session import Program, Runner, Session, TrainingCall
 
 
@@ -70,19 +68,20 @@ class RoundPipe(ModelView):
         devices: Sequence[DeviceLike] | DeviceLike | None = None,
     ) -> None:
         super().__init__()
-        program = model if isinstance(model, Program) else self._program_of(model)
-        session = Session.open(program.model, optim_dtype, name, model_run_config, pin_model, devices)
+        if not isinstance(model, Program):
+            check_wrappable(model, type(self).__name__)
+            model = self._program_of(model)
+        session = Session(model.model, optim_dtype, name, model_run_config, pin_model, devices)
         weakref.finalize(self, session.release)
         # past __setattr__, which sets on the model once there is a session
         self.__dict__.update(
-            _session=session, _runner=program.start(session), _program=program, training=program.model.training
+            _session=session, _runner=model.start(session), _program=model, training=model.model.training
         )
 
     @classmethod
     def _program_of(cls, model: nn.Module) -> Program:
         """What a model that is given as it is runs as."""
-        check_wrappable(model, cls.__name__)
-        return ChainProgram(model, ModuleSource(model, layers_of))
+        return ChainProgram(model, ModuleSource(model))
 
     # Calls
 
@@ -111,7 +110,9 @@ class RoundPipe(ModelView):
             Exception: what the model's own code raises, with a note that says where.
         """
         self._session.check_callable()
-        return self._runner.forward(args, kwargs, roundpipe_run_config)
+        outputs = self._runner.forward(args, kwargs, roundpipe_run_config)
+        self._session.note_call(args, kwargs, roundpipe_run_config)
+        return outputs
 
     def forward_backward(
         self,
@@ -149,9 +150,10 @@ class RoundPipe(ModelView):
         """
         self._session.check_callable()
         check_training_call(input_args, input_kwargs, loss_fn)
-        return self._runner.forward_backward(
-            TrainingCall(tuple(input_args), input_kwargs, label, loss_fn, return_outputs, run_config)
-        )
+        training = TrainingCall(tuple(input_args), input_kwargs, label, loss_fn, return_outputs, run_config)
+        result = self._runner.forward_backward(training)
+        self._session.note_call(training.args, input_kwargs, run_config)
+        return result
 
     # The optimizer's side
 
@@ -230,7 +232,7 @@ class RoundPipe(ModelView):
             OSError: no permission, or the disk is full, which may be a `CheckpointError`; nothing is left behind.
         """
         objects = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-        checkpoint.save(self, self._session, dir, objects, step, extra, is_async)
+        checkpoint.save(self._session, dir, objects, step, extra, is_async)
 
     def load_checkpoint(
         self,
@@ -260,7 +262,7 @@ class RoundPipe(ModelView):
                 is raised, nothing was changed.
         """
         objects = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-        return checkpoint.load(self, self._session, dir, objects, weights_only)
+        return checkpoint.load(self._session, dir, objects, weights_only)
 
     # Reports
 
@@ -325,10 +327,7 @@ class RoundPipe(ModelView):
         Speed in samples and tokens, seconds per round as measured and as predicted, where each worker's time went,
         bytes moved, memory of devices and host. ``print(model.report())`` shows it as a table.
         """
-        session = self._session
-        return make_report(
-            session.name, session.log, session.engine, session.optimizer, self._target, time.perf_counter()
-        )
+        return make_report(self._session)
 
     # Life
 

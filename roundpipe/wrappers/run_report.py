@@ -1,15 +1,32 @@
-"""`RunReport`: what training took since the last look, as values and as a table; made by `run_log`."""
+"""What training took since the last look: speed, where workers' time went, bytes, memory, against what was predicted.
+
+    RunLog       what calls bring: see `roundpipe.wrappers.session`
+    Meter        what workers do: see `roundpipe.runtime.profiling.meter`
+    make_report  both, with the simulator's and the planner's predictions for the latest step
+
+Invariant: nothing here waits for what is running, and nothing is read from a device but what it has finished.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
+import torch
+
+from roundpipe.planning.machine import HardwareProfile
+from roundpipe.planning.simulator import simulate, simulate_timeline, step_alone_s
+from roundpipe.planning.stage_costs import num_trained, plan_peak_bytes
 from roundpipe.reports.memory import HostMemory
 from roundpipe.reports.quantities import counted, format_bytes, format_count, format_seconds, format_share
 from roundpipe.reports.tables import summary_table, table
 from roundpipe.reports.timeline import WAIT_CAUSES
 from roundpipe.runtime.device.backend import Lane
+from roundpipe.runtime.engine.engine import Engine
+from roundpipe.runtime.profiling.meter import MeterReading, link_speeds
+from roundpipe.runtime.weights.master_weights import ParameterPair
+from roundpipe.wrappers.session import LatestStep, RunLog, Session
 
 _UP, _DOWN = (Lane.UPLOAD, Lane.WEIGHTS), (Lane.DOWNLOAD, Lane.GRADIENTS)
 
@@ -110,23 +127,24 @@ class RunReport:
 
     def __str__(self) -> str:
         predicted = self.predicted
+        counts = f"{self.num_calls}, {counted(self.num_rounds, 'round')}, {counted(self.num_steps, 'step')}"
+        seconds = "no training round" if self.round_s is None else format_seconds(self.round_s)
+        memory = f"peak {format_bytes(self.peak_device_bytes)}"
+        if predicted is not None and predicted.round_s is not None:
+            seconds += f", predicted {format_seconds(predicted.round_s)}"
+        if predicted is not None and predicted.peak_device_bytes is not None:
+            memory += f", planned for {format_bytes(predicted.peak_device_bytes)}"
+        times = ", ".join(f"{what} {format_seconds(spent_s)}" for what, spent_s in self.optimizer_s.items())
         rows = {
-            "calls": f"{self.num_calls}, {counted(self.num_rounds, 'round')}, {counted(self.num_steps, 'step')} "
-            f"in {format_seconds(self.wall_s)}",
+            "calls": f"{counts} in {format_seconds(self.wall_s)}",
             "speed": self._speed(),
-            "round": self._round(),
+            "round": seconds,
+            **({} if predicted is None else {"predicted from": predicted.rests_on}),
+            "device memory": memory,
+            "host memory": str(self.host_memory),
+            "moved": f"{format_bytes(self.uploaded_bytes)} up, {format_bytes(self.downloaded_bytes)} down",
+            "optimizer": times or "no step",
         }
-        if predicted is not None:
-            rows["predicted from"] = predicted.rests_on
-        rows["device memory"] = f"peak {format_bytes(self.peak_device_bytes)}" + (
-            f", planned for {format_bytes(predicted.peak_device_bytes)}"
-            if predicted is not None and predicted.peak_device_bytes is not None
-            else ""
-        )
-        rows["host memory"] = str(self.host_memory)
-        rows["moved"] = f"{format_bytes(self.uploaded_bytes)} up, {format_bytes(self.downloaded_bytes)} down"
-        times = ", ".join(f"{what} {format_seconds(seconds)}" for what, seconds in self.optimizer_s.items())
-        rows["optimizer"] = times or "no step"
         return f"{self.name}\n\n{summary_table(rows)}\n\n{self._workers()}"
 
     def _speed(self) -> str:
@@ -136,12 +154,6 @@ class RunReport:
         if self.tokens_per_s is not None:
             parts.append(f"{format_count(self.tokens_per_s)} tokens/s (elements of {self.tokens_of})")
         return ", ".join(parts) or "-"
-
-    def _round(self) -> str:
-        measured = "no training round" if self.round_s is None else format_seconds(self.round_s)
-        if self.predicted is None or self.predicted.round_s is None:
-            return measured
-        return f"{measured}, predicted {format_seconds(self.predicted.round_s)}"
 
     def _workers(self) -> str:
         causes = [cause for cause in WAIT_CAUSES if any(worker.idle.get(cause, 0.0) >= 5e-4 for worker in self.workers)]
@@ -166,3 +178,105 @@ class RunReport:
 
 def _rate(count: int | None, seconds: float) -> float | None:
     return None if count is None or not seconds else count / seconds
+
+
+def make_report(session: Session) -> RunReport:
+    """Everything since the last report; counts begin anew."""
+    log, engine, optimizer = session.log, session.engine, session.optimizer
+    steps, readings = engine.steps, engine.read_meters()
+    meters: Sequence[MeterReading] = readings
+    if log.meters_before:
+        meters = [now.since(then) for now, then in zip(readings, log.meters_before, strict=True)]
+    seconds = dict(optimizer.log.seconds)
+    spent = {what: total - log.optimizer_before.get(what, 0.0) for what, total in sorted(seconds.items())}
+    num_steps = optimizer.num_steps - log.num_steps_before
+    end_s = time.perf_counter() if engine.running() else max(steps.last_over_s, optimizer.log.last_s)
+    report = RunReport(
+        name=session.name,
+        num_calls=log.num_calls,
+        num_rounds=steps.num_begun,
+        num_steps=num_steps,
+        wall_s=max(end_s - steps.first_begun_s, 0.0) if steps.first_begun_s else 0.0,
+        num_samples=log.num_samples,
+        num_tokens=log.num_tokens if log.tokens_of is not None else None,
+        tokens_of=log.tokens_of,
+        round_s=steps.seconds_per_step("train"),
+        workers=tuple(map(_worker_report, engine.devices, meters, engine.peak_bytes())),
+        optimizer_s={what: seconds for what, seconds in spent.items() if seconds > 0},
+        host_memory=_host_memory(session.shown, optimizer.parameter_pairs()),
+        predicted=_predict(log.latest, engine, readings, spent.get("update", 0.0), num_steps),
+    )
+    steps.reset()
+    session.log = RunLog(optimizer.num_steps, seconds, readings, log.latest)
+    return report
+
+
+def _worker_report(device: str, meter: MeterReading, peak: int) -> WorkerReport:
+    measured_s = meter.busy_s + sum(meter.idle_s.values())
+    return WorkerReport(
+        device=device,
+        busy=meter.busy_s / measured_s if measured_s else float("nan"),
+        idle={cause: seconds / measured_s for cause, seconds in meter.idle_s.items()} if measured_s else {},
+        measured_s=measured_s,
+        moved_bytes={str(lane): meter.moved_bytes[lane] for lane in Lane if lane is not Lane.COMPUTE},
+        peak_bytes=peak,
+    )
+
+
+def _host_memory(model: torch.nn.Module, pairs: Sequence[ParameterPair]) -> HostMemory:
+    weights = {id(tensor): tensor for tensor in (*(pair.parameter for pair in pairs), *model.buffers())}.values()
+    copies = [pair.copy for pair in pairs if pair.copy is not None]
+    of_copies = [copy.grad for copy in copies if copy.grad is not None]
+    gradients = [pair.parameter.grad for pair in pairs if pair.parameter.grad is not None]
+    known = set(map(_address, of_copies))  # after `synchronize` the model shows the optimizer's gradients
+    own = [gradient for gradient in gradients if _address(gradient) not in known]
+    return HostMemory(*(sum(tensor.nbytes for tensor in kind) for kind in (weights, own, copies, of_copies)))
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    return tensor.data_ptr() if tensor.layout is torch.strided else None
+
+
+def _predict(
+    latest: LatestStep | None, engine: Engine, meters: Sequence[MeterReading], update_s: float, num_steps: int
+) -> Prediction | None:
+    """The simulator's figures for steps like the latest, with links and an optimizer as fast as they were measured."""
+    chain = None if latest is None else latest.chain()
+    if latest is None or chain is None:
+        return None
+    plans, schedule, grain = latest.plans, latest.schedule, latest.recompute_grain
+    costs = plans.costs(chain, latest.elements)
+    knows_memory = any(cost.activation_bytes for cost in costs)
+    profile = HardwareProfile.of_devices(engine.has_accelerators, prefetch_across_steps=latest.overlaps)
+    plan_peak = None
+    if knows_memory:
+        plan_peak = plan_peak_bytes(schedule.plan, costs, num_workers=schedule.num_workers, recompute_grain=grain)
+    if not plans.is_measured(chain):
+        device_bytes = simulate(schedule, costs, profile, recompute_grain=grain).peak_bytes if knows_memory else None
+        rests_on = "bytes of layers; their seconds are not measured yet"
+        return Prediction(None, None, None, None, plan_peak, device_bytes, rests_on)
+    up, down = link_speeds(meters)
+    trained = sum(num_trained(cost) for cost in costs)
+    profile = replace(profile, upload_bytes_per_s=up, download_bytes_per_s=down)
+    if update_s and num_steps and trained:
+        rate = trained * num_steps / update_s
+        profile = replace(profile, optimizer_bytes_per_parameter=1, optimizer_bytes_per_s=rate)
+    if latest.overlaps:
+        simulation = simulate(schedule, costs, profile, recompute_grain=grain)
+        round_s, idle = simulation.seconds_per_step, simulation.mean_idle.total
+    else:
+        simulation, timeline = simulate_timeline(schedule, costs, profile, recompute_grain=grain)
+        round_s = step_alone_s(timeline, schedule)
+        computed_s = sum(
+            span.seconds for span in timeline.spans if span.lane == "compute" and span.args["job"] < schedule.next_job
+        )
+        idle = 1.0 - computed_s / (round_s * schedule.num_workers)
+    return Prediction(
+        round_s,
+        idle,
+        simulation.uploaded_bytes,
+        simulation.downloaded_bytes,
+        plan_peak,
+        simulation.peak_bytes if knows_memory else None,
+        "measured times of layers, links and the optimizer",
+    )

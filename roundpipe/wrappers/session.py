@@ -1,7 +1,8 @@
 """What everything inside one wrapper shares: workers, host weights, the optimizer's side, checkpoints, counts.
 
-    RoundPipe ---- Session      opened with the wrapper, closed with it
-      `- runner ------'         `roundpipe.wrappers.calls`: runs calls, on the session's workers
+    RoundPipe ---- Session             opened with the wrapper, closed with it
+      `- runner ------'  |- RunLog     what calls bring, for `roundpipe.wrappers.run_report`
+                         `- BackgroundWriter
 
 A model in parts has a runner for each of them, all on one session.
 """
@@ -9,60 +10,136 @@ A model in parts has a runner for each of them, all on one session.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import logging
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from roundpipe.core import trees
 from roundpipe.core.caller import caller_name
 from roundpipe.core.errors import ClosedError, ConfigError
-from roundpipe.runtime.config import RoundPipeRunConfig
+from roundpipe.core.layers import LayerChain
+from roundpipe.core.schedule import Schedule
+from roundpipe.runtime.config import RecomputeGrain, RoundPipeRunConfig, resolve
 from roundpipe.runtime.device.resolve import DeviceLike, open_backends, open_registrar, resolve_devices
 from roundpipe.runtime.engine.engine import Engine
+from roundpipe.runtime.engine.plan_choice import PlanChooser
 from roundpipe.runtime.engine.spec import LossFunction
+from roundpipe.runtime.microbatch.division import batch_size
 from roundpipe.runtime.optimizer.loading import LoadWatch
 from roundpipe.runtime.optimizer.optimizer import OptimizerSide
+from roundpipe.runtime.profiling.meter import MeterReading
 from roundpipe.runtime.weights.gate import Gates
 from roundpipe.runtime.weights.host_weights import HostWeights, PinMode
-from roundpipe.wrappers.checkpoint_writer import BackgroundWriter
-from roundpipe.wrappers.run_log import RunLog
+
+logger = logging.getLogger(__name__)
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 
 @dataclass(slots=True)
+class RunLog:
+    """What calls brought since the last report."""
+
+    num_steps_before: int = 0
+    """Steps that were made when the last report was."""
+    optimizer_before: Mapping[str, float] = field(default_factory=dict)
+    meters_before: Sequence[MeterReading] = ()
+    latest: LatestStep | None = None
+    """The latest training step."""
+    num_calls: int = 0
+    num_samples: int | None = 0
+    num_tokens: int = 0
+    tokens_of: str | None = None
+
+    def note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_samples: int | None) -> None:
+        self.num_calls += 1
+        if num_samples is None or self.num_samples is None:
+            self.num_samples = None
+        else:
+            self.num_samples += num_samples
+        for name, value in (*((f"argument {index}", value) for index, value in enumerate(args)), *kwargs.items()):
+            for tensor in trees.tensors(value):
+                if tensor.ndim == 2 and tensor.dtype in _INTEGERS:
+                    self.num_tokens += tensor.numel()
+                    self.tokens_of = name
+                    return
+
+
+@dataclass(frozen=True, slots=True)
+class LatestStep:
+    """What the predictions are about."""
+
+    schedule: Schedule
+    chain: weakref.ref[LayerChain]
+    elements: int
+    """Of the tensor arguments of its largest microbatch."""
+    recompute_grain: RecomputeGrain
+    overlaps: bool
+    """Whether the next step begins beside it."""
+    plans: PlanChooser
+    """Know what its layers take."""
+
+
+@dataclass(slots=True)
+class BackgroundWriter:
+    """The one write of a model that may be under way in a thread of its own.
+
+    ``_error`` is set by the thread before it ends and read after the thread was seen to have ended. The thread is
+    not a daemon: the interpreter does not exit in the middle of a checkpoint.
+    """
+
+    _thread: threading.Thread | None = None
+    _error: BaseException | None = None
+
+    def start(self, write: Callable[[], None], name: str) -> None:
+        """Run ``write`` in a thread; `wait` comes before the next one."""
+        assert self._thread is None
+
+        def run() -> None:
+            try:
+                write()
+            except BaseException as error:  # raised again in the training thread
+                logger.error("the checkpoint %s was not written: %s", name, error)
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="roundpipe-checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when nothing is being written; raise, once, what the last write raised."""
+        if self._thread is not None:
+            self._thread.join()
+            self.raise_pending()
+
+    def raise_pending(self) -> None:
+        """Raise, once, what the last write raised, if it is over; does not wait."""
+        if self._thread is not None and not self._thread.is_alive():
+            self._thread = None
+            error, self._error = self._error, None
+            if error is not None:
+                raise error
+
+
 class Session:
     """The workers of one model, and what they work on."""
 
-    model: nn.Module
-    """The user's; it keeps the parameters."""
-    shown: nn.Module
-    """The model that attribute access is answered by: ``model``, unless the user has set another."""
-    name: str
-    config: RoundPipeRunConfig
-    """Defaults for every call."""
-    settings: Mapping[str, Any]
-    """The options that it was opened with, for a copy."""
-    engine: Engine
-    host: HostWeights
-    gates: Gates
-    optimizer: OptimizerSide
-    watch: LoadWatch
-    writer: BackgroundWriter = field(default_factory=BackgroundWriter)
-    log: RunLog = field(default_factory=RunLog)
-    closed: bool = False
-
-    @classmethod
-    def open(
-        cls,
+    def __init__(
+        self,
         model: nn.Module,
         optim_dtype: torch.dtype | None,
         name: str | None,
         config: RoundPipeRunConfig,
         pin_model: PinMode,
         devices: Sequence[DeviceLike] | DeviceLike | None,
-    ) -> Self:
+    ) -> None:
         """Start the workers; see `RoundPipe` for the options and what is raised."""
         if pin_model not in ("alloc", "register", "off"):
             raise ConfigError(f"pin_model={pin_model!r}; allowed are 'alloc', 'register' and 'off'")
@@ -72,24 +149,33 @@ class Session:
             raise ConfigError(f"model_run_config is {type(config).__name__}; give a RoundPipeRunConfig")
         if not isinstance(name, str | None):
             raise ConfigError(f"name is {type(name).__name__}; give a string, or None for the caller's line")
-        name = name or caller_name()
+        self.model = model
+        """The user's; it keeps the parameters."""
+        self.shown = model
+        """The model that attribute access is answered by, until the user sets another."""
+        self.name = name = name or caller_name()
+        self.config = config
+        """Defaults for every call."""
         entries = resolve_devices(devices)
-        backends = open_backends(entries)
-        registrar = open_registrar(backends) if pin_model == "register" else None
-        gates = Gates()
-        engine = Engine(backends, name, gates)
-        parameters = functools.partial(model.named_parameters, remove_duplicate=False)
-        optimizer = OptimizerSide(parameters, optim_dtype, name=name, gates=gates, steps=engine)
-        host = HostWeights(pin_model, backends[0].host_buffer, registrar, model)
-        settings = {
+        self.settings: dict[str, Any] = {
             "optim_dtype": optim_dtype,
             "name": name,
             "model_run_config": config,
             "pin_model": pin_model,
             "devices": entries,
         }
-        watch = LoadWatch(model, optimizer)
-        return cls(model, model, name, config, settings, engine, host, gates, optimizer, watch)
+        """The options, for a copy."""
+        backends = open_backends(entries)
+        registrar = open_registrar(backends) if pin_model == "register" else None
+        self.gates = Gates()
+        self.engine = Engine(backends, name, self.gates)
+        parameters = functools.partial(model.named_parameters, remove_duplicate=False)
+        self.optimizer = OptimizerSide(parameters, optim_dtype, name=name, gates=self.gates, steps=self.engine)
+        self.host = HostWeights(pin_model, backends[0].host_buffer, registrar, model)
+        self.watch = LoadWatch(model, self.optimizer)
+        self.writer = BackgroundWriter()
+        self.log = RunLog()
+        self.closed = False
 
     def check_open(self) -> None:
         if self.closed:
@@ -110,6 +196,11 @@ class Session:
         self.engine.raise_pending()
         self.optimizer.begin_call(adds_gradients)
         self.writer.raise_pending()
+
+    def note_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: RoundPipeRunConfig) -> None:
+        """Count a call that is over."""
+        config = resolve(options, self.config, num_devices=self.engine.num_workers)
+        self.log.note(args, kwargs, batch_size(args, kwargs, config))
 
     def close(self) -> None:
         """Wait for what is running and `release` everything; safe to call twice."""
@@ -144,27 +235,32 @@ class TrainingCall:
     options: RoundPipeRunConfig
 
 
-class Runner(Protocol):
+class Runner(ABC):
     """Runs the calls of one model; see `RoundPipe` for what its methods do."""
 
     @property
-    def trace_count(self) -> int: ...
+    def trace_count(self) -> int:
+        return 0
 
+    @abstractmethod
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: RoundPipeRunConfig) -> Any: ...
 
+    @abstractmethod
     def forward_backward(self, training: TrainingCall) -> Any: ...
 
-    def update_begun(self) -> None:
-        """The optimizer was given an update."""
-
+    @abstractmethod
     def partition_table(self) -> str: ...
 
+    def update_begun(self) -> None:  # noqa: B027 - nothing, where there is no plan for the whole
+        """The optimizer was given an update."""
 
-class Program:
+
+@dataclass(slots=True)
+class Program(ABC):
     """A model and how its calls are run; given to a wrapper's class in place of a model."""
 
     model: nn.Module
 
+    @abstractmethod
     def start(self, session: Session) -> Runner:
         """Make what runs the calls, on the session's workers."""
-        raise NotImplementedError

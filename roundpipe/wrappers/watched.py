@@ -12,7 +12,7 @@ import dataclasses
 import enum
 import itertools
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -57,29 +57,21 @@ class SharingExit:
     """The exit of a part that is one module: puts the same tensors at the places of `SameTensor`."""
 
     def __init__(self, output: str, arguments: str) -> None:
-        self._output = output
-        self._arguments = arguments
-        self._places: list[dict[int, tuple[bool, int]]] = []
-        """Per microbatch: what each `SameTensor` says, by its position among the output's leaves."""
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return self._output, self._arguments
-
-    def begin(self) -> None:
-        self._places.clear()
+        self.reads = output, arguments
+        self.places: list[dict[int, tuple[bool, int]]] = []
+        """Per microbatch of a call: what each `SameTensor` says, by its position among the output's leaves."""
 
     def __call__(self, carry: Carry) -> Any:
-        output = carry[self._output]
+        output, arguments = (carry[name] for name in self.reads)
         leaves = enumerate(trees.leaves(output))
         same = {position: (leaf.is_argument, leaf.index) for position, leaf in leaves if isinstance(leaf, SameTensor)}
-        self._places.append(same)
-        return _with_same(output, same, carry[self._arguments])
+        self.places.append(same)
+        return _with_same(output, same, arguments)
 
     def restore_same(self, output: Any, arguments: Any) -> Any:
         """The merged output of a batch, with the same tensors where all microbatches agree on them."""
-        first = self._places[0] if self._places else {}
-        return _with_same(output, first, arguments) if all(same == first for same in self._places) else output
+        first = self.places[0] if self.places else {}
+        return _with_same(output, first, arguments) if all(same == first for same in self.places) else output
 
 
 def _with_same(output: Any, same: Mapping[int, tuple[bool, int]], arguments: Any) -> Any:
@@ -127,11 +119,10 @@ class WatchedModule(nn.Module):
             ) from None
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        outside = (args, kwargs) if self._index == 0 else ((), {})
+        outside = (*args, *kwargs.values()) if self._index == 0 else ()
         versions = [(tensor, tensor._version) for tensor in trees.tensors(outside)]
         containers = [(value, copy.copy(value)) for value in _containers(outside)]
-        context = tuple(contextvars.copy_context().values())
-        collectors = [(value, copy.copy(value)) for value in _containers((context, {}))]
+        collectors = [(value, copy.copy(value)) for value in _containers(contextvars.copy_context().values())]
         snapshot = ModuleSnapshot(self.module.modules())
         weights = WeightSnapshot(self.module)
         run = self.module.forward if self._passing_on is None and hooks_run_around(self.module) else self.module
@@ -145,12 +136,10 @@ class WatchedModule(nn.Module):
             CONTAINER.write(value, None, before)
         if changed_collectors:
             raise SideEffect("it changes a list or dict that a context variable holds")
-        collection = snapshot.changed_container(restore=True)
-        if collection is not None:
+        if collection := snapshot.changed_container(restore=True):
             name, value = collection
             raise SideEffect(f"its forward changes the {type(value).__name__} in attribute {name!r}")
-        written = weights.diff()
-        if written is not None:
+        if written := weights.diff():
             raise SideEffect(f"its forward writes its parameter {written!r}")
         for change in snapshot.diff():
             if trees.tensors(change.now):
@@ -166,9 +155,8 @@ class WatchedModule(nn.Module):
     def _is_state(self, change: AttributeChange) -> bool:
         """Whether a later call could find the change of an attribute, or others would not see it."""
         before, now = change.before, change.now
-        if type(before) is type(now) and isinstance(now, tuple) and before == now:
-            return False
-        if change.is_cached_property:
+        is_same = type(before) is type(now) and isinstance(now, tuple) and before == now
+        if is_same or change.is_cached_property:
             return False
         return not isinstance(now, trees.PLAIN) or self.may_read(change.name)
 
@@ -202,10 +190,9 @@ def _memory(tensors: list[torch.Tensor]) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in dense}
 
 
-def _containers(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterator[Any]:
-    """What can be changed in arguments beside tensors; not the tuple and dict that hold the arguments themselves."""
-    args, kwargs = arguments
-    pending: list[Any] = [*args, *kwargs.values()]
+def _containers(values: Iterable[Any]) -> Iterator[Any]:
+    """What can be changed in values beside tensors."""
+    pending = list(values)
     while pending:
         value = pending.pop()
         if isinstance(value, (list, dict)):

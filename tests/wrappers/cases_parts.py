@@ -11,14 +11,14 @@ from roundpipe import (
     AutoRoundPipe,
     RoundPipeRunConfig,
 )
-from roundpipe.wrappers.auto import Parts, PartsProgram
+from roundpipe.wrappers.auto import PartsProgram
 
 WIDTH = 6
 
 
 def auto(model: nn.Module, **options: Any) -> AutoRoundPipe:
     parts = {module: RoundPipeRunConfig() for module in model.children()}
-    return AutoRoundPipe(PartsProgram(model, Parts(parts)), name="whole", devices=["cpu"], **options)
+    return AutoRoundPipe(PartsProgram(model, parts), name="whole", devices=["cpu"], **options)
 
 
 class Caller(nn.Module):

@@ -12,7 +12,7 @@ from torch import nn
 
 from roundpipe import RoundPipe, wrap_model_to_roundpipe
 from roundpipe.wrappers.auto import HostRunner
-from roundpipe.wrappers.part import Part
+from roundpipe.wrappers.parts import Part
 from tests.equality import assert_same_gradients, assert_same_state, eager_forward_backward
 
 DEVICES = ["cpu", "cpu"]

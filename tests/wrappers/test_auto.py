@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from roundpipe import AutoRoundPipe, ClosedError, ConfigError, ExecutePlan, RoundPipeRunConfig
-from roundpipe.wrappers.auto import Parts, PartsProgram
+from roundpipe.wrappers.auto import PartsProgram
 
 
 class Halves(nn.Module):
@@ -32,9 +32,7 @@ class Halves(nn.Module):
 def halves(model: nn.Module | None = None, *, splits_inside: bool = True) -> AutoRoundPipe:
     model = model or Halves()
     parts = {module: RoundPipeRunConfig() for module in model.children()}
-    return AutoRoundPipe(
-        PartsProgram(model, Parts(parts, splits_inside=splits_inside)), name="halves", devices=["cpu", "cpu"]
-    )
+    return AutoRoundPipe(PartsProgram(model, parts, splits_inside=splits_inside), name="halves", devices=["cpu", "cpu"])
 
 
 def test_the_table_lists_the_parts() -> None:
@@ -203,7 +201,7 @@ def test_on_a_gpu_it_trains_like_eager(autocast: bool) -> None:
         return loss
 
     parts = {model.right: RoundPipeRunConfig()}
-    with AutoRoundPipe(PartsProgram(model, Parts(parts, (model.left,))), devices=["cuda:0", "cuda:0"]) as pipe:
+    with AutoRoundPipe(PartsProgram(model, parts, (model.left,)), devices=["cuda:0", "cuda:0"]) as pipe:
 
         def call() -> torch.Tensor:
             with torch.autocast("cuda", torch.bfloat16, enabled=autocast):

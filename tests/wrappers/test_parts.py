@@ -18,8 +18,8 @@ from roundpipe import (
     RoundPipeRunConfig,
 )
 from roundpipe.core import trees
-from roundpipe.wrappers.auto import Parts, PartsProgram
-from roundpipe.wrappers.part import IN_ONE_PIECE
+from roundpipe.wrappers.auto import PartsProgram
+from roundpipe.wrappers.parts import IN_ONE_PIECE
 from tests.equality import assert_same_gradients, assert_same_state
 from tests.wrappers.cases_parts import WIDTH, auto
 
@@ -169,7 +169,7 @@ def test_what_a_part_hands_on_is_the_same_tensor(what: str) -> None:
     model = WritesWhatItGets(what).double()
     reference = copy.deepcopy(model)
     parts = dict.fromkeys(model.children(), IN_ONE_PIECE)
-    with AutoRoundPipe(PartsProgram(model, Parts(parts)), name="whole", devices=["cpu"]) as pipe:
+    with AutoRoundPipe(PartsProgram(model, parts), name="whole", devices=["cpu"]) as pipe:
         x = torch.randn(4, WIDTH, dtype=torch.float64)
         with pytest.warns(UserWarning, match="dropout runs on the CPU.*it returns memory of a tensor that it is given"):
             found = pipe(x)
@@ -239,7 +239,7 @@ def test_a_write_into_what_a_part_returned_is_seen_wherever_it_is_in_eager(
     model = WritesBehind(copy.deepcopy(part)).double()
     reference = copy.deepcopy(model)
     parts = dict.fromkeys(model.children(), RoundPipeRunConfig(num_microbatch=num_microbatch))
-    with AutoRoundPipe(PartsProgram(model, Parts(parts)), name="whole", devices=["cpu"] * 2) as pipe:
+    with AutoRoundPipe(PartsProgram(model, parts), name="whole", devices=["cpu"] * 2) as pipe:
         for _ in range(2):
             x = torch.randn(4, WIDTH, dtype=torch.float64)
             found, expected = pipe(x), reference(x)
@@ -289,7 +289,7 @@ def test_hooks_hand_on_through_a_context_variable(
     model = Collects().double()
     reference = copy.deepcopy(model)
     parts = dict.fromkeys(model.blocks, RoundPipeRunConfig(num_microbatch=num_microbatch))
-    with AutoRoundPipe(PartsProgram(model, Parts(parts)), name="whole", devices=["cpu"] * 2) as pipe:
+    with AutoRoundPipe(PartsProgram(model, parts), name="whole", devices=["cpu"] * 2) as pipe:
         for _ in range(2):
             x = torch.randn(4, WIDTH, dtype=torch.float64)
             losses = []
@@ -345,7 +345,7 @@ def test_hooks_of_a_part_run_once_around_it() -> None:
     whole.part.register_forward_hook(after)
     reference = copy.deepcopy(whole)
     parts = {whole.part: RoundPipeRunConfig(num_microbatch=2)}
-    with AutoRoundPipe(PartsProgram(whole, Parts(parts)), name="whole", devices=["cpu"] * 2) as pipe:
+    with AutoRoundPipe(PartsProgram(whole, parts), name="whole", devices=["cpu"] * 2) as pipe:
         x = torch.randn(4, WIDTH, dtype=torch.float64)
         for _ in range(2):
             found, expected = pipe(x), reference(x)

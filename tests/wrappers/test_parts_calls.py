@@ -15,8 +15,8 @@ from roundpipe import (
     AutoRoundPipe,
     RoundPipeRunConfig,
 )
-from roundpipe.wrappers.auto import Parts, PartsProgram
-from roundpipe.wrappers.part import IN_ONE_PIECE, overlaid
+from roundpipe.wrappers.auto import PartsProgram
+from roundpipe.wrappers.parts import IN_ONE_PIECE, overlaid
 from tests.equality import assert_same_gradients, assert_same_state
 from tests.wrappers.cases_parts import WIDTH, Caller, auto
 
@@ -131,7 +131,7 @@ def test_weights_that_hooks_make(kind: str, holder: str) -> None:
     parts = dict.fromkeys(model.children(), IN_ONE_PIECE)
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
     options: dict[str, Any] = {"devices": ["cpu"] * 2, "model_run_config": IN_ONE_PIECE}
-    with AutoRoundPipe(PartsProgram(model, Parts(parts, splits_inside=False)), **options) as pipe:
+    with AutoRoundPipe(PartsProgram(model, parts, splits_inside=False), **options) as pipe:
         own = torch.optim.SGD(pipe.optim_parameters(), lr=0.1)
         for step in range(3):
             x = torch.randn(4, WIDTH, dtype=torch.float64)
@@ -167,7 +167,7 @@ def test_nested_tensors_are_for_the_host() -> None:
     x, padding = torch.randn(4, 5, 8), torch.zeros(4, 5, dtype=torch.bool)
     padding[1:, 3:] = True
     parts = dict.fromkeys(model.encoder.layers, IN_ONE_PIECE)
-    with AutoRoundPipe(PartsProgram(model, Parts(parts)), devices=["cpu"]) as pipe, warnings.catch_warnings():
+    with AutoRoundPipe(PartsProgram(model, parts), devices=["cpu"]) as pipe, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*nested tensors")
         warnings.filterwarnings("error", message=".*runs on the CPU")
         for is_training in (True, False, True):

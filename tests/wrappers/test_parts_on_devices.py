@@ -14,7 +14,7 @@ from roundpipe import (
     Device,
     RoundPipeRunConfig,
 )
-from roundpipe.wrappers.auto import Parts, PartsProgram
+from roundpipe.wrappers.auto import PartsProgram
 from tests.equality import assert_same_gradients
 from tests.wrappers.cases_parts import WIDTH, Caller, auto
 
@@ -43,7 +43,7 @@ def test_an_expert_that_no_token_goes_to_gets_gradients_of_zero(budget_bytes: in
     reference = copy.deepcopy(model)
     parts = {module: RoundPipeRunConfig() for module in [model.router, *model.experts]}
     devices = [Device("cpu", memory_bytes=budget_bytes)] * 2
-    with AutoRoundPipe(PartsProgram(model, Parts(parts)), name="whole", devices=devices) as pipe:
+    with AutoRoundPipe(PartsProgram(model, parts), name="whole", devices=devices) as pipe:
         for goes_to in (torch.arange(6) % 2, torch.zeros(6), torch.ones(6), torch.arange(6) % 2):
             x = torch.randn(6, WIDTH, dtype=torch.float64)
             found, expected = pipe(x, goes_to), reference(x, goes_to)

@@ -108,7 +108,7 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
 
 
 def test_a_wrapped_model_is_not_wrapped_again() -> None:
-    with wrapped(Branching()) as pipe, pytest.raises(ConfigError, match="wrapped already"):
+    with wrapped(Branching()) as pipe, pytest.raises(ConfigError, match="already; pass the original"):
         wrapped(pipe)
 
 

@@ -34,7 +34,7 @@ from tests.wrappers.cases_wrap import (
 
 def test_a_model_that_can_not_be_traced(caplog: pytest.LogCaptureFixture) -> None:
     x = torch.randn(4, 8)
-    with caplog.at_level(logging.INFO, "roundpipe.api"):
+    with caplog.at_level(logging.INFO, "roundpipe.wrappers.parts_choice"):
         pipe = wrap_model_to_roundpipe(Branching(), devices=DEVICES, example_args=(x,))
     with pipe:
         assert isinstance(pipe, AutoRoundPipe)

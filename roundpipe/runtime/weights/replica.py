@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import types
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -123,7 +124,7 @@ class Replica:
                 elif type(value) in _CONTAINERS and not value:
                     state[name] = value
                 else:
-                    state[name] = redirected = self._redirect(value)
+                    state[name] = redirected = redirect(value, self._twins, tensors)
                     if redirected is not value:
                         self._redirected.append((state, name))
             if len(state) != len(attributes):  # set on the twin by a forward, or deleted since
@@ -149,28 +150,27 @@ class Replica:
             if type(value) in _PLAIN and name not in _OWN and plain.get(name, plain) != value
         ]
 
-    def _redirect(self, value: Any) -> Any:
-        """The value, with modules and weights of the original tree inside it replaced by their copies."""
-        twins = self._twins
-        if isinstance(value, torch.Tensor):
-            return self._tensors.get(id(value), value)
-        if isinstance(value, nn.Module):
-            return twins.get(id(value), value)
-        if isinstance(value, types.MethodType):
-            twin = twins.get(id(value.__self__))
-            return value if twin is None else types.MethodType(value.__func__, twin)
-        if isinstance(value, functools.partial):
-            function, args = self._redirect(value.func), tuple(map(self._redirect, value.args))
-            if function is value.func and all(a is b for a, b in zip(args, value.args, strict=True)):
-                return value
-            return functools.partial(function, *args, **value.keywords)
-        if type(value) in (list, tuple):
-            items = [self._redirect(item) for item in value]
-            return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
-        if type(value) is dict and value:
-            mapped = {key: self._redirect(item) for key, item in value.items()}
-            return value if all(mapped[key] is value[key] for key in value) else mapped
-        return value
+
+def redirect(value: Any, modules: Mapping[int, nn.Module], tensors: Mapping[int, torch.Tensor]) -> Any:
+    """A value with other modules and tensors in it, by the identities of those that they replace."""
+    if isinstance(value, torch.Tensor):
+        return tensors.get(id(value), value)
+    if isinstance(value, nn.Module):
+        return modules.get(id(value), value)
+    if isinstance(value, types.MethodType):
+        owner = modules.get(id(value.__self__))
+        return value if owner is None else types.MethodType(value.__func__, owner)
+    if isinstance(value, functools.partial):
+        function, *args = new = [redirect(item, modules, tensors) for item in (value.func, *value.args)]
+        unchanged = all(map(operator.is_, new, (value.func, *value.args)))
+        return value if unchanged else functools.partial(function, *args, **value.keywords)
+    if type(value) in (list, tuple):
+        items = [redirect(item, modules, tensors) for item in value]
+        return value if all(map(operator.is_, items, value)) else type(value)(items)
+    if type(value) is dict:
+        mapped = {key: redirect(item, modules, tensors) for key, item in value.items()}
+        return value if all(map(operator.is_, mapped.values(), value.values())) else mapped
+    return value
 
 
 class _Buffer(NamedTuple):

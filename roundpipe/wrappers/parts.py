@@ -1,17 +1,20 @@
-"""One module of a larger model, run on the devices of the model's session.
+"""A model whose own forwards run on the host, around parts that run on the devices of the model's session.
 
-    host forward -> stand-in -> Part -> ChainRunner       the module on the devices, watched
-                                  `--> the module itself   on the CPU, from the first call on that can't run apart
+    HostTree   copies of the modules around the parts; their forwards run as they are
+      `- stand-in -> Part -> ChainRunner            the module on the devices, watched
+                       `--> the module itself       on the CPU, from the first call on that can't run apart
 
 Invariant: a part gives what its module would give where it stands; one that can't runs on the host.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+import sys
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -19,14 +22,15 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.caller import warn
-from roundpipe.core.errors import NotCopyableError
+from roundpipe.core.errors import ConfigError, NotCopyableError
 from roundpipe.core.layers import FixedChain
-from roundpipe.effects.places import HOOKS
+from roundpipe.effects.places import HOOKS, REGISTERED
 from roundpipe.effects.run_once import FirstCall, first_to_run_once, hooks_run_around
 from roundpipe.runtime.config import RoundPipeRunConfig, resolve
 from roundpipe.runtime.microbatch.division import automatic_sizes, is_empty
+from roundpipe.runtime.weights.replica import Replica, redirect
 from roundpipe.wrappers.calls import ChainRunner
-from roundpipe.wrappers.lazy_outputs import holds_lazy, merge_lazily, repack
+from roundpipe.wrappers.lazy_outputs import holds_lazy, materialize_all, merge_lazily, repack
 from roundpipe.wrappers.module_layers import chain_of_modules
 from roundpipe.wrappers.session import Session
 from roundpipe.wrappers.watched import RETURNS_ARGUMENTS, SharingExit, SideEffect, WatchedModule, why_unfit
@@ -38,13 +42,9 @@ _UNSPLIT = RoundPipeRunConfig(num_microbatch=1, split_input=lambda args, kwargs,
 
 def overlaid(*configs: RoundPipeRunConfig) -> RoundPipeRunConfig:
     """One config of several: the first that gives a field wins."""
-    values: dict[str, Any] = {}
-    for config in configs:
-        for field in fields(RoundPipeRunConfig):
-            value = getattr(config, field.name)
-            if value is not None:
-                values.setdefault(field.name, value)
-    return RoundPipeRunConfig(**values)
+    names = [option.name for option in fields(RoundPipeRunConfig)]
+    given = {name: [value for config in configs if (value := getattr(config, name)) is not None] for name in names}
+    return RoundPipeRunConfig(**{name: values[0] for name, values in given.items() if values})
 
 
 @dataclass(slots=True)
@@ -60,6 +60,7 @@ class CallOptions:
     """For fields that neither the call nor the part gives."""
 
 
+@dataclass(eq=False)
 class Part:
     """One module of a larger model as a chain of its own; an ``nn.Sequential`` has one layer per child.
 
@@ -67,49 +68,36 @@ class Part:
     code looks at them, unless ``merge_output`` is given.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        name: str,
-        module: nn.Module,
-        own_options: RoundPipeRunConfig,
-        options: CallOptions,
-        *,
-        merges_lazily: bool = False,
-    ) -> None:
-        self.session = session
-        self.name = name or session.name
-        self.module = module
-        self.own_options = own_options
-        self.options = options
-        self.merges_lazily = merges_lazily
-        self.why_on_host: str | None = None
+    session: Session
+    name: str
+    module: nn.Module
+    own_options: RoundPipeRunConfig
+    options: CallOptions
+    merges_lazily: bool = False
+    why_on_host: str | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
         self._proven_modes: set[tuple[bool, bool]] = set()
         """In which modes it ran on the devices: whether training, and whether gradients were recorded."""
-        self._is_split = is_sequential(module)
+        self._is_split = is_sequential(self.module)
         """Whether its children are its layers, and it itself is never called."""
-        modules = [(name or type(module).__name__, module)]
+        modules = {self.name or type(self.module).__name__: self.module}
         if self._is_split:
-            prefix = f"{name}." if name else ""
-            modules = [(f"{prefix}{key}", child) for key, child in module._modules.items() if child is not None]
+            children = self.module._modules.items()
+            modules = {f"{self.name}.{key}".lstrip("."): child for key, child in children if child is not None}
         self._passing_on: set[int] | None = set() if len(modules) > 1 else None
         """Of several modules, those that returned memory of their arguments in the running call."""
-        self._watched = [WatchedModule(part, index, self._passing_on) for index, (_, part) in enumerate(modules)]
-        named = [(key, watched) for (key, _), watched in zip(modules, self._watched, strict=True)]
-        chain = chain_of_modules(named, watched=False)  # they do it themselves
+        self._watched = [WatchedModule(part, i, self._passing_on) for i, part in enumerate(modules.values())]
+        chain = chain_of_modules(list(zip(modules, self._watched, strict=True)), watched=False)  # they do it themselves
         self._exit: SharingExit | None = None
         if self._passing_on is None:
             chain.exit = self._exit = SharingExit(*chain.specs[0].makes, *chain.specs[0].reads)
-        self.runner = ChainRunner(session, module, FixedChain(chain), self.name, RoundPipeRunConfig())
-        self.stand_in = StandIn(module, self)
+        self.name = self.name or self.session.name
+        self.runner = ChainRunner(self.session, self.module, FixedChain(chain), self.name, RoundPipeRunConfig())
+        self.stand_in = StandIn(self.module, self)
 
     @torch.compiler.disable(reason="a call of a part is the work of many threads")
-    def __call__(
-        self,
-        *args: Any,
-        roundpipe_run_config: RoundPipeRunConfig = RoundPipeRunConfig(),  # noqa: B008 - frozen
-        **kwargs: Any,
-    ) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's outputs, from the devices if they can be had there."""
         why = self.stand_in.give_back()
         try:
@@ -119,10 +107,8 @@ class Part:
             if self._is_split and not is_sequential(self.module):
                 why = why or "it got hooks or a forward of its own"
             if why is None:
-                options = self.options
-                config = overlaid(roundpipe_run_config, options.forced, self.own_options, options.default)
                 try:
-                    return self._run_apart(args, kwargs, config)
+                    return self._run_apart(args, kwargs)
                 except SideEffect as error:
                     why = str(error)
             self._leave_devices(why)
@@ -130,9 +116,10 @@ class Part:
         finally:
             self.stand_in.take_over()
 
-    def _run_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any], config: RoundPipeRunConfig) -> Any:
+    def _run_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's outputs, with hooks that run once around what the devices do."""
         if self._exit is None or not hooks_run_around(self.module):
-            return self._run_or_undo(args, kwargs, config)
+            return self._run_or_undo(args, kwargs)
 
         def run(set_by_hooks: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
             (watched,) = self._watched
@@ -140,7 +127,7 @@ class Part:
                 for name, value in set_by_hooks.items():
                     if trees.tensors(value) or watched.may_read(name):
                         raise SideEffect(f"a hook sets its attribute {name!r}, which its forward may read")
-                return self._run_or_undo(args, kwargs, config)
+                return self._run_or_undo(args, kwargs)
             except SideEffect as error:  # here, since its hooks must run once, too
                 self._leave_devices(str(error))
                 self.module.__dict__.update(set_by_hooks)
@@ -148,11 +135,11 @@ class Part:
 
         return _between_hooks(self.module, run, args, kwargs)
 
-    def _run_or_undo(self, args: tuple[Any, ...], kwargs: dict[str, Any], config: RoundPipeRunConfig) -> Any:
+    def _run_or_undo(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's outputs; in a mode in which it never ran, everything is as it was if they can't be had."""
         mode = (self.module.training, torch.is_grad_enabled())
         if mode in self._proven_modes:
-            return self._run_on_devices(args, kwargs, config)
+            return self._run_on_devices(args, kwargs)
         kind = first_to_run_once(self.module)
         if kind is not None:
             raise SideEffect(f"{kind}'s code remembers something, writes weights or asks for the grad mode")
@@ -160,7 +147,7 @@ class Part:
         if before.closed is not None:
             raise SideEffect(f"it uses {before.closed}, and nothing tells how that changes")
         try:
-            outputs = self._run_on_devices(args, kwargs, config)
+            outputs = self._run_on_devices(args, kwargs)
             changed = before.diff()
             if changed is not None:
                 raise SideEffect(f"its forward changes {changed}")
@@ -170,8 +157,9 @@ class Part:
         self._proven_modes.add(mode)
         return outputs
 
-    def _run_on_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any], config: RoundPipeRunConfig) -> Any:
+    def _run_on_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's outputs; a neighbour's pieces are taken, and the own ones given, as they are."""
+        config = overlaid(self.options.forced, self.own_options, self.options.default)
         engine = self.session.engine
         resolved = resolve(config, RoundPipeRunConfig(), num_devices=engine.num_workers)
         arguments = args, kwargs
@@ -183,7 +171,7 @@ class Part:
         if later:
             config = overlaid(RoundPipeRunConfig(merge_output=False), config)
         if self._exit is not None:
-            self._exit.begin()
+            self._exit.places.clear()
         if self._passing_on is not None:
             self._passing_on.clear()
         engine.refuse_inside(f"{self.name}(...)")
@@ -279,3 +267,102 @@ def is_sequential(module: nn.Module) -> bool:
     if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
         return False
     return len(module) > 0 and "forward" not in module.__dict__ and not any(module.__dict__[name] for name in HOOKS)
+
+
+class _LossFunction(nn.Module):
+    """The loss function of a Hugging Face model, looked up when it is called."""
+
+    def __init__(self, owner: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["owner"] = owner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["owner"].loss_function(*args, **kwargs)
+
+
+def _children_of(module: nn.Module) -> list[tuple[str, nn.Module | None]]:
+    return list(module._modules.items())
+
+
+class HostTree(Replica):
+    """Copies of a model's modules, with stand-ins for those that are parts, and those that are ``left`` themselves.
+
+    Parameters and buffers are the model's own, so gradients arrive in their ``.grad`` by plain autograd.
+    """
+
+    def __init__(self, model: nn.Module, parts: Mapping[nn.Module, Part], left: Iterable[nn.Module]) -> None:
+        self.parts = tuple(parts.values())
+        self._in_place_of = {id(module): module for module in left}
+        self._in_place_of.update((id(module), part.stand_in.module) for module, part in parts.items())
+        self._loss_functions: dict[int, Part] = {}
+        super().__init__(model, torch.device("cpu"))
+        self._children = [_children_of(original) for original in self._originals]
+        self._attributes: list[dict[str, Any]] = []
+        """Those of each of its modules when a call began."""
+
+    def _copy(self, original: nn.Module) -> nn.Module:
+        other = self._in_place_of.get(id(original))
+        if other is None and isinstance(original, torch.jit.ScriptModule):
+            other = original  # a copy would have other parameters
+        if other is None:
+            return super()._copy(original)
+        self._twins[id(original)] = other
+        return other
+
+    def attach_loss_functions(self, session: Session, options: CallOptions) -> None:
+        """Send the loss functions of Hugging Face models to the devices: in one piece, a mean over all."""
+        base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+        for original in self._originals:
+            if base is not None and isinstance(original, base):
+                name = f"loss function of {type(original).__name__}"
+                part = Part(session, name, _LossFunction(original), IN_ONE_PIECE, options)
+                self._loss_functions[id(original)] = part
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's outputs; what its forwards leave in attributes and buffers is left in the model."""
+        self._take_over()
+        try:
+            return materialize_all(self.module(*args, **kwargs))
+        finally:
+            self._hand_back()
+
+    def _take_over(self) -> None:
+        self.refresh({})
+        for part in self.parts:
+            part.stand_in.take_over()
+        configs: dict[int, Any] = {}
+        for original, names in zip(self._originals, self._children, strict=True):
+            if names != _children_of(original):
+                raise ConfigError(
+                    f"submodules of a {type(original).__name__} were replaced, added or removed since the model was "
+                    "wrapped; wrap it again"
+                )
+            state = self.twin(original).__dict__
+            state["_parameters"] = dict(original._parameters)
+            state["_buffers"] = dict(original._buffers)
+            config = state.get("config")
+            if getattr(config, "use_cache", None):  # a cache that layers fill must not be filled by recomputation
+                if id(config) not in configs:
+                    configs[id(config)] = copy.copy(config)
+                    configs[id(config)].use_cache = False
+                state["config"] = configs[id(config)]
+            if id(original) in self._loss_functions:
+                state["_loss_function"] = self._loss_functions[id(original)]
+        self._attributes = [dict(self.twin(original).__dict__) for original in self._originals]
+
+    def _hand_back(self) -> None:
+        for part in self.parts:
+            part.stand_in.give_back()
+        originals = {id(self.twin(original)): original for original in self._originals}
+        originals |= {id(part.stand_in.module): part.module for part in self.parts}
+        for original, before in zip(self._originals, self._attributes, strict=True):
+            twin = self.twin(original)
+            original._buffers.update(twin._buffers)
+            for name, weight in twin._parameters.items():
+                if original._parameters.get(name, before) is not weight:
+                    original._parameters[name] = weight
+            for name, value in twin.__dict__.items():
+                if name not in REGISTERED and value is not before.get(name, before):
+                    original.__dict__[name] = redirect(materialize_all(value), originals, {})
+            for name in before.keys() - twin.__dict__.keys():
+                original.__dict__.pop(name, None)
