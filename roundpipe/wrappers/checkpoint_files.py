@@ -1,10 +1,8 @@
 """What a checkpoint is on disk: weights in safetensors shards, in a folder that is replaced as a whole.
 
-*Weights.* Safetensors files, written and read by the library of that name, one shard after the other: a save
-takes host memory for at most the shard that is being written (`SHARD_BYTES`, or a single tensor that is larger).
-Most takes none: the library copies what it writes in some of its versions only, and here a tensor is copied
-that is not contiguous or not on the host. Reading maps the files, so that weights come into memory once, where
-they belong.
+*Weights.* Safetensors files, written one shard after the other: a save takes host memory for at most the shard that
+is being written (`SHARD_BYTES`, or a single tensor that is larger). Most take none: only some versions of the library
+copy what they write. Reading maps the files, so that weights come into memory once, where they belong.
 
 *Replacing.* With one random token X for each save:
 
@@ -44,9 +42,7 @@ STATE_FILE = "training_state.pt"
 SHARD_BYTES = 2 * 1024**3
 """Most bytes of weights in a file, and so in memory beside the model, unless a single tensor is larger."""
 
-NUM_READS = 20
-"""How often a folder is read again that is replaced while it is read."""
-
+_NUM_READS = 20
 _WEIGHTS_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _OWN_FILES = re.compile(
@@ -208,7 +204,7 @@ def read_whole(folder: Path, read: Callable[[Path], Result]) -> Result | None:
     If a save in another process replaces the folder meanwhile, it is read again, so that no two files are
     of different checkpoints. Files that are mapped stay readable after their removal.
     """
-    for _ in range(NUM_READS):
+    for _ in range(_NUM_READS):
         latest = find(folder)
         if latest is None:
             return None
@@ -222,7 +218,7 @@ def read_whole(folder: Path, read: Callable[[Path], Result]) -> Result | None:
             if identity is not None and identity == _identity(latest):
                 return result
     raise CheckpointError(
-        f"{folder} was replaced {NUM_READS} times while it was read; stop the saves, or read a copy of it"
+        f"{folder} was replaced {_NUM_READS} times while it was read; stop the saves, or read a copy of it"
     )
 
 

@@ -161,13 +161,9 @@ def merge_lazily(value: Any, depth: int = 0) -> Any:
 
 def _are_pieces(values: Sequence[Any]) -> bool:
     """Whether these are tensors that differ in their number of samples at most."""
-    first = values[0]
-    return all(
-        type(value) is torch.Tensor
-        and value.ndim > 0
-        and (value.dtype, value.device, value.shape[1:]) == (first.dtype, first.device, first.shape[1:])
-        for value in values
-    )
+    if not all(type(value) is torch.Tensor and value.ndim > 0 for value in values):
+        return False
+    return len({(value.dtype, value.device, value.shape[1:]) for value in values}) == 1
 
 
 def repack(value: Any, sizes: list[int] | None) -> Any:

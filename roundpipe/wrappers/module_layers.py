@@ -57,11 +57,9 @@ class StateWatch:
         return words
 
     def _findings(self, before: ModuleSnapshot) -> Iterator[str]:
-        container = before.changed_container()
-        if container is not None:
+        if container := before.changed_container():
             yield f"changes the {type(container[1]).__name__} in attribute {container[0]!r}"
-        drawn = before.drawn()
-        if drawn is not None:
+        if drawn := before.drawn():
             yield f"draws from the generator in attribute {drawn!r}"
         for change in before.diff():
             is_torchs = type(change.module).__module__.startswith("torch.")  # an RNN has its weights in a list, too
@@ -101,15 +99,13 @@ class _ModuleLayer(nn.Module):
         weights = WeightSnapshot(module)
         before = ModuleSnapshot(module.modules()) if self.watch.is_due() else None
         output = module(*args, **kwargs)
-        written = weights.diff()
-        if written is not None:
+        if written := weights.diff():
             raise ConfigError(
                 f"the forward of layer {layer} writes its parameter {written}, on a copy that "
                 "is thrown away. Write weights between steps, from outside of forward, or use "
                 "wrap_model_to_roundpipe(model), which runs such a module on the CPU"
             )
-        words = None if before is None else self.watch.kept_state(before)
-        if words is not None:
+        if before is not None and (words := self.watch.kept_state(before)):
             warn(
                 f"the forward of layer {layer} {words}. Each worker runs a copy of the layer, and the backward runs "
                 "its forward again, so what calls find there, and results that depend on it, may differ from eager "

@@ -140,16 +140,14 @@ class Part:
         mode = (self.module.training, torch.is_grad_enabled())
         if mode in self._proven_modes:
             return self._run_on_devices(args, kwargs)
-        kind = first_to_run_once(self.module)
-        if kind is not None:
+        if kind := first_to_run_once(self.module):
             raise SideEffect(f"{kind}'s code remembers something, writes weights or asks for the grad mode")
         before = FirstCall(self.module)
         if before.closed is not None:
             raise SideEffect(f"it uses {before.closed}, and nothing tells how that changes")
         try:
             outputs = self._run_on_devices(args, kwargs)
-            changed = before.diff()
-            if changed is not None:
+            if changed := before.diff():
                 raise SideEffect(f"its forward changes {changed}")
         except SideEffect:
             before.restore()

@@ -44,8 +44,8 @@ class PartsChoice:
     """Modules whose own forward must run on the CPU, once, and those that hold them."""
 
     def __post_init__(self) -> None:
-        _check_options(self.model, self.lower_threshold, self.upper_threshold, self.override_config)
-        _check_skipped(self.skip_modules)
+        thresholds = self.lower_threshold, self.upper_threshold
+        _check_options(self.model, *thresholds, self.override_config, self.skip_modules)
 
     def on_failure(self, error: TraceError) -> None:
         """React to an error of the tracer; returns if the model runs in parts from now on."""
@@ -97,19 +97,7 @@ class PartsChoice:
         return PartsProgram(self.model, walk.parts, tuple(walk.left), self.splits_inside)
 
 
-def _check_skipped(modules: Any) -> None:
-    if isinstance(modules, (str, Iterator)) or not isinstance(modules, (Container, Iterable)):
-        shown = f"the name {modules!r}" if isinstance(modules, str) else f"of type {type(modules).__name__}"
-        raise ConfigError(f"skip_modules is {shown}; give a list of modules, such as [model.head]")
-    wrong = [entry for entry in modules if not isinstance(entry, nn.Module)] if isinstance(modules, Iterable) else []
-    if wrong:
-        raise ConfigError(
-            f"skip_modules has {wrong[0]!r}, a {type(wrong[0]).__name__}; give the modules themselves, such as "
-            "[model.head], or [model.get_submodule(name)]"
-        )
-
-
-def _check_options(model: nn.Module, lower: Any, upper: Any, overrides: Any) -> None:
+def _check_options(model: nn.Module, lower: Any, upper: Any, overrides: Any, skipped: Any) -> None:
     for name, value in (("lower_threshold", lower), ("upper_threshold", upper)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             if name == "upper_threshold" and value is None:
@@ -121,6 +109,15 @@ def _check_options(model: nn.Module, lower: Any, upper: Any, overrides: Any) -> 
             raise ConfigError(f"override_config has a {type(module).__name__} that is no module of the model")
         if not isinstance(config, RoundPipeRunConfig):
             raise ConfigError(f"override_config has a {type(config).__name__}; give RoundPipeRunConfig objects")
+    if isinstance(skipped, (str, Iterator)) or not isinstance(skipped, (Container, Iterable)):
+        shown = f"the name {skipped!r}" if isinstance(skipped, str) else f"of type {type(skipped).__name__}"
+        raise ConfigError(f"skip_modules is {shown}; give a list of modules, such as [model.head]")
+    for entry in skipped if isinstance(skipped, Iterable) else ():
+        if not isinstance(entry, nn.Module):
+            raise ConfigError(
+                f"skip_modules has {entry!r}, a {type(entry).__name__}; give the modules themselves, such as "
+                "[model.head], or [model.get_submodule(name)]"
+            )
 
 
 @dataclass(slots=True)

@@ -59,19 +59,6 @@ class RunLog:
     num_tokens: int = 0
     tokens_of: str | None = None
 
-    def note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_samples: int | None) -> None:
-        self.num_calls += 1
-        if num_samples is None or self.num_samples is None:
-            self.num_samples = None
-        else:
-            self.num_samples += num_samples
-        for name, value in (*((f"argument {index}", value) for index, value in enumerate(args)), *kwargs.items()):
-            for tensor in trees.tensors(value):
-                if tensor.ndim == 2 and tensor.dtype in _INTEGERS:
-                    self.num_tokens += tensor.numel()
-                    self.tokens_of = name
-                    return
-
 
 @dataclass(frozen=True, slots=True)
 class LatestStep:
@@ -198,9 +185,17 @@ class Session:
         self.writer.raise_pending()
 
     def note_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: RoundPipeRunConfig) -> None:
-        """Count a call that is over."""
+        """Count a call that is over, its samples and its tokens."""
         config = resolve(options, self.config, num_devices=self.engine.num_workers)
-        self.log.note(args, kwargs, batch_size(args, kwargs, config))
+        log, num_samples = self.log, batch_size(args, kwargs, config)
+        log.num_calls += 1
+        log.num_samples = None if num_samples is None or log.num_samples is None else log.num_samples + num_samples
+        for name, value in (*((f"argument {index}", value) for index, value in enumerate(args)), *kwargs.items()):
+            for tensor in trees.tensors(value):
+                if tensor.ndim == 2 and tensor.dtype in _INTEGERS:
+                    log.num_tokens += tensor.numel()
+                    log.tokens_of = name
+                    return
 
     def close(self) -> None:
         """Wait for what is running and `release` everything; safe to call twice."""
