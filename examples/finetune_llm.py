@@ -31,8 +31,7 @@ from torch import nn
 from tqdm import tqdm
 
 import roundpipe
-from roundpipe.reports.quantities import format_bytes, format_count
-from roundpipe.reports.tables import summary_table
+from roundpipe.reports.tables import format_bytes, format_count, summary_table
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CHECK_STEPS = 3

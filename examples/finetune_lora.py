@@ -29,8 +29,7 @@ from torch import nn
 from tqdm import tqdm
 
 import roundpipe
-from roundpipe.reports.quantities import format_bytes, format_count
-from roundpipe.reports.tables import summary_table
+from roundpipe.reports.tables import format_bytes, format_count, summary_table
 
 HELD_OUT = 0.1
 """Share of the text, its end, that is not trained on."""

@@ -20,8 +20,7 @@ from torch import nn
 from tqdm import tqdm
 
 import roundpipe
-from roundpipe.reports.quantities import format_bytes
-from roundpipe.reports.tables import summary_table
+from roundpipe.reports.tables import format_bytes, summary_table
 
 
 class Block(nn.Module):

@@ -69,7 +69,7 @@ NOT_WRITTEN_YET = [
 
 SOLE_USERS = {
     "tabulate": {"reports/tables.py"},
-    "matplotlib": {"tools/graph_report.py", "reports/timeline_plot.py"},
+    "matplotlib": {"tools/graph_report.py", "reports/plotting.py"},
     "safetensors": {"wrappers/checkpoint_files.py"},
     "torch.utils._pytree": {"core/trees.py"},
     "torch.distributed.pipelining.microbatch": {"runtime/microbatch/spec.py"},

@@ -63,17 +63,6 @@ def cut_under(weights: Sequence[float], limit: float, cuts: Sequence[int] | None
     return cut_into(weights, _num_greedy(prefix, stops, limit, len(weights)), cuts)
 
 
-def heaviest(weights: Sequence[float], parts: Sequence[Part]) -> float:
-    """The weight of the heaviest part; 0 without parts."""
-    return max((sum(weights[start:stop]) for start, stop in parts), default=0.0)
-
-
-def imbalance(weights: Sequence[float], parts: Sequence[Part]) -> float:
-    """Heaviest part over mean part; 1 is even, and what an empty or weightless chain gives."""
-    total = sum(sum(weights[start:stop]) for start, stop in parts)
-    return heaviest(weights, parts) * len(parts) / total if total else 1.0
-
-
 def _prepare(weights: Sequence[float], cuts: Sequence[int] | None) -> tuple[list[float], list[int]]:
     """Prefix sums, and the allowed ends of parts in order, the end of the chain last."""
     for index, weight in enumerate(weights):

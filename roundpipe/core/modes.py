@@ -1,4 +1,4 @@
-"""State around a call that changes what the call does: grad mode, autocast, attention kernels.
+"""State around a call that changes what the call does: grad mode, autocast, attention kernels, saved-tensor hooks.
 
 A graph has no ``with``, and an enter in one layer with its exit in another could not be cut apart, so every node
 carries the difference between its modes and those around the whole model, and enters it by itself.
@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -124,6 +125,23 @@ def caller_autocast() -> Callable[[], AbstractContextManager[object]]:
         return stack
 
     return enter
+
+
+@contextlib.contextmanager
+def saved_tensor_hooks_aside(which: Callable[[Any], bool] = lambda _: True) -> Iterator[None]:
+    """While open, this thread's innermost hooks for saved tensors, up to the first unpack hook that ``which`` denies,
+    are not called.
+    """
+    autograd = torch._C._autograd
+    aside = []
+    while (hooks := autograd._top_saved_tensors_default_hooks(True)) is not None and which(hooks[1]):
+        autograd._pop_saved_tensors_default_hooks()
+        aside.append(hooks)
+    try:
+        yield
+    finally:
+        for hooks in reversed(aside):
+            autograd._push_saved_tensors_default_hooks(*hooks)
 
 
 def _attention_kernels() -> AttentionKernels:

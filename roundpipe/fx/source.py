@@ -21,8 +21,7 @@ from roundpipe.core import trees
 from roundpipe.core.caller import warn
 from roundpipe.core.errors import TraceCause, TraceError, enumerated
 from roundpipe.core.layers import LayerChain
-from roundpipe.core.modes import autocast_as_on_accelerator
-from roundpipe.core.saved_tensor_hooks import saved_tensor_hooks_aside
+from roundpipe.core.modes import autocast_as_on_accelerator, saved_tensor_hooks_aside
 from roundpipe.fx.graph.nodes import value_bytes
 from roundpipe.fx.graph.traced import CallCheck, OutputValue, TracedGraph
 from roundpipe.fx.passes.lower import LowerOptions, lower

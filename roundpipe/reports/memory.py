@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from roundpipe.reports.quantities import format_bytes
+from roundpipe.reports.tables import format_bytes
 
 
 class DeviceMemory(NamedTuple):

@@ -9,11 +9,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from roundpipe.core.balance import imbalance
 from roundpipe.core.layers import LayerChain, LayerCost, LayerSpec
 from roundpipe.core.schedule import ExecutePlan
-from roundpipe.reports.quantities import counted, format_bytes, format_count
-from roundpipe.reports.tables import repetitions, table
+from roundpipe.reports.tables import counted, format_bytes, format_count, repetitions, table
 
 MAX_NAMES_IN_FULL = 3
 MIN_REPEATS = 3
@@ -186,7 +184,7 @@ def _cost_table(first: str, rows: Sequence[_Row], total_label: str, measured: bo
         work = [row.cost.forward_s + row.cost.backward_s for row in rows]
         if not any(work):
             work = [float(row.cost.weight_bytes) for row in rows]
-        balance = imbalance(work, [(index, index + 1) for index in range(len(work))])
+        balance = max(work) * len(work) / sum(work) if any(work) else 1.0
         covers = f"balance (heaviest / mean) {balance:.2f}"
     total = _Row(total_label, covers, covers, (), _sum([row.cost for row in rows]))
     shown = (*_fold(rows), total)

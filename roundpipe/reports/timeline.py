@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from roundpipe.core.errors import ConfigError
-from roundpipe.reports.timeline_plot import draw, matplotlib_parts
+from roundpipe.reports.plotting import draw, matplotlib_parts
 
 FORMATS = (".json", ".png")
 OPTIMIZER = "optimizer"

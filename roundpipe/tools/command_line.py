@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import torch
 
 from roundpipe.core.errors import ConfigError, DeviceMemoryError, RoundPipeError
-from roundpipe.reports.quantities import format_share
+from roundpipe.reports.tables import format_share
 from roundpipe.reports.timeline import check_path
 from roundpipe.tools.arguments import (
     MOST_DEVICES,

@@ -23,8 +23,7 @@ from roundpipe.planning.planner import PlanArguments, ReplicatedPlan, plan_greed
 from roundpipe.planning.simulator import Simulation, simulate
 from roundpipe.planning.stage_costs import RecomputeGrain, plan_peak_bytes
 from roundpipe.planning.static_schedules import StaticKind, simulate_static
-from roundpipe.reports.quantities import format_bytes, format_seconds, format_share
-from roundpipe.reports.tables import table
+from roundpipe.reports.tables import format_bytes, format_seconds, format_share, table
 
 _STATIC: tuple[tuple[str, StaticKind, int], ...] = (
     ("GPipe", "gpipe", 1),

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from roundpipe.reports.quantities import format_bytes, format_rate
-from roundpipe.reports.tables import summary_table
+from roundpipe.reports.tables import format_bytes, format_rate, summary_table
 from roundpipe.tools.device_data import EFFICIENCY
 
 PACKAGES = ("roundpipe", "torch", "transformers", "peft", "safetensors")

@@ -26,7 +26,7 @@ from roundpipe.fx.passes.lower import LowerOptions, lower
 from roundpipe.fx.source import own_example
 from roundpipe.fx.trace.tracer import trace
 from roundpipe.reports.partition_table import explain_table
-from roundpipe.reports.quantities import format_bytes
+from roundpipe.reports.tables import format_bytes
 from roundpipe.runtime.device.resolve import DeviceLike, largest_layer_bytes
 from roundpipe.tools.graph_report import check_format, folded, function_name, graph_lines, shape_text, write_graph
 from roundpipe.wrappers.pipe import RoundPipe

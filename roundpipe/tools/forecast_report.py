@@ -11,8 +11,15 @@ from typing import Any
 
 from roundpipe.reports.memory import DeviceMemory
 from roundpipe.reports.partition_table import partition_table
-from roundpipe.reports.quantities import counted, format_bytes, format_flops, format_rate, format_seconds, format_share
-from roundpipe.reports.tables import summary_table
+from roundpipe.reports.tables import (
+    counted,
+    format_bytes,
+    format_flops,
+    format_rate,
+    format_seconds,
+    format_share,
+    summary_table,
+)
 from roundpipe.tools.forecast import Forecast, Machine
 
 BASIS = "FLOPs and bytes counted on fake tensors; nothing was measured"

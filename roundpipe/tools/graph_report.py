@@ -25,8 +25,7 @@ from roundpipe.fx.graph.nodes import hint, module_of, value_bytes, value_of
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes.partition import Partition
 from roundpipe.reports.plotting import matplotlib_modules
-from roundpipe.reports.quantities import format_bytes
-from roundpipe.reports.tables import repetitions
+from roundpipe.reports.tables import format_bytes, repetitions
 
 FORMATS = (".dot", ".png")
 MAX_PERIOD = 96

@@ -19,8 +19,15 @@ from roundpipe.planning.machine import HardwareProfile
 from roundpipe.planning.simulator import simulate, simulate_timeline, step_alone_s
 from roundpipe.planning.stage_costs import num_trained, plan_peak_bytes
 from roundpipe.reports.memory import HostMemory
-from roundpipe.reports.quantities import counted, format_bytes, format_count, format_seconds, format_share
-from roundpipe.reports.tables import summary_table, table
+from roundpipe.reports.tables import (
+    counted,
+    format_bytes,
+    format_count,
+    format_seconds,
+    format_share,
+    summary_table,
+    table,
+)
 from roundpipe.reports.timeline import WAIT_CAUSES
 from roundpipe.runtime.device.backend import Lane
 from roundpipe.runtime.engine.engine import Engine

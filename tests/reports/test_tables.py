@@ -12,7 +12,7 @@ from torch import nn
 from roundpipe.core.layers import LayerChain, LayerCost, LayerSpec
 from roundpipe.core.schedule import ExecutePlan
 from roundpipe.reports import partition_table as report
-from roundpipe.reports import quantities
+from roundpipe.reports import tables
 from roundpipe.reports.tables import summary_table
 from roundpipe.wrappers.module_layers import chain_of_modules
 
@@ -51,13 +51,13 @@ def cells(table: str) -> list[list[str]]:
     [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (1536 * 2**20, "1.50 GiB"), (2**20 - 1, "1.00 MiB")],
 )
 def test_bytes(num_bytes: int, text: str) -> None:
-    assert quantities.format_bytes(num_bytes) == text
+    assert tables.format_bytes(num_bytes) == text
 
 
 def test_bytes_never_need_four_digits_before_the_point() -> None:
     for exponent in range(10, 60):
         for offset in (-1, 0, 1):
-            number = quantities.format_bytes(2**exponent + offset).split()[0]
+            number = tables.format_bytes(2**exponent + offset).split()[0]
             assert float(number) < 1024
             assert len(number.replace(".", "")) <= 4
 
@@ -67,7 +67,7 @@ def test_bytes_never_need_four_digits_before_the_point() -> None:
     [(0, "0"), (999, "999"), (8_030_000_000, "8.03 B"), (405e9, "405 B"), (12_345, "12.3 K")],
 )
 def test_count(count: float, text: str) -> None:
-    assert quantities.format_count(count) == text
+    assert tables.format_count(count) == text
 
 
 @pytest.mark.parametrize(
@@ -82,11 +82,11 @@ def test_count(count: float, text: str) -> None:
     ],
 )
 def test_seconds(seconds: float, text: str) -> None:
-    assert quantities.format_seconds(seconds) == text
+    assert tables.format_seconds(seconds) == text
 
 
 def test_flops() -> None:
-    assert quantities.format_flops(1.25e12) == "1.25 TFLOP"
+    assert tables.format_flops(1.25e12) == "1.25 TFLOP"
 
 
 def test_a_stack_of_blocks_is_one_row() -> None:
@@ -124,8 +124,8 @@ def test_alternating_layers_fold_by_their_period() -> None:
 def test_folding_leaves_the_totals() -> None:
     total = cells(report.layer_table(stack()))[-1]
     assert total[0] == "total"
-    assert total[2] == quantities.format_count(80 * BLOCK.num_parameters + 2 * 10**7)
-    assert total[3] == quantities.format_bytes(81 * BLOCK.weight_bytes + EMBED.weight_bytes)
+    assert total[2] == tables.format_count(80 * BLOCK.num_parameters + 2 * 10**7)
+    assert total[3] == tables.format_bytes(81 * BLOCK.weight_bytes + EMBED.weight_bytes)
     assert total[4:6] == ["3.3", "6.48"]
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from roundpipe.core.errors import DeviceMemoryError
-from roundpipe.core.saved_tensor_hooks import saved_tensor_hooks_aside
+from roundpipe.core.modes import saved_tensor_hooks_aside
 
 
 class Ledger:
