@@ -43,11 +43,16 @@ _HELD_BY_NATURE = frozenset((*sys.stdlib_module_names, "torch", "torchvision", "
 """Packages whose compiled objects hold nothing that a forward changes, but for iterators and what has a `View`."""
 
 
+def package_of(owner: Any) -> str:
+    """The first word of the Python module that a class or function is from."""
+    return str(getattr(owner, "__module__", None) or "builtins").partition(".")[0]
+
+
 def is_library(owner: Any) -> bool:
     """Whether a class or function is of a package that is not looked into."""
     if owner in (types.SimpleNamespace, UserDict, UserList, ChainMap):  # hold a user's values
         return False
-    return str(getattr(owner, "__module__", None) or "builtins").partition(".")[0] in _LIBRARIES
+    return package_of(owner) in _LIBRARIES
 
 
 def has_attributes(value: Any) -> bool:
@@ -179,7 +184,7 @@ def view_of(value: Any, max_bytes: int = MAX_ARRAY_BYTES) -> View | None:
     if isinstance(value, array.array):
         return _ARRAY if len(value) * value.itemsize <= max_bytes else None
     numpy: Any = sys.modules.get("numpy")
-    if numpy is not None and type(value).__module__.partition(".")[0] == "numpy":
+    if numpy is not None and package_of(type(value)) == "numpy":
         if isinstance(value, numpy.ndarray):
             is_data = not value.dtype.hasobject and value.flags.writeable and value.nbytes <= max_bytes
             return _NUMPY_ARRAY if is_data else None
@@ -203,7 +208,7 @@ def is_closed(value: Any) -> bool:
 
 
 def _holds_by_nature(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in _HELD_BY_NATURE
+    return package_of(kind) in _HELD_BY_NATURE
 
 
 def _slot_names(kind: type) -> list[str]:

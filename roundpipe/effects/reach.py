@@ -22,8 +22,14 @@ from torch import nn
 from roundpipe.core import trees
 from roundpipe.effects import places
 from roundpipe.effects.places import CONTAINERS, OF_TORCH, Place, View, has_attributes, is_library
-from roundpipe.effects.user_code import filled_cells, names_in
-from roundpipe.effects.uses import forward_hooks, uses_of_forward, uses_of_methods, uses_of_properties
+from roundpipe.effects.uses import (
+    filled_cells,
+    forward_hooks,
+    names_in,
+    uses_of_forward,
+    uses_of_methods,
+    uses_of_properties,
+)
 
 MAX_DEPTH = 4
 """Functions are looked into that are reached from others in so many steps."""
@@ -58,7 +64,7 @@ class _Way(NamedTuple):
     by_hooks: bool = False
 
     def inside(self) -> _Way:
-        return _Way(self.words, self.depth + 1, self.is_read, self.in_global, self.by_hooks)
+        return self._replace(depth=self.depth + 1)
 
     def to(self, words: str, is_read: bool, in_global: bool = False) -> _Way:
         return _Way(words, self.depth + 1, is_read, in_global or self.in_global, self.by_hooks)
@@ -76,8 +82,8 @@ class ReachedState:
     """Of the functions that were looked into, beside methods of modules."""
     cells: list[types.CellType] = field(default_factory=list)
     """Of closures, which hold functions that are not written in Python."""
-    hidden: dict[nn.Module, str] = field(default_factory=dict)
-    """Modules that are reached as plain Python objects only, with where."""
+    hidden: list[tuple[nn.Module, _Way]] = field(default_factory=list)
+    """Modules that are reached as plain Python objects only."""
     closed: dict[str, str] = field(default_factory=dict)
     """What a forward seems to use although nothing tells how it changes it, in words, with the kind."""
 
@@ -88,9 +94,8 @@ class StateWalk:
     def __init__(self, modules: list[nn.Module], limits: Limits, not_hidden: set[nn.Module] | None) -> None:
         self.reach = ReachedState()
         self._limits = limits
-        self._not_hidden = not_hidden
-        self._by_hooks: set[nn.Module] = set()
-        """Those hidden modules that only hooks reach."""
+        self._known = not_hidden
+        """Modules that are not hidden, and those that were found; None: none is asked for."""
         self._seen: dict[int, Any] = {}
         """By identity, which stays their own while they are kept here."""
         self._globals: set[tuple[int, str]] = set()
@@ -110,12 +115,8 @@ class StateWalk:
         for module in modules:
             for hook in forward_hooks(module):
                 self._visit(hook, _Way(f"a hook of {type(module).__name__}", by_hooks=True))
-        visited: set[nn.Module] = set()
-        while len(visited) < len(self.reach.hidden):
-            for module, words in list(self.reach.hidden.items()):
-                if module not in visited:
-                    visited.add(module)
-                    self._visit_hidden(module, _Way(words, by_hooks=module in self._by_hooks))
+        for module, way in self.reach.hidden:  # more of them are found meanwhile
+            self._visit_hidden(module, _Way(way.words, by_hooks=way.by_hooks))
 
     def _is_new(self, value: Any) -> bool:
         if id(value) in self._seen or len(self.reach.places) >= self._limits.num_places:
@@ -246,11 +247,9 @@ class StateWalk:
 
     def _note_hidden(self, module: nn.Module, way: _Way) -> None:
         is_own = type(module).__module__.startswith("roundpipe.")  # such as the compiled model, which counts calls
-        if self._not_hidden is None or module in self._not_hidden or is_own or module in self.reach.hidden:
-            return
-        self.reach.hidden[module] = way.words
-        if way.by_hooks:
-            self._by_hooks.add(module)
+        if self._known is not None and module not in self._known and not is_own:
+            self._known.add(module)
+            self.reach.hidden.append((module, way))
 
     def _visit_hidden(self, module: nn.Module, way: _Way) -> None:
         if isinstance(module, torch.jit.ScriptModule) or not self._is_new(module):

@@ -18,15 +18,18 @@ from roundpipe.core import trees
 from roundpipe.effects.places import CONTAINERS, has_attributes, is_closed, is_library, view_of
 from roundpipe.effects.reach import MAX_DEPTH
 from roundpipe.effects.snapshot import ModuleSnapshot, PythonSnapshot
-from roundpipe.effects.user_code import codes_of, filled_cells, names_in, words_in
 from roundpipe.effects.uses import (
     CodeUses,
     asks_for_gradients,
+    codes_of,
+    filled_cells,
     forward_hooks,
     methods_of_forward,
+    names_in,
     uses_of_forward,
     uses_of_hook,
     uses_of_methods,
+    words_in,
 )
 
 _MAX_ITEMS = 256
@@ -189,10 +192,11 @@ class FirstCall:
             (_without_hooks(inner) if around and inner is module else inner for inner in module.modules()),
             known=module.modules(),
         )
-        self._buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-        self._hidden = [
-            (buffer, buffer.clone(), f"buffer {name} of {words}")
-            for hidden, words in self._python.reach.hidden.items()
+        self._buffers = [(buffer, buffer.clone(), "") for buffer in module.buffers()]
+        """With words for those of modules that are no submodules."""
+        self._buffers += [
+            (buffer, buffer.clone(), f"buffer {name} of {way.words}")
+            for hidden, way in self._python.reach.hidden
             for name, buffer in hidden._buffers.items()
             if buffer is not None and not buffer.is_meta
         ]
@@ -211,8 +215,8 @@ class FirstCall:
         for place in changed:
             if not place.by_hooks:
                 return place.words
-        for buffer, before, words in self._hidden:
-            if not torch.equal(buffer, before):
+        for buffer, before, words in self._buffers:
+            if words and not torch.equal(buffer, before):
                 return words
         if any(trees.tensors(place.now()) for place in changed):
             return "what its hooks hold"
@@ -221,7 +225,7 @@ class FirstCall:
     def restore(self) -> None:
         self._modules.restore()
         with torch.no_grad():
-            for buffer, before in (*self._buffers, *((buffer, before) for buffer, before, _ in self._hidden)):
+            for buffer, before, _ in self._buffers:
                 buffer.copy_(before)
         self._python.restore()
         self._python.restore_generators()

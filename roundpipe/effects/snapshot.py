@@ -195,7 +195,7 @@ class ModuleSnapshot:
             held: dict[str, Any] = module.__dict__
             for name in held.keys() - record.attributes.keys():
                 del held[name]
-            held.update((n, value) for n, value in record.attributes.items() if held.get(n, held) is not value)
+            held.update(record.attributes)
             _put_buffers(module, record)
 
     def restore_tensors(self, keep: Iterable[tuple[nn.Module, str]] = ()) -> None:
@@ -252,10 +252,6 @@ class PythonSnapshot:
         if expected is not None:
             changed = (place for place in changed if place.kind != "random" and not _is_expected(place, expected))
         return list(dict.fromkeys(place.words for place in changed))
-
-    def draws(self) -> list[str]:
-        """Random generators of Python and NumPy that drew, in words."""
-        return list(dict.fromkeys(place.words for place in self.diff() if place.kind == "random"))
 
     def changed_values(self) -> PlaceValues:
         return {

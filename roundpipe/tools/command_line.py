@@ -14,27 +14,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from roundpipe.core.errors import ConfigError, DeviceMemoryError, RoundPipeError
 from roundpipe.reports.tables import format_share
 from roundpipe.reports.timeline import check_path
-from roundpipe.tools.arguments import (
-    MOST_DEVICES,
-    MOST_MICROBATCHES,
-    MOST_RANK,
-    MOST_SAMPLES,
-    MOST_TOKENS,
-    count,
-    quantity,
-    share,
-)
 from roundpipe.tools.comparison import compare_schedules, comparison_json, comparison_text
 from roundpipe.tools.cost_file import fastest_plan, plan_costs, read_costs
 from roundpipe.tools.device_data import DEVICES, EFFICIENCY, DeviceSpec, find_device
@@ -51,6 +42,11 @@ HOST_BYTES_PER_S = 100e9
 """Four to eight channels of server memory, as far as copies reach."""
 FLOPS_PER_BYTE = 150.0
 """Peak compute per memory bandwidth, for a device of which only the compute is given."""
+
+MOST_SAMPLES, MOST_TOKENS, MOST_RANK = 10**9, 10**7, 65536
+MOST_DEVICES, MOST_MICROBATCHES = 256, 4096
+"""More of either than one machine has use for; planning for as many still takes seconds, not minutes."""
+LARGEST_QUANTITY = 1e24
 
 _TARGET_HELP = (
     "a Hugging Face config.json, a folder that has one, or package.module:factory (returns a model, or model and "
@@ -102,6 +98,52 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1 if isinstance(error, DeviceMemoryError) else 2
     print(output if isinstance(output, str) else json.dumps(output))
     return exit_code
+
+
+_Number = TypeVar("_Number", int, float)
+
+_UNITS = {"": 1.0} | {unit: 1000.0 ** (1 + power) for power, unit in enumerate("KMGTP")}
+_UNITS |= {f"{unit}i": 1024.0 ** (1 + power) for power, unit in enumerate("KMGTP")}
+
+
+def quantity(text: str) -> float:
+    """A number with a unit, such as ``24GiB``, ``25GB/s``, ``165T`` or ``1.65e14``: from 1 to `LARGEST_QUANTITY`."""
+    match = re.fullmatch(r"([\d.]+(?:e[+-]?\d+)?)\s*([KMGTP]?i?)(?:B|FLOPS?)?(?:/s)?", text.strip(), re.IGNORECASE)
+    factor = _UNITS.get(match[2].upper().replace("I", "i"), 0.0) if match else 0.0
+    value = _number(float, match[1]) * factor if match else 0.0
+    if not 1 <= value <= LARGEST_QUANTITY:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no quantity from 1 to {LARGEST_QUANTITY:.0e}, such as 24GiB, 25GB/s or 165T"
+        )
+    return value
+
+
+def count(most: int) -> Callable[[str], int]:
+    """The type of a number of things: from 1 to ``most``."""
+
+    def parse(text: str) -> int:
+        value = _number(int, text)
+        if not 1 <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to {most:,}")
+        return value
+
+    return parse
+
+
+def share(text: str) -> float:
+    """A share above 0 and up to 1."""
+    value = _number(float, text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share above 0 and up to 1, such as 0.5")
+    return value
+
+
+def _number(kind: Callable[[str], _Number], text: str) -> _Number:
+    """A number; 0 for what is none."""
+    try:
+        return kind(text)
+    except ValueError:
+        return kind("0")
 
 
 def _add_plan_options(parser: argparse.ArgumentParser) -> None:

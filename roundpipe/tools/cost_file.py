@@ -74,16 +74,14 @@ def _layer_cost(layer: Any, index: int) -> LayerCost:
     if not isinstance(layer, dict):
         raise ConfigError(f"layer {index} is {layer!r}; give an object with {', '.join(REQUIRED)}")
     where = f"layer {index} ({layer['name']})" if "name" in layer else f"layer {index}"
-    values: dict[str, float] = {}
-    for key in REQUIRED:
-        if key not in layer:
+    given = {"gradient_bytes": layer.get("weight_bytes"), "workspace_bytes": 0, **layer}
+    values: dict[str, Any] = {}
+    for key in (*REQUIRED, *OPTIONAL):
+        if key not in given:
             raise ConfigError(f"{where} has no {key!r}; every layer needs {', '.join(REQUIRED)}")
-        values[key] = _number(layer[key], f"{where}: {key!r}")
-    for key in OPTIONAL:
-        default = values["weight_bytes"] if key == "gradient_bytes" else 0
-        values[key] = _number(layer.get(key, default), f"{where}: {key!r}")
-    sizes = {key: int(value) for key, value in values.items() if key.endswith("_bytes")}
-    return LayerCost(forward_s=values["forward_s"], backward_s=values["backward_s"], **sizes)
+        value = _number(given[key], f"{where}: {key!r}")
+        values[key] = int(value) if key.endswith("_bytes") else value
+    return LayerCost(**values)
 
 
 def _optional_number(document: dict[str, Any], key: str) -> float | None:

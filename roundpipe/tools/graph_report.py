@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -109,12 +110,15 @@ def shape_text(node: Node) -> str:
     return f"{dtype}[{', '.join(str(hint(size)) for size in value.shape)}]"
 
 
+def _named(node: Node) -> str:
+    return f"{node.name}: {shape_text(node)}"
+
+
 def graph_lines(traced: TracedGraph) -> list[str]:
     """The graph, a line per box; repetitions are folded."""
-    inputs = [f"{node.name}: {shape_text(node)}" for node in traced.placeholders]
-    outputs = [f"{node.name}: {shape_text(node)}" for node in traced.outputs]
+    inputs, outputs = ", ".join(map(_named, traced.placeholders)), ", ".join(map(_named, traced.outputs))
     lines = [box.label for box in boxes_of(traced, traced.body)]
-    return [f"inputs {', '.join(inputs)}", *folded(lines), f"outputs {', '.join(outputs)}"]
+    return [f"inputs {inputs}", *folded(lines), f"outputs {outputs}"]
 
 
 def folded(lines: Sequence[str]) -> Iterator[str]:
@@ -142,7 +146,7 @@ def dot_lines(traced: TracedGraph, parts: Partition) -> Iterator[str]:
     yield "  node [shape=box, fontname=monospace]"
     shown = set(traced.placeholders)
     for node in traced.placeholders:
-        yield f"  {_quoted(node.name)} [shape=ellipse, label={_quoted(f'{node.name}: {shape_text(node)}')}]"
+        yield f"  {_quoted(node.name)} [shape=ellipse, label={_quoted(_named(node))}]"
     for index, (chunk, nodes) in enumerate(zip(parts.chunks, nodes_by_layer(parts), strict=True)):
         yield f"  subgraph cluster_{index} {{"
         yield f"    label={_quoted(f'layer {index}: {chunk.name}')}"
@@ -178,19 +182,16 @@ def _draw(path: Path, traced: TracedGraph, parts: Partition) -> None:
     """
     figure, patches, agg = _matplotlib()
     layers = [boxes_of(traced, nodes) for nodes in nodes_by_layer(parts)]
-    rows = [(index, box) for index, boxes in enumerate(layers) for box in boxes]
-    if len(rows) > MAX_BOXES:
+    inputs = [Box((node,), _named(node)) for node in traced.placeholders]
+    outputs = Box((), "outputs " + ", ".join(node.name for node in traced.outputs))
+    rows = [*inputs, *chain.from_iterable(layers), outputs]
+    first, last = len(inputs), len(rows) - 1
+    if last - first > MAX_BOXES:
         raise ConfigError(
-            f"the graph has {len(rows):,} boxes, and a picture takes {MAX_BOXES:,}; write it as .dot, or explain a "
+            f"the graph has {last - first:,} boxes, and a picture takes {MAX_BOXES:,}; write it as .dot, or explain a "
             "model of fewer blocks"
         )
-    first = len(traced.placeholders)
-    row_of = {node: number for number, node in enumerate(traced.placeholders)}
-    row_of.update({node: first + number for number, (_, box) in enumerate(rows) for node in box.nodes})
-    last = first + len(rows)
-    labels = [f"{node.name}: {shape_text(node)}" for node in traced.placeholders]
-    labels += [box.label for _, box in rows]
-    labels.append("outputs " + ", ".join(node.name for node in traced.outputs))
+    row_of = {node: number for number, box in enumerate(rows) for node in box.nodes}
 
     width, height = _BOX_INCHES
     picture = figure.Figure(figsize=(2.4 * width, height * (last + 2)), dpi=_DOTS_PER_INCH)
@@ -205,12 +206,12 @@ def _draw(path: Path, traced: TracedGraph, parts: Partition) -> None:
             colour = "#eef3fa" if index % 2 else "#dfe8f5"
             axes.add_patch(patches.Rectangle((-0.69, top), 1.72, len(boxes), color=colour, zorder=0))
             axes.text(-0.67, top + 0.5, f"layer {index}: {_short(chunk.name, 34)}", va="center", fontsize=7)
-    for row, label in enumerate(labels):
+    for row, box in enumerate(rows):
         is_end = row < first or row == last
         axes.add_patch(
             patches.Rectangle((0, row - 0.36), 1, 0.72, facecolor="#fff3d6" if is_end else "white", edgecolor="#666")
         )
-        axes.text(0.5, row, _short(label, 82), ha="center", va="center", fontsize=6.5, family="monospace")
+        axes.text(0.5, row, _short(box.label, 82), ha="center", va="center", fontsize=6.5, family="monospace")
     for (start, stop), size in sorted(_arcs(traced, parts, row_of, last).items()):
         _draw_arc(axes, patches, start, stop, size)
     picture.savefig(path, format="png")
@@ -220,12 +221,12 @@ def _arcs(traced: TracedGraph, parts: Partition, row_of: dict[Node, int], last: 
     """Bytes that go from one row to another, each value counted once per reader."""
     pairs = {(source, row_of[node]) for node in traced.body if node in row_of for source in node.all_input_nodes}
     pairs |= {(node, last) for node in traced.outputs}
-    arcs: dict[tuple[int, int], int] = {}
+    arcs: Counter[tuple[int, int]] = Counter()
     for source, stop in pairs:
-        start = row_of.get(source)
-        again = source in parts.recomputed and start is not None and stop > start + 1
-        if start is not None and start < stop and not again:
-            arcs[start, stop] = arcs.get((start, stop), 0) + value_bytes(source)
+        start = row_of.get(source, stop)
+        again = source in parts.recomputed and stop > start + 1
+        if start < stop and not again:
+            arcs[start, stop] += value_bytes(source)
     return arcs
 
 

@@ -30,7 +30,7 @@ from roundpipe.core import trees
 from roundpipe.core.errors import BackwardError, ConfigError, DeviceMemoryError, enumerated
 from roundpipe.core.layers import ChainSource, LayerChain, is_differentiable
 from roundpipe.core.schedule import ExecutePlan
-from roundpipe.effects.user_code import reached_by
+from roundpipe.effects.uses import reached_by
 from roundpipe.reports.partition_table import partition_table
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, resolve
 from roundpipe.runtime.engine.builder import StepBuilder, sum_losses

@@ -21,8 +21,7 @@ from torch.overrides import TorchFunctionMode
 from roundpipe.core import trees
 from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
 from roundpipe.effects.snapshot import AttributeChange, ModuleSnapshot, PythonSnapshot
-from roundpipe.effects.user_code import names_in
-from roundpipe.effects.uses import GRADIENT_ATTRIBUTES, attributes_read
+from roundpipe.effects.uses import GRADIENT_ATTRIBUTES, attributes_read, names_in
 from roundpipe.fx.fakes import written_unseen
 from roundpipe.fx.flat import flat_tensors
 from roundpipe.fx.guards.model_guard import Write

@@ -138,9 +138,9 @@ def _stable_trace(world: FakeWorld, form: CallForm, knowledge: Knowledge) -> tup
         for _ in range(MAX_SETTLING_RUNS):
             attempt = Attempt(world, form, knowledge, outside, python.reach.codes, python.reach.cells)
             traced = attempt.run()
-            for place in python.draws():
-                words = f"it draws random numbers from {place}, which a graph would specialize"
-                raise _refusal(world, place, TraceError(words, TraceCause.RANDOM))
+            for drawn in (place.words for place in python.diff() if place.kind == "random"):
+                words = f"it draws random numbers from {drawn}, which a graph would specialize"
+                raise _refusal(world, drawn, TraceError(words, TraceCause.RANDOM))
             attempt.refuse_activations(python)
             changed.update(attempt.changed_attributes())
             seen = {(type(module), attribute) for module, attribute in changed}

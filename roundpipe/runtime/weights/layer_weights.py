@@ -14,7 +14,7 @@ from torch import nn
 
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.module_tree import Structure, structure_message
-from roundpipe.effects.user_code import codes_of, names_in
+from roundpipe.effects.uses import codes_of, names_in
 from roundpipe.runtime.device.backend import Backend, Lane
 from roundpipe.runtime.device.host_memory import is_plain
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from roundpipe.effects.user_code import reached_by
+from roundpipe.effects.uses import reached_by
 
 WANTED = object()
 
