@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from roundpipe.core.errors import ConfigError
-from roundpipe.fx.passes.cut_choice import Balance
+from roundpipe.fx.passes.cuts import Balance
 from roundpipe.fx.passes.lower import LowerOptions
 from roundpipe.fx.source import TracedSource, own_example
 from roundpipe.runtime.config import RoundPipeRunConfig

@@ -21,7 +21,7 @@ from roundpipe.core.layers import LayerChain
 from roundpipe.core.modes import autocast_as_on_accelerator
 from roundpipe.fx.graph.nodes import module_of, value_bytes
 from roundpipe.fx.graph.traced import TracedGraph
-from roundpipe.fx.passes.cut_choice import Balance
+from roundpipe.fx.passes.cuts import Balance
 from roundpipe.fx.passes.lower import LowerOptions, lower
 from roundpipe.fx.source import own_example
 from roundpipe.fx.trace.tracer import trace

@@ -18,8 +18,8 @@ from torch.fx import Node
 
 from roundpipe.core import balance, trees
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph, lint
-from roundpipe.fx.passes import cut_choice
-from roundpipe.fx.passes.cut_choice import CutChoice
+from roundpipe.fx.passes import cuts
+from roundpipe.fx.passes.cuts import CutChoice
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def cuts_into(num_layers: int) -> Iterator[None]:
 
     def even(choice: CutChoice) -> list[int]:
         widths = choice._widths(max(choice._weights))
-        narrow = [cut for cut in choice._legal if widths[cut] <= cut_choice.NARROW]
+        narrow = [cut for cut in choice._legal if widths[cut] <= cuts.NARROW]
         return [stop for _, stop in balance.cut_into(choice._weights, num_layers, narrow)[:-1]]
 
     with mock.patch.object(CutChoice, "finest", even):

@@ -15,7 +15,7 @@ import torch.fx
 from torch import nn
 
 from roundpipe.core import trees
-from roundpipe.fx.binding import CallForm
+from roundpipe.fx.arguments import CallForm
 from roundpipe.fx.graph.interpreter import GraphInterpreter
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph
 

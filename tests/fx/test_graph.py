@@ -27,7 +27,7 @@ from roundpipe.fx.graph.nodes import (
 )
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph, lint, output_names
 from roundpipe.fx.operations import assign_buffer
-from roundpipe.fx.passes.legal_cuts import Memory
+from roundpipe.fx.passes.cuts import Memory
 from tests.fx import handmade
 
 

@@ -16,7 +16,7 @@ from torch.fx import Node
 from roundpipe.core.errors import PartitionError
 from roundpipe.fx.graph.nodes import draws_random, has_effect, mutated_by, storage_key
 from roundpipe.fx.graph.traced import TracedGraph
-from roundpipe.fx.passes import cut_choice
+from roundpipe.fx.passes import cuts
 from roundpipe.fx.passes import partition as partition_pass
 from roundpipe.fx.passes.codegen import generate
 from roundpipe.fx.passes.cost import measure
@@ -134,7 +134,7 @@ def test_random_models_run_in_any_number_of_pieces(steps: list[Step], pieces: in
     model.zero_grad()
     model.norm.reset_running_stats()
     traced = handmade.trace(model, x.clone(), y)
-    with mock.patch.object(cut_choice, "NARROW", float("inf")), handmade.cuts_into(pieces):
+    with mock.patch.object(cuts, "NARROW", float("inf")), handmade.cuts_into(pieces):
         parts = cut(traced)
     assert_is_a_chain(traced, parts)
     inputs = {storage_key(node) for node in traced.placeholders}

@@ -2,7 +2,6 @@
 
     guards        all that one trace assumed
     model_guard   the model: its modules, weights, attributes, and whatever Python its code reads
-    arguments     containers and plain values among the arguments
     values        data that the model's code read
 
 May use: the graph and fakes below; effects.

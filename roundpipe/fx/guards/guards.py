@@ -25,9 +25,8 @@ from torch import nn
 
 from roundpipe.core.aliasing import overlapping
 from roundpipe.core.modes import Modes
-from roundpipe.fx.binding import CallForm
+from roundpipe.fx.arguments import ArgumentForm, CallForm, argument_words
 from roundpipe.fx.fakes import Dimension, FakeWorld, InputSizes
-from roundpipe.fx.guards.arguments import ArgumentForm, argument_words
 from roundpipe.fx.guards.model_guard import ModelGuard, OwnChanges, TracedParts, Write
 from roundpipe.fx.guards.values import ValueProgram
 from roundpipe.fx.operations import SizeExpression

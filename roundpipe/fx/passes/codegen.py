@@ -29,7 +29,7 @@ from torch.fx import Node
 
 from roundpipe.core import trees
 from roundpipe.core.layers import EXECUTION_DEVICE, Carry, LayerChain, LayerSpec
-from roundpipe.fx.binding import CallForm
+from roundpipe.fx.arguments import CallForm
 from roundpipe.fx.graph.nodes import draws_random, installs_hook, modes_of
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph, output_names
 from roundpipe.fx.operations import NamedCall, assign_buffer, call_leaf, call_method, hang_on, overrides_call, pass_on
@@ -114,10 +114,7 @@ class Layer(torch.fx.GraphModule):
 
 # ---------------------------------------------------------------------------------- writing one layer
 
-LITERALS = (
-    type(None), bool, int, float, complex, str, type(Ellipsis),
-    torch.dtype, torch.layout, torch.memory_format,
-)  # fmt: skip
+LITERALS = (*trees.PLAIN, type(Ellipsis), torch.layout, torch.memory_format)
 """Types, not counting their subclasses, whose values generated code can spell out."""
 
 
@@ -190,11 +187,11 @@ class _Writer:
             return tuple(items) if isinstance(value, tuple) else [*items]
         if isinstance(value, slice):
             return slice(*map(self._argument, (value.start, value.stop, value.step)))
-        if type(value) in LITERALS:
-            return value
         if isinstance(value, torch.device) and value.type != "meta":
             self.uses_device = True
             return self.graph.get_attr(self._install(EXECUTION_DEVICE, torch.device("cpu")))
+        if type(value) in LITERALS:
+            return value
         name = self.objects.setdefault(id(value), f"_object_{len(self.objects)}")
         return self.graph.get_attr(self._install(name, value))
 

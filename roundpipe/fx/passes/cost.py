@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,10 +24,9 @@ from roundpipe.effects.snapshot import python_restored
 from roundpipe.fx.counting import Tally, counted
 from roundpipe.fx.fakes import failures_unlogged, make_twin
 from roundpipe.fx.graph.interpreter import GraphInterpreter
-from roundpipe.fx.graph.nodes import entered_modes, hint, is_accessor, mutated_by, value_bytes, value_of
+from roundpipe.fx.graph.nodes import entered_modes, hint, is_accessor, modes_of, mutated_by, value_bytes, value_of
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.operations import call_leaf
-from roundpipe.fx.passes.lookalikes import Lookalikes
 from roundpipe.fx.sizes import Symbolic
 
 logger = logging.getLogger(__name__)
@@ -252,6 +251,64 @@ def _tensor_operands(node: Node) -> list[Node]:
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+# ---------------------------------------------------------------------------------- nodes that look alike
+
+
+class Lookalikes:
+    """Keys of the nodes of one graph, equal for those that cost the same.
+
+    What can't be compared (an argument of a class unknown here, a structure's maker) is equal to itself alone.
+    """
+
+    def __init__(self, traced: TracedGraph) -> None:
+        self._traced = traced
+        self._module_keys: dict[Any, Hashable] = {}
+
+    def key(self, node: Node) -> Hashable:
+        """Equal for nodes that do the same to values of the same kind."""
+        target: Any = node.target
+        if node.op == "call_module":
+            if target not in self._module_keys:
+                self._module_keys[target] = _module_key(self._traced.attribute(target))
+            target = self._module_keys[target]
+        elif node.op == "call_function":
+            target = (id(target), getattr(target, "__name__", ""))
+        arguments = _argument_key((node.args, node.kwargs), {})
+        return node.op, target, arguments, _value_key(node), id(modes_of(node)), bool(mutated_by(node))
+
+
+def _module_key(module: nn.Module) -> Hashable:
+    weights = tuple(
+        (name, tensor.shape, tensor.dtype, tensor.requires_grad)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+    )
+    return tuple(map(type, module.modules())), weights, module.training
+
+
+def _value_key(node: Node) -> Hashable:
+    value = value_of(node)
+    if isinstance(value, torch.Tensor):
+        return tuple(map(_size_key, value.shape)), value.dtype, value.requires_grad
+    if value is None:
+        return id(node) if node.op == "call_function" and not is_accessor(node) else None
+    return _size_key(value)
+
+
+def _size_key(size: Any) -> Hashable:
+    return size.node.hint if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) else size
+
+
+def _argument_key(argument: Any, seen: dict[Node, int]) -> Hashable:
+    """An argument without names; of nodes, their kind of value and which of them are one."""
+    if isinstance(argument, Node):
+        return argument.op == "get_attr", _value_key(argument), seen.setdefault(argument, len(seen))
+    if isinstance(argument, (*trees.PLAIN, torch.Size, torch.memory_format)):
+        return type(argument), argument
+    if isinstance(argument, (list, tuple, dict, slice)):
+        return tuple((step, _argument_key(item, seen)) for step, item in trees.children(argument) or ())
+    return id(argument)
 
 
 # ---------------------------------------------------------------------------------- weights and estimates

@@ -13,7 +13,7 @@ from roundpipe.core.module_tree import weight_bytes_of
 from roundpipe.fx.graph.nodes import storage_key, value_bytes
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes.cost import NodeCost
-from roundpipe.fx.passes.cut_choice import Balance
+from roundpipe.fx.passes.cuts import Balance
 from roundpipe.fx.passes.partition import Chunk, Partition
 
 SIZE_BYTES_PER_S = 1e12

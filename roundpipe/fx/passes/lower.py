@@ -15,7 +15,7 @@ from roundpipe.core.layers import LayerChain, LayerCost
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes.codegen import generate
 from roundpipe.fx.passes.cost import DEFAULT_PROFILE, DeviceProfile, NodeCost, measure
-from roundpipe.fx.passes.cut_choice import Balance
+from roundpipe.fx.passes.cuts import Balance
 from roundpipe.fx.passes.layer_costs import layer_costs
 from roundpipe.fx.passes.partition import Partition, partition
 

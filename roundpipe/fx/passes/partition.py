@@ -3,8 +3,7 @@
 A layer is a run of nodes in order of execution; the values made before a cut and read after it are its *carry*.
 
 Glue that depends on nothing but inputs (masks, rotary tables) is no layer's own: each layer that needs it makes it
-again, unless carrying it is cheaper. Between all other nodes, `legal_cuts` says where a cut may be, and `cut_choice`
-which of these are taken.
+again, unless carrying it is cheaper. Between all other nodes, `cuts` says where a cut may be and which are taken.
 
 Invariant: every body node belongs to one chunk or is recomputed; a chunk reads only inputs and what earlier chunks
 make; a value is made once, under its node's name.
@@ -41,8 +40,7 @@ from roundpipe.fx.graph.nodes import (
 )
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes.cost import NodeCost
-from roundpipe.fx.passes.cut_choice import Balance, CutChoice
-from roundpipe.fx.passes.legal_cuts import Memory, legal_cuts
+from roundpipe.fx.passes.cuts import Balance, CutChoice, Memory, legal_cuts
 
 ALLOWANCE_S = 3e-4
 """Time that recomputing a value may take beyond what carrying it would: a carried value costs copies, events and host

@@ -25,7 +25,7 @@ from roundpipe.core.modes import Modes
 from roundpipe.core.random_state import python_random_state
 from roundpipe.effects.snapshot import AttributeChange, ModuleSnapshot, PlaceValues, PythonSnapshot
 from roundpipe.effects.uses import Readers
-from roundpipe.fx.binding import CallForm
+from roundpipe.fx.arguments import CallForm
 from roundpipe.fx.fakes import FakeWorld
 from roundpipe.fx.flat import flat_values
 from roundpipe.fx.graph.nodes import mutated_by, storage_key

@@ -22,7 +22,7 @@ from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
 from roundpipe.core.random_state import preserved_random_state
 from roundpipe.effects.run_once import FirstCall
 from roundpipe.effects.snapshot import ModuleSnapshot, PlaceValues, PythonSnapshot
-from roundpipe.fx.binding import Arguments, CallForm
+from roundpipe.fx.arguments import Arguments, CallForm
 from roundpipe.fx.fakes import Dimension, FakeWorld
 from roundpipe.fx.graph.text import printed_graph
 from roundpipe.fx.graph.traced import TracedGraph

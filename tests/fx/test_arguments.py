@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe.fx.binding import CallForm
+from roundpipe.fx.arguments import CallForm
 
 
 class Plain(nn.Module):
