@@ -71,6 +71,6 @@ def assert_a_call_is_eager(pipe: Any, model: nn.Module, x: torch.Tensor) -> None
 
 
 def chain_of(pipe: Any) -> Any:
-    chain = pipe._runner.source.latest
+    chain = pipe._runner.source.latest  # the layers as values: tables show them only as text
     assert chain is not None
     return chain

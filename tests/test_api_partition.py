@@ -239,7 +239,7 @@ def test_after_a_call_with_wrong_arguments_the_model_is_traced() -> None:
             pipe(torch.randn(3, 5))
         x = torch.randn(4, 16)
         torch.testing.assert_close(pipe(x)["scores"], model(x)["scores"])
-        assert pipe._runner.fallback is None
+        assert pipe._runner.fallback is None  # its table is of the latest trace
 
 
 def test_a_copys_fallback_knows_the_copys_modules() -> None:

@@ -38,6 +38,7 @@ def test_peak_of_a_compiled_model(num_workers: int, grain: Any) -> None:
             inputs = {"input_ids": ids, "labels": ids}
             pipe.forward_backward(input_kwargs=inputs, loss_fn=lambda outputs, label: outputs.loss)
         pipe.synchronize()
+        # as values: tables show them only as text
         plan, chain = pipe._runner.builder.last_plan, pipe._runner.source.latest
         measured = pipe.peak_device_bytes()
     assert plan is not None and chain is not None

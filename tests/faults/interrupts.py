@@ -61,7 +61,7 @@ class Interrupter:
     def __init__(self, at: int = -1) -> None:
         self.count = 0
         self.place = ""
-        self._at = at
+        self.at = at
 
     def __enter__(self) -> Interrupter:
         sys.settrace(self._trace)
@@ -75,7 +75,7 @@ class Interrupter:
             return None
         if event == "line" and not _takes_lock(frame):
             self.count += 1
-            if self.count - 1 == self._at:
+            if self.count - 1 == self.at:
                 self.place = f"{frame.f_code.co_filename.removeprefix(LIBRARY)}:{frame.f_lineno} {frame.f_code.co_name}"
                 sys.settrace(None)
                 raise KeyboardInterrupt
@@ -144,7 +144,7 @@ def examine(case: Case) -> tuple[Case, list[str]]:
                 run.step()
         except KeyboardInterrupt:
             pass
-        case = Case(**{**asdict(case), "line": interrupter._at, "place": interrupter.place})
+        case = Case(**{**asdict(case), "line": interrupter.at, "place": interrupter.place})
         run.pipe.synchronize()
         if not run.equals_twin():
             run.eager_step()

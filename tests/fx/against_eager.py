@@ -85,6 +85,7 @@ def check(
         )
         with pipe:
             if not isinstance(pipe, AutoRoundPipe):
+                # a plan can be given only to a call whose number of layers is known before
                 pipe._runner.builder.plans.plan = lambda call: one_layer_per_stage(len(call.chain))  # type: ignore[method-assign]
             for call in calls:
                 mine = trees.map_tensors(
@@ -103,7 +104,7 @@ def check(
                 assert_same_state(model, reference, tolerance)
                 for a, b in zip(trees.tensors(call), trees.tensors(mine), strict=True):
                     assert difference(b.grad, a.grad) <= tolerance
-        source = None if isinstance(pipe, AutoRoundPipe) else pipe._runner.source
+        source = None if isinstance(pipe, AutoRoundPipe) else pipe._runner.source  # whether a trace ran
         chain = None if source is None else source.latest
         return Seen(
             0 if chain is None else len(chain),

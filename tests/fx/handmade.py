@@ -27,6 +27,7 @@ def cuts_into(num_layers: int) -> Iterator[None]:
     """Inside, graphs are cut into so many layers at most, evenly weighted, instead of the finest chain."""
 
     def even(choice: CutChoice) -> list[int]:
+        # it stands in for a method, which knows these
         widths = choice._widths(max(choice._weights))
         narrow = [cut for cut in choice._legal if widths[cut] <= cuts.NARROW]
         return [stop for _, stop in balance.cut_into(choice._weights, num_layers, narrow)[:-1]]

@@ -41,4 +41,4 @@ def norms():
 
 
 def backends_of(piped):
-    return piped._session.engine.backends
+    return piped._session.engine.backends  # streams and ledgers of workers: reports have sums

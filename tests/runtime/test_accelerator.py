@@ -278,7 +278,7 @@ def test_streams_are_used_again():
     gc.collect()  # those of other tests
     for _ in range(3):
         backend = AcceleratorBackend(given, "first")
-        seen.add(backend._streams)
+        seen.add(backend._streams)  # the objects themselves: only the device knows them
         del backend
         gc.collect()
     assert len(seen) == 1
@@ -320,7 +320,7 @@ def test_memory_is_registered_where_it_is_until_the_model_is_closed():
 def test_a_refusal_to_pin_costs_speed_only(monkeypatch, pin_model):
     runtime = _Refusing(torch.cuda.cudart())
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(host_memory, "_has_warned", threading.Event())
+    monkeypatch.setattr(host_memory, "_has_warned", threading.Event())  # as in a new process
     real = torch.empty
 
     def empty(*args, **options):

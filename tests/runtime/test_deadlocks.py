@@ -69,7 +69,7 @@ def test_what_goes_wrong_after_an_error_is_noted_and_the_next_call_works(monkeyp
         notes = "\n".join(caught.value.__notes__)
         assert "after it, clumsy worker" in notes and "KeyError: 'while letting go'" in notes
         assert "after the error of a step" in caplog.text
-        assert [one.ledger.by_purpose["gradients"] for one in piped._session.engine.backends] == [0, 0]
+        assert [one.ledger.by_purpose["gradients"] for one in piped._session.engine.backends] == [0, 0]  # by purpose
         assert_still_works(piped, model)
 
 
@@ -86,21 +86,22 @@ def test_an_error_that_nothing_catches_fails_the_rounds_instead_of_hanging(where
 
     with roundpipe.RoundPipe(model, devices=["cpu"] * 2, name="lost") as piped:
         run()
-        worker = piped._session.engine._workers[1]
+        worker = piped._session.engine._workers[1]  # what fails is a worker's own code: no user's code reaches it
         if where == "after an error":
             Fragile.broken["early"] = "forward"
-            monkeypatch.setattr(worker, "_abandon", fails)
+            monkeypatch.setattr(worker, "_abandon", fails)  # its own code
             with pytest.raises(Mine):
                 run()
         elif where == "between rounds":
-            worker._thread.submit(fails)
-            wait_until(lambda: worker._broken is not None)
+            worker._thread.submit(fails)  # as above
+            wait_until(lambda: worker._broken is not None)  # else the next call may come first
         else:
+            # as above
             settle = worker._settle
             monkeypatch.setattr(worker, "_settle", lambda *given: (settle(*given), fails()))
             with contextlib.suppress(KeyError):  # if it comes before the round is over
                 run()
-            wait_until(lambda: worker._broken is not None)
+            wait_until(lambda: worker._broken is not None)  # as above
         for _ in range(2):
             with pytest.raises(RoundPipeError, match="lost worker 1 can't go on since an earlier error") as caught:
                 run()
@@ -110,7 +111,7 @@ def test_an_error_that_nothing_catches_fails_the_rounds_instead_of_hanging(where
 def test_a_round_that_a_worker_lost_is_taken_up_again(monkeypatch):
     """As if an error came up in the worker's thread before it had begun with what it was given."""
     with roundpipe.RoundPipe(fragile_model(), devices=["cpu"] * 2, name="lost") as piped:
-        thread = piped._session.engine._workers[0]._thread
+        thread = piped._session.engine._workers[0]._thread  # what fails is the worker's own code
         submit, told = thread.submit, threading.Event()
 
         def lose(work, *args):
@@ -157,7 +158,7 @@ def test_a_hook_that_can_not_run_is_refused_before_any_work(monkeypatch):
                     ConfigError, match=r"1\.0\.weight has a hook of register_post_accumulate.*model\.step"
                 ):
                     call()
-                seen.append(piped._session.engine.steps.num_begun)
+                seen.append(piped._session.engine.steps.num_begun)  # a report counts only what ended
             assert seen == [0, 0]
             with torch.no_grad():
                 piped(batch())

@@ -36,6 +36,7 @@ def loss_of(outputs: torch.Tensor, label: Any) -> torch.Tensor:
 
 def known_layers(pipe: Any) -> int:
     """The most layers that the host's side or a worker knows."""
+    # what is kept too long shows in memory alone, and too late
     engine = pipe._session.engine
     return max(len(pipe._session.host._layers), *(len(worker._replicas) for worker in engine._workers))
 
@@ -50,15 +51,16 @@ def test_dropped_traces_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     with roundpipe.compile(model, devices=["cpu"] * 2) as pipe:
         for number in range(1, 9):
             pipe.forward_backward((x, number), loss_fn=loss_of)
-            layers += [weakref.ref(layer) for layer in pipe._runner.last_chain]
+            layers += [weakref.ref(layer) for layer in pipe._runner.last_chain]  # generated: not in the model
             gc.collect()
             counts.append(known_layers(pipe))
         pipe.forward_backward((x, 8), loss_fn=loss_of)
         gc.collect()
         assert pipe.trace_count == 8
-        per_trace = len(pipe._runner.last_chain)
+        per_trace = len(pipe._runner.last_chain)  # a table shows it only as text
         assert known_layers(pipe) <= 3 * per_trace and counts[-1] == counts[3], counts
         assert sum(layer() is not None for layer in layers) <= 3 * per_trace
+        # a table that grows with every trace is what this is about
         host = pipe._session.host
         assert set(host._owners.values()) <= set(host._packed)
         assert len(host._packed) <= 3 * per_trace
@@ -73,6 +75,7 @@ def test_layers_that_a_newer_trace_shares_stay_packed(monkeypatch: pytest.Monkey
         for number in (1, 2, 3, 4):
             torch.testing.assert_close(pipe(x, number), model(x, number))
             gc.collect()
+        # numbers are right for weights that are not packed, too
         chain, host = pipe._runner.last_chain, pipe._session.host
         weights = [host.layer(spec.name, layer) for spec, layer in zip(chain.specs, chain, strict=True)]
         assert all(one.is_packed() for one in weights if one.num_packed and any(e.is_parameter for e in one.slots))

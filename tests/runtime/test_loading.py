@@ -127,6 +127,7 @@ def test_a_load_into_a_part_of_the_model_reaches_the_optimizer(is_async: bool, a
 def test_a_load_of_a_large_model_refreshes_each_copy_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(*(network() for _ in range(20)))
     with roundpipe.RoundPipe(model, devices=["cpu"]) as piped:
+        # how often copies are refreshed shows in nothing but time
         optimizer = piped._session.optimizer
         train(piped)
         loaded: list[str] = []
@@ -173,6 +174,7 @@ def test_hooks_end_with_the_wrapper() -> None:
 def test_an_optimizer_that_is_gone_is_no_error() -> None:
     model, other = network(), network()
     piped = roundpipe.RoundPipe(network(), devices=["cpu"])
+    # a watch is made by nothing public but a whole pipe
     watch = LoadWatch(model, piped._session.optimizer)
     piped.close()
     del piped

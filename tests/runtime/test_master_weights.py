@@ -231,6 +231,7 @@ def test_waiting_has_a_deadline(model):
     with pytest.raises(DeadlockError, match=r"synchronize\(\) of slow waits for update 1 in thread roundpipe-optim"):
         side.synchronize()
     release.set()
+    # only the first wait is to fail
     side._deadline_s = 10
     side.close()
 
@@ -300,8 +301,10 @@ def test_weights_are_handed_over_in_the_optimizer_thread(model):
         side.step(step_fn)
         assert gate.events == [("close", 4, True)]
         with pytest.raises(DeadlockError, match="4 parameters"):
+            # only this wait is to fail, and no other
             gate._deadline_s = 0.05
             gate.wait(model.parameters(), "a worker")
+        # only this wait is to fail, and no other
         gate._deadline_s = 10
         gate.may_open.set()
         for one in (gate, gates.gradients):

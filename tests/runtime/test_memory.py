@@ -35,7 +35,7 @@ def bytes_of(model):
 
 
 def ledgers(piped):
-    return [backend.ledger for backend in piped._session.engine.backends]
+    return [backend.ledger for backend in piped._session.engine.backends]  # by purpose: public numbers are sums
 
 
 def assert_only_the_arenas_are_counted(piped):

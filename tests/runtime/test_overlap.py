@@ -145,7 +145,7 @@ def test_a_late_error_is_raised_at_the_next_call(then):
         train(piped, batch())
         model[1].switch.fails = True
         model[1].switch.may_go.set()
-        (running,) = piped._session.engine.running() or [None]
+        (running,) = piped._session.engine.running() or [None]  # to be there before it fails
         if running is not None:
             running.wait_over()
         with pytest.raises(ZeroDivisionError, match="in the backward") as caught:

@@ -64,7 +64,7 @@ def driver():
 
 @pytest.fixture
 def unwarned(monkeypatch):
-    monkeypatch.setattr(host_memory, "_has_warned", type(host_memory._has_warned)())
+    monkeypatch.setattr(host_memory, "_has_warned", type(host_memory._has_warned)())  # as in a new process
 
 
 def wide_model(layers=3):
@@ -229,6 +229,7 @@ def test_buffers_are_registered_on_pages_of_their_own_or_left_unpinned(monkeypat
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        # needs no device, unlike the backend around it
         buffer = accelerator._registered(5 * PAGE - 7)
     address = buffer.data_ptr()
     assert buffer.numel() == 5 * PAGE - 7 and address % PAGE == 0
@@ -243,9 +244,11 @@ def test_buffers_are_registered_on_pages_of_their_own_or_left_unpinned(monkeypat
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="here pinning works")
 def test_pinned_allocations_degrade(unwarned):
     with pytest.warns(RuntimeWarning, match="stays unpinned") as caught:
+        # needs no device, unlike the backend around it
         made = [accelerator._pinned(torch.empty, (3, 4), dtype=torch.float32) for _ in range(2)]
     assert len(caught) == 1 and all(one.shape == (3, 4) and one.dtype is torch.float32 for one in made)
     source = torch.zeros(4, 3, dtype=torch.bfloat16).t()
+    # as above
     like = accelerator._pinned(torch.empty_like, source)
     assert (like.shape, like.dtype, like.stride()) == (source.shape, source.dtype, source.stride())
 
@@ -326,5 +329,6 @@ def test_counted_buffers_are_bounded():
     backend = CpuBackend(Device("cpu"), "test")
     host = HostWeights("alloc", backend.host_buffer)
     prepare_all(host, model)
+    # all that it holds, by address, so that nothing is counted twice
     held = {weights.packed.data_ptr(): weights.packed.numel() for weights in host._layers.values()}
     assert sum(held.values()) <= 1.1 * sum(p.nbytes for p in model.parameters())

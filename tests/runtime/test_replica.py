@@ -346,6 +346,7 @@ def test_a_structure_that_changes_before_the_backward_is_an_error(change):
 def test_a_worker_makes_no_copy_of_another_structure_than_was_laid_out(change, monkeypatch):
     """As if somebody changed it between a call's begin and the worker's first look."""
     model = nn.Sequential(nn.Linear(6, 6), Scaled(), nn.Linear(6, 6)).to(DTYPE)
+    # between a call's begin and a worker's first look no user's code runs
     submit = Engine._submit
     monkeypatch.setattr(Engine, "_submit", lambda *given: (CHANGES[change](model[1]), submit(*given)))
     with roundpipe.RoundPipe(model, devices=["cpu"] * 2) as piped:

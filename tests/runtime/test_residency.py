@@ -58,7 +58,7 @@ def test_parameters_become_views_of_one_buffer():
 def test_a_packed_layer_is_one_copy():
     copies = []
     target = backend()
-    real = target._copy
+    real = target._copy  # copies that are not seen one by one anywhere else
     target._copy = lambda lane, *rest: copies.append(lane) or real(lane, *rest)
     host, _ = host_of()
     weights = host.layer("layer", nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)))
@@ -87,7 +87,7 @@ def test_rebinding_data_is_noticed_and_still_right():
     model = mlp(3)
     with roundpipe.RoundPipe(model) as piped:
         piped(batch())
-        host = piped._session.host
+        host = piped._session.host  # numbers are right for weights that are not packed, too
         layer = piped._runner.source.chain[1]
         assert host.layer("1", layer).is_packed()
         model[1][0].weight.data = torch.full((6, 6), 0.25, dtype=DTYPE)
@@ -103,7 +103,9 @@ def test_other_dtypes_and_shapes_are_packed_again():
         model.float()
         with torch.no_grad():
             torch.testing.assert_close(piped(batch().float()), model(batch().float()))
-        assert all(piped._session.host.layer("", layer).is_packed() for layer in piped._runner.source.chain)
+        # public numbers are right for weights that are not packed, too
+        host, chain = piped._session.host, piped._runner.source.chain
+        assert all(host.layer("", layer).is_packed() for layer in chain)
 
 
 def test_strides_are_kept():
@@ -148,6 +150,7 @@ def test_host_memory_of_packed_weights():
     weight_bytes = sum(p.nbytes for p in model.parameters())
     with roundpipe.RoundPipe(model) as piped, torch.no_grad():
         piped(torch.ones(2, 100))
+        # all that it holds, so that nothing is counted twice
         buffers = {id(w.packed): w.packed.numel() for w in piped._session.host._layers.values()}
     assert weight_bytes <= sum(buffers.values()) <= 1.1 * weight_bytes
 
@@ -189,7 +192,7 @@ def test_visits_lie_at_alternating_ends():
     arena = Arena(target)
     arena.reserve(sizes)
     total = sizes[2] + sizes[3]
-    assert arena._buffer.numel() == total == target.ledger.total_bytes
+    assert arena._buffer.numel() == total == target.ledger.total_bytes  # the addresses are the test
     base = arena._buffer.data_ptr()
     visits = []
     for position, (layer, size) in enumerate(zip(layers, sizes, strict=True)):
@@ -213,10 +216,11 @@ def test_an_arena_grows_and_is_reused():
     target = backend()
     arena = Arena(target)
     arena.reserve([100, 200])
-    first = arena._buffer
+    first = arena._buffer  # that it is the same memory shows in its address alone
     arena.reserve([64])
-    assert arena._buffer is first
+    assert arena._buffer is first  # as above
     arena.reserve([1000, 10, 10])
+    # as above
     assert arena._buffer is not first and arena._buffer.numel() == 1024 + 64
     assert target.ledger.total_bytes == 1088
 

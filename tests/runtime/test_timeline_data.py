@@ -182,6 +182,7 @@ class TestOnAnAccelerator:
         with piped:
             run_wide(piped, value, 2)
             piped.synchronize()
+            # what turn the workers are at shows in the timeline alone, which is under test
             first_job = piped._session.engine.next_job
             started = time.perf_counter()
             with piped.record_timeline() as timeline:

@@ -283,7 +283,6 @@ def test_buffers_that_a_forward_replaces_are_eagers(workers, wrap, kind):
             piped.step(optimizer.step, is_async=False)
             piped.zero_grad()
         assert type(piped) is roundpipe.RoundPipe and "runs module by module" not in piped.partition_table()
-        assert piped._runner.fallback is None
         reference.eval()
         piped.eval()
         with torch.no_grad():

@@ -223,12 +223,14 @@ def test_gradients_without_their_wait_are_found(monkeypatch):
     """Only the wait for the gradients that another worker brought down is left out."""
     from roundpipe.runtime.engine.runner import MicrobatchRunner
 
+    # no other way to leave out this wait alone
     real = MicrobatchRunner._upload_gradients
 
     def take(self, *args):
         with without_waits(monkeypatch, [self._backend], Lane.UPLOAD):
             return real(self, *args)
 
+    # as above
     monkeypatch.setattr(MicrobatchRunner, "_upload_gradients", take)
     with roundpipe.RoundPipe(mlp(6), devices=["cpu"] * 2) as piped, pytest.raises(SynchronizationError):
         piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(3, plan=stages_of_two(6)))

@@ -200,9 +200,9 @@ def test_the_plan_is_the_one_that_runs(tiny: Path) -> None:
         pipe._runner.builder.plans = PlanChooser(2, [on.budget_bytes], accelerators=True)  # forecasts are for those
         table = pipe.partition_table()
         pipe.forward_backward(input_kwargs=inputs, loss_fn=lambda out, _: out.loss)
-        assert pipe._runner.builder.last_plan == found.plan
+        assert pipe._runner.builder.last_plan == found.plan  # as values: the table rounds
         assert pipe.partition_table() == table
-        assert pipe._runner.last_chain.specs == found.layers.chain.specs
+        assert pipe._runner.last_chain.specs == found.layers.chain.specs  # as above
 
 
 @pytest.mark.parametrize(

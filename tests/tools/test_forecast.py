@@ -34,6 +34,7 @@ def llama(dtype: torch.dtype, num_layers: int = 4) -> Any:
         num_key_value_heads=4,
         use_cache=False,
     )
+    # the public constructor takes no dtype
     return transformers.LlamaForCausalLM._from_config(config, dtype=dtype).train()
 
 

@@ -118,7 +118,7 @@ def wrapped(model: nn.Module, **options: Any) -> Any:
 
 def tree_parts(pipe: Any) -> dict[str, Part]:
     """Qualified name -> part, in the wrapped tree, which no public name shows."""
-    return parts_in(pipe._runner)
+    return parts_in(pipe._runner)  # the table has no thresholds and no modules
 
 
 def parts_in(runner: HostRunner) -> dict[str, Part]:

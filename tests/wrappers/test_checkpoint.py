@@ -125,6 +125,7 @@ def test_generators_of_accelerators_go_on_as_far_as_there_are_as_many(monkeypatc
 
     def with_accelerator(kind, *states):
         module = Module(list(states))
+        # of a device that is not here
         monkeypatch.setattr(random_state, "_accelerator", lambda wanted=None: (kind, module))
         return module
 

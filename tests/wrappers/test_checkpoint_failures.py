@@ -73,7 +73,7 @@ def test_the_error_of_a_background_save_is_raised_once(tmp_path, monkeypatch, no
         with monkeypatch.context() as patched:
             patched.setattr(checkpoint_files, "write_weights", fail)
             model.save_checkpoint(tmp_path / "c", is_async=True)
-            model._session.writer._thread.join()
+            model._session.writer._thread.join()  # waits for it, and does not raise as `synchronize` does
         with pytest.raises(OSError, match="No space left") as caught:
             if noticed_by == "call":
                 model(torch.randn(4, WIDTH))

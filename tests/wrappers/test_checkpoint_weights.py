@@ -106,7 +106,7 @@ def test_a_library_without_numpy_is_as_good_as_none(monkeypatch):
         raise ModuleNotFoundError("No module named 'numpy'")
 
     monkeypatch.setattr(library, "save", save)
-    checkpoint_files._has_dtype.cache_clear()
+    checkpoint_files._has_dtype.cache_clear()  # as in a new process
     with pytest.raises(ConfigError, match=r"pip install roundpipe\[hf\]"):
         checkpoint_files.check_storable("weight", torch.ones(1))
 

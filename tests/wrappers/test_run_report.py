@@ -209,7 +209,7 @@ def test_waiting_for_the_optimizer_is_seen():
 def test_a_meter_measures_some_rounds_of_an_accelerator():
     one = CpuBackend(Device("cpu"), "here")
     meter = Meter(one, "here")
-    meter._each = 3
+    meter._each = 3  # as an accelerator's
     job = make_schedule(PLAN, 1, 1).jobs[0]
     for _ in range(6):
         meter.begin_step(was_idle=False)
@@ -265,7 +265,7 @@ def test_memory_is_predicted_per_device(rounds):
     net = nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.GELU()) for a, b in zip(widths, widths[1:], strict=False)))
     settings = roundpipe.RoundPipeRunConfig(num_microbatch=3)
     with roundpipe.compile(net, example_args=(value,), devices=["cpu"] * 2, model_run_config=settings) as model:
-        layers = len(model._runner.source.latest)
+        layers = len(model._runner.source.latest)  # a plan needs the number
         plan = ExecutePlan([(0, 1), (1, 2)], (2, layers), [(0, 2)])
         for _ in range(rounds):
             model.forward_backward((value,), loss_fn=square_loss, run_config=config(3, plan=plan))

@@ -192,7 +192,7 @@ def test_a_module_with_parameters_of_its_own_is_one_layer() -> None:
             self.table = nn.Parameter(torch.zeros(5000))
 
     with wrapped(Own()) as pipe:
-        assert pipe._runner.tree.parts[0].module is pipe.model
+        assert "1 layer," in str(pipe)
     train_like_eager(Own().double(), wrapped)
 
 
@@ -203,7 +203,7 @@ def test_thresholds() -> None:
         assert isinstance(pipe, AutoRoundPipe)
         assert set(tree_parts(pipe)) == {"embed", "norm", "head", *every_block}
     with wrapped(Nested(), upper_threshold=100_000) as pipe:
-        assert pipe._runner.tree.parts[0].module is pipe.model
+        assert "1 layer," in str(pipe)
     with wrapped(Nested(), upper_threshold=0) as pipe:
         assert "stem" in tree_parts(pipe)
         assert "shared" not in tree_parts(pipe)  # 9 KB, below lower_threshold and above upper_threshold

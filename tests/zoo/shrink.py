@@ -102,7 +102,7 @@ def shrunk(cls: type, overrides: Mapping[str, Any], base: Any = None) -> Any:
     """
     if base is None:
         return cls(**shrunk_fields(cls(), overrides))
-    return type(base)(**_undeclared(base), **shrunk_fields(base, overrides))
+    return type(base)(**undeclared(base), **shrunk_fields(base, overrides))
 
 
 def shrunk_fields(base: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def shrunk_fields(base: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
     return fields | _outputs(base, fields, overrides)
 
 
-def _undeclared(base: Any) -> dict[str, Any]:
+def undeclared(base: Any) -> dict[str, Any]:
     """Switches that a config has beyond what its class declares: a config around it gave them."""
     known = {field.name for field in dataclasses.fields(base)} | set(vars(type(base)()))
     return {name: value for name, value in vars(base).items() if isinstance(value, bool) and name not in known}

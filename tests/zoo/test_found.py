@@ -211,7 +211,7 @@ def test_output_sizes_found_by_running(inner: type[nn.Module]) -> None:
         return torch.randint(0, 9, (num, length)), torch.ones(num, length, dtype=torch.long)
 
     pipe = assert_equals_eager(Embedded(inner), batch(3, 16), batch(5, 16), batch(3, 20))
-    assert "inner" in pipe._runner.source.opaque
+    assert "inner" in pipe._runner.source.opaque  # `explain` would trace it again
 
 
 class Listed(nn.Module):

@@ -16,7 +16,7 @@ from tests.zoo.compare import (
     describe,
 )
 from tests.zoo.inputs import Size
-from tests.zoo.shrink import _undeclared, shrunk
+from tests.zoo.shrink import shrunk, undeclared
 
 
 @dataclasses.dataclass
@@ -123,7 +123,7 @@ def test_widths_that_a_backbone_hands_over_shrink_with_it() -> None:
 def test_switches_beyond_the_class_are_kept() -> None:
     base = BackboneConfig(returns_token=True)
     base.num_extra = 3  # type: ignore[attr-defined]
-    assert _undeclared(base) == {"returns_token": True} and not _undeclared(BackboneConfig())
+    assert undeclared(base) == {"returns_token": True} and not undeclared(BackboneConfig())
     assert shrunk(DetectorConfig, {}).backbone_config.returns_token
 
 

@@ -167,6 +167,7 @@ def _drawn_costs(seed: int | None) -> Callable[..., dict[Node, NodeCost]] | None
 def _run_steps(pipe: Any, model: nn.Module, scenario: Scenario, info: Compiled) -> Iterator[Observed]:
     with pipe:
         if scenario.one_layer_per_stage and not isinstance(pipe, AutoRoundPipe):
+            # the number of layers is not known before the call
             pipe._runner.builder.plans.plan = lambda call: one_layer_per_stage(len(call.chain))
         for step in scenario.steps:
             prepare(model, step)
@@ -194,10 +195,11 @@ def _compiled_step(pipe: Any, model: nn.Module, step: Step, inputs: dict[str, An
     else:
         seen.loss = pipe.forward_backward(input_kwargs=inputs, label=label, loss_fn=loss_fn)
     pipe.synchronize()
-    source = getattr(pipe._runner, "source", None)
+    runner = pipe._runner  # tables tell layers and stages, not which call ran as it is
+    source = getattr(runner, "source", None)
     info.trace_count = max(info.trace_count, pipe.trace_count)
     chain = None if source is None else source.latest
-    info.fell_back |= isinstance(pipe, AutoRoundPipe) or chain is None or pipe._runner.last_chain is not chain
+    info.fell_back |= isinstance(pipe, AutoRoundPipe) or chain is None or runner.last_chain is not chain
     info.opaque |= bool(getattr(source, "opaque", {}))
     info.num_layers = max(info.num_layers, 0 if chain is None else len(chain))
     return observe(model, inputs, seen)
