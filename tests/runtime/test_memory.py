@@ -11,7 +11,7 @@ from torch import nn
 import roundpipe
 from roundpipe.core.errors import DeviceMemoryError
 from roundpipe.runtime.device.backend import Device
-from roundpipe.runtime.device.ledger import Ledger
+from roundpipe.runtime.device.cpu import Ledger
 from roundpipe.runtime.engine import plan_choice
 from tests.runtime.models import (
     DTYPE,

@@ -59,11 +59,9 @@ def _resolve_entry(entry: DeviceLike) -> Device:
         return resolved
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     count = 0 if accelerator is None else torch.accelerator.device_count()
-    if accelerator is None or accelerator.type != device.type:
+    if accelerator is None or accelerator.type != device.type or (device.index or 0) >= count:
         seen = "no accelerator" if accelerator is None else f"{count} x {accelerator.type}"
         raise ConfigError(f"devices: {entry!r} is not there; torch sees {seen}. 'cpu' always works")
-    if device.index is not None and device.index >= count:
-        raise ConfigError(f"devices: {entry!r} is not there; torch sees {count} devices")
     return resolved
 
 

@@ -143,10 +143,8 @@ class OptimizerSide:
 
     def _submit(self, pairs: list[ParameterPair], step_fn: Callable[[], object]) -> None:
         """Hand an update to the optimizer's thread, or, if interrupted, leave all as it was before the step."""
-        steps = self._steps.running()
-        update = Update(self.num_steps + 1)
-        due = self._gradients_due
-        scales = self._scalers.state()
+        steps, update = self._steps.running(), Update(self.num_steps + 1)
+        due, scales = self._gradients_due, self._scalers.state()
         try:
             self._gates.close([pair.parameter for pair in pairs])
             self._scalers.begin_step()
@@ -199,8 +197,9 @@ class OptimizerSide:
         """
         if self._closed:
             raise ClosedError(f"{self._name} was closed; make a new one to go on")
+        has_update = self._update is not None and not self._update.is_done
         if self._runner.is_inside:  # an optimizer evaluates the loss, on its present weights
-            if self._has_update:
+            if has_update:
                 raise ConfigError(
                     f"{self._name} was called inside an asynchronous step_fn, while the next round may be running. An "
                     "optimizer that evaluates the loss itself, such as LBFGS, needs step(..., is_async=False)"
@@ -210,16 +209,11 @@ class OptimizerSide:
         self._is_settled = False
         self.raise_pending()
         self._runner.warn_if_idle()
-        is_exchanging = self._has_update
         for pair in self._pairs:
             if adds_gradients:
                 pair.take_back()
-            if not is_exchanging:
+            if not has_update:  # it writes the parameters itself
                 pair.look()
-
-    @property
-    def _has_update(self) -> bool:
-        return self._update is not None and not self._update.is_done
 
     def weights_moved(self) -> None:
         """The model's weights lie elsewhere now, such as packed; their values are the same."""
@@ -237,15 +231,10 @@ class OptimizerSide:
         self._gates.gradients.wait([pair.parameter for pair in self._pairs], "a backward for inputs alone")
         return self._pairs.gradients_aside()
 
-    def wait_update(self) -> None:
-        """Return when no update is running, for those who only look on; not inside one."""
-        if not self._runner.is_inside:
-            self._wait_done("a timeline")
-
-    def _wait_done(self, waiter: str) -> bool:
-        """Return when no update is running; False: it took too long."""
+    def wait_update(self, waiter: str = "a timeline") -> bool:
+        """Return when no update is running, at once inside one; False: it took too long."""
         update = self._update
-        if update is None or update.is_done:
+        if update is None or update.is_done or self._runner.is_inside:
             return True
         return self._gates.board.wait(lambda: update.is_done, waiter, f"update {update.index}", self._deadline_s)
 
@@ -262,7 +251,7 @@ class OptimizerSide:
             return
         if self._runner.is_inside and not update.is_done:
             raise ConfigError(f"{waiter} was called inside an asynchronous step_fn; use step(..., is_async=False)")
-        if not self._wait_done(waiter):
+        if not self.wait_update(waiter):
             running_s = time.monotonic() - update.began_s
             raise DeadlockError(
                 f"{waiter} of {self._name} waits for update {update.index} in thread {self._thread.name}, which has "
@@ -306,7 +295,6 @@ class OptimizerSide:
         self._pairs.zero_grad(set_to_none)
         self._gradients_due = False
 
-    @torch.no_grad()
     def refresh(self) -> None:
         """Start the copies again from the model's weights, as after ``load_state_dict``.
 
@@ -322,7 +310,6 @@ class OptimizerSide:
         if not self._is_settled:
             self.synchronize()
 
-    @torch.no_grad()
     def after_load(self, named_parameters: NamedParameters) -> None:
         """Start the copies of some parameters again, which may have been replaced by others of the same names."""
         for name, parameter in named_parameters:

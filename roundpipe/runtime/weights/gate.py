@@ -29,9 +29,9 @@ class Gate:
 
     def __init__(self, deadline_s: float = DEADLINE_S, board: Board | None = None) -> None:
         self._board = board or Board()
+        self._deadline_s = deadline_s
         self._closed: dict[torch.Tensor, int] = {}
         """By parameter, the number of the closing."""
-        self._deadline_s = deadline_s
         self.closings = 0
         """How often it was closed; a step that begins now waits for these closings and for no later ones."""
 
@@ -48,11 +48,8 @@ class Gate:
 
     def is_open(self, parameters: Iterable[torch.Tensor], closings: int | None = None) -> bool:
         """Whether `wait` would return at once."""
-        closed = self._closed
-        if not closed:
-            return True
         last = self.closings if closings is None else closings
-        return all(closed.get(parameter, last + 1) > last for parameter in parameters)
+        return not self._closed or all(self._closed.get(parameter, last + 1) > last for parameter in parameters)
 
     def wait(self, parameters: Iterable[torch.Tensor], waiter: str, closings: int | None = None) -> None:
         """Return when all closings of these up to a number, or all there are, were opened, or raise a DeadlockError."""
@@ -90,6 +87,10 @@ class Gates:
 class ParameterUse(Protocol):
     """What a running step does to parameters, as the optimizer's thread sees it."""
 
+    @property
+    def failed(self) -> bool:
+        """Whether an error ended the step, so that its gradients are not whole."""
+
     def turns(self, parameter: torch.Tensor) -> tuple[int, int]:
         """When the step is done with a parameter's weights and with its gradient, as numbers to sort by."""
 
@@ -97,17 +98,10 @@ class ParameterUse(Protocol):
         """The jobs that upload some of these, and those that add to their gradients."""
 
     def uploads(self, jobs: Sequence[int]) -> Sequence[Event] | None:
-        """The events after which the weights of these jobs are on their devices; None: not all were begun.
-
-        None are left when the step is over.
-        """
+        """The events after which the weights of these jobs are up, none once it is over; None: not all were begun."""
 
     def has_added(self, jobs: Sequence[int]) -> bool:
         """Whether these jobs have added their gradients, or the step is over."""
-
-    @property
-    def failed(self) -> bool:
-        """Whether an error ended the step, so that its gradients are not whole."""
 
 
 class Steps:

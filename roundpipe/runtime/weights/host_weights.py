@@ -49,30 +49,28 @@ class HostWeights:
         self._allocate = allocate
         self.registrar = registrar
         self._model = model
-        self._to_register = True
         self._compared: set[int] = set()
         """Tensors that are known not to share memory; empty: all are to be compared again."""
         self.num_laid_out = 0
-        """Layers laid out so far; each may have moved its weights."""
+        """Layers with weights laid out so far; each may have moved its weights."""
         self._packed: dict[Key, torch.Tensor] = {}
         self._owners: dict[int, Key] = {}
         """By tensor, the layer whose buffer it lies in."""
         self._layers: dict[int, LayerWeights] = {}
+        """By the identity of the layer, which they keep."""
 
     def is_prepared(self, layer: nn.Module) -> bool:
         """Whether `prepare` would change nothing."""
-        known = self._layers.get(id(layer))
-        pinned = self.registrar is None or not self.registrar.has_lost
-        return pinned and known is not None and known.layer is layer and known.is_current()
+        known, is_pinned = self._layers.get(id(layer)), self.registrar is None or not self.registrar.has_lost
+        return is_pinned and known is not None and known.is_current()
 
     def prepare(self, name: str, layer: nn.Module) -> None:
         """Pack a layer at first sight, and again if its structure, or shapes or dtypes of its tensors changed since."""
         known = self._layers.get(id(layer))
-        if known is not None and known.layer is layer and not known.is_current():
+        if known is not None and not known.is_current():
             self._unpack(self._layers.pop(id(layer)))
         if self.registrar is not None and self.registrar.has_lost:
-            self._to_register = True
-            self._register(())
+            self._register((), whole_model=True)
         with torch.inference_mode(False):  # also if the first call is for inference, the weights can be trained later
             self.layer(name, layer)
 
@@ -89,20 +87,19 @@ class HostWeights:
             self._owners = {tensor: owner for tensor, owner in self._owners.items() if owner != key}
 
     def layer(self, name: str, layer: nn.Module) -> LayerWeights:
-        known = self._layers.get(id(layer))
-        if known is not None and known.layer is layer:
+        if (known := self._layers.get(id(layer))) is not None:
             return known
         self._check_shared(layer)
-        self.num_laid_out += 1
         tensors = [tensor for tensor, _ in tensors_of(layer)]
         key = tuple(map(id, tensors))
         buffer = self._packed.get(key)
         if buffer is None and tensors:
+            self.num_laid_out += 1
             for tensor in tensors:
                 if not tensor.is_meta and tensor.device.type != "cpu":
                     logger.warning("%s: moving weights from %s to host memory", name, tensor.device)
                     tensor.data = tensor.data.cpu()
-            self._register(tensors)
+            self._register(tensors, whole_model=self.num_laid_out == 1)
         weights = LayerWeights(name, layer, partial(self._may_pack, key))
         if buffer is not None:
             weights.packed = buffer
@@ -162,10 +159,9 @@ class HostWeights:
                     "hooks of register_hook run, once per microbatch"
                 )
 
-    def _register(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Pin a layer's tensors where they lie, and the whole model's, if that is due."""
-        if self.registrar is None:
-            return
-        is_due, self._to_register = self._to_register, False
-        whole = [*self._model.parameters(), *self._model.buffers()] if is_due and self._model is not None else []
-        self.registrar.register(tensor for tensor in [*whole, *tensors] if is_plain(tensor))
+    def _register(self, tensors: Sequence[torch.Tensor], whole_model: bool) -> None:
+        """Pin a layer's tensors where they lie, and the whole model's."""
+        if self.registrar is not None:
+            model = self._model if whole_model else None
+            whole = () if model is None else (*model.parameters(), *model.buffers())
+            self.registrar.register(tensor for tensor in (*whole, *tensors) if is_plain(tensor))

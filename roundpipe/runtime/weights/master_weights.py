@@ -101,7 +101,9 @@ class ParameterPair:
         if self.fingerprint is not None:
             self.fingerprint = replace(self.fingerprint, address=_marks(self.parameter)[1])
 
+    @torch.no_grad()
     def start_again(self) -> None:
+        """The copy takes the model's values."""
         if self.copy is not None:
             self.copy.copy_(self.parameter)
         self.is_written = False
@@ -145,15 +147,15 @@ class ParameterPair:
 
     def take_gradient(self) -> None:
         """Add the model's gradient to the copy's."""
-        gradient, self.parameter.grad = self.parameter.grad, None
-        if gradient is None or self.copy is None:
+        copy, gradient, self.parameter.grad = self.copy, self.parameter.grad, None
+        if gradient is None or copy is None:
             return
-        if self.copy.grad is None:
-            self.copy.grad = self._converted(gradient)
-        elif self.copy.grad.layout is torch.strided:
-            self.copy.grad.add_(gradient.to(self.copy.device))
+        if copy.grad is None:
+            copy.grad = self._converted(gradient)
+        elif copy.grad.layout is torch.strided:
+            copy.grad.add_(gradient.to(copy.device))
         else:
-            self.copy.grad = self.copy.grad + gradient.to(self.copy.device, self.copy.dtype)
+            copy.grad = copy.grad + gradient.to(copy.device, copy.dtype)
 
     def _converted(self, gradient: torch.Tensor) -> torch.Tensor:
         """A gradient of the model as the copy's: itself if it can be, else in the spare memory."""
@@ -237,12 +239,11 @@ class MasterWeights:
         """The copies of parameters that are trainable now, with the original names, as ``nn.Module`` gives them."""
         if not isinstance(prefix, str):
             raise ConfigError(f"prefix is {type(prefix).__name__}; give a string that is put before each name")
-        names = {pair.names[0]: pair for pair in self.trainable()}
-        if not remove_duplicate:
-            names = {name: pair for name, pair in self._by_name.items() if pair.parameter.requires_grad}
+        trainable = self.trainable()
+        names = {pair.names[0]: pair for pair in trainable} if remove_duplicate else self._by_name
         for name, pair in names.items():
-            assert pair.copy is not None
-            yield (f"{prefix}.{name}" if prefix else name), pair.copy
+            if pair.copy is not None and pair.parameter.requires_grad:
+                yield (f"{prefix}.{name}" if prefix else name), pair.copy
 
     def with_copies(self) -> list[ParameterPair]:
         """The pairs that the optimizer may have updated; of those that are frozen now no gradients are taken."""
@@ -265,10 +266,9 @@ class MasterWeights:
 
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool) -> None:
-        for pair in self._pairs:
-            for holder in (pair.parameter, pair.copy):
-                if holder is not None and holder.grad is not None:
-                    holder.grad = None if set_to_none else holder.grad.detach().zero_()
+        for holder in (holder for pair in self._pairs for holder in (pair.parameter, pair.copy)):
+            if holder is not None and holder.grad is not None:
+                holder.grad = None if set_to_none else holder.grad.detach().zero_()
 
     def replace(self, name: str, parameter: nn.Parameter) -> None:
         """A parameter was loaded, and may be another object now: its copy starts again."""
@@ -278,7 +278,6 @@ class MasterWeights:
             pair.start_again()
 
 
-@torch.no_grad()
 def take_writes(pairs: Sequence[ParameterPair], *, has_update: bool) -> None:
     """What was written into the model's weights since the last step holds for the copies too.
 

@@ -52,8 +52,7 @@ class FrozenLayers:
 
     def attributes_of(self, module: nn.Module) -> dict[str, Any]:
         """The attributes of a module; `ConfigError` if it was not in the model at that moment."""
-        attributes = self.attributes.get(module)
-        if attributes is None:
+        if (attributes := self.attributes.get(module)) is None:
             raise ConfigError(structure_message(module))
         return attributes
 
@@ -68,20 +67,17 @@ class Replica:
         self.module = self._copy(original)
         self._plain: list[tuple[nn.Module, dict[str, Any]]] = []
         """By original, its attributes of simple types at the last `refresh`."""
-        self._tensors: Mapping[int, torch.Tensor] = {}
         self._redirected: list[tuple[dict[str, Any], str]] = []
 
     def _copy(self, original: nn.Module) -> nn.Module:
-        twin = self._twins.get(id(original))
-        if twin is not None:
+        if (twin := self._twins.get(id(original))) is not None:
             return twin
         if isinstance(original, torch.jit.ScriptModule):
             twin = copy.deepcopy(original)  # a script module's state lives in C++
             self._twins.update(zip(map(id, original.modules()), twin.modules(), strict=True))
             self._originals += original.modules()
             return twin
-        twin = object.__new__(type(original))
-        self._twins[id(original)] = twin
+        twin = self._twins[id(original)] = object.__new__(type(original))
         self._originals.append(original)
         state = twin.__dict__
         state.update(original.__dict__)
@@ -94,8 +90,7 @@ class Replica:
 
     def twin(self, original: nn.Module) -> nn.Module:
         """The copy of a module of the original tree; `ConfigError` if there is none."""
-        twin = self._twins.get(id(original))
-        if twin is None:
+        if (twin := self._twins.get(id(original))) is None:
             raise ConfigError(structure_message(original))
         return twin
 
@@ -105,7 +100,6 @@ class Replica:
         Attributes that name a parameter or buffer get what ``tensors`` has for its identity.
         """
         self._plain = []
-        self._tensors = tensors
         self._redirected = []
         for original in self._originals:
             twin = self._twins[id(original)]
@@ -119,8 +113,7 @@ class Replica:
                 if name in _OWN:
                     continue
                 if type(value) in _PLAIN:
-                    plain[name] = value
-                    state[name] = value
+                    plain[name] = state[name] = value
                 elif type(value) in _CONTAINERS and not value:
                     state[name] = value
                 else:
@@ -136,7 +129,6 @@ class Replica:
 
     def drop_tensors(self) -> None:
         """Drop the device tensors that attributes point to, until the next `refresh`."""
-        self._tensors = {}
         for state, name in self._redirected:
             state[name] = None
         self._redirected.clear()
@@ -262,7 +254,7 @@ class BoundLayer:
 
     def buffers_on_host(self) -> list[torch.Tensor | None]:
         """Copies of the buffers as they were uploaded for this visit."""
-        values = [buffer.originals[0].get() for buffer in self._buffers]
+        values = (buffer.originals[0].get() for buffer in self._buffers)
         return [None if value is None else value.detach().clone() for value in values]
 
     def set_buffers(self, values: Sequence[torch.Tensor | None]) -> None:
@@ -274,17 +266,15 @@ class BoundLayer:
         """Buffers written or replaced during the visit, with the original tree's attributes."""
         may_all_be_written = self.habits.writes_buffers is not False
         for buffer, value in zip(self._buffers, self.buffer_values(), strict=True):
-            if value is None:
-                if buffer.tensor is not None:
-                    yield buffer.originals, None
-            elif may_all_be_written or value is not buffer.tensor or value._version != buffer.version:
+            is_other = value is not buffer.tensor or _version(value) != buffer.version
+            if is_other or (may_all_be_written and value is not None):
                 yield buffer.originals, value
 
     def converted_parameters(self) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
         """Parameters of the original tree that the forward gave another dtype, and that dtype."""
         for slot in self.weights.slots:
             if slot.is_parameter and not slot.is_loose and slot.fits:
-                module, name = slot.attributes[0].module, slot.attributes[0].name
+                module, _, name = slot.attributes[0]
                 parameter = self.replica.twin(module)._parameters[name]
                 if parameter is not None and parameter.dtype != slot.dtype:
                     yield slot.tensor, parameter.dtype

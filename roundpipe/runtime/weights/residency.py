@@ -5,15 +5,13 @@ in turn, so the next one's weights come up while this one runs, without a call o
 
 A visit goes through these calls:
 
-    call            does                              order on the device
-    `Arena.begin`   uploads the weights               after the last reader of the same memory
-    `Visit.arrive`  nothing more than order           COMPUTE after the upload
-    `Visit.ready`   binds the replicas' tensors
-    `Visit.release` downloads gradients, unbinds      GRADIENTS after COMPUTE
-    `Arena.end`     notes the events of the readers
-
-Gradients: autograd accumulates them in the device parameters of one visit; `Visit.release` downloads them once and
-`Download.settle` adds them to the host parameters' ``.grad``.
+    call              does                              order on the device
+    `Arena.begin`     uploads the weights               after the last reader of the same memory
+    `Visit.arrive`    nothing more than order           COMPUTE after the upload
+    `Visit.ready`     binds the replicas' tensors
+    `Visit.release`   downloads gradients, unbinds      GRADIENTS after COMPUTE
+    `Arena.end`       notes the events of the readers
+    `Download.settle` adds the gradients to the host parameters' ``.grad``
 """
 
 from __future__ import annotations
@@ -65,9 +63,6 @@ class Download:
             for attributes, value in self.buffers:
                 for attribute in attributes:
                     _write_buffer(attribute, value)
-        self.gradients.clear()
-        self.buffers.clear()
-        self.dtypes.clear()
 
 
 def _add_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -100,6 +95,7 @@ class Visit:
     def __init__(self, backend: Backend, region: torch.Tensor, layers: list[BoundLayer]) -> None:
         self._backend = backend
         self.weights_memory = region
+        self.num_bytes = region.numel()
         self.layers = layers
         self._parts: list[tuple[torch.Tensor, dict[int, torch.Tensor | None]]] = []
         self._copies: list[torch.Tensor] = []
@@ -116,10 +112,6 @@ class Visit:
         self.uploaded_bytes = backend.moved_bytes[Lane.WEIGHTS] - moved_bytes
         self.arrived = backend.moment(Lane.WEIGHTS)
         self._counted = contextlib.ExitStack()
-
-    @property
-    def num_bytes(self) -> int:
-        return self.weights_memory.numel()
 
     def arrive(self) -> None:
         self._backend.wait(Lane.COMPUTE, self.uploaded)
@@ -159,8 +151,7 @@ class Visit:
                 buffers = list(layer.changed_buffers())
                 download.buffers += [(places, None if value is None else copy(value)) for places, value in buffers]
                 download.dtypes += layer.converted_parameters()
-                attributes = layer.replica.changed_attributes()
-                for module, name, value in attributes:
+                for module, name, value in (attributes := layer.replica.changed_attributes()):
                     module.__dict__[name] = value
                 layer.habits.has_side_effects = bool(layer.habits.has_side_effects or buffers or attributes)
         if sources:
