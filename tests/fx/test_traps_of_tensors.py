@@ -34,6 +34,16 @@ def test_a_write_to_a_parameter_is_refused() -> None:
         trace(Clamps().double(), (), vectors(4, 6))
 
 
+def test_a_decision_on_numbers_drawn_in_place_is_refused() -> None:
+    class Draws(Layers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            keep = torch.zeros(3, 3).bernoulli_(0.5)
+            return self.layers[0](x) if keep.sum() > 4 else self.layers[1](x)
+
+    with pytest.raises(TraceError, match="__bool__ asks for the data"):
+        trace(Draws().double(), (), vectors(4, 6))
+
+
 def test_memory_layout_of_activations_is_never_burned_in() -> None:
     class Model(Layers):
         def __init__(self) -> None:

@@ -9,10 +9,8 @@ What goes wrong inside a module ends the attempt with a `Retry`, which says what
 from __future__ import annotations
 
 import copy
-import sys
-import types
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,6 +21,8 @@ from roundpipe.core import trees
 from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
 from roundpipe.core.modes import Modes
 from roundpipe.core.random_state import python_random_state
+from roundpipe.effects.places import HOOKS
+from roundpipe.effects.reach import ReachedState
 from roundpipe.effects.snapshot import AttributeChange, ModuleSnapshot, PlaceValues, PythonSnapshot
 from roundpipe.effects.uses import Readers
 from roundpipe.fx.arguments import CallForm
@@ -35,11 +35,10 @@ from roundpipe.fx.guards.model_guard import OwnChanges, TracedParts, hooks_by_co
 from roundpipe.fx.guards.values import ValueProgram
 from roundpipe.fx.locations import model_location
 from roundpipe.fx.trace.advice import set_at
-from roundpipe.fx.trace.glue import GlueRunner, has_backward_hooks
+from roundpipe.fx.trace.decisions import Decision, Knowledge, LeafPolicy, Retry
+from roundpipe.fx.trace.glue import GlueRunner
 from roundpipe.fx.trace.intercept import ORIGINAL_CALL, intercepting
-from roundpipe.fx.trace.knowledge import Knowledge, Lesson, Retry
 from roundpipe.fx.trace.leaves import Contents, contents_of, gained_by
-from roundpipe.fx.trace.policy import Decision, LeafPolicy
 from roundpipe.fx.trace.recorder import CallRecorder
 from roundpipe.fx.trace.runner import LeafRunner
 from roundpipe.fx.trace.verify import ShapeVerifier
@@ -50,38 +49,26 @@ class Attempt:
 
     Args:
         outside: the modules before the first run, but for what leaves set themselves.
-        functions: code that the model's code calls, beside methods of modules.
-        cells: of the closures of that code.
+        reach: what the model's code reaches, beside methods of modules.
     """
 
     def __init__(
-        self,
-        world: FakeWorld,
-        form: CallForm,
-        knowledge: Knowledge,
-        outside: ModuleSnapshot,
-        functions: Collection[types.CodeType] = (),
-        cells: Collection[types.CellType] = (),
+        self, world: FakeWorld, form: CallForm, knowledge: Knowledge, outside: ModuleSnapshot, reach: ReachedState
     ) -> None:
         self._world = world
         self._form = form
         self._knowledge = knowledge
-        self._cells = cells
+        self._reach = reach
         self._call_modes = CallModes.current()
         self.recorder = CallRecorder(world, Modes.current(), knowledge.needs)
-        hooked = [
-            name
-            for name, module in world.model.named_modules()
-            if module._forward_hooks or module._forward_pre_hooks or has_backward_hooks(module)
-        ]
-        self._policy = LeafPolicy(
-            world.twin, world.name_of_module, knowledge.decisions, knowledge.max_leaf_bytes, hooked
-        )
+        modules = world.model.named_modules()
+        hooked = [name for name, module in modules if any(module.__dict__[kind] for kind in HOOKS)]
+        names, decisions = world.name_of_module, knowledge.decisions
+        self._policy = LeafPolicy(world.twin, names, decisions, knowledge.max_leaf_bytes, hooked)
         self._before = ModuleSnapshot(world.twin.modules())
-        readers = Readers([type(module) for module in world.twin.modules()], functions)
+        readers = Readers([type(module) for module in world.twin.modules()], reach.codes)
         self._leaves = LeafRunner(world, self.recorder, self._policy, knowledge, readers, self._before, outside)
         self.glue = GlueRunner(world, self.recorder, knowledge)
-        names = world.name_of_module
         self._before_hooks = {  # a module that an earlier forward put into the twin has no name
             module: hooks_by_code(world.model.get_submodule(names[module]))
             for module in world.twin.modules()
@@ -93,7 +80,7 @@ class Attempt:
         recorder, world = self.recorder, self._world
         args, kwargs = world.arguments
         try:
-            with intercepting(self, _files_of(world.model), self._cells), world.entered(), recorder.watch, recorder:
+            with intercepting(self, world.model, self._reach.cells), world.entered(), recorder.watch, recorder:
                 arguments = _copy_of(args), _copy_of(kwargs)
                 before = contents_of(*arguments)
                 out = world.twin(*arguments[0], **arguments[1])
@@ -105,7 +92,7 @@ class Attempt:
             recorder.builder.graph.output(tuple(nodes))
             if python_random_state() != self._python_random:
                 words = "its forward draws from Python's or NumPy's random numbers"
-                raise Retry(Lesson(TraceError(words, TraceCause.RANDOM)))
+                raise Retry(TraceError(words, TraceCause.RANDOM))
             return self._closed_graph(template)
         finally:
             recorder.watch.undo_real_writes()
@@ -134,7 +121,7 @@ class Attempt:
         values = ValueProgram(graph, reads, world.model, builder.constants, builder.input_paths)
         for name in values.buffers:  # the next microbatch would find other data in it
             if world.fake(name).untyped_storage()._cdata in builder.written_storages:
-                raise Retry(Lesson(TraceError(f"the forward takes a decision on buffer {name}, which it also changes")))
+                raise Retry(TraceError(f"the forward takes a decision on buffer {name}, which it also changes"))
         for node in reversed(list(graph.nodes)):
             stays = node.op in ("placeholder", "output", "call_module")
             if not stays and not node.users and not node.meta.get("effect") and not node.meta.get("random"):
@@ -163,7 +150,7 @@ class Attempt:
             replaced=frozenset(name for name in world.real if not world.has_in_place(name)),
         )
         if shared := traced.guards.shared_write(trees.tensors(world.real_arguments)):
-            raise Retry(Lesson(TraceError(shared)))
+            raise Retry(TraceError(shared))
         lint(traced)
         return traced
 
@@ -177,7 +164,7 @@ class Attempt:
                 continue
             inside = trees.path_string(path[2:-1] if path[-1].kind == "item" else path[2:])
             words = f"the forward puts something into its argument {path[1].key}{inside}"
-            raise Retry(Lesson(TraceError(words, TraceCause.ARGUMENT_CHANGED)))
+            raise Retry(TraceError(words, TraceCause.ARGUMENT_CHANGED))
 
     def _keep_whole_what_fixes_sizes(self) -> None:
         """A small module that loops over a size serves every size as a leaf, and one as glue."""
@@ -186,7 +173,7 @@ class Attempt:
             untried = name not in known.decisions and (name, Decision.LEAF) not in known.tried
             module = self._world.twin.get_submodule(name)
             if name and untried and self._policy.may_be_leaf(module) and not self._policy.is_too_large(module):
-                raise Retry(Lesson(error, name, Decision.LEAF))
+                raise Retry(error, name, Decision.LEAF)
 
     def _refuse_changed_modules(self) -> None:
         """The next call would run in another mode or with other parameters, which no graph sets."""
@@ -196,11 +183,11 @@ class Attempt:
             words = f"the forward puts another parameter in the place of {self._qualified(module, parameter)}"
             facts = TraceFacts(attribute=parameter, stateful=(self._world.name_of_module[module],))
             location = set_at(type(module), parameter) or model_location()
-            raise Retry(Lesson(TraceError(words, TraceCause.PARAMETER_REPLACED, facts), location=location))
+            raise Retry(TraceError(words, TraceCause.PARAMETER_REPLACED, facts), location=location)
         other = self._before.changed_mode()
         if other is not None:
             name = self._world.name_of_module[other] or type(other).__name__
-            raise Retry(Lesson(TraceError(f"the forward leaves {name} in another mode of training")))
+            raise Retry(TraceError(f"the forward leaves {name} in another mode of training"))
 
     def changed_attributes(self) -> dict[tuple[nn.Module, str], str]:
         """Attributes of looked-into modules that the forward set, with their qualified names."""
@@ -209,10 +196,6 @@ class Attempt:
             for change in self._before.diff()
             if change.module in self.glue.modules
         }
-
-    def handed_on(self, changed: dict[tuple[nn.Module, str], str]) -> set[str]:
-        """Those of the changed attributes that others take in the same forward."""
-        return {words for (module, _), words in changed.items() if self.glue.hands_on(module)}
 
     def _qualified(self, module: nn.Module, name: str) -> str:
         return f"{self._world.name_of_module[module]}.{name}".lstrip(".")
@@ -249,12 +232,12 @@ class Attempt:
         for place in sorted(python.diff(), key=lambda place: place.by_hooks):
             activations = [item for item in flat_values(place.now()) if self.glue.is_activation(item)]
             if activations and not place.by_hooks:
-                error = TraceError(f"{place.words} holds an activation after the forward", TraceCause.ACTIVATION_LEFT)
-                raise Retry(Lesson(error))
+                words = f"{place.words} holds an activation after the forward"
+                raise Retry(TraceError(words, TraceCause.ACTIVATION_LEFT))
             if any(activation.requires_grad for activation in activations):
-                words = f"a forward hook keeps an activation in {place.words}"
-                words += ", and a loss may send gradients back through it"
-                raise Retry(Lesson(TraceError(words, TraceCause.ACTIVATION_HOOKED)))
+                place_words = f"a forward hook keeps an activation in {place.words}"
+                words = f"{place_words}, and a loss may send gradients back through it"
+                raise Retry(TraceError(words, TraceCause.ACTIVATION_HOOKED))
 
     def has_readable_data(self, tensor: Any) -> bool:
         """Whether the data of a fake tensor can be read while tracing."""
@@ -271,13 +254,6 @@ class Attempt:
             raise self.recorder.give_up(TraceError(f"{name} is called inside a function transform"))
         runner = self._leaves if self._policy.is_leaf(module) else self.glue
         return runner.call(module, name, args, kwargs)
-
-
-def _files_of(model: nn.Module) -> list[types.ModuleType]:
-    """The Python modules that the classes of a model are from, but for torch's."""
-    kinds = dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__)
-    names = dict.fromkeys(kind.__module__ for kind in kinds if kind.__module__.partition(".")[0] != "torch")
-    return [sys.modules[name] for name in names if name != "builtins" and name in sys.modules]
 
 
 def _copy_of(value: Any) -> Any:

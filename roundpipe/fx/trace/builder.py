@@ -54,8 +54,6 @@ class GraphBuilder:
         self._constant_names: dict[torch.Tensor, str] = {}
         self._last_input: Node | None = None
 
-    # ------------------------------------------------------------------ nodes
-
     def add_inputs(self) -> None:
         """One placeholder per tensor of the arguments."""
         for path, leaf in trees.walk(self.world.arguments):
@@ -93,13 +91,6 @@ class GraphBuilder:
 
     def bind_output(self, value: Any, node: Node) -> None:
         """From now on what ``node`` returned has nodes, accessors, for the tensors and symbolic numbers in it."""
-        if isinstance(value, torch.Tensor):
-            self.bind(value, node)
-            return
-        if isinstance(value, Symbolic):
-            node.meta["value"] = value
-            self._sizes.setdefault(expression_of(value), node)
-            return
         nodes: dict[trees.Path, Node] = {(): node}
         leaves = []
         for path, leaf in trees.walk(value):
@@ -115,16 +106,13 @@ class GraphBuilder:
             else:
                 accessor.meta["value"] = leaf
                 self._sizes.setdefault(expression_of(leaf), accessor)
-        if not isinstance(value, (tuple, list, dict, *trees.ATOMS)):
+        if not isinstance(value, (torch.Tensor, tuple, list, dict, *trees.ATOMS)):
             self._objects.append((value, node, leaves))
 
     def _accessor(self, source: Node, step: trees.Access) -> Node:
         function = {"item": operator.getitem, "attribute": getattr}.get(step.kind)
-        if function is None:
-            return self._add_modeless("call_function", take, (source, step.kind, step.key))
-        return self._add_modeless("call_function", function, (source, step.key))
-
-    # ------------------------------------------------------------------ arguments
+        arguments = (source, step.kind, step.key) if function is None else (source, step.key)
+        return self._add_modeless("call_function", function or take, arguments)
 
     def argument(self, value: Any) -> Any:
         """A Python value as a node's argument."""
@@ -138,7 +126,7 @@ class GraphBuilder:
         if type(value) is list:
             return [self.argument(item) for item in value]
         if isinstance(value, slice):
-            return slice(self.argument(value.start), self.argument(value.stop), self.argument(value.step))
+            return slice(*map(self.argument, (value.start, value.stop, value.step)))
         if type(value) is dict and all(isinstance(key, str) for key in value):
             return {key: self.argument(item) for key, item in value.items()}
         if isinstance(value, torch.Generator):
@@ -163,10 +151,8 @@ class GraphBuilder:
             return self.attribute(name, tensor)
         if is_fake(tensor):
             shape = ", ".join(map(str, tensor.shape))
-            words = (
-                f"a tensor of shape ({shape}) and dtype {tensor.dtype} is used, but nothing that was recorded made it"
-            )
-            raise self._untraced(words, tensor)
+            form = f"a tensor of shape ({shape}) and dtype {tensor.dtype}"
+            raise self._untraced(f"{form} is used, but nothing that was recorded made it", tensor)
         if tensor.requires_grad:
             raise self._untraced(
                 f"a tensor of shape {tuple(tensor.shape)} that requires grad is neither a parameter of the "
@@ -181,14 +167,10 @@ class GraphBuilder:
 
     def attribute(self, name: str, tensor: torch.Tensor) -> Node:
         if name not in self._attributes:
-            node = self._add_modeless("get_attr", name, ())
-            if is_fake(tensor):
-                node.meta["value"] = tensor
-            elif name in self.world.real:
-                node.meta["value"] = self.world.fake(name)
-            else:
-                node.meta["value"] = self.world.static_fake(tensor)
-            self._attributes[name] = node
+            if not is_fake(tensor):
+                tensor = self.world.fake(name) if name in self.world.real else self.world.static_fake(tensor)
+            self._attributes[name] = self._add_modeless("get_attr", name, ())
+            self._attributes[name].meta["value"] = tensor
         return self._attributes[name]
 
     def size_argument(self, size: Any) -> Any:

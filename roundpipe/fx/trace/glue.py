@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,28 +16,27 @@ from roundpipe.fx.locations import model_location
 from roundpipe.fx.operations import assign_buffer
 from roundpipe.fx.sizes import expression_of
 from roundpipe.fx.trace.advice import set_at
+from roundpipe.fx.trace.decisions import Decision, Knowledge, Need, Retry
 from roundpipe.fx.trace.intercept import ORIGINAL_CALL
-from roundpipe.fx.trace.knowledge import Knowledge, Lesson, Need, Retry
 from roundpipe.fx.trace.leaves import is_put_by_hooks, left_behind
-from roundpipe.fx.trace.policy import Decision
 from roundpipe.fx.trace.recorder import CallRecorder
 
 
+@dataclass(eq=False)
 class GlueRunner:
     """Runs modules whose calls are recorded one by one."""
 
-    def __init__(self, world: FakeWorld, recorder: CallRecorder, knowledge: Knowledge) -> None:
-        self._world = world
-        self._recorder = recorder
-        self._knowledge = knowledge
-        self._gave_lengths = False
-        self.modules: dict[nn.Module, None] = {}
-        """Those that ran."""
+    _world: FakeWorld
+    _recorder: CallRecorder
+    _knowledge: Knowledge
+    modules: dict[nn.Module, None] = field(default_factory=dict)
+    """Those that ran."""
+    _gave_lengths: bool = False
 
     def call(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
         recorder = self._recorder
-        if has_backward_hooks(module):
-            raise Retry(Lesson(TraceError(f"{name or 'the model'} has backward hooks"), name, Decision.LEAF))
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise Retry(TraceError(f"{name or 'the model'} has backward hooks"), name, Decision.LEAF)
         self.modules[module] = None
         buffers = dict(module._buffers)
         attributes = dict(module.__dict__)
@@ -49,8 +49,8 @@ class GlueRunner:
             raise recorder.needs_data(error) from error
         except Exception as error:
             if self._gave_lengths and isinstance(error, TypeError):
-                raise Retry(Need.PLAIN_LENGTHS) from error
-            raise Retry(Lesson(error, name, Decision.LEAF, function=recorder.raised_by(error))) from error
+                raise Retry(need=Need.PLAIN_LENGTHS) from error
+            raise Retry(error, name, Decision.LEAF, function=recorder.raised_by(error)) from error
         finally:
             recorder.modules.pop()
         return out
@@ -97,7 +97,7 @@ class GlueRunner:
                 continue
             if any(self.is_activation(item) for item in flat_values(value)) and not is_put_by_hooks(module, key):
                 location = set_at(type(module), key) or model_location()
-                raise Retry(Lesson(left_behind(type(module), key), name, Decision.LEAF, location))
+                raise Retry(left_behind(type(module), key), name, Decision.LEAF, location)
 
     def _is_reset(self, module: nn.Module, attribute: str) -> bool:
         """Whether an attribute, None when a module is called, is state for the module's own forward, which reads it,
@@ -117,8 +117,3 @@ class GlueRunner:
         """Whether a value is a fake that the parameters have a part in."""
         is_new = isinstance(value, torch.Tensor) and is_fake(value) and value not in self._world.name_of
         return is_new and not self._recorder.data.determines(value)
-
-
-def has_backward_hooks(module: nn.Module) -> bool:
-    """Whether hooks wait for the gradients of a module."""
-    return bool(module._backward_hooks or module._backward_pre_hooks)

@@ -49,16 +49,8 @@ def _attempt_in_glue() -> Attempt | None:
 
 
 @contextmanager
-def intercepting(
-    attempt: Attempt, files: Iterable[types.ModuleType] = (), cells: Iterable[types.CellType] = ()
-) -> Iterator[None]:
-    """Sends the calls of this thread to ``attempt``.
-
-    Args:
-        files: Python modules with code of the model's, in which ``len`` of a tensor is asked of the attempt too:
-            the builtin can't give a symbol.
-        cells: of closures of the model's, which may hold functions of torch's.
-    """
+def intercepting(attempt: Attempt, model: nn.Module, cells: Iterable[types.CellType]) -> Iterator[None]:
+    """Sends the calls of this thread to ``attempt``; the model's closures may hold torch's functions in ``cells``."""
     with TRACING, ExitStack() as stack:
         _patch(stack, nn.Module, "__call__", _call_module)
         _patch_function_apply(stack)
@@ -72,13 +64,20 @@ def intercepting(
             _patch(stack, owner, "manual_seed", _refused("torch", "manual_seed", torch.manual_seed))
         _patch_grad_mode(stack, cells)
         _patch_transformers(stack)
-        for file in files:
-            if "len" not in file.__dict__:
+        for file in _files_of(model):
+            if "len" not in file.__dict__:  # the builtin can't give a symbol
                 file.__dict__["len"] = _length
                 stack.callback(file.__dict__.pop, "len", None)
         stack.callback(setattr, _ACTIVE, "attempt", _attempt())
         _ACTIVE.attempt = attempt
         yield
+
+
+def _files_of(model: nn.Module) -> list[types.ModuleType]:
+    """The Python modules that the classes of a model are from, but for torch's."""
+    kinds = dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__)
+    names = dict.fromkeys(kind.__module__ for kind in kinds if kind.__module__.partition(".")[0] != "torch")
+    return [sys.modules[name] for name in names if name != "builtins" and name in sys.modules]
 
 
 def _patch(stack: ExitStack, owner: Any, name: str, new: Any) -> None:
@@ -140,21 +139,17 @@ def _refused(owner: str, name: str, original: Callable[..., Any]) -> Callable[..
     return draw
 
 
-def _noting_grad_mode(original: Callable[[], bool]) -> Callable[[], bool]:
-    def is_grad_enabled() -> bool:
+def _patch_grad_mode(stack: ExitStack, cells: Iterable[types.CellType]) -> None:
+    """Wherever code has the question from: ``torch``, a global of any file under any name, or a closure."""
+    original = torch.is_grad_enabled
+
+    def noting() -> bool:
         attempt = _attempt()
         if attempt is not None and is_model_file(sys._getframe(1).f_code.co_filename):
             attempt.recorder.note_grad_mode_asked()
         return original()
 
-    is_grad_enabled.__wrapped__ = original  # type: ignore[attr-defined]
-    return is_grad_enabled
-
-
-def _patch_grad_mode(stack: ExitStack, cells: Iterable[types.CellType]) -> None:
-    """Wherever code has the question from: ``torch``, a global of any file under any name, or a closure."""
-    original = torch.is_grad_enabled
-    noting = _noting_grad_mode(original)
+    noting.__wrapped__ = original  # type: ignore[attr-defined]
     _patch(stack, torch, "is_grad_enabled", noting)
     for file, module in list(sys.modules.items()):
         namespace = getattr(module, "__dict__", None)

@@ -10,7 +10,7 @@ import contextlib
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ from roundpipe.fx.flat import flat_tensors
 from roundpipe.fx.guards.model_guard import Write
 from roundpipe.fx.locations import is_model_file, model_location
 from roundpipe.fx.trace.builder import GraphBuilder
-from roundpipe.fx.trace.policy import is_of_torch
+from roundpipe.fx.trace.decisions import is_of_torch
 
 
 @dataclass(slots=True)
@@ -77,45 +77,31 @@ class LeafRun:
         self.side_effects.update(dict.fromkeys(side_effects))
 
 
+@dataclass(eq=False)
 class LeafWatch(TorchFunctionMode):
-    """Sees the calls inside a leaf.
+    """Sees the calls inside a leaf."""
 
-    Args:
-        inputs: the leaf's arguments.
-        weights: its own parameters and buffers; those of others would not be there when it runs.
-        refuse_hidden: what to raise if it uses an activation that is not among its arguments.
-        refuse_foreign: what to raise if it uses a weight that is not its own.
-        born_in: gets every tensor made inside.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        builder: GraphBuilder,
-        inputs: Iterable[torch.Tensor],
-        weights: Iterable[torch.Tensor],
-        refuse_hidden: Callable[[TraceError], BaseException],
-        refuse_foreign: Callable[[TraceError], BaseException],
-        born_in: dict[torch.Tensor, str],
-    ) -> None:
-        super().__init__()
-        self._name = name
-        self._node_of = builder.node_of
-        self._name_of = builder.world.name_of
-        self._inputs = frozenset(inputs)
-        self._own = self._inputs.union(weights)
-        self._refuse_hidden = refuse_hidden
-        self._refuse_foreign = refuse_foreign
-        self._born_in = born_in
-        self.runs_autograd = False
-        self.written: set[int] = set()
-        """Storages of what was written in place, or given other data."""
-        self.writes: list[Write] = []
-        self.asks_for_grad = ""
-        """Where the model's own code asked whether an activation requires grad, if it did."""
-        self._generators: list[weakref.ref[torch.Generator]] = []
-        self.computed: set[torch.Tensor] = set()
-        """Tensors made inside of arguments, parameters or buffers; what is made of sizes alone is not among them."""
+    _name: str
+    _builder: GraphBuilder
+    _inputs: Collection[torch.Tensor]
+    """The leaf's arguments."""
+    _weights: Collection[torch.Tensor]
+    """Its own parameters and buffers; those of others would not be there when it runs."""
+    _refuse_hidden: Callable[[TraceError], BaseException]
+    """What to raise if it uses an activation that is not among its arguments."""
+    _refuse_foreign: Callable[[TraceError], BaseException]
+    """What to raise if it uses a weight that is not its own."""
+    _born_in: dict[torch.Tensor, str]
+    """Gets every tensor made inside."""
+    runs_autograd: bool = False
+    written: set[int] = field(default_factory=set)
+    """Storages of what was written in place, or given other data."""
+    writes: list[Write] = field(default_factory=list)
+    asks_for_grad: str = ""
+    """Where the model's own code asked whether an activation requires grad, if it did."""
+    computed: set[torch.Tensor] = field(default_factory=set)
+    """Tensors made inside of arguments, parameters or buffers; what is made of sizes alone is not among them."""
+    _generators: list[weakref.ref[torch.Generator]] = field(default_factory=list)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -124,7 +110,7 @@ class LeafWatch(TorchFunctionMode):
         self._generators += [weakref.ref(value) for value in arguments if isinstance(value, torch.Generator)]
         self.runs_autograd |= func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
         for tensor in inputs:
-            node = self._node_of.get(tensor)
+            node = self._builder.node_of.get(tensor)
             if node is not None and node.op != "get_attr" and not self._is_known(tensor):
                 words = f"{self._name} uses {node.name}, which is not one of its arguments"
                 raise self._refuse_hidden(TraceError(words, TraceCause.UNTRACED_VALUE))
@@ -140,8 +126,9 @@ class LeafWatch(TorchFunctionMode):
         self.written.update(tensor.untyped_storage()._cdata for tensor in written_unseen(func, args, kwargs))
         outputs = flat_tensors(out)
         for tensor in inputs if outputs else ():  # whose form it asks for may be anyone's
-            if tensor in self._name_of and tensor not in self._own:
-                words = f"{self._name} uses {self._name_of[tensor]}, which is not a weight of its own"
+            weight = self._builder.world.name_of.get(tensor)
+            if weight is not None and tensor not in self._weights and tensor not in self._inputs:
+                words = f"{self._name} uses {weight}, which is not a weight of its own"
                 raise self._refuse_foreign(TraceError(words))
         if not outputs and name == "__get__":
             self._note_attribute(func.__self__.__name__, args[0])
@@ -149,13 +136,13 @@ class LeafWatch(TorchFunctionMode):
         for tensor in outputs:
             if computed:
                 self.computed.add(tensor)
-            if tensor not in self._node_of:
+            if tensor not in self._builder.node_of:
                 self._born_in[tensor] = self._name
         return out
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is an argument or a weight."""
-        return tensor in self._inputs or tensor in self._name_of
+        return tensor in self._inputs or tensor in self._builder.world.name_of
 
     def wrote_any(self, tensors: Iterable[torch.Tensor]) -> bool:
         return any(tensor.untyped_storage()._cdata in self.written for tensor in tensors)

@@ -51,19 +51,15 @@ class OperatorWatch(TorchDispatchMode):
         for storage, original in self.originals.values():
             storage.copy_(original)
 
-    def _keep_what_is_written(self, func: Any, args: Any, kwargs: Any) -> None:
-        for tensor in filter(is_of_no_world, written_by(func, args, kwargs)):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self.originals:
-                with real_world():
-                    self.originals[storage._cdata] = storage, storage.clone()
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         random = _draws(func, args, kwargs)
         self.num_random_draws += random
-        if func._schema.is_mutable:
-            self._keep_what_is_written(func, args, kwargs)
+        for tensor in filter(is_of_no_world, written_by(func, args, kwargs) if func._schema.is_mutable else ()):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.originals:
+                with real_world():
+                    self.originals[storage._cdata] = storage, storage.clone()
         out = func(*args, **kwargs)
         if self.below_transform:
             self._on_transformed(func, args, kwargs, out, random)

@@ -37,28 +37,26 @@ def _real_world() -> Iterator[None]:
 
 
 class _Sizes:
-    """Numbers for the symbols of some fakes: those of the example, or larger ones.
+    """Numbers for the symbols of some fakes.
 
     Args:
+        enlarged: 0 for those of the example, 1 for larger ones, 2 for others to see whether expressions hold.
         in_steps: larger by a factor, for code that takes only multiples of some number.
-        again: larger still, to see whether the expressions for the other sizes hold.
     """
 
-    def __init__(self, values: list[Any], enlarged: bool, in_steps: bool = False, again: bool = False) -> None:
-        expressions = map(expression_of, flat_sizes(values))
-        self._symbols = sorted({symbol for it in expressions for symbol in _symbols_in(it)}, key=str)
-        self._numbers: list[int] = []
-        hints = _hints_of(values)
-        for index, symbol in enumerate(self._symbols):
+    def __init__(self, values: list[Any], enlarged: int, in_steps: bool = False) -> None:
+        hints, sizes = _hints_of(values), map(expression_of, flat_sizes(values))
+        self._numbers: dict[sympy.Symbol, int] = {}
+        for index, symbol in enumerate(sorted({symbol for size in sizes for symbol in _symbols_in(size)}, key=str)):
             number = hints.get(symbol, 2)
-            larger = number * (index + 2 + again) if in_steps else number + (2 + again) * index + 3 + 7 * again
-            self._numbers.append(larger if enlarged else number)
+            larger = number * (index + 1 + enlarged) if in_steps else number + (1 + enlarged) * index + 7 * enlarged - 4
+            self._numbers[symbol] = larger if enlarged else number
 
     def number(self, size: Any) -> Any:
         expression = expression_of(size)
         if not isinstance(expression, sympy.Basic):
             return size
-        return int(size_function(expression, self._symbols)(*self._numbers))
+        return int(size_function(expression, self._numbers)(*self._numbers.values()))
 
     def tensor(self, fake: torch.Tensor) -> torch.Tensor:
         """Random data of a fake's shape; zeros where only numbers make sense as indices."""
@@ -138,13 +136,13 @@ def _equate(values: list[Any]) -> bool:
 def _probe_module(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwargs: Any, in_steps: bool) -> LeafRun:
     run = LeafRun()
     original, values = world.model.get_submodule(name), flat_values(args, kwargs)
-    sizes = [_Sizes(values, enlarged, in_steps) for enlarged in (False, True)]
+    sizes = [_Sizes(values, enlarged, in_steps) for enlarged in (0, 1)]
     with _real_world():
         results = [_observed_call(run, _real_copy(original, twin.training), args, kwargs, numbers) for numbers in sizes]
     has_grad = any(tensor.requires_grad for tensor in (*flat_tensors(values), *twin.parameters()))
     run.out = _fit(results, sizes, values, has_grad)
     if _needs_check(run.out, values):
-        numbers = _Sizes(values, enlarged=True, in_steps=in_steps, again=True)
+        numbers = _Sizes(values, 2, in_steps)
         with _real_world():
             _check(run.out, _call(_real_copy(original, twin.training), args, kwargs, numbers), numbers)
     return run
@@ -207,7 +205,7 @@ def probe_function(func: Any, args: Any, kwargs: Any, data_of: Callable[[torch.T
         data_of: the example's data of a fake, if they are known.
     """
     values = flat_values(args, kwargs)
-    exact, larger = _Sizes(values, enlarged=False), _Sizes(values, enlarged=True)
+    exact, larger = _Sizes(values, 0), _Sizes(values, 1)
 
     def example(value: Any) -> Any:
         known = data_of(value) if isinstance(value, torch.Tensor) else None
@@ -251,13 +249,10 @@ def _fit(results: list[Any], sizes: list[_Sizes], values: list[Any], has_grad: b
 def _size_for(first: int, second: int, candidates: list[tuple[int, int, Any]]) -> Any:
     if first == second:
         return first
-    for a, b, size in candidates:
-        if (a, b) == (first, second):
-            return size
-    for a, b, size in candidates:
-        for c, d, other in candidates:
+    for c, d, factor in [(1, 1, 1), *candidates]:
+        for a, b, size in candidates:
             if (a * c, b * d) == (first, second):
-                return size * other
+                return size * factor
     for a, b, size in candidates:
         if a - first == b - second:
             return size - (a - first)

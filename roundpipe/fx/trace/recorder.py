@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -38,7 +39,7 @@ from roundpipe.fx.locations import asked_by_operator, model_location
 from roundpipe.fx.operations import NamedCall, as_traced, call_method, set_item, set_property, with_requires_grad
 from roundpipe.fx.sizes import Symbolic, expression_of, is_data_dependent
 from roundpipe.fx.trace.builder import ExampleData, GraphBuilder, node_form
-from roundpipe.fx.trace.knowledge import Findings, Lesson, Need, Retry
+from roundpipe.fx.trace.decisions import Decision, Need, Retry
 from roundpipe.fx.trace.operator_watch import (
     PLACES,
     QUESTIONS,
@@ -47,7 +48,6 @@ from roundpipe.fx.trace.operator_watch import (
     dense_strides,
     written_by,
 )
-from roundpipe.fx.trace.policy import Decision
 from roundpipe.fx.trace.probe import probe_function
 
 DATA_READS = frozenset(
@@ -60,6 +60,26 @@ HOOKS = frozenset("register_hook register_post_accumulate_grad_hook retain_grad 
 AUTOGRAD = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 GRAPH_CHANGES: dict[str, Callable[..., Any]] = {"detach_": torch.Tensor.detach, "requires_grad_": with_requires_grad}
 """Methods that change a tensor's place in the autograd graph, with what gives a changed one instead."""
+
+
+@dataclass(slots=True)
+class Findings:
+    """What one attempt finds out beside the graph."""
+
+    grad_matters: bool
+    """Whether the code asks for what only a forward with autograd tells."""
+    born_in: dict[torch.Tensor, str] = field(default_factory=dict)
+    """Tensors made inside leaves, with the leaf's name."""
+    probed_nodes: set[Node] = field(default_factory=set)
+    """Nodes whose output sizes a probe found."""
+    origins: dict[Node, tuple[str, ...]] = field(default_factory=dict)
+    """Leaves that return an argument or a weight itself, with which; at other sizes it may be something new."""
+    weight_writes: list[tuple[Write, torch.Tensor]] = field(default_factory=list)
+    """Writes to weights, with the weight, that change nothing of it now."""
+    not_kept: dict[str, None] = field(default_factory=dict)
+    """Attributes that leaves set to activations, which nobody reads."""
+    fixes_sizes: dict[str, TraceError] = field(default_factory=dict)
+    """Modules whose glue turns sizes into plain numbers, with where."""
 
 
 class CallRecorder(TorchFunctionMode):
@@ -78,7 +98,6 @@ class CallRecorder(TorchFunctionMode):
         self.asks_for_grad = ""
         """Where the code of a leaf asked whether gradients are recorded, if it did."""
         self._specializes_sizes = Need.SPECIALIZED_SIZES in needs
-        self._transformed = 0
         self._raised = (0, "")
         world.shapes.in_glue = self._asked_in_glue
         world.shapes.on_fixed_size = self._note_fixed_size
@@ -104,12 +123,10 @@ class CallRecorder(TorchFunctionMode):
     def transform(self) -> Iterator[None]:
         """Inside, operators are recorded below function transforms instead of torch functions."""
         in_glue = self.in_glue()
-        self._transformed += 1
         self.watch.below_transform += in_glue
         try:
             yield
         finally:
-            self._transformed -= 1
             self.watch.below_transform -= in_glue
 
     @property
@@ -118,7 +135,7 @@ class CallRecorder(TorchFunctionMode):
 
     def give_up(self, error: BaseException, is_stateful: bool = False) -> Retry:
         """The module being recorded can't be: the next attempt keeps it whole."""
-        return Retry(Lesson(error, self.module, Decision.LEAF, is_stateful=is_stateful))
+        return Retry(error, self.module, Decision.LEAF, is_stateful=is_stateful)
 
     def raised_by(self, error: BaseException) -> str:
         """Name of the torch function that raised an error, if one did."""
@@ -133,7 +150,7 @@ class CallRecorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.paused or self._transformed:
+        if self.paused or self.watch.below_transform:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name in DATA_READS:
@@ -199,7 +216,7 @@ class CallRecorder(TorchFunctionMode):
                 return answer
         if name in QUESTIONS and tensor in self.builder.node_of and not is_transformed(tensor):
             if self.watch.layouts is None:
-                raise Retry(Need.LAYOUTS)
+                raise Retry(need=Need.LAYOUTS)
             if self.watch.layouts.is_settled(tensor, self._of_known_layout()):
                 return self._settled_layout(func, args, kwargs)
         words = f"{name} asks how an activation lies in memory, which is known when it is run"
@@ -261,9 +278,8 @@ class CallRecorder(TorchFunctionMode):
             raise
         except Exception as error:
             return self._call_without_fakes(func, args, kwargs, error)
-        if self._specializes_sizes and any(
-            is_data_dependent(expression_of(size)) for size in flat_sizes(flat_tensors(out))
-        ):
+        sizes = flat_sizes(flat_tensors(out)) if self._specializes_sizes else ()
+        if any(is_data_dependent(expression_of(size)) for size in sizes):
             known = self.data.fake_of_answer(func, args, kwargs)
             if known is not None:
                 return known, False
@@ -289,7 +305,7 @@ class CallRecorder(TorchFunctionMode):
     def needs_data(self, error: BaseException, name: str = "") -> Retry:
         """What ends the attempt when glue asks for data that only running the model gives."""
         if not self._specializes_sizes and self.data.determines_sizes():
-            return Retry(Need.SPECIALIZED_SIZES)
+            return Retry(need=Need.SPECIALIZED_SIZES)
         what = f"{name} asks for" if name in DATA_READS else f"{name or 'an operator'} needs"
         words = f"{what} the data of an activation, which is only known when the model runs"
         cause = TraceError(words, TraceCause.ACTIVATION_DATA, TraceFacts(function=name))
@@ -348,7 +364,7 @@ class CallRecorder(TorchFunctionMode):
         if leaf is None:
             return self.give_up(TraceError(words, TraceCause.UNTRACED_VALUE))
         words = f"a tensor made inside {leaf} is used outside, but {leaf} did not return it"
-        return Retry(Lesson(TraceError(words, TraceCause.UNTRACED_VALUE), leaf, Decision.DESCEND, hands_on=True))
+        return Retry(TraceError(words, TraceCause.UNTRACED_VALUE), leaf, Decision.DESCEND, hands_on=True)
 
 
 def _tensor_of_sizes(data: Any, **options: Any) -> torch.Tensor:

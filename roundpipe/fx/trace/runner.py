@@ -6,6 +6,7 @@ Invariant: a leaf either runs to an outcome, or ends the attempt with what to tr
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ from roundpipe.effects.snapshot import ModuleSnapshot, PythonSnapshot
 from roundpipe.effects.uses import GRADIENT_ATTRIBUTES, Readers, asks_for_gradients, attributes_read
 from roundpipe.fx.fakes import DATA_DEPENDENT, FakeWorld, real_world
 from roundpipe.fx.flat import flat_tensors
+from roundpipe.fx.trace.decisions import Decision, Knowledge, LeafPolicy, Retry, is_of_torch
 from roundpipe.fx.trace.intercept import ORIGINAL_CALL
-from roundpipe.fx.trace.knowledge import Knowledge, Lesson, Retry
 from roundpipe.fx.trace.leaves import (
     LeafRun,
     LeafWatch,
@@ -31,7 +32,6 @@ from roundpipe.fx.trace.leaves import (
     output_origins,
     set_elsewhere,
 )
-from roundpipe.fx.trace.policy import Decision, LeafPolicy, is_of_torch
 from roundpipe.fx.trace.probe import probe_module
 from roundpipe.fx.trace.recorder import CallRecorder
 from roundpipe.fx.trace.siblings import SiblingCache
@@ -40,34 +40,22 @@ MAX_PROBE_BYTES = 1 << 28
 """Largest leaf that is copied and run only to serve more sizes."""
 
 
+@dataclass(eq=False)
 class LeafRunner:
-    """Runs leaves.
+    """Runs leaves."""
 
-    Args:
-        readers: which code reads which attributes.
-        before: the modules before the run.
-        outside: the modules before the first run, but for what leaves set themselves.
-    """
-
-    def __init__(
-        self,
-        world: FakeWorld,
-        recorder: CallRecorder,
-        policy: LeafPolicy,
-        knowledge: Knowledge,
-        readers: Readers,
-        before: ModuleSnapshot,
-        outside: ModuleSnapshot,
-    ) -> None:
-        self._world = world
-        self._recorder = recorder
-        self._policy = policy
-        self._knowledge = knowledge
-        self._readers = readers
-        self._before = before
-        self._outside = outside
-        self._siblings = SiblingCache()
-        self._leaves: dict[str, nn.Module] = {}
+    _world: FakeWorld
+    _recorder: CallRecorder
+    _policy: LeafPolicy
+    _knowledge: Knowledge
+    _readers: Readers
+    """Which code reads which attributes."""
+    _before: ModuleSnapshot
+    """The modules before the run."""
+    _outside: ModuleSnapshot
+    """The modules before the first run, but for what leaves set themselves."""
+    _siblings: SiblingCache = field(default_factory=SiblingCache)
+    _leaves: dict[str, nn.Module] = field(default_factory=dict)
 
     def opaque(self) -> dict[str, str]:
         """Leaves whose inside was not traced, and why."""
@@ -80,14 +68,18 @@ class LeafRunner:
     def call(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
         recorder = self._recorder
         node_args, node_kwargs = recorder.builder.arguments(tuple(args), kwargs)
-        self._refuse_modules_as_arguments(module, name, args, kwargs)
+        if any(isinstance(leaf, nn.Module) for leaf in trees.leaves((args, kwargs))):
+            # it would be the twin's; in a leaf that is looked into, its weights are the leaf's own affair
+            error = TraceError(f"{name} takes a module as an argument")
+            is_decided = self._policy.decision(module) is not None
+            raise recorder.give_up(error) if is_decided else Retry(error, name, Decision.DESCEND)
         attribute = set_elsewhere(self._outside, module)
         rebuilt = None if attribute else self._before.rebuilt(module.modules())
         if rebuilt is not None:  # such as a weight that `torch.func.functional_call` puts there
             attribute = f"{type(rebuilt[0]).__name__}.{rebuilt[1]}"
         if attribute is not None:
             words = f"{attribute} is set by other code in the forward, and would not be when the graph runs"
-            raise Retry(Lesson(TraceError(words), name, Decision.DESCEND))
+            raise Retry(TraceError(words), name, Decision.DESCEND)
         self._leaves[name] = module
         python_random = python_random_state()
         with recorder.pause():
@@ -116,15 +108,6 @@ class LeafRunner:
             recorder.findings.origins[node] = origins
         recorder.builder.bind_output(run.out, node)
         return run.out
-
-    def _refuse_modules_as_arguments(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> None:
-        """The module would be the twin's. In a leaf that is looked into, its weights are the leaf's own affair."""
-        if not any(isinstance(leaf, nn.Module) for leaf in trees.leaves((args, kwargs))):
-            return
-        error = TraceError(f"{name} takes a module as an argument")
-        if self._policy.decision(module) is None:
-            raise Retry(Lesson(error, name, Decision.DESCEND))
-        raise self._recorder.give_up(error)
 
     def is_probed(self, module: nn.Module) -> bool:
         """Whether a leaf's output sizes are found by running a copy of it."""
@@ -165,8 +148,8 @@ class LeafRunner:
         watch = LeafWatch(
             name,
             recorder.builder,
-            inputs,
-            (*module.parameters(), *module.buffers()),
+            frozenset(inputs),
+            frozenset((*module.parameters(), *module.buffers())),
             lambda error: self._not_a_leaf(module, name, error, structural=True),
             lambda error: self._to_look_into(module, name, error),
             recorder.findings.born_in,
@@ -198,7 +181,7 @@ class LeafRunner:
         if self._world.shapes.num_fixed_sizes() > fixed and weight_bytes_of(module) <= MAX_PROBE_BYTES:
             if not {(name, Decision.PROBE), (name, Decision.DESCEND)} & self._knowledge.tried:
                 fixed_size = TraceError(f"{name} works at one size only on fakes, such as a loop over a size")
-                raise Retry(Lesson(fixed_size, name, Decision.PROBE))
+                raise Retry(fixed_size, name, Decision.PROBE)
         if containers_mutated(contents, args, kwargs):
             mutated = TraceError(f"{name} changes a list, dict or object that it takes as an argument")
             raise self._not_a_leaf(module, name, mutated, structural=True)
@@ -245,7 +228,7 @@ class LeafRunner:
         """What to try for a leaf that is right only as glue."""
         if self._policy.decision(module) is Decision.LEAF or (name, Decision.DESCEND) in self._knowledge.tried:
             return self._recorder.give_up(error, is_stateful)
-        return Retry(Lesson(error, name, Decision.DESCEND, is_stateful=is_stateful, hands_on=hands_on))
+        return Retry(error, name, Decision.DESCEND, is_stateful=is_stateful, hands_on=hands_on)
 
     def _not_a_leaf(self, module: nn.Module, name: str, error: Exception, structural: bool) -> Retry:
         """What to try for a leaf that can't be one."""
@@ -256,10 +239,10 @@ class LeafRunner:
         may_descend = self._policy.decision(module) is not Decision.LEAF and not is_of_torch(type(module))
         # a failure of the module's own code would come again inside
         if may_descend and any(structural or any(True for _ in child.parameters()) for child in module.children()):
-            return Retry(Lesson(error, name, Decision.DESCEND))
+            return Retry(error, name, Decision.DESCEND)
         if structural:
             return self._recorder.give_up(error)
-        return Retry(Lesson(error, name, Decision.PROBE))
+        return Retry(error, name, Decision.PROBE)
 
     def _probe(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> LeafRun:
         try:
@@ -267,10 +250,10 @@ class LeafRunner:
         except Exception as error:
             tried = self._knowledge.tried
             if (name, Decision.DESCEND) not in tried and not is_of_torch(type(module)):
-                raise Retry(Lesson(error, name, Decision.DESCEND)) from error  # as glue it may serve one size
+                raise Retry(error, name, Decision.DESCEND) from error  # as glue it may serve one size
             if (name, Decision.LEAF) not in tried:
                 cause = TraceError(f"{name} works at the example's sizes only")  # as a layer over positions does
-                raise Retry(Lesson(cause, name, Decision.LEAF)) from error
+                raise Retry(cause, name, Decision.LEAF) from error
             raise self._recorder.give_up(error) from error
         kinds = list(map(type, module.modules()))
         unseen = self._knowledge.seen_to_set - run.sets.keys()  # other data may lead to where they are set

@@ -5,7 +5,7 @@ Models repeat one block many times. A block gets copies of the outputs of one th
     class, names and sharing of the modules inside       form, dtype, requires_grad and sharing of the weights
     every attribute, training and hooks among them       the arguments, their containers, and the state around the call
 
-Numbers, strings and containers of them may also differ (the index of a block, its name in an adapter) where a run
+Numbers, strings and containers may also differ (the index of a block, its name in an adapter) where a run
 showed that nothing depends on them: it is repeated with an object in their place that tells when it is used.
 Functions and other objects agree only by identity, and a module with forward hooks runs by itself.
 
@@ -29,9 +29,9 @@ from roundpipe.fx.flat import flat_sizes, flat_tensors
 from roundpipe.fx.sizes import Symbolic, expression_of, is_data_dependent
 from roundpipe.fx.trace.leaves import LeafRun, unread_in
 
-_MAY_GO_UNREAD = (int, float, str, tuple, *CONTAINERS)
-"""Kinds of attributes that may differ; not bool and None, which code tells apart by identity."""
 _CONTAINERS = (tuple, *CONTAINERS)
+_MAY_GO_UNREAD = (int, float, str, *_CONTAINERS)
+"""Kinds of attributes that may differ; not bool and None, which code tells apart by identity."""
 _MAX_DEPTH = 3
 _MAX_COMPARED = 16
 """Runs of one form that are compared attribute by attribute."""
@@ -171,9 +171,6 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
     return fake.requires_grad_().clone() if tensor.requires_grad else fake
 
 
-# ---------------------------------------------------------------------------------- keys
-
-
 def arguments_key(value: Any, seen: dict[torch.Tensor, int] | None = None, depth: int = 0) -> Any:
     """What of a call's arguments can change its outcome on fakes."""
     seen = {} if seen is None else seen
@@ -194,9 +191,7 @@ def module_key(module: nn.Module) -> ModuleKey | None:
     values: list[Any] = []
     places: list[tuple[nn.Module, str]] = []
     named = list(module.named_modules(remove_duplicate=False))
-    inside: dict[Any, int] = {}
-    for _, inner in named:
-        inside.setdefault(inner, len(inside))
+    inside = {inner: position for position, inner in enumerate(module.modules())}
     weights: dict[torch.Tensor, int] = {}
     for name, inner in named:
         if isinstance(inner, torch.jit.ScriptModule) or inner._forward_hooks or inner._forward_pre_hooks:
@@ -206,7 +201,7 @@ def module_key(module: nn.Module) -> ModuleKey | None:
             if attribute in ("_modules", "_parameters", "_buffers"):
                 continue
             key = _value_key(value, inside)
-            if type(value) in _MAY_GO_UNREAD and attribute not in OF_TORCH and _is_plain(value):
+            if type(value) in _MAY_GO_UNREAD and attribute not in OF_TORCH:
                 values.append(key)
                 places.append((inner, attribute))
                 key = type(value)
@@ -240,11 +235,3 @@ def _value_key(value: Any, inside: dict[Any, int], depth: int = 0) -> Any:
     if isinstance(value, nn.Module) and value in inside:
         return nn.Module, inside[value]
     return Identity(value)
-
-
-def _is_plain(value: Any, depth: int = 0) -> bool:
-    """Whether a value is made of nothing but numbers and words."""
-    if type(value) in _CONTAINERS and depth < _MAX_DEPTH:
-        items = [item for pair in value.items() for item in pair] if isinstance(value, dict) else value
-        return all(_is_plain(item, depth + 1) for item in items)
-    return isinstance(value, trees.PLAIN)

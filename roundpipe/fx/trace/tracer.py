@@ -9,8 +9,9 @@ Invariant: the user's model, and all random state, are after `trace` what they w
 from __future__ import annotations
 
 import builtins
+import functools
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -31,8 +32,8 @@ from roundpipe.fx.guards.model_guard import kind_and_value
 from roundpipe.fx.locations import raised_at, with_source
 from roundpipe.fx.trace.advice import where_set
 from roundpipe.fx.trace.attempt import Attempt
+from roundpipe.fx.trace.decisions import Knowledge, Retry
 from roundpipe.fx.trace.intercept import TRACING
-from roundpipe.fx.trace.knowledge import Knowledge, Lesson, Retry
 
 logger = logging.getLogger(__name__)
 
@@ -104,12 +105,12 @@ def _trace(model: nn.Module, form: CallForm, arguments: Arguments, knowledge: Kn
     for _ in range(MAX_ATTEMPTS):
         world = FakeWorld(model, arguments, knowledge.dynamic)
         try:
-            traced, traced_parts, changed = _stable_trace(world, form, knowledge)
+            traced, traced_parts = _stable_trace(world, form, knowledge)
         except Retry as retry:
             knowledge = knowledge.after(retry, model)
             continue
         assert isinstance(traced.guards, Guards)
-        traced.guards.watch(model, *traced_parts(*changed))  # now that the run's own traces are taken back
+        traced.guards.watch(model, *traced_parts())  # now that the run's own traces are taken back
         return traced
     raise TraceError(
         f"can't trace {type(model).__name__}: no graph after {MAX_ATTEMPTS} attempts; looked into or kept "
@@ -117,10 +118,10 @@ def _trace(model: nn.Module, form: CallForm, arguments: Arguments, knowledge: Kn
     )
 
 
-def _stable_trace(world: FakeWorld, form: CallForm, knowledge: Knowledge) -> tuple[TracedGraph, Any, Any]:
+def _stable_trace(world: FakeWorld, form: CallForm, knowledge: Knowledge) -> tuple[TracedGraph, Callable[[], Any]]:
     """The graph that the model gives again and again, should its forward set attributes of its own.
 
-    Beside it `Attempt.traced_parts` and its arguments, for when all is taken back.
+    Beside it what gives `Attempt.traced_parts`, for when all is taken back.
 
     Raises:
         Retry: an attempt failed, or the graph is another one the second time.
@@ -136,7 +137,7 @@ def _stable_trace(world: FakeWorld, form: CallForm, knowledge: Knowledge) -> tup
         raise _refusal(world, place, TraceError(words, TraceCause.OPAQUE_STATE))
     try:
         for _ in range(MAX_SETTLING_RUNS):
-            attempt = Attempt(world, form, knowledge, outside, python.reach.codes, python.reach.cells)
+            attempt = Attempt(world, form, knowledge, outside, python.reach)
             traced = attempt.run()
             for drawn in (place.words for place in python.diff() if place.kind == "random"):
                 words = f"it draws random numbers from {drawn}, which a graph would specialize"
@@ -148,16 +149,15 @@ def _stable_trace(world: FakeWorld, form: CallForm, knowledge: Knowledge) -> tup
             changes = list(dict.fromkeys([*changed.values(), *python.side_effects()]))
             printed = printed_graph(traced)
             if not changes or printed == previous:
-                lost = [words for words in changes if words not in attempt.handed_on(changed)]
+                handed_on = {words for (module, _), words in changed.items() if attempt.glue.hands_on(module)}
+                lost = [words for words in changes if words not in handed_on]
                 lost += attempt.recorder.findings.not_kept
                 if lost:
-                    logger.warning(
-                        "%s: its forward sets %s; the compiled model runs as if it had not",
-                        type(world.model).__name__,
-                        ", ".join(lost),
-                    )
+                    words = "%s: its forward sets %s; the compiled model runs as if it had not"
+                    logger.warning(words, type(world.model).__name__, ", ".join(lost))
                 counts = _counting(world, state, values, python.side_effects(places))
-                return traced, attempt.traced_parts, (state.diff(), python.changed_values(), counts)
+                own = state.diff(), python.changed_values(), counts
+                return traced, functools.partial(attempt.traced_parts, *own)
             previous = printed
             values = {(change.module, change.name): change.now for change in state.diff()}
             places = python.changed_values()
@@ -176,7 +176,7 @@ def _stable_trace(world: FakeWorld, form: CallForm, knowledge: Knowledge) -> tup
 
 def _refusal(world: FakeWorld, place: str, error: TraceError) -> Retry:
     """A model that can't be traced because of something at a place in its Python state."""
-    return Retry(Lesson(error, location=where_set(world.model, place)))
+    return Retry(error, location=where_set(world.model, place))
 
 
 def _counting(
@@ -226,7 +226,7 @@ def _as_the_models_own(
     if not without_data and sum(tensor.nbytes for tensor in tensors) > MAX_BYTES:
         return None
     own = _exception_of(model, args, kwargs, without_data)
-    if own is None or type(own) is not type(cause):
+    if type(own) is not type(cause):
         return None
     place = raised_at(own)
     is_there = not without_data and place == f"{error.facts.file}:{error.facts.line}"

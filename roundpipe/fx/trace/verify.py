@@ -59,14 +59,12 @@ class _ShapeRun(GraphInterpreter):
 
     def __init__(self, verifier: ShapeVerifier, world: FakeWorld) -> None:
         super().__init__()
+        self._verifier = verifier
         self._traced = verifier.traced
-        self._probed = verifier.probed
-        self._origins = verifier.origins
         self._world = world
         self._other_memory: str | None = None
         self._siblings = SiblingCache()
-        inputs = [leaf for _, leaf in trees.walk(world.arguments) if isinstance(leaf, torch.Tensor)]
-        self._symbols = list(verifier.symbols)
+        inputs = trees.tensors(world.arguments)
         self._sizes = [inputs[index].shape[dim] for index, dim in verifier.symbols.values()]
 
     def problem(self) -> str | None:
@@ -74,7 +72,9 @@ class _ShapeRun(GraphInterpreter):
         for node in self._traced.graph.nodes:
             if node.op == "output":
                 return None
-            self.values[node] = self._as_traced(node) if producer_of(node) in self._probed else self.run_node(node)
+            self.values[node] = (
+                self._as_traced(node) if producer_of(node) in self._verifier.probed else self.run_node(node)
+            )
             problem = self._other_memory or self._difference(node)
             if problem is not None:
                 return problem
@@ -90,7 +90,7 @@ class _ShapeRun(GraphInterpreter):
     def call_module(self, node: Node, args: Any, kwargs: Any) -> Any:
         out = self._call_leaf(str(node.target), args, kwargs)
         origins = output_origins(out, args, kwargs, self._world.name_of)
-        if (origins if any(origins) else None) != self._origins.get(node):
+        if (origins if any(origins) else None) != self._verifier.origins.get(node):
             self._other_memory = f"{node.name} does not return the same of its arguments as when it was traced"
         return out
 
@@ -119,11 +119,11 @@ class _ShapeRun(GraphInterpreter):
         expression = expression_of(size)
         if not isinstance(expression, sympy.Basic):
             return size
-        return size_function(expression, self._symbols)(*self._sizes)
+        return size_function(expression, self._verifier.symbols)(*self._sizes)
 
     def _difference(self, node: Node) -> str | None:
         traced, now = value_of(node), self.values[node]
-        if not isinstance(traced, torch.Tensor) or (producer_of(node) in self._probed and is_accessor(node)):
+        if not isinstance(traced, torch.Tensor) or (producer_of(node) in self._verifier.probed and is_accessor(node)):
             return None
         if not isinstance(now, torch.Tensor) or now.dtype != traced.dtype or now.dim() != traced.dim():
             return f"{node.name} is another kind of value"

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from roundpipe.fx.trace.policy import Decision, LeafPolicy
+from roundpipe.fx.trace.decisions import Decision, LeafPolicy
 
 
 class Block(nn.Module):

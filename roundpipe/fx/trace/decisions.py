@@ -1,0 +1,292 @@
+"""Which modules stay whole in the graph (leaves) and which are looked into: by a rule, and by what attempts find out.
+
+A leaf runs its author's Python at run time, so leaves are safe; a chain can only be cut between
+nodes, so leaves must be small. The rule, for a module that isn't a container:
+
+    its class says so        torch's own layers are leaves, torch's own stacks are not
+    it has a user's hook     leaf, so that the hook fires at run time, unless it holds a stack
+    it has no parameters     look inside (masks, rotary tables: glue that can be recomputed)
+    it holds a stack         look inside; a stack is a list of two or more modules that have
+                             parameters and children with parameters themselves (blocks). One of
+                             12 or more like blocks may hold a stack of its own (experts)
+    it is large              more than 1/6 of the model, or than the caller's limit: look inside
+    otherwise                leaf
+
+What attempts find out overrides the rule, by module or by class: see `Decision`. One that fails ends with a `Retry`,
+from which `Knowledge`, which the next only reads, gets a decision. An attempt is never repaired midway: Python state
+that it left behind could not be taken back.
+
+Invariant: the answer for a module depends on the model's structure and the decisions only.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
+from roundpipe.core.module_tree import training_bytes_of
+from roundpipe.effects.run_once import holders_of
+from roundpipe.fx.fakes import Dimension
+from roundpipe.fx.locations import model_location, raised_at, source_at, with_source
+from roundpipe.fx.trace.advice import advice
+
+logger = logging.getLogger(__name__)
+
+LARGEST_SHARE = 1 / 6
+"""Largest part of the model's parameters that one leaf may hold."""
+MANY_BLOCKS = 12
+"""From this number of equal blocks on, a block is a leaf whatever it holds."""
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+_TORCH_STACKS = (
+    nn.Sequential,
+    nn.Transformer,
+    nn.TransformerEncoder,
+    nn.TransformerDecoder,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+)
+
+
+class Decision(enum.Enum):
+    """What tracing learned about a module."""
+
+    LEAF = "leaf"
+    """Its own Python can't be traced: keep it whole."""
+    DESCEND = "descend"
+    """It can't be a leaf (it hides or leaks an activation, say): look inside."""
+    PROBE = "probe"
+    """It can't run on fakes either: keep it whole, its output sizes found by running a copy."""
+
+
+class Need(enum.Enum):
+    """What the next attempt must do in all of the model."""
+
+    SPECIALIZED_SIZES = "take sizes that the inputs' data determine from the example"
+    LAYOUTS = "log what makes each tensor, since code asks how one lies in memory"
+    PLAIN_LENGTHS = "let len(tensor) give a plain number, since code does with it what only that can do"
+
+
+@dataclass(eq=False)
+class Retry(BaseException):
+    """Ends an attempt to trace: why it failed, and what the next one does otherwise about one module, or everywhere.
+
+    It derives from BaseException so that ``except Exception`` in a model's code does not take it.
+    """
+
+    error: BaseException | None = None
+    module: str = ""
+    """Its qualified name."""
+    decision: Decision | None = None
+    """None if there is nothing to do, so that the model can't be traced."""
+    location: str = field(default_factory=model_location)
+    """``file:line`` of the model's code that ran."""
+    function: str = ""
+    """Name of the torch function that raised the error."""
+    is_stateful: bool = False
+    """Whether the module's forward must run just once, and with autograd: it changes Python state, say."""
+    hands_on: bool = False
+    """Whether the module leaves values in its attributes that others take in the same forward."""
+    need: Need | None = None
+    """What to do everywhere, in place of all of these."""
+    seen_to_set: frozenset[tuple[type, str]] = frozenset()
+    """Attributes of classes that a forward changed, beside those that were known."""
+
+    def place(self) -> str:
+        """``file:line`` that raised the error; if it was raised here, of the code that ran."""
+        return raised_at(self.error) or self.location
+
+    def summary(self) -> str:
+        """The error in a line."""
+        text = str(self.error).strip().split("\n")[0][:300]
+        return text if isinstance(self.error, TraceError) else f"{type(self.error).__name__}: {text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Knowledge:
+    """What earlier attempts found out."""
+
+    max_leaf_bytes: int | None = None
+    """Modules with more bytes of weights and gradients are looked into; None = no such limit."""
+    dynamic: frozenset[Dimension] = frozenset()
+    """Input dimensions that are symbols although the rule says they are not."""
+    needs: frozenset[Need] = frozenset()
+    decisions: Mapping[str | type, Decision] = field(default_factory=dict)
+    """By module or class."""
+    reasons: Mapping[str | type, str] = field(default_factory=dict)
+    """Why, in words."""
+    tried: frozenset[tuple[str, Decision]] = frozenset()
+    stateful: frozenset[str | type] = frozenset()
+    """Modules, and their classes, whose forward changes Python state."""
+    handing_on: frozenset[str | type] = frozenset()
+    """Modules, and their classes, from whose attributes others take values in the same forward."""
+    seen_to_set: frozenset[tuple[type, str]] = frozenset()
+    """Attributes of classes that forwards changed."""
+
+    def after(self, retry: Retry, model: nn.Module) -> Knowledge:
+        """What is known after an attempt that failed.
+
+        Raises:
+            TraceError: nothing is left to try.
+        """
+        known = replace(self, seen_to_set=self.seen_to_set | retry.seen_to_set)
+        if retry.need is not None:
+            return replace(known, needs=self.needs | {retry.need})
+        name, decision = retry.module, retry.decision
+        if not name or decision is None:
+            raise known.root_error(retry, model) from retry.error
+        keys: set[str | type] = {name, type(model.get_submodule(name))}
+        if retry.is_stateful:
+            known = replace(known, stateful=self.stateful | keys)
+        if retry.hands_on:
+            known = replace(known, handing_on=self.handing_on | keys)
+        if (name, decision) in self.tried:
+            name, decision = _parent(model, name), Decision.LEAF
+            if not name or (name, decision) in self.tried:
+                raise known.root_error(retry, model) from retry.error
+        kind = type(model.get_submodule(name))
+        logger.debug("tracing again: %s is to be %s: %s", name, decision.value, retry.error)
+        deciding: list[str | type] = [name] if is_of_torch(kind) else [name, kind]
+        reason = f"{with_source(retry.place())}: {retry.summary()}"
+        return replace(
+            known,
+            tried=self.tried | {(name, decision)},
+            decisions={**self.decisions, **dict.fromkeys(deciding, decision)},
+            reasons={**self.reasons, **dict.fromkeys(deciding, reason)},
+        )
+
+    def root_error(self, retry: Retry, model: nn.Module) -> TraceError:
+        """The error of a model that can't be traced because of what ended an attempt."""
+        location, error = retry.place(), retry.error
+        cause = error.cause if isinstance(error, TraceError) else TraceCause.FORWARD_RAISES
+        facts = error.facts if isinstance(error, TraceError) else TraceFacts(function=retry.function)
+        file, _, line = location.rpartition(":")
+        stateful = [name for name, module in model.named_modules() if {name, type(module)} & self.stateful]
+        facts = replace(
+            facts,
+            file=file,
+            line=int(line) if line.isdigit() else 0,
+            source=source_at(location),
+            module=retry.module,
+            stateful=tuple(dict.fromkeys((*facts.stateful, *stateful))),
+        )
+        words = f"at {with_source(location)}: {retry.summary().rstrip('.')}. {advice(cause, facts)}"
+        return TraceError(f"can't trace {type(model).__name__}: {words}", cause, facts)
+
+    def reason(self, name: str, kind: type) -> str:
+        """Why the inside of a leaf was not traced."""
+        return self.reasons.get(name) or self.reasons.get(kind) or "scripted code can't be looked into"
+
+
+def _parent(model: nn.Module, name: str) -> str:
+    """The module around one, lists left out; empty if that is the root."""
+    return next((above for above in holders_of(name) if not isinstance(model.get_submodule(above), _CONTAINERS)), "")
+
+
+class LeafPolicy:
+    """Decides for every module of one model.
+
+    Args:
+        decisions: module name or class -> what tracing learned; names win.
+        max_leaf_bytes: a leaf with more bytes of weights and gradients is looked into; None = no such limit.
+        hooked: names of modules with forward hooks of the user's, which fire only if the module is called.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Mapping[nn.Module, str],
+        decisions: Mapping[str | type, Decision],
+        max_leaf_bytes: int | None = None,
+        hooked: Collection[str] = (),
+    ) -> None:
+        self._names = names
+        self._decisions = decisions
+        self._max_leaf_bytes = max_leaf_bytes
+        self._hooked = frozenset(hooked)
+        self._total = _num_parameters(model)
+        self._equal_blocks = _blocks_of_long_stacks(model)
+        self._answers: dict[nn.Module, bool] = {}
+
+    def decision(self, module: nn.Module) -> Decision | None:
+        """What tracing learned about the module or its class."""
+        return self._decisions.get(self._names[module]) or self._decisions.get(type(module))
+
+    def is_opaque(self, module: nn.Module) -> bool:
+        """Whether what tracing learned, and not the rule, decides about a module that is kept whole."""
+        decision = self.decision(module)
+        return decision is not None and not (decision is Decision.LEAF and _is_torch_layer(module))
+
+    def is_leaf(self, module: nn.Module) -> bool:
+        if module not in self._answers:
+            self._answers[module] = self._decide(module)
+        return self._answers[module]
+
+    def may_be_leaf(self, module: nn.Module) -> bool:
+        """Whether a module could be kept whole although it is large: it holds no stack."""
+        return module in self._equal_blocks or not _stacks_in(module)
+
+    def is_too_large(self, module: nn.Module) -> bool:
+        """Whether a module is larger than the caller's limit."""
+        return self._max_leaf_bytes is not None and training_bytes_of(module) > self._max_leaf_bytes
+
+    def _decide(self, module: nn.Module) -> bool:
+        if not self._names[module] or isinstance(module, _CONTAINERS):
+            return False
+        decision = self.decision(module)
+        if decision is not None:
+            return decision is not Decision.DESCEND
+        if _is_torch_layer(module) or (self._names[module] in self._hooked and self.may_be_leaf(module)):
+            return True
+        size = _num_parameters(module)
+        if not size:
+            return is_of_torch(type(module))
+        if not any(_num_parameters(child) for child in module.children()):
+            return True
+        return self.may_be_leaf(module) and not self.is_too_large(module) and size <= LARGEST_SHARE * self._total
+
+
+def _is_torch_layer(module: nn.Module) -> bool:
+    return is_of_torch(type(module)) and not isinstance(module, _TORCH_STACKS)
+
+
+def is_of_torch(kind: type) -> bool:
+    """Whether a class of modules is torch's own; generated and compiled modules hold a user's code."""
+    return kind.__module__.startswith(("torch.nn.", "torch.ao.", "torch.jit."))
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _is_block(module: nn.Module) -> bool:
+    """Whether a module has parameters in at least two children, or deeper than its children."""
+    with_parameters = [child for child in module.children() if _num_parameters(child)]
+    return len(with_parameters) > 1 or any(_is_block(child) for child in with_parameters)
+
+
+def _stacks_in(module: nn.Module) -> list[list[nn.Module]]:
+    """The blocks of every list or sequence in a module, itself included, that has two or more."""
+    stacks = (
+        [child for child in inner.children() if _is_block(child)]
+        for inner in module.modules()
+        if isinstance(inner, (*_CONTAINERS, nn.Sequential))
+    )
+    return [blocks for blocks in stacks if len(blocks) > 1]
+
+
+def _blocks_of_long_stacks(model: nn.Module) -> set[nn.Module]:
+    """The blocks of stacks with many blocks of few kinds; the outermost stacks only."""
+    blocks: set[nn.Module] = set()
+    inside: set[nn.Module] = set()
+    for stack in _stacks_in(model):
+        kinds = {(type(block), _num_parameters(block)) for block in stack}
+        if len(stack) >= MANY_BLOCKS and len(kinds) <= 3 and stack[0] not in inside:
+            blocks.update(stack)
+            inside.update(inner for block in stack for inner in block.modules())
+    return blocks
