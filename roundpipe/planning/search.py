@@ -18,8 +18,7 @@ from itertools import combinations, product
 from math import ceil, gcd, inf, log
 from random import Random
 
-from roundpipe.planning.candidates import Candidate, Cuts, Move
-from roundpipe.planning.packing import Effort, Packing
+from roundpipe.planning.candidates import Candidate, Cuts, Effort, Move, Packing
 from roundpipe.planning.stage_costs import StageCost, StageCosts, StagePhase, peak_bytes, step_seconds
 
 _SEARCH_OPS = 5_000_000
