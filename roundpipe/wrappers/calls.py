@@ -36,9 +36,8 @@ from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, resolve
 from roundpipe.runtime.engine.builder import StepBuilder, sum_losses
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.runtime.engine.step import HostGradients, HostValue, StepState
-from roundpipe.runtime.microbatch.division import batch_size
 from roundpipe.runtime.microbatch.merge import merge
-from roundpipe.runtime.microbatch.split import split, tensors_of_inputs
+from roundpipe.runtime.microbatch.split import batch_size, split, tensors_of_inputs
 from roundpipe.runtime.weights.replica import FrozenLayers
 from roundpipe.wrappers.model_view import ModelView
 from roundpipe.wrappers.session import LatestStep, Program, Runner, Session, TrainingCall

@@ -27,7 +27,7 @@ from roundpipe.core.layers import FixedChain
 from roundpipe.effects.places import HOOKS, REGISTERED
 from roundpipe.effects.run_once import FirstCall, first_to_run_once, hooks_run_around
 from roundpipe.runtime.config import RoundPipeRunConfig, resolve
-from roundpipe.runtime.microbatch.division import automatic_sizes, is_empty
+from roundpipe.runtime.microbatch.split import automatic_sizes, is_empty
 from roundpipe.runtime.weights.replica import Replica, redirect
 from roundpipe.wrappers.calls import ChainRunner
 from roundpipe.wrappers.lazy_outputs import holds_lazy, materialize_all, merge_lazily, repack

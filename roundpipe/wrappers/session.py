@@ -32,7 +32,7 @@ from roundpipe.runtime.device.resolve import DeviceLike, open_backends, open_reg
 from roundpipe.runtime.engine.engine import Engine
 from roundpipe.runtime.engine.plan_choice import PlanChooser
 from roundpipe.runtime.engine.spec import LossFunction
-from roundpipe.runtime.microbatch.division import batch_size
+from roundpipe.runtime.microbatch.split import batch_size
 from roundpipe.runtime.optimizer.loading import LoadWatch
 from roundpipe.runtime.optimizer.optimizer import OptimizerSide
 from roundpipe.runtime.profiling.meter import MeterReading

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from roundpipe.core.errors import DeadlockError
-from roundpipe.runtime.board import Board
+from roundpipe.runtime.threads import Board
 
 
 class Counter:

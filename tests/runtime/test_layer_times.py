@@ -151,7 +151,6 @@ def test_measured_seconds_are_those_of_the_layers(made_up_clock, grain):
         # a table rounds seconds, and learning waits for a step
         plans, chain = piped._runner.builder.plans, piped._runner.last_chain
         piped.synchronize()
-        plans._learn(plans._of(chain))  # as behind a step
         assert plans.is_measured(chain)
         costs = plans.costs(chain, 12)
         assert [cost.forward_s for cost in costs] == pytest.approx(SECONDS)

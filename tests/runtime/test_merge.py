@@ -144,7 +144,7 @@ def test_packed_data_is_taken_as_it_is():
     assert pieces.num_microbatches == 3
     assert all(piece[0] is value for piece, value in zip(pieces.args, values, strict=True))
     assert sizes(one["mask"] for one in pieces.kwargs) == sizes(pieces.labels) == [4, 2, 1]
-    assert pieces.events == [(arrivals[0],), (arrivals[1],), ()]
+    assert pieces.events == [[arrivals[0]], [arrivals[1]], []]
     assert arrivals[0].waits == 0
     sum(piece[0].sum() for piece in pieces.args).backward()
     assert x.grad.eq(2).all()

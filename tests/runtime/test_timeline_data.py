@@ -17,8 +17,8 @@ from roundpipe.planning.machine import HardwareProfile
 from roundpipe.planning.simulator import simulate, simulate_timeline, steady, step_alone_s
 from roundpipe.reports.timeline import Span, Timeline
 from roundpipe.runtime.device.backend import Device, Lane
-from roundpipe.runtime.device.cpu import CpuBackend
-from roundpipe.runtime.profiling.recorder import DeviceWork, Recorder, waits_by_cause
+from roundpipe.runtime.device.cpu import CpuBackend, CpuMoment
+from roundpipe.runtime.profiling.meter import DeviceWork, Gap, Recorder
 from tests.runtime.cases_timeline import (
     NUM_MICROBATCHES,
     PLAN,
@@ -80,7 +80,8 @@ def test_devices_and_lanes_are_in_the_order_of_people():
     ],
 )  # fmt: skip
 def test_time_between_computations_is_dealt_out(marks, parts):
-    assert list(waits_by_cause(marks, 10)) == parts
+    gap = Gap("cpu", CpuMoment(0), [(cause, CpuMoment(until)) for cause, until in marks], CpuMoment(10))
+    assert list(gap.waits()) == parts
 
 
 def test_moments_of_a_link_are_in_its_time():

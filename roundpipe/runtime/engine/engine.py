@@ -25,8 +25,7 @@ from roundpipe.runtime.engine.recompute import ForwardRecord
 from roundpipe.runtime.engine.spec import StepSpec
 from roundpipe.runtime.engine.step import HostGradients, HostValues, RunningSteps, StepState, raise_error
 from roundpipe.runtime.engine.worker import Worker
-from roundpipe.runtime.profiling.meter import MeterReading
-from roundpipe.runtime.profiling.recorder import Recorder
+from roundpipe.runtime.profiling.meter import MeterReading, Recorder
 from roundpipe.runtime.weights.gate import Gates, Steps
 from roundpipe.runtime.weights.host_weights import HostWeights
 from roundpipe.runtime.weights.layer_weights import LayerWeights

@@ -63,11 +63,16 @@ Prediction = Callable[[ExecutePlan], float]
 
 
 @dataclass(slots=True)
+class _KeptPlan:
+    plan: ExecutePlan
+    looked_at: int
+    """How many measured steps there were when it was last chosen or looked at."""
+
+
+@dataclass(slots=True)
 class _ChainRecord:
     times: LayerTimes
-    plans: dict[tuple[Any, ...], ExecutePlan] = field(default_factory=dict)
-    looked_at: dict[tuple[Any, ...], int] = field(default_factory=dict)
-    """Per plan, how many measured steps there were when it was last chosen or looked at."""
+    plans: dict[tuple[Any, ...], _KeptPlan] = field(default_factory=dict)
     spare_bytes: dict[tuple[Any, ...], int] = field(default_factory=dict)
     """Per plan, recomputation and size, the device memory left over."""
     settled: dict[tuple[Any, ...], tuple[int, RecomputeGrain]] = field(default_factory=dict)
@@ -103,9 +108,14 @@ class PlanChooser:
         self._may_replan = False
 
     def _of(self, chain: LayerChain) -> _ChainRecord:
+        """What is known of a chain, the steps that are over learned from."""
         record = self._records.get(chain)
         if record is None:
             record = self._records[chain] = _ChainRecord(LayerTimes(chain.costs, chain.example_elements))
+        while record.unread and record.unread[0][0].is_done:
+            times, elements = record.unread.pop(0)
+            if not times.failed:
+                record.times.learn(times, elements)
         return record
 
     def plan(self, call: Call) -> ExecutePlan:
@@ -115,7 +125,6 @@ class PlanChooser:
             config.execute_plan.validate(len(chain))
             return config.execute_plan
         record = self._of(chain)
-        self._learn(record)
         elements = call.elements()
         size = times_the_example(chain, elements)
         if self._budget_bytes is None:
@@ -123,15 +132,14 @@ class PlanChooser:
         elif not chain.example_elements:
             size = call.argument_bytes()
         key = (call.num_microbatches, config.recompute_grain, size)
-        present = record.plans.get(key)
-        if present is None:
+        num_steps, kept = record.times.num_steps, record.plans.get(key)
+        if kept is None:
             plan = self._choose(call, self.costs(chain, elements), self._links(chain))
-            record.plans[key], record.looked_at[key] = plan, record.times.num_steps
-        elif self._may_replan and record.times.num_steps >= max(FIRST_REPLAN, 4 * record.looked_at[key]):
-            record.looked_at[key] = record.times.num_steps
-            record.plans[key] = self._replanned(call, present)
+            kept = record.plans[key] = _KeptPlan(plan, num_steps)
+        elif self._may_replan and num_steps >= max(FIRST_REPLAN, 4 * kept.looked_at):
+            kept.plan, kept.looked_at = self._replanned(call, kept.plan), num_steps
         self._may_replan = False
-        return record.plans[key]
+        return kept.plan
 
     def spare_bytes(self, call: Call, plan: ExecutePlan) -> int | None:
         """Device memory that a training plan leaves over, as predicted; None: there is no limit."""
@@ -169,9 +177,7 @@ class PlanChooser:
         With deterministic algorithms asked of torch they never do, so that plans, and with them the order of
         summation, are the same in every run.
         """
-        record = self._of(chain)
-        self._learn(record)
-        return record.times.num_steps > 0 and not torch.are_deterministic_algorithms_enabled()
+        return self._of(chain).times.num_steps > 0 and not torch.are_deterministic_algorithms_enabled()
 
     def _choose(self, call: Call, costs: list[LayerCost], links: tuple[float, float]) -> ExecutePlan:
         choose = functools.partial(
@@ -312,12 +318,6 @@ class PlanChooser:
         number, grain = pairs[best[1]]
         logger.info("num_microbatch=%d, recompute_grain=%r: predicted %.3g s per step", number, grain, best[0])
         return number, grain
-
-    def _learn(self, record: _ChainRecord) -> None:
-        while record.unread and record.unread[0][0].is_done:
-            times, elements = record.unread.pop(0)
-            if not times.failed:
-                record.times.learn(times, elements)
 
 
 def times_the_example(chain: LayerChain, elements: int) -> float:

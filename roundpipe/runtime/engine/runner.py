@@ -123,7 +123,7 @@ class MicrobatchRunner:
                 if spec.return_outputs:
                     step.outputs[microbatch] = self._download_outputs(recorded.outputs, spec.output_device)
                 step.add_loss()
-                gradients = stage.backward_of_loss(recorded, microbatch)
+                gradients = stage.backward(recorded, {}, microbatch)
         if collects_gradients:
             gradients = {**gradients, LABEL: [tensor.grad for tensor in trees.tensors(label)]}
         self._download_gradients(step, gradients, microbatch)

@@ -31,15 +31,6 @@ _NOT_PROFILED = contextlib.nullcontext()
 
 
 @dataclass(slots=True)
-class StageLayer:
-    """One layer of a stage in one visit."""
-
-    index: int
-    spec: LayerSpec
-    bound: BoundLayer
-
-
-@dataclass(slots=True)
 class RecordedSegment:
     """A segment that ran with autograd on, before its backward."""
 
@@ -54,25 +45,25 @@ class RecordedSegment:
     """The same detached, as ``loss_fn`` gave it: a tensor, or a list of them."""
 
 
+@dataclass(slots=True)
 class Stage:
-    """The layers of one visit, ready to run microbatches; named for messages, such as ``B1[3:5]``."""
+    """The layers of one visit, ready to run microbatches."""
 
-    def __init__(
-        self, name: str, backend: Backend, layers: Sequence[StageLayer], spec: StepSpec, record: ForwardRecord
-    ) -> None:
-        self.name = name
-        self.backend = backend
-        self.layers = {layer.index: layer for layer in layers}
-        self.spec = spec
-        self.record = record
+    name: str
+    """For messages, such as ``B1[3:5]``."""
+    backend: Backend
+    layers: Mapping[int, BoundLayer]
+    """By index."""
+    spec: StepSpec
+    record: ForwardRecord
 
     def forward(self, segment: Segment, index: int, carry: Carry, microbatch: int) -> Carry:
         """Run one layer without autograd, which the caller has turned off; returns all values that it makes.
 
         What later layers of the segment read is added to the carry, what none of them reads is taken out.
         """
-        spec = self.layers[index].spec
-        outputs = self._first_call(self.layers[index], carry, microbatch)
+        spec = self.spec.chain.specs[index]
+        outputs = self._first_call(index, carry, microbatch)
         if any(tensor.requires_grad for tensor in trees.tensors(outputs)):  # the model turned autograd on
             outputs = trees.map_tensors(outputs, torch.Tensor.detach)
         self._note_plain(spec, carry, outputs, microbatch)
@@ -80,21 +71,20 @@ class Stage:
         return outputs
 
     def forward_to_loss(self, segment: Segment, carry: Carry, microbatch: int, label: Any) -> RecordedSegment:
-        """Run with autograd, up to the loss; `backward_of_loss` follows."""
-        spec, exit = self.spec, self.spec.chain.exit
+        """Run with autograd, up to the loss; `backward` follows."""
+        spec, chain = self.spec, self.spec.chain
         assert spec.loss_fn is not None
         recorded = RecordedSegment(segment.layers, self._leaves(segment, carry, microbatch))
         with spec.autocast(), torch.enable_grad():
             values = dict(recorded.leaves)
             for index in segment.layers:
-                layer = self.layers[index]
-                with learn_writes(layer.bound):
-                    outputs = self._call(layer, values, microbatch, "forward")
-                _pass_on(layer.spec, index, segment.last_reader, values, outputs)
+                with learn_writes(self.layers[index]):
+                    outputs = self._call(index, values, microbatch, "forward")
+                _pass_on(chain.specs[index], index, segment.last_reader, values, outputs)
                 del outputs
             with self._timed("loss", segment.layers[-1:]):
                 with self._noted(microbatch, "outputs"):
-                    recorded.outputs = exit(values)
+                    recorded.outputs = chain.exit(values)
                 del values
                 with self._noted(microbatch, "loss_fn"):
                     loss = spec.loss_fn(recorded.outputs, label)
@@ -103,62 +93,58 @@ class Stage:
         recorded.loss = plain[0] if isinstance(loss, torch.Tensor) else plain
         return recorded
 
-    def backward_of_loss(self, recorded: RecordedSegment, microbatch: int) -> dict[str, Gradients]:
-        """Backward of a fused stage; returns the gradients of the values it took, and lets go of the outputs."""
-        recorded.outputs = None
-        self._backward(recorded.layers, recorded.losses, None, microbatch)
-        return _leaf_gradients(recorded)
-
     def recompute(self, segment: Segment, carry: Carry, microbatch: int) -> RecordedSegment:
         record = self.record
         recorded = RecordedSegment(segment.layers, self._leaves(segment, carry, microbatch), outputs={})
         values = dict(recorded.leaves)
         with self.spec.autocast(), torch.enable_grad():
             for index in segment.layers:
-                layer, key = self.layers[index], (index, microbatch)
+                key = index, microbatch
                 scope = LayerScope(record, key, self.backend, is_recomputation=True)
-                with scope, record.use_buffers(layer.bound, key, self.backend):
-                    outputs = self._call(layer, values, microbatch, "recomputation")
+                with scope, record.use_buffers(self.layers[index], key, self.backend):
+                    outputs = self._call(index, values, microbatch, "recomputation")
                 values.update(outputs)
                 recorded.outputs.update(outputs)
         return recorded
 
     def has_backward(self, segment: Segment) -> bool:
         """Whether a gradient flows to any weight or taken value of a segment; else it need not run again."""
-        return any(self.layers[index].bound.parameters for index in segment.layers) or any(
+        return any(self.layers[index].parameters for index in segment.layers) or any(
             name in self.spec.with_gradient for name in segment.takes
         )
 
     def backward(
-        self, recorded: RecordedSegment, gradients: dict[str, Gradients], microbatch: int
+        self, recorded: RecordedSegment, gradients: Mapping[str, Gradients], microbatch: int
     ) -> dict[str, Gradients]:
-        """Backward of a recomputed segment; returns the gradients of the values it took."""
-        pairs = [
+        """Backward from the losses, or from gradients of what a segment made; lets go of what it made.
+
+        Returns the gradients of the values it took, those without any left out.
+        """
+        pairs: list[tuple[torch.Tensor, torch.Tensor | None]] = [(loss, None) for loss in recorded.losses]
+        pairs += [
             (tensor, gradient)
             for name, incoming in gradients.items()
             for tensor, gradient in zip(trees.tensors(recorded.outputs[name]), incoming, strict=True)
             if gradient is not None and tensor.requires_grad
         ]
-        recorded.outputs.clear()
+        recorded.outputs = None
         if pairs:
-            roots, root_gradients = zip(*pairs, strict=True)
-            self._backward(recorded.layers, roots, root_gradients, microbatch)
-        return _leaf_gradients(recorded)
-
-    def _backward(
-        self,
-        layers: Sequence[int],
-        roots: Sequence[torch.Tensor],
-        gradients: Sequence[torch.Tensor] | None,
-        microbatch: int,
-    ) -> None:
-        first, last = (self.layers[index] for index in (layers[0], layers[-1]))
-        which = f"layer {first.index} ({first.spec.name})"
-        if first is not last:
-            which = f"layers {first.index} to {last.index} ({first.spec.name} .. {last.spec.name})"
-        annotation = self._annotation(f"{which} m{microbatch} backward")
-        with self._timed("backward", layers), self._noted(microbatch, "backward"), annotation:
-            torch.autograd.backward(roots, gradients)
+            first, last = recorded.layers[0], recorded.layers[-1]
+            names = [self.spec.chain.specs[index].name for index in (first, last)]
+            which = f"layer {first} ({names[0]})"
+            if first != last:
+                which = f"layers {first} to {last} ({names[0]} .. {names[1]})"
+            annotation = self._annotation(f"{which} m{microbatch} backward")
+            with self._timed("backward", recorded.layers), self._noted(microbatch, "backward"), annotation:
+                roots, root_gradients = zip(*pairs, strict=True)
+                torch.autograd.backward(roots, root_gradients)
+        result = {}
+        for name, value in recorded.leaves.items():
+            found = [tensor.grad if tensor.is_leaf else None for tensor in trees.tensors(value)]
+            if any(gradient is not None for gradient in found):
+                result[name] = found
+        recorded.leaves.clear()
+        return result
 
     # Calls
 
@@ -184,32 +170,32 @@ class Stage:
             tensors = enumerate(trees.tensors(outputs[name]))
             plain[microbatch, name] = frozenset(position for position, tensor in tensors if id(tensor) in handed_on)
 
-    def _first_call(self, layer: StageLayer, values: Carry, microbatch: int) -> Carry:
+    def _first_call(self, index: int, values: Carry, microbatch: int) -> Carry:
         """A layer's call in forward, with a record of what its recomputation needs."""
         if not self.spec.keeps_history:
-            return self._call(layer, values, microbatch, "forward")
-        record, key = self.record, (layer.index, microbatch)
+            return self._call(index, values, microbatch, "forward")
+        record, key = self.record, (index, microbatch)
         scope = LayerScope(record, key, self.backend, is_recomputation=False)
-        with scope, record.keep_buffers(layer.bound, key, self.backend):
-            return self._call(layer, values, microbatch, "forward")
+        with scope, record.keep_buffers(self.layers[index], key, self.backend):
+            return self._call(index, values, microbatch, "forward")
 
-    def _call(self, layer: StageLayer, values: Carry, microbatch: int, phase: str) -> Carry:
+    def _call(self, index: int, values: Carry, microbatch: int, phase: str) -> Carry:
         """A layer's outputs; seeded, timed and annotated."""
-        spec, times = layer.spec, self.spec.times
+        bound, spec, times = self.layers[index], self.spec.chain.specs[index], self.spec.times
         carry = {name: values[name] for name in spec.reads}
-        with self._annotation(f"layer {layer.index} ({spec.name}) m{microbatch} {phase}"):
+        with self._annotation(f"layer {index} ({spec.name}) m{microbatch} {phase}"):
             began = None if times is None else self.backend.moment()
             try:
                 if spec.draws_random and self.spec.preserve_rng_state:
-                    outputs = self._seeded(layer.bound, carry, layer_seed(self.spec.base_seed, layer.index, microbatch))
+                    outputs = self._seeded(bound, carry, layer_seed(self.spec.base_seed, index, microbatch))
                 else:
-                    outputs = layer.bound.module(carry)
+                    outputs = bound.module(carry)
             except Exception as error:
-                module = _failing_module(error, layer.bound) or ", ".join(spec.module_names) or spec.name
-                self._note(error, microbatch, phase, f"layer {layer.index} ({spec.name}), module {module}, ")
+                module = _failing_module(error, bound) or ", ".join(spec.module_names) or spec.name
+                self._note(error, microbatch, phase, f"layer {index} ({spec.name}), module {module}, ")
                 raise
             if times is not None and began is not None:
-                times.add("forward", (layer.index,), began, self.backend.moment())
+                times.add("forward", (index,), began, self.backend.moment())
         return {name: outputs[name] for name in spec.makes}
 
     def _annotation(self, what: str) -> contextlib.AbstractContextManager[Any]:
@@ -285,17 +271,6 @@ def _as_leaf(value: Any, plain: Container[int]) -> Any:
         return tensor.detach().requires_grad_() if takes_part else tensor
 
     return trees.map_numbered(value, leaf)
-
-
-def _leaf_gradients(recorded: RecordedSegment) -> dict[str, Gradients]:
-    """Gradients of the leaves, those without any left out."""
-    result = {}
-    for name, value in recorded.leaves.items():
-        gradients = [tensor.grad if tensor.is_leaf else None for tensor in trees.tensors(value)]
-        if any(gradient is not None for gradient in gradients):
-            result[name] = gradients
-    recorded.leaves.clear()
-    return result
 
 
 def _failing_module(error: BaseException, bound: BoundLayer) -> str | None:

@@ -24,10 +24,10 @@ import torch
 
 from roundpipe.core import trees
 from roundpipe.core.schedule import Phase, ScheduleKind
-from roundpipe.runtime.board import Board
 from roundpipe.runtime.device.backend import Event
 from roundpipe.runtime.engine.recompute import ForwardRecord
 from roundpipe.runtime.engine.spec import StepSpec
+from roundpipe.runtime.threads import Board
 from roundpipe.runtime.weights.gate import Gates
 from roundpipe.runtime.weights.replica import FrozenLayers
 

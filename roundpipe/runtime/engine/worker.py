@@ -24,11 +24,10 @@ from roundpipe.core.errors import ClosedError, RoundPipeError
 from roundpipe.core.schedule import Job, Phase, Task, TaskKind
 from roundpipe.runtime.device.backend import Backend, Event, Lane
 from roundpipe.runtime.engine.runner import InFlight, MicrobatchRunner
-from roundpipe.runtime.engine.stage import Stage, StageLayer
+from roundpipe.runtime.engine.stage import Stage
 from roundpipe.runtime.engine.step import Cancelled, RunningSteps, StepState
-from roundpipe.runtime.profiling.meter import Meter
-from roundpipe.runtime.profiling.recorder import HostLog, Recorder
-from roundpipe.runtime.thread import TaskThread
+from roundpipe.runtime.profiling.meter import HostLog, Meter, Recorder
+from roundpipe.runtime.threads import TaskThread
 from roundpipe.runtime.weights.gate import Gates
 from roundpipe.runtime.weights.layer_weights import LayerWeights
 from roundpipe.runtime.weights.replica import BoundLayer, Replica
@@ -287,8 +286,7 @@ class Worker:
         with step.modules_lock:
             visit.ready(job.phase is not Phase.FORWARD, step.frozen)
         self.meter.until("weights", visit.arrived)
-        specs = step.spec.chain.specs
-        layers = [StageLayer(index, specs[index], bound) for index, bound in zip(job.layers, visit.layers, strict=True)]
+        layers = dict(zip(job.layers, visit.layers, strict=True))
         return Stage(str(job), self.backend, layers, step.spec, step.forward)
 
     # Gradients of weights

@@ -20,7 +20,7 @@ from roundpipe.runtime.microbatch.spec import (
     check_leaf_spec,
     checked_dim_size,
     described,
-    holds_tensor,
+    holds_array,
     is_function,
     is_spec_of,
     shape_of,
@@ -64,7 +64,7 @@ def merge_value(values: list[Any], spec: Any, path: Path) -> Any:
     if any(isinstance(value, torch.Tensor) for value in values):
         check_leaf_spec(spec, where, _RULES)
         return _merge_tensors(values, spec, where)
-    if all(value is first for value in values) and spec is None and not holds_tensor(first):
+    if all(value is first for value in values) and spec is None and not holds_array(first):
         return first
     below = _children_of_all(values, path)
     if below is None:
@@ -158,7 +158,7 @@ def _pack(values: list[Any], path: Path, events: Sequence[Event | None] | None) 
     first = values[0]
     if any(isinstance(value, torch.Tensor) for value in values):
         return RoundPipePackedData(values, events)
-    if all(value is first for value in values) and not holds_tensor(first):
+    if all(value is first for value in values) and not holds_array(first):
         return first
     below = _children_of_all(values, path)
     if below is None:

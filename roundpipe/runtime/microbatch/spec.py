@@ -8,7 +8,7 @@ holds one has imported it already, so it is looked up and never imported. This f
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -99,11 +99,18 @@ def checked_dim_size(tensor: torch.Tensor, spec: Any, where: str) -> int:
     return tensor.shape[dim]
 
 
-def holds_tensor(value: Any) -> bool:
+def array_leaves(value: Any, depth: int = 0) -> Iterator[torch.Tensor | RoundPipePackedData]:
+    """The tensors and packed data of a structure, in order."""
+    if isinstance(value, torch.Tensor | RoundPipePackedData):
+        yield value
+    elif depth < trees.MAX_DEPTH:
+        for _, child in trees.children(value) or ():
+            yield from array_leaves(child, depth + 1)
+
+
+def holds_array(value: Any) -> bool:
     """Whether there is a tensor, or packed data, anywhere in a structure."""
-    if isinstance(value, RoundPipePackedData):
-        return True
-    return any(isinstance(leaf, torch.Tensor) for leaf in trees.leaves(value))
+    return any(True for _ in array_leaves(value))
 
 
 def wait_for(events: Iterable[Event | None]) -> None:

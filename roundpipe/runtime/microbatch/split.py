@@ -3,7 +3,9 @@
     args, kwargs, label --split--> one (args, kwargs, label) per microbatch
     one output per microbatch --merge--> output
 
-Pieces are views of the arguments, so gradients flow back into them. `division` decides how many there are.
+Pieces are views of the arguments, so gradients flow back into them. How many there are is decided once per call, by the
+first of these that says it: a function of the user's, packed data among the inputs, the batch size (fewer samples than
+asked for microbatches give fewer), the run config.
 
 Invariant: `split` gives lists of one length, `merge` takes a list of that length; neither changes its arguments.
 """
@@ -11,9 +13,10 @@ Invariant: `split` gives lists of one length, `merge` takes a list of that lengt
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,29 +27,26 @@ from roundpipe.core.errors import MicrobatchError
 from roundpipe.core.trees import Access, Path
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig
 from roundpipe.runtime.device.backend import Event
-from roundpipe.runtime.microbatch.division import (
-    Division,
-    Inputs,
-    batched_leaf,
-    divide,
-    division_of_pieces,
-    packed_leaves,
-    specs_of,
-)
 from roundpipe.runtime.microbatch.merge import merge_value
 from roundpipe.runtime.microbatch.spec import (
     RoundPipePackedData,
+    array_leaves,
     check_leaf_spec,
     checked_dim_size,
     described,
-    holds_tensor,
+    holds_array,
     input_name,
     is_function,
+    is_spec,
     is_spec_of,
+    shape_of,
     spec_children,
 )
 
 logger = logging.getLogger(__name__)
+
+Inputs = tuple[Any, Any]
+"""``(args, kwargs)``; also their specs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Split:
     args: list[tuple[Any, ...]]
     kwargs: list[dict[str, Any]]
     labels: list[Any]
-    events: list[tuple[Event, ...]]
+    events: list[list[Event]]
     """What has to happen before a microbatch's arguments and labels may be read."""
 
     @property
@@ -89,27 +89,41 @@ def split(args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any, config: 
     """
     inputs = (tuple(args), dict(kwargs))
     if is_function(config.split_input):
-        args_list, kwargs_list = _call_split_input(config.split_input, inputs, config.num_microbatch)
-        splitter = _Splitter(division_of_pieces(list(zip(args_list, kwargs_list, strict=True))))
+        pieces = _call_split_input(config.split_input, inputs, config.num_microbatch)
+        division = _division_of_pieces(pieces)
     else:
-        specs = specs_of(config)
-        splitter = _Splitter(divide(inputs, specs, config.num_microbatch))
-        pieces = splitter.split(inputs, specs, ())
-        args_list, kwargs_list = [piece[0] for piece in pieces], [piece[1] for piece in pieces]
-    labels = splitter.split_labels(label, config.split_label)
-    splitter.warn()
-    return Split(args_list, kwargs_list, labels, [tuple(events) for events in splitter.events])
+        specs = _specs_of(config)
+        division = _divide(inputs, specs, config.num_microbatch)
+        pieces = division.split(inputs, specs, ())
+    labels = division.split_labels(label, config.split_label)
+    division.warn()
+    return Split([args for args, _ in pieces], [kwargs for _, kwargs in pieces], labels, division.events)
 
 
-class _Splitter:
-    """Cuts values into the pieces of one division."""
+@dataclass(slots=True)
+class Division:
+    """Into which pieces the samples of one call are cut; cuts values into them."""
 
-    def __init__(self, division: Division) -> None:
-        self._division = division
-        self._whole: list[str] = []
-        """Leaves that the automatic rule could not split though they have a dim 0."""
-        self.events: list[list[Event]] = [[] for _ in range(division.num_microbatches)]
-        """What each microbatch has to wait for."""
+    num_microbatches: int
+    sizes: list[int] | None
+    """Samples of each microbatch; None where the batch size is not known."""
+    num_missing: int = 0
+    """Microbatches asked for but not there, since there are fewer samples."""
+    labels_decide: bool = False
+    """Whether the inputs don't tell the batch size for sure, so that the labels' own is taken for them."""
+    events: list[list[Event]] = field(init=False)
+    """What each microbatch has to wait for."""
+    whole: list[str] = field(init=False, default_factory=list)
+    """Leaves that the automatic rule could not split though they have a dim 0."""
+
+    def __post_init__(self) -> None:
+        self.events = [[] for _ in range(self.num_microbatches)]
+
+    def sizes_for(self, size: int) -> list[int]:
+        """Sizes of the pieces of a dimension: those of the batch if it is as long, else even ones."""
+        if self.sizes is not None and size == sum(self.sizes):
+            return self.sizes
+        return _even_sizes(size, self.num_microbatches)
 
     def split(self, value: Any, spec: Any, path: Path) -> list[Any]:
         if isinstance(value, RoundPipePackedData):
@@ -117,38 +131,39 @@ class _Splitter:
         below = trees.children(value) if len(path) < trees.MAX_DEPTH else None
         if below is None:
             return self._split_leaf(value, spec, path)
-        number = self._division.num_microbatches
-        if (spec is None or is_spec_of(spec, "_Replicate")) and not holds_tensor(value):
-            return [value] * number
+        if (spec is None or is_spec_of(spec, "_Replicate")) and not holds_array(value):
+            return [value] * self.num_microbatches
         specs = spec_children(spec, below, input_name(path))
         columns = [
             self.split(child, child_spec, (*path, access))
             for (access, child), child_spec in zip(below, specs, strict=True)
         ]
-        rows = zip(*columns, strict=True) if columns else [()] * number
+        rows = zip(*columns, strict=True) if columns else [()] * self.num_microbatches
         return [trees.with_children(value, list(row)) for row in rows]
 
     def _split_leaf(self, value: Any, spec: Any, path: Path) -> list[Any]:
-        check_leaf_spec(spec, input_name(path), ("TensorChunkSpec", "_Replicate"))
-        number = self._division.num_microbatches
-        if isinstance(value, torch.Tensor) and spec is not None and not is_spec_of(spec, "_Replicate"):
-            size = checked_dim_size(value, spec, input_name(path))
+        name, number = input_name(path), self.num_microbatches
+        check_leaf_spec(spec, name, ("TensorChunkSpec", "_Replicate"))
+        if not isinstance(value, torch.Tensor) or is_spec_of(spec, "_Replicate"):
+            return [value] * number
+        if spec is not None:
+            size = checked_dim_size(value, spec, name)
             if size < number:
                 raise MicrobatchError(
-                    f"{input_name(path)} has only {size} samples along dim {spec.split_dim} "
+                    f"{name} has only {size} samples along dim {spec.split_dim} "
                     f"for {number} microbatches; set num_microbatch lower"
                 )
-            return _pieces(value, self._division.sizes_for(size), spec.split_dim)
-        if not isinstance(value, torch.Tensor) or spec is not None or value.ndim == 0 or number == 1:
+            return _pieces(value, self.sizes_for(size), spec.split_dim)
+        if value.ndim == 0 or number == 1:
             return [value] * number
-        if value.shape[0] != self._division.batch_size:
-            self._whole.append(input_name(path))
+        if self.sizes is None or value.shape[0] != sum(self.sizes):
+            self.whole.append(name)
             return [value] * number
-        return _pieces(value, self._division.sizes_for(value.shape[0]), 0)
+        return _pieces(value, self.sizes, 0)
 
     def _split_packed(self, packed: RoundPipePackedData, spec: Any, path: Path) -> list[Any]:
         """Packed data as it is, or put together and cut anew where it is in another number of pieces."""
-        number = self._division.num_microbatches
+        number = self.num_microbatches
         if len(packed) == number:
             for events, event in zip(self.events, packed.events, strict=True):
                 if event is not None:
@@ -164,7 +179,7 @@ class _Splitter:
 
     def split_labels(self, label: Any, rule: Any) -> list[Any]:
         """The labels of each microbatch; call it behind `split`."""
-        number = self._division.num_microbatches
+        number = self.num_microbatches
         if label is None:
             return [None] * number
         if is_function(rule):
@@ -172,23 +187,125 @@ class _Splitter:
                 packed.synchronize()
             return _checked_list(rule(label, number), number, "split_label(label, num_microbatch)", "labels")
         first = batched_leaf(label)
-        if self._division.labels_decide and isinstance(first, torch.Tensor) and first.shape[0] >= number:
-            sizes = self._division.sizes_for(first.shape[0])
-            self._division = dataclasses.replace(self._division, sizes=sizes)
+        if self.labels_decide and isinstance(first, torch.Tensor) and first.shape[0] >= number:
+            self.sizes = self.sizes_for(first.shape[0])
         return self.split(label, rule, (Access("attribute", "label"),))
 
     def warn(self) -> None:
-        number = self._division.num_microbatches
-        if self._division.num_missing:
+        number = self.num_microbatches
+        if self.num_missing:
             warn(
                 f"the batch has {number} samples, so it runs as {number} "
-                f"microbatches instead of {number + self._division.num_missing}"
+                f"microbatches instead of {number + self.num_missing}"
             )
-        if self._whole:
+        if self.whole:
             warn(
-                f"{', '.join(self._whole)}: dim 0 is not as long as the batch, so every microbatch "
+                f"{', '.join(self.whole)}: dim 0 is not as long as the batch, so every microbatch "
                 "gets the whole tensor; say with split_input or split_label how it is split, if it is"
             )
+
+
+def _divide(inputs: Inputs, specs: Inputs, num_microbatch: int) -> Division:
+    """The division of inputs that the automatic rule or specs split."""
+    size = _batch_size(inputs, specs)
+    packed = [leaf for leaf in packed_leaves(inputs) if len(leaf) > 1]
+    if packed:
+        number = len(packed[0])
+        if number != num_microbatch:
+            logger.debug("packed inputs run as %d microbatches, not %d", number, num_microbatch)
+        alike = [leaf for leaf in packed if len(leaf) == number and batched_leaf(leaf) is leaf]
+        candidates = [[part.shape[0] for part in leaf] for leaf in alike]
+        even = None if size is None else _even_sizes(size, number)
+        return Division(number, next((sizes for sizes in candidates if sum(sizes) == size), even))
+    if size is None:
+        return Division(1 if specs == (None, None) else num_microbatch, None, labels_decide=True)
+    number = min(num_microbatch, size)
+    return Division(number, _even_sizes(size, number), num_missing=num_microbatch - number)
+
+
+def _division_of_pieces(pieces: Sequence[Inputs]) -> Division:
+    """The division that the user's own pieces follow, for the labels beside them."""
+    leaves = [leaf for piece in pieces if isinstance(leaf := batched_leaf(piece), torch.Tensor)]
+    sizes = [leaf.shape[0] for leaf in leaves] if len(leaves) == len(pieces) else None
+    return Division(len(pieces), sizes, labels_decide=True)
+
+
+def batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any], config: ResolvedConfig) -> int | None:
+    """Samples in a batch, if its number of microbatches is free to choose; None if it is not, or not known."""
+    inputs = (tuple(args), dict(kwargs))
+    if is_function(config.split_input) or packed_leaves(inputs):
+        return None
+    return _batch_size(inputs, _specs_of(config))
+
+
+def is_empty(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the first tensor of a call that has a dim 0 has no samples."""
+    first = batched_leaf((tuple(args), dict(kwargs)))
+    return isinstance(first, torch.Tensor) and first.shape[0] == 0
+
+
+def automatic_sizes(args: tuple[Any, ...], kwargs: Mapping[str, Any], config: ResolvedConfig) -> list[int] | None:
+    """Samples of each microbatch that the automatic rule makes of tensors; None if others decide, or nothing tells."""
+    if config.split_input is not None or "num_microbatch" in config.auto:
+        return None
+    size = batch_size(args, kwargs, config)
+    return None if size is None else _even_sizes(size, min(config.num_microbatch, size))
+
+
+def _specs_of(config: ResolvedConfig) -> Inputs:
+    """The specs of args and kwargs where no function splits them; None stands for the automatic rule."""
+    rule = config.split_input
+    if is_spec(rule):
+        raise MicrobatchError(
+            f"split_input is {rule!r}; give a pair (args_spec, kwargs_spec), such as ((TensorChunkSpec(0),), None)"
+        )
+    assert not callable(rule)
+    args_spec, kwargs_spec = rule or (None, None)
+    return args_spec, kwargs_spec
+
+
+def packed_leaves(value: Any) -> list[RoundPipePackedData]:
+    """The packed data of a structure, in order."""
+    return [leaf for leaf in array_leaves(value) if isinstance(leaf, RoundPipePackedData)]
+
+
+def batched_leaf(value: Any) -> torch.Tensor | RoundPipePackedData | None:
+    """The first tensor with a dim 0, or packed data of such; None if there is none."""
+    for leaf in array_leaves(value):
+        parts = leaf if isinstance(leaf, RoundPipePackedData) else [leaf]
+        if parts and all(isinstance(part, torch.Tensor) and part.ndim for part in parts):
+            return leaf
+    return None
+
+
+def _even_sizes(size: int, num_pieces: int) -> list[int]:
+    """Sizes that differ by at most one, larger ones first."""
+    return [size // num_pieces + (index < size % num_pieces) for index in range(num_pieces)]
+
+
+def _batch_size(inputs: Inputs, specs: Inputs) -> int | None:
+    """Number of samples of a call; None if nothing tells; an error if there are none."""
+    first = batched_leaf(inputs)
+    size, where = None, "dim 0 of the first tensor given"
+    if first is not None:
+        size = sum(part.shape[0] for part in first) if isinstance(first, list) else first.shape[0]
+    size, where = min(_chunked_sizes(inputs, specs, ()), default=(size, where))
+    if size == 0:
+        shape = "" if first is None else f" (shape {shape_of(first)})"
+        raise MicrobatchError(f"the batch is empty: {where}{shape} has no samples; give at least one")
+    return size
+
+
+def _chunked_sizes(value: Any, spec: Any, path: Path) -> Iterator[tuple[int, str]]:
+    """Length along the dimension to split, and name, of each tensor that a spec says to split."""
+    where = input_name(path)
+    if is_spec_of(spec, "TensorChunkSpec"):
+        if isinstance(value, torch.Tensor):
+            yield checked_dim_size(value, spec, where), where
+    elif spec is not None and not isinstance(value, RoundPipePackedData):
+        below = trees.children(value) or []
+        for (access, child), child_spec in zip(below, spec_children(spec, below, where) if below else (), strict=True):
+            yield from _chunked_sizes(child, child_spec, (*path, access))
 
 
 def _pieces(tensor: torch.Tensor, sizes: list[int], dim: int) -> list[torch.Tensor]:
@@ -197,11 +314,11 @@ def _pieces(tensor: torch.Tensor, sizes: list[int], dim: int) -> list[torch.Tens
         return [tensor]
     if tensor.requires_grad and torch.is_grad_enabled():
         return list(torch.split(tensor, sizes, dim))  # one backward for all pieces, which joins them
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    return [tensor.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True)]
+    starts = itertools.accumulate(sizes, initial=0)
+    return [tensor.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=False)]
 
 
-def _call_split_input(rule: Any, inputs: Inputs, number: int) -> tuple[list[Any], list[Any]]:
+def _call_split_input(rule: Any, inputs: Inputs, number: int) -> list[Inputs]:
     for packed in packed_leaves(inputs):
         packed.synchronize()
     what = "split_input(args, kwargs, num_microbatch)"
@@ -215,7 +332,7 @@ def _call_split_input(rule: Any, inputs: Inputs, number: int) -> tuple[list[Any]
             raise MicrobatchError(f"{what}: args_list[{index}] is {described(args)}; it must be a tuple of arguments")
         if not isinstance(kwargs, Mapping):
             raise MicrobatchError(f"{what}: kwargs_list[{index}] is {described(kwargs)}; it must be a dict")
-    return [tuple(args) for args in args_list], [dict(kwargs) for kwargs in kwargs_list]
+    return [(tuple(args), dict(kwargs)) for args, kwargs in zip(args_list, kwargs_list, strict=True)]
 
 
 def _checked_list(result: Any, number: int, what: str, name: str) -> list[Any]:

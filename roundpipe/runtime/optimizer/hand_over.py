@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from roundpipe.runtime.device.backend import Event
-from roundpipe.runtime.profiling.recorder import HostLog
+from roundpipe.runtime.profiling.meter import HostLog
 from roundpipe.runtime.weights.gate import Gates, ParameterUse
 from roundpipe.runtime.weights.master_weights import ParameterPair
 

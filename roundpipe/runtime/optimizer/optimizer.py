@@ -30,12 +30,11 @@ from torch import nn
 
 from roundpipe.core.errors import ClosedError, ConfigError, DeadlockError
 from roundpipe.reports.timeline import OPTIMIZER
-from roundpipe.runtime.board import DEADLINE_S
 from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
 from roundpipe.runtime.optimizer.hand_over import HandOver
 from roundpipe.runtime.optimizer.update import Update, UpdateRunner
-from roundpipe.runtime.profiling.recorder import HostLog
-from roundpipe.runtime.thread import TaskThread
+from roundpipe.runtime.profiling.meter import HostLog
+from roundpipe.runtime.threads import DEADLINE_S, TaskThread
 from roundpipe.runtime.weights.gate import Gates, ParameterUse, Steps
 from roundpipe.runtime.weights.master_weights import MasterWeights, NamedParameters, ParameterPair, take_writes
 

@@ -15,7 +15,7 @@ import torch
 
 from roundpipe.core.caller import warn
 from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
-from roundpipe.runtime.profiling.recorder import HostLog
+from roundpipe.runtime.profiling.meter import HostLog
 from roundpipe.runtime.weights.master_weights import Fingerprint, ParameterPair
 
 _INSIDE: ContextVar[bool] = ContextVar("roundpipe_inside_optimizer", default=False)

@@ -9,8 +9,10 @@ Invariant: costs keep all bytes; only seconds are replaced by measured ones.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Literal
 
 from roundpipe.core.layers import LayerCost
@@ -45,10 +47,10 @@ class StepTimes:
 
     def means(self) -> dict[tuple[Kind, tuple[int, ...]], float]:
         """Mean seconds per call, by kind and layers."""
-        by_call: dict[tuple[Kind, tuple[int, ...]], list[float]] = {}
+        by_call: defaultdict[tuple[Kind, tuple[int, ...]], list[float]] = defaultdict(list)
         for kind, layers, began, ended in self._spans:
-            by_call.setdefault((kind, tuple(layers)), []).append(ended.seconds_since(began))
-        return {key: sum(seconds) / len(seconds) for key, seconds in by_call.items()}
+            by_call[kind, tuple(layers)].append(ended.seconds_since(began))
+        return {key: fmean(seconds) for key, seconds in by_call.items()}
 
 
 class LayerTimes:
@@ -59,15 +61,10 @@ class LayerTimes:
 
     def __init__(self, costs: Sequence[LayerCost], example_elements: int) -> None:
         self._estimated = tuple(costs)
-        self._example_elements = example_elements
-        self._forward_s: dict[int, float] = {}
-        self._backward_s: dict[int, float] = {}
-        self._loss_s: float | None = None
+        self.example_elements = example_elements
+        self._seconds: dict[tuple[Kind, int], float] = {}
+        """By layer; the loss is of the last one."""
         self._seen = 0
-
-    @property
-    def example_elements(self) -> int:
-        return self._example_elements
 
     @property
     def num_steps(self) -> int:
@@ -79,42 +76,32 @@ class LayerTimes:
         self._seen += 1
         if self._seen == 1:
             return
-        if not self._example_elements:
-            self._example_elements = max(elements, 1)
-        scale = self._example_elements / max(elements, 1)
+        self.example_elements = self.example_elements or max(elements, 1)
+        scale = self.example_elements / max(elements, 1)
         for (kind, layers), seconds in times.means().items():
-            seconds *= scale
-            if kind == "forward":
-                (layer,) = layers
-                self._forward_s[layer] = _mixed(self._forward_s.get(layer), seconds)
-            elif kind == "loss":
-                self._loss_s = _mixed(self._loss_s, seconds)
-            else:
-                for layer, share in zip(layers, self._shares(layers), strict=True):
-                    self._backward_s[layer] = _mixed(self._backward_s.get(layer), seconds * share)
+            for layer, share in zip(layers, self._shares(layers), strict=True):
+                latest = seconds * scale * share
+                mean = self._seconds.get((kind, layer), latest)
+                self._seconds[kind, layer] = mean + LATEST_SHARE * (latest - mean)
 
     def _shares(self, layers: Sequence[int]) -> list[float]:
-        seconds = [self._backward_s.get(layer, self._estimated[layer].backward_s) for layer in layers]
-        is_known = [layer in self._backward_s for layer in layers]
-        if any(is_known) and not all(is_known):  # measured and estimated seconds are not of one scale
+        """How the seconds of layers that ran backward at once are dealt out."""
+        known = [self._seconds.get(("backward", layer)) for layer in layers]
+        seconds = [value for value in known if value is not None]
+        if len(seconds) < len(layers):  # measured and estimated seconds are not of one scale
             seconds = [self._estimated[layer].backward_s for layer in layers]
         total = sum(seconds)
         return [layer_s / total if total else 1 / len(layers) for layer_s in seconds]
 
     def costs(self, elements: int) -> list[LayerCost]:
         """Costs for a microbatch of so many elements: measured seconds where there are any, else estimated ones."""
-        factor = elements / self._example_elements if self._example_elements else 1.0
+        factor = elements / self.example_elements if self.example_elements else 1.0
         costs = []
         for layer, cost in enumerate(self._estimated):
-            forward_s = self._forward_s.get(layer, cost.forward_s)
+            forward_s = self._seconds.get(("forward", layer), cost.forward_s)
             # seconds that were estimated go with those that were measured
             estimated_s = cost.backward_s * (forward_s / cost.forward_s if cost.forward_s else 1.0)
-            backward_s = self._backward_s.get(layer, estimated_s)
-            if layer == len(self._estimated) - 1:
-                forward_s += self._loss_s or 0.0
+            backward_s = self._seconds.get(("backward", layer), estimated_s)
+            forward_s += self._seconds.get(("loss", layer), 0.0)
             costs.append(replace(cost, forward_s=forward_s, backward_s=backward_s).scaled(factor))
         return costs
-
-
-def _mixed(mean: float | None, latest: float) -> float:
-    return latest if mean is None else mean + LATEST_SHARE * (latest - mean)

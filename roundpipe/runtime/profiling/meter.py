@@ -1,8 +1,9 @@
-"""Where one worker's time goes: seconds of computing, and of waiting by cause, without waiting for any of it.
+"""Where workers' time goes: seconds of computing, and of waiting by cause (`Meter`), and what ran when (`Recorder`).
 
 Around each computation the worker takes moments on its streams: when the one before ended, until when it waited for
-what, when this one began and ended. They are read later, when they are done. A rotation on the CPU is always measured;
-on accelerators, where a moment is an event, one step of several is.
+what, when this one began and ended. They are read later, when they are done; nothing is waited for. A rotation on the
+CPU is always measured; on accelerators, where a moment is an event, one step of several is. For a timeline, moments are
+placed on the host's clock by one moment taken when recording begins.
 
     cause        the worker waited until
     caller       it was given a step, having had none
@@ -18,32 +19,53 @@ Invariant: busy and idle seconds together are the time from the first measured m
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
-from collections import deque
-from collections.abc import Sequence
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import inf
 from typing import Any, NamedTuple
 
 from roundpipe.core.schedule import Job
-from roundpipe.reports.timeline import WAIT_CAUSES, WaitCause
+from roundpipe.reports.timeline import WAIT_CAUSES, WAIT_NAMES, Span, WaitCause
 from roundpipe.runtime.device.backend import Backend, Lane, Moment
-from roundpipe.runtime.profiling.recorder import DeviceWork, Gap, Recorder
 
 MEASURED_EACH = 8
 """On accelerators one step of so many is measured, the first two too."""
 
 
-class _Computation(NamedTuple):
-    gap: Gap | None
-    began: Moment
-    ended: Moment
+class Gap(NamedTuple):
+    """The time between two computations of a device, with causes that kept the second one, each until a moment."""
+
+    device: str
+    before: Moment
+    marks: Sequence[tuple[str, Moment]]
+    start: Moment
+
+    def waits(self) -> Iterator[tuple[str, float, float]]:
+        """Causes with the start and end of their pieces, in seconds since the first computation.
+
+        A cause begins where the one before ends; what none covers is overhead.
+        """
+        start_s = self.start.seconds_since(self.before)
+        since_s = 0.0
+        for cause, moment in (*self.marks, ("overhead", self.start)):
+            until_s = min(moment.seconds_since(self.before), start_s)
+            if until_s > since_s:
+                yield cause, since_s, until_s
+                since_s = until_s
 
 
-class _LinkUse(NamedTuple):
+class _Measured(NamedTuple):
     lane: Lane
-    num_bytes: int
     began: Moment
     ended: Moment
+    num_bytes: int = 0
+    gap: Gap | None = None
+    """Before a computation."""
 
 
 class Meter:
@@ -60,12 +82,11 @@ class Meter:
         """What the worker is at: a job, and a microbatch unless all are meant."""
         self._before: Moment | None = None
         self._marks: list[tuple[str, Moment]] = []
-        self._unread: deque[_Computation | _LinkUse] = deque()
+        self._unread: deque[_Measured] = deque()
         self._lock = threading.Lock()
-        self._busy_s = 0.0
         self._idle_s: dict[str, float] = dict.fromkeys(WAIT_CAUSES, 0.0)
-        self._link_s = [0.0] * len(Lane)
-        self._link_bytes = [0] * len(Lane)
+        self._lane_s = [0.0] * len(Lane)
+        self._lane_bytes = [0] * len(Lane)
 
     def begin_step(self, was_idle: bool) -> None:
         """A step begins; ``was_idle``: the worker had none before."""
@@ -91,20 +112,23 @@ class Meter:
         if self._is_on:
             self._marks.append((cause, self.backend.moment() if moment is None else moment))
 
-    def computing(self, part: str, layers: tuple[int, ...]) -> _Computing:
+    def computing(self, part: str, layers: tuple[int, ...]) -> _Timed:
         """A context around a computation of consecutive layers."""
-        return _Computing(self, part, layers)
+        return _Timed(self, Lane.COMPUTE, part, layers)
 
-    def copying(self, lane: Lane, what: str) -> _Copying:
-        """A context around copies of values on a lane."""
-        return _Copying(self, lane, what)
+    def copying(self, lane: Lane, what: str) -> _Timed:
+        """A context around copies of values on a lane.
+
+        The computation waits until what is uploaded was on the host, then for the copy.
+        """
+        return _Timed(self, lane, what)
 
     def moved(self, lane: Lane, what: str, num_bytes: int, began: Moment, ended: Moment) -> None:
         """Note the copies on a lane between two of its moments."""
         if not num_bytes:
             return
         if self._is_on and self._num_steps > 1:  # in the first step pinned memory is allocated between copies
-            self._unread.append(_LinkUse(lane, num_bytes, began, ended))
+            self._unread.append(_Measured(lane, began, ended, num_bytes))
         self._record(lane, f"{what} {{}}", began, ended, bytes=num_bytes)
 
     def _record(self, lane: Lane, name: str, began: Moment, ended: Moment, **args: Any) -> None:
@@ -123,7 +147,7 @@ class Meter:
         ended = self.backend.moment()
         marks, self._marks = self._marks, []
         gap = None if self._before is None else Gap(self.device, self._before, marks, began)
-        self._unread.append(_Computation(gap, began, ended))
+        self._unread.append(_Measured(Lane.COMPUTE, began, ended, gap=gap))
         name = "{} recompute" if part == "recompute" else "{}"
         self._record(Lane.COMPUTE, name, began, ended, part=part, layers=[layers[0], layers[-1] + 1])
         if self.recorder is not None and gap is not None:
@@ -136,13 +160,9 @@ class Meter:
         with self._lock:
             while self._unread and self._unread[0].ended.is_done():
                 work = self._unread.popleft()
-                seconds = work.ended.seconds_since(work.began)
-                if isinstance(work, _LinkUse):
-                    self._link_s[work.lane] += seconds
-                    self._link_bytes[work.lane] += work.num_bytes
-                    continue
-                self._busy_s += seconds
-                for cause, start_s, end_s in work.gap.waits() if work.gap is not None else ():
+                self._lane_s[work.lane] += work.ended.seconds_since(work.began)
+                self._lane_bytes[work.lane] += work.num_bytes
+                for cause, start_s, end_s in () if work.gap is None else work.gap.waits():
                     self._idle_s[cause] += end_s - start_s
 
     def read(self) -> MeterReading:
@@ -150,8 +170,8 @@ class Meter:
         self._read()
         with self._lock:
             moved = tuple(self.backend.moved_bytes)
-            link = tuple(zip(self._link_bytes, self._link_s, strict=True))
-            return MeterReading(self._busy_s, dict(self._idle_s), moved, link)
+            link = tuple(zip(self._lane_bytes, self._lane_s, strict=True))
+            return MeterReading(self._lane_s[Lane.COMPUTE], dict(self._idle_s), moved, link)
 
 
 class MeterReading(NamedTuple):
@@ -184,54 +204,110 @@ def link_speeds(readings: Sequence[MeterReading]) -> tuple[float, float]:
     return bytes_per_s(Lane.WEIGHTS), bytes_per_s(Lane.GRADIENTS)
 
 
-class _Computing:
-    """Around a computation; a class, since every task opens some."""
+class _Timed:
+    """Around work on a lane; a class, since every task opens some."""
 
-    __slots__ = ("_began", "_layers", "_meter", "_part")
+    __slots__ = ("_began", "_lane", "_layers", "_meter", "_moved_bytes", "_what")
 
-    def __init__(self, meter: Meter, part: str, layers: tuple[int, ...]) -> None:
-        self._meter, self._part, self._layers = meter, part, layers
+    def __init__(self, meter: Meter, lane: Lane, what: str, layers: tuple[int, ...] = ()) -> None:
+        self._meter, self._lane, self._what, self._layers = meter, lane, what, layers
         self._began: Moment | None = None
+        self._moved_bytes = 0
 
     def __enter__(self) -> None:
-        if self._meter._is_on:
-            self._began = self._meter.backend.moment()
+        meter, lane = self._meter, self._lane
+        if meter._is_on and (lane is not Lane.DOWNLOAD or meter.recorder is not None):
+            self._began = meter.backend.moment(lane)
+            self._moved_bytes = meter.backend.moved_bytes[lane]
+            if lane is Lane.UPLOAD:
+                meter.until("no_work", self._began)
 
     def __exit__(self, *exception: object) -> None:
         # given up here, not with the frame: torch's CUDA sanitizer can't have an event destroyed while an exception
         # passes, and takes the process with it
         began, self._began = self._began, None
-        if began is not None:
-            self._meter._computed(self._part, self._layers, began)
-
-
-class _Copying:
-    """Values on their way: the computation waits until what is uploaded was on the host, then for the copy."""
-
-    __slots__ = ("_began", "_lane", "_meter", "_num_bytes", "_what")
-
-    def __init__(self, meter: Meter, lane: Lane, what: str) -> None:
-        self._meter, self._lane, self._what = meter, lane, what
-        self._began: Moment | None = None
-        self._num_bytes = 0
-
-    def __enter__(self) -> None:
         meter, lane = self._meter, self._lane
-        if meter._is_on and (lane is Lane.UPLOAD or meter.recorder is not None):
-            self._began = meter.backend.moment(lane)
-            self._num_bytes = meter.backend.moved_bytes[lane]
-            if lane is Lane.UPLOAD:
-                meter.until("no_work", self._began)
-
-    def __exit__(self, *exception: object) -> None:
-        meter, lane = self._meter, self._lane
-        began, self._began = self._began, None
         if began is None:
             return
-        num_bytes = meter.backend.moved_bytes[lane] - self._num_bytes
-        if not num_bytes:
-            return
-        ended = meter.backend.moment(lane)
-        if lane is Lane.UPLOAD:
-            meter.until("activations", ended)
-        meter._record(lane, f"{self._what} {{}}", began, ended, bytes=num_bytes)
+        if lane is Lane.COMPUTE:
+            meter._computed(self._what, self._layers, began)
+        elif num_bytes := meter.backend.moved_bytes[lane] - self._moved_bytes:
+            ended = meter.backend.moment(lane)
+            if lane is Lane.UPLOAD:
+                meter.until("activations", ended)
+            meter._record(lane, f"{self._what} {{}}", began, ended, bytes=num_bytes)
+
+
+class DeviceWork(NamedTuple):
+    """Work on a stream of a device; see `Span`."""
+
+    device: str
+    lane: str
+    name: str
+    began: Moment
+    ended: Moment
+    args: Mapping[str, Any]
+
+
+class Recorder:
+    """Collects what several threads and devices do, until `finish`; ``backends`` are by device name."""
+
+    def __init__(self, backends: Mapping[str, Backend]) -> None:
+        self._anchors = {name: backend.anchor() for name, backend in backends.items()}
+        self._items: list[DeviceWork | Gap] = []
+        self._host_spans: list[Span] = []
+        self._start_s = time.perf_counter()
+
+    def add(self, item: DeviceWork | Gap) -> None:
+        self._items.append(item)
+
+    def add_host(
+        self, device: str, lane: str, name: str, start_s: float, end_s: float, args: Mapping[str, Any]
+    ) -> None:
+        """Take in work of a thread of the host, timed by ``time.perf_counter``."""
+        start_s = max(start_s - self._start_s, 0.0)
+        self._host_spans.append(Span(device, lane, name, start_s, max(end_s - self._start_s, start_s), args))
+
+    def finish(self) -> list[Span]:
+        """All spans, once everything recorded is done; what began before recording is shown from its start on."""
+        spans = [*self._host_spans, *(span for item in self._items for span in self._spans(item))]
+        return [replace(span, start_s=max(span.start_s, 0.0)) for span in spans if span.end_s > 0]
+
+    def _spans(self, item: DeviceWork | Gap) -> Iterator[Span]:
+        if isinstance(item, Gap):
+            if item.start.is_done():
+                offset_s = self._time_s(item.device, item.before)
+                for cause, pieces in itertools.groupby(item.waits(), key=lambda piece: piece[0]):
+                    times_s = [offset_s + seconds for _, *span in pieces for seconds in span]
+                    yield Span(item.device, "waits", WAIT_NAMES[cause], times_s[0], times_s[-1], {"cause": cause})
+        elif item.began.is_done() and item.ended.is_done():
+            start_s, end_s = self._time_s(item.device, item.began), self._time_s(item.device, item.ended)
+            yield Span(item.device, item.lane, item.name, start_s, max(end_s, start_s), item.args)
+
+    def _time_s(self, device: str, moment: Moment) -> float:
+        anchor, host_s = self._anchors[device]
+        return host_s - self._start_s + moment.seconds_since(anchor)
+
+
+class HostLog:
+    """A host thread's seconds by lane, and its spans, shown under ``device``, while a timeline is recorded."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.recorder: Recorder | None = None
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.last_s = 0.0
+        """When the latest work was done, by ``time.perf_counter``."""
+
+    @contextlib.contextmanager
+    def doing(self, lane: str, name: str, **args: Any) -> Iterator[None]:
+        """Time what is done inside."""
+        recorder, start_s = self.recorder, time.perf_counter()
+        try:
+            yield
+        finally:
+            end_s = time.perf_counter()
+            self.seconds[lane] += end_s - start_s
+            self.last_s = end_s
+            if recorder is not None:
+                recorder.add_host(self.device, lane, name, start_s, end_s, args)

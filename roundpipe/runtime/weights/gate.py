@@ -20,8 +20,8 @@ from typing import Protocol
 import torch
 
 from roundpipe.core.errors import DeadlockError
-from roundpipe.runtime.board import DEADLINE_S, Board
 from roundpipe.runtime.device.backend import Event
+from roundpipe.runtime.threads import DEADLINE_S, Board
 
 
 class Gate:

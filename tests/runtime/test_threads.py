@@ -8,7 +8,7 @@ import weakref
 import pytest
 
 from roundpipe.core.errors import ClosedError
-from roundpipe.runtime.thread import TaskThread
+from roundpipe.runtime.threads import TaskThread
 
 
 def test_work_runs_in_order_in_one_thread():
