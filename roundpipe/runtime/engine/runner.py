@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -208,13 +209,9 @@ class MicrobatchRunner:
         tensors = trees.tensors(value)
         if not tensors:
             return HostValue(value)
-        backend = self._backend
-        backend.wait(Lane.DOWNLOAD, backend.record(Lane.COMPUTE))
-        with self._meter.copying(Lane.DOWNLOAD, what):
-            copies = trees.map_tensors(value, backend.download)
-        copied = backend.record(Lane.DOWNLOAD)
-        self._in_flight.add(copied, tensors)
-        return HostValue(copies, (copied,))
+        with self._downloading(what):
+            copies = trees.map_tensors(value, self._backend.download)
+        return HostValue(copies, self._downloaded(tensors))
 
     def _download_outputs(self, outputs: Any, device: torch.device | None) -> HostValue:
         """The model's outputs, detached, on the device that the caller wants them on."""
@@ -226,6 +223,24 @@ class MicrobatchRunner:
 
     def _download_gradients(self, step: StepState, gradients: dict[str, Gradients], microbatch: int) -> None:
         """Leave gradients of values that a segment took on the host, for the stages that made them."""
-        copies = self._download(gradients, "gradients of")
-        for name, each in copies.value.items():
-            step.gradients[microbatch].setdefault(name, []).append(HostValue(each, copies.events))
+        if not gradients:
+            return
+        download, on_host = self._backend.download, step.gradients[microbatch]
+        with self._downloading("gradients of"):
+            copies = [
+                [None if gradient is None else download(gradient) for gradient in each] for each in gradients.values()
+            ]
+        copied = self._downloaded(gradients)
+        for name, each in zip(gradients, copies, strict=True):
+            on_host.setdefault(name, []).append(HostValue(each, copied))
+
+    def _downloading(self, what: str) -> AbstractContextManager[None]:
+        """Around copies of what COMPUTE has made."""
+        self._backend.wait(Lane.DOWNLOAD, self._backend.record(Lane.COMPUTE))
+        return self._meter.copying(Lane.DOWNLOAD, what)
+
+    def _downloaded(self, sources: Any) -> tuple[Event]:
+        """When what was given to DOWNLOAD is done; its sources live until then."""
+        copied = self._backend.record(Lane.DOWNLOAD)
+        self._in_flight.add(copied, sources)
+        return (copied,)

@@ -27,7 +27,7 @@ from roundpipe.runtime.engine.step import Gradients
 from roundpipe.runtime.profiling.layer_times import Kind
 from roundpipe.runtime.weights.replica import BoundLayer
 
-_NOT_PROFILED = contextlib.nullcontext()
+_NOTHING = contextlib.nullcontext()
 
 
 @dataclass(slots=True)
@@ -78,7 +78,8 @@ class Stage:
         with spec.autocast(), torch.enable_grad():
             values = dict(recorded.leaves)
             for index in segment.layers:
-                with learn_writes(self.layers[index]):
+                bound = self.layers[index]
+                with learn_writes(bound) if bound.has_buffers else _NOTHING:
                     outputs = self._call(index, values, microbatch, "forward")
                 _pass_on(chain.specs[index], index, segment.last_reader, values, outputs)
                 del outputs
@@ -99,9 +100,9 @@ class Stage:
         values = dict(recorded.leaves)
         with self.spec.autocast(), torch.enable_grad():
             for index in segment.layers:
-                key = index, microbatch
+                bound, key = self.layers[index], (index, microbatch)
                 scope = LayerScope(record, key, self.backend, is_recomputation=True)
-                with scope, record.use_buffers(self.layers[index], key, self.backend):
+                with scope, record.use_buffers(bound, key, self.backend) if bound.has_buffers else _NOTHING:
                     outputs = self._call(index, values, microbatch, "recomputation")
                 values.update(outputs)
                 recorded.outputs.update(outputs)
@@ -174,9 +175,9 @@ class Stage:
         """A layer's call in forward, with a record of what its recomputation needs."""
         if not self.spec.keeps_history:
             return self._call(index, values, microbatch, "forward")
-        record, key = self.record, (index, microbatch)
+        bound, record, key = self.layers[index], self.record, (index, microbatch)
         scope = LayerScope(record, key, self.backend, is_recomputation=False)
-        with scope, record.keep_buffers(self.layers[index], key, self.backend):
+        with scope, record.keep_buffers(bound, key, self.backend) if bound.has_buffers else _NOTHING:
             return self._call(index, values, microbatch, "forward")
 
     def _call(self, index: int, values: Carry, microbatch: int, phase: str) -> Carry:
@@ -199,7 +200,7 @@ class Stage:
         return {name: outputs[name] for name in spec.makes}
 
     def _annotation(self, what: str) -> contextlib.AbstractContextManager[Any]:
-        return self.backend.annotate(f"roundpipe {what}") if is_profiled() else _NOT_PROFILED
+        return self.backend.annotate(f"roundpipe {what}") if is_profiled() else _NOTHING
 
     def _seeded(self, bound: BoundLayer, carry: Carry, seed: int) -> Carry:
         """A layer's result with everything it draws drawn from a seed."""
