@@ -10,7 +10,7 @@ import contextvars
 import functools
 import operator
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -66,34 +66,24 @@ class StepBuilder:
 
         With ``may_overlap`` the call returns with the losses, if nothing else speaks against it.
         """
-        plan = self.plans.plan(call)
-        values = _first_carries(call)
-        inputs = _inputs(values) + _inputs([{LABEL: HostValue(label)} for label in call.labels])
-        spec = self._spec(call, plan, "train", values, keeps_history=True, inputs=inputs)
+        spec, values = self._spec(call, "train", keeps_history=True)
         spec = replace(
             spec,
-            spare_bytes=self.plans.spare_bytes(call, plan),
+            spare_bytes=self.plans.spare_bytes(call, spec.schedule.plan),
             loss_fn=loss_fn,
             labels=call.labels,
             return_outputs=return_outputs,
             output_device=call.config.output_device,
             microbatch_context=functools.partial(microbatch_count, call.total_microbatches),
             # generators are shared with the caller, who may draw as soon as the call returns
-            may_outlive_call=may_overlap and not inputs and not spec.preserve_rng_state,
+            may_outlive_call=may_overlap and not spec.inputs and not spec.preserve_rng_state,
             times=self.plans.times_of(call),
         )
         return spec, values
 
     def forward_step(self, call: Call, *, with_backward: bool) -> tuple[StepSpec, HostValues]:
         """The step of a ``forward``, and its first carries; what a later `backward_step` needs stays on the host."""
-        plan = self.plans.plan(call)
-        values = _first_carries(call)
-        stay: Iterable[str] = ()
-        if with_backward:
-            later = make_schedule(plan, self._engine.num_workers, call.num_microbatches, kind="backward")
-            stay = reads_of_backward(later, call.chain.specs, call.config.recompute_grain)
-        inputs = _inputs(values) if with_backward else []
-        return self._spec(call, plan, "forward", values, keeps_history=with_backward, inputs=inputs, stay=stay), values
+        return self._spec(call, "forward", keeps_history=with_backward)
 
     def backward_step(self, forward: StepSpec, call: Call, plan: ExecutePlan, frozen: FrozenLayers) -> StepSpec:
         """The step of the backward of a ``forward``; ``frozen`` are the user's modules as the forward found them."""
@@ -109,24 +99,21 @@ class StepBuilder:
             frozen=frozen,
         )
 
-    def _spec(
-        self,
-        call: Call,
-        plan: ExecutePlan,
-        kind: ScheduleKind,
-        values: HostValues,
-        *,
-        keeps_history: bool,
-        inputs: Sequence[InputTensor],
-        stay: Iterable[str] = (),
-    ) -> StepSpec:
-        self.last_plan = plan
+    def _spec(self, call: Call, kind: ScheduleKind, *, keeps_history: bool) -> tuple[StepSpec, HostValues]:
         chain, config = call.chain, call.config
+        plan = self.last_plan = self.plans.plan(call)
         schedule = self._schedule(plan, call, kind)
+        values = _first_carries(call)
+        stay: frozenset[str] = frozenset()
+        if kind == "forward" and keeps_history:
+            later = make_schedule(plan, self._engine.num_workers, call.num_microbatches, kind="backward")
+            stay = reads_of_backward(later, chain.specs, config.recompute_grain)
         draws = config.preserve_rng_state and any(spec.draws_random for spec in chain.specs)
         trainable = [any(p.requires_grad for p in layer.parameters()) for layer in chain]
-        requiring = {tensor.name for tensor in _inputs(values)}
-        return StepSpec(
+        inputs = _inputs(values)
+        requiring = {tensor.name for tensor in inputs}
+        inputs += _inputs([{LABEL: HostValue(label)} for label in call.labels])
+        spec = StepSpec(
             chain=chain,
             weights=self._prepare(chain, wants_gradients=keeps_history),
             schedule=schedule,
@@ -146,9 +133,10 @@ class StepBuilder:
             autocast=caller_autocast(),
             context=contextvars.copy_context(),
             arguments=frozenset(name for carry in values for name in carry),
-            inputs=inputs,
+            inputs=inputs if keeps_history else (),
             tied_jobs=self._tied(chain, schedule),
         )
+        return spec, values
 
     def _schedule(self, plan: ExecutePlan, call: Call, kind: ScheduleKind) -> Schedule:
         engine = self._engine
