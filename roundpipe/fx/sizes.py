@@ -118,7 +118,7 @@ class SizeSystem:
 
     def __init__(self, symbols: Mapping[sympy.Symbol, tuple[int, int]], expressions: Mapping[sympy.Basic, str]) -> None:
         self.positions = {str(symbol): position for symbol, position in symbols.items()}
-        self._guards = [
+        self.guards = [
             SizeGuard(size_function(expression, symbols), location)
             for expression, location in expressions.items()
             # others are about numbers, or about a size that only data determine: no input decides them
@@ -128,7 +128,7 @@ class SizeSystem:
     def first_failure(self, shapes: Sequence[torch.Size]) -> SizeGuard | None:
         """The first assumption that tensors of these shapes break."""
         sizes = [shapes[index][dim] for index, dim in self.positions.values()]
-        for guard in self._guards:
+        for guard in self.guards:
             try:
                 if not guard.holds(*sizes):
                     return guard

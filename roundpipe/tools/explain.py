@@ -57,8 +57,7 @@ class Explanation:
     @property
     def guards(self) -> list[str]:
         """What must hold for the trace to serve a call, in words."""
-        describe = getattr(self.traced and self.traced.guards, "describe", list)
-        return list(describe())
+        return [] if self.traced is None or self.traced.guards is None else self.traced.guards.describe()
 
     def __str__(self) -> str:
         if self.traced is None or self.chain is None:

@@ -50,6 +50,9 @@ class CallCheck(Protocol):
     def not_kept(self) -> list[str]:
         """What the forward changes in Python at every call, and the graph does not, in words."""
 
+    def describe(self) -> list[str]:
+        """What must hold for the trace to serve a call, in words."""
+
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """None if the trace serves these arguments, otherwise what fails."""
 

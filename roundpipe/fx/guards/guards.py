@@ -139,6 +139,18 @@ class Guards:
         """Arguments that the graph writes into, in words."""
         return [argument_words(self._inputs[position].path) for position in sorted(self._written)]
 
+    def describe(self) -> list[str]:
+        """Every assumption that must hold, in words."""
+        sizes = [
+            f"{self._in_words(guard.holds)} (asked at {guard.location or 'an operator'})" for guard in self._glue.guards
+        ]
+        reads = [
+            f"{getattr(read.function, '__name__', read.function)} of data gives {read.expected!r} "
+            f"(asked at {read.location})"
+            for read in self.values.reads
+        ]
+        return sizes + reads
+
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Failure | None:
         """None if the trace serves a call with these arguments, otherwise why not."""
         words = self._call_modes.difference(CallModes.current(), self.grad_matters)
