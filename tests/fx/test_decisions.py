@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from roundpipe.fx.trace.decisions import Decision, LeafPolicy
+from roundpipe.fx.trace.decisions import Decision, Knowledge, LeafPolicy
 
 
 class Block(nn.Module):
@@ -33,7 +33,9 @@ class Mask(nn.Module):
 
 def leaves(model: nn.Module, limit: int | None = None, **decisions: Decision) -> set[str]:
     names = {module: name for name, module in model.named_modules()}
-    policy = LeafPolicy(model, names, {k.replace("_", "."): v for k, v in decisions.items()}, limit)
+    policy = LeafPolicy(
+        model, names, Knowledge(limit, decisions={k.replace("_", "."): v for k, v in decisions.items()})
+    )
     return {name for module, name in names.items() if policy.is_leaf(module)}
 
 

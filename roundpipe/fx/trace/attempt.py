@@ -63,8 +63,8 @@ class Attempt:
         self.recorder = CallRecorder(world, Modes.current(), knowledge.needs)
         modules = world.model.named_modules()
         hooked = [name for name, module in modules if any(module.__dict__[kind] for kind in HOOKS)]
-        names, decisions = world.name_of_module, knowledge.decisions
-        self._policy = LeafPolicy(world.twin, names, decisions, knowledge.max_leaf_bytes, hooked)
+        names = world.name_of_module
+        self._policy = LeafPolicy(world.twin, names, knowledge, hooked)
         self._before = ModuleSnapshot(world.twin.modules())
         readers = Readers([type(module) for module in world.twin.modules()], reach.codes)
         self._leaves = LeafRunner(world, self.recorder, self._policy, knowledge, readers, self._before, outside)

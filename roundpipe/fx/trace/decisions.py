@@ -117,7 +117,7 @@ class Knowledge:
     """Input dimensions that are symbols although the rule says they are not."""
     needs: frozenset[Need] = frozenset()
     decisions: Mapping[str | type, Decision] = field(default_factory=dict)
-    """By module or class."""
+    """By module or class; modules win."""
     reasons: Mapping[str | type, str] = field(default_factory=dict)
     """Why, in words."""
     tried: frozenset[tuple[str, Decision]] = frozenset()
@@ -192,22 +192,14 @@ class LeafPolicy:
     """Decides for every module of one model.
 
     Args:
-        decisions: module name or class -> what tracing learned; names win.
-        max_leaf_bytes: a leaf with more bytes of weights and gradients is looked into; None = no such limit.
-        hooked: names of modules with forward hooks of the user's, which fire only if the module is called.
+        hooked: names of modules with hooks of the user's, which fire only if the module is called.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        names: Mapping[nn.Module, str],
-        decisions: Mapping[str | type, Decision],
-        max_leaf_bytes: int | None = None,
-        hooked: Collection[str] = (),
+        self, model: nn.Module, names: Mapping[nn.Module, str], knowledge: Knowledge, hooked: Collection[str] = ()
     ) -> None:
         self._names = names
-        self._decisions = decisions
-        self._max_leaf_bytes = max_leaf_bytes
+        self._knowledge = knowledge
         self._hooked = frozenset(hooked)
         self._total = _num_parameters(model)
         self._equal_blocks = _blocks_of_long_stacks(model)
@@ -215,7 +207,8 @@ class LeafPolicy:
 
     def decision(self, module: nn.Module) -> Decision | None:
         """What tracing learned about the module or its class."""
-        return self._decisions.get(self._names[module]) or self._decisions.get(type(module))
+        decisions = self._knowledge.decisions
+        return decisions.get(self._names[module]) or decisions.get(type(module))
 
     def is_opaque(self, module: nn.Module) -> bool:
         """Whether what tracing learned, and not the rule, decides about a module that is kept whole."""
@@ -233,7 +226,8 @@ class LeafPolicy:
 
     def is_too_large(self, module: nn.Module) -> bool:
         """Whether a module is larger than the caller's limit."""
-        return self._max_leaf_bytes is not None and training_bytes_of(module) > self._max_leaf_bytes
+        limit = self._knowledge.max_leaf_bytes
+        return limit is not None and training_bytes_of(module) > limit
 
     def _decide(self, module: nn.Module) -> bool:
         if not self._names[module] or isinstance(module, _CONTAINERS):
