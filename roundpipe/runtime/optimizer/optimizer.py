@@ -31,8 +31,7 @@ from torch import nn
 from roundpipe.core.errors import ClosedError, ConfigError, DeadlockError
 from roundpipe.reports.timeline import OPTIMIZER
 from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
-from roundpipe.runtime.optimizer.hand_over import HandOver
-from roundpipe.runtime.optimizer.update import Update, UpdateRunner
+from roundpipe.runtime.optimizer.update import HandOver, Update, UpdateRunner
 from roundpipe.runtime.profiling.meter import HostLog
 from roundpipe.runtime.threads import DEADLINE_S, TaskThread
 from roundpipe.runtime.weights.gate import Gates, ParameterUse, Steps

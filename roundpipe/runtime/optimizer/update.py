@@ -1,22 +1,30 @@
-"""Runs the user's ``step_fn``: inside it a model's parameters are the optimizer's copies.
+"""One update: hands over between the model and the optimizer, then runs the user's ``step_fn``.
 
-Whether it is running: `inside_optimizer`, also set by the context manager `OptimizerCtx`.
+New weights go in and gradients out by groups of parameters. While steps run, a group's weights are written after their
+last upload, and its gradients taken once all have been added. Groups go in the order in which the steps are done with
+them. Inside ``step_fn`` a model's parameters are the optimizer's copies: `inside_optimizer`, also in `OptimizerCtx`.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 
 import torch
 
 from roundpipe.core.caller import warn
+from roundpipe.runtime.device.backend import Event
 from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
 from roundpipe.runtime.profiling.meter import HostLog
+from roundpipe.runtime.weights.gate import Gates, ParameterUse
 from roundpipe.runtime.weights.master_weights import Fingerprint, ParameterPair
+
+HAND_OVER_BYTES = 16 * 1024**2
+"""Parameters are handed over in groups of this size: few calls for small ones, early uploads of first layers."""
 
 _INSIDE: ContextVar[bool] = ContextVar("roundpipe_inside_optimizer", default=False)
 _RUNNING: ContextVar[UpdateRunner | None] = ContextVar("roundpipe_running_optimizer", default=None)
@@ -106,3 +114,123 @@ class UpdateRunner:
                 "gradients accumulate), the optimizer is made from other parameters: make it from "
                 "model.optim_parameters(), not from model.parameters() or those of the original module"
             )
+
+
+@dataclass(slots=True)
+class _Group:
+    """Parameters that are handed over at once, and what the steps that are running do with them."""
+
+    pairs: list[ParameterPair]
+    turn: tuple[int, int]
+    jobs: list[tuple[ParameterUse, list[int], list[int]]]
+    """Per step, the jobs that upload them and those that add to their gradients."""
+
+    def uploads(self) -> list[Event] | None:
+        """The events after which they are on their devices; None: not all uploads were begun."""
+        events: list[Event] = []
+        for step, uploads, _ in self.jobs:
+            if (of_step := step.uploads(uploads)) is None:
+                return None
+            events += of_step
+        return events
+
+    def is_uploaded(self) -> bool:
+        events = self.uploads()
+        return events is not None and all(event.is_done() for event in events)
+
+    def is_added(self) -> bool:
+        return all(step.has_added(adds) for step, _, adds in self.jobs)
+
+
+class HandOver:
+    """Hands over for one model."""
+
+    def __init__(self, gates: Gates, log: HostLog) -> None:
+        self._gates = gates
+        self._log = log
+
+    @torch.no_grad()
+    def exchange(
+        self,
+        pairs: Sequence[ParameterPair],
+        steps: Sequence[ParameterUse] = (),
+        *,
+        weights_changed: bool,
+        only_behind: bool = False,
+    ) -> None:
+        """Latest weights into the model, gradients out of it; opens the gates of parameters as they are done.
+
+        With ``only_behind`` only weights that differ are written, so that others keep their version.
+        """
+        groups = _groups_by_turn(pairs, steps)
+        to_write = deque(sorted(groups, key=lambda group: group.turn[0]))
+        to_take = deque(sorted(groups, key=lambda group: group.turn[1]))
+        try:
+            while to_write or to_take:
+                if to_write and to_write[0].is_uploaded():
+                    group = to_write.popleft().pairs
+                    if weights_changed:
+                        self.write_weights([pair for pair in group if pair.is_behind] if only_behind else group)
+                    self._gates.weights.open(pair.parameter for pair in group)
+                elif to_take and to_take[0].is_added():
+                    group = to_take.popleft().pairs
+                    if not any(step.failed for step in steps):
+                        with self._log.doing("hand-over", "gradients to the optimizer", bytes=_model_bytes(group)):
+                            for pair in group:
+                                if not pair.is_frozen:
+                                    pair.take_gradient()
+                    self._gates.gradients.open(pair.parameter for pair in group)
+                else:
+                    with self._log.doing("waits", "wait for uploads" if to_write else "wait for gradients"):
+                        self._wait(to_write[0] if to_write else None, to_take[0] if to_take else None)
+        finally:
+            self._gates.open([pair.parameter for pair in pairs])
+
+    def _wait(self, to_write: _Group | None, to_take: _Group | None) -> None:
+        """Until gradients can be taken or, once all of its uploads have begun, weights can be written."""
+
+        def can_go_on() -> bool:
+            is_added = to_take is not None and to_take.is_added()
+            return is_added or (to_write is not None and to_write.uploads() is not None)
+
+        self._gates.board.wait(can_go_on, "the optimizer's thread", "steps that use its parameters")
+        if to_write is not None and (to_take is None or not to_take.is_added()):
+            for event in to_write.uploads() or ():
+                event.synchronize()
+
+    @torch.no_grad()
+    def write_weights(self, pairs: Iterable[ParameterPair]) -> None:
+        for group in _groups(pairs):
+            with self._log.doing("hand-over", "weights into the model", bytes=_model_bytes(group)):
+                for pair in group:
+                    pair.write_weights()
+
+
+def _model_bytes(group: Iterable[ParameterPair]) -> int:
+    return sum(pair.parameter.nbytes for pair in group)
+
+
+def _groups(pairs: Iterable[ParameterPair]) -> Iterator[list[ParameterPair]]:
+    """The pairs in order, in groups of about `HAND_OVER_BYTES` of copies."""
+    group: list[ParameterPair] = []
+    group_bytes = 0
+    for pair in pairs:
+        group.append(pair)
+        group_bytes += 0 if pair.copy is None else pair.copy.nbytes
+        if group_bytes >= HAND_OVER_BYTES:
+            yield group
+            group, group_bytes = [], 0
+    if group:
+        yield group
+
+
+def _groups_by_turn(pairs: Iterable[ParameterPair], steps: Sequence[ParameterUse]) -> list[_Group]:
+    by_turn: defaultdict[tuple[int, int], list[ParameterPair]] = defaultdict(list)
+    for pair in pairs:
+        uploads, adds = zip((0, 0), *(step.turns(pair.parameter) for step in steps), strict=True)
+        by_turn[max(uploads), max(adds)].append(pair)
+    return [
+        _Group(group, turn, [(step, *step.jobs_of([pair.parameter for pair in group])) for step in steps])
+        for turn, alike in by_turn.items()
+        for group in _groups(alike)
+    ]
