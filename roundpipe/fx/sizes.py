@@ -1,5 +1,7 @@
 """Symbolic sizes: their expressions, an environment that records what is assumed of them, and a check of that.
 
+`flat_values` finds them in arguments, with the tensors.
+
 The environment takes nothing for granted: not that equal numbers are one size, nor that a size is neither 0 nor 1.
 It tells the assumptions of the model's own Python ("glue") from those that an operator makes to infer its shape.
 """
@@ -15,10 +17,12 @@ import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
 
+from roundpipe.core import trees
 from roundpipe.fx.locations import model_location
 from roundpipe.fx.operations import SizeExpression
 
 Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_VALUES = (torch.Tensor, *Symbolic)
 
 
 class ShapeWorld(ShapeEnv):
@@ -135,3 +139,29 @@ class SizeSystem:
             except ZeroDivisionError:
                 return guard
         return None
+
+
+def flat_values(*values: Any) -> list[Any]:
+    """The tensors and symbolic numbers in some arguments, fast for the usual containers."""
+    result: list[Any] = []
+    for value in values:
+        if isinstance(value, _VALUES):
+            result.append(value)
+        elif isinstance(value, (list, tuple)):
+            result += flat_values(*value)
+        elif type(value) is dict:
+            result += flat_values(*value.values())
+        elif not isinstance(value, trees.PLAIN):
+            result += [leaf for leaf in trees.leaves(value) if isinstance(leaf, _VALUES)]
+    return result
+
+
+def flat_tensors(*values: Any) -> list[torch.Tensor]:
+    """The tensors in some arguments."""
+    return [value for value in flat_values(*values) if isinstance(value, torch.Tensor)]
+
+
+def flat_sizes(*values: Any) -> list[Any]:
+    """The symbolic numbers in some arguments, and every dimension of the tensors."""
+    flat = flat_values(*values)
+    return [size for value in flat for size in (value.shape if isinstance(value, torch.Tensor) else (value,))]

@@ -11,7 +11,6 @@ import copy
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +22,8 @@ from roundpipe.core.errors import TraceCause, TraceError, enumerated
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.modes import autocast_as_on_accelerator, saved_tensor_hooks_aside
 from roundpipe.fx.graph.nodes import value_bytes
-from roundpipe.fx.graph.traced import CallCheck, OutputValue, TracedGraph
+from roundpipe.fx.graph.traced import OutputValue, TracedGraph
+from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.passes.lower import LowerOptions, lower
 from roundpipe.fx.trace.tracer import trace
 
@@ -36,13 +36,6 @@ FEW_MICROBATCHES = 64
 """A trace that served fewer than this before the next one counts as one after the other."""
 MOST_RETURNED = 2
 """Bytes of a cut that are carried only to be returned, per byte that later layers read, above which it is said."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Trace:
-    traced: TracedGraph
-    guards: CallCheck
-    chain: LayerChain
 
 
 class TracedSource:
@@ -67,7 +60,7 @@ class TracedSource:
         self._options = options
         self._on_failure = on_failure
         self._preview = preview
-        self._traces: list[_Trace] = []
+        self._traces: list[tuple[GuardedGraph, LayerChain]] = []
         """The one used last first."""
         self._failed_modes: set[bool] = set()
         """Values of ``model.training`` in which it could not be traced."""
@@ -91,12 +84,12 @@ class TracedSource:
                     return self._trace(*preview)
             except (TraceError, TypeError) as error:  # real arguments may be others; the first call decides
                 logger.info("%s's own example can't be traced: %s", type(self._model).__name__, error)
-        return self._traces[0].chain if self._traces else None
+        return self._traces[0][1] if self._traces else None
 
     @property
     def opaque(self) -> dict[str, str]:
         """Modules of the latest trace whose inside was not traced, and why."""
-        return dict(self._traces[0].traced.opaque) if self._traces else {}
+        return dict(self._traces[0][0].opaque) if self._traces else {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedSource:
         """A source for the copy of the model; it traces anew."""
@@ -113,13 +106,13 @@ class TracedSource:
         """
         failure = None
         with _tracing_modes():
-            for position, candidate in enumerate(self._traces):
-                mismatch = candidate.guards.check(args, kwargs)
+            for position, (traced, chain) in enumerate(self._traces):
+                mismatch = traced.guards.check(args, kwargs)
                 if mismatch is None:
                     self._served += 1
                     if position:
                         self._traces.insert(0, self._traces.pop(position))
-                    return candidate.chain
+                    return chain
                 failure = failure or mismatch
             if self._model.training in self._failed_modes:
                 self._refuse_lost_state()
@@ -165,9 +158,10 @@ class TracedSource:
         self.trace_count += 1
         records_gradients = torch.is_grad_enabled()
         with torch.enable_grad():
-            traced, guards = self._graph_for(args, kwargs)
-        if not records_gradients and guards.grad_matters:
-            traced, guards = self._graph_for(args, kwargs)  # its code asked
+            traced = self._graph_for(args, kwargs)
+        if not records_gradients and traced.guards.grad_matters:
+            traced = self._graph_for(args, kwargs)  # its code asked
+        guards = traced.guards
         chain = lower(traced, self._options).chain
         if guards.not_kept and self._failed_modes:
             changes = ", ".join(guards.not_kept)
@@ -176,7 +170,7 @@ class TracedSource:
         self._note_written(guards.written)
         if records_gradients:
             _warn_of_carried_outputs(self._model, traced, chain)
-        self._traces.insert(0, _Trace(traced, guards, chain))
+        self._traces.insert(0, (traced, chain))
         del self._traces[MAX_TRACES:]
         return chain
 
@@ -189,11 +183,9 @@ class TracedSource:
                 "which each microbatch has a copy: the caller's own stays as it was"
             )
 
-    def _graph_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[TracedGraph, CallCheck]:
+    def _graph_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GuardedGraph:
         dynamic = tuple(self._varying)
-        traced = trace(self._model, args, kwargs, max_leaf_bytes=self._options.max_layer_bytes, dynamic=dynamic)
-        assert traced.guards is not None, "the tracer gives every graph its guards"
-        return traced, traced.guards
+        return trace(self._model, args, kwargs, max_leaf_bytes=self._options.max_layer_bytes, dynamic=dynamic)
 
 
 def own_example(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

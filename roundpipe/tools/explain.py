@@ -21,6 +21,7 @@ from roundpipe.core.layers import LayerChain
 from roundpipe.core.modes import autocast_as_on_accelerator
 from roundpipe.fx.graph.nodes import module_of, value_bytes
 from roundpipe.fx.graph.traced import TracedGraph
+from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.passes.cuts import Balance
 from roundpipe.fx.passes.lower import LowerOptions, lower
 from roundpipe.fx.source import own_example
@@ -40,7 +41,7 @@ class Explanation:
     """What tracing makes of a model; ``str()`` of it is the report."""
 
     model_name: str
-    traced: TracedGraph | None
+    traced: GuardedGraph | None
     """None if the model's own forward can't be traced."""
     chain: LayerChain | None
     cuts: tuple[tuple[tuple[str, int], ...], ...]
@@ -57,7 +58,7 @@ class Explanation:
     @property
     def guards(self) -> list[str]:
         """What must hold for the trace to serve a call, in words."""
-        return [] if self.traced is None or self.traced.guards is None else self.traced.guards.describe()
+        return [] if self.traced is None else self.traced.guards.describe()
 
     def __str__(self) -> str:
         if self.traced is None or self.chain is None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.fx.arguments import CallForm
-from roundpipe.fx.graph.interpreter import GraphInterpreter
+from roundpipe.fx.graph.nodes import GraphInterpreter
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph
 
 

@@ -1,4 +1,4 @@
-"""The form of a traced model: a `torch.fx.Graph` of modules and glue, with its inputs, outputs and guards.
+"""The form of a traced model: a `torch.fx.Graph` of modules and glue, with its inputs and outputs.
 
 The tracer writes it; the cost model, the partition and the code generator read it. Grammar (checked by `lint`):
 
@@ -19,9 +19,10 @@ Python object is the writing node's result, so only true views ever name an olde
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.fx
@@ -33,28 +34,7 @@ from roundpipe.core.errors import TraceError
 from roundpipe.core.modes import Modes
 from roundpipe.fx.graph.nodes import draws_random, has_effect, modes_of, mutated_by, value_of, writes_buffers
 from roundpipe.fx.operations import assign_buffer
-
-
-class CallCheck(Protocol):
-    """Tells for which calls a trace is valid."""
-
-    @property
-    def grad_matters(self) -> bool:
-        """Whether traced code asked if something requires grad, or if gradients are recorded."""
-
-    @property
-    def written(self) -> list[str]:
-        """Arguments that the graph writes into, in words."""
-
-    @property
-    def not_kept(self) -> list[str]:
-        """What the forward changes in Python at every call, and the graph does not, in words."""
-
-    def describe(self) -> list[str]:
-        """What must hold for the trace to serve a call, in words."""
-
-    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """None if the trace serves these arguments, otherwise what fails."""
+from roundpipe.fx.sizes import Symbolic, expression_of
 
 
 class OutputValue:
@@ -97,7 +77,6 @@ class TracedGraph:
     """Number of elements of the example's tensor inputs, at the sizes the values are hinted at."""
     opaque: dict[str, str] = field(default_factory=dict)
     """Module name -> why its inside was not traced."""
-    guards: CallCheck | None = None
 
     @property
     def placeholders(self) -> list[Node]:
@@ -235,3 +214,56 @@ def _problems_of_output(traced: TracedGraph, node: Node) -> Iterator[str]:
     names = [item.name for item in values if isinstance(item, Node)]
     if names != output_names(traced.output):
         yield f"it returns {names}, the output template names {output_names(traced.output)}"
+
+
+# ---------------------------------------------------------------------------------- as text
+
+
+def printed_graph(traced: TracedGraph) -> str:
+    """A graph in words, sizes by what they are: a second run in a world knows which are equal from the start.
+
+    What a forward makes and drops, as the weights of a module that gets those of another at once, is left out.
+    """
+    idle = _idle(traced.graph)
+    nodes = [node for node in traced.graph.nodes if node not in idle and not isinstance(value_of(node), Symbolic)]
+    number = {node: f"%{index}" for index, node in enumerate(nodes)}
+
+    def word(node: Node) -> _Word:
+        value = value_of(node)
+        return _Word(expression_of(value) if isinstance(value, Symbolic) else number[node])
+
+    lines = []
+    for node in nodes:
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), word)
+        lines.append(f"{number[node]} = {node.op} {node.target} {args} {kwargs}")
+    sizes: dict[str, str] = {}  # those that data decides have other names in every run
+    return re.sub(r"\bu\d+\b", lambda name: sizes.setdefault(name[0], f"size {len(sizes)}"), "\n".join(lines))
+
+
+class _Word(str):
+    """Printed without quotes, so that a size that became a number looks like one."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _idle(graph: torch.fx.Graph) -> set[Node]:
+    """Calls that don't matter.
+
+    Those that do nothing and that only sizes are taken of, which other tensors have, too; and those that, with all they
+    are connected with, neither read what the model has or gets nor reach its output.
+    """
+    glue = {node for node in graph.nodes if node.op in ("call_function", "call_method")}
+    idle: set[Node] = set()
+    for node in reversed(graph.nodes):
+        is_pure = not (has_effect(node) or mutated_by(node) or draws_random(node))
+        if node in glue and is_pure and node.users:
+            if all(user in idle or isinstance(value_of(user), Symbolic) for user in node.users):
+                idle.add(node)
+    waiting = [node for node in graph.nodes if node not in glue]
+    while waiting:
+        node = waiting.pop()
+        connected = glue.intersection((*node.all_input_nodes, *node.users))
+        glue -= connected
+        waiting += connected
+    return idle | glue

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -27,6 +27,7 @@ from roundpipe.core.aliasing import overlapping
 from roundpipe.core.modes import Modes
 from roundpipe.fx.arguments import ArgumentForm, CallForm, argument_words
 from roundpipe.fx.fakes import Dimension, FakeWorld, InputSizes
+from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.guards.model_guard import ModelGuard, OwnChanges, TracedParts, Write
 from roundpipe.fx.guards.values import ValueProgram
 from roundpipe.fx.operations import SizeExpression
@@ -78,6 +79,13 @@ class CallModes:
             kind = "deterministic" if now.deterministic else "any"
             return f"the model is now called with default dtype {now.dtype} and {kind} algorithms"
         return None
+
+
+@dataclass
+class GuardedGraph(TracedGraph):
+    """A traced graph with what must hold for it to serve a call."""
+
+    guards: Guards = field(init=False, repr=False)
 
 
 class Guards:

@@ -31,7 +31,7 @@ from roundpipe.effects.places import HOOKS, OF_TORCH
 from roundpipe.effects.reach import BETWEEN_CALLS
 from roundpipe.effects.snapshot import PlaceValues, PythonSnapshot, QuickComparison
 from roundpipe.effects.uses import CodeUses, attributes_read, uses_of_forward, uses_of_functions, uses_of_hook
-from roundpipe.fx.flat import flat_values
+from roundpipe.fx.sizes import flat_values
 
 MAX_COMPARED_WEIGHT = 1 << 14
 """Elements of a weight that is looked at in each call, since a forward may write it."""

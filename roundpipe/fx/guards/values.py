@@ -13,18 +13,16 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.fx
-from torch import nn
 from torch.fx import Node
 
 from roundpipe.core import trees
 from roundpipe.fx.graph.dataflow import needed_for
-from roundpipe.fx.graph.interpreter import GraphInterpreter
-from roundpipe.fx.graph.nodes import draws_random, has_effect, mutated_by, storage_key
+from roundpipe.fx.graph.nodes import GraphInterpreter, draws_random, has_effect, mutated_by, storage_key
+from roundpipe.fx.graph.traced import TracedGraph
 
 UNKNOWN = object()
 """What `ValueReader.read` returns when the data can't be known."""
@@ -63,14 +61,10 @@ def _needed_for_reads(order: list[Node], reads: list[ValueRead]) -> list[Node]:
 class _HostRun(GraphInterpreter):
     """Evaluates nodes on real arguments, on the CPU and without autograd; see `ValueReader`."""
 
-    def __init__(
-        self, model: nn.Module, constants: dict[str, Any], arguments: Any, input_paths: dict[str, trees.Path]
-    ) -> None:
+    def __init__(self, traced: TracedGraph, arguments: Any) -> None:
         super().__init__()
-        self._model = model
-        self._constants = constants
+        self._traced = traced
         self._arguments = arguments
-        self._input_paths = input_paths
         self._writes = False
         """Whether any of the nodes writes in place."""
 
@@ -95,12 +89,10 @@ class _HostRun(GraphInterpreter):
         return read.function(*args, **kwargs)
 
     def placeholder(self, node: Node) -> Any:
-        return self._own(trees.get(self._arguments, self._input_paths[node.name]))
+        return self._own(trees.get(self._arguments, self._traced.input_paths[node.name]))
 
     def get_attr(self, node: Node) -> Any:
-        target = str(node.target)
-        is_constant = target in self._constants
-        return self._own(self._constants[target] if is_constant else attrgetter(target)(self._model))
+        return self._own(self._traced.attribute(str(node.target)))
 
     def _own(self, value: Any) -> Any:
         """The value on the CPU, which may be written if a node writes."""
@@ -116,22 +108,14 @@ class ValueReader:
     """Reads data while a graph is being recorded.
 
     Args:
-        graph: what is recorded so far.
-        model, constants: where get_attr nodes are looked up.
-        arguments, input_paths: the example, real, and where the placeholders are in it.
+        traced: what is recorded so far.
+        arguments: the example, real.
     """
 
-    def __init__(
-        self,
-        graph: torch.fx.Graph,
-        model: nn.Module,
-        constants: dict[str, Any],
-        arguments: Any,
-        input_paths: dict[str, trees.Path],
-    ) -> None:
-        self._graph = graph
-        self._sources = model, constants, arguments, input_paths
-        self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    def __init__(self, traced: TracedGraph, arguments: Any) -> None:
+        self._traced = traced
+        self._arguments = arguments
+        self._parameters = {name for name, _ in traced.model.named_parameters(remove_duplicate=False)}
         self._known: dict[Node, bool] = {}
         self._tainted: set[int] = set()
         self.reads: list[ValueRead] = []
@@ -172,33 +156,24 @@ class ValueReader:
         return answer
 
     def _last(self) -> Node:
-        return next(iter(reversed(self._graph.nodes)))
+        return next(iter(reversed(self._traced.graph.nodes)))
 
     def _answer(self, read: ValueRead) -> Any:
-        nodes = _needed_for_reads(list(self._graph.nodes), [read])
-        return _HostRun(*self._sources).answers(nodes, [read])[0]
+        nodes = _needed_for_reads(list(self._traced.graph.nodes), [read])
+        return _HostRun(self._traced, self._arguments).answers(nodes, [read])[0]
 
 
 class ValueProgram:
     """The reads of one trace with all they depend on, to be asked again for other inputs.
 
-    The graph is as it was recorded, with nothing removed yet; see `ValueReader` for the others.
+    The graph is as it was recorded, with nothing removed yet.
     """
 
-    def __init__(
-        self,
-        graph: torch.fx.Graph,
-        reads: list[ValueRead],
-        model: nn.Module,
-        constants: dict[str, Any],
-        input_paths: dict[str, trees.Path],
-    ) -> None:
-        self._input_paths = input_paths
-        self._model = model
-        self._constants = constants
+    def __init__(self, traced: TracedGraph, reads: list[ValueRead]) -> None:
+        self._traced = traced
         own = torch.fx.Graph()
         copies: dict[Node, Node] = {}
-        for node in graph.nodes:
+        for node in traced.graph.nodes:
             copies[node] = own.node_copy(node, copies.__getitem__)
             copies[node].meta["mutates"] = tuple(copies[value] for value in mutated_by(node))
         self.reads: list[ValueRead] = []
@@ -217,7 +192,7 @@ class ValueProgram:
             part = [read for read, nodes in pairs if _reads_data(read, nodes) is not of_sizes_only]
             self._parts[of_sizes_only] = (part, _needed_for_reads(order, part))
         attributes = {str(node.target) for nodes in self._needed_by for node in nodes if node.op == "get_attr"}
-        self.buffers = attributes - set(constants)
+        self.buffers = attributes - set(traced.constants)
         """Names of the buffers that the reads depend on."""
 
     def first_failure(self, arguments: Any, of_sizes_only: bool) -> tuple[ValueRead, Any] | None:
@@ -225,9 +200,8 @@ class ValueProgram:
         reads, nodes = self._parts[of_sizes_only]
         if not reads:
             return None
-
         try:
-            answers = _HostRun(self._model, self._constants, arguments, self._input_paths).answers(nodes, reads)
+            answers = _HostRun(self._traced, arguments).answers(nodes, reads)
         except Exception as error:
             return reads[0], error
         for read, answer in zip(reads, answers, strict=True):

@@ -34,8 +34,7 @@ from roundpipe.fx.graph.nodes import draws_random, installs_hook, modes_of
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph, output_names
 from roundpipe.fx.operations import NamedCall, assign_buffer, call_leaf, call_method, hang_on, overrides_call, pass_on
 from roundpipe.fx.passes.cost import NodeCost
-from roundpipe.fx.passes.layer_costs import layer_costs
-from roundpipe.fx.passes.partition import Chunk, Partition
+from roundpipe.fx.passes.partition import Chunk, Partition, layer_costs
 
 
 def generate(traced: TracedGraph, partition: Partition, costs: Mapping[Node, NodeCost]) -> LayerChain:

@@ -23,8 +23,16 @@ from roundpipe.core import trees
 from roundpipe.effects.snapshot import python_restored
 from roundpipe.fx.counting import Tally, counted
 from roundpipe.fx.fakes import failures_unlogged, make_twin
-from roundpipe.fx.graph.interpreter import GraphInterpreter
-from roundpipe.fx.graph.nodes import entered_modes, hint, is_accessor, modes_of, mutated_by, value_bytes, value_of
+from roundpipe.fx.graph.nodes import (
+    GraphInterpreter,
+    entered_modes,
+    hint,
+    is_accessor,
+    modes_of,
+    mutated_by,
+    value_bytes,
+    value_of,
+)
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.operations import call_leaf
 from roundpipe.fx.sizes import Symbolic

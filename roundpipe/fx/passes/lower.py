@@ -16,8 +16,7 @@ from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes.codegen import generate
 from roundpipe.fx.passes.cost import DEFAULT_PROFILE, DeviceProfile, NodeCost, measure
 from roundpipe.fx.passes.cuts import Balance
-from roundpipe.fx.passes.layer_costs import layer_costs
-from roundpipe.fx.passes.partition import Partition, partition
+from roundpipe.fx.passes.partition import Partition, layer_costs, partition
 
 
 @dataclass(frozen=True, slots=True)

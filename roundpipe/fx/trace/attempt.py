@@ -27,13 +27,13 @@ from roundpipe.effects.snapshot import AttributeChange, ModuleSnapshot, PlaceVal
 from roundpipe.effects.uses import Readers
 from roundpipe.fx.arguments import CallForm
 from roundpipe.fx.fakes import FakeWorld
-from roundpipe.fx.flat import flat_values
 from roundpipe.fx.graph.nodes import mutated_by, storage_key
-from roundpipe.fx.graph.traced import OutputValue, TracedGraph, lint
-from roundpipe.fx.guards.guards import CallModes, Guards
+from roundpipe.fx.graph.traced import OutputValue, lint
+from roundpipe.fx.guards.guards import CallModes, GuardedGraph, Guards
 from roundpipe.fx.guards.model_guard import OwnChanges, TracedParts, hooks_by_code, kind_and_value
 from roundpipe.fx.guards.values import ValueProgram
 from roundpipe.fx.locations import model_location
+from roundpipe.fx.sizes import flat_values
 from roundpipe.fx.trace.advice import set_at
 from roundpipe.fx.trace.decisions import Decision, Knowledge, LeafPolicy, Retry
 from roundpipe.fx.trace.glue import GlueRunner
@@ -76,7 +76,7 @@ class Attempt:
         }
         self._python_random = python_random_state()
 
-    def run(self) -> TracedGraph:
+    def run(self) -> GuardedGraph:
         recorder, world = self.recorder, self._world
         args, kwargs = world.arguments
         try:
@@ -89,7 +89,7 @@ class Attempt:
                 template, nodes = self._output_template(out)
             self._keep_whole_what_fixes_sizes()
             self._refuse_changed_modules()
-            recorder.builder.graph.output(tuple(nodes))
+            recorder.builder.traced.graph.output(tuple(nodes))
             if python_random_state() != self._python_random:
                 words = "its forward draws from Python's or NumPy's random numbers"
                 raise Retry(TraceError(words, TraceCause.RANDOM))
@@ -114,11 +114,12 @@ class Attempt:
 
         return trees.map_leaves(out, place) if flat_values(out) else out, nodes
 
-    def _closed_graph(self, template: Any) -> TracedGraph:
+    def _closed_graph(self, template: Any) -> GuardedGraph:
         """The graph with its guards, and without glue that nothing reads."""
         world, builder, findings = self._world, self.recorder.builder, self.recorder.findings
-        graph, reads = builder.graph, self.recorder.data.reader.reads
-        values = ValueProgram(graph, reads, world.model, builder.constants, builder.input_paths)
+        traced = builder.traced
+        graph = traced.graph
+        values = ValueProgram(traced, self.recorder.data.reader.reads)
         for name in values.buffers:  # the next microbatch would find other data in it
             if world.fake(name).untyped_storage()._cdata in builder.written_storages:
                 raise Retry(TraceError(f"the forward takes a decision on buffer {name}, which it also changes"))
@@ -126,15 +127,9 @@ class Attempt:
             stays = node.op in ("placeholder", "output", "call_module")
             if not stays and not node.users and not node.meta.get("effect") and not node.meta.get("random"):
                 graph.erase_node(node)
-        traced = TracedGraph(
-            graph=graph,
-            model=world.model,
-            constants=builder.constants,
-            input_paths=builder.input_paths,
-            output=template,
-            example_elements=sum(tensor.numel() for tensor in trees.tensors(world.real_arguments)),
-            opaque=self._leaves.opaque(),
-        )
+        traced.output = template
+        traced.example_elements = sum(tensor.numel() for tensor in trees.tensors(world.real_arguments))
+        traced.opaque = self._leaves.opaque()
         weights = {str(node.target) for node in graph.nodes if node.op == "get_attr"} - set(traced.constants)
         written = {storage_key(target) for node in graph.nodes for target in mutated_by(node)} - {None}
         traced.guards = Guards(

@@ -22,11 +22,19 @@ from torch.fx import Node
 
 from roundpipe.core import trees
 from roundpipe.fx.fakes import FakeWorld, is_fake, real_world
-from roundpipe.fx.flat import flat_sizes, flat_tensors, flat_values
+from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.guards.values import UNKNOWN, ValueReader
 from roundpipe.fx.locations import model_location
 from roundpipe.fx.operations import Build, Hole, set_item, set_property, take
-from roundpipe.fx.sizes import Symbolic, expression_of, is_data_dependent, size_function
+from roundpipe.fx.sizes import (
+    Symbolic,
+    expression_of,
+    flat_sizes,
+    flat_tensors,
+    flat_values,
+    is_data_dependent,
+    size_function,
+)
 
 Meta = Callable[[], dict[str, Any]]
 Untraced = Callable[[str, torch.Tensor | None], BaseException]
@@ -38,9 +46,7 @@ class GraphBuilder:
 
     def __init__(self, world: FakeWorld, common_meta: Meta, untraced: Untraced) -> None:
         self.world = world
-        self.graph = torch.fx.Graph()
-        self.constants: dict[str, Any] = {}
-        self.input_paths: dict[str, trees.Path] = {}
+        self.traced = GuardedGraph(torch.fx.Graph(), world.model)
         self.node_of: dict[torch.Tensor, Node] = {}
         """Node that holds a tensor's present value; tensors hash by identity."""
         self.written_storages: set[int] = set()
@@ -59,17 +65,17 @@ class GraphBuilder:
         for path, leaf in trees.walk(self.world.arguments):
             if not isinstance(leaf, torch.Tensor):
                 continue
-            node = self.graph.placeholder(_input_name(path))
+            node = self.traced.graph.placeholder(_input_name(path))
             node.target = node.name
             node.meta.update(self._common_meta())
-            self.input_paths[node.name] = path
+            self.traced.input_paths[node.name] = path
             self._last_input = node
-            item = self.world.inputs[len(self.input_paths) - 1]
+            item = self.world.inputs[len(self.traced.input_paths) - 1]
             self._size_sources.update({size: (node, dim) for dim, size in enumerate(item.sizes)})
             self.bind(leaf, node)
 
     def add(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Node:
-        node = self.graph.create_node(op, target, args, kwargs or {})
+        node = self.traced.graph.create_node(op, target, args, kwargs or {})
         node.meta.update(self._common_meta())
         node.meta["value"] = None
         return node
@@ -160,9 +166,9 @@ class GraphBuilder:
                 None,
             )
         if tensor not in self._constant_names:
-            name = f"_constant_{len(self.constants)}"
+            name = f"_constant_{len(self.traced.constants)}"
             self._constant_names[tensor] = name
-            self.constants[name] = tensor
+            self.traced.constants[name] = tensor
         return self.attribute(self._constant_names[tensor], tensor)
 
     def attribute(self, name: str, tensor: torch.Tensor) -> Node:
@@ -201,7 +207,7 @@ class GraphBuilder:
         source, dim = self._size_sources[symbol]
         after = self._last_input if source.op == "placeholder" else source
         assert after is not None
-        with self.graph.inserting_after(after):
+        with self.traced.graph.inserting_after(after):
             node = self._add_modeless("call_method", "size", (source, dim))
         node.meta["value"] = source.meta["value"].shape[dim]
         return node
@@ -237,9 +243,7 @@ class ExampleData:
         self._world = world
         self._builder = builder
         self._pause = pause
-        self.reader = ValueReader(
-            builder.graph, world.model, builder.constants, world.real_arguments, builder.input_paths
-        )
+        self.reader = ValueReader(builder.traced, world.real_arguments)
 
     def answer(self, function: Any, args: Any, kwargs: Any) -> Any:
         """The result of a call if only inputs and buffers determine it, else `UNKNOWN`; the guards ask again."""

@@ -11,10 +11,9 @@ from torch import nn
 from roundpipe.core.errors import TraceCause, TraceError
 from roundpipe.effects.uses import uses_of_forward
 from roundpipe.fx.fakes import DATA_DEPENDENT, FakeWorld, is_fake
-from roundpipe.fx.flat import flat_values
 from roundpipe.fx.locations import model_location
 from roundpipe.fx.operations import assign_buffer
-from roundpipe.fx.sizes import expression_of
+from roundpipe.fx.sizes import expression_of, flat_values
 from roundpipe.fx.trace.advice import set_at
 from roundpipe.fx.trace.decisions import Decision, Knowledge, Need, Retry
 from roundpipe.fx.trace.intercept import ORIGINAL_CALL

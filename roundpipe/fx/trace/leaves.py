@@ -23,9 +23,9 @@ from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
 from roundpipe.effects.snapshot import AttributeChange, ModuleSnapshot, PythonSnapshot
 from roundpipe.effects.uses import GRADIENT_ATTRIBUTES, attributes_read, names_in
 from roundpipe.fx.fakes import written_unseen
-from roundpipe.fx.flat import flat_tensors
 from roundpipe.fx.guards.model_guard import Write
 from roundpipe.fx.locations import is_model_file, model_location
+from roundpipe.fx.sizes import flat_tensors
 from roundpipe.fx.trace.builder import GraphBuilder
 from roundpipe.fx.trace.decisions import is_of_torch
 

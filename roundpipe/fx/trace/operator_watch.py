@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from roundpipe.fx.fakes import TorchDispatchMode, is_of_no_world, real_world
-from roundpipe.fx.flat import flat_tensors
-from roundpipe.fx.sizes import expression_of
+from roundpipe.fx.sizes import expression_of, flat_tensors
 
 QUESTIONS = frozenset("stride is_contiguous dim_order".split())
 """Names of methods whose answer follows from a tensor's sizes and strides."""

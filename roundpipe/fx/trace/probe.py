@@ -21,8 +21,7 @@ from roundpipe.core import trees
 from roundpipe.core.errors import TraceError
 from roundpipe.effects.snapshot import ModuleSnapshot, PythonSnapshot
 from roundpipe.fx.fakes import FakeWorld, real_world
-from roundpipe.fx.flat import flat_sizes, flat_tensors, flat_values
-from roundpipe.fx.sizes import Symbolic, expression_of, size_function
+from roundpipe.fx.sizes import Symbolic, expression_of, flat_sizes, flat_tensors, flat_values, size_function
 from roundpipe.fx.trace.leaves import LeafRun, containers_mutated, contents_of
 
 MAX_DIVISOR = 64

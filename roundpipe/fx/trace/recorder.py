@@ -32,12 +32,11 @@ from roundpipe.fx.fakes import (
     real_world,
     written_unseen,
 )
-from roundpipe.fx.flat import flat_sizes, flat_tensors, flat_values
 from roundpipe.fx.guards.model_guard import Write
 from roundpipe.fx.guards.values import UNKNOWN
 from roundpipe.fx.locations import asked_by_operator, model_location
 from roundpipe.fx.operations import NamedCall, as_traced, call_method, set_item, set_property, with_requires_grad
-from roundpipe.fx.sizes import Symbolic, expression_of, is_data_dependent
+from roundpipe.fx.sizes import Symbolic, expression_of, flat_sizes, flat_tensors, flat_values, is_data_dependent
 from roundpipe.fx.trace.builder import ExampleData, GraphBuilder, node_form
 from roundpipe.fx.trace.decisions import Decision, Need, Retry
 from roundpipe.fx.trace.operator_watch import (

@@ -20,7 +20,7 @@ from roundpipe.effects.places import OF_TORCH
 from roundpipe.effects.snapshot import ModuleSnapshot, PythonSnapshot
 from roundpipe.effects.uses import GRADIENT_ATTRIBUTES, Readers, asks_for_gradients, attributes_read
 from roundpipe.fx.fakes import DATA_DEPENDENT, FakeWorld, real_world
-from roundpipe.fx.flat import flat_tensors
+from roundpipe.fx.sizes import flat_tensors
 from roundpipe.fx.trace.decisions import Decision, Knowledge, LeafPolicy, Retry, is_of_torch
 from roundpipe.fx.trace.intercept import ORIGINAL_CALL
 from roundpipe.fx.trace.leaves import (

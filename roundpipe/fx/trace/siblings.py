@@ -25,8 +25,7 @@ from roundpipe.core import trees
 from roundpipe.core.modes import Modes
 from roundpipe.effects.places import CONTAINERS, OF_TORCH
 from roundpipe.effects.snapshot import ModuleSnapshot, PythonSnapshot
-from roundpipe.fx.flat import flat_sizes, flat_tensors
-from roundpipe.fx.sizes import Symbolic, expression_of, is_data_dependent
+from roundpipe.fx.sizes import Symbolic, expression_of, flat_sizes, flat_tensors, is_data_dependent
 from roundpipe.fx.trace.leaves import LeafRun, unread_in
 
 _CONTAINERS = (tuple, *CONTAINERS)

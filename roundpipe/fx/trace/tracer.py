@@ -25,9 +25,8 @@ from roundpipe.effects.run_once import FirstCall
 from roundpipe.effects.snapshot import ModuleSnapshot, PlaceValues, PythonSnapshot
 from roundpipe.fx.arguments import Arguments, CallForm
 from roundpipe.fx.fakes import Dimension, FakeWorld
-from roundpipe.fx.graph.text import printed_graph
-from roundpipe.fx.graph.traced import TracedGraph
-from roundpipe.fx.guards.guards import Guards
+from roundpipe.fx.graph.traced import printed_graph
+from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.guards.model_guard import kind_and_value
 from roundpipe.fx.locations import raised_at, with_source
 from roundpipe.fx.trace.advice import where_set
@@ -51,7 +50,7 @@ def trace(
     *,
     max_leaf_bytes: int | None = None,
     dynamic: Collection[Dimension] = (),
-) -> TracedGraph:
+) -> GuardedGraph:
     """The graph that a model's forward records on example arguments.
 
     Args:
@@ -82,7 +81,7 @@ def trace(
         raise
 
 
-def _trace_doubled(model: nn.Module, form: CallForm, arguments: Arguments, knowledge: Knowledge) -> TracedGraph:
+def _trace_doubled(model: nn.Module, form: CallForm, arguments: Arguments, knowledge: Knowledge) -> GuardedGraph:
     """The graph for a batch of two in place of a batch of one, where it serves both."""
     doubled = _batch_of_two(arguments)
     if doubled is None:
@@ -94,13 +93,12 @@ def _trace_doubled(model: nn.Module, form: CallForm, arguments: Arguments, knowl
             return _trace(model, form, arguments, knowledge)
         except TraceError:
             raise error from error.__cause__
-    assert traced.guards is not None
     if traced.guards.check(*arguments) is not None:
         return _trace(model, form, arguments, knowledge)
     return traced
 
 
-def _trace(model: nn.Module, form: CallForm, arguments: Arguments, knowledge: Knowledge) -> TracedGraph:
+def _trace(model: nn.Module, form: CallForm, arguments: Arguments, knowledge: Knowledge) -> GuardedGraph:
     """Attempts until one succeeds; each knows what those before found out."""
     for _ in range(MAX_ATTEMPTS):
         world = FakeWorld(model, arguments, knowledge.dynamic)
@@ -109,7 +107,6 @@ def _trace(model: nn.Module, form: CallForm, arguments: Arguments, knowledge: Kn
         except Retry as retry:
             knowledge = knowledge.after(retry, model)
             continue
-        assert isinstance(traced.guards, Guards)
         traced.guards.watch(model, *traced_parts())  # now that the run's own traces are taken back
         return traced
     raise TraceError(
@@ -118,7 +115,7 @@ def _trace(model: nn.Module, form: CallForm, arguments: Arguments, knowledge: Kn
     )
 
 
-def _stable_trace(world: FakeWorld, form: CallForm, knowledge: Knowledge) -> tuple[TracedGraph, Callable[[], Any]]:
+def _stable_trace(world: FakeWorld, form: CallForm, knowledge: Knowledge) -> tuple[GuardedGraph, Callable[[], Any]]:
     """The graph that the model gives again and again, should its forward set attributes of its own.
 
     Beside it what gives `Attempt.traced_parts`, for when all is taken back.

@@ -19,12 +19,10 @@ from torch.fx import Node
 from roundpipe.core import trees
 from roundpipe.effects.snapshot import ModuleSnapshot, python_restored
 from roundpipe.fx.fakes import Dimension, FakeWorld
-from roundpipe.fx.flat import flat_tensors
-from roundpipe.fx.graph.interpreter import GraphInterpreter
-from roundpipe.fx.graph.nodes import is_accessor, producer_of, value_of
+from roundpipe.fx.graph.nodes import GraphInterpreter, is_accessor, producer_of, value_of
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.operations import call_leaf
-from roundpipe.fx.sizes import SizeSystem, expression_of, is_data_dependent, size_function
+from roundpipe.fx.sizes import SizeSystem, expression_of, flat_tensors, is_data_dependent, size_function
 from roundpipe.fx.trace.leaves import LeafRun, output_origins
 from roundpipe.fx.trace.siblings import SiblingCache
 
