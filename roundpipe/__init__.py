@@ -31,7 +31,7 @@ from roundpipe.reports.timeline import Span, Timeline
 from roundpipe.runtime.config import RoundPipeRunConfig, num_microbatches
 from roundpipe.runtime.device.backend import Device
 from roundpipe.runtime.engine.recompute import doing_recompute, get_recompute_data, save_for_recompute
-from roundpipe.runtime.microbatch.spec import RoundPipePackedData
+from roundpipe.runtime.microbatch.merge import RoundPipePackedData
 from roundpipe.runtime.optimizer.grad_scaler import GradScaler
 from roundpipe.runtime.optimizer.update import OptimizerCtx
 from roundpipe.tools.explain import explain

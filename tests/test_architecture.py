@@ -72,7 +72,7 @@ SOLE_USERS = {
     "matplotlib": {"tools/graph_report.py", "reports/plotting.py"},
     "safetensors": {"wrappers/checkpoint_files.py"},
     "torch.utils._pytree": {"core/trees.py"},
-    "torch.distributed.pipelining.microbatch": {"runtime/microbatch/spec.py"},
+    "torch.distributed.pipelining.microbatch": {"runtime/microbatch/merge.py"},
 }
 """Module (and what is below it) -> the only files that may import it."""
 

@@ -18,9 +18,15 @@ from typing import Any
 
 import torch
 
-AttentionKernels = tuple[bool, bool, bool, bool]
-"""Whether flash, memory-efficient, math and cuDNN attention are allowed."""
-
+_KERNELS = {
+    "flash": (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    "memory-efficient": (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    "math": (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    "cuDNN": (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+}
+"""How torch is asked, and told, whether a kernel of attention is allowed."""
+AttentionKernels = tuple[bool, ...]
+"""Whether each of `_KERNELS` is allowed."""
 
 _ATTENTION_LOCK = threading.RLock()
 """Torch has one setting of attention kernels for all threads: two that restore it crosswise would leave it changed."""
@@ -96,8 +102,7 @@ class Modes:
             for state in self.autocast
         ]
         if self.attention_kernels is not None:
-            names = ("flash", "memory-efficient", "math", "cuDNN")
-            allowed = [n for n, on in zip(names, self.attention_kernels, strict=True) if on]
+            allowed = [name for name, on in zip(_KERNELS, self.attention_kernels, strict=True) if on]
             words.append("attention kernels " + (", ".join(allowed) or "none"))
         return ", ".join(words) or "unchanged"
 
@@ -145,21 +150,12 @@ def saved_tensor_hooks_aside(which: Callable[[Any], bool] = lambda _: True) -> I
 
 
 def _attention_kernels() -> AttentionKernels:
-    flags = torch.backends.cuda
-    return (
-        flags.flash_sdp_enabled(),
-        flags.mem_efficient_sdp_enabled(),
-        flags.math_sdp_enabled(),
-        flags.cudnn_sdp_enabled(),
-    )
+    return tuple(is_enabled() for is_enabled, _ in _KERNELS.values())
 
 
 def _allow_attention_kernels(kernels: AttentionKernels) -> None:
-    flash, efficient, math, cudnn = kernels
-    torch.backends.cuda.enable_flash_sdp(flash)
-    torch.backends.cuda.enable_mem_efficient_sdp(efficient)
-    torch.backends.cuda.enable_math_sdp(math)
-    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    for (_, enable), is_allowed in zip(_KERNELS.values(), kernels, strict=True):
+        enable(is_allowed)
 
 
 def _accelerator_type() -> str | None:

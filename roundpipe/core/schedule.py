@@ -271,11 +271,10 @@ class Schedule:
 def _worker_tasks(jobs: Sequence[Job], worker: int, num_microbatches: int) -> Iterator[Task]:
     """A worker's list: while a job runs, the weights of the worker's next job come up."""
     own = [job for job in jobs if job.worker == worker]
-    if own:
-        yield Task(TaskKind.PREFETCH, own[0].index)
-    for position, job in enumerate(own):
-        if position + 1 < len(own):
-            yield Task(TaskKind.PREFETCH, own[position + 1].index)
+    prefetches = [Task(TaskKind.PREFETCH, job.index) for job in own]
+    yield from prefetches[:1]
+    for position, job in enumerate(own, 1):
+        yield from prefetches[position : position + 1]
         for microbatch in range(job.replica, num_microbatches, job.num_replicas):
             yield Task(TaskKind.RUN, job.index, microbatch)
         yield Task(TaskKind.RELEASE, job.index)

@@ -1,7 +1,6 @@
 """Which modules must run once, on the host: a backward runs what is on the devices a second time.
 
-first_to_run_once, holders_of_those   before anything ran: what the code of the modules tells
-FirstCall                             around a first call: what it changed, and the way back
+Their code tells before anything ran; what a first call changed does afterwards (`FirstCall`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
 """What some modules and their code held at one moment: what has changed since, and the way back.
 
-    WeightSnapshot   the parameters, by version: cheap enough for every call
-    ModuleSnapshot   attributes, parameters and buffers of modules
-    PythonSnapshot   whatever else their code can change in Python: containers, objects, closures, globals, classes
-
 A graph runs no Python, and a recomputation runs it twice, so whoever counts, caches or remembers there must be found.
 
 Invariant: after `restore`, every place that a snapshot has holds what it held when the snapshot was taken.
@@ -32,7 +28,7 @@ _SYMBOLIC = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class WeightSnapshot:
-    """The parameters of a module and those below it."""
+    """The parameters of a module and those below it, by version: cheap enough for every call."""
 
     __slots__ = ("_module", "_weights")
 
@@ -224,8 +220,9 @@ PlaceValues = Mapping[tuple[str, int, Any], Any]
 
 
 class PythonSnapshot:
-    """Everything outside of tensors and the attributes of modules that the code of some modules can change.
+    """Everything outside of tensors and the attributes of modules that the code of some modules can change in Python.
 
+    Containers, objects, closures, globals, classes.
     The modules' attributes and classes are looked through (torch's own have none), and ``with_hidden`` also other
     modules that a forward may reach, such as those in a list; ``known`` modules are no such others.
     """

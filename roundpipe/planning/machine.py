@@ -1,12 +1,8 @@
-"""A machine for the simulator: what it can do, and discrete events on it.
+"""A machine for the simulator: what it can do (`HardwareProfile`), and discrete events on it (`EventQueue`).
 
-    HardwareProfile   rates of the links, the host's memory and the optimizer
-    EventQueue        time, and the nodes that take it:
-
-    Node        something that takes time once all it waits for is over: an op, a transfer, or neither (a join)
-    worker      runs its ops one at a time, in the order in which they were added
-    link        one transfer at a time, the lowest priority number first; a later one with a lower number interrupts
-    host        what all links together may take of the host's memory; past it all of them slow down alike
+A worker runs its ops one at a time, in the order in which they were added. A link has one transfer at a time, the
+lowest priority number first; a later one with a lower number interrupts. Past what the host's memory can move, all
+links slow down alike.
 
 Invariant: equal calls give equal times; nothing starts before what it waits for is over.
 """
@@ -56,7 +52,7 @@ class HardwareProfile:
 
 
 class Node:
-    """Something that takes time, and those that wait for it."""
+    """Something that takes time once all it waits for is over: an op, a transfer, or neither (a join)."""
 
     __slots__ = ("_followers", "_num_missing", "over_s", "started_s", "then")
 

@@ -1,10 +1,5 @@
 """Chooses the forward, fused and backward ranges of a model.
 
-    plan              the fastest plan found
-    plan_replicated   the same where stages may take several slots of the rotation; simulated only
-    plan_greedy       the simplest method, to compare with
-    least_seconds     what no plan goes below
-
 The planner minimises the seconds per step in steady state (`stage_costs.step_seconds`) under a budget of
 device memory. A longer fused tail lowers the total work, because it recomputes nothing, until memory or
 the balance of the rotation forbids it.
@@ -95,7 +90,7 @@ def plan_replicated(costs: Sequence[LayerCost], **arguments: Unpack[PlanArgument
     """The fastest plan found whose stages may have replicas; errors as for `plan`.
 
     A stage heavier than the rest gets r consecutive slots, at the price of r uploads of its weights and r
-    downloads of its gradients.
+    downloads of its gradients. The runtime doesn't run such plans; they are simulated.
     """
     search = _search(costs, replicate=True, **arguments)
     candidates = search.run()

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
+from roundpipe.core.errors import ConfigError
 from roundpipe.core.schedule import MAX_RESIDENT_JOBS, Job, Phase, Schedule
 from roundpipe.planning.machine import EventQueue, HardwareProfile, Link, LinkTransfer, Node, Op
 from roundpipe.planning.stage_costs import StageCosts, num_trained
@@ -75,11 +76,8 @@ class _JobWaits(NamedTuple):
     lost_s: dict[Cause, float]
 
 
-class _Output(NamedTuple):
-    """A microbatch's output: when it is computed, and when it is on the host."""
-
-    op: Op
-    on_host: Node
+_Outputs = dict[int, tuple[Node, Node | None]]
+"""By microbatch, what a stage gives: when it is on the host, and when it is computed."""
 
 
 @dataclass(slots=True)
@@ -115,6 +113,8 @@ class StepReplay:
     """
 
     def __init__(self, schedule: Schedule, costs: StageCosts, profile: HardwareProfile, record: bool = False) -> None:
+        if len(costs.layers) != schedule.num_layers:
+            raise ConfigError(f"costs of {len(costs.layers)} layers for a schedule of {schedule.num_layers} layers")
         self.schedule = schedule
         self.record = record
         self.activities: list[ReplayedActivity] = []
@@ -163,7 +163,7 @@ class StepReplay:
         updated = self._updates[-2:-1]  # an update waits for the update before
         if self._num_steps < self._max_steps:
             step.start.then = lambda: self._add_step(step)
-        outputs: dict[int, _Output] = {}
+        outputs: _Outputs = {}
         losses: list[Node] = []
         others: list[Node] = []
         for position, job in enumerate(schedule.jobs):
@@ -241,14 +241,7 @@ class StepReplay:
             step.uploads.setdefault(layer, []).append(weights)
         return weights
 
-    def _add_ops(
-        self,
-        step: ReplayedStep,
-        position: int,
-        waits: _JobWaits,
-        inputs: dict[int, _Output],
-        outputs: dict[int, _Output],
-    ) -> Op:
+    def _add_ops(self, step: ReplayedStep, position: int, waits: _JobWaits, inputs: _Outputs, outputs: _Outputs) -> Op:
         """A job's microbatches: values come up, they run, outputs go down; returns the last op."""
         job, stage, layers = step.schedule.jobs[position], self.stages[position], self._costs.layers
         carry_in = layers[job.start - 1].carry_bytes if job.start else 0
@@ -277,9 +270,7 @@ class StepReplay:
 
         op: Op | None = None
         for microbatch in step.schedule.microbatches(job):
-            before = inputs.get(microbatch)
-            arrived = waits.start if before is None else before.on_host
-            producer = waits.losses if before is None else before.op
+            arrived, producer = inputs.get(microbatch, (waits.start, waits.losses))
             if is_backward and self._profile.inputs_ahead:
                 saved, incoming = bring(carry_in), bring(read_bytes, arrived)
                 add(stage.early_s, saved, None, is_last=False)
@@ -289,7 +280,7 @@ class StepReplay:
                 incoming = bring(read_bytes, arrived)
             op = add(stage.seconds - stage.early_s, incoming, producer, is_last=True)
             on_host = self._add_transfer("download", down, written_bytes, job, microbatch, 0, op)
-            outputs[microbatch] = _Output(op, on_host)
+            outputs[microbatch] = on_host, op
             if kept_bytes:
                 self._add_transfer("kept", down, kept_bytes, job, microbatch, 1, op)
         assert op is not None

@@ -1,9 +1,5 @@
 """What a plan will take: schedules against compute, links, host memory and the optimizer.
 
-    simulate            -> replay.StepReplay    steps of a schedule, one after the other, until they are steady
-                        -> machine.EventQueue   compute on workers, transfers on links, and what waits for what
-    simulate_timeline   the same, and the run as the spans that a recorded one has
-
 Left out: the cost of starting anything, the allocator, and values that skip stages beyond what ``carry_bytes`` counts.
 
 Invariant: with links that take no time and no optimizer, a step takes what `stage_costs.step_seconds` says.
@@ -16,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
 
-from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import Phase, Schedule
 from roundpipe.planning.machine import HardwareProfile, LinkTransfer
@@ -91,20 +86,7 @@ def simulate(
     Raises:
         ConfigError: the costs are not those of the schedule's layers.
     """
-    return _steady_state(_replay(schedule, costs, profile, recompute_grain))
-
-
-def _replay(
-    schedule: Schedule,
-    costs: Sequence[LayerCost],
-    profile: HardwareProfile | None,
-    recompute_grain: RecomputeGrain,
-    *,
-    record: bool = False,
-) -> StepReplay:
-    if len(costs) != schedule.num_layers:
-        raise ConfigError(f"costs of {len(costs)} layers for a schedule of {schedule.num_layers} layers")
-    return StepReplay(schedule, StageCosts(costs, recompute_grain), profile or HardwareProfile(), record)
+    return _steady_state(StepReplay(schedule, StageCosts(costs, recompute_grain), profile or HardwareProfile()))
 
 
 def _steady_state(steps: StepReplay) -> Simulation:
@@ -162,7 +144,7 @@ def simulate_timeline(
     recompute_grain: RecomputeGrain = "stage",
 ) -> tuple[Simulation, Timeline]:
     """`simulate`, and what it played from the first step on; arguments and errors are the same."""
-    steps = _replay(schedule, costs, profile, recompute_grain, record=True)
+    steps = StepReplay(schedule, StageCosts(costs, recompute_grain), profile or HardwareProfile(), record=True)
     return _steady_state(steps), Timeline(_spans(steps))
 
 

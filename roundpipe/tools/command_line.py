@@ -1,8 +1,5 @@
 """The command line: ``python -m roundpipe plan | explain | doctor``.
 
-    plan TARGET      `target` -> `forecast` -> `forecast_report`
-    plan --costs     `cost_file`
-
 To add a command, name it in `COMMANDS`. This is the only file of the package that prints.
 
 Invariant: exit code 0 for an answer, 1 for the answer that it doesn't fit or can't be cut, 2 with one line for

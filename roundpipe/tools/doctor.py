@@ -141,15 +141,11 @@ def _device(device: torch.device, pinned: bool) -> AcceleratorSpec:
 
         up, down = _copy_rate(there, here, wait), _copy_rate(here, there, wait)
         bandwidth = 2 * _copy_rate(torch.empty_like(there), there, wait)
-        flops = _product_rate(device, wait)
+        matrix = torch.randn(PRODUCT_SIZE, PRODUCT_SIZE, device=device, dtype=torch.bfloat16)
+        flops = 2 * PRODUCT_SIZE**3 / _least_seconds(lambda: matrix @ matrix, wait)
     except RuntimeError:  # what was measured until then counts
         pass
     return AcceleratorSpec(str(device), kind, free_bytes, total_bytes, up, down, flops, bandwidth)
-
-
-def _product_rate(device: torch.device, wait: Callable[[], None]) -> float:
-    matrix = torch.randn(PRODUCT_SIZE, PRODUCT_SIZE, device=device, dtype=torch.bfloat16)
-    return 2 * PRODUCT_SIZE**3 / _least_seconds(lambda: matrix @ matrix, wait)
 
 
 def _copy_rate(target: torch.Tensor, source: torch.Tensor, wait: Callable[[], None] = lambda: None) -> float:

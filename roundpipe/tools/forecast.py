@@ -1,9 +1,5 @@
 """What training a model on given devices will take, and what to change: forecasts for one setting and its neighbours.
 
-    Layers        a model as layers, traced and lowered once for all settings
-    forecast_at   -> PlanChooser.plan     the plan that a run would choose
-                  -> Setting.simulate     links, host memory and the optimizer included
-
 Nothing is allocated or run: compute times rest on FLOPs and bytes, and on what a device sustains of its datasheet.
 
 Invariant: layers and plan are those that the runtime chooses for the same budget, so what is predicted is what runs.
@@ -107,7 +103,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """A model as layers."""
+    """A model as layers, traced and lowered once for all settings."""
 
     target: Target
     chain: LayerChain

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 from roundpipe.core import trees
-from roundpipe.runtime.microbatch.merge import merge_value
-from roundpipe.runtime.microbatch.spec import RoundPipePackedData
+from roundpipe.runtime.microbatch.merge import RoundPipePackedData, merge_value
 
 
 class LazyBatch(torch.Tensor):

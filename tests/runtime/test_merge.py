@@ -9,8 +9,7 @@ import torch
 from torch.distributed.pipelining.microbatch import _CustomReducer, _Replicate
 
 from roundpipe.core.errors import MicrobatchError
-from roundpipe.runtime.microbatch.merge import merge
-from roundpipe.runtime.microbatch.spec import RoundPipePackedData
+from roundpipe.runtime.microbatch.merge import RoundPipePackedData, is_spec, is_spec_of, merge
 from roundpipe.runtime.microbatch.split import split
 from tests.runtime.cases_microbatch import CHUNK_0, CHUNK_1, Record, config, rows, sizes
 
@@ -191,9 +190,7 @@ def test_importing_does_not_import_torchs_pipelining():
 
 def test_torchs_specs_are_where_they_are_expected():
     """Fails when torch moves or renames the private classes that specs are made of."""
-    from roundpipe.runtime.microbatch import spec as microbatch_spec
-
-    assert microbatch_spec.is_spec(CHUNK_0) and microbatch_spec.is_spec(_Replicate)
-    assert microbatch_spec.is_spec_of(_CustomReducer(0, min), "_CustomReducer")
+    assert is_spec(CHUNK_0) and is_spec(_Replicate)
+    assert is_spec_of(_CustomReducer(0, min), "_CustomReducer")
     assert CHUNK_0.split_dim == 0 and _CustomReducer(0, min).reduce_fn is min
-    assert not microbatch_spec.is_spec(0) and not microbatch_spec.is_spec(min)
+    assert not is_spec(0) and not is_spec(min)

@@ -11,7 +11,7 @@ from torch.nn.utils import prune
 import roundpipe
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import EXECUTION_DEVICE
-from roundpipe.runtime.engine.engine import Engine
+from roundpipe.runtime.engine.step import RunningSteps
 from roundpipe.runtime.weights.replica import Replica
 from tests.runtime.models import (
     DTYPE,
@@ -347,8 +347,8 @@ def test_a_worker_makes_no_copy_of_another_structure_than_was_laid_out(change, m
     """As if somebody changed it between a call's begin and the worker's first look."""
     model = nn.Sequential(nn.Linear(6, 6), Scaled(), nn.Linear(6, 6)).to(DTYPE)
     # between a call's begin and a worker's first look no user's code runs
-    submit = Engine._submit
-    monkeypatch.setattr(Engine, "_submit", lambda *given: (CHANGES[change](model[1]), submit(*given)))
+    begin = RunningSteps.begin
+    monkeypatch.setattr(RunningSteps, "begin", lambda *given: (CHANGES[change](model[1]), begin(*given)))
     with roundpipe.RoundPipe(model, devices=["cpu"] * 2) as piped:
         with pytest.raises(ConfigError, match="while a round was running that needs the model as it was"):
             piped(batch())

@@ -1,11 +1,5 @@
 """Runs steps on the workers: deals them out and waits for them.
 
-    caller                       worker K mod N
-    Engine.run(spec) ---------> PREFETCH: weights of the next job start coming up
-          |                     RUN (K, m): wait for (K-1, m); values up; stage; values or gradients down
-          |                     RELEASE: gradients down, memory given back
-          <--- all done, or the losses known, or the first error ---
-
 A step may outlive the call that made it (`StepSpec.may_outlive_call`): the call returns with the losses, and the next
 step's first jobs run beside its last ones. What it raises then is raised at the next call.
 """
@@ -109,7 +103,9 @@ class Engine(Steps):
         step = StepState(spec, self.steps.board, values, gradients, forward, len(busy))
         try:
             self.steps.begin(step)
-            self._submit(step, busy)
+            self.next_job = spec.schedule.next_job
+            for worker in busy:
+                worker.submit(step)
             if spec.may_outlive_call:
                 step.wait_losses()
                 step.detach()
@@ -126,11 +122,6 @@ class Engine(Steps):
             step.wait_over()
             raise_error(step)
         return step
-
-    def _submit(self, step: StepState, workers: Sequence[Worker]) -> None:
-        self.next_job = step.spec.schedule.next_job
-        for worker in workers:
-            worker.submit(step)
 
     @property
     def is_inside(self) -> bool:

@@ -1,9 +1,5 @@
 """One worker of the rotation: its device, its memory for weights, its replicas of layers; executes tasks.
 
-    PREFETCH   weights of a job start coming up; at the end of a step also those of the next step's first job
-    RUN (K, m) wait for (K-1, m); values up; stage; values or gradients down
-    RELEASE    gradients start down, the weights' memory is given back
-
 Gradients of weights are waited for, and added to the host's, in a thread of their own, so that the worker can go on
 with its next job; it has the gradients of no more than two jobs on their way.
 
@@ -184,18 +180,17 @@ class Worker:
     def _break(self, error: BaseException) -> None:
         """Fail the worker's steps, and all later ones: something was raised that nothing caught."""
         self._broken = self._broken or error
-        current = self._current
-        for step in (*(() if current is None else (current,)), *self._upcoming):
-            step.cancel(error)
+        for step in (self._current, *self._upcoming):
+            if step is not None:
+                step.cancel(error)
         with contextlib.suppress(ClosedError):
             self._thread.submit(self._execute_next)  # in the place of what may be lost
 
     def _visit_sizes(self, step: StepState) -> list[int]:
         """Bytes of this worker's visits of a step, in their order."""
         spec = step.spec
-        prefetches = (task for task in spec.schedule.tasks(self.index) if task.kind is TaskKind.PREFETCH)
-        jobs = (spec.schedule.job(task.job_index) for task in prefetches)
-        return [visit_bytes(spec.weights[index] for index in job.layers) for job in jobs]
+        own = (job for job in spec.schedule.jobs if job.worker == self.index)
+        return [visit_bytes(spec.weights[index] for index in job.layers) for job in own]
 
     def _room_for(self, step: StepState) -> list[int]:
         """The same, and the first once more if a step like this one is likely to follow and memory is plentiful."""
@@ -271,13 +266,10 @@ class Worker:
         if known is None or known[0] is not weights:
             known = self._replicas[id(layer)] = (weights, [])
         busy = {id(bound.replica) for opened in self._open.values() for bound in opened.visit.layers}
-        for replica in known[1]:
-            if id(replica) not in busy:
-                break
-        else:
+        replica = next((replica for replica in known[1] if id(replica) not in busy), None)
+        if replica is None:
             weights.check_structure()
-            replica = Replica(layer, self.backend.device)
-            known[1].append(replica)
+            known[1].append(replica := Replica(layer, self.backend.device))
         return BoundLayer(weights, replica)
 
     def _enter(self, step: StepState, opened: _OpenVisit) -> Stage:

@@ -1,13 +1,10 @@
-"""Microbatches: a batch of arguments in pieces, and the pieces of the outputs as one again.
-
-    args, kwargs, label --split--> one (args, kwargs, label) per microbatch
-    one output per microbatch --merge--> output
+"""A batch of arguments in pieces: one (args, kwargs, label) per microbatch.
 
 Pieces are views of the arguments, so gradients flow back into them. How many there are is decided once per call, by the
 first of these that says it: a function of the user's, packed data among the inputs, the batch size (fewer samples than
 asked for microbatches give fewer), the run config.
 
-Invariant: `split` gives lists of one length, `merge` takes a list of that length; neither changes its arguments.
+Invariant: `split` gives lists of one length and never changes its arguments.
 """
 
 from __future__ import annotations
@@ -27,18 +24,17 @@ from roundpipe.core.errors import MicrobatchError
 from roundpipe.core.trees import Access, Path
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig
 from roundpipe.runtime.device.backend import Event
-from roundpipe.runtime.microbatch.merge import merge_value
-from roundpipe.runtime.microbatch.spec import (
+from roundpipe.runtime.microbatch.merge import (
     RoundPipePackedData,
     array_leaves,
     check_leaf_spec,
     checked_dim_size,
     described,
     holds_array,
-    input_name,
     is_function,
     is_spec,
     is_spec_of,
+    merge_value,
     shape_of,
     spec_children,
 )
@@ -344,6 +340,13 @@ def _checked_list(result: Any, number: int, what: str, name: str) -> list[Any]:
             "one per microbatch (torch.chunk may give fewer than asked: use torch.tensor_split)"
         )
     return list(result)
+
+
+def input_name(path: Path) -> str:
+    """A leaf as the user would write it: ``args[0]``, ``kwargs['mask']`` or ``label[1]``."""
+    if path and path[0].key == "label":
+        return "label" + trees.path_string(path[1:])
+    return ("args", "kwargs")[path[0].key] + trees.path_string(path[1:]) if path else "(args, kwargs)"
 
 
 def tensors_of_inputs(
