@@ -1,7 +1,5 @@
 """Symbolic sizes: their expressions, an environment that records what is assumed of them, and a check of that.
 
-`flat_values` finds them in arguments, with the tensors.
-
 The environment takes nothing for granted: not that equal numbers are one size, nor that a size is neither 0 nor 1.
 It tells the assumptions of the model's own Python ("glue") from those that an operator makes to infer its shape.
 """

@@ -1,7 +1,6 @@
 """Outputs in microbatches that are put together only when somebody looks.
 
-What one part of a model gives and the next one takes need not be merged in between. Host code around the parts sees
-a tensor like any other: shape, dtype and place in the autograd graph are there at once, the data when first used.
+Shape, dtype and place in the autograd graph are there at once, the data when first used:
 
     pieces --Merge--> LazyBatch --Pieces--> the same pieces, for another part
                            `--------------> whatever host code does, on the pieces put together

@@ -200,19 +200,12 @@ def check_wrappable(model: Any, wrapper: str) -> None:
         raise ConfigError(f"{wrapper} takes an nn.Module, got {type(model).__name__}")
     if isinstance(model, ModelView):
         raise ConfigError(f"the model is a {type(model).__name__} already; pass the original, {wrapper}(pipe.model)")
-    pending: list[tuple[str, nn.Module]] = [("", model)]
-    seen = {id(model)}
-    while pending:
-        prefix, module = pending.pop()
+    for prefix, module in model.named_modules():
         for name, child in module._modules.items():
-            where = f"{prefix}.{name}" if prefix else name
             if isinstance(child, ModelView):
-                outer = type(model).__name__
+                outer, where = type(model).__name__, f"{prefix}.{name}".lstrip(".")
                 raise ConfigError(
                     f"{where} of the {outer} is a {type(child).__name__} already, and there is no pipeline inside a "
                     f"pipeline. Wrap the {outer} alone, made of the original modules ({where}.model is one), or leave "
                     "it as it is: a plain module may have wrapped ones inside"
                 )
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                pending.append((where, child))

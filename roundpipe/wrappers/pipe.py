@@ -1,12 +1,4 @@
-"""`RoundPipe`, the module that a user holds.
-
-    forward, forward_backward    its runner's, see `roundpipe.wrappers.calls`
-    step, synchronize            the optimizer's side, see `roundpipe.runtime.optimizer.optimizer`
-    checkpoints, reports         of its session, see `roundpipe.wrappers.session`
-
-The wrapper has no parameters, buffers or submodules of its own: everything that asks for them is answered by
-the original model, whose objects they stay.
-"""
+"""`RoundPipe`, the module that a user holds: calls go to its runner, everything else to its session."""
 
 from __future__ import annotations
 

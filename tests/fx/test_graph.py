@@ -13,14 +13,15 @@ from torch.fx import Graph, Node
 
 from roundpipe.core import trees
 from roundpipe.core.errors import TraceError
-from roundpipe.fx.graph.dataflow import live_before, needed_for
 from roundpipe.fx.graph.nodes import (
     draws_random,
     has_effect,
     is_accessor,
+    live_before,
     modes_of,
     module_of,
     mutated_by,
+    needed_for,
     producer_of,
     value_of,
     writes_buffers,

@@ -1,4 +1,4 @@
-"""What the nodes of a traced graph are and say of themselves, and how they are run.
+"""What the nodes of a traced graph are and say of themselves, what they need, and how they are run.
 
 Each key of a node's ``meta`` that the compiler uses has its function here, which also says what its absence means.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -125,6 +126,43 @@ def storage_key(node: Node) -> int | None:
         return value.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):  # layouts without a storage
         return None
+
+
+# ---------------------------------------------------------------------------------- data flow
+
+
+def live_before(
+    order: Sequence[Node],
+    outputs: Iterable[Node],
+    reads: Callable[[Node], Iterable[Node]] = lambda node: node.all_input_nodes,
+) -> list[frozenset[Node]]:
+    """The values live in front of each node of ``order``: made earlier, read by it or later.
+
+    Nodes outside ``order`` that are read (placeholders, attributes) count as made before the first. The last of the
+    ``len(order) + 1`` sets is the outputs, which are read behind the last node.
+    """
+    live = set(outputs)
+    sets = [frozenset(live)]
+    for node in reversed(order):
+        live.discard(node)
+        live.update(reads(node))
+        sets.append(frozenset(live))
+    sets.reverse()
+    return sets
+
+
+def needed_for(order: Sequence[Node], targets: Iterable[Node]) -> list[Node]:
+    """The nodes, in order, that determine the targets: these, what they read, and earlier writes to memory of both."""
+    needed = set(targets)
+    storages = {storage_key(node) for node in needed} - {None}
+    result = []
+    for node in reversed(order):
+        writes = any(storage_key(value) in storages for value in mutated_by(node))
+        if node in needed or writes:
+            result.append(node)
+            needed.update(node.all_input_nodes)
+            storages.update(key for key in map(storage_key, node.all_input_nodes) if key is not None)
+    return result[::-1]
 
 
 # ---------------------------------------------------------------------------------- running

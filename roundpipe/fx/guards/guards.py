@@ -1,8 +1,4 @@
-"""When a trace serves a call: what was assumed while tracing, checked for other arguments.
-
-A check goes from cheap to dear: modes, the model (`ModelGuard`), the structure and plain values of the arguments
-(`ArgumentForm`), the sizes of its tensors (`SizeSystem`, cached by shapes), the data that traced code read
-(`ValueProgram`).
+"""When a trace serves a call: what was assumed while tracing, checked for other arguments, from cheap to dear.
 
 Assumptions about sizes are of two kinds. What the model's own Python asked (``if x.shape[0] == 1``) must hold, and so
 must sizes be equal that were taken for one. What operators asked to infer a shape only matters through the shape: if
@@ -28,7 +24,7 @@ from roundpipe.core.modes import Modes
 from roundpipe.fx.arguments import ArgumentForm, CallForm, argument_words
 from roundpipe.fx.fakes import Dimension, FakeWorld, InputSizes
 from roundpipe.fx.graph.traced import TracedGraph
-from roundpipe.fx.guards.model_guard import ModelGuard, OwnChanges, TracedParts, Write
+from roundpipe.fx.guards.model_guard import ModelGuard, OwnChanges, Write
 from roundpipe.fx.guards.values import ValueProgram
 from roundpipe.fx.operations import SizeExpression
 from roundpipe.fx.sizes import SizeSystem
@@ -45,7 +41,6 @@ class Failure:
     """Why a trace does not serve a call."""
 
     message: str
-    """Which guard failed and which input varied, in words."""
     dimensions: tuple[Dimension, ...] = ()
     """Dimensions of float inputs that the trace has as plain numbers and that vary."""
 
@@ -55,13 +50,11 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class CallModes:
-    """What code may ask of torch, beside the model and its arguments."""
+    """What code may ask of torch: modes, the default dtype, and whether algorithms must be deterministic."""
 
     modes: Modes
     dtype: torch.dtype
-    """The default."""
     deterministic: bool
-    """Whether algorithms must be."""
 
     @staticmethod
     def current() -> CallModes:
@@ -133,9 +126,11 @@ class Guards:
         self._written = written
         self._weights = weights, replaced
 
-    def watch(self, model: nn.Module, parts: TracedParts, own: OwnChanges) -> None:
+    def watch(
+        self, model: nn.Module, glue: Collection[nn.Module], passing: Collection[nn.Module], own: OwnChanges
+    ) -> None:
         """From now on, the model must be what it is now; see `ModelGuard`."""
-        self._model = ModelGuard(model, parts, own, *self._weights)
+        self._model = ModelGuard(model, glue, passing, own, *self._weights)
 
     @property
     def not_kept(self) -> list[str]:

@@ -1,16 +1,8 @@
 """What a trace took for granted about the model itself: looked at again before the trace is used.
 
 Code between two calls may set ``model.config.use_cache``, put another function into a module, add a hook, or change a
-global that the forward reads. A graph is specialized for what was there, so each such place is compared:
-
-    modules       the same objects under the same names; else there is no way on but to compile again
-    training      of every module
-    weights       dtypes and shapes, whichever tensors are in their places; the very tensors that traced code used
-    hooks         of modules that were looked into; those of leaves run with them
-    attributes    that some code of the model reads, by its names
-    the rest      containers, objects, closures, globals and class attributes: `PythonSnapshot`
-
-Attributes that leaves set themselves are theirs, and are left out.
+global that the forward reads. Attributes that leaves set themselves are theirs, and are left out; so are
+hooks of leaves, which run with them.
 
 Invariant: `ModelGuard.change` returns None only if the model's code would find what it found when it was traced.
 """
@@ -55,16 +47,6 @@ class OwnChanges:
 
 
 @dataclass(frozen=True, slots=True)
-class TracedParts:
-    """What a trace did with the parts of a model."""
-
-    glue: Collection[nn.Module]
-    """Modules that were looked into."""
-    passing: Collection[nn.Module]
-    """Leaves that return what they are given, and all within, past which readers of their output may read."""
-
-
-@dataclass(frozen=True, slots=True)
 class Write:
     """A call that wrote a tensor in place."""
 
@@ -89,13 +71,21 @@ class ModelGuard:
     """Compares a model with what it is now.
 
     Args:
-        model, parts, own: the user's, what the trace did with its parts, and what its forward was seen to change.
+        model, own: the user's, and what its forward was seen to change.
+        glue: modules of it that were looked into.
+        passing: leaves that return what they are given, and all within, past which readers of their output may read.
         weights: qualified names of parameters and buffers that traced code used itself: they must stay the same.
         replaced: those of tensors that the forward replaces, which may be anything.
     """
 
     def __init__(
-        self, model: nn.Module, parts: TracedParts, own: OwnChanges, weights: Collection[str], replaced: Collection[str]
+        self,
+        model: nn.Module,
+        glue: Collection[nn.Module],
+        passing: Collection[nn.Module],
+        own: OwnChanges,
+        weights: Collection[str],
+        replaced: Collection[str],
     ) -> None:
         self.own = own
         self._modules = list(model.modules())
@@ -109,16 +99,16 @@ class ModelGuard:
         self._children = list(map(dict, self._child_dicts))
         self._weight_dicts = [module._parameters for module in self._modules]
         self._num_weights = list(map(len, self._weight_dicts))
-        seen_through = {*parts.glue, *parts.passing}
-        self._hooked = [module for module in self._modules if module in seen_through]
-        self._hook_dicts = [module.__dict__[name] for module in self._hooked for name in HOOKS]
-        self._hooks = list(map(dict, self._hook_dicts))
+        seen_through = {*glue, *passing}
+        hooked = [module for module in self._modules if module in seen_through]
+        hook_dicts = [[module.__dict__[name] for name in HOOKS] for module in hooked]
+        self._hooks = [(module, own, list(map(dict, own))) for module, own in zip(hooked, hook_dicts, strict=True)]
         leaves = [module for module in self._modules if module not in seen_through]
         leaf_hooks = [(leaf, hooks) for leaf in leaves for hooks in (leaf._forward_hooks, leaf._forward_pre_hooks)]
         self._leaf_hooks = [(leaf, hooks, dict(hooks)) for leaf, hooks in leaf_hooks]
         self._python = PythonSnapshot(self._modules, BETWEEN_CALLS)
         self._quick = QuickComparison(self._python.reach.places)
-        kept_whole = [module for module in self._modules if module not in parts.glue]
+        kept_whole = [module for module in self._modules if module not in glue]
         own_names = own.attributes.union(*(uses_of_forward(type(module)).sets for module in kept_whole))
         self._own_names = dict.fromkeys(kept_whole, own_names)
         self._read = self._names_read()
@@ -178,10 +168,10 @@ class ModelGuard:
             raise ConfigError(
                 f"submodules of a {kind} were replaced, added or removed since the model was compiled; compile it again"
             )
-        if not all(map(operator.eq, self._hook_dicts, self._hooks)):
-            for index, module in enumerate(self._hooked):
-                if self._has_other_hooks(index, module):
-                    return f"the hooks of a {type(module).__name__} are others now"
+        for module, hook_dicts, before in self._hooks:
+            # which its forward may install itself
+            if hook_dicts != before and hooks_by_code(module) != self.own.hooks.get(module):
+                return f"the hooks of a {type(module).__name__} are others now"
         for module, hooks, known in self._leaf_hooks:
             if len(hooks) > len(known) and self._keeps_more(module, hooks, known):
                 return f"a {type(module).__name__} has got a hook that may keep what it is given"
@@ -211,11 +201,6 @@ class ModelGuard:
     def _sets_itself(self, module: nn.Module, name: str, value: Any) -> bool:
         """Whether the forward itself puts such a value there."""
         return self.own.values.get((module, name)) == kind_and_value(value)
-
-    def _has_other_hooks(self, index: int, module: nn.Module) -> bool:
-        """Whether a module has neither the hooks that it had nor those that its forward installs."""
-        own = slice(index * len(HOOKS), (index + 1) * len(HOOKS))
-        return self._hook_dicts[own] != self._hooks[own] and hooks_by_code(module) != self.own.hooks.get(module)
 
     def _keeps_more(self, leaf: nn.Module, hooks: Mapping[int, Any], known: Mapping[int, Any]) -> bool:
         """Whether a leaf has a new hook that keeps something, other than those that the forward installs."""

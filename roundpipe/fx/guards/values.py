@@ -4,7 +4,7 @@
 replaying the few nodes it depends on tells whether other inputs give the same. What depends on parameters or random
 numbers is never read.
 
-Invariant: a value read while tracing is one that `ValueProgram.failures` reads again.
+Invariant: a value read while tracing is one that `ValueProgram` reads again.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import torch.fx
 from torch.fx import Node
 
 from roundpipe.core import trees
-from roundpipe.fx.graph.dataflow import needed_for
-from roundpipe.fx.graph.nodes import GraphInterpreter, draws_random, has_effect, mutated_by, storage_key
+from roundpipe.fx.graph.nodes import GraphInterpreter, draws_random, has_effect, mutated_by, needed_for, storage_key
 from roundpipe.fx.graph.traced import TracedGraph
 
 UNKNOWN = object()
@@ -66,7 +65,6 @@ class _HostRun(GraphInterpreter):
         self._traced = traced
         self._arguments = arguments
         self._writes = False
-        """Whether any of the nodes writes in place."""
 
     def answers(self, nodes: list[Node], reads: list[ValueRead]) -> list[Any]:
         """What each read gives: it happens right after the last of ``nodes`` that is not behind it.

@@ -52,7 +52,6 @@ class DeviceProfile:
 
     flops_per_s: float = 200e12
     bytes_per_s: float = 1.5e12
-    """Device memory bandwidth."""
     kernel_s: float = 3e-6
     """Least time of one kernel."""
 
@@ -72,7 +71,6 @@ class NodeCost:
     parameter_bytes: int = 0
     """Bytes of its parameters and buffers."""
     gradient_bytes: int = 0
-    """Bytes of the gradients of its trainable parameters."""
     forward_flops: int = 0
     backward_flops: int = 0
     saved_bytes: int = 0
@@ -118,7 +116,6 @@ class _CostRun(GraphInterpreter):
         self._profile = profile
         modes = (getattr(value_of(node), "fake_mode", None) for node in traced.graph.nodes)
         self._mode: Any = next((mode for mode in modes if mode is not None), None)
-        """The fake tensor mode that the graph's values live in."""
         self._lookalikes = Lookalikes(traced)
         self._readings: dict[Any, _Reading] = {}
         self._structures: dict[Node, Any] = {}

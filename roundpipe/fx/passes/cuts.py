@@ -3,8 +3,7 @@
 No cut parts what must stay in one layer: a structure and what takes it apart, a write and what reads the same memory
 under an older name, all calls of modules that write the same buffers, a hook and the value it hangs on. Nor may two
 values cross that share memory which is written later: behind the cut they would be two copies. Of these legal cuts, as
-many are taken as leave every layer worth a task, at narrow places: after a residual add one tensor crosses, in the
-middle of a block two or more.
+many are taken as leave every layer worth a task, at narrow places, such as after a residual add.
 
 Invariant: a graph cut at legal positions, each layer working on clones of the carried values that it writes, computes
 what the whole graph does.
@@ -27,7 +26,6 @@ from torch.fx import Node
 from roundpipe.core import balance as chain_balance
 from roundpipe.core.errors import PartitionError, TraceError
 from roundpipe.core.layers import BalanceFunction
-from roundpipe.core.module_tree import common_path
 from roundpipe.fx.graph.nodes import (
     covered_module,
     installs_hook,
@@ -203,7 +201,7 @@ class CutChoice:
                 best.append(best[-1])
                 continue
             score, before = best[bisect_right(candidates, start)]
-            edge = 0.2 if blocks[cut - 1] != blocks[cut] else 0.05 / (1 + _depth_in_common(self._order, cut))
+            edge = 0.2 if blocks[cut - 1] != blocks[cut] else 0
             score += 1 + edge - 0.5 * (widths[cut] - 1)
             best.append(max((score, (cut, before)), best[-1], key=itemgetter(0)))
         _, chain = best[bisect_right(candidates, bisect_right(prefix, prefix[-1] - least) - 1)]
@@ -319,9 +317,3 @@ def _blocks(traced: TracedGraph, order: Sequence[Node]) -> list[str]:
     composite = {path for path, module in repeated.items() if next(module.children(), None) is not None}
     blocks = [innermost(node, composite) for node in order]
     return blocks if any(blocks) else [innermost(node, repeated) for node in order]
-
-
-def _depth_in_common(order: Sequence[Node], cut: int) -> int:
-    """How deep the innermost module is that holds both nodes at a cut."""
-    left, right = (covered_module(order[position]) for position in (cut - 1, cut))
-    return len(common_path([left, right])) if left else 0

@@ -1,7 +1,5 @@
 """Where a traced model is cut, and what its layers then read, make and cost.
 
-A layer is a run of nodes in order of execution; the values made before a cut and read after it are its *carry*.
-
 Glue that depends on nothing but inputs (masks, rotary tables) is no layer's own: each layer that needs it makes it
 again, unless carrying it is cheaper. Between all other nodes, `cuts` says where a cut may be and which are taken.
 
@@ -22,25 +20,27 @@ import torch
 from torch import nn
 from torch.fx import Node
 
+from roundpipe.core import trees
 from roundpipe.core.errors import PartitionError
 from roundpipe.core.layers import ESTIMATED_LINK_BYTES_PER_S, LayerCost, is_differentiable
 from roundpipe.core.module_tree import common_path, weight_bytes_of
-from roundpipe.fx.graph.dataflow import live_before, merge_same_values, needed_for
 from roundpipe.fx.graph.nodes import (
     covered_module,
     draws_random,
     has_effect,
     installs_hook,
     is_accessor,
+    live_before,
     modes_of,
     mutated_by,
+    needed_for,
     producer_of,
     storage_key,
     value_bytes,
     value_of,
     writes_buffers,
 )
-from roundpipe.fx.graph.traced import TracedGraph
+from roundpipe.fx.graph.traced import OutputValue, TracedGraph
 from roundpipe.fx.passes.cost import NodeCost
 from roundpipe.fx.passes.cuts import Balance, CutChoice, Memory, legal_cuts
 
@@ -115,6 +115,34 @@ def partition(
     if max_layer_bytes is not None:
         cuts = choice.within(max_layer_bytes, cuts)
     return Partition(_chunks(traced, order, cuts, live, recomputed), recomputed, _differentiable(traced), balance)
+
+
+def merge_same_values(traced: TracedGraph) -> None:
+    """Makes readers of a value that a leaf only hands through read what it was handed.
+
+    A block that takes a mask or position bias and returns it would otherwise give it a new name in every
+    layer. Values are the same if tracing found the very same tensor; never those that are written in place.
+    """
+    written = {item for node in traced.body for value in mutated_by(node) for item in (value, node)}
+    written_memory = {storage_key(node) for node in written} - {None}
+    first: dict[torch.Tensor, Node] = {}
+    renamed: dict[str, str] = {}
+    for node in traced.graph.nodes:
+        value = None if node.op == "output" else value_of(node)
+        if not isinstance(value, torch.Tensor) or node in written or storage_key(node) in written_memory:
+            continue
+        if value not in first:
+            first[value] = node
+        elif not node.op.startswith("call_"):
+            written_memory.add(storage_key(node))  # one tensor given as two inputs: the next call may give two
+        elif not has_effect(node):
+            node.replace_all_uses_with(first[value])
+            renamed[node.name] = first[value].name
+    if renamed:
+        traced.output = trees.map_leaves(
+            traced.output,
+            lambda leaf: OutputValue(renamed.get(leaf.name, leaf.name)) if isinstance(leaf, OutputValue) else leaf,
+        )
 
 
 # ---------------------------------------------------------------------------------- order and liveness

@@ -2,5 +2,5 @@
 
 May use: guards, and the graph and fakes below.
 Start reading: `tracer` (the loop), `decisions` (which modules stay whole, and what attempts find out), `attempt` (one
-run), then `recorder` (torch functions), `runner` (leaves) and `glue` (the other modules).
+run), then `recorder` (torch functions) and `runner` (modules).
 """

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
 
 from torch import nn
 
@@ -25,92 +24,69 @@ _NUMPY = (
 )
 _ASSERTION = "Take the assertion out of forward: check inputs before the call and outputs in the loss function"
 
-_BY_FUNCTION_AND_LINE: tuple[tuple[str, str, str], ...] = (
+_BY_LINE: dict[TraceCause, tuple[tuple[str, str, str], ...]] = {
     # the function that needs data, the line of code, what to write instead; the first for which both are found
-    (r"numpy|__array__", r"", _NUMPY),
-    (r"", r"^assert\b", _ASSERTION),
-    (
-        r"tolist|__iter__|unbind",
-        r"",
-        "Work on the tensor as a whole in place of looping over its values: indexing, masks, torch.gather or "
-        "torch.scatter_add",
+    TraceCause.ACTIVATION_DATA: (
+        (r"numpy|__array__", r"", _NUMPY),
+        (r"", r"^assert\b", _ASSERTION),
+        (
+            r"tolist|__iter__|unbind",
+            r"",
+            "Work on the tensor as a whole in place of looping over its values: indexing, masks, torch.gather or "
+            "torch.scatter_add",
+        ),
+        (
+            r"",
+            r"\blen\(.*\[|\bnonzero\(|\bargwhere\(|\bunique\(|masked_select\(|\w\[\w+ ?[<>]",
+            "How many elements are selected depends on data: keep all of them and use the mask as a factor, as in "
+            "torch.where(mask, x, 0); a count is mask.sum(), left a tensor",
+        ),
+        (
+            r"",
+            r"^(while|for)\b",
+            "Run a fixed number of rounds and keep what is finished as it is: x = torch.where(done, x, step(x))",
+        ),
+        (
+            r"__bool__",
+            r"^(if|elif)\b|\bif\b.*\belse\b",
+            "Compute both sides and choose by data, torch.where(condition, a, b), in place of the if",
+        ),
+        (
+            r"__index__",
+            r"",
+            "Choose with a tensor: stack the candidates and use torch.index_select, or torch.where for two of them",
+        ),
+        (
+            r"^$|item|__int__|__float__",
+            r"\bif\b.*(\.item\(|\bint\(|\bfloat\()|(\.item\(|\bint\(|\bfloat\().*\bif\b",
+            "Drop .item(), int() and float(), and choose with torch.where(condition, a, b) in place of the if",
+        ),
+        (
+            r"^$|item|__int__|__float__",
+            r"\.item\(|\bint\(|\bfloat\(",
+            "Drop .item(), int() and float(): a tensor of one element works in arithmetic, indexing and torch.where",
+        ),
+        (
+            r"__bool__|is_nonzero|equal|allclose|__contains__",
+            r"",
+            "Choose by data with torch.where(condition, a, b) in place of a decision in Python",
+        ),
+        (r"", r"", "Write it with tensor operations whose results have sizes that don't depend on data"),
     ),
-    (
-        r"",
-        r"\blen\(.*\[|\bnonzero\(|\bargwhere\(|\bunique\(|masked_select\(|\w\[\w+ ?[<>]",
-        "How many elements are selected depends on data: keep all of them and use the mask as a factor, as in "
-        "torch.where(mask, x, 0); a count is mask.sum(), left a tensor",
+    TraceCause.FORWARD_RAISES: ((r"^(numpy|__array__)$", r"", _NUMPY), (r"", r"^assert ", _ASSERTION)),
+    TraceCause.RANDOM: (
+        (r"^torch\.manual_seed$", r"", ""),
+        (
+            r"",
+            r"",
+            "Draw with torch and decide with tensors: torch.where(torch.rand(()) < p, a, b) in place of "
+            "if random.random() < p; or draw outside and pass the number as a tensor argument",
+        ),
     ),
-    (
-        r"",
-        r"^(while|for)\b",
-        "Run a fixed number of rounds and keep what is finished as it is: x = torch.where(done, x, step(x))",
-    ),
-    (
-        r"__bool__",
-        r"^(if|elif)\b|\bif\b.*\belse\b",
-        "Compute both sides and choose by data, torch.where(condition, a, b), in place of the if",
-    ),
-    (
-        r"__index__",
-        r"",
-        "Choose with a tensor: stack the candidates and use torch.index_select, or torch.where for two of them",
-    ),
-    (
-        r"^$|item|__int__|__float__",
-        r"\bif\b.*(\.item\(|\bint\(|\bfloat\()|(\.item\(|\bint\(|\bfloat\().*\bif\b",
-        "Drop .item(), int() and float(), and choose with torch.where(condition, a, b) in place of the if",
-    ),
-    (
-        r"^$|item|__int__|__float__",
-        r"\.item\(|\bint\(|\bfloat\(",
-        "Drop .item(), int() and float(): a tensor of one element works in arithmetic, indexing and torch.where",
-    ),
-    (
-        r"__bool__|is_nonzero|equal|allclose|__contains__",
-        r"",
-        "Choose by data with torch.where(condition, a, b) in place of a decision in Python",
-    ),
-    (r"", r"", "Write it with tensor operations whose results have sizes that don't depend on data"),
-)
-
-
-def _instead_of_data(facts: TraceFacts) -> str:
-    return next(
-        change
-        for function, line, change in _BY_FUNCTION_AND_LINE
-        if re.search(function, facts.function) and re.search(line, facts.source)
-    )
-
-
-def _instead_of_raising(facts: TraceFacts) -> str:
-    if facts.function in ("numpy", "__array__"):
-        return _NUMPY
-    return _ASSERTION if facts.source.startswith("assert ") else ""
-
-
-def _instead_of_leaving(facts: TraceFacts) -> str:
-    name = facts.attribute
-    return name and (
-        f"Return the value and take it as an argument of the next call, or keep it in a buffer: "
-        f"self.register_buffer({name!r}, ...) in __init__, self.{name}.copy_(value.detach()) in forward"
-    )
-
-
-def _instead_of_drawing(facts: TraceFacts) -> str:
-    if facts.function == "torch.manual_seed":
-        return ""
-    return (
-        "Draw with torch and decide with tensors: torch.where(torch.rand(()) < p, a, b) in place of "
-        "if random.random() < p; or draw outside and pass the number as a tensor argument"
-    )
-
-
-_BY_CAUSE: dict[TraceCause, str | Callable[[TraceFacts], str]] = {
-    TraceCause.ACTIVATION_DATA: _instead_of_data,
-    TraceCause.ACTIVATION_LEFT: _instead_of_leaving,
-    TraceCause.FORWARD_RAISES: _instead_of_raising,
-    TraceCause.RANDOM: _instead_of_drawing,
+}
+_BY_CAUSE: dict[TraceCause, str] = {
+    TraceCause.ACTIVATION_LEFT: "Return the value and take it as an argument of the next call, or keep it in a buffer: "
+    "self.register_buffer({0!r}, ...) in __init__, self.{0}.copy_(value.detach()) in forward",
     TraceCause.BUFFER_CREATED: "Create the buffer in __init__ with its shape, so that forward only changes it",
     TraceCause.PARAMETER_REPLACED: "Keep a tensor that forward changes in a buffer, "
     "self.register_buffer('codebook', ...) in __init__, and write it with self.codebook.copy_(value)",
@@ -126,8 +102,13 @@ def advice(cause: TraceCause, facts: TraceFacts) -> str:
     """What to write instead of what stands in the way, in a sentence or two."""
     if cause is TraceCause.ACTIVATION_HOOKED:
         return _ONLY_OBSERVED
-    change = _BY_CAUSE.get(cause, "")
-    words = change if isinstance(change, str) else change(facts)
+    words = _BY_CAUSE.get(cause, "")
+    if cause is TraceCause.ACTIVATION_LEFT:
+        words = words.format(facts.attribute) if facts.attribute else ""
+    for function, line, change in _BY_LINE.get(cause, ()):
+        if re.search(function, facts.function) and re.search(line, facts.source):
+            words = change
+            break
     return f"{words}. Or m{_STAYS_WHOLE}" if words else f"M{_STAYS_WHOLE}"
 
 

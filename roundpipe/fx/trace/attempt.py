@@ -30,17 +30,16 @@ from roundpipe.fx.fakes import FakeWorld
 from roundpipe.fx.graph.nodes import mutated_by, storage_key
 from roundpipe.fx.graph.traced import OutputValue, lint
 from roundpipe.fx.guards.guards import CallModes, GuardedGraph, Guards
-from roundpipe.fx.guards.model_guard import OwnChanges, TracedParts, hooks_by_code, kind_and_value
+from roundpipe.fx.guards.model_guard import OwnChanges, hooks_by_code, kind_and_value
 from roundpipe.fx.guards.values import ValueProgram
 from roundpipe.fx.locations import model_location
 from roundpipe.fx.sizes import flat_values
 from roundpipe.fx.trace.advice import set_at
 from roundpipe.fx.trace.decisions import Decision, Knowledge, LeafPolicy, Retry
-from roundpipe.fx.trace.glue import GlueRunner
 from roundpipe.fx.trace.intercept import ORIGINAL_CALL, intercepting
 from roundpipe.fx.trace.leaves import Contents, contents_of, gained_by
 from roundpipe.fx.trace.recorder import CallRecorder
-from roundpipe.fx.trace.runner import LeafRunner
+from roundpipe.fx.trace.runner import GlueRunner, LeafRunner
 from roundpipe.fx.trace.verify import ShapeVerifier
 
 
@@ -197,8 +196,8 @@ class Attempt:
 
     def traced_parts(
         self, changed: list[AttributeChange], places: PlaceValues, counts: list[str]
-    ) -> tuple[TracedParts, OwnChanges]:
-        """What was done with the parts of the user's model, and what its forward changed.
+    ) -> tuple[set[nn.Module], set[nn.Module], OwnChanges]:
+        """The modules of the user's model that were looked into, those that pass on, and what the forward changed.
 
         Args:
             places: what it put into containers, closures and globals.
@@ -218,7 +217,7 @@ class Attempt:
         for module, hooks in self._before_hooks.items():
             if (now := hooks_by_code(module)) != hooks:
                 own.hooks[real[module]] = now
-        return TracedParts(glue, passing), own
+        return glue, passing, own
 
     def refuse_activations(self, python: PythonSnapshot) -> None:
         """An activation left anywhere else would not be there at run time either, one that a hook keeps no part of a

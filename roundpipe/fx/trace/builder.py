@@ -50,7 +50,6 @@ class GraphBuilder:
         self.node_of: dict[torch.Tensor, Node] = {}
         """Node that holds a tensor's present value; tensors hash by identity."""
         self.written_storages: set[int] = set()
-        """Storages that some node wrote in place."""
         self._common_meta = common_meta
         self._untraced = untraced
         self._attributes: dict[str, Node] = {}

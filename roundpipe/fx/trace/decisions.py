@@ -1,7 +1,7 @@
 """Which modules stay whole in the graph (leaves) and which are looked into: by a rule, and by what attempts find out.
 
-A leaf runs its author's Python at run time, so leaves are safe; a chain can only be cut between
-nodes, so leaves must be small. The rule, for a module that isn't a container:
+Leaves run their author's Python, which is safe, but are never cut, so they must be small. For a module that isn't a
+container, the rule is:
 
     its class says so        torch's own layers are leaves, torch's own stacks are not
     it has a user's hook     leaf, so that the hook fires at run time, unless it holds a stack
@@ -12,9 +12,8 @@ nodes, so leaves must be small. The rule, for a module that isn't a container:
     it is large              more than 1/6 of the model, or than the caller's limit: look inside
     otherwise                leaf
 
-What attempts find out overrides the rule, by module or by class: see `Decision`. One that fails ends with a `Retry`,
-from which `Knowledge`, which the next only reads, gets a decision. An attempt is never repaired midway: Python state
-that it left behind could not be taken back.
+What attempts find out overrides the rule, by module or by class. One that fails ends with a `Retry` and is never
+repaired midway: Python state that it left behind could not be taken back.
 
 Invariant: the answer for a module depends on the model's structure and the decisions only.
 """
@@ -81,7 +80,6 @@ class Retry(BaseException):
 
     error: BaseException | None = None
     module: str = ""
-    """Its qualified name."""
     decision: Decision | None = None
     """None if there is nothing to do, so that the model can't be traced."""
     location: str = field(default_factory=model_location)
@@ -114,19 +112,16 @@ class Knowledge:
     max_leaf_bytes: int | None = None
     """Modules with more bytes of weights and gradients are looked into; None = no such limit."""
     dynamic: frozenset[Dimension] = frozenset()
-    """Input dimensions that are symbols although the rule says they are not."""
     needs: frozenset[Need] = frozenset()
     decisions: Mapping[str | type, Decision] = field(default_factory=dict)
     """By module or class; modules win."""
     reasons: Mapping[str | type, str] = field(default_factory=dict)
-    """Why, in words."""
     tried: frozenset[tuple[str, Decision]] = frozenset()
     stateful: frozenset[str | type] = frozenset()
     """Modules, and their classes, whose forward changes Python state."""
     handing_on: frozenset[str | type] = frozenset()
     """Modules, and their classes, from whose attributes others take values in the same forward."""
     seen_to_set: frozenset[tuple[type, str]] = frozenset()
-    """Attributes of classes that forwards changed."""
 
     def after(self, retry: Retry, model: nn.Module) -> Knowledge:
         """What is known after an attempt that failed.

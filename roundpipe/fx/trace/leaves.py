@@ -37,7 +37,6 @@ class LeafRun:
     out: Any = None
     """Its tensors are fakes."""
     random: bool = False
-    """Whether it drew random numbers."""
     buffers_written: bool = False
     written: tuple[torch.Tensor, ...] = ()
     """Arguments that it wrote in place."""
@@ -84,7 +83,6 @@ class LeafWatch(TorchFunctionMode):
     _name: str
     _builder: GraphBuilder
     _inputs: Collection[torch.Tensor]
-    """The leaf's arguments."""
     _weights: Collection[torch.Tensor]
     """Its own parameters and buffers; those of others would not be there when it runs."""
     _refuse_hidden: Callable[[TraceError], BaseException]

@@ -1,10 +1,9 @@
 """Sees the operators below the torch functions of one attempt: random draws, writes, what runs below transforms, and
 how they lay out activations, for traced code that asks.
 
-Fakes say how a tensor lies, but not every real kernel lays its output as its fake does (batch norms, convolutions,
-fused attention). An answer is *settled* if it follows from the kind of every operator it rests on: views, copies, and
-operators that give contiguous outputs of contiguous inputs on every device. What is settled is checked again by
-`roundpipe.fx.operations.as_traced` when the graph runs, since a leaf may run other operators on another device.
+Not every real kernel lays its output as its fake does (batch norms, convolutions, fused attention). A layout is
+*settled* if it follows from the kind of every operator it rests on. `roundpipe.fx.operations.as_traced` checks it again
+when the graph runs, since a leaf may run other operators on another device.
 
 Invariant: an operator that is not listed here settles nothing.
 """

@@ -39,14 +39,7 @@ from roundpipe.fx.operations import NamedCall, as_traced, call_method, set_item,
 from roundpipe.fx.sizes import Symbolic, expression_of, flat_sizes, flat_tensors, flat_values, is_data_dependent
 from roundpipe.fx.trace.builder import ExampleData, GraphBuilder, node_form
 from roundpipe.fx.trace.decisions import Decision, Need, Retry
-from roundpipe.fx.trace.operator_watch import (
-    PLACES,
-    QUESTIONS,
-    LayoutLog,
-    OperatorWatch,
-    dense_strides,
-    written_by,
-)
+from roundpipe.fx.trace.operator_watch import PLACES, QUESTIONS, LayoutLog, OperatorWatch, dense_strides, written_by
 from roundpipe.fx.trace.probe import probe_function
 
 DATA_READS = frozenset(
@@ -70,7 +63,6 @@ class Findings:
     born_in: dict[torch.Tensor, str] = field(default_factory=dict)
     """Tensors made inside leaves, with the leaf's name."""
     probed_nodes: set[Node] = field(default_factory=set)
-    """Nodes whose output sizes a probe found."""
     origins: dict[Node, tuple[str, ...]] = field(default_factory=dict)
     """Leaves that return an argument or a weight itself, with which; at other sizes it may be something new."""
     weight_writes: list[tuple[Write, torch.Tensor]] = field(default_factory=list)

@@ -1,10 +1,6 @@
 """Runs of leaf modules on fakes, shared by modules that can't differ in what a run shows.
 
-Models repeat one block many times. A block gets copies of the outputs of one that ran before if they agree in
-
-    class, names and sharing of the modules inside       form, dtype, requires_grad and sharing of the weights
-    every attribute, training and hooks among them       the arguments, their containers, and the state around the call
-
+A block gets copies of the outputs of one that ran before if their modules, weights, attributes and arguments agree.
 Numbers, strings and containers may also differ (the index of a block, its name in an adapter) where a run
 showed that nothing depends on them: it is repeated with an object in their place that tells when it is used.
 Functions and other objects agree only by identity, and a module with forward hooks runs by itself.

@@ -37,7 +37,6 @@ class ShapeVerifier:
     probed: Collection[Node]
     """Nodes that can't run on fakes; what the trace says of them is taken as given."""
     dynamic: Collection[Dimension]
-    """Input dimensions that are symbols although the rule says they are not."""
     origins: Mapping[Node, tuple[str, ...]]
     """Leaves that return an argument or a weight itself, see `roundpipe.fx.trace.leaves.output_origins`."""
 
