@@ -33,7 +33,7 @@ from roundpipe.core.errors import CheckpointError, CheckpointNotFoundError, Conf
 from roundpipe.core.random_state import portable_random_state, restore_random_state
 from roundpipe.runtime.weights.master_weights import ParameterPair
 from roundpipe.wrappers import checkpoint_files as files
-from roundpipe.wrappers.session import Session
+from roundpipe.wrappers.session import CheckpointWrite, Session
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def save(
     step: int | None,
     extra: Any,
     is_async: bool,
-) -> None:
+) -> CheckpointWrite:
     """See `RoundPipe.save_checkpoint`; ``objects`` are the optimizer, the scheduler and the scaler by name."""
     target, pairs = session.shown, session.optimizer.parameter_pairs()
     if step is not None:
@@ -111,9 +111,11 @@ def save(
             files.write_state(new, state)
 
     if is_async:
-        session.writer.start(write, str(folder))
-    else:
-        write()
+        return session.writer.start(write, str(folder))
+    write()
+    done = CheckpointWrite()
+    done.set_result(None)
+    return done
 
 
 def _begin(session: Session, dir: str | os.PathLike[str], objects: Mapping[str, Any]) -> Path:

@@ -7,6 +7,7 @@ import copy
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any, Self
 
 import torch
@@ -198,7 +199,7 @@ class RoundPipe(ModelView):
         step: int | None = None,
         extra: Any = None,
         is_async: bool = False,
-    ) -> None:
+    ) -> Future[None]:
         """Save everything that training needs to go on, bit for bit, on any number of devices.
 
         Begins with `synchronize`: after a save, as after a load, the next iteration trains on the latest
@@ -215,8 +216,12 @@ class RoundPipe(ModelView):
             step: to be given back by the load.
             extra: likewise; numbers, strings, plain tensors, and dicts, lists, tuples and sets of them.
             is_async: copy all of it in host memory (as many bytes as the checkpoint has), return, and write in
-                a thread. What goes wrong there is raised at the next call into the model, or save. The next
-                save or load, `synchronize` and `close` wait for it, and so does the interpreter's exit.
+                a thread. What goes wrong there is raised at the next call into the model, or save, unless the
+                future has told it. The next save or load, `synchronize` and `close` wait for it, and so does the
+                interpreter's exit.
+
+        Returns:
+            A future that is done once the checkpoint is in place; ``result()`` waits and raises what went wrong.
 
         Raises:
             ConfigError: something can't be saved, ``dir`` holds something else than a checkpoint, or the
@@ -224,7 +229,7 @@ class RoundPipe(ModelView):
             OSError: no permission, or the disk is full, which may be a `CheckpointError`; nothing is left behind.
         """
         objects = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-        checkpoint.save(self._session, dir, objects, step, extra, is_async)
+        return checkpoint.save(self._session, dir, objects, step, extra, is_async)
 
     def load_checkpoint(
         self,

@@ -15,6 +15,8 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,44 +77,71 @@ class LatestStep:
     """Know what its layers take."""
 
 
+class CheckpointWrite(Future[None]):
+    """One save: done once its checkpoint is in place, or will never be.
+
+    `result` and `exception` wait, and what they raise or return counts as seen: no later call raises it.
+    """
+
+    is_seen = False
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        error = super().exception(timeout)
+        self.is_seen = True
+        return error
+
+    def result(self, timeout: float | None = None) -> None:
+        if (error := self.exception(timeout)) is not None:
+            raise error
+
+
 @dataclass(slots=True)
 class BackgroundWriter:
     """The one write of a model that may be under way in a thread of its own.
 
-    ``_error`` is set by the thread before it ends and read after the thread was seen to have ended. The thread is
-    not a daemon: the interpreter does not exit in the middle of a checkpoint.
+    Waits are for the write's future: a ``Thread.join`` that Ctrl-C interrupts takes the thread for ended. The thread
+    is not a daemon: the interpreter does not exit in the middle of a checkpoint.
     """
 
-    _thread: threading.Thread | None = None
-    _error: BaseException | None = None
+    _write: CheckpointWrite | None = None
 
-    def start(self, write: Callable[[], None], name: str) -> None:
+    def start(self, write: Callable[[], None], name: str) -> CheckpointWrite:
         """Run ``write`` in a thread; `wait` comes before the next one."""
-        assert self._thread is None
+        assert self._write is None
+        self._write = future = CheckpointWrite()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 write()
             except BaseException as error:  # raised again in the training thread
                 logger.error("the checkpoint %s was not written: %s", name, error)
-                self._error = error
+                future.set_exception(error)
+            else:
+                future.set_result(None)
 
-        self._thread = threading.Thread(target=run, name="roundpipe-checkpoint")
-        self._thread.start()
+        try:
+            threading.Thread(target=run, name="roundpipe-checkpoint").start()
+        except BaseException:  # no more threads, or an interrupt, after which it may run
+            if future.cancel():
+                self._write = None
+            raise
+        return future
 
     def wait(self) -> None:
         """Return when nothing is being written; raise, once, what the last write raised."""
-        if self._thread is not None:
-            self._thread.join()
+        if self._write is not None:
+            wait_for([self._write])
             self.raise_pending()
 
     def raise_pending(self) -> None:
-        """Raise, once, what the last write raised, if it is over; does not wait."""
-        if self._thread is not None and not self._thread.is_alive():
-            self._thread = None
-            error, self._error = self._error, None
-            if error is not None:
-                raise error
+        """Raise, once, what the last write raised, if it is over and nobody has seen it; does not wait."""
+        write = self._write
+        if write is not None and write.done():
+            self._write = None
+            if not (write.is_seen or write.cancelled()):
+                write.result()
 
 
 class Session:
@@ -199,13 +228,13 @@ class Session:
 
     def close(self) -> None:
         """Wait for what is running and `release` everything; safe to call twice."""
-        if not self.closed:
-            self.engine.refuse_inside("close()")
-            self.closed = True
-            try:
+        self.engine.refuse_inside("close()")
+        try:
+            if not self.closed:
+                self.closed = True
                 self.release()
-            finally:
-                self.writer.wait()
+        finally:
+            self.writer.wait()
 
     def release(self) -> None:
         """End all threads and give memory back, at the latest when the wrapper is collected."""

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import wait as wait_for
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def test_close_and_the_next_save_wait_for_a_background_save(tmp_path, monkeypatc
     assert torch.load(tmp_path / "b" / "training_state.pt", weights_only=True)["step"] == 3
 
 
-@pytest.mark.parametrize("noticed_by", ["call", "save", "synchronize", "close"])
+@pytest.mark.parametrize("noticed_by", ["call", "save", "synchronize", "close", "result", "exception"])
 def test_the_error_of_a_background_save_is_raised_once(tmp_path, monkeypatch, noticed_by, caplog):
     def fail(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -72,20 +73,80 @@ def test_the_error_of_a_background_save_is_raised_once(tmp_path, monkeypatch, no
     with piped() as model:
         with monkeypatch.context() as patched:
             patched.setattr(checkpoint_files, "write_weights", fail)
-            model.save_checkpoint(tmp_path / "c", is_async=True)
-            model._session.writer._thread.join()  # waits for it, and does not raise as `synchronize` does
+            future = model.save_checkpoint(tmp_path / "c", is_async=True)
+            wait_for([future])
         with pytest.raises(OSError, match="No space left") as caught:
             if noticed_by == "call":
                 model(torch.randn(4, WIDTH))
             elif noticed_by == "save":
                 model.save_checkpoint(tmp_path / "c")
+            elif noticed_by == "exception":
+                raise future.exception()
             else:
-                getattr(model, noticed_by)()
+                (future.result if noticed_by == "result" else getattr(model, noticed_by))()
         assert any(str(tmp_path / "c") in note for note in caught.value.__notes__)
         assert not list(tmp_path.iterdir())
         if noticed_by != "close":
             model(torch.randn(4, WIDTH))
             model.save_checkpoint(tmp_path / "c")
+
+
+def test_the_future_of_a_save(tmp_path, monkeypatch):
+    go_on = threading.Event()
+    write = checkpoint_files.write_weights
+    with piped() as model:
+        with monkeypatch.context() as patched:
+            patched.setattr(checkpoint_files, "write_weights", lambda *args: (go_on.wait(20), write(*args)))
+            future = model.save_checkpoint(tmp_path / "c", step=1, is_async=True)
+            assert not future.done() and not future.cancel()
+            with pytest.raises(TimeoutError):
+                future.result(timeout=0.05)
+            go_on.set()
+            assert future.result() is None and future.done()
+        assert model.load_checkpoint(tmp_path / "c").step == 1
+        future = model.save_checkpoint(tmp_path / "c", step=2)
+        assert future.done() and future.exception() is None
+
+
+def test_without_a_thread_a_background_save_raises_and_the_next_one_works(tmp_path, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with piped() as model:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RuntimeError, match="can't start"):
+                model.save_checkpoint(tmp_path / "c", is_async=True)
+        model.synchronize()
+        assert not list(tmp_path.iterdir())
+        model.save_checkpoint(tmp_path / "c", step=1, is_async=True).result()
+        assert model.load_checkpoint(tmp_path / "c").step == 1
+
+
+@pytest.mark.parametrize("then", ["synchronize", "close", "save", "load"])
+@pytest.mark.parametrize("interrupted", ["synchronize", "close"])
+def test_after_ctrl_c_in_a_wait_for_a_background_save_the_next_wait_is_one(tmp_path, monkeypatch, interrupted, then):
+    go_on = threading.Event()
+    write = checkpoint_files.write_weights
+    monkeypatch.setattr(checkpoint_files, "write_weights", lambda *args: (go_on.wait(20), write(*args)))
+    with piped() as model:
+        future = model.save_checkpoint(tmp_path / "c", step=1, is_async=True)
+        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            getattr(model, interrupted)()
+        timer.join()
+        assert not future.done()
+        threading.Timer(0.3, go_on.set).start()
+        if interrupted == "close":
+            model.close()
+        elif then == "save":
+            model.save_checkpoint(tmp_path / "d")
+        elif then == "load":
+            assert model.load_checkpoint(tmp_path / "c").step == 1
+        else:
+            getattr(model, then)()
+        assert future.done() and (tmp_path / "c").exists()
 
 
 SAVE_UNTIL_KILLED = """
