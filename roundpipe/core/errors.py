@@ -1,13 +1,15 @@
 """Every error that roundpipe raises on its own behalf.
 
 A message says what is wrong, what is allowed and what to do. Exceptions of a user's own code (a layer's forward,
-``loss_fn``, ``step_fn``) are never wrapped: they keep their type and gain a note on where in the pipeline they arose.
+``loss_fn``, ``step_fn``) are never wrapped: whatever their type, they arrive as they were raised, with a note on where
+in the pipeline that was, which only those that refuse notes do without.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,48 @@ def quoted(value: Any, most: int = 80) -> str:
     """A value and its type, for a message; what is longer than ``most`` characters is cut."""
     text = repr(value)
     return f"{text if len(text) <= most else text[: most - 3] + '...'} ({type(value).__name__})"
+
+
+GRADIENTS_ADDED = "roundpipe: some gradients of this call may have been added; call zero_grad() before trying again"
+_RAISED_IN = "roundpipe: raised in "
+
+
+def add_note(error: BaseException, note: str, unless: str | None = None) -> None:
+    """Add a note, unless one begins so already; an exception that refuses it, as frozen ones do, stays as it is."""
+    with contextlib.suppress(Exception):
+        if not any(other.startswith(unless or note) for other in getattr(error, "__notes__", ())):
+            error.add_note(note)
+
+
+def note_place(error: BaseException, where: str) -> None:
+    """Add the note on where an exception was raised, unless code further inside has done so."""
+    add_note(error, _RAISED_IN + where, unless=_RAISED_IN)
+
+
+class RaisedIn:
+    """A context that notes, at exceptions of users' code, where they were raised."""
+
+    __slots__ = ("_where",)
+
+    def __init__(self, where: str | Callable[[BaseException], str]) -> None:
+        self._where = where
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            note_place(error, self._where if isinstance(self._where, str) else self._where(error))
+
+
+def innermost(error: BaseException, names: Mapping[int, str]) -> str | None:
+    """The name, by id, of the innermost object whose method raised; None if no method of any did."""
+    name = None
+    # Not the caller's own frame: reading its variables would make a cycle of frame and error.
+    trace = error.__traceback__ and error.__traceback__.tb_next
+    while trace is not None:
+        name = names.get(id(trace.tb_frame.f_locals.get("self")), name)
+        trace = trace.tb_next
+    return name
 
 
 class RoundPipeError(Exception):

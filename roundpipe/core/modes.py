@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from roundpipe.core.contexts import contextmanager
+
 _KERNELS = {
     "flash": (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
     "memory-efficient": (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
@@ -72,7 +74,7 @@ class Modes:
             self.attention_kernels if self.attention_kernels != base.attention_kernels else None,
         )
 
-    @contextlib.contextmanager
+    @contextmanager
     def enter(self) -> Iterator[None]:
         """Set the modes, and restore the previous ones on exit."""
         with contextlib.ExitStack() as stack:
@@ -132,7 +134,7 @@ def caller_autocast() -> Callable[[], AbstractContextManager[object]]:
     return enter
 
 
-@contextlib.contextmanager
+@contextmanager
 def saved_tensor_hooks_aside(which: Callable[[Any], bool] = lambda _: True) -> Iterator[None]:
     """While open, this thread's innermost hooks for saved tensors, up to the first unpack hook that ``which`` denies,
     are not called.

@@ -14,6 +14,8 @@ from typing import Any, Self
 
 import torch
 
+from roundpipe.core.contexts import contextmanager
+
 _locks: dict[torch.device, threading.RLock] = {}
 _locks_lock = threading.Lock()
 
@@ -101,7 +103,7 @@ def set_python_random_state(state: tuple[Any, ...]) -> None:
         numpy.random.set_state((kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
 
 
-@contextlib.contextmanager
+@contextmanager
 def preserved_random_state() -> Iterator[None]:
     """Put back Python's, NumPy's and torch's random state at the end."""
     python, cpu = python_random_state(), torch.random.get_rng_state()

@@ -7,7 +7,6 @@ Invariant: after `restore`, every place that a snapshot has holds what it held w
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import operator
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 
 from roundpipe.core import trees
+from roundpipe.core.contexts import contextmanager
 from roundpipe.effects import places
 from roundpipe.effects.places import REGISTERED, Place, contents, holds_tensors, same_contents
 from roundpipe.effects.reach import EVERYTHING, Limits, StateWalk
@@ -302,7 +302,7 @@ def _is_expected(place: Place, expected: PlaceValues) -> bool:
     )
 
 
-@contextlib.contextmanager
+@contextmanager
 def python_restored(model: nn.Module) -> Iterator[None]:
     """Whatever a model's code does inside, such as to put fakes into a cache, is taken back."""
     snapshot = PythonSnapshot(model.modules())

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from roundpipe.core import trees
+from roundpipe.core.contexts import contextmanager
 from roundpipe.fx.fakes import TorchDispatchMode
 
 GATHERING = frozenset({"embedding", "index_select", "gather", "index", "take_along_dim"})

@@ -16,7 +16,7 @@ import logging
 import types
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDepende
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from roundpipe.core import trees
+from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import TraceError
 from roundpipe.fx.sizes import ShapeWorld, expression_of
 

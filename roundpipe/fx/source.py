@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +17,8 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.caller import warn
-from roundpipe.core.errors import TraceCause, TraceError, enumerated
+from roundpipe.core.contexts import contextmanager
+from roundpipe.core.errors import TraceCause, TraceError, add_note, enumerated
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.modes import autocast_as_on_accelerator, saved_tensor_hooks_aside
 from roundpipe.fx.graph.nodes import value_bytes
@@ -123,7 +123,7 @@ class TracedSource:
                 return self._trace(args, kwargs)
             except TraceError as error:
                 if error.cause is TraceCause.MODEL_ERROR and isinstance(error.__cause__, Exception):
-                    error.__cause__.add_note(f"roundpipe: {error}")
+                    add_note(error.__cause__, f"roundpipe: {error}")
                     raise error.__cause__ from None
                 self._refuse_lost_state(error)
                 if not self._failed_modes:

@@ -9,7 +9,6 @@ splitting, no fixed plan).
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
@@ -17,6 +16,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
+from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ConfigError, MicrobatchError, quoted
 from roundpipe.core.schedule import ExecutePlan
 
@@ -167,7 +167,7 @@ def resolve(call: RoundPipeRunConfig | None, model: RoundPipeRunConfig | None, *
 _RUNNING_MICROBATCHES: ContextVar[int] = ContextVar("roundpipe_num_microbatches")
 
 
-@contextlib.contextmanager
+@contextmanager
 def microbatch_count(num_microbatches: int) -> Iterator[None]:
     """While open, `num_microbatches()` gives this number in the thread that opened it."""
     token = _RUNNING_MICROBATCHES.set(num_microbatches)

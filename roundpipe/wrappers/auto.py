@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,13 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.caller import warn
-from roundpipe.core.errors import ConfigError
+from roundpipe.core.errors import GRADIENTS_ADDED, ConfigError, RaisedIn, add_note, innermost
 from roundpipe.core.layers import is_differentiable
 from roundpipe.core.modes import autocast_as_on_accelerator
 from roundpipe.reports.partition_table import partition_table
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, microbatch_count, resolve
 from roundpipe.runtime.engine.builder import sum_losses
+from roundpipe.runtime.engine.stage import as_losses
 from roundpipe.runtime.microbatch.merge import merge
 from roundpipe.runtime.microbatch.split import split
 from roundpipe.wrappers.calls import flow_back
@@ -70,12 +71,12 @@ class HostRunner(Runner):
         config = self._begin(options)
         with torch.set_grad_enabled(config.requires_grad):
             if self.parts.splits_inside and config.split_input is None and config.merge_output is True:
-                outputs = [self._run_tree(args, kwargs, options, RoundPipeRunConfig(), (args, kwargs))]
+                outputs = [self._run_tree(args, kwargs, options, RoundPipeRunConfig(), (args, kwargs), None)]
             else:
                 pieces = split(args, kwargs, None, config)
                 own = (args, kwargs) if len(pieces.args) == 1 else None
-                parts = zip(pieces.args, pieces.kwargs, pieces.events, strict=True)
-                outputs = [self._run_tree(a, k, options, IN_ONE_PIECE, own, events) for a, k, events in parts]
+                parts = enumerate(zip(pieces.args, pieces.kwargs, pieces.events, strict=True))
+                outputs = [self._run_tree(a, k, options, IN_ONE_PIECE, own, m, events) for m, (a, k, events) in parts]
             outputs = trees.map_tensors(outputs, lambda tensor: tensor.to(config.output_device))
             outputs = merge(outputs, config)
         self.session.optimizer.raise_pending()
@@ -96,6 +97,7 @@ class HostRunner(Runner):
         outputs: list[Any] = []
         leaves: list[tuple[torch.Tensor, torch.Tensor]] = []
         own = (args, kwargs) if len(pieces.args) == 1 else None
+        has_added = False
 
         def cut_off(tensor: torch.Tensor) -> torch.Tensor:
             """The same tensor as a leaf: backward stops there, and goes through what is in front once, at the end."""
@@ -107,17 +109,28 @@ class HostRunner(Runner):
             leaves.append((tensor, leaf))
             return leaf.view_as(leaf)
 
-        with torch.enable_grad():
-            for *piece, events in zip(pieces.args, pieces.kwargs, pieces.labels, pieces.events, strict=True):
-                piece_args, piece_kwargs, target = trees.map_tensors(tuple(piece), cut_off)
-                output = self._run_tree(piece_args, piece_kwargs, training.options, IN_ONE_PIECE, own, events)
-                output, target = trees.map_tensors((output, target), lambda tensor: tensor.to(device))
-                with microbatch_count(pieces.num_microbatches):
-                    loss = training.loss_fn(output, target)
-                torch.autograd.backward(loss)
-                losses.append(trees.map_tensors(loss, lambda tensor: tensor.detach().cpu()))
-                if training.return_outputs:
-                    outputs.append(trees.map_tensors(output, lambda tensor: tensor.detach().to(config.output_device)))
+        parts = zip(pieces.args, pieces.kwargs, pieces.labels, pieces.events, strict=True)
+        try:
+            with torch.enable_grad():
+                for m, (*piece, events) in enumerate(parts):
+                    piece_args, piece_kwargs, target = trees.map_tensors(tuple(piece), cut_off)
+                    output = self._run_tree(piece_args, piece_kwargs, training.options, IN_ONE_PIECE, own, m, events)
+                    output, target = trees.map_tensors((output, target), lambda tensor: tensor.to(device))
+                    with RaisedIn(self._place("loss_fn", m)), microbatch_count(pieces.num_microbatches):
+                        loss = training.loss_fn(output, target)
+                        each = as_losses(loss)
+                    has_added = True
+                    with RaisedIn(self._place("backward", m)):
+                        torch.autograd.backward(each)
+                    plain = [one.detach().cpu() for one in each]
+                    losses.append(plain[0] if isinstance(loss, torch.Tensor) else plain)
+                    if training.return_outputs:
+                        detached = trees.map_tensors(output, lambda tensor: tensor.detach().to(config.output_device))
+                        outputs.append(detached)
+        except BaseException as error:
+            if has_added:
+                add_note(error, GRADIENTS_ADDED)
+            raise
         flow_back([tensor for tensor, _ in leaves], [leaf.grad for _, leaf in leaves])
         self.session.optimizer.raise_pending()
         total = sum_losses(losses)
@@ -142,13 +155,14 @@ class HostRunner(Runner):
         call: RoundPipeRunConfig,
         forced: RoundPipeRunConfig,
         own: tuple[Any, Any] | None,
+        microbatch: int | None,
         events: Iterable[Any] = (),
     ) -> Any:
         """Run the whole, or one microbatch, which parts (``forced``) split no further; ``own``: see `_hand_back`."""
         for event in events:
             event.synchronize()
         both = overlaid(call, self.config)
-        self.options.forced = forced
+        self.options.forced, self.options.first_microbatch = forced, microbatch or 0
         self.options.default = RoundPipeRunConfig(
             num_microbatch=both.num_microbatch,
             recompute_grain=both.recompute_grain,
@@ -156,10 +170,20 @@ class HostRunner(Runner):
         )
         copies = trees.map_tensors((args, kwargs), lambda tensor: tensor if tensor.is_meta else tensor.to("cpu"))
         before = dict(trees.walk(copies))
-        with autocast_as_on_accelerator():
+        with autocast_as_on_accelerator(), RaisedIn(self._place("forward", microbatch)):
             output = self.tree.run(*copies)
         self._hand_back(before, copies, own, output)
         return output
+
+    def _place(self, phase: str, microbatch: int | None) -> Callable[[BaseException], str]:
+        """Says where in code on the host an exception was raised."""
+
+        def where(error: BaseException) -> str:
+            module = innermost(error, self.tree.names_of(self.model))
+            which = "the whole batch" if microbatch is None else f"microbatch {microbatch}"
+            return f"{f'module {module}' if module else 'code'} on the host, {which}, phase {phase}"
+
+        return where
 
     def _hand_back(self, before: dict[trees.Path, Any], copies: Any, own: tuple[Any, Any] | None, output: Any) -> None:
         """Put what the forward put into its arguments, which are copies, into the caller's own.

@@ -27,7 +27,15 @@ import torch
 from torch import nn
 
 from roundpipe.core import trees
-from roundpipe.core.errors import BackwardError, ConfigError, DeviceMemoryError, enumerated
+from roundpipe.core.errors import (
+    GRADIENTS_ADDED,
+    BackwardError,
+    ConfigError,
+    DeviceMemoryError,
+    add_note,
+    enumerated,
+    note_place,
+)
 from roundpipe.core.layers import ChainSource, LayerChain, is_differentiable
 from roundpipe.core.schedule import ExecutePlan
 from roundpipe.effects.uses import reached_by
@@ -67,10 +75,13 @@ class ChainRunner(Runner):
     def trace_count(self) -> int:
         return self.source.trace_count
 
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: RoundPipeRunConfig) -> Any:
+    def forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], options: RoundPipeRunConfig, first_microbatch: int = 0
+    ) -> Any:
+        """As `Runner.forward`; for a part, the arguments may be of a microbatch of the whole model's call."""
         config = self._resolve(options)
         self.session.begin_call(adds_gradients=config.requires_grad)
-        calls, options = self._calls(args, kwargs, None, config, options)
+        calls, options = self._calls(args, kwargs, None, config, options, first_microbatch)
         if calls is None:
             return self._fall_back().forward(args, kwargs, options)
         outputs = [output for call in calls for output in _run_forward(self.session, self.builder, call)]
@@ -150,6 +161,7 @@ class ChainRunner(Runner):
         label: Any,
         config: ResolvedConfig,
         options: RoundPipeRunConfig,
+        first_microbatch: int = 0,
     ) -> tuple[list[Call] | None, RoundPipeRunConfig]:
         """The microbatches, grouped where neighbours share a chain; None, and the fallback's options, if one has none.
 
@@ -164,7 +176,7 @@ class ChainRunner(Runner):
         pieces = split(args, kwargs, label, config)
         calls: list[Call] = []
         split_values = zip(pieces.args, pieces.kwargs, pieces.labels, pieces.events, strict=True)
-        for piece_args, piece_kwargs, piece_label, events in split_values:
+        for position, (piece_args, piece_kwargs, piece_label, events) in enumerate(split_values, first_microbatch):
             for event in events:  # the guards below may read the arguments
                 event.synchronize()
             chain = self.source.chain_for(piece_args, piece_kwargs)
@@ -172,7 +184,7 @@ class ChainRunner(Runner):
                 self.last_chain = None
                 return None, pieces.replay_options(options, config)
             if not calls or calls[-1].chain is not chain:
-                calls.append(Call(chain, config, [], [], [], pieces.num_microbatches))
+                calls.append(Call(chain, config, [], [], [], pieces.num_microbatches, position))
             calls[-1].args.append(piece_args)
             calls[-1].kwargs.append(piece_kwargs)
             calls[-1].labels.append(piece_label)
@@ -223,8 +235,12 @@ def check_training_call(input_args: Any, input_kwargs: Any, loss_fn: Any) -> Non
 def flow_back(inputs: Sequence[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:
     """Carry on a backward into whatever produced the arguments."""
     pairs = [(tensor, gradient) for tensor, gradient in zip(inputs, gradients, strict=True) if gradient is not None]
-    if pairs:
+    try:
         torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+    except BaseException as error:
+        note_place(error, "code in front of the model, phase backward")
+        add_note(error, GRADIENTS_ADDED)
+        raise
 
 
 _OutputPlace = tuple[int, str, int]

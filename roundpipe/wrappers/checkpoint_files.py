@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 
 Result = TypeVar("Result")
@@ -244,7 +245,7 @@ def check_replaceable(folder: Path) -> None:
             )
 
 
-@contextlib.contextmanager
+@contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
     """An empty folder to write into, which takes the place of ``folder`` at the end of the block.
 

@@ -40,10 +40,10 @@ _UNSPLIT = RoundPipeRunConfig(num_microbatch=1, split_input=lambda args, kwargs,
 """For a call without samples, such as that of an expert that no token goes to."""
 
 
-def overlaid(*configs: RoundPipeRunConfig) -> RoundPipeRunConfig:
-    """One config of several: the first that gives a field wins."""
+def overlaid(*configs: RoundPipeRunConfig | None) -> RoundPipeRunConfig:
+    """One config of several, those at None left out: the first that gives a field wins."""
     names = [option.name for option in fields(RoundPipeRunConfig)]
-    given = {name: [value for config in configs if (value := getattr(config, name)) is not None] for name in names}
+    given = {name: [each for config in configs if (each := getattr(config, name, None)) is not None] for name in names}
     return RoundPipeRunConfig(**{name: values[0] for name, values in given.items() if values})
 
 
@@ -58,6 +58,8 @@ class CallOptions:
     """Wins over a part's own options."""
     default: RoundPipeRunConfig = RoundPipeRunConfig()
     """For fields that neither the call nor the part gives."""
+    first_microbatch: int = 0
+    """Position of the parts' first one in the call of the whole."""
 
 
 @dataclass(eq=False)
@@ -173,7 +175,7 @@ class Part:
         if self._passing_on is not None:
             self._passing_on.clear()
         engine.refuse_inside(f"{self.name}(...)")
-        outputs = self.runner.forward(args, kwargs, config)
+        outputs = self.runner.forward(args, kwargs, config, self.options.first_microbatch)
         if self._passing_on is not None and len(self._passing_on) == len(self._watched):
             raise SideEffect(RETURNS_ARGUMENTS)
         if later:
@@ -315,6 +317,11 @@ class HostTree(Replica):
                 name = f"loss function of {type(original).__name__}"
                 part = Part(session, name, _LossFunction(original), IN_ONE_PIECE, options)
                 self._loss_functions[id(original)] = part
+
+    def names_of(self, model: nn.Module) -> dict[int, str]:
+        """By id, the qualified names of a model's modules and of what is in their places; its own is its class's."""
+        names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
+        return names | {id(twin): names[original] for original, twin in self._twins.items() if original in names}
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's outputs; what its forwards leave in attributes and buffers is left in the model."""

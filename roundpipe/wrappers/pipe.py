@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import weakref
@@ -13,6 +12,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import NotCopyableError
 from roundpipe.reports.timeline import Timeline, check_path
 from roundpipe.runtime.config import RoundPipeRunConfig
@@ -276,7 +276,7 @@ class RoundPipe(ModelView):
         """Largest number of bytes in use at once on any device since the last reset."""
         return max(self._session.engine.peak_bytes(reset))
 
-    @contextlib.contextmanager
+    @contextmanager
     def record_timeline(self, path: str | os.PathLike[str] | None = None) -> Iterator[Timeline]:
         """Record what runs inside: compute, copies and waits of every worker, and the optimizer's thread.
 

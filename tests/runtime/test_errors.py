@@ -1,5 +1,6 @@
 """A user's exception keeps its type, says where it was raised, and leaves a model that works."""
 
+import dataclasses
 import gc
 import threading
 import traceback
@@ -10,8 +11,10 @@ import torch
 from torch import nn
 
 import roundpipe
+from roundpipe.core.errors import GRADIENTS_ADDED
 from roundpipe.runtime.engine import step as steps
-from tests.runtime.cases_errors import SINGLES, Fragile, Mine, assert_still_works, fragile_model
+from roundpipe.wrappers.auto import PartsProgram
+from tests.runtime.cases_errors import SINGLES, FailsInBackward, Fragile, Mine, assert_still_works, fragile_model
 from tests.runtime.models import (
     DTYPE,
     batch,
@@ -27,7 +30,8 @@ workers = pytest.mark.parametrize("workers", [1, 2, 3])
 
 
 def note_of(error):
-    (note,) = error.__notes__
+    note, *others = error.__notes__
+    assert all("call zero_grad() before trying again" in other for other in others)
     return note
 
 
@@ -171,9 +175,88 @@ def test_an_interrupt_raised_in_a_layer(workers):
     model = fragile_model()
     model[2] = nn.Sequential(model[2], Interrupts())
     with roundpipe.RoundPipe(model, devices=["cpu"] * workers) as piped:
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt) as caught:
             piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(3, plan=SINGLES))
+        assert "module 2.1, stage F2[2:3], microbatch 0, phase forward" in note_of(caught.value)
         assert_still_works(piped, model)
+
+
+@pytest.mark.parametrize("phase, has_note", [("forward", False), ("recomputation", True), ("backward", True)])
+def test_the_error_says_whether_gradients_may_have_been_added(phase, has_note):
+    model = fragile_model()
+    with roundpipe.RoundPipe(model, devices=["cpu"]) as piped:
+        Fragile.broken["early"] = phase  # one worker has added those of the first backward job before this one
+        with pytest.raises(Mine) as caught:
+            piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(3, plan=SINGLES))
+        has_gradients = any(parameter.grad is not None for parameter in model.parameters())
+        assert (GRADIENTS_ADDED in caught.value.__notes__) == has_gradients == has_note
+        assert_still_works(piped, model)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    """Can't be changed: not even the notes and the traceback, if they are set as attributes."""
+
+    code: int
+
+
+class Refuses(Exception):
+    def add_note(self, note):
+        raise TypeError("no notes")
+
+
+class Raises(nn.Module):
+    """Raises in a phase what it is given."""
+
+    def __init__(self, phase, error):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.phase = phase
+        self.error = error
+
+    def maybe_fail(self, phase):
+        if phase == self.phase:
+            self.phase = None
+            raise self.error
+
+    def forward(self, value):
+        self.maybe_fail("recomputation" if roundpipe.doing_recompute() else "forward")
+        with torch.autocast("cpu"):
+            return FailsInBackward.apply(self.linear(value), self)
+
+
+def wrap_in_parts(model, **options):
+    """The second child runs on the host."""
+    parts = {model[0]: roundpipe.RoundPipeRunConfig(), model[2]: roundpipe.RoundPipeRunConfig()}
+    return roundpipe.AutoRoundPipe(PartsProgram(model, parts), **options)
+
+
+PLACES = ("forward", "backward", "loss_fn", "split_input", "step_fn")
+
+
+@pytest.mark.parametrize("error", [Frozen(7), Refuses("x"), StopIteration("x")])
+@pytest.mark.parametrize(
+    "wrap, place",
+    [
+        (roundpipe.RoundPipe, "recomputation"),
+        *((wrap, place) for wrap in (roundpipe.RoundPipe, wrap_in_parts) for place in PLACES),
+    ],
+)
+def test_an_exception_that_can_not_be_changed_arrives(wrap, error, place):
+    """Also under autocast, with drawn numbers and buffers, on whose account contexts are open where it passes."""
+    layers = [nn.Dropout(0.1), Raises(place, error), nn.BatchNorm1d(6)]
+    model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(*layers), nn.Linear(6, 6))
+
+    def raises(*_):
+        raise error
+
+    options = config(2, split_input=raises if place == "split_input" else None)
+    with wrap(model, devices=["cpu"] * 2) as piped, torch.autocast("cpu"):
+        with pytest.raises(type(error)) as caught:
+            loss_fn = raises if place == "loss_fn" else square_loss
+            piped.forward_backward((batch().float(),), loss_fn=loss_fn, run_config=options)
+            piped.step(raises if place == "step_fn" else lambda: None, is_async=False)
+        assert caught.value is error
 
 
 def test_nothing_of_a_failed_round_stays_alive():

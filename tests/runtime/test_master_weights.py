@@ -172,7 +172,7 @@ def test_async_error_is_raised_at_the_next_call_and_loses_no_gradient(model, sid
     loss_of(model, make_batches(1)[0]).backward()
     with pytest.raises(UserError, match="no") as caught:
         side.begin_call()
-    assert caught.value.__notes__ == ["raised in step_fn of step 1 of test"]
+    assert caught.value.__notes__ == ["roundpipe: raised in step_fn of step 1 of test"]
     side.begin_call()
     before = weights_of(side)
     side.step(step_fn)

@@ -6,7 +6,6 @@ makes and that is used outside is in what it returns.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import weakref
 from collections import deque
@@ -19,6 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from roundpipe.core import trees
+from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
 from roundpipe.effects.snapshot import AttributeChange, ModuleSnapshot, PythonSnapshot
 from roundpipe.effects.uses import GRADIENT_ATTRIBUTES, attributes_read, names_in
@@ -206,7 +206,7 @@ for _name in {name for kind in (int, float, str, list, dict, set, tuple) for nam
         setattr(Unread, _name, _refuse)
 
 
-@contextlib.contextmanager
+@contextmanager
 def unread_in(places: Iterable[tuple[nn.Module, str]]) -> Iterator[list[Unread]]:
     """Inside, attributes are `Unread`, one each; afterwards they are what they were."""
     held = [(owner, name, owner.__dict__[name]) for owner, name in places]

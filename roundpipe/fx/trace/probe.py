@@ -8,7 +8,6 @@ Invariant: neither the user's module nor any random state changes.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 
 from roundpipe.core import trees
+from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import TraceError
 from roundpipe.effects.snapshot import ModuleSnapshot, PythonSnapshot
 from roundpipe.fx.fakes import FakeWorld, real_world
@@ -28,7 +28,7 @@ MAX_DIVISOR = 64
 """Sizes are looked for up to this part of another size, as pooling and striding make them."""
 
 
-@contextlib.contextmanager
+@contextmanager
 def _real_world() -> Iterator[None]:
     """Real tensors; torch's random state as it was afterwards."""
     with real_world(), torch.random.fork_rng(devices=[]):

@@ -9,7 +9,6 @@ Invariant: a call that changes the graph's meaning is either recorded or ends th
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,6 +19,7 @@ from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 
 from roundpipe.core import trees
+from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
 from roundpipe.core.modes import Modes
 from roundpipe.effects.uses import GRADIENT_ATTRIBUTES

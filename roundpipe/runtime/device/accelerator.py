@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from roundpipe.core.contexts import contextmanager
 from roundpipe.core.random_state import SeededTorch
 from roundpipe.runtime.device.backend import Backend, Device, Event, Lane, Moment
 from roundpipe.runtime.device.host_memory import Registrar, bytes_of, on_huge_pages, warn_unpinned
@@ -78,12 +79,12 @@ class AcceleratorBackend(Backend):
         weakref.finalize(self, idle.append, self._streams)
         self._uploaded: list[torch.Tensor] = []
 
-    @contextlib.contextmanager
+    @contextmanager
     def activate(self) -> Iterator[None]:
         with torch.accelerator.device_index(self.device.index), self._on(Lane.COMPUTE):
             yield
 
-    @contextlib.contextmanager
+    @contextmanager
     def _on(self, lane: Lane) -> Iterator[None]:
         before = torch.accelerator.current_stream(self.device)
         torch.accelerator.set_stream(self._streams[lane])
@@ -156,7 +157,7 @@ class AcceleratorBackend(Backend):
         idle.synchronize()
         return moment, host_s
 
-    @contextlib.contextmanager
+    @contextmanager
     def annotate(self, name: str) -> Iterator[None]:
         is_cuda = self.device.type == "cuda"
         if is_cuda:  # torch's own ranges for NVIDIA's tools end at the thread in which they were switched on
@@ -181,7 +182,7 @@ class AcceleratorBackend(Backend):
         for stream in self._streams:
             stream.synchronize()
 
-    @contextlib.contextmanager
+    @contextmanager
     def random(self, seed: int) -> Iterator[None]:
         with SeededTorch(seed, torch.device("cpu")), SeededTorch(seed, self.device):
             yield

@@ -16,7 +16,6 @@ layer, and raises `DeviceMemoryError` past the budget.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 import time
@@ -28,6 +27,7 @@ from typing import Any
 
 import torch
 
+from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import DeviceMemoryError, SynchronizationError
 from roundpipe.core.modes import saved_tensor_hooks_aside
 from roundpipe.core.random_state import SeededTorch
@@ -317,7 +317,7 @@ def _unpack(saved: _Saved) -> torch.Tensor:
     return saved.tensor
 
 
-@contextlib.contextmanager
+@contextmanager
 def saved_tensors_counted(ledger: Ledger, known: Sequence[torch.Tensor]) -> Iterator[None]:
     """Count what autograd saves in this thread, but for what it saves inside torch.func's transforms.
 
@@ -327,7 +327,7 @@ def saved_tensors_counted(ledger: Ledger, known: Sequence[torch.Tensor]) -> Iter
     global _num_counting
     with _counting_lock:
         if not _num_counting:
-            torch.autograd.graph.disable_saved_tensors_hooks = _disable_beside_counting
+            torch.autograd.graph.disable_saved_tensors_hooks = _disable_beside_counting  # type: ignore[assignment]
         _num_counting += 1
     try:
         with torch.autograd.graph.saved_tensors_hooks(_Storages(ledger, known).pack, _unpack):
@@ -344,7 +344,7 @@ _counting_lock = threading.Lock()
 _disable_hooks = torch.autograd.graph.disable_saved_tensors_hooks
 
 
-@contextlib.contextmanager
+@contextmanager
 def _disable_beside_counting(error_message: str) -> Iterator[None]:
     """What `saved_tensors_counted` puts in the place of `torch.autograd.graph.disable_saved_tensors_hooks`."""
     with saved_tensor_hooks_aside(lambda unpack: unpack is _unpack), _disable_hooks(error_message):

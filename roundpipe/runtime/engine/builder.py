@@ -134,6 +134,7 @@ class StepBuilder:
             context=contextvars.copy_context(),
             arguments=frozenset(name for carry in values for name in carry),
             inputs=inputs if keeps_history else (),
+            first_microbatch=call.first_microbatch,
             tied_jobs=self._tied(chain, schedule),
         )
         return spec, values

@@ -8,7 +8,6 @@ Decisions that must not be taken again, such as routing: `save_for_recompute` an
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from roundpipe.core import trees
+from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ConfigError
 from roundpipe.runtime.device.backend import Backend, Event, Lane
 from roundpipe.runtime.weights.replica import BoundLayer
@@ -110,7 +110,7 @@ class ForwardRecord:
         self._unwritten: defaultdict[int, list[int]] = defaultdict(list)
         """By layer, the microbatches that nothing was kept for, since no forward so far wrote a buffer."""
 
-    @contextlib.contextmanager
+    @contextmanager
     def keep_buffers(self, bound: BoundLayer, key: LayerKey, backend: Backend) -> Iterator[None]:
         """Keep the buffers that the forward inside sees, if the layer writes any in the current mode."""
         if bound.habits.writes_buffers:
@@ -130,7 +130,7 @@ class ForwardRecord:
         elif before:  # a later microbatch may write what this one has seen
             self._buffers[key] = _download(before, backend)
 
-    @contextlib.contextmanager
+    @contextmanager
     def use_buffers(self, bound: BoundLayer, key: LayerKey, backend: Backend) -> Iterator[None]:
         """Run the recomputation inside on the buffers of the forward."""
         seen = self._buffers.pop(key, None)
@@ -145,7 +145,7 @@ class ForwardRecord:
             bound.set_buffers(now)
 
 
-@contextlib.contextmanager
+@contextmanager
 def learn_writes(bound: BoundLayer) -> Iterator[list[torch.Tensor | None]]:
     """Find out whether the forward inside writes buffers, if that is not known; gives them as they were."""
     if not bound.has_buffers or bound.habits.writes_buffers or bound.versions_tell:

@@ -44,6 +44,8 @@ class Call:
     labels: list[Any]
     total_microbatches: int
     """Of the whole call, for `num_microbatches`."""
+    first_microbatch: int = 0
+    """Position of the first one in the whole call, for notes."""
 
     @classmethod
     def like_example(cls, chain: LayerChain, config: ResolvedConfig) -> Call:
@@ -134,6 +136,8 @@ class StepSpec:
     """Those that the step is to leave gradients for."""
     labels: Sequence[Any] = ()
     """Per microbatch, as ``loss_fn`` gets them."""
+    first_microbatch: int = 0
+    """See `Call`."""
     loss_fn: LossFunction | None = None
     return_outputs: bool = False
     output_device: torch.device | None = None

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from roundpipe.core import trees
-from roundpipe.core.errors import LossError
+from roundpipe.core.contexts import contextmanager
+from roundpipe.core.errors import LossError, RaisedIn, innermost, note_place
 from roundpipe.core.layers import Carry, LayerSpec, is_differentiable
 from roundpipe.core.random_state import SeededPython
 from roundpipe.runtime.device.backend import Backend, is_profiled
@@ -84,12 +85,12 @@ class Stage:
                 _pass_on(chain.specs[index], index, segment.last_reader, values, outputs)
                 del outputs
             with self._timed("loss", segment.layers[-1:]):
-                with self._noted(microbatch, "outputs"):
+                with RaisedIn(self._place(microbatch, "outputs")):
                     recorded.outputs = chain.exit(values)
                 del values
-                with self._noted(microbatch, "loss_fn"):
+                with RaisedIn(self._place(microbatch, "loss_fn")):
                     loss = spec.loss_fn(recorded.outputs, label)
-                    recorded.losses = _as_losses(loss)
+                    recorded.losses = as_losses(loss)
         plain = [each.detach() for each in recorded.losses]
         recorded.loss = plain[0] if isinstance(loss, torch.Tensor) else plain
         return recorded
@@ -136,7 +137,8 @@ class Stage:
             if first != last:
                 which = f"layers {first} to {last} ({names[0]} .. {names[1]})"
             annotation = self._annotation(f"{which} m{microbatch} backward")
-            with self._timed("backward", recorded.layers), self._noted(microbatch, "backward"), annotation:
+            noted = RaisedIn(f"{which}, {self._place(microbatch, 'backward')}")
+            with self._timed("backward", recorded.layers), noted, annotation:
                 roots, root_gradients = zip(*pairs, strict=True)
                 torch.autograd.backward(roots, root_gradients)
         result = {}
@@ -191,9 +193,11 @@ class Stage:
                     outputs = self._seeded(bound, carry, layer_seed(self.spec.base_seed, index, microbatch))
                 else:
                     outputs = bound.module(carry)
-            except Exception as error:
-                module = _failing_module(error, bound) or ", ".join(spec.module_names) or spec.name
-                self._note(error, microbatch, phase, f"layer {index} ({spec.name}), module {module}, ")
+            except BaseException as error:
+                names = {id(module): name for name, module in bound.module.named_modules() if name}
+                module = innermost(error, names) or ", ".join(spec.module_names) or spec.name
+                where = self._place(microbatch, phase)
+                note_place(error, f"layer {index} ({spec.name}), module {module}, {where}")
                 raise
             if times is not None and began is not None:
                 times.add("forward", (index,), began, self.backend.moment())
@@ -212,10 +216,10 @@ class Stage:
             bound.habits.draws_python = bound.habits.draws_python or drawing.drew
             return outputs
 
-    def _note(self, error: Exception, microbatch: int, phase: str, layer: str = "") -> None:
-        error.add_note(f"roundpipe: raised in {layer}stage {self.name}, microbatch {microbatch}, phase {phase}")
+    def _place(self, microbatch: int, phase: str) -> str:
+        return f"stage {self.name}, microbatch {self.spec.first_microbatch + microbatch}, phase {phase}"
 
-    @contextlib.contextmanager
+    @contextmanager
     def _timed(self, kind: Kind, layers: Sequence[int]) -> Iterator[None]:
         times = self.spec.times
         if times is None:
@@ -224,14 +228,6 @@ class Stage:
         began = self.backend.moment()
         yield
         times.add(kind, layers, began, self.backend.moment())
-
-    @contextlib.contextmanager
-    def _noted(self, microbatch: int, phase: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            self._note(error, microbatch, phase)
-            raise
 
 
 def _pass_on(spec: LayerSpec, index: int, last_reader: Mapping[str, int], carry: Carry, outputs: Carry) -> None:
@@ -242,7 +238,8 @@ def _pass_on(spec: LayerSpec, index: int, last_reader: Mapping[str, int], carry:
             carry.pop(name, None)
 
 
-def _as_losses(loss: Any) -> list[torch.Tensor]:
+def as_losses(loss: Any) -> list[torch.Tensor]:
+    """What a ``loss_fn`` returned, for autograd; raises `LossError` if it is no loss."""
     losses = [loss] if isinstance(loss, torch.Tensor) else loss
     if not isinstance(losses, Sequence) or not losses or not all(isinstance(each, torch.Tensor) for each in losses):
         raise LossError(
@@ -272,16 +269,3 @@ def _as_leaf(value: Any, plain: Container[int]) -> Any:
         return tensor.detach().requires_grad_() if takes_part else tensor
 
     return trees.map_numbered(value, leaf)
-
-
-def _failing_module(error: BaseException, bound: BoundLayer) -> str | None:
-    """Qualified name of the innermost module whose code raised, from the traceback."""
-    names = {id(module): name for name, module in bound.module.named_modules() if name}
-    name = None
-    # Not the caller's own frame: reading its variables would make a cycle of frame and error.
-    trace = error.__traceback__ and error.__traceback__.tb_next
-    while trace is not None:
-        owner = trace.tb_frame.f_locals.get("self")
-        name = names.get(id(owner), name)
-        trace = trace.tb_next
-    return name

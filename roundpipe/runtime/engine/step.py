@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from roundpipe.core import trees
+from roundpipe.core.errors import GRADIENTS_ADDED, add_note
 from roundpipe.core.schedule import Phase, ScheduleKind
 from roundpipe.runtime.device.backend import Event
 from roundpipe.runtime.engine.recompute import ForwardRecord
@@ -106,6 +107,8 @@ class StepState:
         """Per job, microbatches that are done."""
         self._uploads: list[Event | None] = [None] * num_jobs
         self._settled = [False] * num_jobs
+        self.leaves_gradients = spec.first_microbatch > 0 and schedule.kind != "forward"
+        """Whether gradients of its call may have been added, by this step or one before it."""
         self._num_losses = 0
         self._num_waiting = 0
         self._changed_s = time.monotonic()
@@ -204,8 +207,7 @@ class StepState:
             last = max((i for i, job in enumerate(jobs) if job.phase is not Phase.BACKWARD), default=len(jobs) - 1)
             self.wait_settled([job.index for job in jobs[: last + 1]], "the call")
             return
-        number = spec.schedule.num_microbatches
-        self.board.wait(lambda: self.failed or self._num_losses >= number, "the call", "losses")
+        self.board.wait(lambda: self.failed or self._num_losses >= len(self.losses), "the call", "losses")
         for value in (*self.losses, *self.outputs):
             value.synchronize()
 
@@ -218,7 +220,7 @@ class StepState:
         The call returns with the losses, and the caller may change all of these while the last backward stages run.
         """
         copies = [
-            (values, name, HostValue(trees.map_tensors(original.value, _clone), original.events))
+            (values, name, HostValue(trees.map_tensors(original.value, lambda t: t.detach().clone()), original.events))
             for values in self.values
             for name in self.spec.arguments
             if (original := values.get(name)) is not None
@@ -324,6 +326,8 @@ class RunningSteps:
 
     def _end(self, step: StepState) -> None:
         step.is_over = True
+        if step.error is not None and step.leaves_gradients:
+            add_note(step.error, GRADIENTS_ADDED)
         if step in self._running:  # an interrupted step may not have come that far
             self._running.remove(step)
         now_s = time.perf_counter()
@@ -394,7 +398,3 @@ def synchronize_streams(tensors: Iterable[torch.Tensor]) -> None:
     for device in {tensor.device for tensor in tensors}:
         if device.type not in ("cpu", "meta"):
             torch.accelerator.current_stream(device).synchronize()
-
-
-def _clone(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone()

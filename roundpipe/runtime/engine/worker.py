@@ -319,6 +319,7 @@ class Worker:
             step.wait_settled(step.spec.tied_jobs.get(job.index, ()), f"{self.name} gradients")
             if not step.failed:
                 pending.wait()
+                step.leaves_gradients = step.leaves_gradients or bool(pending.gradients)
                 what, size = f"add gradients of {job}", pending.num_bytes
                 with self._gradients_log.doing("home", what, bytes=size, job=job.index):
                     pending.settle()

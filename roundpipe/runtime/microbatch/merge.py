@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from roundpipe.core import trees
-from roundpipe.core.errors import MicrobatchError, quoted
+from roundpipe.core.errors import MicrobatchError, RaisedIn, quoted
 from roundpipe.core.trees import Access, Path
 from roundpipe.runtime.config import ResolvedConfig
 from roundpipe.runtime.device.backend import Event
@@ -156,7 +156,8 @@ def merge(outputs: list[Any], config: ResolvedConfig, events: Sequence[Event | N
     if rule is True or rule is None:
         return outputs[0] if len(outputs) == 1 else merge_value(outputs, None, ())
     if is_function(rule):
-        return rule(outputs)
+        with RaisedIn("code on the host, phase merge_output"):
+            return rule(outputs)
     return merge_value(outputs, rule, ())
 
 
@@ -165,8 +166,9 @@ def merge_value(values: list[Any], spec: Any, path: Path) -> Any:
     first, where = values[0], _output_name(path)
     if is_spec_of(spec, "_CustomReducer"):
         merged = spec.init_value.clone() if isinstance(spec.init_value, torch.Tensor) else spec.init_value
-        for value in values:
-            merged = spec.reduce_fn(merged, value)
+        with RaisedIn("code on the host, phase merge_output"):
+            for value in values:
+                merged = spec.reduce_fn(merged, value)
         return merged
     if any(isinstance(value, torch.Tensor) for value in values):
         check_leaf_spec(spec, where, _RULES)

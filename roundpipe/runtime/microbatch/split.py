@@ -20,7 +20,7 @@ import torch
 
 from roundpipe.core import trees
 from roundpipe.core.caller import warn
-from roundpipe.core.errors import MicrobatchError
+from roundpipe.core.errors import MicrobatchError, RaisedIn
 from roundpipe.core.trees import Access, Path
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig
 from roundpipe.runtime.device.backend import Event
@@ -59,7 +59,7 @@ class Split:
     def num_microbatches(self) -> int:
         return len(self.args)
 
-    def replay_options(self, call: RoundPipeRunConfig, resolved: ResolvedConfig) -> RoundPipeRunConfig:
+    def replay_options(self, call: RoundPipeRunConfig | None, resolved: ResolvedConfig) -> RoundPipeRunConfig:
         """Options for the same call again, without a second run of the user's functions that made these pieces."""
         options: dict[str, Any] = {}
         if is_function(resolved.split_input):
@@ -68,7 +68,7 @@ class Split:
             options["split_label"] = lambda label, number: self.labels
         if options:
             options["num_microbatch"] = self.num_microbatches
-        return dataclasses.replace(call, **options)
+        return dataclasses.replace(call or RoundPipeRunConfig(), **options)
 
 
 def split(args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any, config: ResolvedConfig) -> Split:
@@ -181,7 +181,9 @@ class Division:
         if is_function(rule):
             for packed in packed_leaves(label):
                 packed.synchronize()
-            return _checked_list(rule(label, number), number, "split_label(label, num_microbatch)", "labels")
+            with RaisedIn("code on the host, phase split_label"):
+                result = rule(label, number)
+            return _checked_list(result, number, "split_label(label, num_microbatch)", "labels")
         first = batched_leaf(label)
         if self.labels_decide and isinstance(first, torch.Tensor) and first.shape[0] >= number:
             self.sizes = self.sizes_for(first.shape[0])
@@ -318,7 +320,8 @@ def _call_split_input(rule: Any, inputs: Inputs, number: int) -> list[Inputs]:
     for packed in packed_leaves(inputs):
         packed.synchronize()
     what = "split_input(args, kwargs, num_microbatch)"
-    result = rule(*inputs, number)
+    with RaisedIn("code on the host, phase split_input"):
+        result = rule(*inputs, number)
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise MicrobatchError(f"{what} returned {described(result)}; it must return (args_list, kwargs_list)")
     args_list = _checked_list(result[0], number, what, "args_list")

@@ -13,7 +13,6 @@ three agree, and the scales are those of ``torch.amp.GradScaler``.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 
+from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ConfigError
 
 
@@ -35,7 +35,7 @@ class ScalerScope:
     def in_use(self) -> bool:
         return bool(self._scalers)
 
-    @contextlib.contextmanager
+    @contextmanager
     def running(self) -> Iterator[None]:
         """While open, scalers used in this thread belong to the scope."""
         token = _SCOPE.set(self)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from roundpipe.core.caller import warn
+from roundpipe.core.errors import add_note
 from roundpipe.runtime.device.backend import Event
 from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
 from roundpipe.runtime.profiling.meter import HostLog
@@ -89,7 +90,7 @@ class UpdateRunner:
                 if before:
                     self._look(before)
         except BaseException as error:
-            error.add_note(f"raised in step_fn of step {index} of {self._name}")
+            add_note(error, f"roundpipe: raised in step_fn of step {index} of {self._name}")
             raise
         finally:
             _RUNNING.reset(token)

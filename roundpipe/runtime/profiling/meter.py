@@ -19,7 +19,6 @@ Invariant: busy and idle seconds together are the time from the first measured m
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 import time
@@ -29,6 +28,7 @@ from dataclasses import replace
 from math import inf
 from typing import Any, NamedTuple
 
+from roundpipe.core.contexts import contextmanager
 from roundpipe.core.schedule import Job
 from roundpipe.reports.timeline import WAIT_CAUSES, WAIT_NAMES, Span, WaitCause
 from roundpipe.runtime.device.backend import Backend, Lane, Moment
@@ -299,7 +299,7 @@ class HostLog:
         self.last_s = 0.0
         """When the latest work was done, by ``time.perf_counter``."""
 
-    @contextlib.contextmanager
+    @contextmanager
     def doing(self, lane: str, name: str, **args: Any) -> Iterator[None]:
         """Time what is done inside."""
         recorder, start_s = self.recorder, time.perf_counter()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
+from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ConfigError, enumerated
 from roundpipe.runtime.device.host_memory import convert, is_plain, on_huge_pages
 
@@ -252,7 +252,7 @@ class MasterWeights:
             pair.is_frozen = not pair.parameter.requires_grad
         return pairs
 
-    @contextlib.contextmanager
+    @contextmanager
     def gradients_aside(self) -> Iterator[None]:
         """While open, the model has no gradients."""
         originals = [(pair.parameter, pair.parameter.grad) for pair in self._pairs]
