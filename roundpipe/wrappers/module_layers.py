@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +16,8 @@ from roundpipe.core.layers import Carry, FixedChain, LayerChain, LayerCost, Laye
 from roundpipe.core.module_tree import Structure, weight_bytes_of
 from roundpipe.effects.places import HOOKS
 from roundpipe.effects.snapshot import ModuleSnapshot, WeightSnapshot
+from roundpipe.fx.graph.traced import OutputValue
+from roundpipe.fx.passes.codegen import OutputExit
 
 
 class _Writable(torch.autograd.Function):
@@ -119,14 +120,6 @@ def _take_all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Carry:
     return {"value_0": (args, kwargs)}
 
 
-@dataclass(frozen=True, slots=True)
-class _GiveOne:
-    reads: tuple[str, ...]
-
-    def __call__(self, carry: Carry) -> Any:
-        return carry[self.reads[0]]
-
-
 _RANDOM_MODULES = ("Dropout", "RReLU", "FractionalMaxPool", "Transformer", "MultiheadAttention", "RNN", "LSTM", "GRU")
 
 
@@ -161,7 +154,7 @@ def chain_of_modules(modules: Sequence[tuple[str, nn.Module]], *, watched: bool 
                 gradient_bytes=sum(p.nbytes for p in module.parameters() if p.requires_grad),
             )
         )
-    return LayerChain(layers, specs, costs, _take_all, _GiveOne((f"value_{len(modules)}",)))
+    return LayerChain(layers, specs, costs, _take_all, OutputExit(OutputValue(f"value_{len(modules)}")))
 
 
 def layers_of(model: nn.Module) -> LayerChain:

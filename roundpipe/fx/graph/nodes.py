@@ -23,8 +23,6 @@ FakeValue = torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool | int |
 UNKNOWN_SIZE = 16
 """Stands for a size that depends on data, such as the number of true elements of a mask."""
 
-# ---------------------------------------------------------------------------------- meta
-
 
 def value_of(node: Node) -> FakeValue:
     """The fake tensor or symbolic number that a node stands for; None for structures and objects."""
@@ -163,9 +161,6 @@ def needed_for(order: Sequence[Node], targets: Iterable[Node]) -> list[Node]:
             needed.update(node.all_input_nodes)
             storages.update(key for key in map(storage_key, node.all_input_nodes) if key is not None)
     return result[::-1]
-
-
-# ---------------------------------------------------------------------------------- running
 
 
 class GraphInterpreter:

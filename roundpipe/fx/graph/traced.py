@@ -113,9 +113,6 @@ class TracedGraph:
         return []
 
 
-# ---------------------------------------------------------------------------------- the grammar, rule by rule
-
-
 def lint(traced: TracedGraph) -> None:
     """Raises a TraceError that names the first node to break the grammar, and the rule."""
     earlier: dict[str, Node] = {}
@@ -214,9 +211,6 @@ def _problems_of_output(traced: TracedGraph, node: Node) -> Iterator[str]:
     names = [item.name for item in values if isinstance(item, Node)]
     if names != output_names(traced.output):
         yield f"it returns {names}, the output template names {output_names(traced.output)}"
-
-
-# ---------------------------------------------------------------------------------- as text
 
 
 def printed_graph(traced: TracedGraph) -> str:

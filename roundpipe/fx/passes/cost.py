@@ -91,9 +91,6 @@ def measure(traced: TracedGraph, profile: DeviceProfile = DEFAULT_PROFILE) -> di
         return _CostRun(traced, profile).costs()
 
 
-# ---------------------------------------------------------------------------------- running nodes
-
-
 @dataclass(frozen=True, slots=True)
 class _Reading:
     """What running one node showed, apart from which node it was."""
@@ -105,10 +102,6 @@ class _Reading:
     """The node's result on fakes, for nodes that take apart or read a structure."""
 
 
-class _Unrunnable(Exception):
-    """A node can't be run on fakes."""
-
-
 class _CostRun(GraphInterpreter):
     def __init__(self, traced: TracedGraph, profile: DeviceProfile) -> None:
         super().__init__()
@@ -116,7 +109,6 @@ class _CostRun(GraphInterpreter):
         self._profile = profile
         modes = (getattr(value_of(node), "fake_mode", None) for node in traced.graph.nodes)
         self._mode: Any = next((mode for mode in modes if mode is not None), None)
-        self._lookalikes = Lookalikes(traced)
         self._readings: dict[Any, _Reading] = {}
         self._structures: dict[Node, Any] = {}
         """Results, on fakes, of nodes that give no tensor."""
@@ -132,7 +124,7 @@ class _CostRun(GraphInterpreter):
         operands = _tensor_operands(node)
         if not operands and not isinstance(value_of(node), torch.Tensor) and value_of(node) is not None:
             return NodeCost()  # arithmetic of sizes
-        key = self._lookalikes.key(node)
+        key = _node_key(self._traced, node)
         reading = self._readings.get(key) or self._readings.setdefault(key, self._read(node))
         if value_of(node) is None and not reading.cost.estimated:
             self._structures[node] = reading.result
@@ -208,7 +200,7 @@ class _CostRun(GraphInterpreter):
         value = value_of(node)
         if isinstance(value, Symbolic):
             if value.node.hint is None:
-                raise _Unrunnable(f"{node.name} depends on data")
+                raise LookupError(f"{node.name} depends on data")
             return value.node.hint
         if value is not None:
             return value
@@ -219,7 +211,7 @@ class _CostRun(GraphInterpreter):
             assert isinstance(source, Node) and callable(node.target)
             return node.target(self.value(source), *keys)
         if node not in self._structures:
-            raise _Unrunnable(f"{node.name} was not run")
+            raise LookupError(f"{node.name} was not run")
         return self._structures[node]
 
     def _fake(self, node: Node) -> torch.Tensor:
@@ -261,27 +253,18 @@ def _storage(tensor: torch.Tensor) -> int:
 # ---------------------------------------------------------------------------------- nodes that look alike
 
 
-class Lookalikes:
-    """Keys of the nodes of one graph, equal for those that cost the same.
+def _node_key(traced: TracedGraph, node: Node) -> Hashable:
+    """Equal for nodes that do the same to values of the same kind, and so cost the same.
 
     What can't be compared (an argument of a class unknown here, a structure's maker) is equal to itself alone.
     """
-
-    def __init__(self, traced: TracedGraph) -> None:
-        self._traced = traced
-        self._module_keys: dict[Any, Hashable] = {}
-
-    def key(self, node: Node) -> Hashable:
-        """Equal for nodes that do the same to values of the same kind."""
-        target: Any = node.target
-        if node.op == "call_module":
-            if target not in self._module_keys:
-                self._module_keys[target] = _module_key(self._traced.attribute(target))
-            target = self._module_keys[target]
-        elif node.op == "call_function":
-            target = (id(target), getattr(target, "__name__", ""))
-        arguments = _argument_key((node.args, node.kwargs), {})
-        return node.op, target, arguments, _value_key(node), id(modes_of(node)), bool(mutated_by(node))
+    target: Any = node.target
+    if node.op == "call_module":
+        target = _module_key(traced.attribute(target))
+    elif node.op == "call_function":
+        target = (id(target), getattr(target, "__name__", ""))
+    arguments = _argument_key((node.args, node.kwargs), {})
+    return node.op, target, arguments, _value_key(node), id(modes_of(node)), bool(mutated_by(node))
 
 
 def _module_key(module: nn.Module) -> Hashable:
@@ -302,7 +285,7 @@ def _value_key(node: Node) -> Hashable:
 
 
 def _size_key(size: Any) -> Hashable:
-    return size.node.hint if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) else size
+    return size.node.hint if isinstance(size, Symbolic) else size
 
 
 def _argument_key(argument: Any, seen: dict[Node, int]) -> Hashable:

@@ -51,8 +51,6 @@ SMALLEST_BLOCK = 0.15
 LARGEST_NUM_LAYERS = 8192
 """A layer weighs at least one in so many parts of the model."""
 
-# ---------------------------------------------------------------------------------- legal cuts
-
 
 class Memory:
     """Which memory the values of a graph are in, and which nodes write it.
@@ -148,9 +146,6 @@ def _overlaps_itself(node: Node) -> bool:
         isinstance(stride, int) and stride == 0 and not (isinstance(size, int) and size <= 1)
         for size, stride in zip(value.shape, value.stride(), strict=True)
     )
-
-
-# ---------------------------------------------------------------------------------- the choice among them
 
 
 class CutChoice:

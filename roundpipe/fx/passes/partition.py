@@ -227,9 +227,6 @@ def _is_plain(traced: TracedGraph, node: Node) -> bool:
     return node.op != "call_module" or str(node.target) not in traced.opaque
 
 
-# ---------------------------------------------------------------------------------- chunks
-
-
 def _chunks(
     traced: TracedGraph,
     order: Sequence[Node],
@@ -283,9 +280,6 @@ def _name_of(nodes: Sequence[Node]) -> str:
     return f"{names[0]} .. {names[-1]}"
 
 
-# ---------------------------------------------------------------------------------- gradients
-
-
 def _differentiable(traced: TracedGraph) -> frozenset[Node]:
     """Nodes through which a gradient can flow: floating point, from a parameter or a floating input."""
     result: set[Node] = set()
@@ -315,9 +309,6 @@ def _detaches(node: Node) -> bool:
         name = getattr(node.target, "__name__", "")
         return name in DETACHING or node.target is getattr and node.args[1] in DETACHING
     return False
-
-
-# ---------------------------------------------------------------------------------- costs of layers
 
 
 def layer_costs(

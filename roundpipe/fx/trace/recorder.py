@@ -32,6 +32,7 @@ from roundpipe.fx.fakes import (
     real_world,
     written_unseen,
 )
+from roundpipe.fx.graph.nodes import HOOK_METHODS
 from roundpipe.fx.guards.model_guard import Write
 from roundpipe.fx.guards.values import UNKNOWN
 from roundpipe.fx.locations import asked_by_operator, model_location
@@ -47,8 +48,6 @@ DATA_READS = frozenset(
     " __contains__".split()
 )
 """Names of functions that turn a tensor's data into a Python value."""
-HOOKS = frozenset("register_hook register_post_accumulate_grad_hook retain_grad backward".split())
-"""Names of methods that act later or elsewhere: they count as effects."""
 AUTOGRAD = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 GRAPH_CHANGES: dict[str, Callable[..., Any]] = {"detach_": torch.Tensor.detach, "requires_grad_": with_requires_grad}
 """Methods that change a tensor's place in the autograd graph, with what gives a changed one instead."""
@@ -173,7 +172,7 @@ class CallRecorder(TorchFunctionMode):
         values = flat_values(out)
         if (out is not None or name == "__get__") and not any(isinstance(value, torch.Tensor) for value in values):
             self._note_python_result(func, name, args)
-        if not values and not written and name not in HOOKS:
+        if not values and not written and name not in HOOK_METHODS:
             return out
         if out is not None and not written and any(out is t and t in self.world.name_of for t in tensors):
             return out  # a parameter or buffer in the form it already has
@@ -312,7 +311,7 @@ class CallRecorder(TorchFunctionMode):
         node = self.builder.add(op, target, node_args, node_kwargs)
         if target is set_property and not mutates and node.args[1] == "data":
             mutates = tuple(source for source in node.args[:1] if isinstance(source, Node))
-        has_effect = bool(mutates) or name in (*HOOKS, *GRAPH_CHANGES) or target is set_property
+        has_effect = bool(mutates) or name in (*HOOK_METHODS, *GRAPH_CHANGES) or target is set_property
         node.meta.update(random=random, mutates=mutates, effect=has_effect)
         self.note_written(node, written)
         if target in (set_item, set_property):
