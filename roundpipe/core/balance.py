@@ -18,13 +18,8 @@ Part = tuple[int, int]
 def cut_into(weights: Sequence[float], num_parts: int, cuts: Sequence[int] | None = None) -> list[Part]:
     """The contiguous parts whose heaviest is as light as possible; fewer where there are fewer items or cuts.
 
-    Args:
-        weights: one per item, not negative.
-        num_parts: at least 1.
-        cuts: positions where a cut is allowed (a cut at ``i`` is before item ``i``); None = anywhere.
-
-    Raises:
-        PartitionError: ``num_parts`` is below 1, a weight is negative or a cut is out of range.
+    ``cuts`` are positions where a cut is allowed (one at ``i`` is before item ``i``); None: anywhere. A
+    `PartitionError` if ``num_parts`` is below 1, a weight is negative or a cut is out of range.
     """
     if num_parts < 1:
         raise PartitionError(f"num_parts is {num_parts}; a chain needs at least one part")

@@ -104,15 +104,9 @@ class Exit(Protocol):
 
 
 class LayerChain(nn.Sequential):
-    """A model as carry-to-carry layers, with what turns arguments into a carry and back.
+    """A model as carry-to-carry layers, in order, with what turns arguments into a carry and back.
 
-    Args:
-        layers: the carry-to-carry modules, in order.
-        specs: one per layer.
-        costs: one per layer, for a microbatch of ``example_elements``.
-        entry: ``(args, kwargs) -> carry``.
-        exit: ``carry -> outputs``; its ``reads`` are the names that it needs.
-        example_elements: elements of the example's tensor inputs; costs scale with them.
+    Each layer has a spec, and a cost for a microbatch whose tensors have ``example_elements``.
     """
 
     def __init__(

@@ -304,12 +304,9 @@ def make_schedule(
         plan: the stages; checked to cover its layers.
         num_workers: workers in the rotation.
         num_microbatches: microbatches of every job.
-        first_job: index of the step's first job; the previous step's `Schedule.next_job` keeps the
-            rotation going.
-        kind: ``"train"``: forward, fused and backward jobs; ``"forward"``: forward jobs over all layers;
-            ``"backward"``: backward jobs over all layers. The last two treat the fused tail as any stage.
-        replicas: per stage, how many consecutive jobs share its microbatches; None = one. The simulator plays
-            such schedules; the engine runs those without replicas.
+        first_job: index of the step's first job; the previous step's `Schedule.next_job` keeps the rotation going.
+        kind: which jobs; ``"forward"`` and ``"backward"`` go over all layers and treat the fused tail as any stage.
+        replicas: per stage, how many consecutive jobs share its microbatches; None = one, as the engine needs it.
 
     Raises:
         ScheduleError: the plan does not cover its layers, has no fused tail to train with, a count is

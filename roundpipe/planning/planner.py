@@ -16,12 +16,12 @@ from itertools import combinations
 from math import inf
 from typing import Required, TypedDict, Unpack
 
-from roundpipe.core.errors import ConfigError, DeviceMemoryError
+from roundpipe.core.errors import DeviceMemoryError
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan
 from roundpipe.planning.candidates import Candidate, Cuts
 from roundpipe.planning.search import Search
-from roundpipe.planning.stage_costs import RecomputeGrain, StageCosts, device_memory
+from roundpipe.planning.stage_costs import RecomputeGrain, device_memory
 
 _MOST_PREDICTED, _LEAST_PREDICTED = 800, 2
 """Visits, times microbatches, of the plans that a prediction chooses among (it takes about 0.2 ms for each), and
@@ -77,10 +77,10 @@ def plan(
         ConfigError: an argument out of range.
         DeviceMemoryError: no plan fits; the message names the layer that is too large.
     """
-    search = _search(costs, keep_slower=predict is not None, **arguments)
+    search = Search(costs, keep_slower=predict is not None, **arguments)
     candidates = search.run()
     if not candidates:
-        raise _misfit(search, arguments.get("names"))
+        raise _misfit(search)
     if predict is None:
         return candidates[0].plan(len(costs))
     return _best_predicted(search, candidates, predict, link_bytes_per_s)
@@ -92,51 +92,27 @@ def plan_replicated(costs: Sequence[LayerCost], **arguments: Unpack[PlanArgument
     A stage heavier than the rest gets r consecutive slots, at the price of r uploads of its weights and r
     downloads of its gradients. The runtime doesn't run such plans; they are simulated.
     """
-    search = _search(costs, replicate=True, **arguments)
+    search = Search(costs, replicate=True, **arguments)
     candidates = search.run()
     if not candidates:
-        raise _misfit(search, arguments.get("names"))
+        raise _misfit(search)
     return ReplicatedPlan(candidates[0].plan(len(costs)), candidates[0].replicas)
 
 
 def plan_greedy(costs: Sequence[LayerCost], **arguments: Unpack[PlanArguments]) -> ExecutePlan:
     """The plan of the simplest method, else that of single layers, to compare with; errors as for `plan`."""
-    search = _search(costs, **arguments)
+    search = Search(costs, **arguments)
     candidate = _greedy(search)
     if candidate is None:
-        raise _misfit(search, arguments.get("names"))
+        raise _misfit(search)
     return candidate.plan(len(costs))
 
 
 def least_seconds(costs: Sequence[LayerCost], *, replicate: bool = False, **arguments: Unpack[PlanArguments]) -> float:
     """Seconds per step that no plan goes below, with any number of replicas or without; infinite if none fits."""
-    search = _search(costs, **arguments)
+    search = Search(costs, **arguments)
     most_replicas = min(search.num_workers, search.num_microbatches) if replicate else 1
     return min((bound_s for _, bound_s in search.fused_starts(most_replicas)), default=inf)
-
-
-def _search(
-    costs: Sequence[LayerCost],
-    *,
-    num_workers: int,
-    num_microbatches: int,
-    memory_budget_bytes: int | None = None,
-    recompute_grain: RecomputeGrain = "stage",
-    names: Sequence[str] | None = None,
-    replicate: bool = False,
-    keep_slower: bool = False,
-) -> Search:
-    """A search among the plans of a chain, after a check of a planner's arguments."""
-    if not costs:
-        raise ConfigError("there are no layers to plan for; give the cost of at least one")
-    if num_workers < 1 or num_microbatches < 1:
-        raise ConfigError(f"num_workers={num_workers}, num_microbatches={num_microbatches}: both must be at least 1")
-    if recompute_grain not in ("stage", "layer"):
-        raise ConfigError(f"recompute_grain is {recompute_grain!r}; allowed are 'stage' and 'layer'")
-    if names is not None and len(names) != len(costs):
-        raise ConfigError(f"{len(names)} names for {len(costs)} layers; give one per layer or none")
-    table = StageCosts(costs, recompute_grain)
-    return Search(table, num_workers, num_microbatches, memory_budget_bytes, replicate, keep_slower)
 
 
 def _best_predicted(
@@ -246,7 +222,7 @@ def _fewest_stages_first(seconds: Mapping[Candidate, float]) -> list[Candidate]:
     return sorted(seconds, key=key)
 
 
-def _misfit(search: Search, names: Sequence[str] | None) -> DeviceMemoryError:
+def _misfit(search: Search) -> DeviceMemoryError:
     """Why not even stages of one layer fit: the one that needs the most, its bytes and what can help.
 
     What it needs is the same for every budget; from there on, stages of one layer fit.
@@ -259,7 +235,7 @@ def _misfit(search: Search, names: Sequence[str] | None) -> DeviceMemoryError:
     stage, need = stages[position], needs[position]
 
     def layer_name(index: int) -> str:
-        return f"layer {index}" + (f" ({names[index]})" if names is not None else "")
+        return f"layer {index}" + (f" ({search.names[index]})" if search.names is not None else "")
 
     layer_index = position if position < num_layers else 2 * (num_layers - 1) - position
     others = f"{need.total - stage.own_bytes:,} for weights that come up and gradients that go down meanwhile"

@@ -18,8 +18,17 @@ from itertools import combinations, product
 from math import ceil, gcd, inf, log
 from random import Random
 
+from roundpipe.core.errors import ConfigError
+from roundpipe.core.layers import LayerCost
 from roundpipe.planning.candidates import Candidate, Cuts, Effort, Move, Packing
-from roundpipe.planning.stage_costs import StageCost, StageCosts, StagePhase, peak_bytes, step_seconds
+from roundpipe.planning.stage_costs import (
+    RecomputeGrain,
+    StageCost,
+    StageCosts,
+    StagePhase,
+    peak_bytes,
+    step_seconds,
+)
 
 _SEARCH_OPS = 5_000_000
 """Effort of one search at most; an op takes about 0.1 microseconds."""
@@ -53,7 +62,7 @@ _MAX_REPLICAS = 4
 
 
 class Search:
-    """One search, under a budget per device (None: no limit).
+    """One search; what a planner is asked for is checked here.
 
     With ``replicate``, stages may take several slots. With ``keep_slower``, plans of short chains are kept that are
     slower than the best; transfers, which are left out here, may make up for it.
@@ -61,18 +70,32 @@ class Search:
 
     def __init__(
         self,
-        costs: StageCosts,
+        costs: Sequence[LayerCost],
+        *,
         num_workers: int,
         num_microbatches: int,
-        budget_bytes: int | None = None,
+        memory_budget_bytes: int | None = None,
+        recompute_grain: RecomputeGrain = "stage",
+        names: Sequence[str] | None = None,
         replicate: bool = False,
         keep_slower: bool = False,
     ) -> None:
-        self.costs = costs
-        self.num_layers = len(costs.layers)
+        if not costs:
+            raise ConfigError("there are no layers to plan for; give the cost of at least one")
+        if num_workers < 1 or num_microbatches < 1:
+            raise ConfigError(
+                f"num_workers={num_workers}, num_microbatches={num_microbatches}: both must be at least 1"
+            )
+        if recompute_grain not in ("stage", "layer"):
+            raise ConfigError(f"recompute_grain is {recompute_grain!r}; allowed are 'stage' and 'layer'")
+        if names is not None and len(names) != len(costs):
+            raise ConfigError(f"{len(names)} names for {len(costs)} layers; give one per layer or none")
+        self.costs = StageCosts(costs, recompute_grain)
+        self.num_layers = len(costs)
         self.num_workers = num_workers
         self.num_microbatches = num_microbatches
-        self.budget_bytes = budget_bytes
+        self.budget_bytes = memory_budget_bytes
+        self.names = names
         self.replicate = replicate
         self.values: dict[Candidate, float] = {}
         """Seconds per step of the candidates that were evaluated."""
@@ -80,7 +103,7 @@ class Search:
         self.floor_s = 0.0
         num_ops = min(_SEARCH_OPS, _OPS_PER_LAYER_CUBED * self.num_layers**3)
         self.effort = Effort(num_ops * (_REPLICAS_EFFORT if replicate else 1))
-        self.packing = Packing(costs, budget_bytes, self.effort)
+        self.packing = Packing(self.costs, memory_budget_bytes, self.effort)
         self._short_within = inf if keep_slower else _AS_FAST
         self._most_replicas = min(_MAX_REPLICAS, num_workers, num_microbatches) if replicate else 1
         self._fused_counts = range(1, self._most_replicas + 1)

@@ -75,16 +75,10 @@ def simulate(
     *,
     recompute_grain: RecomputeGrain = "stage",
 ) -> Simulation:
-    """Replays steps of a schedule until they are steady.
+    """Replays a step, whose stages may have replicas, again and again until that is steady.
 
-    Args:
-        schedule: of one step; the others are the same with the rotation going on. Its stages may have replicas.
-        costs: of the layers, for one microbatch.
-        profile: what the machine can do; None = transfers take no time, no optimizer.
-        recompute_grain: as for the planner.
-
-    Raises:
-        ConfigError: the costs are not those of the schedule's layers.
+    Costs are for one microbatch. Without a profile transfers take no time, and there is no optimizer. A `ConfigError`
+    if the costs are not those of the schedule's layers.
     """
     return _steady_state(StepReplay(schedule, StageCosts(costs, recompute_grain), profile or HardwareProfile()))
 

@@ -51,12 +51,7 @@ class StaticSimulation:
 def static_actions(
     kind: StaticKind, num_workers: int, num_microbatches: int, num_chunks: int = 1
 ) -> list[list[Action]]:
-    """Per device, what it does in order.
-
-    Raises:
-        ConfigError: interleaving asks for a number of microbatches that the devices don't divide, or a count is not
-            positive.
-    """
+    """Per device, what it does in order; a `ConfigError` for numbers that don't go together."""
     if min(num_workers, num_microbatches, num_chunks) < 1:
         raise ConfigError(
             f"{num_workers} devices, {num_microbatches} microbatches, {num_chunks} chunks: at least 1 each"
@@ -105,18 +100,9 @@ def simulate_static(
 ) -> StaticSimulation:
     """Plays one step of a static schedule, stages cut as evenly as the layers allow.
 
-    Args:
-        kind: which one.
-        costs: of the layers, for one microbatch.
-        num_workers: devices.
-        num_microbatches: microbatches per step.
-        num_chunks: parts of the model per device; 1 unless interleaved.
-        recompute: whether devices keep only stage inputs of microbatches in flight, and run the forward again.
-        link_bytes_per_s: of each device's link to the host, per direction.
-        state_bytes_per_parameter: what the optimizer keeps on the device per trained parameter.
-
-    Raises:
-        ConfigError: as `static_actions`, or there are fewer layers than stages.
+    Costs are for one microbatch, ``num_chunks`` are parts of the model per device (1 unless interleaved), links are
+    each device's to the host, per direction. With ``recompute``, devices keep only stage inputs of microbatches in
+    flight, and run the forward again. A `ConfigError` as for `static_actions`, or if there are fewer layers than stages.
     """
     actions = static_actions(kind, num_workers, num_microbatches, num_chunks)
     num_stages = num_workers * num_chunks

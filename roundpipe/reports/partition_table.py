@@ -58,13 +58,9 @@ def stage_table(chain: LayerChain, plan: ExecutePlan, *, measured: Sequence[Laye
 def partition_table(
     chain: LayerChain, plan: ExecutePlan | None = None, *, title: str = "", measured: Sequence[LayerCost] | None = None
 ) -> str:
-    """What a model was cut into: its layers and, with a plan, its stages.
+    """What a model was cut into: its layers and, with a plan, its stages; the title is the first line's subject.
 
-    Args:
-        chain: the layers with their specs and costs.
-        plan: the stages; None shows the layers alone.
-        title: the first line's subject, such as the model's name.
-        measured: costs with measured seconds, one per layer, which are shown in place of FLOPs; None: there are none.
+    Costs with ``measured`` seconds, one per layer, are shown in place of FLOPs.
     """
     num_parameters = sum(parameter.numel() for parameter in chain.parameters())  # shared ones once
     parts = [counted(len(chain.specs), "layer")]

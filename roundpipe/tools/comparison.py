@@ -97,12 +97,9 @@ def compare_schedules(setting: Setting, chosen: ExecutePlan | None) -> list[Comp
 def _rotation(name: str, setting: Setting, chosen: ExecutePlan | ReplicatedPlan) -> ComparedSchedule:
     plan, replicas = (chosen.plan, chosen.replicas) if isinstance(chosen, ReplicatedPlan) else (chosen, None)
     simulation = setting.simulate(plan, replicas)
+    grain = setting.recompute_grain
     peak_bytes = plan_peak_bytes(
-        plan,
-        setting.costs,
-        num_workers=setting.num_workers,
-        recompute_grain=setting.recompute_grain,
-        replicas=replicas,
+        plan, setting.costs, num_workers=setting.num_workers, recompute_grain=grain, replicas=replicas
     )
     remark = f"{plan.num_stages} stages" + (f" in {sum(replicas)} slots" if replicas and max(replicas) > 1 else "")
     seconds, idle, fits = simulation.seconds_per_step, simulation.mean_idle.total, setting.has_room_for(peak_bytes)

@@ -62,17 +62,11 @@ def check_target(text: str) -> None:
 def load_target(
     text: str, *, dtype: torch.dtype, seq: int | None, lora_rank: int | None, default_seq: int = DEFAULT_SEQ
 ) -> Target:
-    """The target that the user named.
+    """The target that the user named; a `ConfigError` says what to give if there is no such model or it can't be made.
 
-    Args:
-        text: a path or ``module:function``.
-        dtype: of the weights of a model made from a config.
-        seq: tokens per sample; None: the default, or fewer if the model can't take as many.
-        lora_rank: train low-rank adapters of this rank on all linear layers instead of the model; None: the model.
-        default_seq: tokens per sample where none are given.
-
-    Raises:
-        ConfigError: there is no such model, or it can't be made; the message says what to give.
+    The dtype is of the weights of a model made from a config; without ``seq`` samples have the default number of
+    tokens, or fewer if the model can't take as many. With ``lora_rank``, low-rank adapters of this rank on all linear
+    layers are trained instead of the model.
     """
     check_target(text)
     path = Path(text).expanduser()

@@ -139,15 +139,10 @@ def described(value: Any) -> str:
 
 
 def merge(outputs: list[Any], config: ResolvedConfig, events: Sequence[Event | None] | None = None) -> Any:
-    """One output from those of all microbatches.
+    """One output from those of all microbatches, by the config's ``merge_output``.
 
-    Args:
-        outputs: one per microbatch, in order.
-        config: ``merge_output`` is read.
-        events: end of the transfer of each microbatch's output; waited for, or packed with the values.
-
-    Raises:
-        MicrobatchError: the outputs differ where they must agree, or don't have the spec's structure.
+    Events, the end of the transfer of each microbatch's output, are waited for, or packed with the values. A
+    `MicrobatchError` if outputs differ where they must agree, or don't have the spec's structure.
     """
     rule = config.merge_output
     if rule is False:

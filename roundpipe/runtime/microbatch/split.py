@@ -74,14 +74,8 @@ class Split:
 def split(args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any, config: ResolvedConfig) -> Split:
     """The microbatches of one call: views of its tensors (or themselves, where replicated), and what to wait for.
 
-    Args:
-        args: positional arguments of the model; tensors anywhere in them, on any device.
-        kwargs: keyword arguments of the model.
-        label: what ``loss_fn`` gets beside the output; None stays None.
-        config: ``num_microbatch``, ``split_input`` and ``split_label`` are read.
-
-    Raises:
-        MicrobatchError: an empty batch, a spec that does not fit, or a function that returns something unusable.
+    Of the config, ``num_microbatch``, ``split_input`` and ``split_label`` are read. A `MicrobatchError` for an empty
+    batch, a spec that does not fit, or a function that returns something unusable.
     """
     inputs = (tuple(args), dict(kwargs))
     if is_function(config.split_input):
