@@ -4,9 +4,6 @@ A plan says which layers form a stage in forward, in the fused tail and in backw
 times all microbatches) to worker ``K mod N``, as a list of tasks in order. The engine walks those lists and the
 simulator replays the same ones, so that what is predicted is what runs.
 
-    plan -> make_schedule -> jobs        F0 .. Fk  U  B1 .. Bm
-                          -> tasks       PREFETCH K, RUN (K, m) for every m, RELEASE K
-
 Invariant: a schedule runs every microbatch of every job exactly once, never has the weights of more than
 two jobs on a worker, and can't deadlock. `tests/runtime/schedule_rules.py` has the rules one by one.
 """
@@ -172,12 +169,11 @@ class Phase(Enum):
 
 
 class TaskKind(Enum):
-    """What a worker is told to do."""
+    """What a worker is told to do; RUN is of one microbatch."""
 
     PREFETCH = "prefetch"
     """Start the upload of a job's weights."""
     RUN = "run"
-    """Run one microbatch of a job."""
     RELEASE = "release"
     """Bring gradients down and give the weights' memory back."""
 
@@ -214,7 +210,7 @@ class Task:
     kind: TaskKind
     job_index: int
     microbatch: int | None = None
-    """Which microbatch; for RUN alone."""
+    """For RUN alone."""
 
     def __str__(self) -> str:
         where = f"job {self.job_index}"

@@ -28,9 +28,7 @@ from roundpipe.core import trees
 OF_TORCH = frozenset(nn.Module().__dict__)
 """Names of attributes that every module has."""
 REGISTERED = ("_parameters", "_buffers", "_modules")
-"""Names of attributes that hold what a module registers."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""Names of attributes that hold the hooks of a module."""
 CONTAINERS = (list, dict, set, deque, OrderedDict)
 MAX_ARRAY_BYTES = 1 << 24
 """A larger array is taken for a table that no forward changes."""

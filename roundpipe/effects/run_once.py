@@ -32,7 +32,6 @@ from roundpipe.effects.uses import (
 )
 
 _MAX_ITEMS = 256
-"""How many items of a container are looked at."""
 
 
 def hooks_run_around(module: nn.Module) -> bool:

@@ -81,6 +81,10 @@ class _Record:
         self.training = module.training
         self.position = position
 
+    def put_buffers(self, module: nn.Module) -> None:
+        module._buffers.clear()
+        module._buffers.update(self.buffers)
+
 
 class ModuleSnapshot:
     """What modules hold themselves; their parameters and buffers by identity, and buffers by version, too."""
@@ -192,7 +196,7 @@ class ModuleSnapshot:
             for name in held.keys() - record.attributes.keys():
                 del held[name]
             held.update(record.attributes)
-            _put_buffers(module, record)
+            record.put_buffers(module)
 
     def restore_tensors(self, keep: Iterable[tuple[nn.Module, str]] = ()) -> None:
         """Puts back buffers, and each attribute that holds tensors or symbolic sizes now, but for those to keep."""
@@ -207,12 +211,7 @@ class ModuleSnapshot:
                 change.module.__dict__[change.name] = before[change.name]
         for module, record in self._records.items():
             if not isinstance(module, torch.jit.ScriptModule):
-                _put_buffers(module, record)
-
-
-def _put_buffers(module: nn.Module, record: _Record) -> None:
-    module._buffers.clear()
-    module._buffers.update(record.buffers)
+                record.put_buffers(module)
 
 
 PlaceValues = Mapping[tuple[str, int, Any], Any]

@@ -145,12 +145,10 @@ def _once_for_each(function: Callable[[Any], _Result]) -> Callable[[Any], _Resul
 
 @dataclass(frozen=True, slots=True)
 class CodeUses:
-    """What some code does to attributes, variables and items."""
+    """What some code does to attributes, given by their names, to variables and to items."""
 
     reads: frozenset[str] = frozenset()
-    """Names of attributes."""
     sets: frozenset[str] = frozenset()
-    """Names of attributes."""
     rebinds: bool = False
     """Whether it assigns to globals or to variables of an enclosing function."""
     changes_items: bool = False
@@ -289,9 +287,8 @@ def _asks(function: Any) -> bool:
         return True
     if not isinstance(function, types.FunctionType):
         return False
-    return not _ASKING.isdisjoint(CodeUses.of([function.__code__]).reads) or "is_grad_enabled" in names_in(
-        function.__code__
-    )
+    code = function.__code__
+    return not _ASKING.isdisjoint(CodeUses.of([code]).reads) or "is_grad_enabled" in names_in(code)
 
 
 def uses_of_hook(hook: Any) -> CodeUses:

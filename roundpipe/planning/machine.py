@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -66,12 +66,6 @@ class Node:
         self._followers: list[Node] = []
         self._num_missing = 0
 
-    def after(self, others: Iterable[Node]) -> None:
-        for other in others:
-            if other.over_s is None:
-                other._followers.append(self)
-                self._num_missing += 1
-
     @property
     def is_ready(self) -> bool:
         return self._num_missing == 0
@@ -85,8 +79,8 @@ class Op(Node):
 
     __slots__ = ("seconds", "worker")
 
-    def __init__(self, worker: int, seconds: float, then: Callable[[], None] | None = None) -> None:
-        super().__init__(then)
+    def __init__(self, worker: int, seconds: float) -> None:
+        super().__init__()
         self.worker = worker
         self.seconds = seconds
 
@@ -151,7 +145,10 @@ class EventQueue:
 
     def add(self, node: Node, *after: Node) -> None:
         """Adds a node that waits for others; an op joins its worker's queue now."""
-        node.after(after)
+        for other in after:
+            if other.over_s is None:
+                other._followers.append(node)
+                node._num_missing += 1
         if isinstance(node, Op):
             self._ops[node.worker].append(node)
         if node.is_ready:

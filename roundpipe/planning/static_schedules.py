@@ -102,7 +102,7 @@ def simulate_static(
 
     Costs are for one microbatch, ``num_chunks`` are parts of the model per device (1 unless interleaved), links are
     each device's to the host, per direction. With ``recompute``, devices keep only stage inputs of microbatches in
-    flight, and run the forward again. A `ConfigError` as for `static_actions`, or if there are fewer layers than stages.
+    flight, and run the forward again. Errors as for `static_actions`; one, too, for fewer layers than stages.
     """
     actions = static_actions(kind, num_workers, num_microbatches, num_chunks)
     num_stages = num_workers * num_chunks

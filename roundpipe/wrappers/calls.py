@@ -37,7 +37,6 @@ from roundpipe.core.errors import (
     note_place,
 )
 from roundpipe.core.layers import ChainSource, LayerChain, is_differentiable
-from roundpipe.core.schedule import ExecutePlan
 from roundpipe.effects.uses import reached_by
 from roundpipe.reports.partition_table import partition_table
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, resolve
@@ -257,7 +256,6 @@ class DeferredBackward:
     builder: StepBuilder
     call: Call
     forward: StepState
-    plan: ExecutePlan
     frozen: FrozenLayers
     """The user's modules as they were then: the caller may set other modes before the backward."""
     places: Sequence[_OutputPlace]
@@ -274,7 +272,7 @@ class DeferredBackward:
                 if name not in incoming[m]:
                     incoming[m][name] = [HostValue([None] * self.num_tensors[m, name])]
                 incoming[m][name][0].value[position] = gradient.to("cpu")
-        spec = self.builder.backward_step(forward.spec, self.call, self.plan, self.frozen)
+        spec = self.builder.backward_step(forward.spec, self.call, self.frozen)
         with contextlib.nullcontext() if accumulates else self.session.optimizer.gradients_aside():
             step = self.session.engine.run(spec, forward.values, incoming, forward.forward)
         self.session.optimizer.end_call()
@@ -340,8 +338,6 @@ def _run_forward(session: Session, builder: StepBuilder, call: Call) -> list[Any
     """The outputs of each microbatch of a call."""
     exit, config = call.chain.exit, call.config
     spec, values = builder.forward_step(call, with_backward=config.requires_grad)
-    plan = builder.last_plan
-    assert plan is not None
     step = session.engine.run(spec, values)
     carries = [{name: carry[name].synchronize() for name in exit.reads} for carry in step.values]
     if config.requires_grad:
@@ -357,7 +353,7 @@ def _run_forward(session: Session, builder: StepBuilder, call: Call) -> list[Any
         if outputs:
             num_tensors = {(m, name): len(trees.tensors(carries[m][name])) for m, name, _ in outputs}
             frozen = FrozenLayers.of(call.chain)
-            backward = DeferredBackward(session, builder, call, step, plan, frozen, list(outputs), num_tensors)
+            backward = DeferredBackward(session, builder, call, step, frozen, list(outputs), num_tensors)
             _join(backward, outputs, carries)
     if config.output_device.type != "cpu":
         carries = [trees.map_tensors(carry, lambda tensor: tensor.to(config.output_device)) for carry in carries]

@@ -85,10 +85,9 @@ class StepBuilder:
         """The step of a ``forward``, and its first carries; what a later `backward_step` needs stays on the host."""
         return self._spec(call, "forward", keeps_history=with_backward)
 
-    def backward_step(self, forward: StepSpec, call: Call, plan: ExecutePlan, frozen: FrozenLayers) -> StepSpec:
+    def backward_step(self, forward: StepSpec, call: Call, frozen: FrozenLayers) -> StepSpec:
         """The step of the backward of a ``forward``; ``frozen`` are the user's modules as the forward found them."""
-        self.last_plan = plan
-        schedule = self._schedule(plan, call, "backward")
+        schedule = self._schedule(forward.schedule.plan, call, "backward")
         chain = call.chain
         return replace(
             forward,

@@ -127,7 +127,6 @@ class StepSpec:
     keeps_history: bool
     """Whether a backward will recompute this forward, so that what it saw and saved must be kept."""
     autocast: Context
-    """Enters the caller's autocast state."""
     context: contextvars.Context
     """The caller's context variables; a backward has its forward's."""
     arguments: frozenset[str]

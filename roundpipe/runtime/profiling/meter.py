@@ -65,7 +65,6 @@ class _Measured(NamedTuple):
     ended: Moment
     num_bytes: int = 0
     gap: Gap | None = None
-    """Before a computation."""
 
 
 class Meter:
