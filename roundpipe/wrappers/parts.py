@@ -280,10 +280,6 @@ class _LossFunction(nn.Module):
         return self.__dict__["owner"].loss_function(*args, **kwargs)
 
 
-def _children_of(module: nn.Module) -> list[tuple[str, nn.Module | None]]:
-    return list(module._modules.items())
-
-
 class HostTree(Replica):
     """Copies of a model's modules, with stand-ins for those that are parts, and those that are ``left`` themselves.
 
@@ -296,7 +292,7 @@ class HostTree(Replica):
         self._in_place_of.update((id(module), part.stand_in.module) for module, part in parts.items())
         self._loss_functions: dict[int, Part] = {}
         super().__init__(model, torch.device("cpu"))
-        self._children = [_children_of(original) for original in self._originals]
+        self._children = [list(original._modules.items()) for original in self._originals]
         self._attributes: list[dict[str, Any]] = []
         """Those of each of its modules when a call began."""
 
@@ -337,7 +333,7 @@ class HostTree(Replica):
             part.stand_in.take_over()
         configs: dict[int, Any] = {}
         for original, names in zip(self._originals, self._children, strict=True):
-            if names != _children_of(original):
+            if names != list(original._modules.items()):
                 raise ConfigError(
                     f"submodules of a {type(original).__name__} were replaced, added or removed since the model was "
                     "wrapped; wrap it again"

@@ -100,9 +100,9 @@ class ModelGuard:
         self._weight_dicts = [module._parameters for module in self._modules]
         self._num_weights = list(map(len, self._weight_dicts))
         seen_through = {*glue, *passing}
-        hooked = [module for module in self._modules if module in seen_through]
-        hook_dicts = [[module.__dict__[name] for name in HOOKS] for module in hooked]
-        self._hooks = [(module, own, list(map(dict, own))) for module, own in zip(hooked, hook_dicts, strict=True)]
+        self._hooked = [module for module in self._modules if module in seen_through]
+        self._hook_dicts = [[module.__dict__[name] for name in HOOKS] for module in self._hooked]
+        self._hooks = [list(map(dict, own)) for own in self._hook_dicts]
         leaves = [module for module in self._modules if module not in seen_through]
         leaf_hooks = [(leaf, hooks) for leaf in leaves for hooks in (leaf._forward_hooks, leaf._forward_pre_hooks)]
         self._leaf_hooks = [(leaf, hooks, dict(hooks)) for leaf, hooks in leaf_hooks]
@@ -168,10 +168,11 @@ class ModelGuard:
             raise ConfigError(
                 f"submodules of a {kind} were replaced, added or removed since the model was compiled; compile it again"
             )
-        for module, hook_dicts, before in self._hooks:
-            # which its forward may install itself
-            if hook_dicts != before and hooks_by_code(module) != self.own.hooks.get(module):
-                return f"the hooks of a {type(module).__name__} are others now"
+        if self._hook_dicts != self._hooks:
+            for module, now, before in zip(self._hooked, self._hook_dicts, self._hooks, strict=True):
+                # its forward may install some itself
+                if now != before and hooks_by_code(module) != self.own.hooks.get(module):
+                    return f"the hooks of a {type(module).__name__} are others now"
         for module, hooks, known in self._leaf_hooks:
             if len(hooks) > len(known) and self._keeps_more(module, hooks, known):
                 return f"a {type(module).__name__} has got a hook that may keep what it is given"
