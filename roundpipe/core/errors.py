@@ -114,13 +114,7 @@ class TraceFacts:
 
 
 class TraceError(RoundPipeError, RuntimeError):
-    """A model's Python code can't be captured as a graph.
-
-    Args:
-        message: the whole story in words.
-        cause: what stands in the way.
-        facts: where, and what it is about.
-    """
+    """A model's Python code can't be captured as a graph: the cause is what stands in the way, the facts say where."""
 
     def __init__(
         self, message: str = "", cause: TraceCause = TraceCause.OTHER, facts: TraceFacts | None = None

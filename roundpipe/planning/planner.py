@@ -66,15 +66,13 @@ def plan(
     """The fastest plan found for a chain of layers.
 
     Args:
-        costs: one per layer, for one microbatch.
+        costs: for one microbatch.
         predict: seconds per step of a plan by a finer model, such as the simulator; it chooses among the most likely
             plans of different shape. By it no simple plan, of one or three stages, is faster than the chosen one, nor,
             if the chain is not too long, the greedy plan. Without it, transfers are left out.
         link_bytes_per_s: between host and device, one direction; tells which plans are likely.
-        arguments: `PlanArguments`.
 
     Raises:
-        ConfigError: an argument out of range.
         DeviceMemoryError: no plan fits; the message names the layer that is too large.
     """
     search = Search(costs, keep_slower=predict is not None, **arguments)

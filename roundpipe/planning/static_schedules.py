@@ -1,8 +1,7 @@
 """Schedules in which each device owns a part of the model: GPipe, 1F1B and interleaved 1F1B, for comparison.
 
-    gpipe         all forwards, then all backwards
-    1f1b          as many forwards as there are devices behind, then one backward, one forward in turn
-    interleaved   the same with several chunks of the model on each device, dealt out in turn
+GPipe runs all forwards, then all backwards; 1F1B as many forwards as there are devices behind, then one backward, one
+forward in turn; interleaved 1F1B has several chunks of the model on each device, dealt out in turn.
 
 Steps end with a flush: the optimizer needs all gradients before the next forward. Devices hold their weights,
 gradients and optimizer states; values go from device to device over both links and the host, beside the

@@ -1,8 +1,5 @@
 """Run options: as the user gives them, as they are resolved for one call, and what a running call can ask for.
 
-The first of call, model and built-in default that gives a field wins, field by field (`resolve`). The number of
-devices is handed in, not looked up.
-
 Invariant: a `RoundPipeRunConfig` that exists is valid on its own; in a `ResolvedConfig` None is an answer (automatic
 splitting, no fixed plan).
 """
@@ -134,15 +131,11 @@ class ResolvedConfig:
     execute_plan: ExecutePlan | None
     """None leaves the choice to the planner."""
     auto: frozenset[str] = frozenset()
-    """Names of the fields that were left to choice; they hold what is built in."""
+    """Fields that were left to choice; they hold what is built in."""
 
 
 def resolve(call: RoundPipeRunConfig | None, model: RoundPipeRunConfig | None, *, num_devices: int) -> ResolvedConfig:
-    """The options of one call: given for the call, else for the model, else built in for ``num_devices`` workers.
-
-    Raises:
-        ConfigError: ``call`` or ``model`` is not a `RoundPipeRunConfig`.
-    """
+    """The options of one call: given for the call, else for the model, else built in for ``num_devices`` workers."""
     built_in: dict[str, Any] = {
         "num_microbatch": num_devices + 1,
         "recompute_grain": "stage",

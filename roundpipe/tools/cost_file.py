@@ -98,14 +98,10 @@ def _number(value: Any, what: str) -> float:
 
 
 def plan_costs(setting: Setting, *, replicate: bool = True) -> dict[str, Any]:
-    """The plan as a value for JSON.
+    """The plan as a value for JSON; errors as for the planner.
 
     With ``replicate``, a stage may take several slots of the rotation; not with a link, which would have to bring its
     weights several times.
-
-    Raises:
-        ConfigError: an argument out of range.
-        DeviceMemoryError: no plan fits.
     """
     costs, num_workers, num_microbatches = setting.costs, setting.num_workers, setting.num_microbatches
     is_free, replicas = _has_free_transfers(setting), None

@@ -260,12 +260,7 @@ def _host_memory(target: Target, training: Training, carried_bytes: int) -> Host
 
 
 def forecast(target: Target, machine: Machine, training: Training) -> Forecast:
-    """What a training run will take.
-
-    Raises:
-        ConfigError: the options don't go together.
-        TraceError: the model's own forward can't be traced, so it would not be cut.
-    """
+    """What a training run will take; a `TraceError` if the model's own forward can't be traced, so would not be cut."""
     layers = Layers.of(target, training.microbatch, machine)
     result = forecast_at(layers, machine, training)
     for changed in _alternatives(result):

@@ -102,7 +102,11 @@ class StepBuilder:
         chain, config = call.chain, call.config
         plan = self.last_plan = self.plans.plan(call)
         schedule = self._schedule(plan, call, kind)
-        values = _first_carries(call)
+        synchronize_streams(trees.tensors([call.args, call.kwargs, call.labels]))
+        values = [
+            {name: HostValue(value) for name, value in chain.entry(args, kwargs).items()}
+            for args, kwargs in zip(call.args, call.kwargs, strict=True)
+        ]
         stay: frozenset[str] = frozenset()
         if kind == "forward" and keeps_history:
             later = make_schedule(plan, self._engine.num_workers, call.num_microbatches, kind="backward")
@@ -171,14 +175,6 @@ class StepBuilder:
             ]
             for job in backward
         }
-
-
-def _first_carries(call: Call) -> HostValues:
-    synchronize_streams(trees.tensors([call.args, call.kwargs, call.labels]))
-    return [
-        {name: HostValue(value) for name, value in call.chain.entry(args, kwargs).items()}
-        for args, kwargs in zip(call.args, call.kwargs, strict=True)
-    ]
 
 
 def _inputs(values: HostValues) -> list[InputTensor]:
