@@ -76,6 +76,13 @@ class ShapeWorld(ShapeEnv):
         return {sympy.Eq(size, to, evaluate=False): "" for size, to in pairs if isinstance(size, sympy.Symbol)}
 
 
+def forget_worlds() -> None:
+    """Empty the caches of torch's shape environments: some keep every one that they were asked about, for ever."""
+    for method in vars(ShapeEnv).values():
+        if hasattr(method, "cache_clear"):
+            method.cache_clear()
+
+
 def _that(expression: sympy.Basic, answer: Any) -> sympy.Basic:
     """The proposition that ``expression`` evaluates to ``answer``."""
     if answer in (True, sympy.true):

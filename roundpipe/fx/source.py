@@ -25,6 +25,7 @@ from roundpipe.fx.graph.nodes import value_bytes
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph
 from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.passes.lower import LowerOptions, lower
+from roundpipe.fx.sizes import forget_worlds
 from roundpipe.fx.trace.tracer import trace
 
 logger = logging.getLogger(__name__)
@@ -157,12 +158,15 @@ class TracedSource:
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerChain:
         self.trace_count += 1
         records_gradients = torch.is_grad_enabled()
-        with torch.enable_grad():
-            traced = self._graph_for(args, kwargs)
-        if not records_gradients and traced.guards.grad_matters:
-            traced = self._graph_for(args, kwargs)  # its code asked
-        guards = traced.guards
-        chain = lower(traced, self._options).chain
+        try:
+            with torch.enable_grad():
+                traced = self._graph_for(args, kwargs)
+            if not records_gradients and traced.guards.grad_matters:
+                traced = self._graph_for(args, kwargs)  # its code asked
+            guards = traced.guards
+            chain = lower(traced, self._options).chain
+        finally:
+            forget_worlds()
         if guards.not_kept and self._failed_modes:
             changes = ", ".join(guards.not_kept)
             raise TraceError(f"it changes {changes}, which its own Python may read in the other mode")

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import linecache
 import subprocess
 import sys
 import time
@@ -10,9 +11,11 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.fx.graph_module import _loader  # where torch keeps the source of generated code
 
 import roundpipe
 from roundpipe.core.errors import ClosedError, ConfigError
+from roundpipe.fx.sizes import ShapeWorld
 from roundpipe.wrappers.calls import ChainProgram
 from roundpipe.wrappers.module_layers import chain_of_modules
 from tests.runtime.models import (
@@ -86,6 +89,24 @@ def test_a_deleted_model_ends_its_threads():
     assert wait_for_end(lambda: wrapper() is None)
     assert wait_for_end(lambda: threads() <= before)
     assert torch.isfinite(model(batch())).all(), "the user's model lives on"
+
+
+def test_a_compile_leaves_nothing_behind():
+    """Neither in torch's caches of sizes, which have no limit, nor in those of generated code."""
+
+    def compile_and_train():
+        with roundpipe.compile(mlp(), example_args=(batch(),), devices=["cpu"]) as piped:
+            train_once(piped)
+
+    def count():
+        gc.collect()
+        worlds = sum(isinstance(each, ShapeWorld) for each in gc.get_objects())
+        return worlds, len(_loader.eval_cache), sum(name.startswith("<eval_with_key>") for name in linecache.cache)
+
+    before = count()
+    for _ in range(3):
+        compile_and_train()
+    assert all(now <= then for now, then in zip(count(), before, strict=True))
 
 
 def test_a_process_ends_with_an_open_model():

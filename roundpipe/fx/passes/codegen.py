@@ -16,8 +16,10 @@ changes a carry or a value in it, and works when the carry holds only what its s
 from __future__ import annotations
 
 import copy
+import linecache
 import operator
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +28,7 @@ import torch
 import torch.fx
 from torch import nn
 from torch.fx import Node
+from torch.fx.graph_module import _loader
 
 from roundpipe.core import trees
 from roundpipe.core.layers import EXECUTION_DEVICE, Carry, LayerChain, LayerSpec
@@ -93,6 +96,8 @@ class Layer(torch.fx.GraphModule):
         code = super().recompile()
         # torch.fx wraps calls to print errors and cut their tracebacks; a user's error must stay whole.
         del type(self).__call__
+        # which keeps its source for ever
+        weakref.finalize(type(self), _forget_source, type(self).forward.__code__.co_filename).atexit = False
         return code
 
     def __copy__(self) -> Layer:
@@ -109,6 +114,11 @@ class Layer(torch.fx.GraphModule):
         memo[id(self._graph)] = self._graph
         clone.__dict__ = copy.deepcopy(self.__dict__, memo)
         return clone
+
+
+def _forget_source(name: str) -> None:
+    _loader.eval_cache.pop(name, None)
+    linecache.cache.pop(name, None)
 
 
 # ---------------------------------------------------------------------------------- writing one layer
