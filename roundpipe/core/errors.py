@@ -57,6 +57,22 @@ class RaisedIn:
             note_place(error, self._where if isinstance(self._where, str) else self._where(error))
 
 
+class GradientNote:
+    """A context that notes, at exceptions, that gradients of the call may be there, from when ``added`` is set."""
+
+    __slots__ = ("added",)
+
+    def __init__(self, added: bool = True) -> None:
+        self.added = added
+
+    def __enter__(self) -> GradientNote:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and self.added:
+            add_note(error, GRADIENTS_ADDED)
+
+
 def innermost(error: BaseException, names: Mapping[int, str]) -> str | None:
     """The name, by id, of the innermost object whose method raised; None if no method of any did."""
     name = None

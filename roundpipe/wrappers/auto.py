@@ -11,7 +11,7 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.caller import warn
-from roundpipe.core.errors import GRADIENTS_ADDED, ConfigError, RaisedIn, add_note, innermost
+from roundpipe.core.errors import ConfigError, GradientNote, RaisedIn, innermost
 from roundpipe.core.layers import is_differentiable
 from roundpipe.core.modes import autocast_as_on_accelerator
 from roundpipe.reports.partition_table import partition_table
@@ -97,7 +97,6 @@ class HostRunner(Runner):
         outputs: list[Any] = []
         leaves: list[tuple[torch.Tensor, torch.Tensor]] = []
         own = (args, kwargs) if len(pieces.args) == 1 else None
-        has_added = False
 
         def cut_off(tensor: torch.Tensor) -> torch.Tensor:
             """The same tensor as a leaf: backward stops there, and goes through what is in front once, at the end."""
@@ -110,7 +109,7 @@ class HostRunner(Runner):
             return leaf.view_as(leaf)
 
         parts = zip(pieces.args, pieces.kwargs, pieces.labels, pieces.events, strict=True)
-        try:
+        with GradientNote(added=False) as note:
             with torch.enable_grad():
                 for m, (*piece, events) in enumerate(parts):
                     piece_args, piece_kwargs, target = trees.map_tensors(tuple(piece), cut_off)
@@ -119,7 +118,7 @@ class HostRunner(Runner):
                     with RaisedIn(self._place("loss_fn", m)), microbatch_count(pieces.num_microbatches):
                         loss = training.loss_fn(output, target)
                         each = as_losses(loss)
-                    has_added = True
+                    note.added = True
                     with RaisedIn(self._place("backward", m)):
                         torch.autograd.backward(each)
                     plain = [one.detach().cpu() for one in each]
@@ -127,14 +126,11 @@ class HostRunner(Runner):
                     if training.return_outputs:
                         detached = trees.map_tensors(output, lambda tensor: tensor.detach().to(config.output_device))
                         outputs.append(detached)
-        except BaseException as error:
-            if has_added:
-                add_note(error, GRADIENTS_ADDED)
-            raise
-        flow_back([tensor for tensor, _ in leaves], [leaf.grad for _, leaf in leaves])
+            flow_back([tensor for tensor, _ in leaves], [leaf.grad for _, leaf in leaves])
+            merged = merge(outputs, config) if training.return_outputs else None
         self.session.optimizer.raise_pending()
         total = sum_losses(losses)
-        return (total, merge(outputs, config)) if training.return_outputs else total
+        return (total, merged) if training.return_outputs else total
 
     def _begin(self, call: RoundPipeRunConfig) -> ResolvedConfig:
         """The options of a call that runs the tree; returns when the weights may be read on the host."""

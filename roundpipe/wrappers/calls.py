@@ -27,15 +27,7 @@ import torch
 from torch import nn
 
 from roundpipe.core import trees
-from roundpipe.core.errors import (
-    GRADIENTS_ADDED,
-    BackwardError,
-    ConfigError,
-    DeviceMemoryError,
-    add_note,
-    enumerated,
-    note_place,
-)
+from roundpipe.core.errors import BackwardError, ConfigError, DeviceMemoryError, GradientNote, RaisedIn, enumerated
 from roundpipe.core.layers import ChainSource, LayerChain, is_differentiable
 from roundpipe.effects.uses import reached_by
 from roundpipe.reports.partition_table import partition_table
@@ -122,12 +114,14 @@ class ChainRunner(Runner):
             inputs += [item.tensor for item in spec.inputs]
             gradients += step.input_gradients()
         session.optimizer.end_call()
-        # once, since all steps' arguments may be pieces of one graph
-        flow_back(inputs, gradients)
+        with GradientNote():
+            # once, since all steps' arguments may be pieces of one graph
+            flow_back(inputs, gradients)
+            merged = merge(outputs, config) if training.return_outputs else None
         session.engine.raise_pending()
         session.optimizer.raise_pending()
         total = sum_losses(losses)
-        return (total, merge(outputs, config)) if training.return_outputs else total
+        return (total, merged) if training.return_outputs else total
 
     def update_begun(self) -> None:
         self.builder.plans.update_begun()
@@ -234,12 +228,8 @@ def check_training_call(input_args: Any, input_kwargs: Any, loss_fn: Any) -> Non
 def flow_back(inputs: Sequence[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:
     """Carry on a backward into whatever produced the arguments."""
     pairs = [(tensor, gradient) for tensor, gradient in zip(inputs, gradients, strict=True) if gradient is not None]
-    try:
+    with RaisedIn("code in front of the model, phase backward"):
         torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
-    except BaseException as error:
-        note_place(error, "code in front of the model, phase backward")
-        add_note(error, GRADIENTS_ADDED)
-        raise
 
 
 _OutputPlace = tuple[int, str, int]

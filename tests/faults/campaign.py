@@ -4,8 +4,8 @@ Each case makes a model in one of four ways (traced, wrapped by hand, wrapped mo
 workers, runs one clean step to count the visits of every place, and a second one in which one visit raises.
 Afterwards:
 
-    type        the caller got the exception that was raised, with its own type
-    note        an `Exception` says where in the pipeline it was raised
+    type        the caller got the exception that was raised; a visit that is only delayed raises nothing
+    note        it says where it was raised: layer, stage, microbatch and phase are right; and if gradients are left
     leak        as many bytes of tensors are alive as after the clean step
     threads     as many threads as after the clean step
     next call   the next step gives eager's loss and gradients
@@ -18,6 +18,7 @@ import argparse
 import copy
 import faulthandler
 import gc
+import itertools
 import json
 import os
 import random
@@ -28,19 +29,19 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import nn
 from tqdm import tqdm
 
-import roundpipe
-from tests.faults.points import POINTS, InjectedBaseFault, InjectedFault, point
+from roundpipe import ExecutePlan, RoundPipeRunConfig
+from roundpipe.runtime.config import RECOMPUTE_GRAINS, RecomputeGrain
+from tests.faults import models
+from tests.faults.models import KINDS, NUM_LAYERS, loss_of
+from tests.faults.notes import problem_of_gradient_note, problems_of_notes
+from tests.faults.points import POINTS, Delay, FrozenFault, InjectedBaseFault, InjectedFault
 
-WIDTH = 8
-NUM_LAYERS = 4
 DEADLINE_S = 20.0
-KINDS = ("traced", "by hand", "module by module", "fallback")
 FAULTS: dict[str, Callable[[], BaseException]] = {
     "Exception": lambda: InjectedFault("injected"),
     "MemoryError": lambda: MemoryError("injected"),
@@ -48,45 +49,9 @@ FAULTS: dict[str, Callable[[], BaseException]] = {
     "KeyboardInterrupt": lambda: KeyboardInterrupt("injected"),
     "SystemExit": lambda: SystemExit("injected"),
     "BaseException": lambda: InjectedBaseFault("injected"),
+    "frozen": lambda: FrozenFault("injected"),
+    "delay": lambda: Delay(),
 }
-
-
-class Layer(nn.Module):
-    """A linear layer with a place for faults behind it."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.index = index
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return point(torch.tanh(self.linear(x)), self.index)
-
-
-class Decides(nn.Module):
-    """Runs its layers behind a branch on data, which can't be traced."""
-
-    def __init__(self, layers: nn.ModuleList) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x if x.sum() < 1e9 else -x
-
-
-class Runs(nn.Module):
-    """Runs its layers one after the other."""
-
-    def __init__(self, layers: nn.ModuleList) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 @dataclass(frozen=True)
@@ -101,6 +66,11 @@ class Case:
     call: str
     """``forward_backward`` or ``forward``, which is followed by a backward."""
     fault: str
+    grain: RecomputeGrain
+    has_hooks: bool
+    has_function: bool
+    has_rules: bool
+    """Whether functions of the user's split and merge."""
     place: str = ""
     visit: int = -1
 
@@ -124,27 +94,22 @@ def draw_case(seed: int) -> Case:
         is_async=rng.random() < 0.5,
         call="forward" if rng.random() < 0.25 else "forward_backward",
         fault=rng.choice(list(FAULTS)),
+        grain=rng.choice(RECOMPUTE_GRAINS),
+        has_hooks=rng.random() < 0.4,
+        has_function=rng.random() < 0.4,
+        has_rules=rng.random() < 0.4,
     )
 
 
-def _model(kind: str) -> nn.Module:
-    layers = [Layer(index) for index in range(NUM_LAYERS)]
-    if kind == "by hand":
-        return nn.Sequential(*layers)
-    return (Decides if kind == "fallback" else Runs)(nn.ModuleList(layers))
+def draw_plan(rng: random.Random) -> ExecutePlan:
+    """A random plan for the layers of a model that is wrapped by hand."""
 
+    def pieces(end: int) -> list[tuple[int, int]]:
+        cuts = [0, *sorted(rng.sample(range(1, end), rng.randrange(end))), end] if end else [0]
+        return list(itertools.pairwise(cuts))
 
-def _wrapper(kind: str, model: nn.Module, x: torch.Tensor, **options: Any) -> Any:
-    if kind == "by hand":
-        return roundpipe.RoundPipe(model, **options)
-    if kind == "module by module":
-        return roundpipe.wrap_model_to_roundpipe(model, use_sequential_preset=False, lower_threshold=1, **options)
-    return roundpipe.compile(model, example_args=(x,), lower_threshold=1, **options)
-
-
-def _loss(outputs: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    POINTS.visit("loss_fn")
-    return (outputs - label).square().sum()
+    tail = rng.randrange(NUM_LAYERS)
+    return ExecutePlan(pieces(tail), (tail, NUM_LAYERS), list(reversed(pieces(tail))))
 
 
 class Run:
@@ -153,12 +118,19 @@ class Run:
     def __init__(self, case: Case) -> None:
         self.case = case
         torch.manual_seed(case.seed)
-        self.model = _model(case.kind).double()
+        self.model = models.make_model(case.kind, has_hooks=case.has_hooks, has_function=case.has_function).double()
         self.twin = copy.deepcopy(self.model)
-        self.x = torch.randn(8, WIDTH, dtype=torch.float64)
-        self.label = torch.randn(8, WIDTH, dtype=torch.float64)
-        config = roundpipe.RoundPipeRunConfig(num_microbatch=case.num_microbatches)
-        self.pipe = _wrapper(
+        self.x, self.label = models.make_batch()
+        self.plan = draw_plan(random.Random(case.seed)) if case.kind == "by hand" else None
+        config = RoundPipeRunConfig(
+            num_microbatch=case.num_microbatches,
+            recompute_grain=case.grain,
+            split_input=models.split_input if case.has_rules else None,
+            split_label=models.split_label if case.has_rules else None,
+            merge_output=models.merge_output if case.has_rules else None,
+            execute_plan=self.plan,
+        )
+        self.pipe = models.wrap(
             case.kind, self.model, self.x, devices=["cpu"] * case.num_workers, model_run_config=config, name="faults"
         )
         self.optimizer = torch.optim.SGD(self.pipe.optim_parameters(), lr=0.01)
@@ -167,10 +139,13 @@ class Run:
         """One step of training, with the gradients it began with taken away."""
         if self.case.call == "forward":
             outputs = self.pipe(self.x)
-            loss = _loss(outputs, self.label)
+            loss = loss_of(outputs, self.label)
             loss.backward()
+        elif self.case.has_rules:
+            arguments = {"input_args": (self.x,), "label": self.label, "loss_fn": loss_of}
+            loss, _ = self.pipe.forward_backward(**arguments, return_outputs=True)
         else:
-            loss = self.pipe.forward_backward((self.x,), label=self.label, loss_fn=_loss)
+            loss = self.pipe.forward_backward((self.x,), label=self.label, loss_fn=loss_of)
         self.pipe.step(self._update, is_async=self.case.is_async)
         return float(loss.detach())
 
@@ -182,6 +157,21 @@ class Run:
     def settle(self) -> None:
         """Wait until nothing is under way; raises what was raised meanwhile."""
         self.pipe.synchronize()
+
+    def problems_of(self, caught: BaseException) -> list[str]:
+        """What is wrong with the notes at the exception that was raised."""
+        case, visit, notes = self.case, POINTS.raised, getattr(caught, "__notes__", [])
+        assert visit is not None
+        is_backward = visit.place.startswith("backward of")
+        if case.call == "forward" and (visit.place == "loss_fn" or (is_backward and case.has_function)):
+            return []  # the caller's own code, or the host's part of a model, whose backward the caller runs
+        if visit.place == "step_fn":
+            return [] if any("raised in step_fn" in note for note in notes) else [f"note: {notes}"]
+        has_gradients = any(parameter.grad is not None for parameter in self.model.parameters())
+        return [
+            *problems_of_notes(notes, visit, case.kind, case.num_microbatches, self.plan),
+            *problem_of_gradient_note(notes, visit, has_gradients),
+        ]
 
     def clear_gradients(self) -> None:
         """Drop what a failed step may have left, as the error's note says."""
@@ -196,7 +186,7 @@ class Run:
         self.twin.zero_grad()
         expected = (self.twin(self.x) - self.label).square().sum()
         expected.backward()
-        loss = self.pipe.forward_backward((self.x,), label=self.label, loss_fn=_loss)
+        loss = self.pipe.forward_backward((self.x,), label=self.label, loss_fn=loss_of)
         self.settle()
         problems = []
         if not torch.allclose(loss, expected.detach(), rtol=1e-9, atol=0):
@@ -272,15 +262,15 @@ def _raise_and_look(run: Run, case: Case) -> list[str]:
             run.settle()
         except BaseException as error:
             caught = error
-        if caught is None and POINTS.raised:
+        if caught is None and POINTS.raised and expected is not Delay:
             problems.append("type: nothing was raised")
+        if POINTS.raised is None:
+            problems.append("type: the place was not visited again")
     if caught is not None:
         if type(caught) is not expected:
             problems.append(f"type: {type(caught).__name__}: {caught}")
-        notes = getattr(caught, "__notes__", [])
-        inside = case.place not in ("step_fn",) and not (case.place == "loss_fn" and case.call == "forward")
-        if inside and isinstance(caught, Exception) and not any("roundpipe: raised in" in note for note in notes):
-            problems.append(f"note: {notes}")
+        elif expected is not FrozenFault:
+            problems += run.problems_of(caught)
         traceback.clear_frames(caught.__traceback__)
         caught = None
     try:

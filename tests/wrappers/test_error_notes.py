@@ -13,8 +13,8 @@ from torch import nn
 from roundpipe import AutoRoundPipe, LossError, RoundPipe, RoundPipeRunConfig, compile
 from roundpipe.core.errors import GRADIENTS_ADDED
 from roundpipe.wrappers.auto import PartsProgram
-from tests.faults.campaign import WIDTH as FAULTS_WIDTH
-from tests.faults.campaign import Layer
+from tests.faults.models import WIDTH as FAULTS_WIDTH
+from tests.faults.models import Layer
 from tests.faults.points import POINTS
 from tests.wrappers.cases_parts import WIDTH, auto
 
@@ -150,6 +150,16 @@ def test_a_part_counts_microbatches_of_the_whole_call(phase: str, stage: str, vi
         assert "layer 0 (inner)" in note and note.endswith(f"stage {stage}, microbatch {visit}, phase {phase}")
 
 
+def test_a_backward_that_the_caller_runs() -> None:
+    """Parts behind the one that fails have added theirs."""
+    with auto(InPart()) as pipe, POINTS.armed("backward of layer 0", 0, Mine()):
+        outputs = pipe(torch.randn(6, FAULTS_WIDTH))
+        with pytest.raises(Mine) as caught:
+            outputs.sum().backward()
+        assert "microbatch 0, phase backward" in note_of(caught.value)
+        assert GRADIENTS_ADDED in caught.value.__notes__
+
+
 class Fails(nn.Module):
     """Fails in the microbatch whose first value is negative, with a trace for each length."""
 
@@ -215,6 +225,7 @@ def test_functions_that_split_and_merge(name: str) -> None:
         x = torch.randn(4, WIDTH)
         pipe.forward_backward((x,), label=x, loss_fn=square, return_outputs=True, run_config=options)
     assert note_of(caught.value) == f"roundpipe: raised in code on the host, phase {name}"
+    assert (GRADIENTS_ADDED in caught.value.__notes__) == (name == "merge_output")
 
 
 @pytest.mark.parametrize(

@@ -107,8 +107,8 @@ class StepState:
         """Per job, microbatches that are done."""
         self._uploads: list[Event | None] = [None] * num_jobs
         self._settled = [False] * num_jobs
-        self.leaves_gradients = spec.first_microbatch > 0 and schedule.kind != "forward"
-        """Whether gradients of its call may have been added, by this step or one before it."""
+        self.leaves_gradients = schedule.kind == "backward" or (schedule.kind == "train" and spec.first_microbatch > 0)
+        """Whether gradients may have been added, by this step or by others of the same call or backward."""
         self._num_losses = 0
         self._num_waiting = 0
         self._changed_s = time.monotonic()
