@@ -184,5 +184,9 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """There is no checkpoint; one that is damaged is another error, so that nobody starts anew over it."""
 
 
+class CheckpointMisfitError(CheckpointError, ConfigError):
+    """A checkpoint is whole, and is not one of this model, optimizer, scheduler or scaler."""
+
+
 class ClosedError(RoundPipeError, RuntimeError):
     """A call into a model whose workers were released by ``close()``."""

@@ -5,7 +5,6 @@ A device has one generator, and all CPU workers share one; whoever draws from a 
 
 from __future__ import annotations
 
-import contextlib
 import random
 import sys
 import threading
@@ -153,7 +152,8 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
             module.set_rng_state(state_of_device.clone(), index)
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
-        with contextlib.suppress(ValueError):  # another bit generator was installed: the user seeds it
+        kind = numpy.random.get_state(legacy=False)["bit_generator"]
+        if kind == state["numpy"]["bit_generator"]:  # another one was installed: the user seeds it
             numpy.random.set_state(
                 _map_leaves(
                     state["numpy"],

@@ -3,24 +3,26 @@
     model.safetensors, or shards and an index    `state_dict()` with its own keys; each tied weight once
     config.json, generation_config.json          for models that have them, so that `from_pretrained(dir)` works;
                                                  not with PEFT's adapters, which have `save_pretrained`
+    checkpoint_manifest.json                     checksums of the files
     training_state.pt                            plain containers and tensors: optimizer, scheduler, scaler,
                                                  random number generators, step, extra
 
 Invariant: nothing in a checkpoint depends on the devices. Optimizer state is kept by the names of
 parameters, random state is that of the host (and of each accelerator, taken up as far as there are as many).
 
-What is not weights can be written by ``torch.save`` and read by ``torch.load(weights_only=True)``, which runs no code.
+A load checks everything that it can before it changes anything: the files' checksums, then fields, names, shapes and
+kinds. What only the loads of other objects can tell is found out while all of them can still be put back.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import logging
 import operator
 import os
 import re
-import sys
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,16 +31,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe.core.errors import CheckpointError, CheckpointNotFoundError, ConfigError, enumerated
+from roundpipe.core.errors import CheckpointError, CheckpointMisfitError, CheckpointNotFoundError, ConfigError
 from roundpipe.core.random_state import portable_random_state, restore_random_state
 from roundpipe.runtime.weights.master_weights import ParameterPair
 from roundpipe.wrappers import checkpoint_files as files
+from roundpipe.wrappers.checkpoint_folder import check_replaceable, read_whole, replacing
+from roundpipe.wrappers.checkpoint_state import (
+    FORMAT,
+    OBJECTS,
+    by_index,
+    by_name,
+    copied,
+    is_of_first_version,
+    misfits,
+    missing_fields,
+    plain,
+    raise_misfit,
+    read_state,
+    shared,
+)
 from roundpipe.wrappers.session import CheckpointWrite, Session
 
 logger = logging.getLogger(__name__)
-
-FORMAT = 1
-"""Raised when an older version could not read ``training_state.pt`` any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +63,6 @@ class Checkpoint:
     """As given to the save."""
     extra: Any
     """As given to the save; numpy scalars have become Python numbers."""
-
-
-_OBJECTS = ("optimizer", "scheduler", "scaler")
-_LEAVES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
 def save(
@@ -71,16 +81,16 @@ def save(
         except TypeError:
             raise ConfigError(f"step is {step!r}; give an int, or None") from None
     folder = _begin(session, dir, objects)
-    files.check_replaceable(folder)
+    check_replaceable(folder)
     weights = target.state_dict()
     tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
     for name, tensor in tensors.items():
         files.check_storable(name, tensor)
     tensors, aliases = _once_each(tensors, target)
-    optimizer, scheduler, scaler = (objects[name] for name in _OBJECTS)
+    optimizer, scheduler, scaler = (objects[name] for name in OBJECTS)
     parts: dict[str, Any] = {
-        "optimizer": None if optimizer is None else _by_name(optimizer, pairs),
-        "optimizer_class": type(optimizer).__qualname__,
+        "optimizer": None if optimizer is None else by_name(optimizer, pairs),
+        **{f"{name}_class": type(value).__qualname__ for name, value in objects.items()},
         "optimizer_weights": {
             pair.names[0]: pair.copy
             for pair in pairs
@@ -93,22 +103,22 @@ def save(
         "step": step,
         "extra": extra,
     }
-    keep = _copied if is_async else _shared
-    state = {"format": FORMAT, **{name: _plain(part, name, keep) for name, part in parts.items()}}
+    keep = copied if is_async else shared
+    state = {"format": FORMAT, **{name: plain(part, name, keep) for name, part in parts.items()}}
     if is_async:
-        tensors = {name: _copied(tensor) for name, tensor in tensors.items()}
+        tensors = {name: copied(tensor) for name, tensor in tensors.items()}
     configs = _configs(target)
 
     def write() -> None:
         """Hold nothing of the model but, unless copied, its tensors."""
-        with files.replacing(folder) as new:
-            files.write_weights(new, tensors, aliases)
+        with replacing(folder) as draft:
+            files.write_weights(draft, tensors, aliases)
             for config in configs:
                 try:
-                    config.save_pretrained(new)
+                    config.save_pretrained(draft.folder)
                 except ValueError as error:  # transformers refuses to write what it reads without complaint
                     logger.warning("the checkpoint %s is without a %s: %s", folder, type(config).__name__, error)
-            files.write_state(new, state)
+            files.write_state(draft, state)
 
     if is_async:
         return session.writer.start(write, str(folder))
@@ -187,67 +197,122 @@ def load(session: Session, dir: str | os.PathLike[str], objects: Mapping[str, An
     objects = {name: value for name, value in objects.items() if value is not None}
     if weights_only and objects:
         raise ConfigError(f"weights_only=True does not restore {', '.join(objects)}; leave it out")
-    content = files.read_whole(folder, lambda whole: (*files.read_weights(whole), _read_state(whole, weights_only)))
+    content = read_whole(folder, lambda whole: _read(whole, weights_only))
     if content is None:
         raise CheckpointNotFoundError(f"there is no checkpoint at {folder}; give the folder that save_checkpoint wrote")
     weights, aliases, state = content
     if not weights_only:
         _check_parts(objects, state, folder)
-    values = _fit(session.shown.state_dict(), {**weights, **state["module_state"]}, aliases, folder)
-    optimizer = objects.get("optimizer")
-    if optimizer is not None:
-        kind, saved = type(optimizer).__qualname__, state["optimizer_class"]
-        if kind != saved:  # it may read the state, as a subclass does; most others fail at their next step
-            message = "the checkpoint at %s has the state of an optimizer %s, and is loaded into one of class %s"
-            logger.warning(message, folder, saved, kind)
-        state["optimizer"] = _by_index(state["optimizer"], optimizer, pairs, folder)
-    masters = state["optimizer_weights"]
-    if masters and not weights_only:
+    own = session.shown.state_dict()
+    values = _fit(own, {**weights, **state["module_state"]}, aliases, folder)
+    masters = {} if weights_only else state["optimizer_weights"]
+    if masters:
         list(session.optimizer.optim_named_parameters())  # makes the copies that are missing
-        own = {pair.names[0]: pair.parameter for pair in pairs}
-        wrong = [name for name, copy in masters.items() if name not in own or own[name].shape != copy.shape]
-        problems = {"copies of the optimizer have no parameter": wrong}
-        _raise_misfit(f"the checkpoint at {folder} does not fit the model", problems)
+        parameters = {pair.names[0]: pair.parameter for pair in pairs}
+        wrong = [name for name, copy in masters.items() if not _fits(copy, parameters.get(name))]
+        problems = {"copies of the optimizer have no parameter of their shape": wrong}
+        raise_misfit(f"the checkpoint at {folder} does not fit the model", problems)
+    changes: list[_Change] = []
+    if not weights_only:
+        if "optimizer" in objects:
+            state["optimizer"] = by_index(state["optimizer"], objects["optimizer"], pairs, folder)
+        changes = [_taken_over(name, value, state, folder) for name, value in objects.items()]
+        restore = functools.partial(restore_random_state, portable_random_state())
+        changes.append(("random", functools.partial(restore_random_state, state["random"]), restore))
+        extra = _owned(state["extra"], "extra", folder)
+    modules = dict(session.shown.named_modules(remove_duplicate=False))
+    for name in own:
+        path, _, last = name.rpartition(".")
+        if last == "_extra_state" and path in modules:  # as torch names what get_extra_state gives
+            put = modules[path].set_extra_state
+            before = copy.deepcopy(own[name])
+            changes.append((name, functools.partial(put, values[name]), functools.partial(put, before)))
 
-    session.shown.load_state_dict(values)
-    session.optimizer.refresh()
-    _set_copies(masters, pairs)
+    with contextlib.ExitStack() as undo:
+        for name, change, put_back in changes:
+            undo.callback(put_back)
+            try:
+                change()
+            except Exception as error:
+                problem = f"{name} can't take over its state in {folder}: {type(error).__name__}: {error}"
+                raise CheckpointMisfitError(f"{problem}; nothing was changed") from error
+        session.shown.load_state_dict(values)
+        session.optimizer.refresh()
+        _set_copies(masters, pairs)
+        undo.pop_all()
     if weights_only:
         return Checkpoint(None, None)
     session.optimizer.zero_grad()
-    # Cloned, because what is loaded is mapped from a file that will be replaced.
-    for name, value in objects.items():
-        value.load_state_dict(_plain(state[name], name, torch.clone))
-    restore_random_state(state["random"])
-    return Checkpoint(state["step"], _plain(state["extra"], "extra", torch.clone))
+    restore_random_state(state["random"])  # again, since hooks of the model may have drawn
+    return Checkpoint(state["step"], extra)
 
 
-def _read_state(folder: Path, weights_only: bool) -> dict[str, Any]:
+_Change = tuple[str, Callable[[], object], Callable[[], object]]
+"""What is changed, the change, and what puts back how it was."""
+
+
+def _taken_over(name: str, value: Any, state: Mapping[str, Any], folder: Path) -> _Change:
+    """An object's load of its state, once what can be checked before is checked."""
+    kind, saved_kind = type(value).__qualname__, state.get(f"{name}_class")
+    before, after = value.state_dict(), _owned(state[name], name, folder)
+    part = (lambda packed: packed["param_groups"]) if name == "optimizer" else (lambda packed: packed)
+    problems = {"fields have another type": misfits(part(before), part(after), name)}
+    if name != "optimizer" and kind != saved_kind:
+        problems["fields are missing in it"] = missing_fields(before, after)
+    what = f"the state of the {name}, of class {saved_kind or 'unknown'}, in the checkpoint at {folder}"
+    raise_misfit(f"{what} does not fit the {kind} that was given", problems)
+    if saved_kind not in (kind, None):  # it may read the state, as a subclass does
+        logger.warning("%s is loaded into one of class %s", what, kind)
+    if name != "optimizer":
+        before = copy.deepcopy(before)
+        return name, lambda: value.load_state_dict(after), lambda: value.load_state_dict(before)
+
+    def load_optimizer() -> None:
+        value.load_state_dict(after)  # may add what older versions of its class did not have
+        missing = {key for group in value.param_groups for key in value.defaults.keys() - group.keys()}
+        if missing:
+            raise ValueError(f"{what} has no {', '.join(sorted(missing))}, which {kind} needs")
+
+    # a load replaces both, so that the very same come back, whatever dtypes it converts to
+    put_back = functools.partial(vars(value).update, state=value.state, param_groups=value.param_groups)
+    return name, load_optimizer, put_back
+
+
+def _owned(value: Any, name: str, folder: Path) -> Any:
+    """A copy of a part of the state, whose tensors are mapped from a file that will be replaced."""
+    try:
+        return plain(value, name, torch.clone)
+    except ConfigError as error:
+        raise CheckpointError(f"{folder / files.STATE_FILE} is damaged: {error}") from error
+
+
+def _read(folder: Path, weights_only: bool) -> tuple[dict[str, torch.Tensor], dict[str, str], dict[str, Any]]:
+    """Weights, further names of some of them, and state, of files that are whole."""
     path = folder / files.STATE_FILE
     if not path.is_file():
+        weights = files.read_weights(folder)
         if weights_only:
-            return {"module_state": {}, "optimizer_weights": {}}
+            return *weights, {"module_state": {}, "optimizer_weights": {}}
         raise ConfigError(
             f"{folder} has no {files.STATE_FILE}: its weights were not written by save_checkpoint; "
             "load_checkpoint(..., weights_only=True) reads them"
         )
     try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:
-        raise CheckpointError(f"{path} can't be read: {error}") from error
-    if state["format"] > FORMAT:
-        raise CheckpointError(
-            f"{path} has format {state['format']}, this version reads up to {FORMAT}; install a newer roundpipe"
-        )
-    return state
+        files.verify(folder)
+    except CheckpointError:
+        if not is_of_first_version(read_state(path)):  # which wrote no manifest, and left that of a later one
+            raise
+    return *files.read_weights(folder), read_state(path)
 
 
 def _check_parts(objects: Mapping[str, Any], state: Mapping[str, Any], folder: Path) -> None:
-    for name in _OBJECTS:
+    for name in OBJECTS:
         if name in objects and state[name] is None:
-            raise ConfigError(f"{name}= was given, and the checkpoint at {folder} was saved without one; leave it out")
+            raise CheckpointMisfitError(
+                f"{name}= was given, and the checkpoint at {folder} was saved without one; leave it out"
+            )
         if name not in objects and state[name] is not None:
-            raise ConfigError(
+            raise CheckpointMisfitError(
                 f"the checkpoint at {folder} has {name} state, and no {name} was given; give {name}=, or "
                 "weights_only=True to load the weights alone"
             )
@@ -266,17 +331,27 @@ def _fit(own: Mapping[str, Any], saved: Mapping[str, Any], aliases: Mapping[str,
             if name not in values and (among or aliases.get(name) in saved):
                 values[name] = saved[aliases[name] if aliases.get(name) in saved else among[0]]
     shapes = [
-        f"{name} ({list(values[name].shape)}, the model has {list(tensor.shape)})"
+        f"{name} ({list(getattr(values[name], 'shape', []))}, the model has {list(tensor.shape)})"
         for name, tensor in tensors.items()
-        if name in values and values[name].shape != tensor.shape
+        if name in values and not _fits(values[name], tensor)
     ]
     problems = {
         "are missing in it": [name for name in own if name not in values],
         "are not in the model": sorted(name for name in saved if name not in own and name not in aliases.values()),
-        "have another shape": shapes,
+        "have another shape or kind of values": shapes,
     }
-    _raise_misfit(f"the checkpoint at {folder} does not fit the model", problems)
+    raise_misfit(f"the checkpoint at {folder} does not fit the model", problems)
     return values
+
+
+def _fits(value: Any, tensor: torch.Tensor | None) -> bool:
+    """Whether a saved value can become a tensor's without a loss of more than precision."""
+    return (
+        tensor is not None
+        and isinstance(value, torch.Tensor)
+        and value.shape == tensor.shape
+        and torch.can_cast(value.dtype, tensor.dtype)
+    )
 
 
 @torch.no_grad()
@@ -287,100 +362,3 @@ def _set_copies(masters: Mapping[str, torch.Tensor], pairs: Sequence[ParameterPa
             if pair.parameter.requires_grad:  # no change, unless the weights were saved in a narrower dtype
                 pair.parameter.copy_(pair.copy)
             pair.agree()
-
-
-# Plain values
-
-
-def _shared(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor on the host; a part of a larger memory alone, since all of it would be written."""
-    tensor = tensor.detach().cpu()
-    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of the tensor on the host."""
-    return tensor.detach().to("cpu", copy=True)
-
-
-def _plain(value: Any, where: str, keep: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A value in types that ``torch.load(weights_only=True)`` reads back; ``keep`` is applied to tensors."""
-    kind = type(value)
-    if kind in _LEAVES:
-        return value
-    if isinstance(value, torch.Tensor) and type(value.detach()) is torch.Tensor and not value.is_meta:
-        return keep(value)
-    if kind in (list, tuple):
-        return kind(_plain(item, f"{where}[{index}]", keep) for index, item in enumerate(value))
-    if kind is set:
-        return {_plain(item, where, keep) for item in value}
-    if isinstance(value, dict) and kind in (dict, OrderedDict, Counter):
-        items = {_plain(k, f"a key of {where}", keep): _plain(v, f"{where}[{k!r}]", keep) for k, v in value.items()}
-        return items if kind is dict else kind(items)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.generic) and type(value.item()) in _LEAVES:
-        return value.item()
-    raise ConfigError(
-        f"{where} is a {kind.__module__}.{kind.__qualname__}, which can't be in a checkpoint: only numbers, strings, "
-        "bytes, None, plain tensors, dtypes, devices, and dicts, lists, tuples and sets of them"
-    )
-
-
-def _raise_misfit(what: str, problems: Mapping[str, Sequence[str]]) -> None:
-    """Raise a `ConfigError` with the first names of each problem, if there is one."""
-    parts = [f"{len(names)} {problem}: {enumerated(names)}" for problem, names in problems.items() if names]
-    if parts:
-        raise ConfigError(f"{what}; {'; '.join(parts)}")
-
-
-# Optimizer state by name
-
-
-def _group_names(optimizer: torch.optim.Optimizer, pairs: Sequence[ParameterPair]) -> list[list[str]]:
-    """The first name of each parameter, also of those frozen since."""
-    names = {pair.copy: pair.names[0] for pair in pairs if pair.copy is not None}
-    for group_index, group in enumerate(optimizer.param_groups):
-        for index, parameter in enumerate(group["params"]):
-            if parameter not in names:
-                raise ConfigError(
-                    f"optimizer.param_groups[{group_index}]['params'][{index}], of shape {list(parameter.shape)}, is "
-                    "not the model's; make the optimizer from model.optim_parameters(), and save others in extra="
-                )
-    return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
-
-
-def _by_name(optimizer: torch.optim.Optimizer, pairs: Sequence[ParameterPair]) -> dict[str, Any]:
-    """The optimizer's state with names of parameters in place of indices."""
-    packed = optimizer.state_dict()
-    name_of: dict[Any, str] = {}
-    groups = []
-    for group, group_names in zip(packed["param_groups"], _group_names(optimizer, pairs), strict=True):
-        name_of.update(zip(group["params"], group_names, strict=True))
-        groups.append({**group, "params": group_names})
-    state = {name_of.get(key, key): value for key, value in packed["state"].items()}
-    return {**packed, "state": state, "param_groups": groups}
-
-
-def _by_index(
-    saved: Mapping[str, Any], optimizer: torch.optim.Optimizer, pairs: Sequence[ParameterPair], folder: Path
-) -> dict[str, Any]:
-    """What `_by_name` saved, with this optimizer's indices; groups correspond by position, parameters by name."""
-    grouped = _group_names(optimizer, pairs)
-    what = f"the optimizer in the checkpoint at {folder} does not fit the one given"
-    if len(saved["param_groups"]) != len(grouped):
-        raise ConfigError(f"{what}: it has {len(saved['param_groups'])} parameter groups, the other {len(grouped)}")
-    index_of: dict[Any, Any] = {}
-    groups = []
-    for index, (group, own) in enumerate(zip(saved["param_groups"], grouped, strict=True)):
-        problems = {
-            "parameters are missing in it": sorted(set(own) - set(group["params"])),
-            "of its parameters are not in the other": sorted(set(group["params"]) - set(own)),
-        }
-        _raise_misfit(f"{what}, in group {index}", problems)
-        indices = {name: len(index_of) + position for position, name in enumerate(own)}
-        index_of.update(indices)
-        groups.append({**group, "params": list(indices.values())})
-        if "param_names" in group:
-            groups[-1]["param_names"] = optimizer.param_groups[index].get("param_names", group["param_names"])
-    state = {index_of.get(key, key): value for key, value in saved["state"].items()}
-    return {**saved, "state": state, "param_groups": groups}

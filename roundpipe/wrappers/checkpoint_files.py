@@ -1,56 +1,159 @@
-"""What a checkpoint is on disk: weights in safetensors shards, in a folder that is replaced as a whole.
+"""The files of a checkpoint: weights in safetensors shards, everything else in one file, and checksums of them all.
 
-*Weights.* Safetensors files, written one shard after the other: a save takes host memory for at most the shard that
-is being written (`SHARD_BYTES`, or a single tensor that is larger). Most take none: only some versions of the library
-copy what they write. Reading maps the files, so that weights come into memory once, where they belong.
+*Weights.* Safetensors files, written tensor by tensor, one file after the other: a save takes host memory for at most
+one tensor, and for none that is contiguous on the host. Reading maps the files, so that weights come into memory once,
+where they belong.
 
-*Replacing.* With one random token X for each save:
-
-    dir.tmp-X is written and flushed to disk      a crash here: dir is the previous checkpoint
-    dir -> dir.old-X                              a crash here: dir.tmp-X is whole, since dir.old-X is there
-    dir.tmp-X -> dir                              a crash here: dir is the new checkpoint
-    dir.old-X -> dir.tmp-Y, and removed
-
-Invariant: a checkpoint under its own name, or ``dir.tmp-X`` beside ``dir.old-X``, is whole. `find` only looks;
-leftovers are put right or removed by the next save (`replacing`).
+*Checksums.* `MANIFEST_FILE` has the size and the CRC-32 of every file, and its own. They are taken of what is written,
+while it is written; the files are read again and compared before they replace others (`Draft.finish`) and before
+anything of them is used (`verify`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
 import re
-import secrets
-import shutil
-import stat
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, BinaryIO
 
 import torch
 
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 
-Result = TypeVar("Result")
-
 STATE_FILE = "training_state.pt"
 """Everything but the weights; a folder that has it is a checkpoint."""
 
-SHARD_BYTES = 2 * 1024**3
-"""Most bytes of weights in a file, and so in memory beside the model, unless a single tensor is larger."""
+MANIFEST_FILE = "checkpoint_manifest.json"
+"""Checksums; checkpoints of the first versions have none."""
 
-_NUM_READS = 20
+SHARD_BYTES = 2 * 1024**3
+"""Most bytes of weights in a file, unless a single tensor is larger."""
+
+_BLOCK_BYTES = 1024**2
 _WEIGHTS_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
-_OWN_FILES = re.compile(
+OWN_FILES = re.compile(
     r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|(generation_)?config\.json|"
-    + re.escape(STATE_FILE)
+    + "|".join(re.escape(name) for name in (STATE_FILE, MANIFEST_FILE))
 )
+"""What saves write; everything else in a folder is the user's."""
+
 _LIBRARY_MISSING = "checkpoints need the safetensors library; install it with pip install roundpipe[hf]"
+
+# Checksums
+
+
+@dataclass(slots=True)
+class SummedFile:
+    """A file that knows the checksum of what was written to it."""
+
+    file: BinaryIO
+    crc32: int = 0
+    num_bytes: int = 0
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), _BLOCK_BYTES):
+            block = view[start : start + _BLOCK_BYTES]
+            self.file.write(block)
+            self.crc32 = zlib.crc32(block, self.crc32)
+        self.num_bytes += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A folder in which a checkpoint is being written."""
+
+    folder: Path
+    checksums: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[SummedFile]:
+        """A new file."""
+        with open(self.folder / name, "wb") as file:
+            yield (summed := SummedFile(file))
+        self.checksums[name] = {"bytes": summed.num_bytes, "crc32": summed.crc32}
+
+    def finish(self) -> None:
+        """Write the manifest, make all files survive a power failure, and read them again.
+
+        Raises:
+            CheckpointError: what is on the disk is not what was written.
+        """
+        own = [entry.name for entry in self.folder.iterdir() if OWN_FILES.fullmatch(entry.name)]
+        for name in own:  # those that others have written
+            if name not in self.checksums:
+                self.checksums[name] = _checksum(self.folder / name)
+        (self.folder / MANIFEST_FILE).write_bytes(_manifest(self.checksums))
+        for path in [*(self.folder / name for name in own), self.folder / MANIFEST_FILE, self.folder]:
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+                if path != self.folder and hasattr(os, "posix_fadvise"):  # so that the check reads the disk
+                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
+        verify(self.folder)
+
+
+def _manifest(checksums: Mapping[str, Mapping[str, int]]) -> bytes:
+    files = json.dumps(checksums, indent=1, sort_keys=True)
+    return f'{{"crc32": {zlib.crc32(files.encode())},\n"files": {files}}}\n'.encode()
+
+
+def _checksum(path: Path) -> dict[str, int]:
+    crc32 = num_bytes = 0
+    block = memoryview(bytearray(_BLOCK_BYTES))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(block):
+            crc32 = zlib.crc32(block[:count], crc32)
+            num_bytes += count
+    return {"bytes": num_bytes, "crc32": crc32}
+
+
+def verify(folder: Path) -> None:
+    """Compare all files of a checkpoint with its manifest.
+
+    Raises:
+        CheckpointError: a file differs or is missing, or there is no manifest.
+    """
+    manifest = folder / MANIFEST_FILE
+    try:
+        written = manifest.read_bytes()
+        checksums = dict(json.loads(written)["files"])
+        if _manifest(checksums) != written:
+            raise ValueError("it does not match its own checksum")
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CheckpointError(f"{manifest} is damaged or missing: {error}; load another checkpoint") from error
+    if (folder / _INDEX_FILE).is_file() and _INDEX_FILE not in checksums:  # it would say which files are read
+        raise CheckpointError(f"{folder / _INDEX_FILE} is not of this checkpoint; remove it")
+    for name, expected in checksums.items():
+        found = _checksum(_inside(folder, name, manifest))
+        if found != expected:
+            raise CheckpointError(
+                f"{folder / name} is damaged: {found} is not the {expected} that was written; load another checkpoint"
+            )
+
+
+def _inside(folder: Path, name: Any, named_by: Path) -> Path:
+    """The path of a folder's file; nothing in a checkpoint may lead to files elsewhere."""
+    if not isinstance(name, str) or name in ("", ".", "..") or re.search(r"[/\\\0]", name):
+        raise CheckpointError(f"{named_by} names {name!r}, which is no file in its folder")
+    if not (folder / name).is_file():
+        raise CheckpointError(f"{folder / name} is missing, {named_by.name} names it; load another checkpoint")
+    return folder / name
+
 
 # Weights
 
@@ -65,16 +168,20 @@ def safetensors_library() -> ModuleType:
 
 
 @functools.cache
-def _has_dtype(dtype: torch.dtype) -> bool:
-    """Whether the library that is installed stores a dtype; found out by trying, since it has no list of them."""
+def _dtype_entry(dtype: torch.dtype) -> tuple[str, int] | None:
+    """The library's name of a dtype and how many values an element packs; None if it does not store it.
+
+    Found out by trying, since it has no list of them.
+    """
     library = safetensors_library()
     try:
-        library.torch.save({"one": torch.empty(1, dtype=dtype)})
+        written = library.torch.save({"one": torch.empty(1, dtype=dtype)})
     except ImportError as error:  # numpy, which the library needs for this
         raise ConfigError(_LIBRARY_MISSING) from error
     except Exception:  # a KeyError from its tables, or an error of its own
-        return False
-    return True
+        return None
+    entry = json.loads(written[8 : 8 + int.from_bytes(written[:8], "little")])["one"]
+    return entry["dtype"], entry["shape"][0]
 
 
 def check_storable(name: str, tensor: torch.Tensor) -> None:
@@ -84,12 +191,12 @@ def check_storable(name: str, tensor: torch.Tensor) -> None:
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
         kind = type(tensor).__name__ if type(tensor) is not torch.Tensor else str(tensor.layout)
         raise ConfigError(f"{name} is a {kind}; a checkpoint holds plain dense tensors")
-    if not _has_dtype(tensor.dtype):
+    if _dtype_entry(tensor.dtype) is None:
         raise ConfigError(f"{name} has dtype {tensor.dtype}, which the safetensors library does not store")
 
 
 def write_weights(
-    folder: Path, tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str], shard_bytes: int = SHARD_BYTES
+    draft: Draft, tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str], shard_bytes: int = SHARD_BYTES
 ) -> None:
     """Write tensors as one file or, past ``shard_bytes`` of tensors, as several and an index.
 
@@ -104,39 +211,39 @@ def write_weights(
         shards[-1][name] = tensor
         filled_bytes += tensor.nbytes
     if len(shards) == 1:
-        _write_file(folder / _WEIGHTS_FILE, shards[0], aliases)
+        _write_file(draft, _WEIGHTS_FILE, shards[0], aliases)
         return
     weight_map = {}
     for index, shard in enumerate(shards, start=1):
         file_name = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
-        _write_file(folder / file_name, shard, aliases)
+        _write_file(draft, file_name, shard, aliases)
         weight_map.update(dict.fromkeys(shard, file_name))
     total_bytes = sum(tensor.nbytes for tensor in tensors.values())
     index_json = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (folder / _INDEX_FILE).write_text(json.dumps(index_json, indent=2))
+    with draft.open(_INDEX_FILE) as file:
+        file.write(json.dumps(index_json, indent=2).encode())
 
 
-def _write_file(path: Path, tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> None:
-    library = safetensors_library()
+def _write_file(draft: Draft, name: str, tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> None:
+    """A safetensors file: the length of its header, the header, and the tensors in order of their alignment."""
     here = {alias: name for alias, name in aliases.items() if name in tensors}
-    path.touch()
-    mode = stat.S_IMODE(path.stat().st_mode)
-    try:
-        library.torch.save_file(_storable(tensors), path, metadata={**here, "format": "pt"})
-    except library.SafetensorError as error:  # also when the disk is full
-        raise CheckpointError(f"{path} can't be written: {error}") from error
-    path.chmod(mode)  # the library puts a file of its own there, which nobody else could read
-
-
-def _storable(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What the library takes: contiguous tensors on the host, no two in the same memory; themselves where they are."""
-    dense = {name: tensor.detach().cpu().contiguous().resolve_conj().resolve_neg() for name, tensor in tensors.items()}
+    header: dict[str, Any] = {"__metadata__": {**here, "format": "pt"}}
+    ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     end = 0
-    for name, tensor in sorted(dense.items(), key=lambda item: item[1].data_ptr()):
-        if tensor.data_ptr() < end:
-            dense[name] = tensor.clone()
-        end = max(end, tensor.data_ptr() + tensor.nbytes)
-    return dense
+    for key in ordered:
+        entry, shape = _dtype_entry(tensors[key].dtype), list(tensors[key].shape)
+        assert entry is not None
+        if shape:
+            shape[-1] *= entry[1]
+        start, end = end, end + tensors[key].nbytes
+        header[key] = {"dtype": entry[0], "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with draft.open(name) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for key in ordered:
+            dense = tensors[key].detach().cpu().contiguous().resolve_conj().resolve_neg()
+            file.write(dense.reshape(-1).view(torch.uint8).numpy())
 
 
 def read_weights(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -149,11 +256,12 @@ def read_weights(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]
     index = folder / _INDEX_FILE
     if index.is_file():
         try:
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (KeyError, ValueError) as error:
+            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{index} can't be read as an index of shards: {error}") from error
+        files = [_inside(folder, name, index) for name in names]
     elif (folder / _WEIGHTS_FILE).is_file():
-        files = [_WEIGHTS_FILE]
+        files = [folder / _WEIGHTS_FILE]
     elif (folder / STATE_FILE).is_file():
         raise CheckpointError(f"{folder} has {STATE_FILE}, and neither {_WEIGHTS_FILE} nor {_INDEX_FILE}")
     else:
@@ -161,184 +269,24 @@ def read_weights(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]
     library = safetensors_library()
     tensors: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
-    for name in files:
+    for path in files:
         try:
-            with library.safe_open(folder / name, framework="pt") as file:
+            with library.safe_open(path, framework="pt") as file:
                 content, metadata = {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}
         except (library.SafetensorError, KeyError, ValueError, OSError, RuntimeError) as error:
-            raise CheckpointError(f"{folder / name} can't be read as safetensors: {error}") from error
+            raise CheckpointError(f"{path} can't be read as safetensors: {error}") from error
         tensors.update(content)
         aliases.update((alias, name) for alias, name in metadata.items() if name in content)
     return tensors, aliases
 
 
-def write_state(folder: Path, state: Mapping[str, Any]) -> None:
+def write_state(draft: Draft, state: Mapping[str, Any]) -> None:
     """Write plain containers and tensors as `STATE_FILE`."""
     try:
-        with open(folder / STATE_FILE, "wb") as file:
-            torch.save(dict(state), file)
-    except RuntimeError as error:  # torch's writer, closing after a failed write, hides why that failed
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from None
+        with draft.open(STATE_FILE) as file:
+            torch.save(dict(state), file)  # type: ignore[arg-type]  # it has what torch needs
+    except RuntimeError as error:  # torch's writer, closing after a failed or interrupted write, hides why that ended
+        cause = error.__context__
+        if cause is not None and (isinstance(cause, OSError) or not isinstance(cause, Exception)):
+            raise cause from None
         raise
-
-
-# The folder
-
-
-def find(folder: Path) -> Path | None:
-    """Where the latest whole checkpoint of this name lies, also after a crash; None if there is none.
-
-    A folder without `STATE_FILE`, such as one that a script has made anew after a crash, comes last.
-    """
-    if (folder / STATE_FILE).is_file():
-        return folder
-    for old in _leftovers(folder, "old"):
-        new = old.with_name(re.sub(r"\.old-(\w+)$", r".tmp-\1", old.name))
-        return new if new.is_dir() else old
-    return folder if folder.is_dir() and any(folder.iterdir()) else None
-
-
-def read_whole(folder: Path, read: Callable[[Path], Result]) -> Result | None:
-    """What ``read`` makes of the latest whole checkpoint; None if there is none.
-
-    If a save in another process replaces the folder meanwhile, it is read again, so that no two files are
-    of different checkpoints. Files that are mapped stay readable after their removal.
-    """
-    for _ in range(_NUM_READS):
-        latest = find(folder)
-        if latest is None:
-            return None
-        identity = _identity(latest)
-        try:
-            result = read(latest)
-        except (ConfigError, OSError):
-            if identity is not None and identity == _identity(latest):
-                raise
-        else:
-            if identity is not None and identity == _identity(latest):
-                return result
-    raise CheckpointError(
-        f"{folder} was replaced {_NUM_READS} times while it was read; stop the saves, or read a copy of it"
-    )
-
-
-def _identity(folder: Path) -> tuple[int, int, int] | None:
-    """What tells a folder from others of its name; with its last change, as its inode could be another's soon."""
-    try:
-        status = os.stat(folder)
-    except FileNotFoundError:
-        return None
-    return status.st_dev, status.st_ino, status.st_ctime_ns
-
-
-def check_replaceable(folder: Path) -> None:
-    """Raise a `ConfigError` if a save would have to replace something that is not a checkpoint."""
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder} is a file; give a folder for the checkpoint")
-    if folder.is_dir() and not (folder / STATE_FILE).is_file():
-        names = sorted(entry.name for entry in folder.iterdir())
-        if names:
-            raise ConfigError(
-                f"{folder} holds {', '.join(names[:3])}{', ...' * (len(names) > 3)} and no {STATE_FILE}: it is not "
-                "a checkpoint, and a save replaces the folder as a whole; give a folder of its own"
-            )
-
-
-@contextmanager
-def replacing(folder: Path) -> Iterator[Path]:
-    """An empty folder to write into, which takes the place of ``folder`` at the end of the block.
-
-    After an error everything is as it was. Files in ``folder`` that no checkpoint writes, such as those of a
-    tokenizer, are kept.
-
-    Raises:
-        ConfigError: ``folder`` is something else than a checkpoint.
-        OSError: the disk is full, or there is no permission.
-    """
-    check_replaceable(folder)
-    token = secrets.token_hex(4)
-    new, old = (folder.with_name(f"{folder.name}.{kind}-{token}") for kind in ("tmp", "old"))
-    try:
-        _tidy(folder)
-        new.mkdir(parents=True)
-        yield new
-        if folder.is_dir():
-            shutil.copymode(folder, new)
-            _carry_over(folder, new)
-        _flush(new)
-        if folder.is_dir():
-            os.rename(folder, old)
-        os.rename(new, folder)
-        _flush_entries(folder.parent)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            _discard(new)  # first, since old counts as replaced while both are there
-            if old.is_dir() and not folder.exists():
-                os.rename(old, folder)
-        if isinstance(error, OSError):
-            error.add_note(
-                f"raised while saving a checkpoint to {folder}; its parent folder must be writable and have room for "
-                "two checkpoints. A checkpoint that was there is whole"
-            )
-        raise
-    _discard(old)
-
-
-def _tidy(folder: Path) -> None:
-    """End the swap that a crash left half done, and remove what crashes left behind."""
-    latest = find(folder)
-    if latest is not None and latest != folder:
-        os.rename(latest, folder)
-    for kind in ("old", "tmp"):  # a tmp counts as whole while its old is there
-        for leftover in _leftovers(folder, kind):
-            _discard(leftover)
-
-
-def _leftovers(folder: Path, kind: str) -> list[Path]:
-    pattern = re.compile(re.escape(folder.name) + rf"\.{kind}-[0-9a-f]{{8}}")
-    if not folder.parent.is_dir():
-        return []
-    return [path for path in folder.parent.iterdir() if pattern.fullmatch(path.name) and path.is_dir()]
-
-
-def _discard(path: Path) -> None:
-    """Remove a folder; under a name that never counts as whole, in case this is cut short."""
-    if path.is_dir():
-        doomed = path.with_name(re.sub(r"\.(old|tmp)-\w+$", f".tmp-{secrets.token_hex(4)}", path.name))
-        os.rename(path, doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _carry_over(folder: Path, new: Path) -> None:
-    for entry in folder.iterdir():
-        if _OWN_FILES.fullmatch(entry.name) or (new / entry.name).exists():
-            continue
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.copytree(entry, new / entry.name, symlinks=True, copy_function=_link_or_copy)
-        else:
-            _link_or_copy(entry, new / entry.name)
-
-
-def _link_or_copy(source: str | Path, target: str | Path) -> None:
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError:  # not on every file system
-        shutil.copy2(source, target, follow_symlinks=False)
-
-
-def _flush(folder: Path) -> None:
-    """Make a folder's files, their names and its own name survive a power failure."""
-    for entry in folder.iterdir():
-        if _OWN_FILES.fullmatch(entry.name):
-            _flush_entries(entry)
-    _flush_entries(folder)
-    _flush_entries(folder.parent)
-
-
-def _flush_entries(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

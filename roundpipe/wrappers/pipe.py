@@ -204,9 +204,10 @@ class RoundPipe(ModelView):
 
         Begins with `synchronize`: after a save, as after a load, the next iteration trains on the latest
         weights, also between asynchronous steps. Gradients that no step has taken are not saved: call it
-        after `step`. A crash or an error at any moment leaves the previous checkpoint in ``dir`` whole.
-        Needs the safetensors library (``pip install roundpipe[hf]``). Weights are written in files of up to 2 GiB,
-        one after the other; beside them a save takes host memory for at most one such file.
+        after `step`. A crash, an error or Ctrl-C at any moment leaves the previous checkpoint in ``dir`` whole: it
+        is replaced once the new one is on the disk, was read again and has the checksums of what was written. A
+        save of another process into ``dir`` is waited for. Needs the safetensors library
+        (``pip install roundpipe[hf]``), and no host memory to speak of beside the weights.
 
         Args:
             dir: replaced as a whole; what else lies in an earlier checkpoint's folder, such as a tokenizer, stays.
@@ -226,7 +227,8 @@ class RoundPipe(ModelView):
         Raises:
             ConfigError: something can't be saved, ``dir`` holds something else than a checkpoint, or the
                 safetensors library is missing.
-            OSError: no permission, or the disk is full, which may be a `CheckpointError`; nothing is left behind.
+            CheckpointError: no permission, the disk is full, or another process has been saving to ``dir`` for half an
+                hour; nothing is left behind. It is an `OSError`.
         """
         objects = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
         return checkpoint.save(self._session, dir, objects, step, extra, is_async)
@@ -254,9 +256,10 @@ class RoundPipe(ModelView):
 
         Raises:
             CheckpointNotFoundError: there is no checkpoint; is a `FileNotFoundError`.
-            CheckpointError: it is damaged, or of a newer version.
-            ConfigError: the model or the optimizer does not fit, or the safetensors library is missing. Whatever
-                is raised, nothing was changed.
+            CheckpointError: it is damaged, or of a newer version, or is not one of this model, optimizer, scheduler
+                or scaler, which is also a `ConfigError`.
+            ConfigError: an argument can't be used, or the safetensors library is missing. Whatever of these is
+                raised, nothing was changed.
         """
         objects = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
         return checkpoint.load(self._session, dir, objects, weights_only)

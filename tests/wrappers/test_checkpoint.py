@@ -3,6 +3,7 @@
 import collections
 import os
 import random
+import re
 import time
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 
 import roundpipe
 from roundpipe.core import random_state
-from roundpipe.core.errors import ConfigError
+from roundpipe.core.errors import CheckpointMisfitError, ConfigError
 from roundpipe.runtime.optimizer.optimizer import OptimizerSide
 from roundpipe.wrappers import checkpoint
+from tests.faults.checkpoints import as_first_version
 from tests.wrappers.cases_checkpoint import WIDTH, Tied, adamw, assert_equal, clones, loss, piped, sgd, train
 
 
@@ -194,13 +196,54 @@ def test_optimizer_state_is_kept_by_name(tmp_path):
             model.load_checkpoint(tmp_path / "c", swapped)
 
 
-def test_the_state_of_another_kind_of_optimizer_is_remarked_on(tmp_path, caplog):
+def test_the_state_of_another_kind_of_optimizer_is_remarked_on_or_refused(tmp_path, caplog):
+    class Slower(torch.optim.SGD):
+        pass
+
     with piped() as model:
         model.save_checkpoint(tmp_path / "c", sgd(model))
         model.load_checkpoint(tmp_path / "c", sgd(model))
         assert not caplog.records
-        model.load_checkpoint(tmp_path / "c", adamw(model))
-        assert "an optimizer SGD, and is loaded into one of class AdamW" in caplog.text
+        model.load_checkpoint(tmp_path / "c", Slower(model.optim_parameters(), lr=1.0))
+        assert re.search("state of the optimizer, of class SGD, .*into one of class .*Slower", caplog.text)
+        with pytest.raises(CheckpointMisfitError, match="of class SGD, .* has no betas, eps, which AdamW needs"):
+            model.load_checkpoint(tmp_path / "c", adamw(model))
+
+
+@pytest.mark.parametrize("is_first_version", [False, True])
+def test_the_state_of_another_kind_of_scheduler_is_remarked_on_or_refused(tmp_path, caplog, is_first_version):
+    class Longer(torch.optim.lr_scheduler.StepLR):
+        pass
+
+    with piped() as model:
+        optimizer = sgd(model)
+        train(model, optimizer, 1)
+        makers = {
+            "StepLR": lambda kind=torch.optim.lr_scheduler.StepLR: kind(optimizer, 2),
+            "CosineAnnealingLR": lambda: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9),
+            "SequentialLR": lambda: torch.optim.lr_scheduler.SequentialLR(
+                optimizer, [torch.optim.lr_scheduler.ConstantLR(optimizer) for _ in range(2)], [3]
+            ),
+        }
+        for saved in makers:
+            model.save_checkpoint(tmp_path / "c", optimizer, makers[saved]())
+            if is_first_version:
+                as_first_version(tmp_path / "c")
+            for given in makers:
+                scheduler = makers[given]()
+                if given == saved:
+                    model.load_checkpoint(tmp_path / "c", optimizer, scheduler)
+                    continue
+                before, rates = clones(model), [group["lr"] for group in optimizer.param_groups]
+                fields, torch_state = repr(scheduler.state_dict()), torch.get_rng_state()
+                with pytest.raises(CheckpointMisfitError, match="scheduler.* its state|state of the scheduler"):
+                    model.load_checkpoint(tmp_path / "c", optimizer, scheduler)
+                assert_equal(clones(model), before)
+                assert repr(scheduler.state_dict()) == fields and torch.equal(torch.get_rng_state(), torch_state)
+                assert [group["lr"] for group in optimizer.param_groups] == rates
+        model.save_checkpoint(tmp_path / "c", optimizer, makers["StepLR"]())
+        model.load_checkpoint(tmp_path / "c", optimizer, makers["StepLR"](Longer))
+        assert re.search("state of the scheduler, of class StepLR, .*into one of class .*Longer", caplog.text)
 
 
 def test_a_config_that_refuses_to_be_written_does_not_cost_the_checkpoint(tmp_path, caplog):

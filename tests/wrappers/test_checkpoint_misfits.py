@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe.core.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+from roundpipe.core.errors import CheckpointError, CheckpointMisfitError, CheckpointNotFoundError, ConfigError
 from roundpipe.wrappers import checkpoint
+from tests.faults.checkpoints import as_first_version
 from tests.wrappers.cases_checkpoint import WIDTH, assert_equal, clones, piped, sgd
 
 
@@ -60,7 +61,7 @@ def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path):
             model.load_checkpoint("")
         model.save_checkpoint(folder)
 
-    def fails(model, match, *args, kind=ConfigError, **kwargs):
+    def fails(model, match, *args, kind=CheckpointMisfitError, **kwargs):
         before = clones(model)
         torch_state = torch.get_rng_state()
         with pytest.raises(kind, match=match) as caught:
@@ -73,11 +74,13 @@ def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path):
         fails(model, r"7 are missing in it: 2.0.weight, 2.0.bias, 2.1.weight, 2.1.bias, and 3 more$")
         fails(model, "optimizer= was given, and the checkpoint .* without one", sgd(model))
         fails(model, "scaler= was given", scaler=roundpipe.GradScaler())
-        fails(model, "does not restore optimizer", sgd(model), weights_only=True)
+        fails(model, "does not restore optimizer", sgd(model), weights_only=True, kind=ConfigError)
     with piped(depth=1, seed=2) as model:
         fails(model, "7 are not in the model: 1.0.bias, 1.0.weight, 1.1.bias, ")
     with roundpipe.RoundPipe(nn.Sequential(nn.Sequential(nn.Linear(WIDTH, 5)))) as model:
-        fails(model, r"2 have another shape: 0.0.weight \(\[6, 6\], the model has \[5, 6\]\), 0.0.bias")
+        fails(
+            model, r"2 have another shape or kind of values: 0.0.weight \(\[6, 6\], the model has \[5, 6\]\), 0.0.bias"
+        )
     with piped(depth=2, seed=2) as model:
         optimizer = sgd(model)
         model.save_checkpoint(folder, optimizer, scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer))
@@ -87,10 +90,11 @@ def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path):
         wrong = torch.optim.SGD(model.model.parameters(), lr=0.1)
         with pytest.raises(ConfigError, match=r"\['params'\]\[0\], of shape \[6, 6\], is not the model's"):
             model.save_checkpoint(folder, wrong)
-        fails(model, "is not the model's", wrong, torch.optim.lr_scheduler.ConstantLR(optimizer))
+        fails(model, "is not the model's", wrong, torch.optim.lr_scheduler.ConstantLR(optimizer), kind=ConfigError)
         for name, match in (
-            ("model.safetensors", "can't be read as safetensors"),
-            ("training_state.pt", "can't be read"),
+            ("model.safetensors", "model.safetensors is damaged"),
+            ("training_state.pt", "training_state.pt can't be read"),
+            ("checkpoint_manifest.json", "checkpoint_manifest.json is damaged"),
         ):
             path = folder / name
             whole = path.read_bytes()
@@ -98,14 +102,19 @@ def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path):
                 path.write_bytes(whole[:num_bytes])
                 fails(model, match, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer), kind=CheckpointError)
             path.write_bytes(whole)
-        (folder / "model.safetensors.index.json").write_text("{}")
-        fails(model, "index.json can't be read as an index", optimizer, kind=CheckpointError)
-        index = {"weight_map": {"0.0.weight": "model-00001-of-00001.safetensors"}}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-        fails(model, "of-00001.safetensors can't be read as safetensors", optimizer, kind=CheckpointError)
-        (folder / "model.safetensors.index.json").unlink()
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        index = folder / "model.safetensors.index.json"
+        index.write_text("{}")
+        fails(model, "index.json is not of this checkpoint", optimizer, scheduler, kind=CheckpointError)
+        as_first_version(folder)
+        fails(model, "index.json can't be read as an index", optimizer, scheduler, kind=CheckpointError)
+        index.write_text(json.dumps({"weight_map": {"0.0.weight": "model-00001-of-00001.safetensors"}}))
+        fails(model, "of-00001.safetensors is missing, model", optimizer, scheduler, kind=CheckpointError)
+        index.unlink()
+        (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-8])
+        fails(model, "can't be read as safetensors", optimizer, scheduler, kind=CheckpointError)
         (folder / "model.safetensors").unlink()
-        fails(model, "neither model.safetensors nor model.safetensors.index", optimizer, kind=CheckpointError)
+        fails(model, "neither model.safetensors nor model.safe", optimizer, scheduler, kind=CheckpointError)
 
 
 def test_a_newer_format_is_refused(tmp_path, monkeypatch):

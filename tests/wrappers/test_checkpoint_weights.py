@@ -56,7 +56,7 @@ def test_weights_are_safetensors_both_ways(tmp_path):
     tensors["scales"] = torch.ones(3).to(torch.float8_e8m0fnu)
     for name, tensor in tensors.items():
         checkpoint_files.check_storable(name, tensor)
-    checkpoint_files.write_weights(tmp_path, tensors, {})
+    checkpoint_files.write_weights(checkpoint_files.Draft(tmp_path), tensors, {})
     found = library.load_file(tmp_path / "model.safetensors")
     assert_same_bits(found, tensors)
     library.save_file(found, tmp_path / "model.safetensors")
@@ -77,7 +77,7 @@ def test_weights_that_the_library_would_refuse_are_written(tmp_path):
         "negative": complex_ones.conj().imag,
     }
     before = {name: tensor.clone() for name, tensor in tensors.items()}
-    checkpoint_files.write_weights(tmp_path, tensors, {})
+    checkpoint_files.write_weights(checkpoint_files.Draft(tmp_path), tensors, {})
     assert_same_bits(
         checkpoint_files.read_weights(tmp_path)[0], {n: t.resolve_conj().resolve_neg() for n, t in before.items()}
     )
@@ -106,7 +106,7 @@ def test_a_library_without_numpy_is_as_good_as_none(monkeypatch):
         raise ModuleNotFoundError("No module named 'numpy'")
 
     monkeypatch.setattr(library, "save", save)
-    checkpoint_files._has_dtype.cache_clear()  # as in a new process
+    checkpoint_files._dtype_entry.cache_clear()  # as in a new process
     with pytest.raises(ConfigError, match=r"pip install roundpipe\[hf\]"):
         checkpoint_files.check_storable("weight", torch.ones(1))
 
@@ -242,7 +242,7 @@ def test_what_must_be_copied_is_copied_a_shard_at_a_time(tmp_path):
     tensors = {f"{index}": torch.randn(2048, 2048).t() for index in range(8)}
     one_bytes = tensors["0"].nbytes
     with watched_bytes() as peaks_bytes:
-        checkpoint_files.write_weights(tmp_path, tensors, {}, one_bytes)
+        checkpoint_files.write_weights(checkpoint_files.Draft(tmp_path), tensors, {}, one_bytes)
     assert len(list(tmp_path.glob("*.safetensors"))) == 8
     assert 0.9 * one_bytes < peaks_bytes[0] < 3 * one_bytes
 
@@ -272,7 +272,11 @@ def test_adapters_resume_and_leave_no_config_that_would_mislead(tmp_path):
     with adapted(1) as model:
         model.save_checkpoint(tmp_path / "c", adamw(model))
         expected = clones(model)
-    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["model.safetensors", "training_state.pt"]
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == [
+        "checkpoint_manifest.json",
+        "model.safetensors",
+        "training_state.pt",
+    ]
     with adapted(2) as model:
         model.load_checkpoint(tmp_path / "c", adamw(model))
         assert_equal(clones(model), expected)

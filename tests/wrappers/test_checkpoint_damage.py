@@ -1,0 +1,202 @@
+"""Damaged checkpoints, two savers at once, and Ctrl-C: nothing wrong is loaded, nothing whole is lost."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from roundpipe import CheckpointError
+from roundpipe.wrappers import checkpoint_files, checkpoint_folder
+from tests.faults.checkpoints import damage, fields
+from tests.faults.interrupts import Interrupter
+from tests.wrappers.cases_checkpoint import WIDTH, adamw, assert_equal, clones, piped, train
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_flipped_bits_and_cut_files_are_refused_by_name():
+    assert not damage(num_flips=60, num_cuts=20)
+
+
+def test_wrong_fields_and_files_elsewhere_are_refused():
+    assert not fields()
+
+
+def test_what_is_on_the_disk_is_compared_before_it_replaces_the_old_one(tmp_path, monkeypatch):
+    flush = os.fsync
+
+    def damaging(descriptor):
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if path.endswith("model.safetensors"):
+            with open(path, "r+b") as file:
+                file.seek(-1, os.SEEK_END)
+                file.write(b"\xff")
+        flush(descriptor)
+
+    with piped() as model:
+        model.save_checkpoint(tmp_path / "c", step=1)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", damaging)
+            with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+                model.save_checkpoint(tmp_path / "c", step=2)
+        assert [path.name for path in tmp_path.iterdir()] == ["c"]
+        assert model.load_checkpoint(tmp_path / "c").step == 1
+
+
+def test_a_save_by_an_older_version_leaves_a_manifest_that_does_not_count(tmp_path):
+    with piped() as model:
+        model.save_checkpoint(tmp_path / "c", step=1)
+        model.save_checkpoint(tmp_path / "d", step=2)
+        state = torch.load(tmp_path / "d" / "training_state.pt", weights_only=True)
+        del state["scheduler_class"], state["scaler_class"]
+        torch.save(state, tmp_path / "d" / "training_state.pt")
+        shutil.copy(tmp_path / "c" / "checkpoint_manifest.json", tmp_path / "d")
+        assert model.load_checkpoint(tmp_path / "d").step == 2
+        (tmp_path / "c" / "checkpoint_manifest.json").unlink()
+        with pytest.raises(CheckpointError, match=r"checkpoint_manifest\.json is damaged or missing"):
+            model.load_checkpoint(tmp_path / "c")
+
+
+def test_a_load_that_fails_late_puts_back_what_it_has_changed(tmp_path):
+    class Refusing(torch.optim.lr_scheduler.StepLR):
+        def load_state_dict(self, state):
+            super().load_state_dict(state)
+            if self.gamma == 0.5:
+                raise RuntimeError("refused")
+
+    with piped() as model:
+        optimizer = adamw(model)
+        train(model, optimizer, 2)
+        model.save_checkpoint(tmp_path / "c", optimizer, Refusing(optimizer, 1, gamma=0.5))
+    with piped(seed=2) as model:
+        optimizer = adamw(model)
+        train(model, optimizer, 1)
+        scheduler = Refusing(optimizer, 7, gamma=0.1)
+        before = clones(model), repr(optimizer.state_dict()), repr(scheduler.state_dict()), torch.get_rng_state()
+        with pytest.raises(CheckpointError, match="scheduler can't take over its state.*refused; nothing was changed"):
+            model.load_checkpoint(tmp_path / "c", optimizer, scheduler)
+        assert_equal(clones(model), before[0])
+        assert (repr(optimizer.state_dict()), repr(scheduler.state_dict())) == before[1:3]
+        assert torch.equal(torch.get_rng_state(), before[3])
+        train(model, optimizer, 1)
+
+
+SAVE_OFTEN = """
+    import sys, torch, roundpipe
+    from torch import nn
+
+    with roundpipe.RoundPipe(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), devices=["cpu"]) as model:
+        for step in range(int(sys.argv[2]), int(sys.argv[2]) + 15):
+            with torch.no_grad():
+                for parameter in model.model.parameters():
+                    parameter.fill_(step)
+            model.save_checkpoint(sys.argv[1], step=step, is_async=step % 2 == 1)
+            loaded = model.load_checkpoint(sys.argv[1]).step
+            assert all((parameter == loaded).all() for parameter in model.model.parameters())
+"""
+
+
+def test_two_processes_save_into_one_folder(tmp_path):
+    command = [sys.executable, "-c", textwrap.dedent(SAVE_OFTEN), str(tmp_path / "c")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    processes = [
+        subprocess.Popen([*command, str(first)], env=environment, stderr=subprocess.PIPE, text=True)
+        for first in (100, 200)
+    ]
+    errors = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], errors
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_save_that_goes_on_for_ever_is_not_waited_for_as_long(tmp_path, monkeypatch):
+    go_on, write = threading.Event(), checkpoint_files.write_weights
+    monkeypatch.setattr(checkpoint_folder, "LOCK_DEADLINE_S", 0.2)
+    with piped() as model, piped() as other:
+        with monkeypatch.context() as patched:
+            patched.setattr(checkpoint_files, "write_weights", lambda *args: (go_on.wait(20), write(*args)))
+            future = model.save_checkpoint(tmp_path / "c", step=1, is_async=True)
+            while not list(tmp_path.glob("c.tmp-*")):
+                time.sleep(0.01)
+        with pytest.raises(CheckpointError, match=rf"process {os.getpid()} on .* has been saving .* remove .*c\.lock"):
+            other.save_checkpoint(tmp_path / "c", step=2)
+        go_on.set()
+        future.result()
+        assert model.load_checkpoint(tmp_path / "c").step == 1
+        other.save_checkpoint(tmp_path / "c", step=3)
+        assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_file_system_without_locks_is_told_of(tmp_path, monkeypatch, caplog):
+    def refuse(file, operation):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(checkpoint_folder.fcntl, "flock", refuse)
+    with piped() as model:
+        model.save_checkpoint(tmp_path / "c", step=1)
+        assert "has no locks" in caplog.text and model.load_checkpoint(tmp_path / "c").step == 1
+
+
+def test_ctrl_c_at_any_line_of_a_save_leaves_the_old_or_the_new_checkpoint(tmp_path):
+    with piped() as model:
+        optimizer = adamw(model)
+        train(model, optimizer, 1)
+        model.save_checkpoint(tmp_path / "c", optimizer, step=0)
+        with Interrupter() as counter:
+            model.save_checkpoint(tmp_path / "c", optimizer, step=0)
+        last = 0
+        for line in range(0, counter.count, max(1, counter.count // 150)):
+            with pytest.raises(KeyboardInterrupt), Interrupter(line):
+                model.save_checkpoint(tmp_path / "c", optimizer, step=line + 1)
+            expected = clones(model)
+            step = model.load_checkpoint(tmp_path / "c", optimizer).step
+            assert step in (last, line + 1), line
+            assert_equal(clones(model), expected)
+            last = step
+        model.save_checkpoint(tmp_path / "c", optimizer, step=-1)
+        assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_ctrl_c_at_any_moment_of_a_save_is_a_keyboard_interrupt(tmp_path):
+    rng, num_interrupts = random.Random(1), 0
+    with piped() as model:
+        model.save_checkpoint(tmp_path / "c", step=0)
+        extra = {str(index): torch.zeros(20_000) for index in range(100)}
+        for step in range(1, 25):
+            timer = threading.Timer(rng.uniform(0.0, 0.05), os.kill, (os.getpid(), signal.SIGINT))
+            try:
+                timer.start()
+                model.save_checkpoint(tmp_path / "c", step=step, extra=extra)
+                timer.join()
+                time.sleep(0.01)
+            except KeyboardInterrupt:
+                num_interrupts += 1
+            timer.join()
+            assert model.load_checkpoint(tmp_path / "c").step <= step
+    assert num_interrupts == 24
+
+
+def test_an_interrupt_inside_the_writer_of_torch(tmp_path, monkeypatch):
+    write = checkpoint_files.SummedFile.write
+
+    def interrupted(file, data):
+        if file.num_bytes > 2000:
+            raise KeyboardInterrupt
+        return write(file, data)
+
+    with piped() as model:
+        model.save_checkpoint(tmp_path / "c", step=1)
+        with monkeypatch.context() as patched:
+            patched.setattr(checkpoint_files.SummedFile, "write", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                model.save_checkpoint(tmp_path / "c", step=2, extra=torch.zeros(WIDTH, 10_000))
+        assert model.load_checkpoint(tmp_path / "c").step == 1
+        assert [path.name for path in tmp_path.iterdir()] == ["c"]
