@@ -38,6 +38,7 @@ PUBLIC_NAMES = {
     "Device",
     "DeviceMemoryError",
     "ExecutePlan",
+    "ForkError",
     "GradScaler",
     "LossError",
     "MicrobatchError",
@@ -359,8 +360,7 @@ def test_public_names() -> None:
 
     assert set(roundpipe.__all__) == PUBLIC_NAMES
     assert roundpipe.ExecutePlan is roundpipe.ModelExecutePlan
-    for name in PUBLIC_NAMES:
-        assert hasattr(roundpipe, name)
+    assert all(hasattr(roundpipe, name) for name in PUBLIC_NAMES)
 
 
 def test_public_signatures() -> None:

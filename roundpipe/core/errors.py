@@ -176,6 +176,10 @@ class NotCopyableError(RoundPipeError, TypeError):
     """A wrapper, which holds threads and device memory, can't be pickled or copied as asked."""
 
 
+class ForkError(RoundPipeError, RuntimeError):
+    """A wrapper was used in a process that was forked from its own."""
+
+
 class CheckpointError(RoundPipeError, OSError):
     """A checkpoint can't be written, or what is there can't be read."""
 

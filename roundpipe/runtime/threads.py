@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
 import threading
 import weakref
@@ -19,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from roundpipe.core.errors import ClosedError, DeadlockError
+from roundpipe.core.errors import ClosedError, DeadlockError, ForkError
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,17 @@ class Board:
         self.lock = threading.Lock()
         """Held to change what others may wait for; never held while anything else is waited for."""
         self._waits: list[_Wait] = []
+        self.is_here = True
+        """Whether the threads are this process's; False in one that was forked from theirs, which has none of them."""
+        _BOARDS.add(self)
+
+    def check_here(self) -> None:
+        if not self.is_here:
+            raise ForkError(
+                "this process was forked from the one that made the wrapper, and has none of the threads that run its "
+                "calls. Start processes with multiprocessing's 'spawn' (multiprocessing_context= of a DataLoader), "
+                "or wrap the model in this one; the wrapped module itself may be called"
+            )
 
     def notify(self) -> None:
         """Wake whoever can go on; called with the lock held."""
@@ -65,6 +77,7 @@ class Board:
         with self.lock:
             if condition():
                 return True
+            self.check_here()
             wait = _Wait(who, what, condition, threading.Condition(self.lock))
             self._waits.append(wait)
             try:
@@ -77,6 +90,19 @@ class Board:
                 return True
             finally:
                 self._waits.remove(wait)
+
+
+_BOARDS: weakref.WeakSet[Board] = weakref.WeakSet()
+
+
+def _leave_behind() -> None:
+    """In a child process: no thread is there, and no lock may stay held by one that isn't."""
+    for board in _BOARDS:
+        board.lock, board._waits, board.is_here = threading.Lock(), [], False
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_leave_behind)
 
 
 _Inbox = queue.SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]] | None]
@@ -96,7 +122,8 @@ class TaskThread:
         self._inbox: _Inbox = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._finalizer = weakref.finalize(self, self._inbox.put, None)
+        self._end = threading.Event()
+        weakref.finalize(self, self._inbox.put, None).atexit = False
 
     @property
     def is_current(self) -> bool:
@@ -108,7 +135,8 @@ class TaskThread:
         if self._closed:
             raise ClosedError(f"worker {self.name} is closed")
         if self._thread is None:
-            thread = threading.Thread(target=_serve, args=(self._inbox, self._on_error), name=self.name, daemon=True)
+            given = self._inbox, self._on_error, self._end
+            thread = threading.Thread(target=_serve, args=given, name=self.name, daemon=True)
             self._thread = thread
             try:
                 thread.start()
@@ -119,19 +147,20 @@ class TaskThread:
         self._inbox.put((work, args))
 
     def close(self) -> None:
-        """End the thread once it has run all that was submitted; safe to call twice."""
+        """End the thread once it has run all that was submitted; safe to call twice, also if interrupted."""
         self._closed = True
-        self._finalizer()
-        thread, self._thread = self._thread, None
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
+        self._inbox.put(None)
+        if self._thread is not None and not self.is_current:
+            self._end.wait()  # a join that Ctrl-C interrupts takes the thread for ended
+            self._thread.join()
+            self._thread = None
 
 
-def _serve(inbox: _Inbox, on_error: _OnError) -> None:
+def _serve(inbox: _Inbox, on_error: _OnError, end: threading.Event) -> None:
     while True:
         try:
             if (item := inbox.get()) is None:
-                return
+                return end.set()
             item[0](*item[1])
         except BaseException as error:
             _tell(error, on_error)

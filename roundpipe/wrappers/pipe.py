@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-import weakref
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Self
@@ -65,7 +65,6 @@ class RoundPipe(ModelView):
             check_wrappable(model, type(self).__name__)
             model = self._program_of(model)
         session = Session(model.model, optim_dtype, name, model_run_config, pin_model, devices)
-        weakref.finalize(self, session.release)
         # past __setattr__, which sets on the model once there is a session
         self.__dict__.update(
             _session=session, _runner=model.start(session), _program=model, training=model.model.training
@@ -327,19 +326,35 @@ class RoundPipe(ModelView):
         Speed in samples and tokens, seconds per round as measured and as predicted, where each worker's time went,
         bytes moved, memory of devices and host. ``print(model.report())`` shows it as a table.
         """
+        self._session.gates.board.check_here()
         return make_report(self._session)
 
     # Life
 
     def close(self) -> None:
-        """Wait for what is running, end all threads and give device memory back; safe to call twice."""
+        """Wait for what is running, end all threads and give device memory back; safe to call twice.
+
+        A context that ends does the same. Of a wrapper that is dropped, or open at the end of the program, updates that
+        were asked for are made first.
+
+        Raises:
+            Exception: what the last round or update raised after its call had returned, once everything is closed. If
+                another exception ends the context, that one is raised, with a note of this one. If the wrapper is
+                dropped, or the program ends, it can't be raised any more: Python prints it, or it is logged as an
+                error, and the program's exit code does not show it. So close a wrapper whose last step counts.
+        """
         self._session.close()
 
     def __enter__(self) -> RoundPipe:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except Exception as pending:
+            if error is None:
+                raise
+            error.add_note("roundpipe: close() raised after it:\n" + "".join(traceback.format_exception(pending)))
 
     # Copies
 

@@ -9,6 +9,7 @@ A model in parts has a runner for each of them, all on one session.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import logging
 import threading
@@ -192,6 +193,8 @@ class Session:
         self.writer = BackgroundWriter()
         self.log = RunLog()
         self.closed = False
+        self._is_released = False
+        _OPEN.add(self)
 
     def check_open(self) -> None:
         if self.closed:
@@ -227,24 +230,59 @@ class Session:
                     return
 
     def close(self) -> None:
-        """Wait for what is running and `release` everything; safe to call twice."""
-        self.engine.refuse_inside("close()")
-        try:
-            if not self.closed:
-                self.closed = True
-                self.release()
-        finally:
-            self.writer.wait()
+        """Wait for what is running and `release` everything; safe to call twice, also if interrupted."""
+        if self.gates.board.is_here:
+            self.engine.refuse_inside("close()")
+            self.closed = True
+            try:
+                self.engine.steps.wait_idle()
+            finally:
+                try:
+                    self.release()
+                finally:
+                    self.writer.wait()
+        self.closed = True
 
     def release(self) -> None:
-        """End all threads and give memory back, at the latest when the wrapper is collected."""
-        self.watch.end()
+        """End all threads and give memory back; then raise what the last step or update raised, unless it was seen."""
+        if self._is_released or not self.gates.board.is_here:
+            return
         try:
+            self.watch.end()
             self.optimizer.close()
-        finally:  # it raises what an update raised that nobody has seen
-            self.engine.close()
-            if self.host.registrar is not None:
-                self.host.registrar.close()
+        finally:
+            try:
+                self.engine.close()
+            finally:
+                if self.host.registrar is not None:
+                    self.host.registrar.close()
+        self._is_released = True
+
+    def __del__(self) -> None:
+        """The wrapper is gone. Whoever drops it waits for nothing; what is raised here, Python prints."""
+        if self.__dict__.get("_is_released", True):
+            return
+        is_in_use = self.engine.is_inside or self.optimizer.is_current or self.engine.running()
+        if is_in_use or not self.optimizer.is_idle:
+            threading.Thread(target=self.release, name=f"roundpipe-end {self.name}").start()
+        else:
+            self.release()
+
+
+_OPEN: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+@atexit.register
+def _release_all() -> None:
+    """Before the program ends: Python would stop threads in the middle of torch's code, which may end in a crash."""
+    for session in list(_OPEN):
+        for _ in range(2):  # once more after an interrupt
+            try:
+                session.release()
+            except Exception as error:  # too late to be raised
+                logger.error("%s: the last round or update failed", session.name, exc_info=error)
+            except BaseException:
+                continue
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,7 +202,7 @@ class Run:
         return problems
 
 
-def _alive_bytes() -> int:
+def alive_bytes() -> int:
     """Bytes of all tensors that Python can reach."""
     gc.collect()
     with warnings.catch_warnings():
@@ -233,11 +233,11 @@ def examine(case: Case) -> Outcome:
         run.clear_gradients()
         run.step()
         run.settle()
-        alive_before, threads_before = _alive_bytes(), threading.active_count()
+        alive_before, threads_before = alive_bytes(), threading.active_count()
         problems += _raise_and_look(run, case)
         run.step()  # buffers that an update needs are there again
         run.settle()
-        alive, threads = _alive_bytes(), threading.active_count()
+        alive, threads = alive_bytes(), threading.active_count()
         if alive > alive_before:
             problems.append(f"leak: {alive - alive_before} bytes more are alive")
         if threads > threads_before:

@@ -1,26 +1,34 @@
-"""Ctrl-C at any line of a step: ``python -m tests.faults.interrupts``.
+"""Ctrl-C at any moment of a step: ``python -m tests.faults.interrupts``.
 
-A trace function raises KeyboardInterrupt in the calling thread at one line of the library, as the handler of SIGINT
-would. Each case interrupts one step of training somewhere, then lets the caller go on. Afterwards:
+Each case interrupts one step of training somewhere, then lets the caller go on. Of a small model, a trace function
+raises KeyboardInterrupt in the calling thread at one line of the library. Of one with some tens of megabytes of
+weights, a signal does at one moment, most often while weights are copied; not inside ``step_fn``, where an optimizer is
+torn in eager mode, too. Afterwards:
 
     hang        nothing waits for ever
     torn        the weights are those before the update or those after it, all of them
+    stale       and a call without a `synchronize` before it sees the one or the other
     next call   the next step gives eager's loss and gradients
+    leak        as many bytes of tensors are alive, and as many threads run, as after a clean step
     unexpected  nothing else is raised than the interrupt
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import faulthandler
 import linecache
 import os
 import random
+import signal
 import sys
 import threading
+import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -31,11 +39,13 @@ from torch import nn
 from tqdm import tqdm
 
 import roundpipe
+from tests.faults.campaign import alive_bytes
 
 LIBRARY = str(Path(roundpipe.__file__).parent) + os.sep
 DEADLINE_S = 20.0
 WIDTH = 6
-RATE = 0.1
+LARGE_WIDTH = 1000
+PARTS = ("step", "synchronize", "all")
 
 
 @dataclass(frozen=True)
@@ -45,8 +55,15 @@ class Case:
     seed: int
     num_workers: int
     is_async: bool
+    part: str
+    """Of a step, what is interrupted by a signal; empty: any line of all of it."""
     line: int = -1
     place: str = ""
+
+    @property
+    def width(self) -> int:
+        """Of a layer."""
+        return LARGE_WIDTH if self.part else WIDTH
 
 
 def _takes_lock(frame: FrameType) -> bool:
@@ -82,37 +99,132 @@ class Interrupter:
         return self._trace
 
 
+class Alarm:
+    """Interrupts the main thread after some seconds, but not while ``may_interrupt`` says no."""
+
+    def __init__(self, seconds: float, may_interrupt: Callable[[], bool]) -> None:
+        self.seconds = seconds
+        self.place = ""
+        self.at = -1
+        self._may_interrupt = may_interrupt
+
+    def __enter__(self) -> Alarm:
+        self._before = signal.signal(signal.SIGALRM, self._ring)
+        signal.setitimer(signal.ITIMER_REAL, self.seconds)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, self._before)
+
+    def _ring(self, number: int, frame: FrameType | None) -> None:
+        if not self._may_interrupt():
+            signal.setitimer(signal.ITIMER_REAL, 1e-4)
+            return
+        assert frame is not None
+        self.place = f"{frame.f_code.co_filename.removeprefix(LIBRARY)}:{frame.f_lineno} {frame.f_code.co_name}"
+        raise KeyboardInterrupt
+
+
 class Run:
     """One model and its eager twin."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
         torch.manual_seed(case.seed)
-        self.model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))).double()
+        width = case.width
+        self.rate = 0.1 / width
+        self.model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3))).double()
         self.twin = copy.deepcopy(self.model)
-        self.x, self.label = (torch.randn(6, WIDTH, dtype=torch.float64) for _ in range(2))
+        self.x, self.label = (torch.randn(6, width, dtype=torch.float64) for _ in range(2))
+        self.updating: int | None = None
+        """The thread that runs ``step_fn``."""
         config = roundpipe.RoundPipeRunConfig(num_microbatch=2)
         self.pipe = roundpipe.RoundPipe(self.model, devices=["cpu"] * case.num_workers, model_run_config=config)
-        self.optimizer = torch.optim.SGD(self.pipe.optim_parameters(), lr=RATE)
+        self.optimizer = torch.optim.SGD(self.pipe.optim_parameters(), lr=self.rate)
 
     @staticmethod
     def loss(outputs: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         """Of a microbatch."""
         return (outputs - label).square().sum()
 
-    def step(self) -> None:
-        """One step of training, waited for."""
+    def step(self, interrupter: Any = None) -> float:
+        """One step of training, waited for; returns how long the part took that ``interrupter`` may interrupt."""
+        part = self.case.part or "all"
+        began_s = time.perf_counter()
+        with contextlib.ExitStack() as stack:
+            for name in ("forward_backward", "step", "synchronize"):
+                if name == ("forward_backward" if part == "all" else part):
+                    began_s = time.perf_counter()
+                    stack.enter_context(interrupter or contextlib.nullcontext())
+                getattr(self, f"_{name}")()
+        return time.perf_counter() - began_s
+
+    def _forward_backward(self) -> None:
         self.pipe.forward_backward((self.x,), label=self.label, loss_fn=self.loss)
-        self.pipe.step(lambda: (self.optimizer.step(), self.optimizer.zero_grad()), is_async=self.case.is_async)
+
+    def _step(self) -> None:
+        self.pipe.step(self._update, is_async=self.case.is_async)
+
+    def _synchronize(self) -> None:
         self.pipe.synchronize()
+
+    def _update(self) -> None:
+        self.updating = threading.get_ident()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.updating = None
+
+    def interrupter(self, rng: random.Random) -> Any:
+        """What interrupts the next step somewhere."""
+        if self.case.part:
+            return Alarm(rng.random() * self.step(), lambda: self.updating != threading.get_ident())
+        with Interrupter() as counter:
+            self.step()
+        return Interrupter(rng.randrange(counter.count))
+
+    def check_next_call(self) -> list[str]:
+        """Whether loss and gradients of a step on the present weights are eager's."""
+        self.pipe.zero_grad()
+        self.optimizer.zero_grad()
+        self.pipe.synchronize()
+        self.twin.load_state_dict(self.model.state_dict())
+        self.twin.zero_grad()
+        expected = self.loss(self.twin(self.x), self.label)
+        expected.backward()
+        loss = self.pipe.forward_backward((self.x,), label=self.label, loss_fn=self.loss)
+        self.pipe.synchronize()
+        pairs = list(zip(self.model.parameters(), self.twin.parameters(), strict=True))
+        is_same = torch.allclose(loss, expected.detach()) and all(
+            one.grad is not None and other.grad is not None and torch.allclose(one.grad, other.grad)
+            for one, other in pairs
+        )
+        return [] if is_same else ["next call: not eager's"]
+
+    def check_weights(self) -> list[str]:
+        """Whether the model's weights are those before the step or those after it."""
+        with torch.no_grad():
+            called = self.pipe(self.x)
+            before = self.twin(self.x)
+            self.pipe.synchronize()
+            is_before = self.equals_twin()
+            self.eager_step()
+            after = self.twin(self.x)
+        problems = []
+        if not is_before and not self.equals_twin():
+            problems.append("torn: the weights are neither those before the update nor those after it")
+        if not torch.allclose(called, before) and not torch.allclose(called, after):
+            problems.append("stale: a call saw neither the weights before the update nor those after it")
+        return problems
 
     def eager_step(self) -> None:
         """The twin's update from its present weights."""
         self.twin.zero_grad()
-        self.loss(self.twin(self.x), self.label).backward()
+        with torch.enable_grad():
+            self.loss(self.twin(self.x), self.label).backward()
         with torch.no_grad():
             for parameter in self.twin.parameters():
-                parameter -= RATE * parameter.grad  # type: ignore[operator]
+                parameter -= self.rate * parameter.grad  # type: ignore[operator]
 
     def equals_twin(self) -> bool:
         """Whether all weights are the twin's."""
@@ -123,7 +235,7 @@ class Run:
 def draw_case(seed: int) -> Case:
     """A random case."""
     rng = random.Random(seed)
-    return Case(seed, rng.randint(1, 3), rng.random() < 0.5)
+    return Case(seed, rng.randint(1, 3), rng.random() < 0.5, rng.choice(("", *PARTS)))
 
 
 def examine(case: Case) -> tuple[Case, list[str]]:
@@ -131,46 +243,42 @@ def examine(case: Case) -> tuple[Case, list[str]]:
     run = Run(case)
     problems: list[str] = []
     try:
-        run.step()
-        with Interrupter() as counter:
+        for _ in range(2 * case.num_workers):  # each of them has run each stage then
+            problems += run.check_next_call()
             run.step()
-        for _ in range(2):
-            run.eager_step()
+        run.twin.load_state_dict(run.model.state_dict())
+        interrupter = run.interrupter(random.Random(case.seed + 1))
+        run.eager_step()
         if not run.equals_twin():
-            return case, ["unexpected: a clean step is not eager's"]
-        interrupter = Interrupter(random.Random(case.seed + 1).randrange(counter.count))
+            problems.append("unexpected: a clean step is not eager's")
+        bytes_before, threads_before = alive_bytes(), threading.active_count()
         try:
-            with interrupter:
-                run.step()
+            run.step(interrupter)
         except KeyboardInterrupt:
             pass
         case = Case(**{**asdict(case), "line": interrupter.at, "place": interrupter.place})
-        run.pipe.synchronize()
-        if not run.equals_twin():
-            run.eager_step()
-            if not run.equals_twin():
-                problems.append("torn: the weights are neither those before the update nor those after it")
-        run.pipe.zero_grad()
-        run.optimizer.zero_grad()
-        run.pipe.synchronize()
-        run.twin.load_state_dict(run.model.state_dict())
+        problems += run.check_weights()
+        problems += run.check_next_call()
+        run.step()  # takes the gradients, and makes again what an update needs
         run.twin.zero_grad()
-        expected = run.loss(run.twin(run.x), run.label)
-        expected.backward()
-        loss = run.pipe.forward_backward((run.x,), label=run.label, loss_fn=run.loss)
-        run.pipe.synchronize()
-        pairs = list(zip(run.model.parameters(), run.twin.parameters(), strict=True))
-        if not torch.allclose(loss, expected.detach()) or not all(
-            one.grad is not None and other.grad is not None and torch.allclose(one.grad, other.grad)
-            for one, other in pairs
-        ):
-            problems.append("next call: not eager's")
+        run.eager_step()
+        problems += _leaks(bytes_before, threads_before)
     except BaseException as error:
         problems.append(f"unexpected: {type(error).__name__}: {error}")
     finally:
         sys.settrace(None)
         run.pipe.close()
     return case, problems
+
+
+def _leaks(bytes_before: int, threads_before: int) -> list[str]:
+    """What is more than before, once the workers have let go of the last step."""
+    for _ in range(20):
+        num_bytes, num_threads = alive_bytes(), threading.active_count()
+        if num_bytes <= bytes_before and num_threads <= threads_before:
+            return []
+        time.sleep(0.05)
+    return [f"leak: {num_bytes} bytes for {bytes_before}, {num_threads} threads for {threads_before}"]
 
 
 def _watch(seed: int) -> threading.Timer:

@@ -96,6 +96,7 @@ class Engine(Steps):
         """
         if self._closed:
             raise ClosedError("the model was closed; compile it again to go on")
+        self.steps.board.check_here()
         self._callers.add(threading.get_ident())
         busy = [worker for worker in self._workers if spec.schedule.tasks(worker.index)]
         gradients = gradients or [{} for _ in values]
@@ -132,6 +133,7 @@ class Engine(Steps):
         return any(worker.is_current for worker in self._workers) or (of_autograd and bool(self.running()))
 
     def refuse_inside(self, what: str) -> None:
+        self.steps.board.check_here()
         if self.is_inside:
             raise ConfigError(
                 f"{what} was called by a layer, a loss_fn or a hook of the same model, and would wait for the round "
@@ -183,11 +185,14 @@ class Engine(Steps):
         return [backend.peak_bytes(reset) for backend in self.backends]
 
     def close(self) -> None:
-        """Cancel what is running, end the threads and give the devices' memory back; safe to call twice."""
-        if self._closed:
-            return
+        """Cancel what is running, end the threads, give the devices' memory back, raise what is pending.
+
+        Safe to call twice, also if interrupted.
+        """
         self._closed = True
         for step in self.running():
+            step.is_unattended &= step.failed  # what is cancelled here is nobody's error
             step.cancel(ClosedError("the model was closed while a round was running"))
         for worker in self._workers:
             worker.close()
+        self.raise_pending()

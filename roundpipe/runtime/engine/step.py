@@ -350,8 +350,7 @@ class RunningSteps:
         self.board.wait(lambda: running[0] is step, who, "the end of the step before")
 
     def now(self) -> list[StepState]:
-        with self.board.lock:
-            return list(self._running)
+        return list(self._running) if self.board.is_here else []
 
     def wait_idle(self) -> None:
         """Return when the steps that are running now are over."""

@@ -13,7 +13,8 @@ so that for SGD ``W[k] = W[k-1] - lr * grad(W[max(k-2, 0)])``.
 
 Invariant: a gradient is in one place, the model's ``.grad`` or the copy's, until `synchronize` shows it: then the
 model's ``.grad`` is a view of the copy's, taken back at the next call (`begin_call`) with what the user did to it.
-Weights are copied in place, never re-bound: devices read the same memory.
+Weights are copied in place, never re-bound: devices read the same memory. The optimizer's thread does all copying
+between the two, also where the caller waits for it: no Ctrl-C, which is raised in the caller, stops it halfway.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -64,7 +64,6 @@ class OptimizerSide:
         self._deadline_s = deadline_s
         self._scalers = ScalerScope()
         self._thread = TaskThread(f"roundpipe-optimizer-{name}")
-        self._finalizer = weakref.finalize(self, self._thread.close)
         self.num_steps = 0
         """Steps made so far, asynchronous ones as soon as they are asked for."""
         self.log = HostLog(OPTIMIZER)
@@ -73,6 +72,7 @@ class OptimizerSide:
         self._update: Update | None = None
         self._error: BaseException | None = None
         self._weights_changed = False
+        """Whether the copies are newer than the model's weights, or were when a hand-over began that is not over."""
         self._gradients_due = False
         self._is_settled = True
         """Whether nothing was called or stepped since the last `synchronize`."""
@@ -123,70 +123,109 @@ class OptimizerSide:
         for pair in pairs:
             if pair.is_frozen and pair.copy is not None:
                 pair.copy.grad = None
-        update = functools.partial(step_fn, *args, **(kwargs or {}))
-        if is_async:
-            self._submit(pairs, update)
-            return
-        self._scalers.begin_step()
-        self._gradients_due = False
-        self.num_steps += 1
-        self._exchange(pairs)
+        call = functools.partial(step_fn, *args, **(kwargs or {}))
+        num_steps, scales = self.num_steps, self._scalers.state()
+        update = Update(f"update {num_steps + 1}")
         try:
-            self._call(update, self.num_steps)
-        finally:
-            self._weights_changed = False
-            self._hand_over.write_weights(pairs)
-            self._scalers.publish()
-        self._runner.warn_if_idle()
-
-    def _submit(self, pairs: list[ParameterPair], step_fn: Callable[[], object]) -> None:
-        """Hand an update to the optimizer's thread, or, if interrupted, leave all as it was before the step."""
-        steps, update = self._steps.running(), Update(self.num_steps + 1)
-        due, scales = self._gradients_due, self._scalers.state()
-        try:
-            self._gates.close([pair.parameter for pair in pairs])
             self._scalers.begin_step()
             self._gradients_due = False
-            self.num_steps, self._update = update.index, update
-            self._thread.submit(self._run_update, update, pairs, steps, step_fn)
+            self.num_steps = num_steps + 1
+            if is_async:
+                self._submit(update, self._update_behind, pairs, self._steps.running(), call, self.num_steps)
+            else:
+                self._update_now(update, pairs, call)
         except BaseException:
-            if update.claim.acquire(blocking=False):  # otherwise the thread has it, and the step is made
+            if update.take_back():  # interrupted before `step_fn`: no step was made
                 self._scalers.restore(scales)
-                self._gradients_due = due
-                self.num_steps = update.index - 1
-                self._end(update)
-                self._gates.open([pair.parameter for pair in pairs])
+                self._gradients_due = True
+                self.num_steps = num_steps
+            raise
+        self._runner.warn_if_idle()
+
+    def _update_now(self, update: Update, pairs: Sequence[ParameterPair], step_fn: Callable[[], object]) -> None:
+        """An update in the calling thread."""
+        self._exchange(pairs)
+        try:
+            update.claim.acquire()
+            self._call(step_fn, self.num_steps)
+        finally:
+            self._weights_changed = True
+            self._wait_for(pairs, self._write_now)
+            self._scalers.publish()
+
+    def _update_behind(
+        self, pairs: Sequence[ParameterPair], steps: Sequence[ParameterUse], step_fn: Callable[[], object], index: int
+    ) -> None:
+        """An asynchronous update, in the optimizer's thread; none on the gradients of a step that failed."""
+        self._exchange_now(pairs, steps)
+        if not any(step.failed for step in steps):
+            self._call(step_fn, index)
+
+    def _submit(self, task: Update, work: Callable[..., None], pairs: Sequence[ParameterPair], *args: Any) -> None:
+        """Have the optimizer's thread do something with parameters that no later step touches meanwhile.
+
+        If this is interrupted, it is either done none the less, or never begun.
+        """
+        parameters = [pair.parameter for pair in pairs]
+        try:
+            self._gates.close(parameters)
+            self._update = task
+            self._thread.submit(self._do, task, parameters, functools.partial(work, pairs, *args))
+        except BaseException:
+            if task.take_back():
+                self._end(task, parameters)
             raise
 
-    def _run_update(
-        self, update: Update, pairs: list[ParameterPair], steps: Sequence[ParameterUse], step_fn: Callable[[], object]
-    ) -> None:
-        """One asynchronous update, in the optimizer thread; none on the gradients of a step that failed."""
-        if not update.claim.acquire(blocking=False):
+    def _do(self, task: Update, parameters: Sequence[torch.Tensor], work: Callable[[], None]) -> None:
+        if not task.claim.acquire(blocking=False):
             return
         try:
-            self._exchange(pairs, steps)
-            if not any(step.failed for step in steps):
-                self._call(step_fn, update.index)
+            work()
         except BaseException as error:  # raised again in the training thread
             self._error = error
         finally:
-            self._end(update)
+            self._end(task, parameters)
 
-    def _end(self, update: Update) -> None:
+    def _end(self, task: Update, parameters: Sequence[torch.Tensor]) -> None:
+        self._gates.open(parameters)
         with self._gates.board.lock:
-            update.is_done = True
+            task.is_done = True
             self._gates.board.notify()
 
     def _call(self, step_fn: Callable[[], object], index: int) -> None:
         self._weights_changed = True
         self._runner.run(step_fn, index, self.parameter_pairs())
 
-    def _exchange(self, pairs: list[ParameterPair], steps: Sequence[ParameterUse] = ()) -> None:
-        """Latest weights into the model, gradients out of it, once the steps are done with them."""
-        changed, self._weights_changed = self._weights_changed, False
+    def _wait_for(self, pairs: Sequence[ParameterPair], work: Callable[..., None], *args: Any) -> None:
+        """Have the optimizer's thread do something with these, and wait until it is done."""
+        if pairs:
+            task = Update("a hand-over", is_update=False)
+            self._submit(task, work, pairs, *args)
+            self._gates.board.wait(lambda: task.is_done, "the caller", task.name)
+            self.raise_pending()
+
+    def _exchange(self, pairs: Sequence[ParameterPair], shows_gradients: bool = False) -> None:
+        """Latest weights into the model, gradients out of it, or into it again to be shown."""
         # inside step_fn a loss of two forwards is evaluated on weights that stay as they are
-        self._hand_over.exchange(pairs, steps, weights_changed=changed, only_behind=self._runner.is_inside)
+        self._wait_for(pairs, self._exchange_now, (), self._runner.is_inside, shows_gradients)
+
+    def _exchange_now(
+        self,
+        pairs: Sequence[ParameterPair],
+        steps: Sequence[ParameterUse] = (),
+        only_behind: bool = False,
+        shows_gradients: bool = False,
+    ) -> None:
+        """The same in the optimizer's thread, once the steps are done with the parameters."""
+        self._hand_over.exchange(pairs, steps, weights_changed=self._weights_changed, only_behind=only_behind)
+        self._weights_changed = False
+        for pair in pairs if shows_gradients else ():
+            if not pair.is_frozen:
+                pair.show_gradient()
+
+    def _write_now(self, pairs: Sequence[ParameterPair]) -> None:
+        self._hand_over.write_weights(pairs)
+        self._weights_changed = False
 
     def begin_call(self, adds_gradients: bool = True) -> None:
         """A call into the model begins: raise what ``step_fn`` raised, take back gradients that were shown.
@@ -195,7 +234,9 @@ class OptimizerSide:
         """
         if self._closed:
             raise ClosedError(f"{self._name} was closed; make a new one to go on")
-        has_update = self._update is not None and not self._update.is_done
+        if self._update is not None and not self._update.is_update:  # of a call that was interrupted
+            self.wait("a call")
+        has_update = not self.is_idle
         if self._runner.is_inside:  # an optimizer evaluates the loss, on its present weights
             if has_update:
                 raise ConfigError(
@@ -234,7 +275,17 @@ class OptimizerSide:
         update = self._update
         if update is None or update.is_done or self._runner.is_inside:
             return True
-        return self._gates.board.wait(lambda: update.is_done, waiter, f"update {update.index}", self._deadline_s)
+        return self._gates.board.wait(lambda: update.is_done, waiter, update.name, self._deadline_s)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the optimizer's thread has nothing to do."""
+        return self._update is None or self._update.is_done
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the calling code runs in the optimizer's thread."""
+        return self._thread.is_current
 
     def raise_pending(self) -> None:
         """Raise, once, what the previous asynchronous ``step_fn`` raised; does not wait for it."""
@@ -252,7 +303,7 @@ class OptimizerSide:
         if not self.wait_update(waiter):
             running_s = time.monotonic() - update.began_s
             raise DeadlockError(
-                f"{waiter} of {self._name} waits for update {update.index} in thread {self._thread.name}, which has "
+                f"{waiter} of {self._name} waits for {update.name} in thread {self._thread.name}, which has "
                 f"been running for {running_s:.0f} s (deadline {self._deadline_s:.0f} s)"
             )
         self._update = None
@@ -279,12 +330,9 @@ class OptimizerSide:
             self._weights_changed = True
         pairs = self._pairs.with_copies()
         self._gradients_due |= any(pair.parameter.grad is not None and not pair.is_frozen for pair in pairs)
-        self._exchange(pairs)
+        self._exchange(pairs, shows_gradients=True)
         if not self._gradients_due:
             self._scalers.publish()
-        for pair in pairs:
-            if not pair.is_frozen:
-                pair.show_gradient()
         self._is_settled = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -305,7 +353,7 @@ class OptimizerSide:
 
     def before_load(self) -> None:
         """Part of the model is about to be loaded: nothing may be on its way into it. Cheap if nothing is."""
-        if not self._is_settled:
+        if not self._is_settled and self._gates.board.is_here:
             self.synchronize()
 
     def after_load(self, named_parameters: NamedParameters) -> None:
@@ -315,8 +363,7 @@ class OptimizerSide:
 
     def close(self) -> None:
         """Wait for the running update, end the thread, raise what is pending; safe to call twice."""
-        if not self._closed:
-            self.wait("close()")
-            self._closed = True
-            self._finalizer()
+        self.wait("close()")
+        self._closed = True
+        self._thread.close()
         self.raise_pending()

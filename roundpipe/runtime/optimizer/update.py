@@ -52,15 +52,21 @@ class OptimizerCtx:
 
 @dataclass(slots=True, eq=False)
 class Update:
-    """One asynchronous update."""
+    """One asynchronous update, or a hand-over alone, for the optimizer's thread."""
 
-    index: int
-    """Of the step, counted from 1."""
+    name: str
+    is_update: bool = True
     began_s: float = field(default_factory=time.monotonic)
     is_done: bool = False
     """Changed under the board's lock."""
     claim: threading.Lock = field(default_factory=threading.Lock)
-    """Whoever gets it decides: the optimizer's thread runs the update, an interrupted `step` takes it back."""
+    """Taken by whoever runs it."""
+    _is_taken_back: bool = False
+
+    def take_back(self) -> bool:
+        """Whether nobody has begun it; then nobody will."""
+        self._is_taken_back = self._is_taken_back or self.claim.acquire(blocking=False)
+        return self._is_taken_back
 
 
 class UpdateRunner:
@@ -166,26 +172,23 @@ class HandOver:
         groups = _groups_by_turn(pairs, steps)
         to_write = deque(sorted(groups, key=lambda group: group.turn[0]))
         to_take = deque(sorted(groups, key=lambda group: group.turn[1]))
-        try:
-            while to_write or to_take:
-                if to_write and to_write[0].is_uploaded():
-                    group = to_write.popleft().pairs
-                    if weights_changed:
-                        self.write_weights([pair for pair in group if pair.is_behind] if only_behind else group)
-                    self._gates.weights.open(pair.parameter for pair in group)
-                elif to_take and to_take[0].is_added():
-                    group = to_take.popleft().pairs
-                    if not any(step.failed for step in steps):
-                        with self._log.doing("hand-over", "gradients to the optimizer", bytes=_model_bytes(group)):
-                            for pair in group:
-                                if not pair.is_frozen:
-                                    pair.take_gradient()
-                    self._gates.gradients.open(pair.parameter for pair in group)
-                else:
-                    with self._log.doing("waits", "wait for uploads" if to_write else "wait for gradients"):
-                        self._wait(to_write[0] if to_write else None, to_take[0] if to_take else None)
-        finally:
-            self._gates.open([pair.parameter for pair in pairs])
+        while to_write or to_take:
+            if to_write and to_write[0].is_uploaded():
+                group = to_write.popleft().pairs
+                if weights_changed:
+                    self.write_weights([pair for pair in group if pair.is_behind] if only_behind else group)
+                self._gates.weights.open(pair.parameter for pair in group)
+            elif to_take and to_take[0].is_added():
+                group = to_take.popleft().pairs
+                if not any(step.failed for step in steps):
+                    with self._log.doing("hand-over", "gradients to the optimizer", bytes=_model_bytes(group)):
+                        for pair in group:
+                            if not pair.is_frozen:
+                                pair.take_gradient()
+                self._gates.gradients.open(pair.parameter for pair in group)
+            else:
+                with self._log.doing("waits", "wait for uploads" if to_write else "wait for gradients"):
+                    self._wait(to_write[0] if to_write else None, to_take[0] if to_take else None)
 
     def _wait(self, to_write: _Group | None, to_take: _Group | None) -> None:
         """Until gradients can be taken or, once all of its uploads have begun, weights can be written."""

@@ -180,13 +180,14 @@ class ParameterPair:
         """End `show_gradient`; the user's changes of the model's ``.grad`` hold for the copy's."""
         if self.shown is None or self.copy is None:
             return
-        (shown, version, of_copy), self.shown = self.shown, None
-        gradient, self.parameter.grad = self.parameter.grad, None
-        is_written = self.copy.grad is of_copy and shown is not of_copy and shown._version != version
-        if gradient is None:
-            self.copy.grad = None
-        elif gradient is not shown or is_written:
-            self.copy.grad = self._converted(gradient)
+        shown, version, of_copy = self.shown
+        given, gradient = self.parameter.grad, self.copy.grad
+        is_written = gradient is of_copy and shown is not of_copy and shown._version != version
+        if given is None:
+            gradient = None
+        elif given is not shown or is_written:
+            gradient = self._converted(given)
+        self.copy.grad, self.parameter.grad, self.shown = gradient, None, None  # at once: calls may be interrupted
 
 
 class MasterWeights:
@@ -256,9 +257,9 @@ class MasterWeights:
     def gradients_aside(self) -> Iterator[None]:
         """While open, the model has no gradients."""
         originals = [(pair.parameter, pair.parameter.grad) for pair in self._pairs]
-        for parameter, _ in originals:
-            parameter.grad = None
         try:
+            for parameter, _ in originals:
+                parameter.grad = None
             yield
         finally:
             for parameter, gradient in originals:
