@@ -65,13 +65,28 @@ class LayerCost:
     """Bytes of all parameters and buffers that an upload brings."""
     gradient_bytes: int = 0
     activation_bytes: int = 0
-    """Bytes that autograd keeps between its forward and its backward, its weights not counted."""
+    """Bytes between its forward and its backward: its results, and what autograd keeps, weights not counted."""
     workspace_bytes: int = 0
     """Largest number of bytes that its forward holds at once without autograd, its inputs not counted."""
     carry_bytes: int = 0
     """Bytes of the values live at the cut behind it."""
     temporary_bytes: int = 0
-    """Bytes that come and go while it runs with autograd, beside what is kept: 0 where no device accounts for them."""
+    """Largest number of bytes that come and go while it and its backward run, beside what is kept."""
+
+    @property
+    def training_bytes(self) -> int:
+        """Largest number of bytes that its forward with autograd and its backward hold at once."""
+        return self.activation_bytes + self.temporary_bytes
+
+    def with_memory_of(self, other: LayerCost) -> LayerCost:
+        """The cost, with the activations, the memory in use and the values at the cut of another."""
+        return replace(
+            self,
+            activation_bytes=other.activation_bytes,
+            workspace_bytes=other.workspace_bytes,
+            carry_bytes=other.carry_bytes,
+            temporary_bytes=other.temporary_bytes,
+        )
 
     def scaled(self, factor: float) -> LayerCost:
         """The cost for a microbatch ``factor`` times the example's size; weights stay."""

@@ -22,6 +22,7 @@ from roundpipe.core.contexts import contextmanager
 from roundpipe.effects import places
 from roundpipe.effects.places import REGISTERED, Place, contents, holds_tensors, same_contents
 from roundpipe.effects.reach import EVERYTHING, Limits, StateWalk
+from roundpipe.effects.uses import reached_by
 
 _CONTAINERS = frozenset(places.CONTAINERS)
 _SYMBOLIC = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -301,10 +302,38 @@ def _is_expected(place: Place, expected: PlaceValues) -> bool:
     )
 
 
+class _Holder(nn.Module):
+    """Where a snapshot finds a function."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self) -> Any:
+        return self.function()
+
+
+class CodeSnapshot:
+    """What some modules can change in Python, and a function, with the attributes of all objects that it names."""
+
+    def __init__(self, modules: Iterable[nn.Module], function: Any = None) -> None:
+        self._python = PythonSnapshot(modules if function is None else (*modules, _Holder(function)))
+        objects = () if function is None else reached_by(function)
+        dicts = (getattr(value, "__dict__", None) for value in objects)
+        self._attributes = [(held, dict(held)) for held in dicts if isinstance(held, dict)]
+
+    def restore(self) -> None:
+        self._python.restore()
+        for now, before in self._attributes:
+            if now.keys() != before.keys() or any(now[name] is not value for name, value in before.items()):
+                now.clear()
+                now.update(before)
+
+
 @contextmanager
-def python_restored(model: nn.Module) -> Iterator[None]:
-    """Whatever a model's code does inside, such as to put fakes into a cache, is taken back."""
-    snapshot = PythonSnapshot(model.modules())
+def python_restored(model: nn.Module, function: Any = None) -> Iterator[None]:
+    """Whatever the code of a model and a function does inside, such as to put fakes into a cache, is taken back."""
+    snapshot = CodeSnapshot(model.modules(), function)
     try:
         yield
     finally:

@@ -8,7 +8,6 @@ Invariant: counting changes nothing; views cost nothing; memory given from outsi
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -16,24 +15,21 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from roundpipe.core import trees
+from roundpipe.core.allocations import Allocations
 from roundpipe.core.contexts import contextmanager
-from roundpipe.fx.fakes import TorchDispatchMode
 
 GATHERING = frozenset({"embedding", "index_select", "gather", "index", "take_along_dim"})
 """Operators that read only as much of their source as they return."""
 
 
-class Tally(TorchDispatchMode):
+class Tally(Allocations):
     """What kernels did: FLOPs, bytes moved, and the peak of the memory that they allocate."""
 
     def __init__(self, inputs: Iterable[torch.Tensor] = ()) -> None:
-        super().__init__()
+        super().__init__(inputs)
         self.flops = 0
         self.moved_bytes = 0
         self.num_kernels = 0
-        self.live_bytes = 0
-        self.peak_bytes = 0
-        self.known: dict[int, Any] = {tensor.untyped_storage()._cdata: None for tensor in inputs}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -50,24 +46,8 @@ class Tally(TorchDispatchMode):
         sources = outputs if func._opname in GATHERING else inputs
         self.num_kernels += 1
         self.moved_bytes += sum(map(_bytes, (*sources, *outputs)))
-        for tensor in outputs:
-            self._allocated(tensor)
+        self.count(outputs, inputs)
         return result
-
-    def _allocated(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self.known:
-            return
-        size = int(storage.nbytes())
-
-        def freed(_: Any) -> None:
-            self.live_bytes -= size
-            self.known.pop(key, None)
-
-        self.known[key] = weakref.ref(storage, freed)
-        self.live_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -34,7 +34,6 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, StatelessSymbolicContext
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from roundpipe.core import trees
 from roundpipe.core.contexts import contextmanager
@@ -276,6 +275,23 @@ class FakeWorld:
         sizes = tuple(expression_of(size) for size in fake.shape)
         self.inputs.append(InputSizes(path, leaf.dtype, leaf.requires_grad, sizes))
         return fake
+
+
+def static_mode() -> FakeTensorMode:
+    """Where fakes have plain numbers as sizes."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_of(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A fake on a device of the size and kind of a tensor, wherever that is; a leaf of autograd."""
+    with torch.no_grad():
+        sizes = tensor.shape, tensor.stride()
+        fake = FakeTensor(mode, torch.empty_strided(*sizes, dtype=tensor.dtype, device="meta"), device)
+    if tensor.requires_grad:
+        fake.requires_grad_()
+    if isinstance(tensor, nn.Parameter):
+        fake._is_param = True  # what isinstance(fake, nn.Parameter) asks
+    return fake
 
 
 def make_twin(model: nn.Module, fake_of: Mapping[torch.Tensor, torch.Tensor]) -> tuple[nn.Module, dict[nn.Module, str]]:

@@ -67,7 +67,9 @@ class StageCosts:
         self._gradient_bytes = list(accumulate((cost.gradient_bytes for cost in costs), initial=0))
         self._activation_bytes = list(accumulate((cost.activation_bytes for cost in costs), initial=0))
         self._carry_bytes = [cost.carry_bytes for cost in costs]
-        self._has_temporaries = any(cost.temporary_bytes for cost in costs)
+        ends = zip(self._activation_bytes[1:], costs, strict=True)
+        self._peaks = _RangeMaximum([kept + cost.temporary_bytes for kept, cost in ends])
+        """What all layers up to one keep, and what comes and goes in that one."""
         self._maxima: dict[str, _RangeMaximum] = {}
         self._known: dict[tuple[str, int, int], StageCost] = {}
 
@@ -79,19 +81,15 @@ class StageCosts:
 
     def working_bytes(self, phase: StagePhase, start: int, stop: int) -> int:
         carry_in, carry_out = self._carry_bytes[start - 1 if start else 0], self._carry_bytes[stop - 1]
-        if phase == "U":
-            # The fused tail hands on only gradients of the values it takes. What the last layer makes is there once:
-            # while the loss is computed, and then as its gradients.
-            boundary_bytes = BOUNDARY_BUFFERS * carry_in + carry_out
+        if phase == "U":  # what the last layer makes, and its gradients, are counted with that layer
+            boundary_bytes = BOUNDARY_BUFFERS * carry_in
         else:
             boundary_bytes = BOUNDARY_BUFFERS * (carry_in if carry_in > carry_out else carry_out)
         if phase == "F":
             return self._most("workspace_bytes", start, stop) + boundary_bytes
-        if self._has_temporaries:
-            boundary_bytes += self._most("temporary_bytes", start, stop)
         if phase == "B" and self.grain == "layer":
-            return self._most("activation_bytes", start, stop) + boundary_bytes
-        return self._activation_bytes[stop] - self._activation_bytes[start] + boundary_bytes
+            return self._most("training_bytes", start, stop) + boundary_bytes
+        return self._peaks.of(start, stop) - self._activation_bytes[start] + boundary_bytes
 
     def _most(self, name: str, start: int, stop: int) -> int:
         """What the layer needs that needs the most, where only one is active at a time."""

@@ -20,6 +20,7 @@ from roundpipe.core.layers import LayerChain, LayerCost
 from roundpipe.core.schedule import ExecutePlan
 from roundpipe.fx.passes.cost import DeviceProfile
 from roundpipe.fx.passes.lower import LowerOptions, lower
+from roundpipe.fx.passes.memory import Loss, measure_memory
 from roundpipe.fx.trace.tracer import trace
 from roundpipe.planning.machine import HardwareProfile
 from roundpipe.planning.simulator import Simulation, simulate_timeline, steady
@@ -28,7 +29,7 @@ from roundpipe.reports.memory import DeviceMemory, HostMemory
 from roundpipe.reports.timeline import Timeline
 from roundpipe.runtime.config import RecomputeGrain, RoundPipeRunConfig, resolve
 from roundpipe.runtime.device.accelerator import PLANNED_SHARE
-from roundpipe.runtime.engine.plan_choice import PlanChooser, times_the_example, with_temporaries
+from roundpipe.runtime.engine.plan_choice import PlanChooser, times_the_example
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.tools.comparison import Setting
 from roundpipe.tools.device_data import DeviceSpec, Efficiency
@@ -111,6 +112,15 @@ class Layers:
     device_costs: tuple[LayerCost, ...]
     notes: tuple[str, ...]
     """What the figures leave out."""
+    known_memory: dict[int, list[LayerCost] | None] = field(default_factory=dict)
+
+    def memory(self, microbatch: int) -> list[LayerCost] | None:
+        """Costs with the memory for a microbatch of so many samples; None if the layers can't run on fakes."""
+        if microbatch not in self.known_memory:
+            kwargs = self.target.kwargs_for(microbatch)
+            loss = Loss(lambda outputs, _: outputs.loss, None) if self.target.has_loss else None
+            self.known_memory[microbatch] = measure_memory(self.chain, (), kwargs, loss)
+        return self.known_memory[microbatch]
 
     @classmethod
     def of(cls, target: Target, num_samples: int, machine: Machine) -> Layers:
@@ -195,19 +205,24 @@ def forecast_at(layers: Layers, machine: Machine, training: Training, *, simulat
     config = resolve(options, None, num_devices=machine.num_devices)
     call = Call(chain, config, [()] * number, [kwargs] * number, [None] * number, number)
     factor = times_the_example(chain, call.elements())
-    costs = tuple(with_temporaries([cost.scaled(factor) for cost in layers.device_costs]))
+    costs = tuple(cost.scaled(factor) for cost in layers.device_costs)
+    memory = layers.memory(training.microbatch)
+    if memory is not None:
+        costs = tuple(cost.with_memory_of(other) for cost, other in zip(costs, memory, strict=True))
+    plans = PlanChooser(machine.num_devices, [machine.budget_bytes], accelerators=True, measure=lambda call: memory)
+    plans.measure_memory(call)
     setting = _setting(costs, machine, training)
     reasons, plan, simulation = [], None, None
     stages: dict[str, DeviceMemory] = {}
     try:
-        plan = PlanChooser(machine.num_devices, [machine.budget_bytes], accelerators=True).plan(call)
+        plan = plans.plan(call)
     except DeviceMemoryError as error:
         reasons.append(str(error))
     else:
-        memory = device_memory(training_stages(plan, StageCosts(costs, grain)), machine.num_devices)
-        stages = {name: need for (name, _), need in zip(plan.named_stages(), memory, strict=True)}
+        needs = device_memory(training_stages(plan, StageCosts(costs, grain)), machine.num_devices)
+        stages = {name: need for (name, _), need in zip(plan.named_stages(), needs, strict=True)}
         simulation = setting.simulate(plan) if simulated else None
-        needed_bytes = max(need.total for need in memory)
+        needed_bytes = max(need.total for need in needs)
         if needed_bytes > machine.budget_bytes:
             reasons.append(
                 f"a device needs {needed_bytes:,} bytes with what comes and goes within layers, and its budget is "

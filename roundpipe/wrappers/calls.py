@@ -18,6 +18,7 @@ be, which a backward reaches, and which ``torch.autograd.grad(outputs, inputs)``
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,17 +29,19 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.errors import BackwardError, ConfigError, DeviceMemoryError, GradientNote, RaisedIn, enumerated
-from roundpipe.core.layers import ChainSource, LayerChain, is_differentiable
+from roundpipe.core.layers import ChainSource, LayerChain, LayerCost, is_differentiable
 from roundpipe.effects.uses import reached_by
+from roundpipe.fx.passes.memory import Loss, measure_memory
 from roundpipe.reports.partition_table import partition_table
-from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, resolve
+from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, microbatch_count, resolve
 from roundpipe.runtime.engine.builder import StepBuilder, sum_losses
-from roundpipe.runtime.engine.spec import Call
+from roundpipe.runtime.engine.spec import Call, LossFunction
 from roundpipe.runtime.engine.step import HostGradients, HostValue, StepState
 from roundpipe.runtime.microbatch.merge import merge
 from roundpipe.runtime.microbatch.split import batch_size, split, tensors_of_inputs
 from roundpipe.runtime.weights.replica import FrozenLayers
 from roundpipe.wrappers.model_view import ModelView
+from roundpipe.wrappers.recovery import OUT_OF_MEMORY, run_step
 from roundpipe.wrappers.session import LatestStep, Program, Runner, Session, TrainingCall
 
 
@@ -60,7 +63,7 @@ class ChainRunner(Runner):
 
     def __post_init__(self) -> None:
         session = self.session
-        self.builder = StepBuilder(session.engine, session.host, session.optimizer)
+        self.builder = StepBuilder(session.engine, session.host, session.optimizer, self._memory_of)
 
     @property
     def trace_count(self) -> int:
@@ -72,7 +75,7 @@ class ChainRunner(Runner):
         """As `Runner.forward`; for a part, the arguments may be of a microbatch of the whole model's call."""
         config = self._resolve(options)
         self.session.begin_call(adds_gradients=config.requires_grad)
-        calls, options = self._calls(args, kwargs, None, config, options, first_microbatch)
+        calls, options = self._calls(args, kwargs, config, options, first_microbatch=first_microbatch)
         if calls is None:
             return self._fall_back().forward(args, kwargs, options)
         outputs = [output for call in calls for output in _run_forward(self.session, self.builder, call)]
@@ -83,7 +86,9 @@ class ChainRunner(Runner):
         session = self.session
         session.begin_call()
         config = self._resolve(training.options)
-        calls, options = self._calls(training.args, training.kwargs, training.label, config, training.options)
+        calls, options = self._calls(
+            training.args, training.kwargs, config, training.options, training.label, training.loss_fn
+        )
         if calls is None:
             return self._fall_back().forward_backward(replace(training, options=options))
         alone = session.optimizer.is_async and self._reads_weights(training.loss_fn)
@@ -96,9 +101,8 @@ class ChainRunner(Runner):
         gradients: list[torch.Tensor | None] = []
         for call in calls:
             may_overlap = session.optimizer.is_async and not alone
-            spec, values = self.builder.train_step(
-                call, training.loss_fn, training.return_outputs, may_overlap=may_overlap
-            )
+            build = functools.partial(self.builder.train_step, call, training.return_outputs, may_overlap=may_overlap)
+            spec, step = run_step(session, self.builder.plans, call, build)
             session.log.latest = LatestStep(
                 spec.schedule,
                 weakref.ref(call.chain),
@@ -107,7 +111,6 @@ class ChainRunner(Runner):
                 spec.may_outlive_call,
                 self.builder.plans,
             )
-            step = session.engine.run(spec, values)
             self.builder.plans.learn_from(spec.times, call)
             losses += [loss.synchronize() for loss in step.losses]
             outputs += [output.synchronize() for output in step.outputs]
@@ -151,9 +154,10 @@ class ChainRunner(Runner):
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        label: Any,
         config: ResolvedConfig,
         options: RoundPipeRunConfig,
+        label: Any = None,
+        loss_fn: LossFunction | None = None,
         first_microbatch: int = 0,
     ) -> tuple[list[Call] | None, RoundPipeRunConfig]:
         """The microbatches, grouped where neighbours share a chain; None, and the fallback's options, if one has none.
@@ -163,9 +167,12 @@ class ChainRunner(Runner):
         if self.fallback is not None and self.source.latest is None:
             return None, options  # there never was one
         if config.auto:
+            if (chain := self.last_chain or self.source.latest) is not None:
+                whole = Call(chain, config, [args], [kwargs], [label], 1, loss_fn=loss_fn)
+                self.builder.plans.measure_memory(whole)
             elements = sum(tensor.numel() for tensor in trees.tensors([args, kwargs]))
             samples = batch_size(args, kwargs, config)
-            config = self.builder.plans.settle(config, self.last_chain or self.source.latest, samples, elements)
+            config = self.builder.plans.settle(config, chain, samples, elements)
         pieces = split(args, kwargs, label, config)
         calls: list[Call] = []
         split_values = zip(pieces.args, pieces.kwargs, pieces.labels, pieces.events, strict=True)
@@ -177,12 +184,21 @@ class ChainRunner(Runner):
                 self.last_chain = None
                 return None, pieces.replay_options(options, config)
             if not calls or calls[-1].chain is not chain:
-                calls.append(Call(chain, config, [], [], [], pieces.num_microbatches, position))
+                calls.append(Call(chain, config, [], [], [], pieces.num_microbatches, position, loss_fn))
             calls[-1].args.append(piece_args)
             calls[-1].kwargs.append(piece_kwargs)
             calls[-1].labels.append(piece_label)
         self.last_chain = calls[-1].chain
         return calls, options
+
+    def _memory_of(self, call: Call) -> list[LayerCost] | None:
+        """Costs with the memory that layers take for the largest microbatch of a call, its loss included."""
+        sizes = [sum(map(torch.Tensor.numel, trees.tensors(each))) for each in zip(call.args, call.kwargs, strict=True)]
+        largest = sizes.index(max(sizes))
+        loss = None if call.loss_fn is None else Loss(call.loss_fn, call.labels[largest])
+        device = self.session.engine.backends[0].device
+        with microbatch_count(call.total_microbatches):
+            return measure_memory(call.chain, call.args[largest], call.kwargs[largest], loss, device)
 
     def _reads_weights(self, function: Any) -> bool:
         """Whether a function may read the model's weights on the host, so that they must stay while it runs."""
@@ -264,7 +280,11 @@ class DeferredBackward:
                 incoming[m][name][0].value[position] = gradient.to("cpu")
         spec = self.builder.backward_step(forward.spec, self.call, self.frozen)
         with contextlib.nullcontext() if accumulates else self.session.optimizer.gradients_aside():
-            step = self.session.engine.run(spec, forward.values, incoming, forward.forward)
+            try:
+                step = self.session.engine.run(spec, forward.values, incoming, forward.forward)
+            except OUT_OF_MEMORY as error:
+                error.add_note("roundpipe: only forward_backward is planned anew, not the backward of a forward")
+                raise
         self.session.optimizer.end_call()
         return step.input_gradients()
 
@@ -326,9 +346,10 @@ def _is_replaced(tensor: torch.Tensor, current: Callable[[], torch.Tensor | None
 
 def _run_forward(session: Session, builder: StepBuilder, call: Call) -> list[Any]:
     """The outputs of each microbatch of a call."""
-    exit, config = call.chain.exit, call.config
-    spec, values = builder.forward_step(call, with_backward=config.requires_grad)
-    step = session.engine.run(spec, values)
+    exit = call.chain.exit
+    build = functools.partial(builder.forward_step, call, with_backward=call.config.requires_grad)
+    spec, step = run_step(session, builder.plans, call, build)
+    config = call.config
     carries = [{name: carry[name].synchronize() for name in exit.reads} for carry in step.values]
     if config.requires_grad:
         outputs = {

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from roundpipe.core.allocations import TorchDispatchMode
 from roundpipe.fx.counting import Tally, counted
-from roundpipe.fx.fakes import TorchDispatchMode
 
 
 def test_a_dispatch_mode_sees_operators_below_autograd() -> None:

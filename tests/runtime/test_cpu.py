@@ -121,18 +121,26 @@ def test_counted_memory_and_held_memory():
     assert one.host_buffer(77).numel() == 77
 
 
-def test_activations_are_counted_once_per_storage_until_backward():
+def test_what_operators_allocate_is_counted_once_per_storage_until_it_is_freed():
     one = backend()
     weight = torch.ones(10, 10, requires_grad=True)
     given = torch.ones(10, 10)
-    with one.activations([weight, given]):
+    memory = one.activations([weight, given])
+    with memory:
         first = given @ weight
         second = first * first.t()
         loss = second.tanh().sum()
-    assert one.ledger.by_purpose["activations"] == 2 * 400
-    loss.backward()
-    del first, second, loss
+    assert one.ledger.by_purpose["activations"] == 3 * 400 + 4
+    del first, second
+    assert one.ledger.by_purpose["activations"] == 2 * 400 + 4  # autograd keeps one of them, and what tanh gave
+    one.ledger.peak_bytes = 0
+    with memory:
+        loss.backward()
+    assert one.ledger.peak_bytes > 4 * 400
+    del loss, memory
     gc.collect()
+    assert one.ledger.by_purpose["activations"] == 400  # the weight's gradient
+    weight.grad = None
     assert one.ledger.total_bytes == 0
 
 
@@ -216,35 +224,14 @@ def disabling():
     return torch.autograd.graph.disable_saved_tensors_hooks
 
 
-def test_counting_goes_on_around_a_transform_and_leaves_nothing_behind():
-    one, two = backend(), backend()
-    weight, given = torch.ones(10, 10, requires_grad=True), torch.ones(10, 10)
-    before = disabling()
-    with one.activations([weight, given]):
-        with two.activations([]):
-            assert disabling() is not before
-            func.grad(lambda value: (value @ value).tanh().sum())(given)
-            assert one.ledger.total_bytes == two.ledger.total_bytes == 0
-        made = (given @ weight).tanh()
-        assert one.ledger.by_purpose["activations"] == 400 and two.ledger.total_bytes == 0
-        with pytest.raises(ZeroDivisionError):
-            func.grad(lambda value: value.sum() / 0 if 1 // 0 else value)(given)
-        second = made.tanh()
-        assert one.ledger.by_purpose["activations"] == 800
-    assert disabling() is before
-    del made, second
-    gc.collect()
-    assert one.ledger.total_bytes == 0
-
-
-def test_hooks_of_others_are_refused_by_transforms_as_ever():
-    def transform():
-        return func.grad(lambda value: value.sum())(torch.ones(3))
-
-    with backend().activations([]):
+def test_what_transforms_allocate_is_counted_too():
+    one = backend()
+    given = torch.ones(10, 10)
+    with one.activations([given]):
+        gradient = func.grad(lambda value: (value @ value).tanh().sum())(given)
         with torch.autograd.graph.save_on_cpu(), pytest.raises(RuntimeError, match="saved tensor hooks"):
-            transform()
-        transform()
-        with disabling()("not now"), pytest.raises(RuntimeError, match="not now"), backend().activations([]):
-            pass
-        transform()
+            func.grad(lambda value: value.sum())(given)
+    assert one.ledger.peak_bytes >= 3 * 400
+    assert one.ledger.by_purpose["activations"] == 400
+    del gradient
+    assert one.ledger.total_bytes == 0

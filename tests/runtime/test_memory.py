@@ -26,6 +26,9 @@ from tests.runtime.models import (
     square_loss,
 )
 
+ROOMY = Device("cpu", memory_bytes=10**9)
+"""A worker that counts what operators allocate, and has room for it."""
+
 grains = pytest.mark.parametrize("grain", ["stage", "layer"])
 
 
@@ -100,7 +103,7 @@ def test_a_layer_larger_than_the_budget_is_named():
 
 
 def peak_of(build, given, grain=None, num=2, plan=None, **options):
-    with roundpipe.RoundPipe(build(), devices=["cpu"], **options) as piped:
+    with roundpipe.RoundPipe(build(), devices=[ROOMY], **options) as piped:
         piped.forward_backward((given,), loss_fn=square_loss, run_config=config(num, grain, plan))
         peak = piped.peak_device_bytes()
         assert_only_the_arenas_are_counted(piped)
@@ -129,7 +132,7 @@ def test_the_order_of_peaks(workers):
     given = batch(256, 16)
 
     def peak(run, grain="stage", num=4):
-        with roundpipe.RoundPipe(mlp(8, 16), devices=["cpu"] * workers) as piped:
+        with roundpipe.RoundPipe(mlp(8, 16), devices=[ROOMY] * workers) as piped:
             run(piped, config(num, grain, plan))
             return piped.peak_device_bytes()
 
@@ -171,7 +174,7 @@ def test_frozen_weights_have_no_gradients_on_the_device():
 
 def test_forward_without_grad_keeps_no_activations():
     model = mlp(8, 16)
-    with roundpipe.RoundPipe(model, devices=["cpu"]) as piped, torch.no_grad():
+    with roundpipe.RoundPipe(model, devices=[ROOMY]) as piped, torch.no_grad():
         piped(batch(64, 16), roundpipe_run_config=config(2))
         assert_only_the_arenas_are_counted(piped)
         (ledger,) = ledgers(piped)
@@ -180,7 +183,7 @@ def test_forward_without_grad_keeps_no_activations():
 
 
 def test_nothing_is_counted_after_forward_and_backward_apart():
-    with roundpipe.RoundPipe(mlp(6), devices=["cpu"] * 2) as piped:
+    with roundpipe.RoundPipe(mlp(6), devices=[ROOMY] * 2) as piped:
         output = piped(batch(), roundpipe_run_config=config(3))
         assert_only_the_arenas_are_counted(piped)
         output.sum().backward()
@@ -199,7 +202,7 @@ def test_nothing_is_counted_after_an_error(grain):
 
     model = nn.Sequential(*mlp(2), Fails(), *mlp(2))
     plan = roundpipe.ExecutePlan([(0, 2), (2, 4)], (4, 5), [(2, 4), (0, 2)])
-    with roundpipe.RoundPipe(model, devices=["cpu"] * 2) as piped:
+    with roundpipe.RoundPipe(model, devices=[ROOMY] * 2) as piped:
         for phase in ("forward", "recomputation"):
             Fails.phase = phase
             with pytest.raises(ValueError, match=phase):
@@ -227,30 +230,14 @@ def test_running_out_in_the_middle_leaves_a_model_that_works():
 
 
 def test_closing_gives_everything_back():
-    piped = roundpipe.RoundPipe(mlp(6), devices=["cpu"] * 2)
+    piped = roundpipe.RoundPipe(mlp(6), devices=[ROOMY] * 2)
     piped.forward_backward((batch(),), loss_fn=square_loss)
     piped.close()
     assert [ledger.total_bytes for ledger in ledgers(piped)] == [0, 0]
 
 
-@pytest.mark.parametrize("guessed", [False, True])
-def test_a_budget_that_does_not_fit_is_planned_for_once(monkeypatch, guessed):
-    """A second time only where the first was on guesses."""
-    calls = []
-    real = plan_choice.choose_plan
-    monkeypatch.setattr(
-        plan_choice, "choose_plan", lambda *args, **options: (calls.append(1), real(*args, **options))[1]
-    )
-    model = chain(["x"], [(nn.Linear(64, 64), ["x"], ["y"]), (nn.Linear(64, 64), ["y"], ["z"])], ["z"])
-    model.costs = tuple(cost_of(layer, activation_bytes=0 if guessed else 512) for layer in model)
-    with roundpipe.RoundPipe(model, devices=[Device("cpu", memory_bytes=9000)]) as piped:
-        with pytest.raises(DeviceMemoryError):
-            piped.forward_backward((batch(4, 64),), loss_fn=square_loss)
-    assert len(calls) == 1 + guessed
-
-
 def test_the_peak_can_be_reset():
-    with roundpipe.RoundPipe(mlp(6), devices=["cpu"]) as piped:
+    with roundpipe.RoundPipe(mlp(6), devices=[ROOMY]) as piped:
         piped.forward_backward((batch(200),), loss_fn=square_loss)
         large = piped.peak_device_bytes(reset=True)
         assert piped.peak_device_bytes() < large

@@ -225,23 +225,6 @@ def test_an_arena_grows_and_is_reused():
     assert target.ledger.total_bytes == 1088
 
 
-def test_gradients_are_counted_while_the_visit_lasts():
-    target = backend()
-    host, _ = host_of()
-    layer = nn.Linear(8, 8)
-    layer.bias.requires_grad_(False)
-    arena = Arena(target)
-    arena.reserve([8 * 8 * 4 + 64])
-    for with_gradients, expected in ((True, 256), (False, 0)):
-        visit, side = arena.begin([bound(host, target, layer)])
-        assert target.ledger.by_purpose["gradients"] == 0
-        visit.arrive()
-        visit.ready(with_gradients)
-        assert target.ledger.by_purpose["gradients"] == expected
-        arena.end(side, visit.release(keep_buffers=False)[1])
-        assert target.ledger.by_purpose["gradients"] == 0
-
-
 def test_released_layers_hold_no_device_memory():
     target = backend()
     host, _ = host_of()

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from roundpipe.fx.fakes import TorchDispatchMode, is_of_no_world, real_world
+from roundpipe.core.allocations import TorchDispatchMode
+from roundpipe.fx.fakes import is_of_no_world, real_world
 from roundpipe.fx.sizes import expression_of, flat_tensors
 
 QUESTIONS = frozenset("stride is_contiguous dim_order".split())

@@ -101,6 +101,10 @@ class AcceleratorBackend(Backend):
     def free(self, buffer: torch.Tensor, purpose: str) -> None:
         self.synchronize()
 
+    def release_cached(self) -> None:
+        self.synchronize()
+        torch.accelerator.empty_cache()
+
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         padded = 1 << max(num_bytes - 1, 0).bit_length()
         if padded <= max(LARGEST_PADDING * num_bytes, SMALL_BYTES) or self.device.type != "cuda":

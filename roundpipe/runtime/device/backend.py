@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -111,6 +111,9 @@ class Backend(ABC):
     def free(self, buffer: torch.Tensor, purpose: str) -> None:
         """Stop counting a buffer of `allocate`; its memory goes with the last reference."""
 
+    def release_cached(self) -> None:  # noqa: B027 - most have nothing to do
+        """Give back device memory that an allocator keeps for later."""
+
     @abstractmethod
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         """A byte buffer of exactly this size in host memory, pinned for this device where that is possible."""
@@ -120,7 +123,7 @@ class Backend(ABC):
         return nullcontext()
 
     def activations(self, known: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
-        """Count what autograd keeps of work done inside, storages of ``known`` left out."""
+        """Count what operators allocate inside, storages of ``known`` left out; may be entered again and again."""
         return nullcontext()
 
     @abstractmethod
@@ -185,3 +188,10 @@ class Backend(ABC):
 def is_profiled() -> bool:
     """Whether a profiler of torch's is on, in whatever thread."""
     return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
+def synchronize_streams(tensors: Iterable[torch.Tensor]) -> None:
+    """Return once what the calling thread's streams have made of these tensors is done."""
+    for device in {tensor.device for tensor in tensors}:
+        if device.type not in ("cpu", "meta"):
+            torch.accelerator.current_stream(device).synchronize()

@@ -10,8 +10,8 @@ using a tensor whose stamp is ahead of the view raises `SynchronizationError`.
 only a wait for its event sleeps until then. One link serves two streams; carried values go before weights and
 gradients.
 
-*Memory.* A `Ledger` counts weights, gradients, carried values and what autograd keeps, but no temporaries inside a
-layer, and raises `DeviceMemoryError` past the budget.
+*Memory.* A `Ledger` counts weights and carried values and, under a budget, all that operators of layers and losses
+allocate; past the budget it raises `DeviceMemoryError`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from roundpipe.core.contexts import contextmanager
+from roundpipe.core.allocations import Allocations
 from roundpipe.core.errors import DeviceMemoryError, SynchronizationError
-from roundpipe.core.modes import saved_tensor_hooks_aside
 from roundpipe.core.random_state import SeededTorch
 from roundpipe.runtime.device.backend import Backend, Device, Event, Lane
 from roundpipe.runtime.device.host_memory import on_huge_pages
@@ -127,7 +126,9 @@ class CpuBackend(Backend):
         return Hold(self.ledger, num_bytes, purpose)
 
     def activations(self, known: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
-        return saved_tensors_counted(self.ledger, known)
+        if self.ledger.budget_bytes is None:  # each operator would take some microseconds more
+            return nullcontext()
+        return CountedAllocations(self.ledger, known)
 
     def peak_bytes(self, reset: bool = False) -> int:
         peak = self.ledger.peak_bytes
@@ -234,7 +235,7 @@ class Ledger:
         self.by_purpose: Counter[str] = Counter()
         self.total_bytes = 0
         self.peak_bytes = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collection of garbage inside may free what is counted
 
     def add(self, num_bytes: int, purpose: str) -> None:
         """Count bytes; past the budget raise `DeviceMemoryError` and count nothing."""
@@ -272,80 +273,15 @@ class Hold:
         self.ledger.remove(self.num_bytes, self.purpose)
 
 
-class _Storages:
-    """Storages that autograd keeps, each counted once; those of ``known`` tensors are counted elsewhere."""
+class CountedAllocations(Allocations):
+    """Counts in a ledger what operators allocate while it is entered, until it is freed."""
 
     def __init__(self, ledger: Ledger, known: Sequence[torch.Tensor]) -> None:
+        super().__init__(known)
         self._ledger = ledger
-        self._known = {tensor.untyped_storage().data_ptr() for tensor in known if tensor.layout is torch.strided}
-        self._uses: Counter[int] = Counter()
 
-    def pack(self, tensor: torch.Tensor) -> _Saved:
-        try:
-            storage = tensor.untyped_storage()
-            address, num_bytes = storage.data_ptr(), storage.nbytes()
-        except RuntimeError:  # sparse, or of one of torch.func's transforms: nothing to look at
-            num_bytes = 0
-        if not num_bytes or address in self._known:
-            return _Saved(tensor.detach())
-        if not self._uses[address]:
-            self._ledger.add(num_bytes, "activations")
-        self._uses[address] += 1
-        return _Saved(tensor.detach(), self, address, num_bytes)
+    def grow(self, num_bytes: int) -> None:
+        self._ledger.add(num_bytes, "activations")
 
-    def forget(self, address: int, num_bytes: int) -> None:
-        self._uses[address] -= 1
-        if not self._uses[address]:
-            self._ledger.remove(num_bytes, "activations")
-
-
-@dataclass(slots=True, eq=False)
-class _Saved:
-    """A tensor that autograd keeps; gives its bytes back to the ledger when autograd lets go of it."""
-
-    tensor: torch.Tensor
-    storages: _Storages | None = None
-    address: int = 0
-    num_bytes: int = 0
-
-    def __del__(self) -> None:
-        if self.storages is not None:
-            self.storages.forget(self.address, self.num_bytes)
-
-
-def _unpack(saved: _Saved) -> torch.Tensor:
-    return saved.tensor
-
-
-@contextmanager
-def saved_tensors_counted(ledger: Ledger, known: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Count what autograd saves in this thread, but for what it saves inside torch.func's transforms.
-
-    These refuse to run under any hooks, with `torch.autograd.graph.disable_saved_tensors_hooks`. So while anybody
-    counts, that function puts the counting hooks aside first; the hooks of others are refused as always.
-    """
-    global _num_counting
-    with _counting_lock:
-        if not _num_counting:
-            torch.autograd.graph.disable_saved_tensors_hooks = _disable_beside_counting  # type: ignore[assignment]
-        _num_counting += 1
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(_Storages(ledger, known).pack, _unpack):
-            yield
-    finally:
-        with _counting_lock:
-            _num_counting -= 1
-            if not _num_counting:
-                torch.autograd.graph.disable_saved_tensors_hooks = _disable_hooks
-
-
-_num_counting = 0
-_counting_lock = threading.Lock()
-_disable_hooks = torch.autograd.graph.disable_saved_tensors_hooks
-
-
-@contextmanager
-def _disable_beside_counting(error_message: str) -> Iterator[None]:
-    """What `saved_tensors_counted` puts in the place of `torch.autograd.graph.disable_saved_tensors_hooks`."""
-    with saved_tensor_hooks_aside(lambda unpack: unpack is _unpack), _disable_hooks(error_message):
-        yield
+    def shrink(self, num_bytes: int) -> None:
+        self._ledger.remove(num_bytes, "activations")

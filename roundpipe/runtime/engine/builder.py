@@ -21,20 +21,20 @@ from roundpipe.core.layers import LayerChain
 from roundpipe.core.modes import caller_autocast
 from roundpipe.core.schedule import ExecutePlan, Phase, Schedule, ScheduleKind, make_schedule
 from roundpipe.runtime.config import microbatch_count
+from roundpipe.runtime.device.backend import synchronize_streams
 from roundpipe.runtime.engine.engine import Engine
-from roundpipe.runtime.engine.plan_choice import PlanChooser
+from roundpipe.runtime.engine.plan_choice import MemoryMeasure, PlanChooser
 from roundpipe.runtime.engine.recompute import draw_base_seed
 from roundpipe.runtime.engine.spec import (
     LABEL,
     Call,
     InputTensor,
-    LossFunction,
     StepSpec,
     flow,
     names_with_gradient,
     reads_of_backward,
 )
-from roundpipe.runtime.engine.step import HostValue, HostValues, synchronize_streams
+from roundpipe.runtime.engine.step import HostValue, HostValues
 from roundpipe.runtime.optimizer.optimizer import OptimizerSide
 from roundpipe.runtime.profiling.meter import link_speeds
 from roundpipe.runtime.weights.host_weights import HostWeights
@@ -45,7 +45,9 @@ from roundpipe.runtime.weights.replica import FrozenLayers
 class StepBuilder:
     """Makes the specs of one model's steps; the optimizer's side is told when weights are moved."""
 
-    def __init__(self, engine: Engine, host: HostWeights, optimizer: OptimizerSide) -> None:
+    def __init__(
+        self, engine: Engine, host: HostWeights, optimizer: OptimizerSide, measure: MemoryMeasure | None = None
+    ) -> None:
         self._engine = engine
         self._host = host
         self._optimizer = optimizer
@@ -54,14 +56,13 @@ class StepBuilder:
             (backend.memory_budget_bytes for backend in engine.backends),
             lambda: link_speeds(engine.read_meters()),
             accelerators=engine.has_accelerators,
+            measure=measure,
         )
         self.last_plan: ExecutePlan | None = None
         self._shared: weakref.WeakKeyDictionary[LayerChain, list[frozenset[int]]] = weakref.WeakKeyDictionary()
         """Per layer of a chain, other layers that have one of its parameters."""
 
-    def train_step(
-        self, call: Call, loss_fn: LossFunction, return_outputs: bool, *, may_overlap: bool
-    ) -> tuple[StepSpec, HostValues]:
+    def train_step(self, call: Call, return_outputs: bool, *, may_overlap: bool) -> tuple[StepSpec, HostValues]:
         """The step of a ``forward_backward``, and its first carries.
 
         With ``may_overlap`` the call returns with the losses, if nothing else speaks against it.
@@ -70,13 +71,17 @@ class StepBuilder:
         spec = replace(
             spec,
             spare_bytes=self.plans.spare_bytes(call, spec.schedule.plan),
-            loss_fn=loss_fn,
+            loss_fn=call.loss_fn,
             labels=call.labels,
             return_outputs=return_outputs,
             output_device=call.config.output_device,
             microbatch_context=functools.partial(microbatch_count, call.total_microbatches),
-            # generators are shared with the caller, who may draw as soon as the call returns
-            may_outlive_call=may_overlap and not spec.inputs and not spec.preserve_rng_state,
+            # generators are shared with the caller, who may draw as soon as the call returns; without a step that has
+            # run by this plan, the call may have to be run again
+            may_outlive_call=may_overlap
+            and not spec.inputs
+            and not spec.preserve_rng_state
+            and self.plans.is_proven(call),
             times=self.plans.times_of(call),
         )
         return spec, values
@@ -100,6 +105,7 @@ class StepBuilder:
 
     def _spec(self, call: Call, kind: ScheduleKind, *, keeps_history: bool) -> tuple[StepSpec, HostValues]:
         chain, config = call.chain, call.config
+        self.plans.measure_memory(call)
         plan = self.last_plan = self.plans.plan(call)
         schedule = self._schedule(plan, call, kind)
         synchronize_streams(trees.tensors([call.args, call.kwargs, call.labels]))

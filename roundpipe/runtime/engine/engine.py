@@ -88,11 +88,13 @@ class Engine(Steps):
         values: HostValues,
         gradients: HostGradients | None = None,
         forward: ForwardRecord | None = None,
+        added: set[int] | None = None,
     ) -> StepState:
         """Run a step to its end, or until its losses are known if it may outlive the call.
 
         A backward gets the gradients of the outputs, and what its forward left: values and a record. Values are used
-        up. The first error of a worker is raised as it was raised; the engine can run the next step then.
+        up. ``added`` are layers whose gradients an attempt before has added, and takes in those of this one. The first
+        error of a worker is raised as it was raised; the engine can run the next step then.
         """
         if self._closed:
             raise ClosedError("the model was closed; compile it again to go on")
@@ -101,7 +103,9 @@ class Engine(Steps):
         busy = [worker for worker in self._workers if spec.schedule.tasks(worker.index)]
         gradients = gradients or [{} for _ in values]
         forward = forward or ForwardRecord(dict(spec.plain))
-        step = StepState(spec, self.steps.board, values, gradients, forward, len(busy))
+        step = StepState(
+            spec, self.steps.board, values, gradients, forward, set() if added is None else added, len(busy)
+        )
         try:
             self.steps.begin(step)
             self.next_job = spec.schedule.next_job
@@ -149,6 +153,13 @@ class Engine(Steps):
 
     def raise_pending(self) -> None:
         self.steps.raise_pending()
+
+    def release_memory(self) -> None:
+        """Give back what devices keep between steps, such as room for weights; while no step runs."""
+        self.steps.wait_idle()
+        for worker in self._workers:
+            worker.arena.free()
+            worker.backend.release_cached()
 
     def start_recording(self) -> Recorder:
         """A recorder that is told what the workers do from now on."""

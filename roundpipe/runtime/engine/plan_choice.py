@@ -12,7 +12,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import product
 from math import inf
 from typing import Any
@@ -29,6 +29,7 @@ from roundpipe.planning.planner import plan as choose_plan
 from roundpipe.planning.simulator import simulate
 from roundpipe.planning.stage_costs import plan_peak_bytes, plan_seconds
 from roundpipe.runtime.config import RECOMPUTE_GRAINS, RecomputeGrain, ResolvedConfig
+from roundpipe.runtime.engine.chain_record import ChainRecord, KeptPlan, Limit, guess_memory, times_the_example
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.runtime.profiling.layer_times import LayerTimes, StepTimes
 
@@ -52,34 +53,16 @@ TASK_S = 150e-6
 """Seconds that a worker needs for a microbatch of a stage beside what layers take; tells many small microbatches or
 stages from few large ones, which cost the same otherwise."""
 
-ROOM_SHARES = (0.5, 0.0)
-"""Shares of what temporaries are estimated at that a plan leaves room for if it can't leave all of it."""
-
-GUESSED_ACTIVATIONS = 4
-"""Values as large as the arguments that a layer of a chain without measured costs is taken to keep."""
+SHRINK = 0.85
+"""Share of what a plan was predicted to need that the next one may, after a step ran out of memory."""
+MOST_TRIES = 16
+MOST_SIZES = 8
+"""Sizes of microbatches whose memory is computed; that of others is scaled from the nearest."""
 
 Prediction = Callable[[ExecutePlan], float]
 """Seconds per step of a plan."""
-
-
-@dataclass(slots=True)
-class _KeptPlan:
-    plan: ExecutePlan
-    looked_at: int
-    """How many measured steps there were when it was last chosen or looked at."""
-
-
-@dataclass(slots=True)
-class _ChainRecord:
-    times: LayerTimes
-    plans: dict[tuple[Any, ...], _KeptPlan] = field(default_factory=dict)
-    spare_bytes: dict[tuple[Any, ...], int] = field(default_factory=dict)
-    """Per plan, recomputation and size, the device memory left over."""
-    settled: dict[tuple[Any, ...], tuple[int, RecomputeGrain]] = field(default_factory=dict)
-    """Per size of batch, the options that were left to choice."""
-    num_steps: int = 0
-    unread: list[tuple[StepTimes, int]] = field(default_factory=list)
-    """Measured steps that nobody has learned from: their times, and elements of their arguments."""
+MemoryMeasure = Callable[[Call], "list[LayerCost] | None"]
+"""Costs with the memory that layers take for the largest microbatch of a call, its loss included; None: unknown."""
 
 
 class PlanChooser:
@@ -88,8 +71,9 @@ class PlanChooser:
     Args:
         budgets_bytes: per worker, what may be used of its device; None: no limit.
         link_speeds: measured bytes per second up and down, per worker; infinity before anything was measured.
-        accelerators: whether some devices are not CPU workers. Then layers' temporaries are in their memory too, and
-            estimated seconds, which are an accelerator's, can be compared with what its link takes.
+        accelerators: whether some devices are not CPU workers. Then estimated seconds, which are an accelerator's, can
+            be compared with what its link takes.
+        measure: computes memory, where there is a budget; None: that of the chain's costs is what is known.
     """
 
     def __init__(
@@ -98,20 +82,26 @@ class PlanChooser:
         budgets_bytes: Iterable[int | None],
         link_speeds: Callable[[], tuple[float, float]] = lambda: (inf, inf),
         accelerators: bool = False,
+        measure: MemoryMeasure | None = None,
     ) -> None:
         limits = [limit for limit in budgets_bytes if limit is not None]
         self._num_workers = num_workers
         self._budget_bytes = min(limits) if limits else None
         self._link_speeds = link_speeds
         self._accelerators = accelerators
-        self._records: weakref.WeakKeyDictionary[LayerChain, _ChainRecord] = weakref.WeakKeyDictionary()
+        self._measure = measure
+        self._records: weakref.WeakKeyDictionary[LayerChain, ChainRecord] = weakref.WeakKeyDictionary()
         self._may_replan = False
 
-    def _of(self, chain: LayerChain) -> _ChainRecord:
+    @property
+    def has_budget(self) -> bool:
+        return self._budget_bytes is not None
+
+    def _of(self, chain: LayerChain) -> ChainRecord:
         """What is known of a chain, the steps that are over learned from."""
         record = self._records.get(chain)
         if record is None:
-            record = self._records[chain] = _ChainRecord(LayerTimes(chain.costs, chain.example_elements))
+            record = self._records[chain] = ChainRecord(LayerTimes(chain.costs, chain.example_elements))
         while record.unread and record.unread[0][0].is_done:
             times, elements = record.unread.pop(0)
             if not times.failed:
@@ -124,28 +114,78 @@ class PlanChooser:
         if config.execute_plan is not None:
             config.execute_plan.validate(len(chain))
             return config.execute_plan
-        record = self._of(chain)
-        elements = call.elements()
-        size = times_the_example(chain, elements)
-        if self._budget_bytes is None:
-            size = round(size, 1)
-        elif not chain.example_elements:
-            size = call.argument_bytes()
-        key = (call.num_microbatches, config.recompute_grain, size)
+        record, key = self._of(chain), self._key(call)
+        call.config = replace(config, recompute_grain=key[1])
         num_steps, kept = record.times.num_steps, record.plans.get(key)
         if kept is None:
-            plan = self._choose(call, self.costs(chain, elements), self._links(chain))
-            kept = record.plans[key] = _KeptPlan(plan, num_steps)
+            plan = self._choose(call, self.costs(chain, call.elements()), self._links(chain))
+            kept = record.plans[key] = KeptPlan(plan, num_steps)
         elif self._may_replan and num_steps >= max(FIRST_REPLAN, 4 * kept.looked_at):
-            kept.plan, kept.looked_at = self._replanned(call, kept.plan), num_steps
+            plan, kept.looked_at = self._replanned(call, kept.plan), num_steps
+            kept.plan, kept.is_proven = plan, kept.is_proven and plan == kept.plan
         self._may_replan = False
         return kept.plan
+
+    def _size(self, call: Call) -> float:
+        """What tells calls apart that may need other plans."""
+        if self._budget_bytes is None:
+            return round(times_the_example(call.chain, call.elements()), 1)
+        return call.elements() if call.chain.example_elements else call.argument_bytes()
+
+    def _key(self, call: Call) -> tuple[int, RecomputeGrain, float]:
+        """Calls that are equal here have one plan."""
+        number, size = call.num_microbatches, self._size(call)
+        limit = self._of(call.chain).limits.get((number, size))
+        return number, call.config.recompute_grain if limit is None else limit.grain, size
+
+    def is_proven(self, call: Call) -> bool:
+        """Whether a step like a call's has run by its plan, or can't get another one."""
+        kept = self._of(call.chain).plans.get(self._key(call))
+        is_free = self._budget_bytes is not None and call.config.execute_plan is None
+        return not is_free or (kept is not None and kept.is_proven)
+
+    def prove(self, call: Call) -> None:
+        """A call's step has run."""
+        if (kept := self._of(call.chain).plans.get(self._key(call))) is not None:
+            kept.is_proven = True
+
+    def shrink(self, call: Call, plan: ExecutePlan) -> bool:
+        """Take in that a step ran out of memory: the next plan needs less. False if none is known that does."""
+        if call.config.execute_plan is not None:
+            return False
+        record, costs, before = self._of(call.chain), self.costs(call.chain, call.elements()), call.config
+        needed_bytes = plan_peak_bytes(
+            plan, costs, num_workers=self._num_workers, recompute_grain=before.recompute_grain
+        )
+        for grain in RECOMPUTE_GRAINS[RECOMPUTE_GRAINS.index(before.recompute_grain) :]:
+            call.config = replace(before, recompute_grain=grain)
+            budget_bytes = float(needed_bytes)
+            for _ in range(MOST_TRIES):
+                budget_bytes *= SHRINK
+                record.limits[call.num_microbatches, self._size(call)] = Limit(int(budget_bytes), grain)
+                try:
+                    smaller = self._choose(call, costs, self._links(call.chain))
+                except DeviceMemoryError:
+                    break
+                if smaller != plan or grain != before.recompute_grain:
+                    record.plans[self._key(call)] = KeptPlan(smaller, record.times.num_steps)
+                    return True
+        return False
+
+    def proposal(self, call: Call) -> str:
+        """What to do about a call that does not fit, for a message: settings that are predicted to, if any."""
+        number, elements = call.num_microbatches, call.elements()
+        numbers = [number * factor for factor in (2, 4, 8, 16)]
+        found = self._fastest(call.chain, numbers, RECOMPUTE_GRAINS, elements * number)
+        if found is None:
+            return "Use a device with more memory, or shorter or fewer samples in a microbatch"
+        return f"num_microbatch={found[0]} with recompute_grain={found[1]!r} is predicted to fit"
 
     def spare_bytes(self, call: Call, plan: ExecutePlan) -> int | None:
         """Device memory that a training plan leaves over, as predicted; None: there is no limit."""
         if self._budget_bytes is None:
             return None
-        if not call.chain.example_elements:
+        if not call.chain.example_elements and not self._of(call.chain).memory:
             return 0  # nobody knows
         spare = self._of(call.chain).spare_bytes
         grain, elements = call.config.recompute_grain, call.elements()
@@ -159,13 +199,34 @@ class PlanChooser:
         """The optimizer was given an update: the next step may have another plan."""
         self._may_replan = True
 
+    def measure_memory(self, call: Call) -> None:
+        """Compute what a call's layers and its loss take, if plans have a budget and the call's size is a new one."""
+        if self._budget_bytes is None or self._measure is None:
+            return
+        record, elements = self._of(call.chain), call.elements()
+        loss = getattr(call.loss_fn, "__code__", call.loss_fn)
+        is_other = loss is not None and loss != record.loss
+        if is_other or elements not in record.memory and len(record.memory) < MOST_SIZES:
+            costs = self._measure(call)
+            if is_other:
+                record.loss = loss
+                record.memory.clear()
+                record.plans.clear()
+            if costs is not None:
+                record.memory[elements] = costs
+
     def costs(self, chain: LayerChain, elements: int) -> list[LayerCost]:
         """Costs of a chain's layers for a microbatch of so many elements: measured ones once there are any."""
+        record = self._of(chain)
         if self.is_measured(chain):
-            costs = self._of(chain).times.costs(elements)
+            costs = record.times.costs(elements)
         else:
             costs = [cost.scaled(times_the_example(chain, elements)) for cost in chain.costs]
-        return with_temporaries(costs) if self._accelerators else costs
+        if not record.memory:
+            return costs
+        nearest = min(record.memory, key=lambda size: abs(size - elements))
+        memory = (cost.scaled(elements / max(nearest, 1)) for cost in record.memory[nearest])
+        return [cost.with_memory_of(other) for cost, other in zip(costs, memory, strict=True)]
 
     def measured(self, chain: LayerChain) -> list[LayerCost] | None:
         """Measured costs for a microbatch like the example, or like the first one; None before there are any."""
@@ -189,16 +250,14 @@ class PlanChooser:
             predict=self._prediction(call, costs, links),
             link_bytes_per_s=min(links),
         )
-        if self._budget_bytes is None:
+        limit = self._of(call.chain).limits.get((call.num_microbatches, self._size(call)))
+        budget_bytes = self._budget_bytes if limit is None else limit.budget_bytes
+        if budget_bytes is None:
             return choose(costs)
-        guessed = _with_guessed_activations(costs, call)
-        attempts = [guessed, *(with_temporaries(guessed, share) for share in ROOM_SHARES if self._accelerators)]
-        if guessed is not costs:
-            attempts.append(costs)  # a guess must not refuse what may fit
-        for attempt in attempts[:-1]:
-            with contextlib.suppress(DeviceMemoryError):
-                return choose(attempt, memory_budget_bytes=self._budget_bytes)
-        return choose(attempts[-1], memory_budget_bytes=self._budget_bytes)
+        if not self._of(call.chain).memory:
+            with contextlib.suppress(DeviceMemoryError):  # a guess must not refuse what may fit
+                return choose(guess_memory(costs, call), memory_budget_bytes=budget_bytes)
+        return choose(costs, memory_budget_bytes=budget_bytes)
 
     def _replanned(self, call: Call, present: ExecutePlan) -> ExecutePlan:
         """The best plan by what was measured, if it is better by enough; else the present one."""
@@ -320,11 +379,6 @@ class PlanChooser:
         return number, grain
 
 
-def times_the_example(chain: LayerChain, elements: int) -> float:
-    """How many times the example a microbatch of so many elements is."""
-    return elements / chain.example_elements if chain.example_elements else 1.0
-
-
 def _numbers_of_microbatches(num_workers: int, batch_size: int) -> list[int]:
     """Numbers worth a look, ascending: the built-in one, as many as workers, and multiples, up to single samples."""
     numbers = {1, num_workers, num_workers + 1}
@@ -333,16 +387,3 @@ def _numbers_of_microbatches(num_workers: int, batch_size: int) -> list[int]:
         numbers.add(number)
         number *= 2
     return sorted({min(number, batch_size) for number in (*numbers, batch_size)})
-
-
-def with_temporaries(costs: Sequence[LayerCost], share: float = 1.0) -> list[LayerCost]:
-    """Costs that count what comes and goes within a layer: a backward's temporaries are like its forward's."""
-    return [replace(cost, temporary_bytes=round(share * cost.workspace_bytes)) for cost in costs]
-
-
-def _with_guessed_activations(costs: list[LayerCost], call: Call) -> list[LayerCost]:
-    """Costs for a chain that nobody measured: a layer keeps and passes on a few times the call's arguments."""
-    if call.chain.example_elements or any(cost.activation_bytes or cost.carry_bytes for cost in costs):
-        return costs
-    size = call.argument_bytes()
-    return [replace(cost, activation_bytes=GUESSED_ACTIVATIONS * size, carry_bytes=size) for cost in costs]

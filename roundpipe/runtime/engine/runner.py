@@ -77,7 +77,7 @@ class MicrobatchRunner:
         else:
             self._wait_done(step, job.index - 1, microbatch)
             if job.phase is Phase.FORWARD:
-                self._run_forward(step, job, stage, microbatch)
+                self._run_forward(step, job, stage, visit, microbatch)
             else:
                 self._run_fused(step, job, stage, visit, microbatch)
         for name in step.spec.flow_of(job).drops:
@@ -88,43 +88,45 @@ class MicrobatchRunner:
         step.wait_done(job_index, microbatch, self._name)
         self._meter.until("no_work")
 
-    def _run_forward(self, step: StepState, job: Job, stage: Stage, microbatch: int) -> None:
+    def _run_forward(self, step: StepState, job: Job, stage: Stage, visit: Visit, microbatch: int) -> None:
         backend, flow = self._backend, step.spec.flow_of(job)
         (segment,) = flow.segments
         carry, tensors = self._upload_values(step, segment.takes, microbatch)
         values = step.values[microbatch]
         is_copying = False
+        memory = backend.activations([visit.weights_memory, *tensors])
         with backend.hold(sum(map(bytes_of, tensors)), "carried values"):
             del tensors
             with self._meter.computing("forward", segment.layers), torch.no_grad(), step.spec.autocast():
                 for index in segment.layers:
                     if is_copying and step.spec.chain.specs[index].may_write_reads:  # what is copied must not change
                         backend.wait(Lane.COMPUTE, backend.record(Lane.DOWNLOAD))
-                    outputs = stage.forward(segment, index, carry, microbatch)
+                    with memory:
+                        outputs = stage.forward(segment, index, carry, microbatch)
                     read_later = [name for name in outputs if name in flow.gives]
                     for name in read_later:
                         values[name] = self._download(outputs[name], "values of")
                     is_copying = bool(read_later)
                     del outputs
+                    self._in_flight.release()
 
     def _run_fused(self, step: StepState, job: Job, stage: Stage, visit: Visit, microbatch: int) -> None:
         spec = step.spec
         (segment,) = spec.flow_of(job).segments
         carry, tensors = self._upload_values(step, segment.takes, microbatch)
         label, collects_gradients = self._upload_label(spec.labels[microbatch])
-        with (
-            self._backend.hold(sum(map(bytes_of, tensors)), "carried values"),
-            self._backend.activations([visit.weights_memory, *tensors]),
-            spec.microbatch_context(),
-        ):
+        memory = self._backend.activations([visit.weights_memory, *tensors, *trees.tensors(label)])
+        with self._backend.hold(sum(map(bytes_of, tensors)), "carried values"), spec.microbatch_context():
             del tensors
             with self._meter.computing("fused", segment.layers):
-                recorded = stage.forward_to_loss(segment, carry, microbatch, label)
+                with memory:
+                    recorded = stage.forward_to_loss(segment, carry, microbatch, label)
                 step.losses[microbatch] = self._download(recorded.loss, "loss of")
                 if spec.return_outputs:
                     step.outputs[microbatch] = self._download_outputs(recorded.outputs, spec.output_device)
                 step.add_loss()
-                gradients = stage.backward(recorded, {}, microbatch)
+                with memory:
+                    gradients = stage.backward(recorded, {}, microbatch)
         if collects_gradients:
             gradients = {**gradients, LABEL: [tensor.grad for tensor in trees.tensors(label)]}
         self._download_gradients(step, gradients, microbatch)
@@ -138,22 +140,21 @@ class MicrobatchRunner:
             if not stage.has_backward(segment):
                 continue
             carry, tensors = self._upload_values(step, segment.takes, microbatch)
-            with (
-                self._backend.hold(sum(map(bytes_of, tensors)), "carried values"),
-                self._backend.activations([visit.weights_memory, *tensors]),
-            ):
+            memory = self._backend.activations([visit.weights_memory, *tensors])
+            with self._backend.hold(sum(map(bytes_of, tensors)), "carried values"):
                 del tensors
-                with self._meter.computing("recompute", segment.layers):
+                with self._meter.computing("recompute", segment.layers), memory:
                     recorded = stage.recompute(segment, carry, microbatch)
                 carry.clear()
                 if not has_waited:
                     self._wait_done(step, job.index - 1, microbatch)
                     has_waited = True
                 incoming = self._upload_gradients(step, segment, microbatch)
-                with self._meter.computing("backward", segment.layers):
+                with self._meter.computing("backward", segment.layers), memory:
                     gradients = stage.backward(recorded, incoming, microbatch)
                 incoming.clear()
             self._download_gradients(step, gradients, microbatch)
+            self._in_flight.release()
         if not has_waited:
             self._wait_done(step, job.index - 1, microbatch)
 

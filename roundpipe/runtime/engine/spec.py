@@ -46,6 +46,7 @@ class Call:
     """Of the whole call, for `num_microbatches`."""
     first_microbatch: int = 0
     """Position of the first one in the whole call, for notes."""
+    loss_fn: LossFunction | None = None
 
     @classmethod
     def like_example(cls, chain: LayerChain, config: ResolvedConfig) -> Call:

@@ -25,7 +25,7 @@ import torch
 from roundpipe.core import trees
 from roundpipe.core.errors import GRADIENTS_ADDED, add_note
 from roundpipe.core.schedule import Phase, ScheduleKind
-from roundpipe.runtime.device.backend import Event
+from roundpipe.runtime.device.backend import Event, synchronize_streams
 from roundpipe.runtime.engine.recompute import ForwardRecord
 from roundpipe.runtime.engine.spec import StepSpec
 from roundpipe.runtime.threads import Board
@@ -78,6 +78,8 @@ class StepState:
     """For the outputs, of a backward; else empty."""
     forward: ForwardRecord
     """What the forwards of this step, or of the step before this backward, leave for recomputation."""
+    added: set[int]
+    """Layers whose gradients the model has; some may be from an attempt that failed."""
     num_workers: int
     """Those that still have something to do."""
     num_settling: int = 0
@@ -165,6 +167,8 @@ class StepState:
         """A job's gradients and buffers are in host memory."""
         with self.board.lock:
             self._settled[job_index - self._first_job] = True
+            job = self.spec.schedule.job(job_index)
+            self.added.update(job.layers if job.phase is not Phase.FORWARD else ())
             self._changed_s = time.monotonic()
             self.board.notify()
 
@@ -392,8 +396,3 @@ def sum_gradients(parts: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
     return functools.reduce(operator.add, present) if present else None
 
 
-def synchronize_streams(tensors: Iterable[torch.Tensor]) -> None:
-    """Return once what the calling thread's streams have made of these tensors is done."""
-    for device in {tensor.device for tensor in tensors}:
-        if device.type not in ("cpu", "meta"):
-            torch.accelerator.current_stream(device).synchronize()

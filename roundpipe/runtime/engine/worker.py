@@ -285,7 +285,8 @@ class Worker:
 
     def _release(self, step: StepState, opened: _OpenVisit) -> None:
         job = opened.job
-        pending, events, alive = opened.visit.release(keep_buffers=job.phase is not Phase.BACKWARD)
+        added = [position for position, index in enumerate(job.layers) if index in step.added]
+        pending, events, alive = opened.visit.release(job.phase is not Phase.BACKWARD, added)
         self.arena.end(opened.side, events)
         if pending.moments is not None:
             self.meter.at(job, None)

@@ -17,7 +17,7 @@ A visit goes through these calls:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,7 +111,6 @@ class Visit:
         self.uploaded = backend.record(Lane.WEIGHTS)
         self.uploaded_bytes = backend.moved_bytes[Lane.WEIGHTS] - moved_bytes
         self.arrived = backend.moment(Lane.WEIGHTS)
-        self._counted = contextlib.ExitStack()
 
     def arrive(self) -> None:
         self._backend.wait(Lane.COMPUTE, self.uploaded)
@@ -122,11 +121,11 @@ class Visit:
         """Bind the weights, behind `arrive`, to modules as they were when ``frozen``; None: as they are now."""
         for layer, (part, outside) in zip(self.layers, self._parts, strict=True):
             layer.bind(part, outside, with_gradients, frozen)
-        gradient_bytes = sum(p.nbytes for layer in self.layers for _, p in layer.parameters)
-        self._counted.enter_context(self._backend.hold(gradient_bytes, "gradients"))
 
-    def release(self, keep_buffers: bool) -> tuple[Download, list[Event], list[Any]]:
+    def release(self, keep_buffers: bool, added: Collection[int] = ()) -> tuple[Download, list[Event], list[Any]]:
         """Download gradients (and, after a forward, changed buffers and attributes); unbind.
+
+        Gradients of layers at positions in ``added`` are dropped: an attempt before has brought them.
 
         Returns the downloads, the events after which the memory may be written again, and the device tensors that
         must live until then.
@@ -143,9 +142,9 @@ class Visit:
             sources.append(tensor)
             return backend.download(tensor, Lane.GRADIENTS)
 
-        for layer in self.layers:
+        for position, layer in enumerate(self.layers):
             for slot, parameter in layer.parameters:
-                if parameter.grad is not None:
+                if parameter.grad is not None and position not in added:
                     download.gradients.append((slot.tensor, copy(parameter.grad)))
             if keep_buffers:
                 buffers = list(layer.changed_buffers())
@@ -166,7 +165,7 @@ class Visit:
         """Let go of all device memory, whatever one of the layers raises."""
         self._parts.clear()
         self._copies.clear()
-        with self._counted as rest:
+        with contextlib.ExitStack() as rest:
             for layer in self.layers:
                 rest.callback(layer.unbind)
 

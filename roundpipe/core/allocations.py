@@ -1,0 +1,66 @@
+"""Follows the memory that operators allocate, on any device and on fakes.
+
+This file is the only importer of torch's dispatch mode, which sees every operator below autograd. Torch documents the
+class but keeps it in a private module, so that a release may move it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+from roundpipe.core import trees
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes that operators have allocated while it was entered and that are in use; storages of ``known`` don't count.
+
+    Memory that a kernel takes and gives back by itself is not seen. ``rounding``: what sizes are a multiple of.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, known: Iterable[torch.Tensor] = (), rounding: int = 1) -> None:
+        super().__init__()
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._rounding = rounding
+        self._known = {_key(tensor) for tensor in known if tensor.layout is torch.strided}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.count(result, args, kwargs)
+        return result
+
+    def count(self, result: Any, *arguments: Any) -> None:
+        """Count the storages of an operator's results, but for those of its arguments, as long as they live."""
+        for tensor in trees.tensors(result):
+            if tensor.layout is not torch.strided:
+                continue
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in self._known or any(_key(t) == key for t in trees.tensors(arguments) if t.layout is torch.strided):
+                continue
+            size = -(-int(storage.nbytes()) // self._rounding) * self._rounding
+            self.grow(size)
+            self._known.add(key)
+            weakref.finalize(storage, self._forget, key, size).atexit = False
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.shrink(size)
+
+    def grow(self, num_bytes: int) -> None:
+        self.live_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def shrink(self, num_bytes: int) -> None:
+        self.live_bytes -= num_bytes
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

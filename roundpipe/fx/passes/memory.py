@@ -1,0 +1,241 @@
+"""Device memory of each layer of a chain: the chain runs on fake tensors, and every allocation is followed.
+
+Each layer runs once without autograd, and once with it and its backward; the loss likewise, on the model's outputs. Of
+layers that are alike, such as a transformer's blocks, one runs. A parameter's gradient is there already when the
+backward runs, as it is from the second microbatch on.
+
+Invariant: what the code of the model and of the loss changes in Python is put back; no fake is left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Container, Hashable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
+
+from roundpipe.core import trees
+from roundpipe.core.allocations import Allocations
+from roundpipe.core.layers import EXECUTION_DEVICE, Carry, LayerChain, LayerCost, LayerSpec
+from roundpipe.core.modes import autocast_as_on_accelerator
+from roundpipe.effects.places import HOOKS
+from roundpipe.effects.snapshot import python_restored
+from roundpipe.fx.fakes import failures_unlogged, fake_of, make_twin, static_mode
+
+logger = logging.getLogger(__name__)
+
+_CPU = torch.device("cpu")
+GUESSED_LOSS = 4
+"""Bytes that a loss takes per byte of the model's outputs, where it can't be run."""
+_ROUNDING = 512
+"""Allocators of devices give memory in multiples of this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What a training call does with the model's outputs."""
+
+    function: Callable[[Any, Any], Any]
+    label: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _RunBytes:
+    """Bytes that one run allocates, its inputs and parameters not counted."""
+
+    forward: int
+    """The most at once without autograd."""
+    kept: int
+    """Between a forward with autograd and its backward, results included."""
+    training: int
+    """The most at once in both."""
+
+
+def measure_memory(
+    chain: LayerChain,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss: Loss | None = None,
+    device: torch.device = _CPU,
+) -> list[LayerCost] | None:
+    """The chain's costs, with the memory that its layers take for one microbatch with these arguments.
+
+    The loss is part of the last layer; one that can't run on fakes is guessed. Kernels are chosen as on ``device``,
+    which must be there if it is not the CPU. None if the code of a layer can't run on fakes.
+    """
+    try:
+        with python_restored(chain, loss and loss.function), failures_unlogged(), torch.random.fork_rng(devices=[]):
+            return _ChainRun(chain, device).costs(args, kwargs, loss)
+    except Exception as error:  # whatever the user's code raises on fakes
+        logger.info("memory of %s is estimated: %s: %s", chain.specs[0].name, type(error).__name__, error)
+        return None
+
+
+class _ChainRun:
+    def __init__(self, chain: LayerChain, device: torch.device) -> None:
+        self._chain = chain
+        self._device = device
+        self._rounding = 1 if device.type == "cpu" else _ROUNDING
+        self._mode = static_mode()
+        self._known: dict[Hashable, tuple[_RunBytes, Any]] = {}
+
+    def costs(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss | None) -> list[LayerCost]:
+        chain = self._chain
+        carry = chain.entry(*self._faked((args, kwargs)))
+        last_reader = {name: index for index, spec in enumerate(chain.specs) for name in spec.reads}
+        last_reader.update(dict.fromkeys(chain.exit.reads, len(chain.specs)))
+        costs = []
+        for index, (spec, layer, cost) in enumerate(zip(chain.specs, chain, chain.costs, strict=True)):
+            memory, results = self._layer(layer, spec, {name: carry[name] for name in spec.reads})
+            carry.update(results)
+            carry = {name: value for name, value in carry.items() if last_reader.get(name, -1) > index}
+            carry_bytes = sum(tensor.nbytes for tensor in {id(t): t for t in trees.tensors(carry)}.values())
+            costs.append(_with_memory(replace(cost, carry_bytes=carry_bytes), memory))
+        if loss is not None:
+            of_loss = self._loss(loss, carry)
+            last = costs[-1]
+            kept = last.activation_bytes + of_loss.kept
+            training = max(last.activation_bytes + last.temporary_bytes, last.activation_bytes + of_loss.training)
+            costs[-1] = replace(last, activation_bytes=kept, temporary_bytes=training - kept)
+        return costs
+
+    def _faked(self, value: Any) -> Any:
+        return trees.map_tensors(value, lambda tensor: fake_of(self._mode, tensor, self._device))
+
+    def _layer(self, layer: nn.Module, spec: LayerSpec, reads: Carry) -> tuple[_RunBytes, Carry]:
+        """What a layer takes, and the values that it makes, from those that it reads."""
+        key = _layer_key(layer, spec), tuple(map(_value_key, reads.values()))
+        if key not in self._known:
+            fakes = {
+                weight: fake_of(self._mode, weight, self._device) for weight in (*layer.parameters(), *layer.buffers())
+            }
+            for fake in fakes.values():
+                if fake.requires_grad:
+                    with self._mode:
+                        fake.grad = torch.empty_like(fake)
+            twin, _ = make_twin(layer, fakes)
+            if spec.execution_device:
+                setattr(twin, EXECUTION_DEVICE, self._device)
+            memory, made = self._run(lambda carry: _made(twin(carry), spec), reads)
+            self._known[key] = memory, list(made.values())
+        memory, values = self._known[key]
+        return memory, {name: self._faked(value) for name, value in zip(spec.makes, values, strict=True)}
+
+    def _loss(self, loss: Loss, carry: Carry) -> _RunBytes:
+        """What the loss takes; a guess from the size of the outputs if it can't run on fakes."""
+        label = self._faked(loss.label)
+        try:
+            memory, _ = self._run(lambda values: {"loss": loss.function(self._chain.exit(values), label)}, carry)
+        except Exception as error:  # whatever the user's code raises on fakes
+            logger.info("memory of the loss is estimated: %s: %s", type(error).__name__, error)
+            tensors = trees.tensors([carry[name] for name in self._chain.exit.reads])
+            size = GUESSED_LOSS * sum(tensor.nbytes for tensor in tensors)
+            return _RunBytes(size, size, size)
+        return memory
+
+    def _run(self, function: Callable[[Carry], Carry], reads: Carry) -> tuple[_RunBytes, Carry]:
+        """Runs a forward without autograd, and one with it and its backward."""
+        autocast = autocast_as_on_accelerator() if self._device.type == "cpu" else contextlib.nullcontext()
+        with self._mode, autocast:
+            without = Allocations(trees.tensors(reads), self._rounding)
+            with torch.no_grad(), without:
+                function(dict(reads))
+            leaves = trees.map_tensors(reads, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
+            tally = Allocations(trees.tensors(leaves), self._rounding)
+            with torch.enable_grad(), tally:
+                made = function(dict(leaves))
+                kept = tally.live_bytes
+                roots = [tensor for tensor in trees.tensors(made) if tensor.requires_grad and tensor.grad_fn]
+                results = trees.map_tensors(made, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
+                del made
+                if roots:
+                    torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
+        return _RunBytes(without.peak_bytes, kept, tally.peak_bytes), results
+
+
+def _made(carry: Carry, spec: LayerSpec) -> Carry:
+    return {name: carry[name] for name in spec.makes}
+
+
+def _with_memory(cost: LayerCost, memory: _RunBytes) -> LayerCost:
+    return replace(
+        cost,
+        workspace_bytes=memory.forward,
+        activation_bytes=memory.kept,
+        temporary_bytes=max(memory.training - memory.kept, 0),
+    )
+
+
+# Which layers are alike
+
+
+def _layer_key(layer: nn.Module, spec: LayerSpec) -> Hashable:
+    """Equal for layers that do the same with weights of the same kind; the first must not be told by its attributes."""
+    if not isinstance(layer, GraphModule):
+        return type(layer), tuple(_module_key(child, name) for name, child in layer.named_children())
+    index = {node: f"%{position}" for position, node in enumerate(layer.graph.nodes)}
+
+    def arguments(node: Node) -> str:
+        return repr(map_aggregate((node.args, node.kwargs), lambda leaf: _argument(leaf, index)))
+
+    return tuple((node.op, _target_key(layer, node), arguments(node)) for node in layer.graph.nodes)
+
+
+def _argument(leaf: Any, index: Mapping[Node, str]) -> Any:
+    if isinstance(leaf, Node):
+        return index[leaf]
+    return None if isinstance(leaf, str) else leaf  # names of carried values
+
+
+def _target_key(layer: GraphModule, node: Node) -> Hashable:
+    target = node.target
+    if node.op == "call_function":
+        return target
+    if node.op not in ("call_module", "get_attr"):
+        return str(target) if node.op == "call_method" else None
+    value: Any = layer
+    for name in str(target).split("."):
+        value = getattr(value, name)
+    return _module_key(value, str(target)) if isinstance(value, nn.Module) else _value_key(value)
+
+
+def _module_key(module: nn.Module, name: str) -> Hashable:
+    """Classes, weights, attributes and hooks of a tree of modules; its number in a list does not count."""
+    numbers = {int(part) for part in name.split(".") if part.isdigit()}
+    return tuple(
+        (
+            path,
+            type(part),
+            part.training,
+            any(part.__dict__[kind] for kind in HOOKS),
+            tuple((key, _value_key(tensor)) for key, tensor in (*part._parameters.items(), *part._buffers.items())),
+            tuple((key, _plain(value, numbers)) for key, value in part.__dict__.items() if key not in _OF_MODULES),
+        )
+        for path, part in module.named_modules()
+    )
+
+
+def _plain(value: Any, numbers: Container[int]) -> Hashable:
+    if type(value) is int and value in numbers:
+        return "number"
+    if isinstance(value, trees.PLAIN):
+        return value
+    is_plain = isinstance(value, (tuple, list)) and all(isinstance(item, trees.PLAIN) for item in value)
+    return repr(value) if is_plain else id(value)
+
+
+_OF_MODULES = frozenset(nn.Module().__dict__)
+
+
+def _value_key(value: Any) -> Hashable:
+    leaves = trees.leaves(value)
+    return tuple(
+        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else type(leaf)
+        for leaf in leaves
+    )

@@ -1,0 +1,86 @@
+"""Out of device memory is an event, not an end: a step is planned anew and run again, with the same numbers.
+
+What an attempt changed outside of its own values is put back first: random state, buffers and, as long as no step has
+run by its plan, whatever Python the code of the layers and of the loss reaches. Gradients that it has added stay, and
+the next attempt leaves them out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from roundpipe.core.errors import DeviceMemoryError
+from roundpipe.effects.run_once import FirstCall
+from roundpipe.effects.snapshot import CodeSnapshot
+from roundpipe.runtime.engine.plan_choice import PlanChooser
+from roundpipe.runtime.engine.spec import Call, StepSpec
+from roundpipe.runtime.engine.step import HostValues, StepState
+from roundpipe.wrappers.session import Session
+
+logger = logging.getLogger(__name__)
+
+OUT_OF_MEMORY = (torch.OutOfMemoryError, DeviceMemoryError)
+
+
+class CallSnapshot:
+    """What a call may change before it ends; all that its code reaches if it is ``thorough``."""
+
+    def __init__(self, call: Call, *, thorough: bool) -> None:
+        self._random = torch.get_rng_state()
+        self._buffers = [(buffer, buffer.clone()) for buffer in call.chain.buffers() if not buffer.is_meta]
+        self._layers = FirstCall(call.chain) if thorough else None
+        self._loss = CodeSnapshot([], call.loss_fn) if thorough and call.loss_fn is not None else None
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._random)
+        with torch.no_grad():
+            for buffer, before in self._buffers:
+                buffer.copy_(before)
+        for snapshot in (self._layers, self._loss):
+            if snapshot is not None:
+                snapshot.restore()
+
+
+def run_step(
+    session: Session, plans: PlanChooser, call: Call, build: Callable[[], tuple[StepSpec, HostValues]]
+) -> tuple[StepSpec, StepState]:
+    """Run a step as it is built for a call; again with a plan that needs less memory, as long as there is one.
+
+    Raises:
+        DeviceMemoryError: no plan is known that fits.
+    """
+    added: set[int] = set()
+    before = CallSnapshot(call, thorough=not plans.is_proven(call)) if plans.has_budget else None
+    while True:
+        try:
+            spec, values = build()
+        except DeviceMemoryError as error:
+            raise DeviceMemoryError(f"{error}. {plans.proposal(call)}") from None
+        plan = spec.schedule.plan
+        try:
+            step = session.engine.run(spec, values, added=added)
+        except OUT_OF_MEMORY as error:
+            if before is None:  # nobody asked for a limit: the error is from the user's code
+                raise
+            reason = str(error).partition("\n")[0]
+            session.engine.release_memory()
+            if not plans.shrink(call, plan):
+                raise DeviceMemoryError(
+                    f"{session.name} is out of memory with {call.num_microbatches} microbatches, {plan.num_stages} "
+                    f"stages and recompute_grain={call.config.recompute_grain!r}, and no plan is known that needs "
+                    f"less: {reason}. {plans.proposal(call)}"
+                ) from error
+            before.restore()
+            logger.warning(
+                "%s ran out of device memory with %d stages and runs the call again with a smaller plan (%s). "
+                "More microbatches or recompute_grain='layer' need less from the start",
+                session.name,
+                plan.num_stages,
+                reason,
+            )
+        else:
+            plans.prove(call)
+            return spec, step

@@ -1,0 +1,163 @@
+"""Memory of layers that is computed on fakes, beside what the same layers allocate when they run."""
+
+import itertools
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from roundpipe.core import trees
+from roundpipe.core.layers import LayerChain
+from roundpipe.fx.counting import Tally
+from roundpipe.fx.passes.lower import lower
+from roundpipe.fx.passes.memory import Loss, measure_memory
+from roundpipe.fx.trace.tracer import trace
+from roundpipe.wrappers.module_layers import layers_of
+
+
+class Block(nn.Module):
+    def __init__(self, width=32, heads=4):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down, self.heads = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), heads
+
+    def forward(self, x):
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape))
+        return x + self.down(F.dropout(F.gelu(self.up(x)), 0.1, self.training))
+
+
+def decoder(vocabulary=512):
+    return nn.Sequential(nn.Embedding(vocabulary, 32), Block(), Block(), Block(), nn.Linear(32, vocabulary, bias=False))
+
+
+def convolutions():
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(2048, 10))
+
+
+def cross_entropy(outputs, label):
+    return F.cross_entropy(outputs.float().flatten(0, -2), label.flatten())
+
+
+TOKENS = torch.randint(0, 512, (4, 64))
+CASES = {
+    "decoder": (decoder, TOKENS, TOKENS),
+    "half precision": (lambda: decoder().bfloat16(), TOKENS, TOKENS),
+    "frozen": (lambda: decoder().requires_grad_(False), TOKENS, TOKENS),
+    "convolutions": (convolutions, torch.randn(4, 3, 16, 16), torch.randint(0, 10, (4,))),
+}
+
+
+def chain_of(model, example):
+    return layers_of(model)
+
+
+def traced(model, example):
+    return lower(trace(model, (example,), {})).chain
+
+
+def run_for_real(chain: LayerChain, example, label):
+    """Kept and peak bytes of each layer, of real tensors, and the loss's in the last one."""
+    carry = chain.entry((example,), {})
+    result = []
+    for parameter in chain.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    for layer, spec in zip(chain, chain.specs, strict=True):
+        leaves = {name: trees.map_tensors(carry[name], _leaf) for name in spec.reads}
+        carry.update(
+            _run(lambda leaves=leaves, layer=layer, spec=spec: {n: layer(leaves)[n] for n in spec.makes}, result)
+        )
+    values = {name: trees.map_tensors(carry[name], _leaf) for name in chain.exit.reads}
+    _run(lambda: {"loss": cross_entropy(chain.exit(values), label)}, result)
+    (kept, peak), (loss_kept, loss_peak) = result[-2:]
+    return [*result[:-2], (kept + loss_kept, max(peak, kept + loss_peak))]
+
+
+def _made(layer, leaves, names):
+    made = layer(leaves)
+    return {name: made[name] for name in names}
+
+
+def _leaf(tensor):
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _run(function, result):
+    tally = Tally(())
+    with tally:
+        made = function()
+        kept = tally.live_bytes
+        roots = [tensor for tensor in trees.tensors(made) if tensor.requires_grad]
+        results = trees.map_tensors(made, _leaf)
+        del made
+        if roots:
+            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+    result.append((kept, tally.peak_bytes))
+    return results
+
+
+@pytest.mark.parametrize("make_chain", [chain_of, traced])
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_what_a_run_allocates(case, make_chain):
+    build, example, label = CASES[case]
+    model = build()
+    chain = make_chain(model, example)
+    costs = measure_memory(chain, (example,), {}, Loss(cross_entropy, label))
+    predicted = [(cost.activation_bytes, cost.activation_bytes + cost.temporary_bytes) for cost in costs]
+    for name, ours, real in zip(
+        [s.name for s in chain.specs], predicted, run_for_real(chain, example, label), strict=True
+    ):
+        assert ours == pytest.approx(real, rel=0.01, abs=8192), name
+
+
+def measured(loss_fn):
+    example = torch.randn(4, 8)
+    return measure_memory(layers_of(nn.Sequential(nn.Linear(8, 8))), (example,), {}, Loss(loss_fn, example))
+
+
+def test_what_a_loss_function_changes_is_put_back():
+    seen, scaler = [], torch.amp.GradScaler("cpu", enabled=True)
+    metric = types.SimpleNamespace(calls=0, last=None)
+
+    def loss_fn(outputs, label):
+        seen.append(outputs)
+        metric.calls += 1
+        metric.last = outputs
+        return scaler.scale(F.mse_loss(outputs, label))
+
+    before = dict(vars(scaler))
+    assert measured(loss_fn)[-1].activation_bytes > 0
+    assert seen == [] and (metric.calls, metric.last) == (0, None)
+    assert vars(scaler) == before
+
+
+def test_a_loss_that_needs_data_is_guessed():
+    """As bytes that go with the outputs; the layers are measured all the same."""
+    (without,) = measure_memory(layers_of(nn.Sequential(nn.Linear(8, 8))), (torch.randn(4, 8),), {})
+    (last,) = measured(lambda outputs, label: outputs.sum() * float(outputs.max()))
+    assert last.activation_bytes > without.activation_bytes
+    assert last.workspace_bytes == without.workspace_bytes
+
+
+def test_random_state_stays():
+    chain, example = layers_of(nn.Sequential(nn.Linear(8, 8), nn.Dropout())), torch.randn(4, 8)
+    state = torch.get_rng_state()
+    measure_memory(chain, (example,), {}, Loss(lambda outputs, label: F.dropout(outputs).sum(), None))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_equal_layers_run_once():
+    calls = itertools.count()  # what a snapshot can't put back
+
+    class Counted(Block):
+        def forward(self, x):
+            next(calls)
+            return super().forward(x)
+
+    model = nn.Sequential(*[Counted() for _ in range(40)])
+    costs = measure_memory(layers_of(model), (torch.randn(2, 16, 32),), {})
+    assert next(calls) <= 10  # those whose number could be another attribute run, too
+    assert len({cost.activation_bytes for cost in costs}) == 1

@@ -1,0 +1,155 @@
+"""Out of device memory: the call is planned anew and run again, with eager's numbers."""
+
+import copy
+import itertools
+import logging
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import roundpipe
+from roundpipe.core.errors import DeviceMemoryError
+from roundpipe.runtime.device.backend import Device
+from tests.runtime.models import DTYPE, assert_same, batch, config, eager_round, gradients, mlp, square_loss
+
+ROOM = 10**6
+
+
+class Fault:
+    """Raises out of memory at some visit of a layer's forward or backward, once."""
+
+    def __init__(self):
+        self.at = -1
+        self.counter = itertools.count(1)  # which no snapshot can put back
+
+    @property
+    def visits(self):
+        return next(self.counter) - 1
+
+    def visit(self, tensor):
+        if type(tensor) is torch.Tensor and next(self.counter) == self.at:  # not where memory is computed on fakes
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+class Visit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, fault):
+        ctx.fault = fault
+        fault.visit(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.fault.visit(gradient)
+        return gradient, None
+
+
+class Layer(nn.Module):
+    def __init__(self, fault, width=6):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(width, width), nn.BatchNorm1d(width)
+        self.fault = [fault]
+
+    def forward(self, x):
+        return torch.tanh(self.norm(Visit.apply(self.linear(x), self.fault[0])))
+
+
+def model_of(fault, depth=6):
+    torch.manual_seed(1)
+    return nn.Sequential(*(Layer(fault) for _ in range(depth))).to(DTYPE)
+
+
+def counted(fault):
+    """Visits of one call."""
+    with roundpipe.RoundPipe(model_of(fault), devices=[Device("cpu", memory_bytes=ROOM)]) as piped:
+        piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(3))
+    return fault.visits
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("position", range(12))
+def test_a_call_that_runs_out_of_memory_is_run_again(workers, position, caplog):
+    fault = Fault()
+    fault.at = 1 + position * (counted(Fault()) - 1) // 11
+    model = model_of(fault)
+    reference = copy.deepcopy(model)
+    for layer in reference:
+        layer.fault[0] = Fault()
+    with roundpipe.RoundPipe(model, devices=[Device("cpu", memory_bytes=ROOM)] * workers) as piped:
+        with caplog.at_level(logging.WARNING, logger="roundpipe"):
+            for _ in range(2):
+                state = torch.get_rng_state()
+                found = piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(3))
+                torch.set_rng_state(state)
+                expected, _ = eager_round(reference, (batch(),), num=3)
+                torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    assert_same(gradients(model), gradients(reference), atol=1e-9)
+    assert_same(dict(model.named_buffers()), dict(reference.named_buffers()), atol=1e-9)
+    assert sum("ran out of device memory" in record.message for record in caplog.records) == 1
+
+
+def test_without_a_smaller_plan_the_error_says_what_was_tried():
+    class Never(nn.Module):
+        def forward(self, x):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    model = nn.Sequential(nn.Linear(6, 6), Never(), nn.Linear(6, 6)).to(DTYPE)
+    with roundpipe.RoundPipe(model, devices=[Device("cpu", memory_bytes=ROOM)]) as piped:
+        with pytest.raises(DeviceMemoryError, match=r"no plan is known that needs less: CUDA out of memory") as caught:
+            piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(3))
+        assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+
+
+def test_what_an_error_proposes_works():
+    model = mlp(depth=4, width=32)
+    options = {"devices": [Device("cpu", memory_bytes=90_000)]}
+    with roundpipe.RoundPipe(model, **options) as piped:
+        with pytest.raises(DeviceMemoryError, match="is predicted to fit") as caught:
+            piped.forward_backward((batch(256, 32),), loss_fn=square_loss, run_config=config(2))
+        number, grain = re.search(r"num_microbatch=(\d+) with recompute_grain='(\w+)'", str(caught.value)).groups()
+        piped.forward_backward((batch(256, 32),), loss_fn=square_loss, run_config=config(int(number), grain))
+
+
+def test_without_a_limit_an_error_of_the_users_code_is_theirs():
+    fault = Fault()
+    fault.at = 3
+    with roundpipe.RoundPipe(model_of(fault), devices=["cpu"]) as piped, pytest.raises(torch.OutOfMemoryError):
+        piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(3))
+
+
+@pytest.mark.parametrize("grain", ["stage", "layer"])
+def test_true_budgets(grain):
+    """From more than all down to less than a layer: eager's numbers within the budget, or an error."""
+    model = mlp(depth=8, width=16)
+    reference = copy.deepcopy(model)
+    expected, _ = eager_round(reference, (batch(64, 16),), num=2)
+    trained = 0
+    for budget in range(12_000, 120_000, 5_400):
+        model.zero_grad()
+        with roundpipe.RoundPipe(model, devices=[Device("cpu", memory_bytes=budget)]) as piped:
+            try:
+                found = piped.forward_backward((batch(64, 16),), loss_fn=square_loss, run_config=config(2, grain))
+            except DeviceMemoryError:
+                continue
+            trained += 1
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+            assert_same(gradients(model), gradients(reference), atol=1e-9)
+            assert piped.peak_device_bytes() <= budget
+    assert trained >= 10
+
+
+def test_what_hooks_and_losses_count_is_counted_once():
+    fault, seen = Fault(), []
+    fault.at = counted(Fault()) // 2
+    model = model_of(fault)
+    model[0].register_forward_hook(lambda module, args, output: seen.append("hook"))
+
+    def loss_fn(outputs, label):
+        seen.append("loss")
+        return square_loss(outputs, label)
+
+    with roundpipe.RoundPipe(model, devices=[Device("cpu", memory_bytes=ROOM)]) as piped:
+        piped.forward_backward((batch(),), loss_fn=loss_fn, run_config=config(3))
+    assert seen.count("loss") == 3
