@@ -107,7 +107,7 @@ class ChainRunner(Runner):
                 spec.schedule,
                 weakref.ref(call.chain),
                 call.elements(),
-                config.recompute_grain,
+                call.config.recompute_grain,
                 spec.may_outlive_call,
                 self.builder.plans,
             )

@@ -12,7 +12,6 @@ import roundpipe
 from roundpipe.core.errors import DeviceMemoryError
 from roundpipe.runtime.device.backend import Device
 from roundpipe.runtime.device.cpu import Ledger
-from roundpipe.runtime.engine import plan_choice
 from tests.runtime.models import (
     DTYPE,
     assert_same,

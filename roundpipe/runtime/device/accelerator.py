@@ -58,12 +58,18 @@ class AcceleratorEvent:
 
 
 def memory_budget_bytes(entry: Device, num_sharing: int = 1) -> int:
-    """The memory to plan for: a share of the entry's limit, or of what is free on its device now."""
-    usable_bytes = entry.memory_bytes
-    if usable_bytes is None:
-        device = torch.device(entry.device)
-        free_bytes, _ = torch.get_device_module(device).mem_get_info(device.index)
-        usable_bytes = free_bytes // num_sharing
+    """The memory to plan for: a share of what this process may take of the device now, and of the entry's limit."""
+    device = torch.device(entry.device)
+    module = torch.get_device_module(device)
+    free_bytes, total_bytes = module.mem_get_info(device.index)
+    allocated_bytes = torch.accelerator.memory_allocated(device)
+    usable_bytes = free_bytes + torch.accelerator.memory_reserved(device) - allocated_bytes
+    if hasattr(module, "get_per_process_memory_fraction"):
+        fraction = module.get_per_process_memory_fraction(device.index)
+        usable_bytes = min(usable_bytes, int(fraction * total_bytes) - allocated_bytes)
+    usable_bytes //= num_sharing
+    if entry.memory_bytes is not None:
+        usable_bytes = min(usable_bytes, entry.memory_bytes)
     return int(usable_bytes * PLANNED_SHARE)
 
 

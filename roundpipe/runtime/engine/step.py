@@ -394,5 +394,3 @@ def sum_gradients(parts: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
     """The sum of those that are there, in their order; None if none is."""
     present = [part for part in parts if part is not None]
     return functools.reduce(operator.add, present) if present else None
-
-
