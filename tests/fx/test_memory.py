@@ -60,20 +60,19 @@ def traced(model, example):
 
 
 def run_for_real(chain: LayerChain, example, label):
-    """Kept and peak bytes of each layer, of real tensors, and the loss's in the last one."""
+    """Kept and peak bytes of each layer, of real tensors; the last one with the loss, as a fused stage runs them."""
     carry = chain.entry((example,), {})
     result = []
     for parameter in chain.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     for layer, spec in zip(chain, chain.specs, strict=True):
         leaves = {name: trees.map_tensors(carry[name], _leaf) for name in spec.reads}
-        carry.update(
-            _run(lambda leaves=leaves, layer=layer, spec=spec: {n: layer(leaves)[n] for n in spec.makes}, result)
-        )
-    values = {name: trees.map_tensors(carry[name], _leaf) for name in chain.exit.reads}
-    _run(lambda: {"loss": cross_entropy(chain.exit(values), label)}, result)
-    (kept, peak), (loss_kept, loss_peak) = result[-2:]
-    return [*result[:-2], (kept + loss_kept, max(peak, kept + loss_peak))]
+        if spec is chain.specs[-1]:
+            rest = {name: carry[name] for name in chain.exit.reads if name in carry}
+            _run(lambda: {"loss": cross_entropy(chain.exit({**rest, **_made(layer, leaves, spec.makes)}), label)}, result)
+        else:
+            carry.update(_run(lambda: _made(layer, leaves, spec.makes), result))
+    return result
 
 
 def _made(layer, leaves, names):

@@ -122,7 +122,7 @@ def test_counted_memory_and_held_memory():
 
 
 def test_what_operators_allocate_is_counted_once_per_storage_until_it_is_freed():
-    one = backend()
+    one = backend(memory_bytes=10**6)
     weight = torch.ones(10, 10, requires_grad=True)
     given = torch.ones(10, 10)
     memory = one.activations([weight, given])
@@ -145,7 +145,7 @@ def test_what_operators_allocate_is_counted_once_per_storage_until_it_is_freed()
 
 
 def test_activations_of_a_graph_that_is_dropped():
-    one = backend()
+    one = backend(memory_bytes=10**6)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.5), nn.Linear(4, 4))
     with one.activations(list(model.parameters())):
         output = model(torch.ones(3, 4))
@@ -225,7 +225,7 @@ def disabling():
 
 
 def test_what_transforms_allocate_is_counted_too():
-    one = backend()
+    one = backend(memory_bytes=10**6)
     given = torch.ones(10, 10)
     with one.activations([given]):
         gradient = func.grad(lambda value: (value @ value).tanh().sum())(given)

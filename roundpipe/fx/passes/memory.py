@@ -91,18 +91,15 @@ class _ChainRun:
         last_reader = {name: index for index, spec in enumerate(chain.specs) for name in spec.reads}
         last_reader.update(dict.fromkeys(chain.exit.reads, len(chain.specs)))
         costs = []
+        reads = carry
         for index, (spec, layer, cost) in enumerate(zip(chain.specs, chain, chain.costs, strict=True)):
+            reads = carry
             memory, results = self._layer(layer, spec, {name: carry[name] for name in spec.reads})
-            carry.update(results)
-            carry = {name: value for name, value in carry.items() if last_reader.get(name, -1) > index}
+            carry = {name: value for name, value in (reads | results).items() if last_reader.get(name, -1) > index}
             carry_bytes = sum(tensor.nbytes for tensor in {id(t): t for t in trees.tensors(carry)}.values())
             costs.append(_with_memory(replace(cost, carry_bytes=carry_bytes), memory))
         if loss is not None:
-            of_loss = self._loss(loss, carry)
-            last = costs[-1]
-            kept = last.activation_bytes + of_loss.kept
-            training = max(last.activation_bytes + last.temporary_bytes, last.activation_bytes + of_loss.training)
-            costs[-1] = replace(last, activation_bytes=kept, temporary_bytes=training - kept)
+            costs[-1] = _with_memory(costs[-1], self._to_loss(loss, memory, reads, carry))
         return costs
 
     def _faked(self, value: Any) -> Any:
@@ -112,32 +109,41 @@ class _ChainRun:
         """What a layer takes, and the values that it makes, from those that it reads."""
         key = _layer_key(layer, spec), tuple(map(_value_key, reads.values()))
         if key not in self._known:
-            fakes = {
-                weight: fake_of(self._mode, weight, self._device) for weight in (*layer.parameters(), *layer.buffers())
-            }
-            for fake in fakes.values():
-                if fake.requires_grad:
-                    with self._mode:
-                        fake.grad = torch.empty_like(fake)
-            twin, _ = make_twin(layer, fakes)
-            if spec.execution_device:
-                setattr(twin, EXECUTION_DEVICE, self._device)
+            twin = self._twin(layer, spec)
             memory, made = self._run(lambda carry: _made(twin(carry), spec), reads)
             self._known[key] = memory, list(made.values())
         memory, values = self._known[key]
         return memory, {name: self._faked(value) for name, value in zip(spec.makes, values, strict=True)}
 
-    def _loss(self, loss: Loss, carry: Carry) -> _RunBytes:
-        """What the loss takes; a guess from the size of the outputs if it can't run on fakes."""
-        label = self._faked(loss.label)
+    def _twin(self, layer: nn.Module, spec: LayerSpec) -> nn.Module:
+        """A copy of a layer with fakes as weights, which have gradients."""
+        fakes = {tensor: fake_of(self._mode, tensor, self._device) for tensor in (*layer.parameters(), *layer.buffers())}
+        for fake in fakes.values():
+            if fake.requires_grad:
+                with self._mode:
+                    fake.grad = torch.empty_like(fake)
+        twin, _ = make_twin(layer, fakes)
+        if spec.execution_device:
+            setattr(twin, EXECUTION_DEVICE, self._device)
+        return twin
+
+    def _to_loss(self, loss: Loss, last: _RunBytes, reads: Carry, results: Carry) -> _RunBytes:
+        """What the last layer and the loss behind it take; a guess from the size of the outputs if that can't run."""
+        chain, spec, label = self._chain, self._chain.specs[-1], self._faked(loss.label)
+        twin = self._twin(chain[-1], spec)
+
+        def run(carry: Carry) -> Carry:
+            outputs = chain.exit({**carry, **_made(twin({name: carry[name] for name in spec.reads}), spec)})
+            return {"loss": loss.function(outputs, label)}
+
         try:
-            memory, _ = self._run(lambda values: {"loss": loss.function(self._chain.exit(values), label)}, carry)
+            memory, _ = self._run(run, reads)
         except Exception as error:  # whatever the user's code raises on fakes
             logger.info("memory of the loss is estimated: %s: %s", type(error).__name__, error)
-            tensors = trees.tensors([carry[name] for name in self._chain.exit.reads])
+            tensors = trees.tensors([results[name] for name in chain.exit.reads])
             size = GUESSED_LOSS * sum(tensor.nbytes for tensor in tensors)
-            return _RunBytes(size, size, size)
-        return memory
+            return _RunBytes(last.forward, last.kept + size, max(last.training, last.kept + size))
+        return replace(memory, forward=last.forward)
 
     def _run(self, function: Callable[[Carry], Carry], reads: Carry) -> tuple[_RunBytes, Carry]:
         """Runs a forward without autograd, and one with it and its backward."""
