@@ -69,7 +69,9 @@ def run_for_real(chain: LayerChain, example, label):
         leaves = {name: trees.map_tensors(carry[name], _leaf) for name in spec.reads}
         if spec is chain.specs[-1]:
             rest = {name: carry[name] for name in chain.exit.reads if name in carry}
-            _run(lambda: {"loss": cross_entropy(chain.exit({**rest, **_made(layer, leaves, spec.makes)}), label)}, result)
+            _run(
+                lambda: {"loss": cross_entropy(chain.exit({**rest, **_made(layer, leaves, spec.makes)}), label)}, result
+            )
         else:
             carry.update(_run(lambda: _made(layer, leaves, spec.makes), result))
     return result

@@ -117,7 +117,9 @@ class _ChainRun:
 
     def _twin(self, layer: nn.Module, spec: LayerSpec) -> nn.Module:
         """A copy of a layer with fakes as weights, which have gradients."""
-        fakes = {tensor: fake_of(self._mode, tensor, self._device) for tensor in (*layer.parameters(), *layer.buffers())}
+        fakes = {
+            tensor: fake_of(self._mode, tensor, self._device) for tensor in (*layer.parameters(), *layer.buffers())
+        }
         for fake in fakes.values():
             if fake.requires_grad:
                 with self._mode:
