@@ -2,6 +2,7 @@
 
 import itertools
 import types
+from functools import partial
 
 import pytest
 import torch
@@ -67,14 +68,15 @@ def run_for_real(chain: LayerChain, example, label):
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     for layer, spec in zip(chain, chain.specs, strict=True):
         leaves = {name: trees.map_tensors(carry[name], _leaf) for name in spec.reads}
-        if spec is chain.specs[-1]:
-            rest = {name: carry[name] for name in chain.exit.reads if name in carry}
-            _run(
-                lambda: {"loss": cross_entropy(chain.exit({**rest, **_made(layer, leaves, spec.makes)}), label)}, result
-            )
-        else:
-            carry.update(_run(lambda: _made(layer, leaves, spec.makes), result))
+        made = partial(_made, layer, leaves, spec.makes)
+        is_last = spec is chain.specs[-1]
+        carry.update(_run(partial(_loss, chain, carry, made, label) if is_last else made, result))
     return result
+
+
+def _loss(chain, carry, made, label):
+    rest = {name: carry[name] for name in chain.exit.reads if name in carry}
+    return {"loss": cross_entropy(chain.exit({**rest, **made()}), label)}
 
 
 def _made(layer, leaves, names):
