@@ -70,6 +70,11 @@ class StageCosts:
         ends = zip(self._activation_bytes[1:], costs, strict=True)
         self._peaks = _RangeMaximum([kept + cost.temporary_bytes for kept, cost in ends])
         """What all layers up to one keep, and what comes and goes in that one."""
+        befores = (self._carry_bytes[:1] + self._carry_bytes)[: len(costs)]
+        self._forward_peaks = _RangeMaximum(
+            [c.workspace_bytes + before for c, before in zip(costs, befores, strict=True)]
+        )
+        """What a layer holds without autograd, and the values that are live when it begins."""
         self._maxima: dict[str, _RangeMaximum] = {}
         self._known: dict[tuple[str, int, int], StageCost] = {}
 
@@ -81,12 +86,13 @@ class StageCosts:
 
     def working_bytes(self, phase: StagePhase, start: int, stop: int) -> int:
         carry_in, carry_out = self._carry_bytes[start - 1 if start else 0], self._carry_bytes[stop - 1]
+        larger_bytes = carry_in if carry_in > carry_out else carry_out
+        if phase == "F":  # the values of the layer that runs are one of the copies
+            return self._forward_peaks.of(start, stop) + (BOUNDARY_BUFFERS - 1) * larger_bytes
         if phase == "U":  # what the last layer makes, and its gradients, are counted with that layer
             boundary_bytes = BOUNDARY_BUFFERS * carry_in
         else:
-            boundary_bytes = BOUNDARY_BUFFERS * (carry_in if carry_in > carry_out else carry_out)
-        if phase == "F":
-            return self._most("workspace_bytes", start, stop) + boundary_bytes
+            boundary_bytes = BOUNDARY_BUFFERS * larger_bytes
         if phase == "B" and self.grain == "layer":
             return self._most("training_bytes", start, stop) + boundary_bytes
         return self._peaks.of(start, stop) - self._activation_bytes[start] + boundary_bytes

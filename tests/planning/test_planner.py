@@ -156,7 +156,7 @@ def test_peak_is_the_written_formula():
     ]
     chosen = ExecutePlan([(0, 2)], (2, 3), [(0, 2)])
     forward, fused, backward = (
-        60 + 4 * 2,
+        60 + 1 + 3 * 2,
         40 + 70 + 4 * 2 + 3,
         8 + 150 + 4 * 2,
     )  # U: gradients of what it takes, outputs
@@ -168,6 +168,13 @@ def test_peak_is_the_written_formula():
     by_layer = 8 + 100 + 4 * 2 + 40
     expected = 30 + 40 + max(by_layer, forward + 8, fused)
     assert plan_peak_bytes(chosen, costs, num_workers=1, recompute_grain="layer") == expected
+
+
+def test_a_forward_holds_the_values_that_live_inside_of_its_stage():
+    """As of a U-Net: skip connections that are made and read within one stage, whose cuts are narrow."""
+    costs = [LayerCost(workspace_bytes=10, carry_bytes=carry) for carry in (1, 50, 100, 50, 1)]
+    assert stage_costs.StageCosts(costs).forward(0, 5).working_bytes == 10 + 100 + 3 * 1
+    assert stage_costs.StageCosts(costs).forward(0, 1).working_bytes == 10 + 1 + 3 * 1
 
 
 def test_a_smaller_budget_is_never_faster():
