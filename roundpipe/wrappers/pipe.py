@@ -138,7 +138,8 @@ class RoundPipe(ModelView):
             returns a sequence); with ``return_outputs``, the pair of it and the merged outputs.
 
         Raises:
-            Exception: what the model or ``loss_fn`` raises, with a note that says where.
+            Exception: what the model or ``loss_fn`` raises, with a note that says where, and one that asks for
+                ``zero_grad()`` if gradients of the call may have been added by then.
         """
         self._session.check_callable()
         check_training_call(input_args, input_kwargs, loss_fn)
