@@ -33,19 +33,21 @@ ENDS = ("SIGTERM with a handler", "SIGINT", "SIGTERM")
 
 
 def train(seed: int, tell: Callable[[], object]) -> None:
-    """Train for ever; ``tell`` is called after the first step."""
+    """Train for ever, one model or many that are closed after a few steps; ``tell`` is called after each step."""
     rng = random.Random(seed)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
-    x = torch.randn(8, 64)
-    pipe = roundpipe.RoundPipe(model, devices=["cpu"] * rng.randint(1, 3))
-    optimizer = torch.optim.Adam(pipe.optim_parameters())
+    num_steps = rng.choice((3, sys.maxsize))
     is_async = rng.random() < 0.7
+    x = torch.randn(8, 64)
     while True:
-        pipe.forward_backward((x,), loss_fn=lambda outputs, label: outputs.square().sum())
-        pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=is_async)
-        if rng.random() < 0.3:
-            pipe.synchronize()
-        tell()
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+        with roundpipe.RoundPipe(model, devices=["cpu"] * rng.randint(1, 3)) as pipe:
+            optimizer = torch.optim.Adam(pipe.optim_parameters())
+            for _ in range(num_steps):
+                pipe.forward_backward((x,), loss_fn=lambda outputs, label: outputs.square().sum())
+                pipe.step(lambda optimizer=optimizer: (optimizer.step(), optimizer.zero_grad()), is_async=is_async)
+                if rng.random() < 0.3:
+                    pipe.synchronize()
+                tell()
 
 
 def _exit(number: int, frame: object) -> None:
