@@ -132,11 +132,11 @@ class PlanChooser:
             return round(times_the_example(call.chain, call.elements()), 1)
         return call.elements() if call.chain.example_elements else call.argument_bytes()
 
-    def _key(self, call: Call) -> tuple[int, RecomputeGrain, float]:
-        """Calls that are equal here have one plan."""
-        number, size = call.num_microbatches, self._size(call)
-        limit = self._of(call.chain).limits.get((number, size))
-        return number, call.config.recompute_grain if limit is None else limit.grain, size
+    def _key(self, call: Call) -> tuple[int, RecomputeGrain, float, bool]:
+        """Calls that are equal here have one plan; those made before memory was computed have another."""
+        record, number, size = self._of(call.chain), call.num_microbatches, self._size(call)
+        limit = record.limits.get((number, size))
+        return number, call.config.recompute_grain if limit is None else limit.grain, size, bool(record.memory)
 
     def is_proven(self, call: Call) -> bool:
         """Whether a step like a call's has run by its plan, or can't get another one."""
