@@ -23,6 +23,7 @@ from environment import report
 from torch import nn
 
 import roundpipe
+from roundpipe.core.allocations import Allocations
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import make_schedule
 from roundpipe.planning.machine import HardwareProfile
@@ -88,28 +89,22 @@ class SleepingLayer(nn.Module):
 
 def measure(layer: nn.Module, value: torch.Tensor, samples: int) -> LayerCost:
     """A layer's times (the median of some calls) and sizes, for one microbatch."""
-    forward_s, backward_s, kept = [], [], 0
+    forward_s, backward_s = [], []
     weights = list(layer.parameters())
-    known = {one.untyped_storage().data_ptr() for one in (value, *weights)}
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)  # as from the second microbatch on
     for _ in range(samples):
-        kept_here: dict[int, int] = {}
-
-        def pack(tensor: torch.Tensor, found: dict[int, int] = kept_here) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in known:
-                found[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
         given = value.detach().requires_grad_()
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        memory = Allocations([given, *weights])
+        with memory:
             since = time.perf_counter()
             made = layer(given)
             forward_s.append(time.perf_counter() - since)
-        since = time.perf_counter()
-        made.backward(torch.ones_like(made))
-        backward_s.append(time.perf_counter() - since)
-        layer.zero_grad(set_to_none=True)
-        kept = sum(kept_here.values())
+            kept = memory.live_bytes
+            since = time.perf_counter()
+            made.backward(torch.ones_like(made))
+            backward_s.append(time.perf_counter() - since)
+    layer.zero_grad(set_to_none=True)
     weight_bytes = sum(one.nbytes for one in weights)
     return LayerCost(
         forward_s=sorted(forward_s)[samples // 2],
@@ -118,6 +113,7 @@ def measure(layer: nn.Module, value: torch.Tensor, samples: int) -> LayerCost:
         weight_bytes=weight_bytes,
         gradient_bytes=weight_bytes,
         activation_bytes=kept,
+        temporary_bytes=memory.peak_bytes - kept,
         workspace_bytes=made.nbytes,
         carry_bytes=made.nbytes,
     )
@@ -175,7 +171,8 @@ def train(
 ) -> tuple[float, float, list[int]]:
     """Seconds per step, seconds of an update, and peak bytes per worker, of a real run."""
     link = case.link_bytes_per_s
-    device = roundpipe.Device("cpu", upload_bytes_per_s=link, download_bytes_per_s=link)
+    # A limit that is never reached: with one, memory is counted.
+    device = roundpipe.Device("cpu", memory_bytes=1 << 40, upload_bytes_per_s=link, download_bytes_per_s=link)
     number = machine["num_microbatches"]
     # No random draws, so no turns at the generator that CPU workers share.
     config = roundpipe.RoundPipeRunConfig(num_microbatch=number, execute_plan=chosen, preserve_rng_state=False)

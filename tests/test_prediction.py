@@ -44,7 +44,7 @@ def test_peak_of_a_compiled_model(num_workers: int, grain: Any) -> None:
     assert plan is not None and chain is not None
     costs = [cost.scaled(2 * 48 / chain.example_elements) for cost in chain.costs]
     schedule = make_schedule(plan, num_workers, NUM_MICROBATCHES)
-    found = simulate(schedule, costs, HardwareProfile(gradients_stay=False), recompute_grain=grain)
+    found = simulate(schedule, costs, HardwareProfile(), recompute_grain=grain)
     assert max(found.peak_bytes) == pytest.approx(measured, rel=0.1)
     # The planner also counts what accelerators hold longer: gradients on their way down, copies of carried values.
     assert measured <= plan_peak_bytes(plan, costs, num_workers=num_workers, recompute_grain=grain) <= budget_bytes

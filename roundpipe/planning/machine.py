@@ -36,14 +36,12 @@ class HardwareProfile:
     optimizer."""
     prefetch_across_steps: bool = True
     """Whether a worker's first weights of a step come up while it still runs the step before."""
-    gradients_stay: bool = True
-    """Whether a visit's gradients take device memory until they are down; CPU workers give it back with the visit."""
     inputs_ahead: int = 1
     """Ops whose inputs may come up before their turn: an accelerator's queue runs ahead, a CPU worker has none."""
 
     @classmethod
     def of_devices(cls, are_accelerators: bool, **figures: Any) -> HardwareProfile:
-        return cls(gradients_stay=are_accelerators, inputs_ahead=int(are_accelerators), **figures)
+        return cls(inputs_ahead=int(are_accelerators), **figures)
 
     def __post_init__(self) -> None:
         for name in ("upload_bytes_per_s", "download_bytes_per_s", "host_bytes_per_s", "optimizer_bytes_per_s"):

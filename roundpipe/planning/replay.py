@@ -309,7 +309,7 @@ class StepReplay:
             return
         stage, before, values = self.stages[position], waits.before, self._on_host[position]
         used_bytes = stage.gradient_bytes + stage.working_bytes
-        if before is not None and before.gradients is not None and self._profile.gradients_stay:
+        if before is not None and before.gradients is not None:
             if before.gradients.over_s is None or before.gradients.over_s > op.started_s:
                 used_bytes += before.gradient_bytes
         self.job_bytes[position] = max(self.job_bytes[position], used_bytes)

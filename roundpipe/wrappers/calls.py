@@ -63,7 +63,8 @@ class ChainRunner(Runner):
 
     def __post_init__(self) -> None:
         session = self.session
-        self.builder = StepBuilder(session.engine, session.host, session.optimizer, self._memory_of)
+        measure = functools.partial(_memory_of, session.engine.backends[0].device)
+        self.builder = StepBuilder(session.engine, session.host, session.optimizer, measure)
 
     @property
     def trace_count(self) -> int:
@@ -191,21 +192,21 @@ class ChainRunner(Runner):
         self.last_chain = calls[-1].chain
         return calls, options
 
-    def _memory_of(self, call: Call) -> list[LayerCost] | None:
-        """Costs with the memory that layers take for the largest microbatch of a call, its loss included."""
-        sizes = [sum(map(torch.Tensor.numel, trees.tensors(each))) for each in zip(call.args, call.kwargs, strict=True)]
-        largest = sizes.index(max(sizes))
-        loss = None if call.loss_fn is None else Loss(call.loss_fn, call.labels[largest])
-        device = self.session.engine.backends[0].device
-        with microbatch_count(call.total_microbatches):
-            return measure_memory(call.chain, call.args[largest], call.kwargs[largest], loss, device)
-
     def _reads_weights(self, function: Any) -> bool:
         """Whether a function may read the model's weights on the host, so that they must stay while it runs."""
         reached = [value.model if isinstance(value, ModelView) else value for value in reached_by(function)]
         tensors = {id(value) for value in reached if isinstance(value, torch.Tensor)}
         tensors |= {id(weight) for value in reached if isinstance(value, nn.Module) for weight in value.parameters()}
         return bool(tensors) and any(id(weight) in tensors for weight in self.model.parameters())
+
+
+def _memory_of(device: torch.device, call: Call) -> list[LayerCost] | None:
+    """Costs with the memory that layers take for the largest microbatch of a call, its loss included."""
+    sizes = [sum(map(torch.Tensor.numel, trees.tensors(each))) for each in zip(call.args, call.kwargs, strict=True)]
+    largest = sizes.index(max(sizes))
+    loss = None if call.loss_fn is None else Loss(call.loss_fn, call.labels[largest])
+    with microbatch_count(call.total_microbatches):
+        return measure_memory(call.chain, call.args[largest], call.kwargs[largest], loss, device)
 
 
 @dataclass(slots=True)
