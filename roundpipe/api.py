@@ -83,6 +83,10 @@ def compile(
         raise ConfigError(f"balance={balance!r}; allowed are 'time', 'size' or a function from a module to a weight")
     if not isinstance(example_args, tuple):
         raise ConfigError(f"example_args is {type(example_args).__name__}; give a tuple, such as (x,)")
+    if not isinstance(example_kwargs, dict | None):
+        raise ConfigError(f"example_kwargs is {type(example_kwargs).__name__}; give a dict of keyword arguments")
+    if not isinstance(fallback, bool):
+        raise ConfigError(f"fallback={fallback!r}; give True or False")
     _check_options("compile", wrap_kwargs, _PARTS_OPTIONS)
     choice = PartsChoice(model, **wrap_kwargs, reaction="warn" if fallback else "refuse")
     program = cut(model, choice, devices, balance, example_args, example_kwargs)
@@ -154,6 +158,8 @@ def wrap_model_to_roundpipe(
     """
     _check_options("wrap_model_to_roundpipe", roundpipe_kwargs, (*_SETTINGS, *_TRACING))
     check_wrappable(model, "wrap_model_to_roundpipe")
+    if use_sequential_preset not in (None, True, False):
+        raise ConfigError(f"use_sequential_preset={use_sequential_preset!r}; give True, False or None")
     settings = {"name": name, **{key: value for key, value in roundpipe_kwargs.items() if key in _SETTINGS}}
     tracing = {key: value for key, value in roundpipe_kwargs.items() if key in _TRACING}
     reaction: Reaction = "not implemented" if use_sequential_preset else "log"

@@ -147,6 +147,8 @@ class Timeline:
 
 def check_path(path: str | os.PathLike[str]) -> Path:
     """Raise `ConfigError` for a file that `Timeline.save` could not write; before anything is recorded."""
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"a timeline is written to a file, not to {path!r}; give its path")
     target = Path(path)
     if target.suffix.lower() not in FORMATS:
         raise ConfigError(f"a timeline is written as {' or '.join(FORMATS)}, not to {str(path)!r}")

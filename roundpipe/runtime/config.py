@@ -153,7 +153,9 @@ def resolve(call: RoundPipeRunConfig | None, model: RoundPipeRunConfig | None, *
             options.update((name, value) for name in names if (value := getattr(config, name)) is not None)
     auto = frozenset(name for name in ("num_microbatch", "recompute_grain") if options[name] == AUTO)
     options.update((name, built_in[name]) for name in auto)
-    options["output_device"] = torch.device(options["output_device"])
+    device = options["output_device"] = torch.device(options["output_device"])
+    if device.type not in ("cpu", "meta") and not torch.get_device_module(device).is_available():
+        raise ConfigError(f"output_device={str(device)!r}: torch sees no such device; None keeps outputs on the CPU")
     return ResolvedConfig(**options, auto=auto)
 
 

@@ -185,6 +185,8 @@ def explain(
                 f"{type(model).__name__} has no dummy_inputs; give example_args=(...) or example_kwargs={{...}}"
             )
         example_args, example_kwargs = own
+    if not isinstance(graph, str | os.PathLike | None):
+        raise ConfigError(f"graph={graph!r}; give the path of a file")
     path = None if graph is None else Path(graph)
     if path is not None:
         check_format(path)

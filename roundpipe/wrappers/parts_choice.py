@@ -104,6 +104,10 @@ def _check_options(model: nn.Module, lower: Any, upper: Any, overrides: Any, ski
                 continue
             raise ConfigError(f"{name}={value!r}; give a number of bytes")
     known = set(model.modules())
+    if not isinstance(overrides, Mapping):
+        raise ConfigError(
+            f"override_config is {type(overrides).__name__}; give a dict from modules to RoundPipeRunConfig"
+        )
     for module, config in overrides.items():
         if module not in known:
             raise ConfigError(f"override_config has a {type(module).__name__} that is no module of the model")

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from roundpipe.core.contexts import contextmanager
-from roundpipe.core.errors import NotCopyableError
+from roundpipe.core.errors import ConfigError, NotCopyableError
 from roundpipe.reports.timeline import Timeline, check_path
 from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.runtime.device.resolve import DeviceLike
@@ -231,6 +231,8 @@ class RoundPipe(ModelView):
                 hour; nothing is left behind. It is an `OSError`.
         """
         objects = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+        if not isinstance(is_async, bool):
+            raise ConfigError(f"is_async is {type(is_async).__name__}; give True or False")
         return checkpoint.save(self._session, dir, objects, step, extra, is_async)
 
     def load_checkpoint(

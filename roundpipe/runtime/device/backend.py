@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Protocol
 
 import torch
@@ -57,13 +58,16 @@ class Device:
     """CPU only: speed of the modelled link from the device to the host; None: as fast as memory is."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.device, str | torch.device):
+            raise ConfigError(f"Device({self.device!r}) is not a device torch knows; give a name such as 'cuda:0'")
         try:
             torch.device(self.device)
         except RuntimeError as error:
             raise ConfigError(f"devices: {self.device!r} is not a device torch knows ({error})") from None
         for field in ("memory_bytes", "upload_bytes_per_s", "download_bytes_per_s"):
             limit = getattr(self, field)
-            if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or limit <= 0):
+            is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
+            if limit is not None and not (is_number and 0 < limit < inf):
                 raise ConfigError(f"Device({field}={limit!r}): give a positive number, or None for no limit")
 
 
