@@ -11,9 +11,12 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
+import roundpipe
 from roundpipe.core.errors import RoundPipeError
 from roundpipe.reports.timeline import check_path
 
+CPU_MEMORY_BYTES = 4 * 1024**3
+"""Limit of a CPU worker, which counts what layers allocate under one only."""
 RECORDED_STEPS = 4
 WARM_UP_STEPS = 6
 """Steps before those that are recorded, if there are as many."""
@@ -53,18 +56,18 @@ class Parser(argparse.ArgumentParser):
             self.error(f"--lr must be positive, not {options.lr}")
 
 
-def parse_devices(text: str | None) -> list[str] | None:
+def parse_devices(text: str | None) -> list[roundpipe.Device] | None:
     """The devices to rotate through; None leaves the choice to roundpipe."""
-    if text is None:
-        return None if torch.accelerator.is_available() else ["cpu", "cpu"]
-    names = [name.strip() for name in text.split(",")]
+    if text is None and torch.accelerator.is_available():
+        return None
+    names = ["cpu", "cpu"] if text is None else [name.strip() for name in text.split(",")]
     for name in names:
         try:
             torch.empty(1, device=name)
         except (RuntimeError, AssertionError) as error:
             reason = str(error).splitlines()[0]
             raise Refused(f"--devices {text}: {name!r} can't be used here: {reason}") from error
-    return names
+    return [roundpipe.Device(name, memory_bytes=CPU_MEMORY_BYTES if name == "cpu" else None) for name in names]
 
 
 def timeline_path(text: str) -> Path:

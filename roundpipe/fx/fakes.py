@@ -224,23 +224,9 @@ class FakeWorld:
         self.real.update(self.model.named_buffers(remove_duplicate=False))
         for name, tensor in self.real.items():
             if tensor not in self._fake_of:
-                self._fake_of[tensor] = self._fake_state(tensor)
+                self._fake_of[tensor] = fake_of(self.mode, tensor, torch.device("cpu"))
                 self.name_of[tensor] = name
                 self.name_of[self._fake_of[tensor]] = name
-
-    def _fake_state(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake parameter or buffer on the CPU, wherever the real one is.
-
-        Made by hand: a large model has thousands, and making them through dispatch takes seconds.
-        """
-        with torch.no_grad():
-            meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        fake = FakeTensor(self.mode, meta, torch.device("cpu"))
-        if tensor.requires_grad:
-            fake.requires_grad_()
-        if isinstance(tensor, nn.Parameter):
-            fake._is_param = True  # what isinstance(fake, nn.Parameter) asks
-        return fake
 
     def _fake_arguments(self, arguments: Any) -> Any:
         leaves = [(path, leaf) for path, leaf in trees.walk(arguments) if isinstance(leaf, torch.Tensor)]
@@ -283,10 +269,13 @@ def static_mode() -> FakeTensorMode:
 
 
 def fake_of(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A fake on a device of the size and kind of a tensor, wherever that is; a leaf of autograd."""
+    """A fake on a device of the size and kind of a tensor, wherever that is; a leaf of autograd.
+
+    Made by hand: a large model has thousands, and making them through dispatch takes seconds.
+    """
     with torch.no_grad():
-        sizes = tensor.shape, tensor.stride()
-        fake = FakeTensor(mode, torch.empty_strided(*sizes, dtype=tensor.dtype, device="meta"), device)
+        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    fake = FakeTensor(mode, meta, device)
     if tensor.requires_grad:
         fake.requires_grad_()
     if isinstance(tensor, nn.Parameter):

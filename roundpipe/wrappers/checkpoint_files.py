@@ -96,15 +96,21 @@ class Draft:
             if name not in self.checksums:
                 self.checksums[name] = _checksum(self.folder / name)
         (self.folder / MANIFEST_FILE).write_bytes(_manifest(self.checksums))
-        for path in [*(self.folder / name for name in own), self.folder / MANIFEST_FILE, self.folder]:
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-                if path != self.folder and hasattr(os, "posix_fadvise"):  # so that the check reads the disk
-                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
+        for name in (*own, MANIFEST_FILE):
+            flush(self.folder / name, forget=True)  # so that the check reads the disk
+        flush(self.folder)
         verify(self.folder)
+
+
+def flush(path: Path, *, forget: bool = False) -> None:
+    """Make a file, or the names in a folder, survive a power failure; ``forget``: drop the file from memory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        if forget and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
 
 
 def _manifest(checksums: Mapping[str, Mapping[str, int]]) -> bytes:

@@ -28,7 +28,7 @@ from typing import BinaryIO, TypeVar
 
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import CheckpointError, ConfigError
-from roundpipe.wrappers.checkpoint_files import OWN_FILES, STATE_FILE, Draft
+from roundpipe.wrappers.checkpoint_files import OWN_FILES, STATE_FILE, Draft, flush
 
 logger = logging.getLogger(__name__)
 
@@ -138,11 +138,11 @@ def _replacing(folder: Path) -> Iterator[Draft]:
             shutil.copymode(folder, new)
             _carry_over(folder, new)
         draft.finish()
-        _flush(folder.parent)
+        flush(folder.parent)
         if folder.is_dir():
             os.rename(folder, old)
         os.rename(new, folder)
-        _flush(folder.parent)
+        flush(folder.parent)
     except BaseException:
         with contextlib.suppress(OSError):
             _discard(new)  # first, since old counts as replaced while both are there
@@ -235,12 +235,3 @@ def _link_or_copy(source: str | Path, target: str | Path) -> None:
         os.link(source, target, follow_symlinks=False)
     except OSError:  # not on every file system
         shutil.copy2(source, target, follow_symlinks=False)
-
-
-def _flush(path: Path) -> None:
-    """Make names in a folder survive a power failure."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

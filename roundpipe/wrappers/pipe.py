@@ -278,7 +278,11 @@ class RoundPipe(ModelView):
         return self._runner.partition_table()
 
     def peak_device_bytes(self, reset: bool = False) -> int:
-        """Largest number of bytes in use at once on any device since the last reset."""
+        """Largest number of bytes in use at once on any device since the last reset.
+
+        A CPU worker counts weights and carried values, and what layers and losses allocate only if it has a limit
+        (``Device("cpu", memory_bytes=...)``).
+        """
         return max(self._session.engine.peak_bytes(reset))
 
     @contextmanager

@@ -30,18 +30,20 @@ class CallSnapshot:
 
     def __init__(self, call: Call, *, thorough: bool) -> None:
         self._random = torch.get_rng_state()
-        self._buffers = [(buffer, buffer.clone()) for buffer in call.chain.buffers() if not buffer.is_meta]
-        self._layers = FirstCall(call.chain) if thorough else None
-        self._loss = CodeSnapshot([], call.loss_fn) if thorough and call.loss_fn is not None else None
+        self._code: list[FirstCall | CodeSnapshot] = []
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if thorough:
+            self._code = [FirstCall(call.chain), CodeSnapshot([], call.loss_fn)]
+        else:
+            self._buffers = [(buffer, buffer.clone()) for buffer in call.chain.buffers() if not buffer.is_meta]
 
     def restore(self) -> None:
         torch.set_rng_state(self._random)
         with torch.no_grad():
             for buffer, before in self._buffers:
                 buffer.copy_(before)
-        for snapshot in (self._layers, self._loss):
-            if snapshot is not None:
-                snapshot.restore()
+        for snapshot in self._code:
+            snapshot.restore()
 
 
 def run_step(

@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import argparse
 import copy
-import faulthandler
 import gc
 import itertools
 import json
-import os
 import random
 import sys
 import threading
@@ -37,11 +35,11 @@ from tqdm import tqdm
 from roundpipe import ExecutePlan, RoundPipeRunConfig
 from roundpipe.runtime.config import RECOMPUTE_GRAINS, RecomputeGrain
 from tests.faults import models
+from tests.faults.deadline import watch
 from tests.faults.models import KINDS, NUM_LAYERS, loss_of
 from tests.faults.notes import problem_of_gradient_note, problems_of_notes
 from tests.faults.points import POINTS, Delay, FrozenFault, InjectedBaseFault, InjectedFault
 
-DEADLINE_S = 20.0
 FAULTS: dict[str, Callable[[], BaseException]] = {
     "Exception": lambda: InjectedFault("injected"),
     "MemoryError": lambda: MemoryError("injected"),
@@ -282,20 +280,6 @@ def _raise_and_look(run: Run, case: Case) -> list[str]:
     return problems
 
 
-def _watch(case: Case) -> threading.Timer:
-    """Ends the process, with the stacks of its threads, if a case hangs."""
-
-    def hang() -> None:
-        print(f"HANG: {case}", file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(all_threads=True)
-        os._exit(3)
-
-    timer = threading.Timer(DEADLINE_S, hang)
-    timer.daemon = True
-    timer.start()
-    return timer
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run a campaign; returns how many cases were not as promised."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -307,7 +291,7 @@ def main(arguments: list[str] | None = None) -> int:
     outcomes = []
     for seed in tqdm(range(options.seed, options.seed + options.cases), disable=not sys.stderr.isatty()):
         case = draw_case(seed)
-        timer = _watch(case)
+        timer = watch(case)
         outcome = examine(case)
         timer.cancel()
         outcomes.append(outcome)

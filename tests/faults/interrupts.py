@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import faulthandler
 import linecache
 import os
 import random
@@ -40,9 +39,9 @@ from tqdm import tqdm
 
 import roundpipe
 from tests.faults.campaign import alive_bytes
+from tests.faults.deadline import watch
 
 LIBRARY = str(Path(roundpipe.__file__).parent) + os.sep
-DEADLINE_S = 20.0
 WIDTH = 6
 LARGE_WIDTH = 1000
 PARTS = ("step", "synchronize", "all")
@@ -281,18 +280,6 @@ def _leaks(bytes_before: int, threads_before: int) -> list[str]:
     return [f"leak: {num_bytes} bytes for {bytes_before}, {num_threads} threads for {threads_before}"]
 
 
-def _watch(seed: int) -> threading.Timer:
-    def hang() -> None:
-        print(f"HANG: seed {seed}", file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(all_threads=True)
-        os._exit(3)
-
-    timer = threading.Timer(DEADLINE_S, hang)
-    timer.daemon = True
-    timer.start()
-    return timer
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run a campaign; returns how many cases were not as promised."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -303,7 +290,7 @@ def main(arguments: list[str] | None = None) -> int:
     classes: Counter[str] = Counter()
     wrong = 0
     for seed in tqdm(range(options.seed, options.seed + options.cases), disable=not sys.stderr.isatty()):
-        timer = _watch(seed)
+        timer = watch(f"seed {seed}")
         case, problems = examine(draw_case(seed))
         timer.cancel()
         wrong += bool(problems)

@@ -37,19 +37,6 @@ def visiting_hook(layer: Layer, args: Any, output: torch.Tensor) -> torch.Tensor
     return point(output, HOOK + layer.index)
 
 
-class Decides(nn.Module):
-    """Runs its layers behind a branch on data, which can't be traced."""
-
-    def __init__(self, layers: nn.ModuleList) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x if x.sum() < 1e9 else -x
-
-
 class Runs(nn.Module):
     """Runs its layers one after the other."""
 
@@ -61,6 +48,14 @@ class Runs(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
+
+
+class Decides(Runs):
+    """Runs them behind a branch on data, which can't be traced."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        return x if x.sum() < 1e9 else -x
 
 
 def make_model(kind: str, *, has_hooks: bool, has_function: bool) -> nn.Module:

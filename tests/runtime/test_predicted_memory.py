@@ -1,5 +1,7 @@
 """Device memory that plans are made by, beside what workers with a budget count when they run them."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -86,3 +88,37 @@ def test_what_is_predicted_is_what_is_counted(case, num_stages, grain, num_worke
     # the first is for any device: accelerators hold the gradients of the visit before, too, until they are down
     assert measured <= max(predicted.device_bytes) <= predicted.peak_device_bytes
     assert max(predicted.device_bytes) <= 1.1 * measured
+
+
+class OnFakes(nn.Module):
+    """Counts its forwards on tensors without data, which no snapshot puts back; refuses them if asked to."""
+
+    def __init__(self, refuses=False):
+        super().__init__()
+        self.linear, self.runs, self.refuses = nn.Linear(6, 6), itertools.count(), refuses
+
+    def forward(self, x):
+        if type(x) is not torch.Tensor:
+            next(self.runs)
+            if self.refuses:
+                raise NotImplementedError
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+@pytest.mark.parametrize("kind", ["one", "two in turn", "new objects"])
+def test_memory_is_computed_once_per_loss_and_size(kind, refuses):
+    layer = OnFakes(refuses)
+    losses = {
+        "one": lambda step: nn.functional.mse_loss,
+        "two in turn": lambda step: (nn.functional.mse_loss, nn.functional.l1_loss)[step % 2],
+        "new objects": lambda step: nn.MSELoss(),
+    }
+    device = roundpipe.Device("cpu", memory_bytes=10**6)
+    x, runs = torch.randn(4, 6), []
+    with roundpipe.RoundPipe(nn.Sequential(layer, nn.Linear(6, 6)), devices=[device]) as piped:
+        for step in range(6):
+            piped.forward_backward((x,), label=x, loss_fn=losses[kind](step))
+            runs.append(next(layer.runs))
+    assert runs[0] > 0
+    assert [later - earlier for earlier, later in itertools.pairwise(runs[1:])] == [1] * 4  # the test's own

@@ -112,6 +112,55 @@ def test_what_an_error_proposes_works():
         piped.forward_backward((batch(256, 32),), loss_fn=square_loss, run_config=config(int(number), grain))
 
 
+def test_no_more_microbatches_are_proposed_than_there_are_samples():
+    device = Device("cpu", memory_bytes=90_000)
+    with roundpipe.RoundPipe(mlp(depth=4, width=32), devices=[device]) as piped:
+        with pytest.raises(DeviceMemoryError, match="shorter or fewer samples") as caught:
+            piped.forward_backward((torch.ones(2, 128, 32, dtype=DTYPE),), loss_fn=square_loss, run_config=config(2))
+        assert "is predicted to fit" not in str(caught.value)
+
+
+def test_microbatches_of_other_traces_count_in_a_proposal():
+    class ByMode(nn.Module):  # a trace for each of two microbatches
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, x, flags):
+            return self.linear(x).tanh() if flags.sum() > 0 else self.linear(x)
+
+    x, flags = batch(256, 32).float(), torch.arange(2).repeat_interleave(128)
+    with roundpipe.compile(ByMode(), devices=[Device("cpu", memory_bytes=100_000)]) as piped:
+        with pytest.raises(DeviceMemoryError) as caught:
+            piped.forward_backward((x, flags), loss_fn=square_loss, run_config=config(2))
+        (number,) = re.findall(r"num_microbatch=(\d+) with", str(caught.value))
+        piped.forward_backward((x, flags), loss_fn=square_loss, run_config=config(int(number)))
+        assert piped.trace_count == 2
+
+
+def test_after_an_error_the_next_call_works():
+    """The limits that were tried are those of the call that failed."""
+    fault = Fault()
+    fault.visit = lambda tensor: raise_out_of_memory() if type(tensor) is torch.Tensor and fault.at else None
+    model = model_of(fault)
+    reference = copy.deepcopy(model)
+    for layer in reference:
+        layer.fault[0] = Fault()
+    with roundpipe.RoundPipe(model, devices=[Device("cpu", memory_bytes=ROOM)]) as piped:
+        with pytest.raises(DeviceMemoryError):
+            piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(3))
+        fault.at = 0
+        model.zero_grad()
+        found = piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(3))
+        expected, _ = eager_round(reference, (batch(),), num=3)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+        assert_same(gradients(model), gradients(reference), atol=1e-9)
+
+
+def raise_out_of_memory():
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
 def test_without_a_limit_an_error_of_the_users_code_is_theirs():
     fault = Fault()
     fault.at = 3

@@ -1,17 +1,18 @@
 """Device memory of each layer of a chain: the chain runs on fake tensors, and every allocation is followed.
 
-Each layer runs once without autograd, and once with it and its backward; the loss likewise, on the model's outputs. Of
-layers that are alike, such as a transformer's blocks, one runs. A parameter's gradient is there already when the
-backward runs, as it is from the second microbatch on.
+Each layer runs once without autograd, and once with it and its backward; the last one once more, with the loss behind
+it. Of layers that are alike, such as a transformer's blocks, one runs. A parameter's gradient is there already when
+the backward runs, as it is from the second microbatch on.
 
 Invariant: what the code of the model and of the loss changes in Python is put back; no fake is left behind.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import logging
 from collections.abc import Callable, Container, Hashable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,8 +91,7 @@ class _ChainRun:
         carry = chain.entry(*self._faked((args, kwargs)))
         last_reader = {name: index for index, spec in enumerate(chain.specs) for name in spec.reads}
         last_reader.update(dict.fromkeys(chain.exit.reads, len(chain.specs)))
-        costs = []
-        reads = carry
+        costs, reads, memory = [], carry, _RunBytes(0, 0, 0)
         for index, (spec, layer, cost) in enumerate(zip(chain.specs, chain, chain.costs, strict=True)):
             reads = carry
             memory, results = self._layer(layer, spec, {name: carry[name] for name in spec.reads})
@@ -110,8 +110,10 @@ class _ChainRun:
         key = _layer_key(layer, spec), tuple(map(_value_key, reads.values()))
         if key not in self._known:
             twin = self._twin(layer, spec)
-            memory, made = self._run(lambda carry: _made(twin(carry), spec), reads)
-            self._known[key] = memory, list(made.values())
+            forward = functools.partial(_forward, twin, spec)
+            peak_bytes = self._without_autograd(forward, reads)
+            kept_bytes, training_bytes, made = self._with_autograd(forward, reads)
+            self._known[key] = _RunBytes(peak_bytes, kept_bytes, training_bytes), list(made.values())
         memory, values = self._known[key]
         return memory, {name: self._faked(value) for name, value in zip(spec.makes, values, strict=True)}
 
@@ -135,40 +137,53 @@ class _ChainRun:
         twin = self._twin(chain[-1], spec)
 
         def run(carry: Carry) -> Carry:
-            outputs = chain.exit({**carry, **_made(twin({name: carry[name] for name in spec.reads}), spec)})
+            outputs = chain.exit({**carry, **_forward(twin, spec, {name: carry[name] for name in spec.reads})})
             return {"loss": loss.function(outputs, label)}
 
         try:
-            memory, _ = self._run(run, reads)
+            kept_bytes, training_bytes, _ = self._with_autograd(run, reads)
         except Exception as error:  # whatever the user's code raises on fakes
             logger.info("memory of the loss is estimated: %s: %s", type(error).__name__, error)
             tensors = trees.tensors([results[name] for name in chain.exit.reads])
             size = GUESSED_LOSS * sum(tensor.nbytes for tensor in tensors)
             return _RunBytes(last.forward, last.kept + size, max(last.training, last.kept + size))
-        return replace(memory, forward=last.forward)
+        return _RunBytes(last.forward, kept_bytes, training_bytes)
 
-    def _run(self, function: Callable[[Carry], Carry], reads: Carry) -> tuple[_RunBytes, Carry]:
-        """Runs a forward without autograd, and one with it and its backward."""
-        autocast = autocast_as_on_accelerator() if self._device.type == "cpu" else contextlib.nullcontext()
-        with self._mode, autocast:
-            without = Allocations(trees.tensors(reads), self._rounding)
-            with torch.no_grad(), without:
-                function(dict(reads))
+    def _entered(self) -> ExitStack:
+        """In the world of fakes, under the caller's autocast."""
+        stack = ExitStack()
+        stack.enter_context(self._mode)
+        if self._device.type == "cpu":
+            stack.enter_context(autocast_as_on_accelerator())
+        return stack
+
+    def _without_autograd(self, function: Callable[[Carry], Carry], reads: Carry) -> int:
+        """The most bytes that a forward holds at once."""
+        memory = Allocations(trees.tensors(reads), self._rounding)
+        with self._entered(), torch.no_grad(), memory:
+            function(dict(reads))
+        return memory.peak_bytes
+
+    def _with_autograd(self, function: Callable[[Carry], Carry], reads: Carry) -> tuple[int, int, Carry]:
+        """Bytes between a forward and its backward, the most in both, and the results."""
+        with self._entered():
             leaves = trees.map_tensors(reads, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
-            tally = Allocations(trees.tensors(leaves), self._rounding)
-            with torch.enable_grad(), tally:
+            memory = Allocations(trees.tensors(leaves), self._rounding)
+            with torch.enable_grad(), memory:
                 made = function(dict(leaves))
-                kept = tally.live_bytes
+                kept_bytes = memory.live_bytes
                 roots = [tensor for tensor in trees.tensors(made) if tensor.requires_grad and tensor.grad_fn]
                 results = trees.map_tensors(made, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
                 del made
                 if roots:
                     torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
-        return _RunBytes(without.peak_bytes, kept, tally.peak_bytes), results
+        return kept_bytes, memory.peak_bytes, results
 
 
-def _made(carry: Carry, spec: LayerSpec) -> Carry:
-    return {name: carry[name] for name in spec.makes}
+def _forward(layer: nn.Module, spec: LayerSpec, carry: Carry) -> Carry:
+    """What a layer makes."""
+    made = layer(carry)
+    return {name: made[name] for name in spec.makes}
 
 
 def _with_memory(cost: LayerCost, memory: _RunBytes) -> LayerCost:
@@ -184,7 +199,7 @@ def _with_memory(cost: LayerCost, memory: _RunBytes) -> LayerCost:
 
 
 def _layer_key(layer: nn.Module, spec: LayerSpec) -> Hashable:
-    """Equal for layers that do the same with weights of the same kind; the first must not be told by its attributes."""
+    """Equal for layers that do the same with weights of the same kind."""
     if not isinstance(layer, GraphModule):
         return type(layer), tuple(_module_key(child, name) for name, child in layer.named_children())
     index = {node: f"%{position}" for position, node in enumerate(layer.graph.nodes)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -46,13 +47,26 @@ class ChainRecord:
     """By number of microbatches and size."""
     settled: dict[tuple[Any, ...], tuple[int, RecomputeGrain]] = field(default_factory=dict)
     """Per size of batch, the options that were left to choice."""
-    memory: dict[int, list[LayerCost]] = field(default_factory=dict)
-    """Per elements of a microbatch, costs that tell what memory layers take, with that of the loss."""
+    computed: dict[Any, dict[int, list[LayerCost] | None]] = field(default_factory=dict)
+    """By code of the loss and elements of a microbatch, costs that tell what memory layers take; None: can't be had."""
     loss: Any = None
-    """The code of the loss function that this is of."""
+    """The code of the latest call's loss function."""
     num_steps: int = 0
     unread: list[tuple[StepTimes, int]] = field(default_factory=list)
     """Measured steps that nobody has learned from: their times, and elements of their arguments."""
+
+    @property
+    def memory(self) -> dict[int, list[LayerCost]]:
+        """Per elements of a microbatch, what is known of memory with the latest loss."""
+        computed = self.computed.get(self.loss, {})
+        return {elements: costs for elements, costs in computed.items() if costs is not None}
+
+
+def code_of(function: Any) -> Any:
+    """What runs when a function is called: the same for one that is made anew for each call."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__code__", type(function))
 
 
 def times_the_example(chain: LayerChain, elements: int) -> float:

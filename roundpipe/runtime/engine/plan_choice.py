@@ -29,8 +29,9 @@ from roundpipe.planning.planner import plan as choose_plan
 from roundpipe.planning.simulator import simulate
 from roundpipe.planning.stage_costs import plan_peak_bytes, plan_seconds
 from roundpipe.runtime.config import RECOMPUTE_GRAINS, RecomputeGrain, ResolvedConfig
-from roundpipe.runtime.engine.chain_record import ChainRecord, KeptPlan, Limit, guess_memory, times_the_example
+from roundpipe.runtime.engine.chain_record import ChainRecord, KeptPlan, Limit, code_of, guess_memory, times_the_example
 from roundpipe.runtime.engine.spec import Call
+from roundpipe.runtime.microbatch.split import batch_size
 from roundpipe.runtime.profiling.layer_times import LayerTimes, StepTimes
 
 logger = logging.getLogger(__name__)
@@ -132,11 +133,12 @@ class PlanChooser:
             return round(times_the_example(call.chain, call.elements()), 1)
         return call.elements() if call.chain.example_elements else call.argument_bytes()
 
-    def _key(self, call: Call) -> tuple[int, RecomputeGrain, float, bool]:
+    def _key(self, call: Call) -> tuple[Any, ...]:
         """Calls that are equal here have one plan; those made before memory was computed have another."""
         record, number, size = self._of(call.chain), call.num_microbatches, self._size(call)
         limit = record.limits.get((number, size))
-        return number, call.config.recompute_grain if limit is None else limit.grain, size, bool(record.memory)
+        loss = record.loss if record.memory else None
+        return number, call.config.recompute_grain if limit is None else limit.grain, size, loss
 
     def is_proven(self, call: Call) -> bool:
         """Whether a step like a call's has run by its plan, or can't get another one."""
@@ -154,6 +156,8 @@ class PlanChooser:
         if call.config.execute_plan is not None:
             return False
         record, costs, before = self._of(call.chain), self.costs(call.chain, call.elements()), call.config
+        place = call.num_microbatches, self._size(call)
+        limit = record.limits.get(place)
         needed_bytes = plan_peak_bytes(
             plan, costs, num_workers=self._num_workers, recompute_grain=before.recompute_grain
         )
@@ -162,7 +166,7 @@ class PlanChooser:
             budget_bytes = float(needed_bytes)
             for _ in range(MOST_TRIES):
                 budget_bytes *= SHRINK
-                record.limits[call.num_microbatches, self._size(call)] = Limit(int(budget_bytes), grain)
+                record.limits[place] = Limit(int(budget_bytes), grain)
                 try:
                     smaller = self._choose(call, costs, self._links(call.chain))
                 except DeviceMemoryError:
@@ -170,13 +174,19 @@ class PlanChooser:
                 if smaller != plan or grain != before.recompute_grain:
                     record.plans[self._key(call)] = KeptPlan(smaller, record.times.num_steps)
                     return True
+        call.config = before
+        if limit is None:
+            del record.limits[place]
+        else:
+            record.limits[place] = limit
         return False
 
     def proposal(self, call: Call) -> str:
         """What to do about a call that does not fit, for a message: settings that are predicted to, if any."""
-        number, elements = call.num_microbatches, call.elements()
-        numbers = [number * factor for factor in (2, 4, 8, 16)]
-        found = self._fastest(call.chain, numbers, RECOMPUTE_GRAINS, elements * number)
+        number, samples = call.total_microbatches, batch_size(call.args[0], call.kwargs[0], call.config)
+        most = inf if samples is None else samples * number
+        numbers = [more for factor in (2, 4, 8, 16) if (more := number * factor) <= most]
+        found = self._fastest(call.chain, numbers, RECOMPUTE_GRAINS, call.elements() * number)
         if found is None:
             return "Use a device with more memory, or shorter or fewer samples in a microbatch"
         return f"num_microbatch={found[0]} with recompute_grain={found[1]!r} is predicted to fit"
@@ -188,9 +198,8 @@ class PlanChooser:
         if not call.chain.example_elements and not self._of(call.chain).memory:
             return 0  # nobody knows
         spare = self._of(call.chain).spare_bytes
-        grain, elements = call.config.recompute_grain, call.elements()
-        if (key := (plan, grain, elements)) not in spare:
-            costs = self.costs(call.chain, elements)
+        if (key := (*self._key(call), plan)) not in spare:
+            costs, grain = self.costs(call.chain, call.elements()), call.config.recompute_grain
             needed = plan_peak_bytes(plan, costs, num_workers=self._num_workers, recompute_grain=grain)
             spare[key] = max(self._budget_bytes - needed, 0)
         return spare[key]
@@ -204,16 +213,11 @@ class PlanChooser:
         if self._budget_bytes is None or self._measure is None:
             return
         record, elements = self._of(call.chain), call.elements()
-        loss = getattr(call.loss_fn, "__code__", call.loss_fn)
-        is_other = loss is not None and loss != record.loss
-        if is_other or elements not in record.memory and len(record.memory) < MOST_SIZES:
-            costs = self._measure(call)
-            if is_other:
-                record.loss = loss
-                record.memory.clear()
-                record.plans.clear()
-            if costs is not None:
-                record.memory[elements] = costs
+        if call.loss_fn is not None:
+            record.loss = code_of(call.loss_fn)
+        computed = record.computed.setdefault(record.loss, {})
+        if elements not in computed and len(computed) < MOST_SIZES:
+            computed[elements] = self._measure(call)
 
     def costs(self, chain: LayerChain, elements: int) -> list[LayerCost]:
         """Costs of a chain's layers for a microbatch of so many elements: measured ones once there are any."""
@@ -222,10 +226,10 @@ class PlanChooser:
             costs = record.times.costs(elements)
         else:
             costs = [cost.scaled(times_the_example(chain, elements)) for cost in chain.costs]
-        if not record.memory:
+        if not (known := record.memory):
             return costs
-        nearest = min(record.memory, key=lambda size: abs(size - elements))
-        memory = (cost.scaled(elements / max(nearest, 1)) for cost in record.memory[nearest])
+        nearest = min(known, key=lambda size: abs(size - elements))
+        memory = (cost.scaled(elements / max(nearest, 1)) for cost in known[nearest])
         return [cost.with_memory_of(other) for cost, other in zip(costs, memory, strict=True)]
 
     def measured(self, chain: LayerChain) -> list[LayerCost] | None:
