@@ -72,9 +72,14 @@ class RoundPipeRunConfig:
     execute_plan: ExecutePlan | None = None
     """Which layers form a stage, in forward and in backward; built-in: chosen by the planner."""
 
+    tiles: int | Literal["auto", "off"] | None = None
+    """Number of tiles in which what is computed for each token from itself alone runs, forward and backward, such as
+    the logits with their loss and an MLP. The numbers are the same; more tiles need less device memory, and a backward
+    then repeats the forward of what is tiled. Built-in: ``"auto"``, as many as are needed to fit, none where there is
+    room; ``"off"``: none."""
+
     def __post_init__(self) -> None:
-        count = self.num_microbatch
-        if not (count is None or count == AUTO or isinstance(count, int) and not isinstance(count, bool) and count > 0):
+        if self.num_microbatch not in (None, AUTO) and not _is_count(self.num_microbatch):
             self._refuse("num_microbatch", 'an int of at least 1, "auto", or None for the number of devices + 1')
         if self.recompute_grain not in (None, *RECOMPUTE_GRAINS, AUTO):
             self._refuse("recompute_grain", '"stage", "layer" or "auto"')
@@ -91,9 +96,15 @@ class RoundPipeRunConfig:
                 self._refuse(name, "True, False or None (not given)")
         if not isinstance(self.execute_plan, ExecutePlan | None):
             self._refuse("execute_plan", "an ExecutePlan, or None to let the planner choose")
+        if self.tiles not in (None, AUTO, "off") and not _is_count(self.tiles):
+            self._refuse("tiles", 'an int of at least 1, "auto", "off", or None for "auto"')
 
     def _refuse(self, name: str, allowed: str) -> NoReturn:
         raise ConfigError(f"RoundPipeRunConfig.{name}: got {quoted(getattr(self, name))}; allowed: {allowed}")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _names_device(device: Any) -> bool:
@@ -130,6 +141,8 @@ class ResolvedConfig:
     preserve_rng_state: bool
     execute_plan: ExecutePlan | None
     """None leaves the choice to the planner."""
+    tiles: int | None
+    """None leaves the choice to the planner; 1: none."""
     auto: frozenset[str] = frozenset()
     """Fields that were left to choice; they hold what is built in."""
 
@@ -153,6 +166,7 @@ def resolve(call: RoundPipeRunConfig | None, model: RoundPipeRunConfig | None, *
             options.update((name, value) for name in names if (value := getattr(config, name)) is not None)
     auto = frozenset(name for name in ("num_microbatch", "recompute_grain") if options[name] == AUTO)
     options.update((name, built_in[name]) for name in auto)
+    options["tiles"] = {AUTO: None, "off": 1}.get(options["tiles"], options["tiles"])
     device = options["output_device"] = torch.device(options["output_device"])
     if device.type not in ("cpu", "meta") and not torch.get_device_module(device).is_available():
         raise ConfigError(f"output_device={str(device)!r}: torch sees no such device; None keeps outputs on the CPU")

@@ -210,7 +210,7 @@ def forecast_at(layers: Layers, machine: Machine, training: Training, *, simulat
     if memory is not None:
         costs = tuple(cost.with_memory_of(other) for cost, other in zip(costs, memory, strict=True))
     plans = PlanChooser(machine.num_devices, [machine.budget_bytes], accelerators=True, measure=lambda call: memory)
-    plans.measure_memory(call)
+    plans.costs.measure_memory(call)
     setting = _setting(costs, machine, training)
     reasons, plan, simulation = [], None, None
     stages: dict[str, DeviceMemory] = {}

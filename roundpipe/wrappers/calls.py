@@ -102,7 +102,7 @@ class ChainRunner(Runner):
                 spec.may_outlive_call,
                 self.builder.plans,
             )
-            self.builder.plans.learn_from(spec.times, call)
+            self.builder.plans.costs.learn_from(spec.times, call)
             losses += [loss.synchronize() for loss in step.losses]
             outputs += [output.synchronize() for output in step.outputs]
             inputs += [item.tensor for item in spec.inputs]
@@ -130,7 +130,7 @@ class ChainRunner(Runner):
         if self.last_chain is None:
             with contextlib.suppress(DeviceMemoryError):  # the call will say so; the layers can be shown
                 plan = self.builder.plans.plan(Call.like_example(chain, self._resolve(None)))
-        return partition_table(chain, plan, title=self.name, measured=self.builder.plans.measured(chain))
+        return partition_table(chain, plan, title=self.name, measured=self.builder.plans.costs.measured(chain))
 
     def _resolve(self, options: RoundPipeRunConfig | None) -> ResolvedConfig:
         return resolve(options, self.config, num_devices=self.session.engine.num_workers)
@@ -160,10 +160,10 @@ class ChainRunner(Runner):
         if config.auto:
             if (chain := self.last_chain or self.source.latest) is not None:
                 whole = Call(chain, config, [args], [kwargs], [label], 1, loss_fn=loss_fn)
-                self.builder.plans.measure_memory(whole)
+                self.builder.plans.costs.measure_memory(whole)
             elements = sum(tensor.numel() for tensor in trees.tensors([args, kwargs]))
             samples = batch_size(args, kwargs, config)
-            config = self.builder.plans.settle(config, chain, samples, elements)
+            config = self.builder.plans.options.settle(config, chain, samples, elements)
         pieces = split(args, kwargs, label, config)
         calls: list[Call] = []
         split_values = zip(pieces.args, pieces.kwargs, pieces.labels, pieces.events, strict=True)

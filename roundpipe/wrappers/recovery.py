@@ -60,7 +60,7 @@ def run_step(
         try:
             spec, values = build()
         except DeviceMemoryError as error:
-            raise DeviceMemoryError(f"{error}. {plans.proposal(call)}") from None
+            raise DeviceMemoryError(f"{error}. {plans.options.proposal(call)}") from None
         plan = spec.schedule.plan
         try:
             step = session.engine.run(spec, values, added=added)
@@ -73,7 +73,7 @@ def run_step(
                 raise DeviceMemoryError(
                     f"{session.name} is out of memory with {call.num_microbatches} microbatches, {plan.num_stages} "
                     f"stages and recompute_grain={call.config.recompute_grain!r}, and no plan is known that needs "
-                    f"less: {reason}. {plans.proposal(call)}"
+                    f"less: {reason}. {plans.options.proposal(call)}"
                 ) from error
             before.restore()
             logger.warning(

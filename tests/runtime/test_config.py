@@ -28,6 +28,7 @@ GIVEN = {
     "requires_grad": (False, True),
     "preserve_rng_state": (False, True),
     "execute_plan": (PLAN, ExecutePlan([], (0, 2), [])),
+    "tiles": (4, 7),
 }
 """Two values, other than the built-in, of every field."""
 
@@ -44,6 +45,7 @@ def test_nothing_given_is_the_built_in():
         requires_grad=True,
         preserve_rng_state=True,
         execute_plan=None,
+        tiles=None,
     )
 
 
@@ -74,6 +76,11 @@ def test_call_over_model_over_built_in(name):
         assert getattr(resolved, name) == expected
         assert dataclasses.replace(resolved, **{name: getattr(built_in, name)}) == built_in
     assert resolve(empty, empty, num_devices=1) == built_in
+
+
+@pytest.mark.parametrize(("given", "resolved"), [("auto", None), ("off", 1), (1, 1), (16, 16)])
+def test_tiles_are_a_number_or_left_to_the_planner(given, resolved):
+    assert resolve(RoundPipeRunConfig(tiles=given), RoundPipeRunConfig(tiles=5), num_devices=1).tiles == resolved
 
 
 def test_fields_of_both_are_joined():
@@ -114,6 +121,10 @@ def test_device_names_are_devices():
         ("requires_grad", "yes", "True, False"),
         ("preserve_rng_state", 1, "True, False"),
         ("execute_plan", [(0, 1)], "an ExecutePlan"),
+        ("tiles", 0, "an int of at least 1"),
+        ("tiles", True, "an int of at least 1"),
+        ("tiles", "on", '"auto", "off"'),
+        ("tiles", (4, 4), '"auto", "off"'),
     ],
 )
 def test_bad_values_are_refused_with_what_is_allowed(name, value, allowed):

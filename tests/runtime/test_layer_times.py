@@ -15,7 +15,7 @@ from roundpipe.core.schedule import make_schedule
 from roundpipe.runtime.config import resolve
 from roundpipe.runtime.device.backend import Device, Lane
 from roundpipe.runtime.device.cpu import CpuBackend
-from roundpipe.runtime.engine import plan_choice
+from roundpipe.runtime.engine import cost_model, option_choice
 from roundpipe.runtime.engine.plan_choice import PlanChooser
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.runtime.profiling.layer_times import LATEST_SHARE, LayerTimes, StepTimes
@@ -150,8 +150,8 @@ def test_measured_seconds_are_those_of_the_layers(made_up_clock, grain):
         # a table rounds seconds, and learning waits for a step
         plans, chain = piped._runner.builder.plans, piped._runner.last_chain
         piped.synchronize()
-        assert plans.is_measured(chain)
-        costs = plans.costs(chain, 12)
+        assert plans.costs.is_measured(chain)
+        costs = plans.costs.of(chain, 12)
         assert [cost.forward_s for cost in costs] == pytest.approx(SECONDS)
         # nobody can tell two layers apart that only ran backward together
         assert costs[2].backward_s + costs[3].backward_s == pytest.approx(2 * (SECONDS[2] + SECONDS[3]))
@@ -179,13 +179,13 @@ def test_the_plan_changes_behind_a_step_alone_and_says_so(made_up_clock, caplog)
 
 
 def test_plans_are_compared_with_links_as_fast_as_measured(made_up_clock, monkeypatch):
-    real, profiles = plan_choice.simulate, []
+    real, profiles = cost_model.simulate, []
 
     def simulate(schedule, costs, profile, **options):
         profiles.append(profile)
         return real(schedule, costs, profile, **options)
 
-    monkeypatch.setattr(plan_choice, "simulate", simulate)
+    monkeypatch.setattr(cost_model, "simulate", simulate)
     device = Device("cpu", upload_bytes_per_s=1e5, download_bytes_per_s=2e5)
     with roundpipe.RoundPipe(uneven(), devices=[device] * 2) as piped:
         train(piped, 9)
@@ -251,7 +251,7 @@ def used(piped, size=512):
 
     piped.forward_backward((torch.randn(size, 64),), loss_fn=loss)
     # the grain of recomputation shows in no table
-    ((_, grain),) = piped._runner.builder.plans._of(piped._runner.last_chain).settled.values()
+    ((_, grain),) = piped._runner.builder.plans.costs.record(piped._runner.last_chain).settled.values()
     return numbers[0], grain
 
 
@@ -279,13 +279,13 @@ def test_a_limit_asks_for_more_microbatches_or_layer_by_layer():
 
 
 def test_options_that_cannot_be_the_fastest_are_not_planned_for(monkeypatch):
-    real, asked = plan_choice.choose_plan, []
+    real, asked = option_choice.choose_plan, []
 
     def choose(costs, **options):
         asked.append(options["num_microbatches"])
         return real(costs, **options)
 
-    monkeypatch.setattr(plan_choice, "choose_plan", choose)
+    monkeypatch.setattr(option_choice, "choose_plan", choose)
     cost = LayerCost(forward_s=0.01, backward_s=0.02, activation_bytes=4096)
     model = chain(["x"], [(nn.Identity(), [a], [b]) for a, b in pairwise("xabcdefgh")], ["h"], draws_random=False)
     model.costs, model.example_elements = (cost,) * 8, 64
@@ -293,11 +293,11 @@ def test_options_that_cannot_be_the_fastest_are_not_planned_for(monkeypatch):
 
     def settled():
         asked.clear()
-        chosen = PlanChooser(3, [None]).settle(auto, model, 256, 64 * 256).num_microbatch
+        chosen = PlanChooser(3, [None]).options.settle(auto, model, 256, 64 * 256).num_microbatch
         return chosen, len(asked)
 
     chosen, num_planned = settled()
-    monkeypatch.setattr(plan_choice, "least_seconds", lambda costs, **options: 0.0)
+    monkeypatch.setattr(option_choice, "least_seconds", lambda costs, **options: 0.0)
     assert settled() == (chosen, 10)
     assert num_planned < 7
 
@@ -326,13 +326,13 @@ def test_before_the_layers_are_known_the_built_in_number_serves():
 
 def test_a_first_plan_for_accelerators_is_chosen_by_the_simulator(monkeypatch):
     """With the link that goes with estimated seconds; of CPU workers nothing is known before they are measured."""
-    real, profiles = plan_choice.simulate, []
+    real, profiles = cost_model.simulate, []
 
     def simulate(schedule, costs, profile, **options):
         profiles.append(profile)
         return real(schedule, costs, profile, **options)
 
-    monkeypatch.setattr(plan_choice, "simulate", simulate)
+    monkeypatch.setattr(cost_model, "simulate", simulate)
     link_bytes = ESTIMATED_LINK_BYTES_PER_S
     cost = LayerCost(forward_s=0.01, backward_s=0.02, weight_bytes=int(0.03 * link_bytes), gradient_bytes=10**6)
     costs = [replace(cost, forward_s=share * 0.01) for share in (1, 2, 1, 1, 2, 1, 1, 2, 1, 1, 1, 1)]

@@ -22,8 +22,9 @@ from roundpipe.core.modes import caller_autocast
 from roundpipe.core.schedule import ExecutePlan, Phase, Schedule, ScheduleKind, make_schedule
 from roundpipe.runtime.config import microbatch_count
 from roundpipe.runtime.device.backend import synchronize_streams
+from roundpipe.runtime.engine.cost_model import MemoryMeasure
 from roundpipe.runtime.engine.engine import Engine
-from roundpipe.runtime.engine.plan_choice import MemoryMeasure, PlanChooser
+from roundpipe.runtime.engine.plan_choice import PlanChooser
 from roundpipe.runtime.engine.recompute import draw_base_seed
 from roundpipe.runtime.engine.spec import (
     LABEL,
@@ -82,7 +83,7 @@ class StepBuilder:
             and not spec.inputs
             and not spec.preserve_rng_state
             and self.plans.is_proven(call),
-            times=self.plans.times_of(call),
+            times=self.plans.costs.times_of(call),
         )
         return spec, values
 
@@ -105,7 +106,7 @@ class StepBuilder:
 
     def _spec(self, call: Call, kind: ScheduleKind, *, keeps_history: bool) -> tuple[StepSpec, HostValues]:
         chain, config = call.chain, call.config
-        self.plans.measure_memory(call)
+        self.plans.costs.measure_memory(call)
         plan = self.last_plan = self.plans.plan(call)
         schedule = self._schedule(plan, call, kind)
         synchronize_streams(trees.tensors([call.args, call.kwargs, call.labels]))

@@ -1,0 +1,158 @@
+"""What steps of one model's chains take, in seconds and bytes: estimated until there is something measured.
+
+What steps took is learned once they are over; memory is computed once per loss and size where there is a budget.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from math import inf
+
+import torch
+
+from roundpipe.core import trees
+from roundpipe.core.layers import ESTIMATED_LINK_BYTES_PER_S, LayerChain, LayerCost
+from roundpipe.core.schedule import ExecutePlan, make_schedule
+from roundpipe.planning.machine import HardwareProfile
+from roundpipe.planning.simulator import simulate
+from roundpipe.runtime.engine.chain_record import ChainRecord, code_of, times_the_example
+from roundpipe.runtime.engine.spec import Call
+from roundpipe.runtime.profiling.layer_times import LayerTimes, StepTimes
+
+MEASURED_IN_A_ROW = 5
+"""Steps of a chain that are measured from the start on; then every `MEASURED_EACH`-th."""
+MEASURED_EACH = 8
+
+MOST_SIMULATED = 4000
+"""Visits of layers, times microbatches, of the largest steps that are simulated to choose among plans."""
+MOST_SIMULATED_WORKERS = 2000
+"""Workers, times microbatches, of such steps: a replay lasts until all workers have had several visits."""
+TASK_S = 150e-6
+"""Seconds that a worker needs for a microbatch of a stage beside what layers take; tells many small microbatches or
+stages from few large ones, which cost the same otherwise."""
+MOST_SIZES = 8
+"""Sizes of microbatches whose memory is computed; that of others is scaled from the nearest."""
+
+Prediction = Callable[[ExecutePlan], float]
+"""Seconds per step of a plan."""
+MemoryMeasure = Callable[[Call], "list[LayerCost] | None"]
+"""Costs with the memory that layers take for the largest microbatch of a call, its loss included; None: unknown."""
+
+
+class CostModel:
+    """Costs of the chains of one model, and records of them.
+
+    Args:
+        link_speeds: measured bytes per second up and down, per worker; infinity before anything was measured.
+        accelerators: whether some devices are not CPU workers. Then estimated seconds, which are an accelerator's, can
+            be compared with what its link takes.
+        measure: computes memory; None: that of the chain's costs is what is known.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        link_speeds: Callable[[], tuple[float, float]] = lambda: (inf, inf),
+        accelerators: bool = False,
+        measure: MemoryMeasure | None = None,
+    ) -> None:
+        self.num_workers = num_workers
+        self._link_speeds = link_speeds
+        self._accelerators = accelerators
+        self._measure = measure
+        self._records: weakref.WeakKeyDictionary[LayerChain, ChainRecord] = weakref.WeakKeyDictionary()
+
+    def record(self, chain: LayerChain) -> ChainRecord:
+        """What is known of a chain, the steps that are over learned from."""
+        record = self._records.get(chain)
+        if record is None:
+            record = self._records[chain] = ChainRecord(LayerTimes(chain.costs, chain.example_elements))
+        while record.unread and record.unread[0][0].is_done:
+            times, elements = record.unread.pop(0)
+            if not times.failed:
+                record.times.learn(times, elements)
+        return record
+
+    # Memory
+
+    def measure_memory(self, call: Call) -> None:
+        """Compute what a call's layers and its loss take, if its size is a new one."""
+        if self._measure is None:
+            return
+        record, elements = self.record(call.chain), call.elements()
+        if call.loss_fn is not None:
+            record.loss = code_of(call.loss_fn)
+        computed = record.computed.setdefault(record.loss, {})
+        if elements not in computed and len(computed) < MOST_SIZES:
+            computed[elements] = self._measure(call)
+
+    def of(self, chain: LayerChain, elements: int) -> list[LayerCost]:
+        """Costs of a chain's layers for a microbatch of so many elements: measured ones once there are any."""
+        record = self.record(chain)
+        if self.is_measured(chain):
+            costs = record.times.costs(elements)
+        else:
+            costs = [cost.scaled(times_the_example(chain, elements)) for cost in chain.costs]
+        if not (known := record.memory):
+            return costs
+        nearest = min(known, key=lambda size: abs(size - elements))
+        memory = (cost.scaled(elements / max(nearest, 1)) for cost in known[nearest])
+        return [cost.with_memory_of(other) for cost, other in zip(costs, memory, strict=True)]
+
+    # Time
+
+    def is_measured(self, chain: LayerChain) -> bool:
+        """Whether costs rest on measured times.
+
+        With deterministic algorithms asked of torch they never do, so that plans, and with them the order of
+        summation, are the same in every run.
+        """
+        return self.record(chain).times.num_steps > 0 and not torch.are_deterministic_algorithms_enabled()
+
+    def measured(self, chain: LayerChain) -> list[LayerCost] | None:
+        """Measured costs for a microbatch like the example, or like the first one; None before there are any."""
+        return self.of(chain, self.record(chain).times.example_elements) if self.is_measured(chain) else None
+
+    def times_of(self, call: Call) -> StepTimes | None:
+        """Where to note what a training step takes, if it is its turn to be measured; else None."""
+        if trees.tensors([call.args, call.kwargs]) and not call.elements():
+            return None  # without samples it tells nothing
+        record = self.record(call.chain)
+        record.num_steps += 1
+        is_due = record.num_steps <= MEASURED_IN_A_ROW or record.num_steps % MEASURED_EACH == 1
+        return StepTimes() if is_due else None
+
+    def learn_from(self, times: StepTimes | None, call: Call) -> None:
+        """Take in what a step took, once it is over; the step has begun."""
+        if times is not None:
+            self.record(call.chain).unread.append((times, call.elements()))
+
+    def links(self, chain: LayerChain) -> tuple[float, float]:
+        """Bytes per second up and down that go with a chain's costs: measured, or estimated for accelerators."""
+        if self.is_measured(chain):
+            return self._link_speeds()
+        if self._accelerators and chain.example_elements:
+            return ESTIMATED_LINK_BYTES_PER_S, ESTIMATED_LINK_BYTES_PER_S
+        return inf, inf
+
+    def prediction(self, call: Call, costs: Sequence[LayerCost], links: tuple[float, float]) -> Prediction | None:
+        """The simulator's seconds per step of a plan; None if transfers take no time, or the simulator too much."""
+        number, workers, grain = call.num_microbatches, self.num_workers, call.config.recompute_grain
+        up, down = links
+        is_large = 2 * len(costs) * number > MOST_SIMULATED or workers * number > MOST_SIMULATED_WORKERS
+        if min(up, down) == inf or is_large:
+            return None
+        profile = HardwareProfile.of_devices(self._accelerators, upload_bytes_per_s=up, download_bytes_per_s=down)
+
+        @functools.cache
+        def seconds(plan: ExecutePlan) -> float:
+            result = simulate(make_schedule(plan, workers, number), costs, profile, recompute_grain=grain)
+            return result.seconds_per_step + self.tasks_s(plan.num_stages, number)
+
+        return seconds
+
+    def tasks_s(self, num_stages: int, num_microbatches: int) -> float:
+        """Seconds per step that workers need beside what layers take."""
+        return TASK_S * num_stages * num_microbatches / self.num_workers

@@ -1,0 +1,106 @@
+"""Options left to choice (``"auto"``), settled before a batch is split; and what to set where nothing fits.
+
+Invariant: what is chosen or proposed was planned for, by the costs that calls are planned by.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from math import inf
+from typing import Any
+
+from roundpipe.core.errors import DeviceMemoryError
+from roundpipe.core.layers import LayerChain
+from roundpipe.planning.planner import least_seconds
+from roundpipe.planning.planner import plan as choose_plan
+from roundpipe.planning.stage_costs import plan_seconds
+from roundpipe.runtime.config import RECOMPUTE_GRAINS, RecomputeGrain, ResolvedConfig
+from roundpipe.runtime.engine.cost_model import CostModel
+from roundpipe.runtime.engine.spec import Call
+from roundpipe.runtime.microbatch.split import batch_size
+
+logger = logging.getLogger(__name__)
+
+
+class OptionChooser:
+    """Chooses options for the calls of one model; ``budget_bytes`` of each device, None: no limit."""
+
+    def __init__(self, costs: CostModel, budget_bytes: int | None) -> None:
+        self._costs = costs
+        self._budget_bytes = budget_bytes
+
+    def settle(
+        self, config: ResolvedConfig, chain: LayerChain | None, batch_size: int | None, elements: int
+    ) -> ResolvedConfig:
+        """The options with what was left to choice (``"auto"``) chosen: the fastest that is predicted to fit.
+
+        Without a chain, before anything was traced, built-in options serve. Without a known batch size no number of
+        microbatches is chosen. ``elements`` are those of the whole batch's tensor arguments.
+        """
+        if not config.auto or chain is None:
+            return config
+        record = self._costs.record(chain)
+        key = (config.auto, config.num_microbatch, config.recompute_grain, batch_size, elements)
+        if key not in record.settled:
+            numbers, grains = [config.num_microbatch], [config.recompute_grain]
+            if "num_microbatch" in config.auto and batch_size is not None:
+                numbers = _numbers_of_microbatches(self._costs.num_workers, batch_size)
+            if "recompute_grain" in config.auto and self._budget_bytes is not None:
+                grains = list(RECOMPUTE_GRAINS)
+            record.settled[key] = self._fastest(chain, numbers, grains, elements) or (numbers[-1], grains[-1])
+        number, grain = record.settled[key]
+        return replace(config, num_microbatch=number, recompute_grain=grain)
+
+    def proposal(self, call: Call) -> str:
+        """What to do about a call that does not fit, for a message: settings that are predicted to, if any."""
+        number, samples = call.total_microbatches, batch_size(call.args[0], call.kwargs[0], call.config)
+        most = inf if samples is None else samples * number
+        numbers = [more for factor in (2, 4, 8, 16) if (more := number * factor) <= most]
+        found = self._fastest(call.chain, numbers, RECOMPUTE_GRAINS, call.elements() * number)
+        if found is None:
+            return "Use a device with more memory, or shorter or fewer samples in a microbatch"
+        return f"num_microbatch={found[0]} with recompute_grain={found[1]!r} is predicted to fit"
+
+    def _fastest(
+        self, chain: LayerChain, numbers: Sequence[int], grains: Sequence[RecomputeGrain], elements: int
+    ) -> tuple[int, RecomputeGrain] | None:
+        """The fastest options that are predicted to fit, the first of equals; None if none does."""
+        pairs, num_workers, tasks_s = list(product(numbers, grains)), self._costs.num_workers, self._costs.tasks_s
+        costs = {number: self._costs.of(chain, -(-elements // number)) for number in numbers}
+
+        def options(number: int, grain: RecomputeGrain) -> dict[str, Any]:
+            limits = {"memory_budget_bytes": self._budget_bytes, "recompute_grain": grain}
+            return {"num_workers": num_workers, "num_microbatches": number, **limits}
+
+        least_s = [least_seconds(costs[n], **options(n, grain)) + tasks_s(1, n) for n, grain in pairs]
+        best: tuple[float, int] | None = None
+        for position in sorted(range(len(pairs)), key=least_s.__getitem__):
+            if best is not None and least_s[position] > best[0]:
+                break
+            number, grain = pairs[position]
+            try:
+                plan = choose_plan(costs[number], **options(number, grain))
+            except DeviceMemoryError:
+                continue
+            seconds = plan_seconds(plan, costs[number], num_workers=num_workers, num_microbatches=number)
+            seconds += tasks_s(plan.num_stages, number)
+            if best is None or (seconds, position) < best:
+                best = seconds, position
+        if best is None:
+            return None
+        number, grain = pairs[best[1]]
+        logger.info("num_microbatch=%d, recompute_grain=%r: predicted %.3g s per step", number, grain, best[0])
+        return number, grain
+
+
+def _numbers_of_microbatches(num_workers: int, batch_size: int) -> list[int]:
+    """Numbers worth a look, ascending: the built-in one, as many as workers, and multiples, up to single samples."""
+    numbers = {1, num_workers, num_workers + 1}
+    number = 2 * num_workers
+    while number < batch_size:
+        numbers.add(number)
+        number *= 2
+    return sorted({min(number, batch_size) for number in (*numbers, batch_size)})
