@@ -4,8 +4,8 @@ Copies run on streams of their own. Lifetime across streams is carried by events
 from one stream to another keeps it until the event of its last reader (the engine's in-flight list), so
 no `record_stream` is needed and the caching allocator can reuse memory in stream order.
 
-Only this file names anything of CUDA: registering host memory has no generic API. Where the system refuses to pin
-memory, unpinned memory serves; only copies are slower then.
+Only this file and `allocator.py` name anything of CUDA: registering host memory has no generic API. Where the system
+refuses to pin memory, unpinned memory serves; only copies are slower then.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.random_state import SeededTorch
+from roundpipe.runtime.device.allocator import expand_segments
 from roundpipe.runtime.device.backend import Backend, Device, Event, Lane, Moment
 from roundpipe.runtime.device.host_memory import Registrar, bytes_of, on_huge_pages, warn_unpinned
 
@@ -80,6 +81,7 @@ class AcceleratorBackend(Backend):
         device = torch.device(entry.device)
         index = torch.accelerator.current_device_index() if device.index is None else device.index
         super().__init__(torch.device(device.type, index), name, memory_budget_bytes(entry, num_sharing))
+        expand_segments(self.device)
         idle = _idle_streams.setdefault(self.device, [])
         self._streams = idle.pop() if idle else tuple(torch.Stream(self.device) for _ in Lane)
         weakref.finalize(self, idle.append, self._streams)

@@ -192,7 +192,9 @@ class Arena:
     def reserve(self, sizes_bytes: Sequence[int]) -> None:
         """Make room for visits of these sizes one after the other; while no visit is open, if that needs more."""
         if not self.has_room(sizes_bytes):
-            self.free()
+            if self._buffer is not None:
+                self.free()
+                self._backend.release_cached()  # or activations are put where it was, and its room is taken twice
             self._buffer = self._backend.allocate(self.room(sizes_bytes), "weights")
             allocated = self._backend.record(Lane.COMPUTE)  # whoever had the memory before used it on COMPUTE
             self._readers = [[allocated], [allocated]]

@@ -1,0 +1,107 @@
+"""The choice of how CUDA's caching allocator grows: torch's private functions are there, and users' choices stay."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from roundpipe.runtime.device import allocator
+from roundpipe.runtime.device.allocator import SETTING, VARIABLES, expand_segments
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def as_if_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A machine on which torch has CUDA and nobody has chosen anything; gives what is set."""
+    chosen: list[str] = []
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(allocator, "change", chosen.append)  # the setting is the process's
+    monkeypatch.setattr(allocator, "code_settings", lambda: "")
+    expand_segments.cache_clear()
+    yield chosen
+    expand_segments.cache_clear()
+
+
+def test_torch_has_the_functions() -> None:
+    """What broke, should torch rename them: `change` and `code_settings`."""
+    code = (
+        "from roundpipe.runtime.device.allocator import change, code_settings\n"
+        "change('expandable_segments:True')\n"
+        "print(code_settings())"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert result.stdout.strip() in ("expandable_segments:True", "")  # torch 2.9 can't tell
+
+
+def test_other_devices_are_left_alone(as_if_cuda: list[str]) -> None:
+    assert not expand_segments(torch.device("cpu"))
+    assert not expand_segments(torch.device("xpu", 0))
+    assert as_if_cuda == []
+
+
+@pytest.mark.parametrize("variable", VARIABLES)
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [("max_split_size_mb:64", False), ("expandable_segments:False", False), ("expandable_segments: True", True)],
+)
+def test_a_choice_of_the_environment_stays(
+    as_if_cuda: list[str], monkeypatch: pytest.MonkeyPatch, variable: str, choice: str, expected: bool
+) -> None:
+    monkeypatch.setenv(variable, choice)
+    assert expand_segments(CUDA) is expected
+    assert as_if_cuda == []
+
+
+def test_a_choice_of_code_stays(as_if_cuda: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocator, "code_settings", lambda: "garbage_collection_threshold:0.8")
+    assert not expand_segments(CUDA)
+    assert as_if_cuda == []
+
+
+def test_another_allocator_stays(as_if_cuda: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    assert not expand_segments(CUDA)
+    assert as_if_cuda == []
+
+
+def test_a_driver_that_refuses_leaves_things_as_they_were(
+    as_if_cuda: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(device: torch.device) -> None:
+        raise RuntimeError("CUDA driver error: operation not supported")
+
+    monkeypatch.setattr(torch.cuda, "Stream", refuse)
+    assert not expand_segments(CUDA)
+    assert as_if_cuda == [f"{SETTING}:True", f"{SETTING}:False"]
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none")
+def test_free_pieces_are_put_together() -> None:
+    """Four of 64 MiB, every other one freed: 128 MiB are there at once, with hardly more reserved."""
+    code = """
+import torch
+from roundpipe.runtime.device.allocator import PAGE_BYTES, expand_segments
+device = torch.device("cuda", 0)
+print(expand_segments(device))
+piece = 64 * 2**20
+total = torch.cuda.mem_get_info()[1]
+before = torch.cuda.memory_reserved()
+torch.cuda.set_per_process_memory_fraction((before + 4.5 * piece + 2 * PAGE_BYTES) / total)
+pieces = [torch.empty(piece, dtype=torch.uint8, device=device) for _ in range(4)]
+del pieces[0], pieces[1]
+whole = torch.empty(2 * piece, dtype=torch.uint8, device=device)
+print(torch.cuda.memory_reserved() - before <= 4 * piece + 2 * PAGE_BYTES)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    assert result.stdout.split() == ["True", "True"], result.stderr
