@@ -28,11 +28,11 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 class SeededTorch:
-    """While open, a device's default generator draws from a seed; afterwards its state is as before."""
+    """While open, a device's default generator draws from a seed, or from a state; afterwards its own is as before."""
 
     __slots__ = ("_device", "_lock", "_seed", "_state")
 
-    def __init__(self, seed: int, device: torch.device) -> None:
+    def __init__(self, seed: int | torch.Tensor, device: torch.device) -> None:
         self._seed = seed
         self._device = device
         with _locks_lock:
@@ -42,7 +42,10 @@ class SeededTorch:
         self._lock.acquire()
         generator = default_generator(self._device)
         self._state = generator.get_state()
-        generator.manual_seed(self._seed)
+        if isinstance(self._seed, int):
+            generator.manual_seed(self._seed)
+        else:
+            generator.set_state(self._seed)
 
     def __exit__(self, *exception: object) -> None:
         default_generator(self._device).set_state(self._state)
