@@ -84,13 +84,14 @@ class HostRunner(Runner):
 
     def forward_backward(self, training: TrainingCall) -> Any:
         args, kwargs = training.args, training.kwargs
-        if not self._warned:
+        has_backward = training.has_backward
+        if has_backward and not self._warned:
             self._warned = True
             warn(
                 "forward_backward of an AutoRoundPipe runs the model microbatch by microbatch: "
                 "nothing overlaps between layers"
             )
-        config = self._begin(training.options)
+        config = self._begin(training.options, adds_gradients=has_backward)
         pieces = split(args, kwargs, training.label, config)
         device = self.session.engine.backends[0].device
         losses: list[Any] = []
@@ -100,7 +101,7 @@ class HostRunner(Runner):
 
         def cut_off(tensor: torch.Tensor) -> torch.Tensor:
             """The same tensor as a leaf: backward stops there, and goes through what is in front once, at the end."""
-            if not is_differentiable(tensor):
+            if not (has_backward and is_differentiable(tensor)):
                 return tensor
             if not tensor.requires_grad:
                 return tensor.detach()  # a forward that writes into its slice must not make the others require grad
@@ -110,17 +111,18 @@ class HostRunner(Runner):
 
         parts = zip(pieces.args, pieces.kwargs, pieces.labels, pieces.events, strict=True)
         with GradientNote(added=False) as note:
-            with torch.enable_grad():
+            with torch.set_grad_enabled(has_backward):
                 for m, (*piece, events) in enumerate(parts):
                     piece_args, piece_kwargs, target = trees.map_tensors(tuple(piece), cut_off)
                     output = self._run_tree(piece_args, piece_kwargs, training.options, IN_ONE_PIECE, own, m, events)
                     output, target = trees.map_tensors((output, target), lambda tensor: tensor.to(device))
                     with RaisedIn(self._place("loss_fn", m)), microbatch_count(pieces.num_microbatches):
                         loss = training.loss_fn(output, target)
-                        each = as_losses(loss)
-                    note.added = True
-                    with RaisedIn(self._place("backward", m)):
-                        torch.autograd.backward(each)
+                        each = as_losses(loss, needs_grad=has_backward)
+                    note.added = has_backward
+                    if has_backward:
+                        with RaisedIn(self._place("backward", m)):
+                            torch.autograd.backward(each)
                     plain = [one.detach().cpu() for one in each]
                     losses.append(plain[0] if isinstance(loss, torch.Tensor) else plain)
                     if training.return_outputs:
@@ -132,7 +134,7 @@ class HostRunner(Runner):
         total = sum_losses(losses)
         return (total, merged) if training.return_outputs else total
 
-    def _begin(self, call: RoundPipeRunConfig) -> ResolvedConfig:
+    def _begin(self, call: RoundPipeRunConfig, adds_gradients: bool | None = None) -> ResolvedConfig:
         """The options of a call that runs the tree; returns when the weights may be read on the host."""
         config = resolve(call, self.config, num_devices=self.session.engine.num_workers)
         if config.execute_plan is not None:
@@ -140,7 +142,7 @@ class HostRunner(Runner):
                 "execute_plan names the layers of one chain, and this model is several parts; give each its own with "
                 "wrap_model_to_roundpipe(..., override_config={module: RoundPipeRunConfig(execute_plan=...)})"
             )
-        self.session.begin_call(adds_gradients=config.requires_grad)
+        self.session.begin_call(adds_gradients=config.requires_grad if adds_gradients is None else adds_gradients)
         self.session.gates.weights.wait(self.model.parameters(), f"the forward of {self.session.name}")
         return config
 

@@ -74,8 +74,8 @@ class ChainRunner(Runner):
         return merge(outputs, config)
 
     def forward_backward(self, training: TrainingCall) -> Any:
-        session = self.session
-        session.begin_call()
+        session, has_backward = self.session, training.has_backward
+        session.begin_call(adds_gradients=has_backward)
         config = self._resolve(training.options)
         calls, options = self._calls(
             training.args, training.kwargs, config, training.options, training.label, training.loss_fn
@@ -92,23 +92,30 @@ class ChainRunner(Runner):
         gradients: list[torch.Tensor | None] = []
         for call in calls:
             may_overlap = session.optimizer.is_async and not alone
-            build = functools.partial(self.builder.train_step, call, training.return_outputs, may_overlap=may_overlap)
+            build = functools.partial(self.builder.loss_step, call, training.return_outputs)
+            if has_backward:
+                build = functools.partial(
+                    self.builder.train_step, call, training.return_outputs, may_overlap=may_overlap
+                )
             spec, step = run_step(session, self.builder.plans, call, build)
-            session.log.latest = LatestStep(
-                spec.schedule,
-                weakref.ref(call.chain),
-                call.elements(),
-                call.config.recompute_grain,
-                spec.may_outlive_call,
-                self.builder.plans,
-            )
-            self.builder.plans.costs.learn_from(spec.times, call)
+            if has_backward:
+                session.log.latest = LatestStep(
+                    spec.schedule,
+                    weakref.ref(call.chain),
+                    call.elements(),
+                    call.config.recompute_grain,
+                    spec.may_outlive_call,
+                    self.builder.plans,
+                )
+                self.builder.plans.costs.learn_from(spec.times, call)
             losses += [loss.synchronize() for loss in step.losses]
             outputs += [output.synchronize() for output in step.outputs]
-            inputs += [item.tensor for item in spec.inputs]
-            gradients += step.input_gradients()
-        session.optimizer.end_call()
-        with GradientNote():
+            if has_backward:
+                inputs += [item.tensor for item in spec.inputs]
+                gradients += step.input_gradients()
+        if has_backward:
+            session.optimizer.end_call()
+        with GradientNote(added=has_backward):
             # once, since all steps' arguments may be pieces of one graph
             flow_back(inputs, gradients)
             merged = merge(outputs, config) if training.return_outputs else None

@@ -12,22 +12,20 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ConfigError, NotCopyableError
-from roundpipe.reports.timeline import Timeline, check_path
 from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.runtime.device.resolve import DeviceLike
 from roundpipe.runtime.engine.spec import LossFunction
 from roundpipe.runtime.weights.host_weights import PinMode
 from roundpipe.wrappers import checkpoint
 from roundpipe.wrappers.calls import ChainProgram, check_training_call, pass_outputs
-from roundpipe.wrappers.model_view import ModelView, check_wrappable
+from roundpipe.wrappers.model_reports import ModelReports
+from roundpipe.wrappers.model_view import check_wrappable
 from roundpipe.wrappers.module_layers import ModuleSource
-from roundpipe.wrappers.run_report import RunReport, make_report
-from roundpipe.wrappers.session import Program, Runner, Session, TrainingCall
+from roundpipe.wrappers.session import Program, Session, TrainingCall
 
 
-class RoundPipe(ModelView):
+class RoundPipe(ModelReports):
     """A model that trains in rotation: its weights stay in host memory, and any stage runs on any device.
 
     Args:
@@ -46,9 +44,6 @@ class RoundPipe(ModelView):
     Raises:
         ConfigError: an argument can't be used.
     """
-
-    _session: Session
-    _runner: Runner
 
     def __init__(
         self,
@@ -146,6 +141,32 @@ class RoundPipe(ModelView):
         training = TrainingCall(tuple(input_args), input_kwargs, label, loss_fn, return_outputs, run_config)
         result = self._runner.forward_backward(training)
         self._session.note_call(training.args, input_kwargs, run_config)
+        return result
+
+    def forward_loss(
+        self,
+        input_args: tuple[Any, ...] = (),
+        input_kwargs: dict[str, Any] = {},  # noqa: B006 - never changed
+        label: Any = None,
+        loss_fn: LossFunction = pass_outputs,
+        return_outputs: bool = False,
+        run_config: RoundPipeRunConfig = RoundPipeRunConfig(),  # noqa: B008 - frozen
+    ) -> Any:
+        """The loss of `forward_backward`, with the same arguments and the same result, without the backward.
+
+        For evaluation: ``loss_fn`` runs on the device behind the last layer, so that outputs (logits) come to the
+        host only with ``return_outputs``. Call ``model.eval()`` before it as for any evaluation.
+
+        Raises:
+            Exception: what the model or ``loss_fn`` raises, with a note that says where.
+        """
+        self._session.check_callable()
+        check_training_call(input_args, input_kwargs, loss_fn)
+        args = tuple(input_args)
+        training = TrainingCall(args, input_kwargs, label, loss_fn, return_outputs, run_config, has_backward=False)
+        with torch.no_grad():
+            result = self._runner.forward_backward(training)
+        self._session.note_call(args, input_kwargs, run_config)
         return result
 
     # The optimizer's side
@@ -266,76 +287,6 @@ class RoundPipe(ModelView):
         objects = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
         return checkpoint.load(self._session, dir, objects, weights_only)
 
-    # Reports
-
-    @property
-    def trace_count(self) -> int:
-        """How many times the model was traced."""
-        return self._runner.trace_count
-
-    def partition_table(self) -> str:
-        """The layers and the stages as a table: those of the latest call, else those of a call like the example."""
-        return self._runner.partition_table()
-
-    def peak_device_bytes(self, reset: bool = False) -> int:
-        """Largest number of bytes in use at once on any device since the last reset.
-
-        A CPU worker counts weights and carried values, and what layers and losses allocate only if it has a limit
-        (``Device("cpu", memory_bytes=...)``).
-        """
-        return max(self._session.engine.peak_bytes(reset))
-
-    @contextmanager
-    def record_timeline(self, path: str | os.PathLike[str] | None = None) -> Iterator[Timeline]:
-        """Record what runs inside: compute, copies and waits of every worker, and the optimizer's thread.
-
-        Recording waits for nothing, so what is recorded runs as it does otherwise; the end of the context waits for
-        all that was begun in it. An error inside leaves the timeline of what ran before it.
-
-            with model.record_timeline("run.json") as timeline:
-                train_a_few_steps()
-            timeline.save("run.png")
-
-        On CPU workers with link speeds, copies take the link's time. On accelerators, spans are those of the device's
-        streams, placed on the host's clock by one moment at the beginning.
-
-        Args:
-            path: written at the end; ``.json`` for ui.perfetto.dev, ``.png`` for a picture. None: see `Timeline.save`.
-
-        Yields:
-            `Timeline`, whose ``spans`` are there once the context has ended.
-
-        Raises:
-            ConfigError: a timeline is being recorded already, or the file can't be written; raised at the beginning.
-            ClosedError: the model was closed.
-        """
-        session = self._session
-        session.check_open()
-        if path is not None:
-            check_path(path)
-        timeline = Timeline(name=session.name)
-        recorder = session.optimizer.log.recorder = session.engine.start_recording()
-        try:
-            yield timeline
-        finally:
-            try:
-                session.engine.stop_recording()
-                session.optimizer.wait_update()
-            finally:
-                session.optimizer.log.recorder = None
-            timeline.fill(recorder.finish())
-            if path is not None:
-                timeline.save(path)
-
-    def report(self) -> RunReport:
-        """What happened since the report before, or since the model was made; waits for nothing.
-
-        Speed in samples and tokens, seconds per round as measured and as predicted, where each worker's time went,
-        bytes moved, memory of devices and host. ``print(model.report())`` shows it as a table.
-        """
-        self._session.gates.board.check_here()
-        return make_report(self._session)
-
     # Life
 
     def close(self) -> None:
@@ -364,9 +315,6 @@ class RoundPipe(ModelView):
             error.add_note("roundpipe: close() raised after it:\n" + "".join(traceback.format_exception(pending)))
 
     # Copies
-
-    def __repr__(self) -> str:
-        return self.partition_table()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Another wrapper, of a copy of the model, on the same devices with workers of its own.

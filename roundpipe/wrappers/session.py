@@ -287,7 +287,7 @@ def _release_all() -> None:
 
 @dataclass(frozen=True, slots=True)
 class TrainingCall:
-    """The arguments of a `RoundPipe.forward_backward`."""
+    """The arguments of a `RoundPipe.forward_backward`, or of a `RoundPipe.forward_loss`, which has no backward."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -295,6 +295,7 @@ class TrainingCall:
     loss_fn: LossFunction
     return_outputs: bool
     options: RoundPipeRunConfig
+    has_backward: bool = True
 
 
 class Runner(ABC):

@@ -70,13 +70,8 @@ class StepBuilder:
         """
         spec, values = self._spec(call, "train", keeps_history=True)
         spec = replace(
-            spec,
+            self._with_loss(spec, call, return_outputs),
             spare_bytes=self.plans.spare_bytes(call, spec.schedule.plan),
-            loss_fn=call.loss_fn,
-            labels=call.labels,
-            return_outputs=return_outputs,
-            output_device=call.config.output_device,
-            microbatch_context=functools.partial(microbatch_count, call.total_microbatches),
             # generators are shared with the caller, who may draw as soon as the call returns; without a step that has
             # run by this plan, the call may have to be run again
             may_outlive_call=may_overlap
@@ -86,6 +81,21 @@ class StepBuilder:
             times=self.plans.costs.times_of(call),
         )
         return spec, values
+
+    def loss_step(self, call: Call, return_outputs: bool) -> tuple[StepSpec, HostValues]:
+        """The step of a ``forward_loss``, and its first carries."""
+        spec, values = self._spec(call, "forward", keeps_history=False, ends_in_loss=True)
+        return self._with_loss(spec, call, return_outputs), values
+
+    def _with_loss(self, spec: StepSpec, call: Call, return_outputs: bool) -> StepSpec:
+        return replace(
+            spec,
+            loss_fn=call.loss_fn,
+            labels=call.labels,
+            return_outputs=return_outputs,
+            output_device=call.config.output_device,
+            microbatch_context=functools.partial(microbatch_count, call.total_microbatches),
+        )
 
     def forward_step(self, call: Call, *, with_backward: bool) -> tuple[StepSpec, HostValues]:
         """The step of a ``forward``, and its first carries; what a later `backward_step` needs stays on the host."""
@@ -104,7 +114,9 @@ class StepBuilder:
             frozen=frozen,
         )
 
-    def _spec(self, call: Call, kind: ScheduleKind, *, keeps_history: bool) -> tuple[StepSpec, HostValues]:
+    def _spec(
+        self, call: Call, kind: ScheduleKind, *, keeps_history: bool, ends_in_loss: bool = False
+    ) -> tuple[StepSpec, HostValues]:
         chain, config = call.chain, call.config
         self.plans.costs.measure_memory(call)
         plan = self.last_plan = self.plans.plan(call)
@@ -127,7 +139,14 @@ class StepBuilder:
             chain=chain,
             weights=self._prepare(chain, wants_gradients=keeps_history),
             schedule=schedule,
-            flows=flow(schedule, chain.specs, grain=config.recompute_grain, exit_reads=chain.exit.reads, stay=stay),
+            flows=flow(
+                schedule,
+                chain.specs,
+                grain=config.recompute_grain,
+                exit_reads=chain.exit.reads,
+                stay=stay,
+                ends_in_loss=ends_in_loss,
+            ),
             base_seed=draw_base_seed() if draws else 0,
             preserve_rng_state=draws,
             with_gradient=names_with_gradient(chain.specs, trainable, requiring),

@@ -109,6 +109,31 @@ class MicrobatchRunner:
                     is_copying = bool(read_later)
                     del outputs
                     self._in_flight.release()
+            if step.spec.loss_fn is not None and job is step.spec.schedule.jobs[-1]:
+                self._run_loss(step, job, stage, memory, carry, microbatch)
+
+    def _run_loss(
+        self,
+        step: StepState,
+        job: Job,
+        stage: Stage,
+        memory: AbstractContextManager[Any],
+        carry: Carry,
+        microbatch: int,
+    ) -> None:
+        """The loss of a step without a backward, behind its last layer."""
+        spec = step.spec
+        label, _ = self._upload_label(spec.labels[microbatch])
+        with spec.microbatch_context(), self._meter.computing("forward", tuple(job.layers)), memory:
+            with torch.no_grad(), spec.autocast():
+                outputs, _, loss = stage.loss(carry, microbatch, label)
+        self._leave_loss(step, microbatch, loss, outputs)
+
+    def _leave_loss(self, step: StepState, microbatch: int, loss: Any, outputs: Any) -> None:
+        step.losses[microbatch] = self._download(loss, "loss of")
+        if step.spec.return_outputs:
+            step.outputs[microbatch] = self._download_outputs(outputs, step.spec.output_device)
+        step.add_loss()
 
     def _run_fused(self, step: StepState, job: Job, stage: Stage, visit: Visit, microbatch: int) -> None:
         spec = step.spec
@@ -121,10 +146,7 @@ class MicrobatchRunner:
             with self._meter.computing("fused", segment.layers):
                 with memory:
                     recorded = stage.forward_to_loss(segment, carry, microbatch, label)
-                step.losses[microbatch] = self._download(recorded.loss, "loss of")
-                if spec.return_outputs:
-                    step.outputs[microbatch] = self._download_outputs(recorded.outputs, spec.output_device)
-                step.add_loss()
+                self._leave_loss(step, microbatch, recorded.loss, recorded.outputs)
                 with memory:
                     gradients = stage.backward(recorded, {}, microbatch)
         if collects_gradients:

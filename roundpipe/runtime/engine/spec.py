@@ -139,6 +139,7 @@ class StepSpec:
     first_microbatch: int = 0
     """See `Call`."""
     loss_fn: LossFunction | None = None
+    """None: the step ends with the model's outputs, or is a backward."""
     return_outputs: bool = False
     output_device: torch.device | None = None
     microbatch_context: Context = contextlib.nullcontext
@@ -171,12 +172,12 @@ def _segment(specs: Sequence[LayerSpec], layers: Sequence[int], exit_reads: Sequ
 
 
 def segments_of(
-    job: Job, specs: Sequence[LayerSpec], grain: RecomputeGrain, exit_reads: Sequence[str]
+    job: Job, specs: Sequence[LayerSpec], grain: RecomputeGrain, exit_reads: Sequence[str] = ()
 ) -> tuple[Segment, ...]:
-    """The segments of a job, in the order in which they run."""
+    """The segments of a job, in the order in which they run; ``exit_reads`` if it makes the model's outputs itself."""
     if job.phase is Phase.BACKWARD and grain == "layer":
         return tuple(_segment(specs, (index,)) for index in reversed(job.layers))
-    return (_segment(specs, job.layers, exit_reads if job.phase is Phase.FUSED else ()),)
+    return (_segment(specs, job.layers, exit_reads),)
 
 
 def flow(
@@ -186,14 +187,20 @@ def flow(
     grain: RecomputeGrain,
     exit_reads: Sequence[str],
     stay: Iterable[str] = (),
+    ends_in_loss: bool = False,
 ) -> tuple[JobFlow, ...]:
     """The flow of each job of a schedule.
 
-    The model's outputs need the names in ``exit_reads``; those in ``stay`` stay on the host after the step.
+    The model's outputs need the names in ``exit_reads``, on the device where a job goes on to the loss; those in
+    ``stay`` stay on the host after the step.
     """
-    segments = [segments_of(job, specs, grain, exit_reads) for job in schedule.jobs]
+    loss_job = schedule.jobs[-1] if ends_in_loss else None
+    segments = [
+        segments_of(job, specs, grain, exit_reads if job.phase is Phase.FUSED or job is loss_job else ())
+        for job in schedule.jobs
+    ]
     last_reader = {name: position for position, parts in enumerate(segments) for part in parts for name in part.takes}
-    stays = {*stay, *(exit_reads if schedule.kind == "forward" else ())}
+    stays = {*stay, *(exit_reads if schedule.kind == "forward" and not ends_in_loss else ())}
     flows = []
     maker: dict[str, int] = {}
     forward_job: dict[int, int] = {}
@@ -214,9 +221,7 @@ def flow(
 
 def reads_of_backward(schedule: Schedule, specs: Sequence[LayerSpec], grain: RecomputeGrain) -> frozenset[str]:
     """Names that the jobs of a backward schedule take: what a forward before it must keep."""
-    return frozenset(
-        name for job in schedule.jobs for part in segments_of(job, specs, grain, ()) for name in part.takes
-    )
+    return frozenset(name for job in schedule.jobs for part in segments_of(job, specs, grain) for name in part.takes)
 
 
 def names_with_gradient(specs: Sequence[LayerSpec], trainable: Sequence[bool], inputs: Iterable[str]) -> frozenset[str]:

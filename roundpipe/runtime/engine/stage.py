@@ -74,7 +74,6 @@ class Stage:
     def forward_to_loss(self, segment: Segment, carry: Carry, microbatch: int, label: Any) -> RecordedSegment:
         """Run with autograd, up to the loss; `backward` follows."""
         spec, chain = self.spec, self.spec.chain
-        assert spec.loss_fn is not None
         recorded = RecordedSegment(segment.layers, self._leaves(segment, carry, microbatch))
         with spec.autocast(), torch.enable_grad():
             values = dict(recorded.leaves)
@@ -85,15 +84,20 @@ class Stage:
                 _pass_on(chain.specs[index], index, segment.last_reader, values, outputs)
                 del outputs
             with self._timed("loss", segment.layers[-1:]):
-                with RaisedIn(self._place(microbatch, "outputs")):
-                    recorded.outputs = chain.exit(values)
-                del values
-                with RaisedIn(self._place(microbatch, "loss_fn")):
-                    loss = spec.loss_fn(recorded.outputs, label)
-                    recorded.losses = as_losses(loss)
-        plain = [each.detach() for each in recorded.losses]
-        recorded.loss = plain[0] if isinstance(loss, torch.Tensor) else plain
+                recorded.outputs, recorded.losses, recorded.loss = self.loss(values, microbatch, label)
         return recorded
+
+    def loss(self, values: Carry, microbatch: int, label: Any) -> tuple[Any, list[torch.Tensor], Any]:
+        """The model's outputs, the losses, and these detached, as in `RecordedSegment`; the values are used up."""
+        assert self.spec.loss_fn is not None
+        with RaisedIn(self._place(microbatch, "outputs")):
+            outputs = self.spec.chain.exit(values)
+        values.clear()
+        with RaisedIn(self._place(microbatch, "loss_fn")):
+            loss = self.spec.loss_fn(outputs, label)
+            losses = as_losses(loss, needs_grad=torch.is_grad_enabled())
+        plain = [each.detach() for each in losses]
+        return outputs, losses, plain[0] if isinstance(loss, torch.Tensor) else plain
 
     def recompute(self, segment: Segment, carry: Carry, microbatch: int) -> RecordedSegment:
         record = self.record
@@ -238,7 +242,7 @@ def _pass_on(spec: LayerSpec, index: int, last_reader: Mapping[str, int], carry:
             carry.pop(name, None)
 
 
-def as_losses(loss: Any) -> list[torch.Tensor]:
+def as_losses(loss: Any, *, needs_grad: bool = True) -> list[torch.Tensor]:
     """What a ``loss_fn`` returned, for autograd; raises `LossError` if it is no loss."""
     losses = [loss] if isinstance(loss, torch.Tensor) else loss
     if not isinstance(losses, Sequence) or not losses or not all(isinstance(each, torch.Tensor) for each in losses):
@@ -252,11 +256,11 @@ def as_losses(loss: Any) -> list[torch.Tensor]:
                 f"loss_fn returned a tensor of shape {list(tensor.shape)}; a loss has one element. Reduce it, for "
                 "example with .mean() or .sum()"
             )
-        if not tensor.requires_grad:
+        if needs_grad and not tensor.requires_grad:
             raise LossError(
                 "loss_fn returned a loss that does not depend on anything that requires grad: it was detached, or made "
                 "of numbers (.item()), or every parameter is frozen and no input requires grad. Without training, call "
-                "model(...) under torch.no_grad()"
+                "forward_loss, or model(...) under torch.no_grad()"
             )
     return list(losses)
 

@@ -1,0 +1,101 @@
+"""What a wrapper tells of itself: its workers, layers and stages, memory, timelines and reports."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import torch
+
+from roundpipe.core.contexts import contextmanager
+from roundpipe.reports.timeline import Timeline, check_path
+from roundpipe.wrappers.model_view import ModelView
+from roundpipe.wrappers.run_report import RunReport, make_report
+from roundpipe.wrappers.session import Runner
+
+
+class ModelReports(ModelView):
+    """A wrapper, and what can be asked about its runs."""
+
+    _runner: Runner
+
+    @property
+    def num_workers(self) -> int:
+        """How many entries the rotation has."""
+        return self._session.engine.num_workers
+
+    @property
+    def worker_devices(self) -> tuple[torch.device, ...]:
+        """The device of each worker, in the order of the rotation; a repeated entry is there each time."""
+        return tuple(backend.device for backend in self._session.engine.backends)
+
+    @property
+    def trace_count(self) -> int:
+        """How many times the model was traced."""
+        return self._runner.trace_count
+
+    def partition_table(self) -> str:
+        """The layers and the stages as a table: those of the latest call, else those of a call like the example."""
+        return self._runner.partition_table()
+
+    def peak_device_bytes(self, reset: bool = False) -> int:
+        """Largest number of bytes in use at once on any device since the last reset.
+
+        A CPU worker counts weights and carried values, and what layers and losses allocate only if it has a limit
+        (``Device("cpu", memory_bytes=...)``).
+        """
+        return max(self._session.engine.peak_bytes(reset))
+
+    @contextmanager
+    def record_timeline(self, path: str | os.PathLike[str] | None = None) -> Iterator[Timeline]:
+        """Record what runs inside: compute, copies and waits of every worker, and the optimizer's thread.
+
+        Recording waits for nothing, so what is recorded runs as it does otherwise; the end of the context waits for
+        all that was begun in it. An error inside leaves the timeline of what ran before it.
+
+            with model.record_timeline("run.json") as timeline:
+                train_a_few_steps()
+            timeline.save("run.png")
+
+        On CPU workers with link speeds, copies take the link's time. On accelerators, spans are those of the device's
+        streams, placed on the host's clock by one moment at the beginning.
+
+        Args:
+            path: written at the end; ``.json`` for ui.perfetto.dev, ``.png`` for a picture. None: see `Timeline.save`.
+
+        Yields:
+            `Timeline`, whose ``spans`` are there once the context has ended.
+
+        Raises:
+            ConfigError: a timeline is being recorded already, or the file can't be written; raised at the beginning.
+            ClosedError: the model was closed.
+        """
+        session = self._session
+        session.check_open()
+        if path is not None:
+            check_path(path)
+        timeline = Timeline(name=session.name)
+        recorder = session.optimizer.log.recorder = session.engine.start_recording()
+        try:
+            yield timeline
+        finally:
+            try:
+                session.engine.stop_recording()
+                session.optimizer.wait_update()
+            finally:
+                session.optimizer.log.recorder = None
+            timeline.fill(recorder.finish())
+            if path is not None:
+                timeline.save(path)
+
+    def report(self) -> RunReport:
+        """What happened since the report before, or since the model was made; waits for nothing.
+
+        Speed in samples and tokens, seconds per round as measured and as predicted, where each worker's time went,
+        bytes moved, memory of devices and host. ``print(model.report())`` shows it as a table.
+        """
+        self._session.gates.board.check_here()
+        return make_report(self._session)
+
+    def __repr__(self) -> str:
+        return self.partition_table()
