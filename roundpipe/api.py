@@ -58,7 +58,8 @@ def compile(
         model: any module that eager PyTorch trains; on the CPU, or on ``meta`` to plan without weights.
         example_args: arguments like those of a call; only shapes and dtypes matter, for most models.
         example_kwargs: keyword arguments like those of a call.
-        optim_dtype: dtype of the optimizer's copies of the parameters; None: the parameters' own.
+        optim_dtype: dtype of the optimizer's copies of the parameters; None: float32 for parameters of half precision,
+            else the parameters' own.
         name: for logs and traces; None: ``filename:line`` of the caller.
         model_run_config: defaults for every call.
         pin_model: how host weights are pinned; see `RoundPipe`.

@@ -9,9 +9,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from roundpipe.core.layers import LayerChain, LayerCost, LayerSpec
 from roundpipe.core.schedule import ExecutePlan
-from roundpipe.reports.tables import counted, format_bytes, format_count, repetitions, table
+from roundpipe.reports.tables import counted, dtype_name, format_bytes, format_count, repetitions, table
 
 MAX_NAMES_IN_FULL = 3
 MIN_REPEATS = 3
@@ -56,11 +58,17 @@ def stage_table(chain: LayerChain, plan: ExecutePlan, *, measured: Sequence[Laye
 
 
 def partition_table(
-    chain: LayerChain, plan: ExecutePlan | None = None, *, title: str = "", measured: Sequence[LayerCost] | None = None
+    chain: LayerChain,
+    plan: ExecutePlan | None = None,
+    *,
+    title: str = "",
+    measured: Sequence[LayerCost] | None = None,
+    optim_dtypes: Sequence[torch.dtype] = (),
 ) -> str:
     """What a model was cut into: its layers and, with a plan, its stages; the title is the first line's subject.
 
-    Costs with ``measured`` seconds, one per layer, are shown in place of FLOPs.
+    Costs with ``measured`` seconds, one per layer, are shown in place of FLOPs. ``optim_dtypes`` are those of the
+    optimizer's copies.
     """
     num_parameters = sum(parameter.numel() for parameter in chain.parameters())  # shared ones once
     parts = [counted(len(chain.specs), "layer")]
@@ -71,6 +79,8 @@ def partition_table(
     parts.append(f"{format_count(num_parameters)} parameters")
     if num_parameters < sum(cost.num_parameters for cost in chain.costs):
         parts[-1] += " (shared ones counted once)"
+    if optim_dtypes:
+        parts.append(f"optimizer in {' and '.join(map(dtype_name, optim_dtypes))}")
     what = "compute and bytes" if measured is None else "measured seconds"
     if chain.example_elements:
         parts.append(f"{what} for {chain.example_elements:,} input elements")

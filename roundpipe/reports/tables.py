@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 from tabulate import tabulate
 
 
@@ -30,6 +31,11 @@ def format_bytes(num_bytes: float) -> str:
 def format_count(count: float) -> str:
     """A number of things in decimal units, such as ``8.03 B`` parameters."""
     return _scaled(count, 1000, ("", "K", "M", "B", "T"))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype, such as ``float32``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def format_flops(flops: float) -> str:

@@ -23,6 +23,7 @@ import torch
 from roundpipe.core.errors import ConfigError, DeviceMemoryError, RoundPipeError
 from roundpipe.reports.tables import format_share
 from roundpipe.reports.timeline import check_path
+from roundpipe.runtime.weights.master_weights import copy_dtype
 from roundpipe.tools.comparison import compare_schedules, comparison_json, comparison_text
 from roundpipe.tools.cost_file import fastest_plan, plan_costs, read_costs
 from roundpipe.tools.device_data import DEVICES, EFFICIENCY, DeviceSpec, find_device
@@ -168,8 +169,14 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     add("--seq", type=count(MOST_TOKENS), metavar="N", help=f"tokens per sample; default: {DEFAULT_SEQ}")
     add("--dtype", choices=DTYPES, help="of the weights; default: bfloat16")
     add("--optimizer", choices=("adamw", "sgd"), help="default: adamw")
-    add("--optim-dtype", choices=DTYPES, help="of the optimizer's copies; default: float32")
+    add("--optim-dtype", choices=DTYPES, help="of the optimizer's copies; default: float32, or wider weights' own")
     add("--lora", type=count(MOST_RANK), metavar="RANK", help="train adapters of this rank, not the weights")
+
+
+def _default_optim_dtype(model: torch.nn.Module) -> torch.dtype:
+    """The widest of the copies that a compiled model has."""
+    dtypes = {copy_dtype(parameter.dtype, None) for parameter in model.parameters() if parameter.requires_grad}
+    return max(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
 
 
 def _plan(options: argparse.Namespace) -> _Answer:
@@ -229,7 +236,7 @@ def _plan_target(options: argparse.Namespace) -> _Answer:
         batch=batch,
         num_microbatches=options.microbatches or min(num_microbatches, batch),
         optimizer=options.optimizer or "adamw",
-        optim_dtype=DTYPES[options.optim_dtype or "float32"],
+        optim_dtype=DTYPES[options.optim_dtype] if options.optim_dtype else _default_optim_dtype(target.model),
         recompute_grain=options.recompute,
     )
     result = forecast(target, machine, training)

@@ -13,6 +13,7 @@ from roundpipe.reports.memory import DeviceMemory
 from roundpipe.reports.partition_table import partition_table
 from roundpipe.reports.tables import (
     counted,
+    dtype_name,
     format_bytes,
     format_flops,
     format_rate,
@@ -61,11 +62,13 @@ def forecast_text(result: Forecast) -> str:
     rows["rests on"] = BASIS
     rows["device"] = _figures(machine)
     rows["assumes"] = (
-        f"{training.optimizer} in {str(training.optim_dtype).removeprefix('torch.')}, host memory at "
+        f"{training.optimizer} in {dtype_name(training.optim_dtype)}, host memory at "
         f"{format_rate(machine.host_bytes_per_s)}, recomputation by {training.recompute_grain}"
     )
     rows |= _rows("note", result.layers.notes)
-    return "\n\n".join((partition_table(result.layers.chain, result.plan, title=title), summary_table(rows)))
+    dtypes = [training.optim_dtype] if any(p.requires_grad for p in result.layers.chain.parameters()) else []
+    layers = partition_table(result.layers.chain, result.plan, title=title, optim_dtypes=dtypes)
+    return "\n\n".join((layers, summary_table(rows)))
 
 
 def _rows(label: str, lines: Sequence[str]) -> dict[str, str]:

@@ -206,7 +206,8 @@ class HostRunner(Runner):
             return self.tree.parts[0].runner.partition_table()
         parts = [(part.name, part.module) for part in self.tree.parts]
         title = f"{self.session.name}: own forward on the CPU, parts on the devices"
-        return partition_table(chain_of_modules(parts), None, title=title)
+        dtypes = self.session.optimizer.copy_dtypes()
+        return partition_table(chain_of_modules(parts), None, title=title, optim_dtypes=dtypes)
 
 
 class AutoRoundPipe(RoundPipe):
@@ -223,4 +224,4 @@ class AutoRoundPipe(RoundPipe):
 
     @classmethod
     def _program_of(cls, model: nn.Module) -> PartsProgram:
-        return PartsProgram(model, {model: RoundPipeRunConfig()})
+        return PartsProgram(model, {model: RoundPipeRunConfig()}, widens_half=False)

@@ -137,7 +137,8 @@ class ChainRunner(Runner):
         if self.last_chain is None:
             with contextlib.suppress(DeviceMemoryError):  # the call will say so; the layers can be shown
                 plan = self.builder.plans.plan(Call.like_example(chain, self._resolve(None)))
-        return partition_table(chain, plan, title=self.name, measured=self.builder.plans.costs.measured(chain))
+        measured, dtypes = self.builder.plans.costs.measured(chain), self.session.optimizer.copy_dtypes()
+        return partition_table(chain, plan, title=self.name, measured=measured, optim_dtypes=dtypes)
 
     def _resolve(self, options: RoundPipeRunConfig | None) -> ResolvedConfig:
         return resolve(options, self.config, num_devices=self.session.engine.num_workers)

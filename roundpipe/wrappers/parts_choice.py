@@ -16,6 +16,8 @@ from roundpipe.effects.run_once import differentiates_gradients, holders_of, hol
 from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.runtime.device.resolve import resolve_devices
 from roundpipe.wrappers.auto import AutoRoundPipe, HostRunner, PartsProgram
+from roundpipe.wrappers.calls import ChainProgram
+from roundpipe.wrappers.module_layers import ModuleSource
 from roundpipe.wrappers.parts import IN_ONE_PIECE, is_sequential, overlaid
 from roundpipe.wrappers.pipe import RoundPipe
 from roundpipe.wrappers.session import Session
@@ -65,8 +67,10 @@ class PartsChoice:
         """A wrapper of the model in parts, with these settings: name, devices and so on."""
         walk = self._walk(len(resolve_devices(settings.get("devices"))))
         is_chain = self.model in walk.parts and is_sequential(self.model)
-        wrapper, program = (RoundPipe, self.model) if is_chain else (AutoRoundPipe, self._program(walk))
-        return wrapper(program, model_run_config=self._config(walk, config), **settings)
+        config = self._config(walk, config)
+        if is_chain:
+            return RoundPipe(ChainProgram(self.model, ModuleSource(self.model)), model_run_config=config, **settings)
+        return AutoRoundPipe(self._program(walk), model_run_config=config, **settings)
 
     def make_fallback(self, session: Session) -> HostRunner:
         """What runs the calls of a session's model for which there are no layers."""

@@ -31,7 +31,8 @@ class RoundPipe(ModelReports):
     Args:
         model: the module to train. An ``nn.Sequential`` becomes one layer per child, any other module a single
             layer; `roundpipe.compile` cuts any module into layers.
-        optim_dtype: dtype of the optimizer's copies of the parameters; None: the parameters' own.
+        optim_dtype: dtype of the optimizer's copies of the parameters; None: the parameters' own, with a warning if
+            that is half precision, in which small updates are lost. (`roundpipe.compile` then has float32 copies.)
         name: for logs and traces; None: ``filename:line`` of the caller.
         model_run_config: defaults for every call; see `RoundPipeRunConfig`.
         pin_model: how host weights are pinned for fast uploads. ``"alloc"`` moves them to pinned memory of their
@@ -59,7 +60,8 @@ class RoundPipe(ModelReports):
         if not isinstance(model, Program):
             check_wrappable(model, type(self).__name__)
             model = self._program_of(model)
-        session = Session(model.model, optim_dtype, name, model_run_config, pin_model, devices)
+        options = optim_dtype, name, model_run_config, pin_model, devices
+        session = Session(model.model, *options, widens_half=model.widens_half)
         # past __setattr__, which sets on the model once there is a session
         self.__dict__.update(
             _session=session, _runner=model.start(session), _program=model, training=model.model.training
@@ -68,7 +70,7 @@ class RoundPipe(ModelReports):
     @classmethod
     def _program_of(cls, model: nn.Module) -> Program:
         """What a model that is given as it is runs as."""
-        return ChainProgram(model, ModuleSource(model))
+        return ChainProgram(model, ModuleSource(model), widens_half=False)
 
     # Calls
 

@@ -156,6 +156,7 @@ class Session:
         config: RoundPipeRunConfig,
         pin_model: PinMode,
         devices: Sequence[DeviceLike] | DeviceLike | None,
+        widens_half: bool = False,
     ) -> None:
         """Start the workers; see `RoundPipe` for the options and what is raised."""
         if pin_model not in ("alloc", "register", "off"):
@@ -187,7 +188,9 @@ class Session:
         self.gates = Gates()
         self.engine = Engine(backends, name, self.gates)
         parameters = functools.partial(model.named_parameters, remove_duplicate=False)
-        self.optimizer = OptimizerSide(parameters, optim_dtype, name=name, gates=self.gates, steps=self.engine)
+        self.optimizer = OptimizerSide(
+            parameters, optim_dtype, widens_half=widens_half, name=name, gates=self.gates, steps=self.engine
+        )
         self.host = HostWeights(pin_model, backends[0].host_buffer, registrar, model)
         self.watch = LoadWatch(model, self.optimizer)
         self.writer = BackgroundWriter()
@@ -323,6 +326,8 @@ class Program(ABC):
     """A model and how its calls are run; given to a wrapper's class in place of a model."""
 
     model: nn.Module
+    widens_half: bool = field(default=True, kw_only=True)
+    """Whether the optimizer's copies of half-precision parameters are float32, unless their dtype is given."""
 
     @abstractmethod
     def start(self, session: Session) -> Runner:

@@ -52,12 +52,13 @@ class OptimizerSide:
         named_parameters: Callable[[], NamedParameters],
         optim_dtype: torch.dtype | None = None,
         *,
+        widens_half: bool = False,
         name: str = "model",
         gates: Gates | None = None,
         steps: Steps | None = None,
         deadline_s: float = DEADLINE_S,
     ) -> None:
-        self._pairs = MasterWeights(named_parameters, optim_dtype)
+        self._pairs = MasterWeights(named_parameters, optim_dtype, widens_half)
         self._name = name
         self._gates = gates or Gates(deadline_s)
         self._steps = steps or Steps()
@@ -89,6 +90,10 @@ class OptimizerSide:
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The copies with the original names; see `MasterWeights.named_copies`."""
         return self._pairs.named_copies(prefix, remove_duplicate)
+
+    def copy_dtypes(self) -> list[torch.dtype]:
+        """See `MasterWeights.copy_dtypes`."""
+        return self._pairs.copy_dtypes()
 
     def parameter_pairs(self) -> Sequence[ParameterPair]:
         """Every parameter once, frozen ones too; makes no copies, and shows those that are made later."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from roundpipe.core.caller import warn
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ConfigError, enumerated
 from roundpipe.runtime.device.host_memory import convert, is_plain, on_huge_pages
@@ -109,14 +110,13 @@ class ParameterPair:
         self.is_written = False
         self.agree()
 
-    def make_copy(self, optim_dtype: torch.dtype | None) -> None:
+    def make_copy(self, dtype: torch.dtype) -> None:
         source = self.parameter.detach()
         if source.is_meta:
             raise ConfigError(
                 f"parameter {self.names[0]} is on the meta device, so the optimizer can't start from it; "
                 "load the model's weights (model.to_empty, from_pretrained) before"
             )
-        dtype = source.dtype if optim_dtype is None or not source.is_floating_point() else optim_dtype
         if is_plain(source):
             copy = on_huge_pages(torch.empty_like(source, device="cpu", dtype=dtype)).copy_(source)
         else:
@@ -124,11 +124,11 @@ class ParameterPair:
         self.copy = nn.Parameter(copy)
         self.agree()
 
-    def follow_dtype(self) -> None:
+    def follow_dtype(self, dtype: torch.dtype) -> None:
         """Convert the copy if the model's parameter was converted, by ``model.to`` or in a forward."""
         copy = self.copy
-        if copy is not None and copy.dtype != self.parameter.dtype and is_plain(copy) and is_plain(self.parameter):
-            convert(copy, self.parameter.dtype)
+        if copy is not None and copy.dtype != dtype and is_plain(copy) and is_plain(self.parameter):
+            convert(copy, dtype)
             self.spare = None
 
     @property
@@ -190,6 +190,19 @@ class ParameterPair:
         self.copy.grad, self.parameter.grad, self.shown = gradient, None, None  # at once: calls may be interrupted
 
 
+def copy_dtype(dtype: torch.dtype, optim_dtype: torch.dtype | None, *, widens_half: bool = True) -> torch.dtype:
+    """The dtype of the optimizer's copy of a parameter of some dtype; ``optim_dtype`` is what the user has given."""
+    if not dtype.is_floating_point:
+        return dtype
+    if optim_dtype is None and widens_half and _is_half(dtype):
+        return torch.float32
+    return optim_dtype or dtype
+
+
+def _is_half(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
+
+
 class MasterWeights:
     """The pairs of one model; copies are made when they are first asked for.
 
@@ -198,11 +211,19 @@ class MasterWeights:
             has one copy. Asked again before each step and whenever the copies are asked for, so that parameters that
             were replaced or added since are found.
         optim_dtype: dtype of the copies of floating-point parameters; None keeps each parameter's.
+        widens_half: None gives float32 copies to parameters of half precision; else there is a warning of them.
     """
 
-    def __init__(self, named_parameters: Callable[[], NamedParameters], optim_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        named_parameters: Callable[[], NamedParameters],
+        optim_dtype: torch.dtype | None,
+        widens_half: bool = False,
+    ) -> None:
         self._named_parameters = named_parameters
         self._optim_dtype = optim_dtype
+        self._widens_half = widens_half
+        self._has_warned = False
         self._pairs: list[ParameterPair] = []
         self._by_name: dict[str, ParameterPair] = {}
         self._find()
@@ -231,10 +252,32 @@ class MasterWeights:
         trainable = [pair for pair in self._pairs if pair.parameter.requires_grad]
         for pair in trainable:
             if pair.copy is None:
-                pair.make_copy(self._optim_dtype)
+                pair.make_copy(self._dtype_of_copy(pair))
             elif self._optim_dtype is None:
-                pair.follow_dtype()
+                pair.follow_dtype(self._dtype_of_copy(pair))
+        self._warn_of_half(trainable)
         return trainable
+
+    def _dtype_of_copy(self, pair: ParameterPair) -> torch.dtype:
+        return copy_dtype(pair.parameter.dtype, self._optim_dtype, widens_half=self._widens_half)
+
+    def copy_dtypes(self) -> list[torch.dtype]:
+        """The dtypes of the copies, made or to be made, of parameters that are trainable now."""
+        return list(dict.fromkeys(self._dtype_of_copy(pair) for pair in self._pairs if pair.parameter.requires_grad))
+
+    def _warn_of_half(self, trainable: Sequence[ParameterPair]) -> None:
+        """Warn, once, of copies in half precision that nobody asked for."""
+        if self._has_warned or self._optim_dtype is not None:
+            return
+        half = [pair for pair in trainable if pair.copy is not None and _is_half(pair.copy.dtype)]
+        if half:
+            self._has_warned = True
+            names = enumerated([pair.names[0] for pair in half])
+            warn(
+                f"the optimizer's copies of {names} have the parameters' own dtype, {half[0].parameter.dtype}, in "
+                "which small updates are lost. Give optim_dtype=torch.float32, as compile() does by itself, or this "
+                "dtype if it is meant"
+            )
 
     def named_copies(self, prefix: str, remove_duplicate: bool) -> Iterator[tuple[str, nn.Parameter]]:
         """The copies of parameters that are trainable now, with the original names, as ``nn.Module`` gives them."""
