@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, get_args
 
 import torch
 
@@ -19,6 +19,9 @@ from roundpipe.core.schedule import ExecutePlan
 
 RecomputeGrain = Literal["stage", "layer"]
 RECOMPUTE_GRAINS: tuple[RecomputeGrain, ...] = ("stage", "layer")
+
+LossReduction = Literal["sum", "mean"]
+LossScope = Literal["microbatch", "batch"]
 
 AUTO: Literal["auto"] = "auto"
 """Leaves an option to choice: the fastest setting that is predicted to fit."""
@@ -78,6 +81,14 @@ class RoundPipeRunConfig:
     then repeats the forward of what is tiled. Built-in: ``"auto"``, as many as are needed to fit, none where there is
     room; ``"off"``: none."""
 
+    loss_reduction: LossReduction | None = None
+    """How the microbatches' losses make up the batch's: ``"sum"`` (built-in) or ``"mean"``; see
+    `RoundPipe.forward_backward`."""
+
+    loss_scope: LossScope | None = None
+    """What ``loss_fn`` sees: one ``"microbatch"`` at a time (built-in), or the outputs and labels of the whole
+    ``"batch"``; see `RoundPipe.forward_backward`."""
+
     def __post_init__(self) -> None:
         if self.num_microbatch not in (None, AUTO) and not _is_count(self.num_microbatch):
             self._refuse("num_microbatch", 'an int of at least 1, "auto", or None for the number of devices + 1')
@@ -91,6 +102,10 @@ class RoundPipeRunConfig:
                 "a pair (args_spec, kwargs_spec) of a tuple and a dict, either of them None for the automatic "
                 "rule, or a function f(args, kwargs, num_microbatch)",
             )
+        if self.loss_reduction not in (None, *get_args(LossReduction)):
+            self._refuse("loss_reduction", '"sum" or "mean"')
+        if self.loss_scope not in (None, *get_args(LossScope)):
+            self._refuse("loss_scope", '"microbatch" or "batch"')
         for name in ("requires_grad", "preserve_rng_state"):
             if not isinstance(getattr(self, name), bool | None):
                 self._refuse(name, "True, False or None (not given)")
@@ -143,6 +158,9 @@ class ResolvedConfig:
     """None leaves the choice to the planner."""
     tiles: int | None
     """None leaves the choice to the planner; 1: none."""
+
+    loss_reduction: LossReduction
+    loss_scope: LossScope
     auto: frozenset[str] = frozenset()
     """Fields that were left to choice; they hold what is built in."""
 
@@ -156,6 +174,8 @@ def resolve(call: RoundPipeRunConfig | None, model: RoundPipeRunConfig | None, *
         "merge_output": True,
         "requires_grad": torch.is_grad_enabled(),
         "preserve_rng_state": True,
+        "loss_reduction": "sum",
+        "loss_scope": "microbatch",
     }
     names = [field.name for field in fields(RoundPipeRunConfig)]
     options = {**dict.fromkeys(names), **built_in}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +17,10 @@ from roundpipe.core.layers import is_differentiable
 from roundpipe.core.modes import autocast_as_on_accelerator
 from roundpipe.reports.partition_table import partition_table
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, microbatch_count, resolve
-from roundpipe.runtime.engine.builder import sum_losses
-from roundpipe.runtime.engine.stage import as_losses
+from roundpipe.runtime.engine.losses import LossWeights, Mean, read_losses, sum_losses
 from roundpipe.runtime.microbatch.merge import merge
 from roundpipe.runtime.microbatch.split import split
+from roundpipe.wrappers.batch_loss import train_on_batch
 from roundpipe.wrappers.calls import flow_back
 from roundpipe.wrappers.module_layers import chain_of_modules
 from roundpipe.wrappers.parts import IN_ONE_PIECE, CallOptions, HostTree, Part, overlaid
@@ -85,13 +86,16 @@ class HostRunner(Runner):
     def forward_backward(self, training: TrainingCall) -> Any:
         args, kwargs = training.args, training.kwargs
         has_backward = training.has_backward
+        config = self._begin(training.options, adds_gradients=has_backward)
+        is_mean = config.loss_reduction == "mean"
+        if config.loss_scope == "batch":
+            return train_on_batch(self, self.session, training, is_mean=is_mean)
         if has_backward and not self._warned:
             self._warned = True
             warn(
                 "forward_backward of an AutoRoundPipe runs the model microbatch by microbatch: "
                 "nothing overlaps between layers"
             )
-        config = self._begin(training.options, adds_gradients=has_backward)
         pieces = split(args, kwargs, training.label, config)
         device = self.session.engine.backends[0].device
         losses: list[Any] = []
@@ -110,7 +114,8 @@ class HostRunner(Runner):
             return leaf.view_as(leaf)
 
         parts = zip(pieces.args, pieces.kwargs, pieces.labels, pieces.events, strict=True)
-        with GradientNote(added=False) as note:
+        weights = LossWeights(Mean(pieces.shares, pieces.num_microbatches) if is_mean else None)
+        with GradientNote(added=False) as note, contextlib.ExitStack() as apart:
             with torch.set_grad_enabled(has_backward):
                 for m, (*piece, events) in enumerate(parts):
                     piece_args, piece_kwargs, target = trees.map_tensors(tuple(piece), cut_off)
@@ -118,20 +123,26 @@ class HostRunner(Runner):
                     output, target = trees.map_tensors((output, target), lambda tensor: tensor.to(device))
                     with RaisedIn(self._place("loss_fn", m)), microbatch_count(pieces.num_microbatches):
                         loss = training.loss_fn(output, target)
-                        each = as_losses(loss, needs_grad=has_backward)
+                        each = read_losses(loss, is_mean=is_mean)
+                        weights.apply(each, m)
                     note.added = has_backward
                     if has_backward:
+                        if m == 0 and weights.has_given:
+                            apart.enter_context(self.session.optimizer.gradients_scaled(lambda: weights.scale))
                         with RaisedIn(self._place("backward", m)):
-                            torch.autograd.backward(each)
-                    plain = [one.detach().cpu() for one in each]
-                    losses.append(plain[0] if isinstance(loss, torch.Tensor) else plain)
+                            torch.autograd.backward(each.tensors)
+                    losses.append(trees.map_tensors(each.detached(), torch.Tensor.cpu))
                     if training.return_outputs:
                         detached = trees.map_tensors(output, lambda tensor: tensor.detach().to(config.output_device))
                         outputs.append(detached)
-            flow_back([tensor for tensor, _ in leaves], [leaf.grad for _, leaf in leaves])
+            apart.close()
+            arrived = [leaf.grad for _, leaf in leaves]
+            if (scale := weights.scale) != 1:
+                arrived = [None if gradient is None else gradient * scale for gradient in arrived]
+            flow_back([tensor for tensor, _ in leaves], arrived)
             merged = merge(outputs, config) if training.return_outputs else None
         self.session.optimizer.raise_pending()
-        total = sum_losses(losses)
+        total = sum_losses(losses, weights.scale)
         return (total, merged) if training.return_outputs else total
 
     def _begin(self, call: RoundPipeRunConfig, adds_gradients: bool | None = None) -> ResolvedConfig:

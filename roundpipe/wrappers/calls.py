@@ -24,11 +24,20 @@ from roundpipe.core.layers import ChainSource, LayerChain, LayerCost
 from roundpipe.effects.uses import reached_by
 from roundpipe.fx.passes.memory import Loss, measure_memory
 from roundpipe.reports.partition_table import partition_table
-from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, microbatch_count, resolve
-from roundpipe.runtime.engine.builder import StepBuilder, sum_losses
+from roundpipe.runtime.config import (
+    LossReduction,
+    LossScope,
+    ResolvedConfig,
+    RoundPipeRunConfig,
+    microbatch_count,
+    resolve,
+)
+from roundpipe.runtime.engine.builder import StepBuilder
+from roundpipe.runtime.engine.losses import LossWeights, Mean, scale_of, sum_losses
 from roundpipe.runtime.engine.spec import Call, LossFunction
 from roundpipe.runtime.microbatch.merge import merge
 from roundpipe.runtime.microbatch.split import batch_size, split
+from roundpipe.wrappers.batch_loss import train_on_batch
 from roundpipe.wrappers.deferred import run_forward
 from roundpipe.wrappers.model_view import ModelView
 from roundpipe.wrappers.recovery import run_step
@@ -75,44 +84,40 @@ class ChainRunner(Runner):
 
     def forward_backward(self, training: TrainingCall) -> Any:
         session, has_backward = self.session, training.has_backward
-        session.begin_call(adds_gradients=has_backward)
         config = self._resolve(training.options)
+        if config.loss_scope == "batch":
+            self._wait_for_weights(training.loss_fn)
+            return train_on_batch(self, session, training, is_mean=config.loss_reduction == "mean")
+        session.begin_call(adds_gradients=has_backward)
         calls, options = self._calls(
             training.args, training.kwargs, config, training.options, training.label, training.loss_fn
         )
         if calls is None:
             return self._fall_back().forward_backward(replace(training, options=options))
-        alone = session.optimizer.is_async and self._reads_weights(training.loss_fn)
-        if alone:
-            for gate in (session.gates.weights, session.gates.gradients):
-                gate.wait(self.model.parameters(), f"a loss_fn that reads weights of {self.name}")
+        alone = self._wait_for_weights(training.loss_fn)
         losses: list[Any] = []
         outputs: list[Any] = []
         inputs: list[torch.Tensor] = []
         gradients: list[torch.Tensor | None] = []
-        for call in calls:
-            may_overlap = session.optimizer.is_async and not alone
-            build = functools.partial(self.builder.loss_step, call, training.return_outputs)
-            if has_backward:
-                build = functools.partial(
-                    self.builder.train_step, call, training.return_outputs, may_overlap=may_overlap
+        weights: list[LossWeights] = []
+        is_apart = has_backward and len(calls) > 1 and calls[0].mean is not None
+        apart = session.optimizer.gradients_scaled(lambda: scale_of(weights)) if is_apart else contextlib.nullcontext()
+        with apart:
+            for call in calls:
+                if call.mean is not None and weights:
+                    call.mean = replace(call.mean, reference=weights[-1].reference)
+                step = self._run_training(
+                    call, training, may_overlap=session.optimizer.is_async and not alone and not is_apart
                 )
-            spec, step = run_step(session, self.builder.plans, call, build)
-            if has_backward:
-                session.log.latest = LatestStep(
-                    spec.schedule,
-                    weakref.ref(call.chain),
-                    call.elements(),
-                    call.config.recompute_grain,
-                    spec.may_outlive_call,
-                    self.builder.plans,
-                )
-                self.builder.plans.costs.learn_from(spec.times, call)
-            losses += [loss.synchronize() for loss in step.losses]
-            outputs += [output.synchronize() for output in step.outputs]
-            if has_backward:
-                inputs += [item.tensor for item in spec.inputs]
-                gradients += step.input_gradients()
+                losses += [loss.synchronize() for loss in step.losses]
+                outputs += [output.synchronize() for output in step.outputs]
+                if has_backward:
+                    inputs += [item.tensor for item in step.spec.inputs]
+                    gradients += step.input_gradients()
+                weights.append(step.weights)
+        scale = scale_of(weights)
+        if is_apart:
+            gradients = [None if gradient is None else gradient * scale for gradient in gradients]
         if has_backward:
             session.optimizer.end_call()
         with GradientNote(added=has_backward):
@@ -121,8 +126,27 @@ class ChainRunner(Runner):
             merged = merge(outputs, config) if training.return_outputs else None
         session.engine.raise_pending()
         session.optimizer.raise_pending()
-        total = sum_losses(losses)
+        total = sum_losses(losses, scale)
         return (total, merged) if training.return_outputs else total
+
+    def _run_training(self, call: Call, training: TrainingCall, *, may_overlap: bool) -> StepState:
+        """One round of a call, with its backward if there is one."""
+        session, plans = self.session, self.builder.plans
+        if not training.has_backward:
+            build = functools.partial(self.builder.loss_step, call, training.return_outputs)
+            return run_step(session, plans, call, build)[1]
+        build = functools.partial(self.builder.train_step, call, training.return_outputs, may_overlap=may_overlap)
+        spec, step = run_step(session, plans, call, build)
+        session.log.latest = LatestStep(
+            spec.schedule,
+            weakref.ref(call.chain),
+            call.elements(),
+            call.config.recompute_grain,
+            spec.may_outlive_call,
+            plans,
+        )
+        plans.costs.learn_from(spec.times, call)
+        return step
 
     def update_begun(self) -> None:
         self.builder.plans.update_begun()
@@ -187,8 +211,23 @@ class ChainRunner(Runner):
             calls[-1].args.append(piece_args)
             calls[-1].kwargs.append(piece_kwargs)
             calls[-1].labels.append(piece_label)
+        if config.loss_reduction == "mean":
+            shares, is_whole = pieces.shares, len(calls) == 1
+            for call in calls:
+                first = call.first_microbatch - first_microbatch
+                own = None if shares is None else shares[first : first + call.num_microbatches]
+                call.mean = Mean(own, pieces.num_microbatches, is_whole)
         self.last_chain = calls[-1].chain
         return calls, options
+
+    def _wait_for_weights(self, loss_fn: LossFunction) -> bool:
+        """Whether a ``loss_fn`` reads weights that an update may write; returns when that is over."""
+        optimizer, gates = self.session.optimizer, self.session.gates
+        if not (optimizer.is_async and self._reads_weights(loss_fn)):
+            return False
+        for gate in (gates.weights, gates.gradients):
+            gate.wait(self.model.parameters(), f"a loss_fn that reads weights of {self.name}")
+        return True
 
     def _reads_weights(self, function: Any) -> bool:
         """Whether a function may read the model's weights on the host, so that they must stay while it runs."""
@@ -223,6 +262,15 @@ class ChainProgram(Program):
 def pass_outputs(outputs: Any, labels: Any) -> Any:
     """The loss of a model that returns its loss."""
     return outputs
+
+
+def with_loss_options(
+    options: RoundPipeRunConfig, loss_reduction: LossReduction | None, loss_scope: LossScope | None
+) -> RoundPipeRunConfig:
+    """A call's options with those that it gave beside them, which win."""
+    given = {"loss_reduction": loss_reduction, "loss_scope": loss_scope}
+    given = {name: value for name, value in given.items() if value is not None}
+    return replace(options, **given) if given and isinstance(options, RoundPipeRunConfig) else options  # type: ignore[arg-type]
 
 
 def check_training_call(input_args: Any, input_kwargs: Any, loss_fn: Any) -> None:

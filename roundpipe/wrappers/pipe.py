@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from roundpipe.core.errors import ConfigError, NotCopyableError
-from roundpipe.runtime.config import RoundPipeRunConfig
+from roundpipe.runtime.config import LossReduction, LossScope, RoundPipeRunConfig
 from roundpipe.runtime.device.resolve import DeviceLike
 from roundpipe.runtime.engine.spec import LossFunction
 from roundpipe.runtime.weights.host_weights import PinMode
 from roundpipe.wrappers import checkpoint
-from roundpipe.wrappers.calls import ChainProgram, check_training_call, pass_outputs
+from roundpipe.wrappers.calls import ChainProgram, check_training_call, pass_outputs, with_loss_options
 from roundpipe.wrappers.model_reports import ModelReports
 from roundpipe.wrappers.model_view import check_wrappable
 from roundpipe.wrappers.module_layers import ModuleSource
@@ -111,6 +111,8 @@ class RoundPipe(ModelReports):
         loss_fn: LossFunction = pass_outputs,
         return_outputs: bool = False,
         run_config: RoundPipeRunConfig = RoundPipeRunConfig(),  # noqa: B008 - frozen
+        loss_reduction: LossReduction | None = None,
+        loss_scope: LossScope | None = None,
     ) -> Any:
         """Run forward, loss and backward of every microbatch; gradients accumulate until they are zeroed.
 
@@ -129,21 +131,21 @@ class RoundPipe(ModelReports):
             loss_fn: ``(outputs, label) -> loss``, run on the device; gives a tensor or a sequence of tensors.
             return_outputs: also return the merged outputs.
             run_config: options for this call.
+            loss_reduction: ``"sum"`` (the default) adds the microbatches' losses. ``"mean"`` is for losses that are
+                means: each counts by its samples or, if ``loss_fn`` returns ``(loss, weight)``, by its weight, such as
+                the number of target tokens, so that loss and gradients are those of one loss over the batch.
+            loss_scope: ``"batch"`` runs ``loss_fn`` once, on the outputs and labels of the whole batch.
 
         Returns:
-            The sum of the losses over the microbatches, on the CPU and detached (a list of sums if ``loss_fn``
-            returns a sequence); with ``return_outputs``, the pair of it and the merged outputs.
+            The loss of the batch, on the CPU and detached (a list if ``loss_fn`` returns several); with
+            ``return_outputs``, the pair of it and the merged outputs.
 
         Raises:
             Exception: what the model or ``loss_fn`` raises, with a note that says where, and one that asks for
                 ``zero_grad()`` if gradients of the call may have been added by then.
         """
-        self._session.check_callable()
-        check_training_call(input_args, input_kwargs, loss_fn)
-        training = TrainingCall(tuple(input_args), input_kwargs, label, loss_fn, return_outputs, run_config)
-        result = self._runner.forward_backward(training)
-        self._session.note_call(training.args, input_kwargs, run_config)
-        return result
+        options = with_loss_options(run_config, loss_reduction, loss_scope)
+        return self._train(input_args, input_kwargs, label, loss_fn, return_outputs, options)
 
     def forward_loss(
         self,
@@ -153,6 +155,8 @@ class RoundPipe(ModelReports):
         loss_fn: LossFunction = pass_outputs,
         return_outputs: bool = False,
         run_config: RoundPipeRunConfig = RoundPipeRunConfig(),  # noqa: B008 - frozen
+        loss_reduction: LossReduction | None = None,
+        loss_scope: LossScope | None = None,
     ) -> Any:
         """The loss of `forward_backward`, with the same arguments and the same result, without the backward.
 
@@ -162,13 +166,25 @@ class RoundPipe(ModelReports):
         Raises:
             Exception: what the model or ``loss_fn`` raises, with a note that says where.
         """
-        self._session.check_callable()
-        check_training_call(input_args, input_kwargs, loss_fn)
-        args = tuple(input_args)
-        training = TrainingCall(args, input_kwargs, label, loss_fn, return_outputs, run_config, has_backward=False)
+        options = with_loss_options(run_config, loss_reduction, loss_scope)
         with torch.no_grad():
-            result = self._runner.forward_backward(training)
-        self._session.note_call(args, input_kwargs, run_config)
+            return self._train(input_args, input_kwargs, label, loss_fn, return_outputs, options, has_backward=False)
+
+    def _train(
+        self,
+        args: Any,
+        kwargs: Any,
+        label: Any,
+        loss_fn: LossFunction,
+        return_outputs: bool,
+        options: RoundPipeRunConfig,
+        has_backward: bool = True,
+    ) -> Any:
+        self._session.check_callable()
+        check_training_call(args, kwargs, loss_fn)
+        training = TrainingCall(tuple(args), kwargs, label, loss_fn, return_outputs, options, has_backward)
+        result = self._runner.forward_backward(training)
+        self._session.note_call(training.args, kwargs, options)
         return result
 
     # The optimizer's side

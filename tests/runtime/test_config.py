@@ -29,6 +29,8 @@ GIVEN = {
     "preserve_rng_state": (False, True),
     "execute_plan": (PLAN, ExecutePlan([], (0, 2), [])),
     "tiles": (4, 7),
+    "loss_reduction": ("mean", "sum"),
+    "loss_scope": ("batch", "microbatch"),
 }
 """Two values, other than the built-in, of every field."""
 
@@ -46,6 +48,8 @@ def test_nothing_given_is_the_built_in():
         preserve_rng_state=True,
         execute_plan=None,
         tiles=None,
+        loss_reduction="sum",
+        loss_scope="microbatch",
     )
 
 

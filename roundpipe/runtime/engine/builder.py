@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import contextvars
 import functools
-import operator
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
-
-import torch
 
 from roundpipe.core import trees
 from roundpipe.core.layers import LayerChain
@@ -91,6 +87,7 @@ class StepBuilder:
         return replace(
             spec,
             loss_fn=call.loss_fn,
+            mean=call.mean,
             labels=call.labels,
             return_outputs=return_outputs,
             output_device=call.config.output_device,
@@ -212,10 +209,3 @@ def _inputs(values: HostValues) -> list[InputTensor]:
         for position, tensor in enumerate(trees.tensors(value.value))
         if tensor.requires_grad
     ]
-
-
-def sum_losses(losses: Sequence[Any]) -> Any:
-    """The sum over microbatches, in their order; of a list of losses, the sums by position."""
-    if isinstance(losses[0], torch.Tensor):
-        return functools.reduce(operator.add, losses)
-    return [sum_losses(position) for position in zip(*losses, strict=True)]

@@ -126,8 +126,8 @@ class MicrobatchRunner:
         label, _ = self._upload_label(spec.labels[microbatch])
         with spec.microbatch_context(), self._meter.computing("forward", tuple(job.layers)), memory:
             with torch.no_grad(), spec.autocast():
-                outputs, _, loss = stage.loss(carry, microbatch, label)
-        self._leave_loss(step, microbatch, loss, outputs)
+                outputs, losses = stage.loss(carry, microbatch, label)
+        self._leave_loss(step, microbatch, losses.detached(), outputs)
 
     def _leave_loss(self, step: StepState, microbatch: int, loss: Any, outputs: Any) -> None:
         step.losses[microbatch] = self._download(loss, "loss of")
@@ -146,7 +146,8 @@ class MicrobatchRunner:
             with self._meter.computing("fused", segment.layers):
                 with memory:
                     recorded = stage.forward_to_loss(segment, carry, microbatch, label)
-                self._leave_loss(step, microbatch, recorded.loss, recorded.outputs)
+                assert recorded.losses is not None
+                self._leave_loss(step, microbatch, recorded.losses.detached(), recorded.outputs)
                 with memory:
                     gradients = stage.backward(recorded, {}, microbatch)
         if collects_gradients:

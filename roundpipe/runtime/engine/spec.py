@@ -22,6 +22,7 @@ from roundpipe.core.layers import LayerChain, LayerSpec
 from roundpipe.core.schedule import Job, Phase, Schedule
 from roundpipe.runtime.config import RecomputeGrain, ResolvedConfig
 from roundpipe.runtime.device.host_memory import bytes_of
+from roundpipe.runtime.engine.losses import Mean
 from roundpipe.runtime.profiling.layer_times import StepTimes
 from roundpipe.runtime.weights.layer_weights import LayerWeights
 from roundpipe.runtime.weights.replica import FrozenLayers
@@ -47,6 +48,8 @@ class Call:
     first_microbatch: int = 0
     """Position of the first one in the whole call, for notes."""
     loss_fn: LossFunction | None = None
+    mean: Mean | None = None
+    """How the losses of its microbatches make up one; None: a sum."""
 
     @classmethod
     def like_example(cls, chain: LayerChain, config: ResolvedConfig) -> Call:
@@ -140,6 +143,8 @@ class StepSpec:
     """See `Call`."""
     loss_fn: LossFunction | None = None
     """None: the step ends with the model's outputs, or is a backward."""
+    mean: Mean | None = None
+    """See `Call`."""
     return_outputs: bool = False
     output_device: torch.device | None = None
     microbatch_context: Context = contextlib.nullcontext

@@ -18,10 +18,11 @@ import torch
 
 from roundpipe.core import trees
 from roundpipe.core.contexts import contextmanager
-from roundpipe.core.errors import LossError, RaisedIn, innermost, note_place
+from roundpipe.core.errors import RaisedIn, innermost, note_place
 from roundpipe.core.layers import Carry, LayerSpec, is_differentiable
 from roundpipe.core.random_state import SeededPython
 from roundpipe.runtime.device.backend import Backend, is_profiled
+from roundpipe.runtime.engine.losses import Losses, LossWeights, read_losses
 from roundpipe.runtime.engine.recompute import ForwardRecord, LayerScope, layer_seed, learn_writes
 from roundpipe.runtime.engine.spec import Segment, StepSpec
 from roundpipe.runtime.engine.step import Gradients
@@ -40,10 +41,8 @@ class RecordedSegment:
     """Taken values as autograd leaves."""
     outputs: Any = None
     """The values that it made; of a fused stage the model's outputs."""
-    losses: Sequence[torch.Tensor] = ()
-    """Of a fused stage, for autograd."""
-    loss: Any = None
-    """The same detached, as ``loss_fn`` gave it: a tensor, or a list of them."""
+    losses: Losses | None = None
+    """Of a fused stage."""
 
 
 @dataclass(slots=True)
@@ -57,6 +56,7 @@ class Stage:
     """By index."""
     spec: StepSpec
     record: ForwardRecord
+    weights: LossWeights
 
     def forward(self, segment: Segment, index: int, carry: Carry, microbatch: int) -> Carry:
         """Run one layer without autograd, which the caller has turned off; returns all values that it makes.
@@ -84,20 +84,20 @@ class Stage:
                 _pass_on(chain.specs[index], index, segment.last_reader, values, outputs)
                 del outputs
             with self._timed("loss", segment.layers[-1:]):
-                recorded.outputs, recorded.losses, recorded.loss = self.loss(values, microbatch, label)
+                recorded.outputs, recorded.losses = self.loss(values, microbatch, label)
         return recorded
 
-    def loss(self, values: Carry, microbatch: int, label: Any) -> tuple[Any, list[torch.Tensor], Any]:
-        """The model's outputs, the losses, and these detached, as in `RecordedSegment`; the values are used up."""
+    def loss(self, values: Carry, microbatch: int, label: Any) -> tuple[Any, Losses]:
+        """The model's outputs and the losses, as they count in the step; the values are used up."""
         assert self.spec.loss_fn is not None
         with RaisedIn(self._place(microbatch, "outputs")):
             outputs = self.spec.chain.exit(values)
         values.clear()
         with RaisedIn(self._place(microbatch, "loss_fn")):
             loss = self.spec.loss_fn(outputs, label)
-            losses = as_losses(loss, needs_grad=torch.is_grad_enabled())
-        plain = [each.detach() for each in losses]
-        return outputs, losses, plain[0] if isinstance(loss, torch.Tensor) else plain
+            losses = read_losses(loss, is_mean=self.spec.mean is not None)
+            self.weights.apply(losses, microbatch)
+        return outputs, losses
 
     def recompute(self, segment: Segment, carry: Carry, microbatch: int) -> RecordedSegment:
         record = self.record
@@ -126,7 +126,9 @@ class Stage:
 
         Returns the gradients of the values it took, those without any left out.
         """
-        pairs: list[tuple[torch.Tensor, torch.Tensor | None]] = [(loss, None) for loss in recorded.losses]
+        pairs: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        if recorded.losses is not None:
+            pairs += [(loss, None) for loss in recorded.losses.tensors]
         pairs += [
             (tensor, gradient)
             for name, incoming in gradients.items()
@@ -240,29 +242,6 @@ def _pass_on(spec: LayerSpec, index: int, last_reader: Mapping[str, int], carry:
     for name in spec.reads:
         if last_reader[name] == index:
             carry.pop(name, None)
-
-
-def as_losses(loss: Any, *, needs_grad: bool = True) -> list[torch.Tensor]:
-    """What a ``loss_fn`` returned, for autograd; raises `LossError` if it is no loss."""
-    losses = [loss] if isinstance(loss, torch.Tensor) else loss
-    if not isinstance(losses, Sequence) or not losses or not all(isinstance(each, torch.Tensor) for each in losses):
-        raise LossError(
-            f"loss_fn returned {type(loss).__name__}; it must return a tensor or a non-empty sequence of tensors. "
-            "A model that computes its own loss needs loss_fn=lambda outputs, label: outputs.loss"
-        )
-    for tensor in losses:
-        if tensor.numel() != 1:
-            raise LossError(
-                f"loss_fn returned a tensor of shape {list(tensor.shape)}; a loss has one element. Reduce it, for "
-                "example with .mean() or .sum()"
-            )
-        if needs_grad and not tensor.requires_grad:
-            raise LossError(
-                "loss_fn returned a loss that does not depend on anything that requires grad: it was detached, or made "
-                "of numbers (.item()), or every parameter is frozen and no input requires grad. Without training, call "
-                "forward_loss, or model(...) under torch.no_grad()"
-            )
-    return list(losses)
 
 
 def _as_leaf(value: Any, plain: Container[int]) -> Any:

@@ -26,6 +26,7 @@ from roundpipe.core import trees
 from roundpipe.core.errors import GRADIENTS_ADDED, add_note
 from roundpipe.core.schedule import Phase, ScheduleKind
 from roundpipe.runtime.device.backend import Event, synchronize_streams
+from roundpipe.runtime.engine.losses import LossWeights
 from roundpipe.runtime.engine.recompute import ForwardRecord
 from roundpipe.runtime.engine.spec import StepSpec
 from roundpipe.runtime.threads import Board
@@ -101,6 +102,7 @@ class StepState:
         num_jobs = len(schedule.jobs)
         self.losses = [HostValue(None)] * schedule.num_microbatches
         self.outputs = [HostValue(None)] * schedule.num_microbatches
+        self.weights = LossWeights(spec.mean)
         self.frozen = spec.frozen
         self.modules_lock = threading.Lock()
         """Held by whoever reads the user's modules, or takes note of how they are."""
@@ -215,6 +217,12 @@ class StepState:
         for value in (*self.losses, *self.outputs):
             value.synchronize()
 
+    def wait_scale(self, who: str) -> float:
+        """What a job's gradients are to be multiplied by; waits for losses, of another worker at most."""
+        if self.spec.mean is not None:
+            self.board.wait(lambda: self.failed or self._num_losses >= len(self.losses), who, "losses")
+        return self.weights.scale
+
     def wait_over(self) -> None:
         self.board.wait(lambda: self.is_over, "the call", "the end of the step")
 
@@ -246,9 +254,11 @@ class StepState:
     def input_gradients(self) -> list[torch.Tensor | None]:
         """Gradients that the finished step left for the spec's inputs, on the tensors' own devices."""
         result: list[torch.Tensor | None] = []
+        scale = self.weights.scale
         for item in self.spec.inputs:
             by_reader = self.gradients[item.microbatch].get(item.name, ())
             total = sum_gradients(gradients.synchronize()[item.position] for gradients in by_reader)
+            total = total if total is None or scale == 1 else total * scale
             result.append(None if total is None else total.to(item.tensor.device))
         return result
 

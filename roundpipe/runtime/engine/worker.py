@@ -279,7 +279,7 @@ class Worker:
             visit.ready(job.phase is not Phase.FORWARD, step.frozen)
         self.meter.until("weights", visit.arrived)
         layers = dict(zip(job.layers, visit.layers, strict=True))
-        return Stage(str(job), self.backend, layers, step.spec, step.forward)
+        return Stage(str(job), self.backend, layers, step.spec, step.forward, step.weights)
 
     # Gradients of weights
 
@@ -318,12 +318,13 @@ class Worker:
                 touched = (parameter for parameter, _ in pending.gradients)
                 self._gates.gradients.wait(touched, self.name, step.closings[1])
             step.wait_settled(step.spec.tied_jobs.get(job.index, ()), f"{self.name} gradients")
+            scale = step.wait_scale(f"{self.name} gradients")
             if not step.failed:
                 pending.wait()
                 step.leaves_gradients = step.leaves_gradients or bool(pending.gradients)
                 what, size = f"add gradients of {job}", pending.num_bytes
                 with self._gradients_log.doing("home", what, bytes=size, job=job.index):
-                    pending.settle()
+                    pending.settle(scale)
                 step.settle(job.index)
         except BaseException as error:
             step.cancel(error)

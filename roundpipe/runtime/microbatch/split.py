@@ -54,10 +54,20 @@ class Split:
     labels: list[Any]
     events: list[list[Event]]
     """What has to happen before a microbatch's arguments and labels may be read."""
+    sizes: list[int] | None = None
+    """Samples of each microbatch; None: not known."""
 
     @property
     def num_microbatches(self) -> int:
         return len(self.args)
+
+    @property
+    def shares(self) -> list[float] | None:
+        """Each microbatch's share of all samples; None: not known."""
+        if self.num_microbatches == 1:
+            return [1.0]
+        total = sum(self.sizes or ())
+        return [size / total for size in self.sizes] if self.sizes and total else None
 
     def replay_options(self, call: RoundPipeRunConfig | None, resolved: ResolvedConfig) -> RoundPipeRunConfig:
         """Options for the same call again, without a second run of the user's functions that made these pieces."""
@@ -87,7 +97,9 @@ def split(args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any, config: 
         pieces = division.split(inputs, specs, ())
     labels = division.split_labels(label, config.split_label)
     division.warn()
-    return Split([args for args, _ in pieces], [kwargs for _, kwargs in pieces], labels, division.events)
+    return Split(
+        [args for args, _ in pieces], [kwargs for _, kwargs in pieces], labels, division.events, division.sizes
+    )
 
 
 @dataclass(slots=True)

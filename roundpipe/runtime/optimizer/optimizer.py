@@ -271,9 +271,17 @@ class OptimizerSide:
 
     def gradients_aside(self) -> contextlib.AbstractContextManager[None]:
         """A context in which gradients that come home are thrown away; those that are there stay as they are."""
-        self._steps.finish()
-        self._gates.gradients.wait([pair.parameter for pair in self._pairs], "a backward for inputs alone")
+        self._wait_for_gradients("a backward for inputs alone")
         return self._pairs.gradients_aside()
+
+    def gradients_scaled(self, scale: Callable[[], float]) -> contextlib.AbstractContextManager[None]:
+        """A context whose gradients are multiplied by ``scale()`` at its end, when they join those that are there."""
+        self._wait_for_gradients("a mean over several rounds")
+        return self._pairs.gradients_scaled(scale)
+
+    def _wait_for_gradients(self, who: str) -> None:
+        self._steps.finish()
+        self._gates.gradients.wait([pair.parameter for pair in self._pairs], who)
 
     def wait_update(self, waiter: str = "a timeline") -> bool:
         """Return when no update is running, at once inside one; False: it took too long."""

@@ -308,6 +308,21 @@ class MasterWeights:
             for parameter, gradient in originals:
                 parameter.grad = gradient
 
+    @contextmanager
+    def gradients_scaled(self, scale: Callable[[], float]) -> Iterator[None]:
+        """While open, the model has no gradients; then it has those of before, plus ``scale()`` times what came.
+
+        If the code inside raises, what came is dropped.
+        """
+        originals = [(pair.parameter, pair.parameter.grad) for pair in self._pairs]
+        with self.gradients_aside():
+            yield
+            factor, came = scale(), [parameter.grad for parameter, _ in originals]
+        with torch.no_grad():
+            for (parameter, gradient), new in zip(originals, came, strict=True):
+                if new is not None:
+                    parameter.grad = new.mul_(factor) if gradient is None else gradient + new.mul_(factor)
+
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool) -> None:
         for holder in (holder for pair in self._pairs for holder in (pair.parameter, pair.copy)):

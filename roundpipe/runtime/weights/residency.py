@@ -52,14 +52,14 @@ class Download:
         if self.event is not None:
             self.event.synchronize()
 
-    def settle(self) -> None:
-        """Wait for the copies, add gradients to ``.grad`` and write buffers back."""
+    def settle(self, scale: float = 1.0) -> None:
+        """Wait for the copies, add gradients times ``scale`` to ``.grad`` and write buffers back."""
         self.wait()
         with torch.no_grad():
             for parameter, dtype in self.dtypes:
                 convert(parameter, dtype)
             for parameter, gradient in self.gradients:
-                _add_gradient(parameter, gradient)
+                _add_gradient(parameter, gradient if scale == 1 else gradient.mul_(scale))
             for attributes, value in self.buffers:
                 for attribute in attributes:
                     _write_buffer(attribute, value)

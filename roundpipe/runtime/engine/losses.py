@@ -1,0 +1,190 @@
+"""What a ``loss_fn`` returns, and how the losses of microbatches make up the loss of the batch.
+
+A sum needs nothing: each microbatch has its backward, and gradients add up. For a mean, each loss counts by its weight
+over the weights of all. Samples are known before the step, so losses are multiplied before their backward. Weights that
+``loss_fn`` returns are known once the last microbatch has its loss, and the first backward runs before that: it starts
+from the loss times its weight over a reference, the first weight times the number of microbatches, so that gradients
+have their usual size. A job's gradients leave for the host when all its microbatches are through; by then all weights
+are known, and the gradients are multiplied by the reference over the sum of weights. One pass, nothing kept.
+
+Invariant: after the last loss, gradients times `LossWeights.scale` are those of the loss of the batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from roundpipe.core.errors import LossError
+
+GIVEN_SOMETIMES = (
+    "loss_fn returned a weight beside the loss for some microbatches only; return one for all, or for none"
+)
+
+
+@dataclass(slots=True)
+class Losses:
+    """What ``loss_fn`` returned for one microbatch."""
+
+    tensors: list[torch.Tensor]
+    """One element each, in autograd's graph; none after `LossWeights.apply` if the microbatch counts for nothing."""
+    is_list: bool
+    """Whether they came as a sequence."""
+    weight: float | None = None
+    """What came beside them."""
+    values: list[torch.Tensor] | None = None
+    """The losses detached, as they count; None: as they are."""
+
+    def detached(self) -> Any:
+        """A tensor, or a list of them, as ``loss_fn`` gave it, for the sum over microbatches."""
+        plain = [loss.detach() for loss in self.tensors] if self.values is None else self.values
+        return plain if self.is_list else plain[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """The loss of a step is a mean over its microbatches, by weights that ``loss_fn`` returns, else by samples."""
+
+    shares: Sequence[float] | None
+    """Per microbatch of the step, its share of the call's samples; None: not known."""
+    total_microbatches: int
+    is_whole: bool = True
+    """Whether the step is the whole call. Else the caller divides gradients and losses once the last step is over."""
+    reference: float | None = None
+    """Of the steps before, if there were any."""
+
+
+class LossWeights:
+    """What each microbatch's loss counts for in a step; whichever thread has a loss tells it."""
+
+    def __init__(self, mean: Mean | None) -> None:
+        self._mean = mean
+        self._lock = threading.Lock()
+        self._has_given: bool | None = None
+        self.total = 0.0
+        """Sum of the weights that ``loss_fn`` has given."""
+        self.reference = None if mean is None else mean.reference
+
+    def apply(self, losses: Losses, microbatch: int) -> None:
+        """Multiply the losses of one microbatch by what they count for, before their backward."""
+        mean = self._mean
+        if mean is None:
+            return
+        weight = losses.weight
+        with self._lock:
+            if self._has_given is None:
+                self._has_given = weight is not None
+            if self._has_given is (weight is None):
+                raise LossError(GIVEN_SOMETIMES)
+            if weight is None:
+                factor = _share(mean, microbatch)
+            else:
+                self.total += weight
+                if self.reference is None and weight:
+                    self.reference = weight * mean.total_microbatches
+                factor = weight / self.reference if self.reference else 0.0
+        if factor == 0:  # such a loss may be no number: a mean over no tokens
+            losses.values = [torch.zeros_like(loss) for loss in losses.tensors]
+            losses.tensors = []
+        elif factor != 1:
+            losses.tensors = [loss * factor for loss in losses.tensors]
+
+    @property
+    def has_given(self) -> bool:
+        """Whether ``loss_fn`` gives weights."""
+        return bool(self._has_given)
+
+    @property
+    def scale(self) -> float:
+        """What gradients and losses are still to be multiplied by, once all losses are known."""
+        if self._mean is None or not self._mean.is_whole:
+            return 1.0
+        return scale_of([self])
+
+
+def scale_of(weights: Sequence[LossWeights]) -> float:
+    """What gradients and losses of steps with one reference are to be multiplied by; NaN for a mean over nothing."""
+    given = [each for each in weights if each.has_given]
+    if not given:
+        return 1.0
+    if len(given) < len(weights):
+        raise LossError(GIVEN_SOMETIMES)
+    total, reference = sum(each.total for each in given), given[-1].reference
+    return reference / total if reference is not None and total else math.nan
+
+
+def _share(mean: Mean, microbatch: int) -> float:
+    if mean.shares is None:
+        raise LossError(
+            "loss_reduction='mean': how many samples each microbatch has is not known, since no tensor that is split "
+            "tells; let loss_fn return (loss, weight)"
+        )
+    return mean.shares[microbatch]
+
+
+def read_losses(result: Any, *, is_mean: bool) -> Losses:
+    """What a ``loss_fn`` returned; raises `LossError` if it is no loss.
+
+    For a mean, a tuple of two is a loss (or a list of losses) and its weight; anything else is without a weight.
+    """
+    weight = None
+    if is_mean and isinstance(result, tuple) and len(result) == 2:
+        result, weight = result[0], _as_weight(result[1])
+    losses = [result] if isinstance(result, torch.Tensor) else result
+    if not isinstance(losses, Sequence) or not losses or not all(isinstance(each, torch.Tensor) for each in losses):
+        advice = "A weight beside the loss is for loss_reduction='mean'"
+        if not (isinstance(losses, tuple) and len(losses) == 2):
+            advice = (
+                "A model that computes its own loss needs loss_fn=lambda outputs, label: outputs.loss; that is a mean "
+                "in most models, which loss_reduction='mean' puts together"
+            )
+        raise LossError(
+            f"loss_fn returned {type(result).__name__}; it must return a tensor or a non-empty sequence of tensors. "
+            + advice
+        )
+    for tensor in losses:
+        if tensor.numel() != 1:
+            raise LossError(
+                f"loss_fn returned a tensor of shape {list(tensor.shape)}; a loss has one element. Reduce it, for "
+                "example with .mean() or .sum()"
+            )
+        if torch.is_grad_enabled() and not tensor.requires_grad:
+            raise LossError(
+                "loss_fn returned a loss that does not depend on anything that requires grad: it was detached, or made "
+                "of numbers (.item()), or every parameter is frozen and no input requires grad. Without training, call "
+                "forward_loss, or model(...) under torch.no_grad(). (A weight beside the loss is for loss_reduction='mean'.)"
+            )
+    return Losses(list(losses), is_list=not isinstance(result, torch.Tensor), weight=weight)
+
+
+def _as_weight(weight: Any) -> float:
+    if isinstance(weight, torch.Tensor) and weight.requires_grad:
+        raise LossError(
+            "loss_fn returned a pair of losses; with loss_reduction='mean' a tuple of two is (loss, weight). Return "
+            "several losses as a list, or as ([first, second], weight)"
+        )
+    if not isinstance(weight, torch.Tensor | int | float) or isinstance(weight, torch.Tensor) and weight.numel() != 1:
+        what = list(weight.shape) if isinstance(weight, torch.Tensor) else type(weight).__name__
+        raise LossError(
+            f"loss_fn returned (loss, weight) with a weight of {what}; it must be one number, or a tensor with one "
+            "element, for all losses of a microbatch. Losses with weights of their own: loss_scope='batch'"
+        )
+    number = float(weight)
+    if not (math.isfinite(number) and number >= 0):
+        raise LossError(f"loss_fn returned (loss, weight) with the weight {number}; it must be finite and at least 0")
+    return number
+
+
+def sum_losses(losses: Sequence[Any], scale: float = 1.0) -> Any:
+    """The sum over microbatches, in their order, times ``scale``; of a list of losses, the sums by position."""
+    if isinstance(losses[0], torch.Tensor):
+        total = functools.reduce(operator.add, losses)
+        return total if scale == 1 else total * scale
+    return [sum_losses(position, scale) for position in zip(*losses, strict=True)]

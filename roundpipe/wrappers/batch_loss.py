@@ -1,0 +1,34 @@
+"""A loss of the whole batch, such as a contrastive one: ``loss_fn`` runs once, on the outputs of all microbatches.
+
+A step has its first backward before its last microbatch is through, so this takes two: a forward of all microbatches,
+then, from what the loss gives each output, their backward. The last stage is recomputed like the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from roundpipe.core import trees
+from roundpipe.core.errors import GradientNote, RaisedIn
+from roundpipe.runtime.config import microbatch_count
+from roundpipe.runtime.engine.losses import read_losses
+from roundpipe.wrappers.session import Runner, Session, TrainingCall
+
+
+def train_on_batch(runner: Runner, session: Session, training: TrainingCall, *, is_mean: bool) -> Any:
+    """As `RoundPipe.forward_backward`; the loss runs on the first device."""
+    device, options = session.engine.backends[0].device, replace(training.options, requires_grad=training.has_backward)
+    with torch.set_grad_enabled(training.has_backward):
+        outputs = runner.forward(training.args, training.kwargs, options)
+        on_device, label = trees.map_tensors((outputs, training.label), lambda tensor: tensor.to(device))
+        with RaisedIn("the loss of the whole batch, phase loss_fn"), microbatch_count(1):
+            losses = read_losses(training.loss_fn(on_device, label), is_mean=is_mean)
+        del on_device
+        if training.has_backward:
+            with GradientNote(), RaisedIn("the loss of the whole batch, phase backward"):
+                torch.autograd.backward(losses.tensors)
+    loss = trees.map_tensors(losses.detached(), torch.Tensor.cpu)
+    return (loss, trees.map_tensors(outputs, torch.Tensor.detach)) if training.return_outputs else loss
