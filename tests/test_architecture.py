@@ -377,7 +377,7 @@ def test_public_signatures() -> None:
     assert names(pipe)[:5] == ["model", "optim_dtype", "name", "model_run_config", "pin_model"]
     assert "devices" in names(pipe)
     assert names(pipe.forward) == ["args", "roundpipe_run_config", "kwargs"]
-    of_losses = ["input_args", "input_kwargs", "label", "loss_fn", "return_outputs", "run_config"]
+    of_losses = "input_args input_kwargs label loss_fn return_outputs run_config loss_reduction loss_scope".split()
     assert names(pipe.forward_backward) == names(pipe.forward_loss) == of_losses
     assert names(pipe.step) == ["step_fn", "is_async", "args", "kwargs"]
     assert names(pipe.optim_named_parameters) == ["prefix", "remove_duplicate"]

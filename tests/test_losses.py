@@ -109,6 +109,8 @@ def test_a_mean_is_that_of_the_whole_batch(kind, num, whole, each):
             torch.testing.assert_close(logits, reference(ids).detach(), rtol=0, atol=1e-12)
         piped.synchronize()
         assert_same(gradients(model), gradients(reference), 1e-12)
+        evaluated = piped.forward_loss((ids,), label=labels, loss_fn=each, loss_reduction="mean")
+        torch.testing.assert_close(evaluated, expected.detach(), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -167,6 +169,7 @@ def test_a_loss_of_the_whole_batch_sees_it_at_once(kind):
             (ids,), label=labels, loss_fn=contrastive, return_outputs=True, loss_scope="batch"
         )
         assert not outputs.requires_grad
+        assert loss == piped.forward_loss((ids,), label=labels, loss_fn=contrastive, loss_scope="batch")
         torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-12)
         torch.testing.assert_close(outputs, reference(ids).detach(), rtol=0, atol=1e-12)
         piped.synchronize()

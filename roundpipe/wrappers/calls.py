@@ -35,6 +35,7 @@ from roundpipe.runtime.config import (
 from roundpipe.runtime.engine.builder import StepBuilder
 from roundpipe.runtime.engine.losses import LossWeights, Mean, scale_of, sum_losses
 from roundpipe.runtime.engine.spec import Call, LossFunction
+from roundpipe.runtime.engine.step import StepState
 from roundpipe.runtime.microbatch.merge import merge
 from roundpipe.runtime.microbatch.split import batch_size, split
 from roundpipe.wrappers.batch_loss import train_on_batch
@@ -106,9 +107,8 @@ class ChainRunner(Runner):
             for call in calls:
                 if call.mean is not None and weights:
                     call.mean = replace(call.mean, reference=weights[-1].reference)
-                step = self._run_training(
-                    call, training, may_overlap=session.optimizer.is_async and not alone and not is_apart
-                )
+                may_overlap = session.optimizer.is_async and not alone and not is_apart
+                step = self._run_training(call, training, may_overlap=may_overlap)
                 losses += [loss.synchronize() for loss in step.losses]
                 outputs += [output.synchronize() for output in step.outputs]
                 if has_backward:

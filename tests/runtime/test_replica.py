@@ -11,7 +11,7 @@ from torch.nn.utils import prune
 import roundpipe
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import EXECUTION_DEVICE
-from roundpipe.runtime.engine.step import RunningSteps
+from roundpipe.runtime.engine.running import RunningSteps
 from roundpipe.runtime.weights.replica import Replica
 from tests.runtime.models import (
     DTYPE,

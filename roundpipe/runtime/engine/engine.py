@@ -16,8 +16,9 @@ from roundpipe.core.errors import ClosedError, ConfigError
 from roundpipe.core.layers import LayerChain
 from roundpipe.runtime.device.backend import Backend
 from roundpipe.runtime.engine.recompute import ForwardRecord
+from roundpipe.runtime.engine.running import RunningSteps, raise_error
 from roundpipe.runtime.engine.spec import StepSpec
-from roundpipe.runtime.engine.step import HostGradients, HostValues, RunningSteps, StepState, raise_error
+from roundpipe.runtime.engine.step import HostGradients, HostValues, StepState
 from roundpipe.runtime.engine.worker import Worker
 from roundpipe.runtime.profiling.meter import MeterReading, Recorder
 from roundpipe.runtime.weights.gate import Gates, Steps

@@ -159,7 +159,8 @@ def read_losses(result: Any, *, is_mean: bool) -> Losses:
             raise LossError(
                 "loss_fn returned a loss that does not depend on anything that requires grad: it was detached, or made "
                 "of numbers (.item()), or every parameter is frozen and no input requires grad. Without training, call "
-                "forward_loss, or model(...) under torch.no_grad(). (A weight beside the loss is for loss_reduction='mean'.)"
+                "forward_loss, or model(...) under torch.no_grad(). A weight beside the loss is for "
+                "loss_reduction='mean'"
             )
     return Losses(list(losses), is_list=not isinstance(result, torch.Tensor), weight=weight)
 

@@ -1,4 +1,4 @@
-"""The steps that are under way: how far each is (`StepState`), when they begin and end (`RunningSteps`).
+"""How far a step is (`StepState`); when steps begin and end is told to `RunningSteps`.
 
 A state is shared by the workers, the threads that add gradients, the caller and the optimizer's thread, who meet on the
 model's `Board`. The first error cancels the step: whoever waits gives up, and the caller gets the exception as it was
@@ -14,29 +14,23 @@ import functools
 import operator
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from statistics import median_low
 from typing import Any
 
 import torch
 
 from roundpipe.core import trees
-from roundpipe.core.errors import GRADIENTS_ADDED, add_note
-from roundpipe.core.schedule import Phase, ScheduleKind
+from roundpipe.core.schedule import Phase
 from roundpipe.runtime.device.backend import Event, synchronize_streams
 from roundpipe.runtime.engine.losses import LossWeights
 from roundpipe.runtime.engine.recompute import ForwardRecord
 from roundpipe.runtime.engine.spec import StepSpec
 from roundpipe.runtime.threads import Board
-from roundpipe.runtime.weights.gate import Gates
 from roundpipe.runtime.weights.replica import FrozenLayers
 
 CHECK_INTERVAL_S = 5.0
 """How often a waiting worker looks whether anybody can still make progress."""
-MEASURED_STEPS = 64
-"""Steps whose seconds are kept, for their median."""
 
 Gradients = list[torch.Tensor | None]
 """One entry per tensor of a carried value."""
@@ -296,108 +290,6 @@ class StepState:
                     if job.phase is not Phase.FORWARD:
                         adds.append(job.index)
         return jobs_of
-
-
-class RunningSteps:
-    """Knows the steps that are not over, and counts those that were."""
-
-    def __init__(self, gates: Gates) -> None:
-        self._gates = gates
-        self.board = gates.board
-        self._running: list[StepState] = []
-        self._unseen: list[StepState] = []
-        """Those whose call has returned and that failed since."""
-        self.num_begun = 0
-        self.first_begun_s = 0.0
-        """Of those since `reset`, by ``time.perf_counter``; 0: none."""
-        self.last_over_s = 0.0
-        self._seconds: deque[tuple[ScheduleKind, float]] = deque(maxlen=MEASURED_STEPS)
-
-    def begin(self, step: StepState) -> None:
-        """A step is about to be given to workers."""
-        step.begun_s = time.perf_counter()
-        with self.board.lock:
-            step.closings = self._gates.weights.closings, self._gates.gradients.closings
-            self.num_begun += 1
-            self.first_begun_s = self.first_begun_s or step.begun_s
-            self._running.append(step)  # last: the caller may be interrupted at any line
-
-    def begin_settling(self, step: StepState) -> None:
-        """A job's gradients are on their way; `leave` is told when they are not any more."""
-        with self.board.lock:
-            step.num_settling += 1
-
-    def leave(self, step: StepState, *, settling: bool = False) -> None:
-        """A worker has nothing more to do for a step; or, ``settling``, a job's gradients have come or failed."""
-        with self.board.lock:
-            step.num_settling -= settling
-            step.num_workers -= not settling
-            try:
-                if not step.num_workers and not step.num_settling:
-                    self._end(step)
-            finally:
-                self.board.notify()
-
-    def _end(self, step: StepState) -> None:
-        step.is_over = True
-        if step.error is not None and step.leaves_gradients:
-            add_note(step.error, GRADIENTS_ADDED)
-        if step in self._running:  # an interrupted step may not have come that far
-            self._running.remove(step)
-        now_s = time.perf_counter()
-        if not step.failed:
-            self._seconds.append((step.spec.schedule.kind, now_s - max(step.begun_s, self.last_over_s)))
-        elif step.is_unattended:
-            self._unseen.append(step)
-        self.last_over_s = now_s
-        if step.spec.times is not None:
-            step.spec.times.end(failed=step.failed)
-
-    def leave_alone(self, step: StepState) -> None:
-        """The step's call returns, unless the step has failed; if it fails now, the next call says so."""
-        with self.board.lock:
-            step.is_unattended = not step.failed
-
-    def wait_earlier(self, step: StepState, who: str) -> None:
-        """Return when all steps that began before this one are over."""
-        running = self._running
-        self.board.wait(lambda: running[0] is step, who, "the end of the step before")
-
-    def now(self) -> list[StepState]:
-        return list(self._running) if self.board.is_here else []
-
-    def wait_idle(self) -> None:
-        """Return when the steps that are running now are over."""
-        for step in self.now():
-            step.wait_over()
-
-    def raise_pending(self) -> None:
-        """Raise, once, what a step raised after its call had returned; does not wait for it."""
-        with self.board.lock:
-            failed, self._unseen = self._unseen, []
-        if failed:
-            raise_error(failed[0])
-
-    def reset(self) -> None:
-        """Forget what was counted, for a report about what comes."""
-        self.num_begun = 0
-        self.first_begun_s = 0.0
-        self._seconds.clear()
-
-    def seconds_per_step(self, kind: ScheduleKind) -> float | None:
-        """Median seconds from the end of the step before, or from the call if that was later; None: there was none."""
-        seconds = [seconds for other, seconds in list(self._seconds) if other == kind]
-        return median_low(seconds) if seconds else None
-
-
-def raise_error(step: StepState) -> None:
-    """Raise a failed step's error, and forget it, or the traceback, this frame and the error keep each other alive."""
-    error, step.error = step.error, None
-    assert error is not None
-    try:
-        raise error
-    finally:
-        del error, step
 
 
 def sum_gradients(parts: Iterable[torch.Tensor | None]) -> torch.Tensor | None:

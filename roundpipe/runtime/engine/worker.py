@@ -20,8 +20,9 @@ from roundpipe.core.errors import ClosedError, RoundPipeError
 from roundpipe.core.schedule import Job, Phase, Task, TaskKind
 from roundpipe.runtime.device.backend import Backend, Event, Lane
 from roundpipe.runtime.engine.runner import InFlight, MicrobatchRunner
+from roundpipe.runtime.engine.running import RunningSteps
 from roundpipe.runtime.engine.stage import Stage
-from roundpipe.runtime.engine.step import Cancelled, RunningSteps, StepState
+from roundpipe.runtime.engine.step import Cancelled, StepState
 from roundpipe.runtime.profiling.meter import HostLog, Meter, Recorder
 from roundpipe.runtime.threads import TaskThread
 from roundpipe.runtime.weights.gate import Gates
