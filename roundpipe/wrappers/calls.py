@@ -108,7 +108,7 @@ class ChainRunner(Runner):
                 if call.mean is not None and weights:
                     call.mean = replace(call.mean, reference=weights[-1].reference)
                 may_overlap = session.optimizer.is_async and not alone and not is_apart
-                step = self._run_training(call, training, may_overlap=may_overlap)
+                step = self._run_round(call, training, may_overlap=may_overlap)
                 losses += [loss.synchronize() for loss in step.losses]
                 outputs += [output.synchronize() for output in step.outputs]
                 if has_backward:
@@ -129,7 +129,7 @@ class ChainRunner(Runner):
         total = sum_losses(losses, scale)
         return (total, merged) if training.return_outputs else total
 
-    def _run_training(self, call: Call, training: TrainingCall, *, may_overlap: bool) -> StepState:
+    def _run_round(self, call: Call, training: TrainingCall, *, may_overlap: bool) -> StepState:
         """One round of a call, with its backward if there is one."""
         session, plans = self.session, self.builder.plans
         if not training.has_backward:
