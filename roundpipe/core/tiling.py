@@ -34,6 +34,13 @@ class Tiles:
     tail: int = 1
     """In those of the tail: the last layer, and the loss behind it."""
 
+    def of(self, layer_index: int, num_layers: int) -> int:
+        """Into how many tiles a layer's rows are cut."""
+        return self.tail if layer_index == num_layers - 1 else self.layers
+
+
+UNTILED = Tiles()
+
 
 class _State(threading.local):
     number = 1

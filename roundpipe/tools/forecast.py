@@ -18,6 +18,7 @@ import torch
 from roundpipe.core.errors import ConfigError, DeviceMemoryError, TraceError
 from roundpipe.core.layers import LayerChain, LayerCost
 from roundpipe.core.schedule import ExecutePlan
+from roundpipe.core.tiling import UNTILED, Tiles
 from roundpipe.fx.passes.cost import DeviceProfile
 from roundpipe.fx.passes.lower import LowerOptions, lower
 from roundpipe.fx.passes.memory import Loss, measure_memory
@@ -29,7 +30,9 @@ from roundpipe.reports.memory import DeviceMemory, HostMemory
 from roundpipe.reports.timeline import Timeline
 from roundpipe.runtime.config import RecomputeGrain, RoundPipeRunConfig, resolve
 from roundpipe.runtime.device.accelerator import PLANNED_SHARE
-from roundpipe.runtime.engine.plan_choice import PlanChooser, times_the_example
+from roundpipe.runtime.engine.chain_record import times_the_example
+from roundpipe.runtime.engine.cost_model import with_repetition
+from roundpipe.runtime.engine.plan_choice import PlanChooser
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.tools.comparison import Setting
 from roundpipe.tools.device_data import DeviceSpec, Efficiency
@@ -112,15 +115,16 @@ class Layers:
     device_costs: tuple[LayerCost, ...]
     notes: tuple[str, ...]
     """What the figures leave out."""
-    known_memory: dict[int, list[LayerCost] | None] = field(default_factory=dict)
+    known_memory: dict[tuple[int, Tiles], list[LayerCost] | None] = field(default_factory=dict)
 
-    def memory(self, microbatch: int) -> list[LayerCost] | None:
-        """Costs with the memory for a microbatch of so many samples; None if the layers can't run on fakes."""
-        if microbatch not in self.known_memory:
-            kwargs = self.target.kwargs_for(microbatch)
+    def memory(self, call: Call, tiles: Tiles) -> list[LayerCost] | None:
+        """Costs with the memory for a call's largest microbatch; None if the layers can't run on fakes."""
+        key = call.elements(), tiles
+        if key not in self.known_memory:
+            args, kwargs, _ = call.largest()
             loss = Loss(lambda outputs, _: outputs.loss, None) if self.target.has_loss else None
-            self.known_memory[microbatch] = measure_memory(self.chain, (), kwargs, loss)
-        return self.known_memory[microbatch]
+            self.known_memory[key] = measure_memory(self.chain, args, kwargs, loss, tiles=tiles)
+        return self.known_memory[key]
 
     @classmethod
     def of(cls, target: Target, num_samples: int, machine: Machine) -> Layers:
@@ -156,6 +160,7 @@ class Forecast:
     setting: Setting
     """The same for the simulator."""
     plan: ExecutePlan | None
+    tiles: Tiles
     stages: dict[str, DeviceMemory]
     """Device memory while the stages F0, .., U, B1, .. of the plan run; none without a plan."""
     host: HostMemory
@@ -204,21 +209,17 @@ def forecast_at(layers: Layers, machine: Machine, training: Training, *, simulat
     options = RoundPipeRunConfig(num_microbatch=number, recompute_grain=grain)
     config = resolve(options, None, num_devices=machine.num_devices)
     call = Call(chain, config, [()] * number, [kwargs] * number, [None] * number, number)
-    factor = times_the_example(chain, call.elements())
-    costs = tuple(cost.scaled(factor) for cost in layers.device_costs)
-    memory = layers.memory(training.microbatch)
-    if memory is not None:
-        costs = tuple(cost.with_memory_of(other) for cost, other in zip(costs, memory, strict=True))
-    plans = PlanChooser(machine.num_devices, [machine.budget_bytes], accelerators=True, measure=lambda call: memory)
+    plans = PlanChooser(machine.num_devices, [machine.budget_bytes], accelerators=True, measure=layers.memory)
     plans.costs.measure_memory(call)
-    setting = _setting(costs, machine, training)
     reasons, plan, simulation = [], None, None
     stages: dict[str, DeviceMemory] = {}
     try:
         plan = plans.plan(call)
     except DeviceMemoryError as error:
         reasons.append(str(error))
-    else:
+    costs = _costs(layers, call)
+    setting = _setting(costs, machine, training)
+    if plan is not None:
         needs = device_memory(training_stages(plan, StageCosts(costs, grain)), machine.num_devices)
         stages = {name: need for (name, _), need in zip(plan.named_stages(), needs, strict=True)}
         simulation = setting.simulate(plan) if simulated else None
@@ -231,7 +232,18 @@ def forecast_at(layers: Layers, machine: Machine, training: Training, *, simulat
     host = _host_memory(layers.target, training, simulation.peak_carried_bytes if simulation else 0)
     if machine.host_memory_bytes is not None and host.total > machine.host_memory_bytes:
         reasons.append(f"the host needs {host.total:,} bytes of memory and has {machine.host_memory_bytes:,}")
-    return Forecast(layers, costs, machine, training, setting, plan, stages, host, simulation, reasons)
+    return Forecast(layers, costs, machine, training, setting, plan, call.tiles, stages, host, simulation, reasons)
+
+
+def _costs(layers: Layers, call: Call) -> tuple[LayerCost, ...]:
+    """Of a call's largest microbatch, in its tiles."""
+    factor = times_the_example(call.chain, call.elements())
+    costs = [cost.scaled(factor) for cost in layers.device_costs]
+    untiled, memory = layers.memory(call, UNTILED), layers.memory(call, call.tiles)
+    if untiled is None or memory is None:
+        return tuple(costs)
+    costs = with_repetition(costs, untiled, memory)
+    return tuple(cost.with_memory_of(other) for cost, other in zip(costs, memory, strict=True))
 
 
 def _setting(costs: Sequence[LayerCost], machine: Machine, training: Training) -> Setting:

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe.core import trees
 from roundpipe.core.errors import ConfigError, DeviceMemoryError, GradientNote, RaisedIn
 from roundpipe.core.layers import ChainSource, LayerChain, LayerCost
+from roundpipe.core.tiling import Tiles
 from roundpipe.effects.uses import reached_by
 from roundpipe.fx.passes.memory import Loss, measure_memory
 from roundpipe.reports.partition_table import partition_table
@@ -142,6 +142,7 @@ class ChainRunner(Runner):
             weakref.ref(call.chain),
             call.elements(),
             call.config.recompute_grain,
+            call.tiles,
             spec.may_outlive_call,
             plans,
         )
@@ -189,13 +190,9 @@ class ChainRunner(Runner):
         """
         if self.fallback is not None and self.source.latest is None:
             return None, options  # there never was one
-        if config.auto:
-            if (chain := self.last_chain or self.source.latest) is not None:
-                whole = Call(chain, config, [args], [kwargs], [label], 1, loss_fn=loss_fn)
-                self.builder.plans.costs.measure_memory(whole)
-            elements = sum(tensor.numel() for tensor in trees.tensors([args, kwargs]))
-            samples = batch_size(args, kwargs, config)
-            config = self.builder.plans.options.settle(config, chain, samples, elements)
+        if config.auto and (chain := self.last_chain or self.source.latest) is not None:
+            whole = Call(chain, config, [args], [kwargs], [label], 1, loss_fn=loss_fn)
+            config = self.builder.plans.options.settle(whole, batch_size(args, kwargs, config))
         pieces = split(args, kwargs, label, config)
         calls: list[Call] = []
         split_values = zip(pieces.args, pieces.kwargs, pieces.labels, pieces.events, strict=True)
@@ -237,13 +234,12 @@ class ChainRunner(Runner):
         return bool(tensors) and any(id(weight) in tensors for weight in self.model.parameters())
 
 
-def _memory_of(device: torch.device, call: Call) -> list[LayerCost] | None:
-    """Costs with the memory that layers take for the largest microbatch of a call, its loss included."""
-    sizes = [sum(map(torch.Tensor.numel, trees.tensors(each))) for each in zip(call.args, call.kwargs, strict=True)]
-    largest = sizes.index(max(sizes))
-    loss = None if call.loss_fn is None else Loss(call.loss_fn, call.labels[largest])
+def _memory_of(device: torch.device, call: Call, tiles: Tiles) -> list[LayerCost] | None:
+    """Costs with the memory that layers take in tiles for the largest microbatch of a call, its loss included."""
+    args, kwargs, label = call.largest()
+    loss = None if call.loss_fn is None else Loss(call.loss_fn, label)
     with microbatch_count(call.total_microbatches):
-        return measure_memory(call.chain, call.args[largest], call.kwargs[largest], loss, device)
+        return measure_memory(call.chain, args, kwargs, loss, device, tiles)
 
 
 @dataclass(slots=True)

@@ -78,7 +78,7 @@ def run_step(
             before.restore()
             logger.warning(
                 "%s ran out of device memory with %d stages and runs the call again with a smaller plan (%s). "
-                "More microbatches or recompute_grain='layer' need less from the start",
+                "More microbatches, recompute_grain='layer' or tiles need less from the start",
                 session.name,
                 plan.num_stages,
                 reason,

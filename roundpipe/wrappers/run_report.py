@@ -252,13 +252,13 @@ def _predict(
     if latest is None or chain is None:
         return None
     plans, schedule, grain = latest.plans, latest.schedule, latest.recompute_grain
-    costs = plans.costs.of(chain, latest.elements)
+    costs = plans.costs.of(chain, latest.elements, latest.tiles)
     knows_memory = any(cost.activation_bytes for cost in costs)
     profile = HardwareProfile.of_devices(engine.has_accelerators, prefetch_across_steps=latest.overlaps)
     plan_peak = None
     if knows_memory:
         plan_peak = plan_peak_bytes(schedule.plan, costs, num_workers=schedule.num_workers, recompute_grain=grain)
-    if not plans.costs.is_measured(chain):
+    if not plans.costs.is_measured(chain, latest.tiles):
         device_bytes = simulate(schedule, costs, profile, recompute_grain=grain).peak_bytes if knows_memory else None
         rests_on = "bytes of layers; their seconds are not measured yet"
         return Prediction(None, None, None, None, plan_peak, device_bytes, rests_on)

@@ -30,6 +30,7 @@ from roundpipe.core.caller import caller_name
 from roundpipe.core.errors import ClosedError, ConfigError
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.schedule import Schedule
+from roundpipe.core.tiling import Tiles
 from roundpipe.runtime.config import RecomputeGrain, RoundPipeRunConfig, resolve
 from roundpipe.runtime.device.resolve import DeviceLike, open_backends, open_registrar, resolve_devices
 from roundpipe.runtime.engine.engine import Engine
@@ -72,6 +73,7 @@ class LatestStep:
     elements: int
     """Of the tensor arguments of its largest microbatch."""
     recompute_grain: RecomputeGrain
+    tiles: Tiles
     overlaps: bool
     """Whether the next step begins beside it."""
     plans: PlanChooser

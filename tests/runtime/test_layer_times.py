@@ -293,7 +293,8 @@ def test_options_that_cannot_be_the_fastest_are_not_planned_for(monkeypatch):
 
     def settled():
         asked.clear()
-        chosen = PlanChooser(3, [None]).options.settle(auto, model, 256, 64 * 256).num_microbatch
+        whole = Call(model, auto, [(torch.empty(64 * 256),)], [{}], [None], 1)
+        chosen = PlanChooser(3, [None]).options.settle(whole, 256).num_microbatch
         return chosen, len(asked)
 
     chosen, num_planned = settled()

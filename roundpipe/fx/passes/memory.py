@@ -25,6 +25,7 @@ from roundpipe.core import trees
 from roundpipe.core.allocations import Allocations
 from roundpipe.core.layers import EXECUTION_DEVICE, Carry, LayerChain, LayerCost, LayerSpec
 from roundpipe.core.modes import autocast_as_on_accelerator
+from roundpipe.core.tiling import UNTILED, Tiles, in_tiles, num_tiles
 from roundpipe.effects.places import HOOKS
 from roundpipe.effects.snapshot import python_restored
 from roundpipe.fx.fakes import failures_unlogged, fake_of, make_twin, static_mode
@@ -64,23 +65,25 @@ def measure_memory(
     kwargs: dict[str, Any],
     loss: Loss | None = None,
     device: torch.device = _CPU,
+    tiles: Tiles = UNTILED,
 ) -> list[LayerCost] | None:
-    """The chain's costs, with the memory that its layers take for one microbatch with these arguments.
+    """The chain's costs, with the memory that its layers take, in tiles, for one microbatch with these arguments.
 
     The loss is part of the last layer; one that can't run on fakes is guessed. Kernels are chosen as on ``device``,
     which must be there if it is not the CPU. None if the code of a layer can't run on fakes.
     """
     try:
         with python_restored(chain, loss and loss.function), failures_unlogged(), torch.random.fork_rng(devices=[]):
-            return _ChainRun(chain, device).costs(args, kwargs, loss)
+            return _ChainRun(chain, device, tiles).costs(args, kwargs, loss)
     except Exception as error:  # whatever the user's code raises on fakes
         logger.info("memory of %s is estimated: %s: %s", chain.specs[0].name, type(error).__name__, error)
         return None
 
 
 class _ChainRun:
-    def __init__(self, chain: LayerChain, device: torch.device) -> None:
+    def __init__(self, chain: LayerChain, device: torch.device, tiles: Tiles) -> None:
         self._chain = chain
+        self._tiles = tiles
         self._device = device
         self._rounding = 1 if device.type == "cpu" else _ROUNDING
         self._mode = static_mode()
@@ -94,12 +97,14 @@ class _ChainRun:
         costs, reads, memory = [], carry, _RunBytes(0, 0, 0)
         for index, (spec, layer, cost) in enumerate(zip(chain.specs, chain, chain.costs, strict=True)):
             reads = carry
-            memory, results = self._layer(layer, spec, {name: carry[name] for name in spec.reads})
+            with in_tiles(self._tiles.of(index, len(chain))):
+                memory, results = self._layer(layer, spec, {name: carry[name] for name in spec.reads})
             carry = {name: value for name, value in (reads | results).items() if last_reader.get(name, -1) > index}
             carry_bytes = sum(tensor.nbytes for tensor in {id(t): t for t in trees.tensors(carry)}.values())
             costs.append(_with_memory(replace(cost, carry_bytes=carry_bytes), memory))
         if loss is not None:
-            costs[-1] = _with_memory(costs[-1], self._to_loss(loss, memory, reads, carry))
+            with in_tiles(self._tiles.tail):
+                costs[-1] = _with_memory(costs[-1], self._to_loss(loss, memory, reads, carry))
         return costs
 
     def _faked(self, value: Any) -> Any:
@@ -107,7 +112,7 @@ class _ChainRun:
 
     def _layer(self, layer: nn.Module, spec: LayerSpec, reads: Carry) -> tuple[_RunBytes, Carry]:
         """What a layer takes, and the values that it makes, from those that it reads."""
-        key = _layer_key(layer, spec), tuple(map(_value_key, reads.values()))
+        key = _layer_key(layer, spec), tuple(map(_value_key, reads.values())), num_tiles()
         if key not in self._known:
             twin = self._twin(layer, spec)
             forward = functools.partial(_forward, twin, spec)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextvars
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from roundpipe.core import trees
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.modes import caller_autocast
 from roundpipe.core.schedule import ExecutePlan, Phase, Schedule, ScheduleKind, make_schedule
+from roundpipe.core.tiling import UNTILED
 from roundpipe.runtime.config import microbatch_count
 from roundpipe.runtime.device.backend import synchronize_streams
 from roundpipe.runtime.engine.cost_model import MemoryMeasure
@@ -40,14 +41,23 @@ from roundpipe.runtime.weights.replica import FrozenLayers
 
 
 class StepBuilder:
-    """Makes the specs of one model's steps; the optimizer's side is told when weights are moved."""
+    """Makes the specs of one model's steps; the optimizer's side is told when weights are moved.
+
+    ``measure``: see `CostModel`; ``add_tiles`` makes a call's layers run in tiles where they are asked to.
+    """
 
     def __init__(
-        self, engine: Engine, host: HostWeights, optimizer: OptimizerSide, measure: MemoryMeasure | None = None
+        self,
+        engine: Engine,
+        host: HostWeights,
+        optimizer: OptimizerSide,
+        measure: MemoryMeasure | None = None,
+        add_tiles: Callable[[Call], None] = lambda call: None,
     ) -> None:
         self._engine = engine
         self._host = host
         self._optimizer = optimizer
+        self._add_tiles = add_tiles
         self.plans = PlanChooser(
             engine.num_workers,
             (backend.memory_budget_bytes for backend in engine.backends),
@@ -117,6 +127,8 @@ class StepBuilder:
         chain, config = call.chain, call.config
         self.plans.costs.measure_memory(call)
         plan = self.last_plan = self.plans.plan(call)
+        if call.tiles != UNTILED:
+            self._add_tiles(call)
         schedule = self._schedule(plan, call, kind)
         synchronize_streams(trees.tensors([call.args, call.kwargs, call.labels]))
         values = [
@@ -161,6 +173,7 @@ class StepBuilder:
             arguments=frozenset(name for carry in values for name in carry),
             inputs=inputs if keeps_history else (),
             first_microbatch=call.first_microbatch,
+            tiles=call.tiles,
             tied_jobs=self._tied(chain, schedule),
         )
         return spec, values

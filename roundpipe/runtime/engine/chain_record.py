@@ -8,6 +8,7 @@ from typing import Any
 
 from roundpipe.core.layers import LayerChain, LayerCost
 from roundpipe.core.schedule import ExecutePlan
+from roundpipe.core.tiling import UNTILED, Tiles
 from roundpipe.runtime.config import RecomputeGrain
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.runtime.profiling.layer_times import LayerTimes, StepTimes
@@ -23,6 +24,7 @@ class KeptPlan:
     plan: ExecutePlan
     looked_at: int
     """How many measured steps there were when it was last chosen or looked at."""
+    tiles: Tiles = UNTILED
     is_proven: bool = False
     """Whether a step has run by it to its end."""
 
@@ -39,7 +41,7 @@ class Limit:
 class ChainRecord:
     """What calls of one chain have shown."""
 
-    times: LayerTimes
+    times: dict[Tiles, LayerTimes] = field(default_factory=dict)
     plans: dict[tuple[Any, ...], KeptPlan] = field(default_factory=dict)
     spare_bytes: dict[tuple[Any, ...], int] = field(default_factory=dict)
     """Per plan, recomputation and size, the device memory left over."""
@@ -47,19 +49,26 @@ class ChainRecord:
     """By number of microbatches and size."""
     settled: dict[tuple[Any, ...], tuple[int, RecomputeGrain]] = field(default_factory=dict)
     """Per size of batch, the options that were left to choice."""
-    computed: dict[Any, dict[int, list[LayerCost] | None]] = field(default_factory=dict)
-    """By code of the loss and elements of a microbatch, costs that tell what memory layers take; None: can't be had."""
+    computed: dict[tuple[Any, Tiles], dict[int, list[LayerCost] | None]] = field(default_factory=dict)
+    """By code of the loss and tiles, and by elements of a microbatch, costs that tell what memory layers take; None:
+    can't be had."""
     loss: Any = None
     """The code of the latest call's loss function."""
     num_steps: int = 0
-    unread: list[tuple[StepTimes, int]] = field(default_factory=list)
-    """Measured steps that nobody has learned from: their times, and elements of their arguments."""
+    unread: list[tuple[StepTimes, int, Tiles]] = field(default_factory=list)
+    """Measured steps that nobody has learned from: their times, elements of their arguments, and tiles."""
 
-    @property
-    def memory(self) -> dict[int, list[LayerCost]]:
+    def memory(self, tiles: Tiles = UNTILED) -> dict[int, list[LayerCost]]:
         """Per elements of a microbatch, what is known of memory with the latest loss."""
-        computed = self.computed.get(self.loss, {})
+        computed = self.computed.get((self.loss, tiles), {})
         return {elements: costs for elements, costs in computed.items() if costs is not None}
+
+    def memory_at(self, elements: int, tiles: Tiles = UNTILED) -> list[LayerCost] | None:
+        """The same for so many elements, scaled from the nearest number; None: nothing is known."""
+        if not (known := self.memory(tiles)):
+            return None
+        nearest = min(known, key=lambda size: abs(size - elements))
+        return [cost.scaled(elements / max(nearest, 1)) for cost in known[nearest]]
 
 
 def code_of(function: Any) -> Any:

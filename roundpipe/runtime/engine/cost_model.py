@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import inf
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from roundpipe.core import trees
 from roundpipe.core.layers import ESTIMATED_LINK_BYTES_PER_S, LayerChain, LayerCost
 from roundpipe.core.schedule import ExecutePlan, make_schedule
+from roundpipe.core.tiling import UNTILED, Tiles
 from roundpipe.planning.machine import HardwareProfile
 from roundpipe.planning.simulator import simulate
 from roundpipe.runtime.engine.chain_record import ChainRecord, code_of, times_the_example
@@ -37,8 +39,9 @@ MOST_SIZES = 8
 
 Prediction = Callable[[ExecutePlan], float]
 """Seconds per step of a plan."""
-MemoryMeasure = Callable[[Call], "list[LayerCost] | None"]
-"""Costs with the memory that layers take for the largest microbatch of a call, its loss included; None: unknown."""
+MemoryMeasure = Callable[[Call, Tiles], "list[LayerCost] | None"]
+"""Costs with the memory that layers take, in tiles, for the largest microbatch of a call, its loss included; None:
+unknown."""
 
 
 class CostModel:
@@ -68,52 +71,67 @@ class CostModel:
         """What is known of a chain, the steps that are over learned from."""
         record = self._records.get(chain)
         if record is None:
-            record = self._records[chain] = ChainRecord(LayerTimes(chain.costs, chain.example_elements))
+            record = self._records[chain] = ChainRecord()
         while record.unread and record.unread[0][0].is_done:
-            times, elements = record.unread.pop(0)
+            times, elements, tiles = record.unread.pop(0)
             if not times.failed:
-                record.times.learn(times, elements)
+                known = record.times.setdefault(tiles, LayerTimes(chain.costs, chain.example_elements))
+                known.learn(times, elements)
         return record
 
     # Memory
 
-    def measure_memory(self, call: Call) -> None:
+    def measure_memory(self, call: Call, tiles: Tiles = UNTILED) -> None:
         """Compute what a call's layers and its loss take, if its size is a new one."""
-        if self._measure is None:
+        if self._measure is None or not call.has_arguments:
             return
         record, elements = self.record(call.chain), call.elements()
         if call.loss_fn is not None:
             record.loss = code_of(call.loss_fn)
-        computed = record.computed.setdefault(record.loss, {})
+        computed = record.computed.setdefault((record.loss, tiles), {})
         if elements not in computed and len(computed) < MOST_SIZES:
-            computed[elements] = self._measure(call)
+            computed[elements] = self._measure(call, tiles)
 
-    def of(self, chain: LayerChain, elements: int) -> list[LayerCost]:
+    def of(self, chain: LayerChain, elements: int, tiles: Tiles = UNTILED) -> list[LayerCost]:
         """Costs of a chain's layers for a microbatch of so many elements: measured ones once there are any."""
-        record = self.record(chain)
-        if self.is_measured(chain):
-            costs = record.times.costs(elements)
+        record, basis = self.record(chain), self._basis(chain, tiles)
+        if basis is not None:
+            costs = record.times[basis].costs(elements)
         else:
             costs = [cost.scaled(times_the_example(chain, elements)) for cost in chain.costs]
-        if not (known := record.memory):
+        untiled, memory = record.memory_at(elements), record.memory_at(elements, tiles)
+        if basis != tiles and untiled is not None and memory is not None:
+            costs = with_repetition(costs, untiled, memory)
+        if memory is None:
             return costs
-        nearest = min(known, key=lambda size: abs(size - elements))
-        memory = (cost.scaled(elements / max(nearest, 1)) for cost in known[nearest])
         return [cost.with_memory_of(other) for cost, other in zip(costs, memory, strict=True)]
 
     # Time
 
-    def is_measured(self, chain: LayerChain) -> bool:
+    def num_steps(self, chain: LayerChain, tiles: Tiles = UNTILED) -> int:
+        """Steps in the means of measured times."""
+        times = self.record(chain).times.get(tiles)
+        return 0 if times is None else times.num_steps
+
+    def is_measured(self, chain: LayerChain, tiles: Tiles = UNTILED) -> bool:
         """Whether costs rest on measured times.
 
         With deterministic algorithms asked of torch they never do, so that plans, and with them the order of
         summation, are the same in every run.
         """
-        return self.record(chain).times.num_steps > 0 and not torch.are_deterministic_algorithms_enabled()
+        return self._basis(chain, tiles) is not None
+
+    def _basis(self, chain: LayerChain, tiles: Tiles) -> Tiles | None:
+        """The tiles in whose measured times costs are; None: there are none, or they don't count."""
+        if torch.are_deterministic_algorithms_enabled():
+            return None
+        return next((known for known in (tiles, UNTILED) if self.num_steps(chain, known)), None)
 
     def measured(self, chain: LayerChain) -> list[LayerCost] | None:
         """Measured costs for a microbatch like the example, or like the first one; None before there are any."""
-        return self.of(chain, self.record(chain).times.example_elements) if self.is_measured(chain) else None
+        times = self.record(chain).times
+        tiles = max(times, key=lambda tiles: times[tiles].num_steps, default=UNTILED)
+        return self.of(chain, times[tiles].example_elements, tiles) if self.is_measured(chain, tiles) else None
 
     def times_of(self, call: Call) -> StepTimes | None:
         """Where to note what a training step takes, if it is its turn to be measured; else None."""
@@ -127,11 +145,11 @@ class CostModel:
     def learn_from(self, times: StepTimes | None, call: Call) -> None:
         """Take in what a step took, once it is over; the step has begun."""
         if times is not None:
-            self.record(call.chain).unread.append((times, call.elements()))
+            self.record(call.chain).unread.append((times, call.elements(), call.tiles))
 
-    def links(self, chain: LayerChain) -> tuple[float, float]:
+    def links(self, chain: LayerChain, tiles: Tiles = UNTILED) -> tuple[float, float]:
         """Bytes per second up and down that go with a chain's costs: measured, or estimated for accelerators."""
-        if self.is_measured(chain):
+        if self.is_measured(chain, tiles):
             return self._link_speeds()
         if self._accelerators and chain.example_elements:
             return ESTIMATED_LINK_BYTES_PER_S, ESTIMATED_LINK_BYTES_PER_S
@@ -156,3 +174,19 @@ class CostModel:
     def tasks_s(self, num_stages: int, num_microbatches: int) -> float:
         """Seconds per step that workers need beside what layers take."""
         return TASK_S * num_stages * num_microbatches / self.num_workers
+
+
+def with_repetition(
+    costs: Sequence[LayerCost], untiled: Sequence[LayerCost], tiled: Sequence[LayerCost]
+) -> list[LayerCost]:
+    """Costs in tiles: the backward of layers that take other memory in them repeats the forward."""
+    return [
+        cost
+        if before.training_bytes == after.training_bytes
+        else replace(
+            cost,
+            backward_s=cost.backward_s + cost.forward_s,
+            backward_flops=cost.backward_flops + cost.forward_flops,
+        )
+        for cost, before, after in zip(costs, untiled, tiled, strict=True)
+    ]

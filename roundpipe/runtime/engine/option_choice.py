@@ -13,7 +13,7 @@ from math import inf
 from typing import Any
 
 from roundpipe.core.errors import DeviceMemoryError
-from roundpipe.core.layers import LayerChain
+from roundpipe.core.tiling import UNTILED, Tiles
 from roundpipe.planning.planner import least_seconds
 from roundpipe.planning.planner import plan as choose_plan
 from roundpipe.planning.stage_costs import plan_seconds
@@ -25,6 +25,15 @@ from roundpipe.runtime.microbatch.split import batch_size
 logger = logging.getLogger(__name__)
 
 
+LADDER = (Tiles(1, 4), Tiles(1, 16), Tiles(1, 64), Tiles(4, 64), Tiles(16, 64), Tiles(64, 256))
+"""Tiles to try, in turn. The tail is first: logits are what is largest, and one layer of many is cheap to repeat."""
+
+
+def given_tiles(config: ResolvedConfig) -> Tiles | None:
+    """Those that the user has chosen; None: the choice is the planner's."""
+    return None if config.tiles is None else Tiles(config.tiles, config.tiles)
+
+
 class OptionChooser:
     """Chooses options for the calls of one model; ``budget_bytes`` of each device, None: no limit."""
 
@@ -32,25 +41,28 @@ class OptionChooser:
         self._costs = costs
         self._budget_bytes = budget_bytes
 
-    def settle(
-        self, config: ResolvedConfig, chain: LayerChain | None, batch_size: int | None, elements: int
-    ) -> ResolvedConfig:
+    def settle(self, whole: Call, batch_size: int | None) -> ResolvedConfig:
         """The options with what was left to choice (``"auto"``) chosen: the fastest that is predicted to fit.
 
-        Without a chain, before anything was traced, built-in options serve. Without a known batch size no number of
-        microbatches is chosen. ``elements`` are those of the whole batch's tensor arguments.
+        Without a known batch size no number of microbatches is chosen.
+
+        Args:
+            whole: the batch as one microbatch.
         """
-        if not config.auto or chain is None:
+        config, elements = whole.config, whole.elements()
+        if not config.auto:
             return config
-        record = self._costs.record(chain)
-        key = (config.auto, config.num_microbatch, config.recompute_grain, batch_size, elements)
+        record = self._costs.record(whole.chain)
+        key = (config.auto, config.num_microbatch, config.recompute_grain, config.tiles, batch_size, elements)
         if key not in record.settled:
             numbers, grains = [config.num_microbatch], [config.recompute_grain]
             if "num_microbatch" in config.auto and batch_size is not None:
                 numbers = _numbers_of_microbatches(self._costs.num_workers, batch_size)
             if "recompute_grain" in config.auto and self._budget_bytes is not None:
                 grains = list(RECOMPUTE_GRAINS)
-            record.settled[key] = self._fastest(chain, numbers, grains, elements) or (numbers[-1], grains[-1])
+            self._costs.measure_memory(whole)
+            found = (self._fastest(whole, tiles, numbers, grains, elements) for tiles in self._tiles(config))
+            record.settled[key] = next(filter(None, found), (numbers[-1], grains[-1]))
         number, grain = record.settled[key]
         return replace(config, num_microbatch=number, recompute_grain=grain)
 
@@ -59,17 +71,32 @@ class OptionChooser:
         number, samples = call.total_microbatches, batch_size(call.args[0], call.kwargs[0], call.config)
         most = inf if samples is None else samples * number
         numbers = [more for factor in (2, 4, 8, 16) if (more := number * factor) <= most]
-        found = self._fastest(call.chain, numbers, RECOMPUTE_GRAINS, call.elements() * number)
-        if found is None:
-            return "Use a device with more memory, or shorter or fewer samples in a microbatch"
-        return f"num_microbatch={found[0]} with recompute_grain={found[1]!r} is predicted to fit"
+        elements = call.elements() * number
+        for tiles in self._tiles(call.config):
+            if found := self._fastest(call, tiles, numbers, RECOMPUTE_GRAINS, elements):
+                return f"num_microbatch={found[0]} with recompute_grain={found[1]!r} is predicted to fit"
+        for tiles in LADDER if call.config.tiles is not None else ():
+            if found := self._fastest(call, tiles, [number, *numbers], RECOMPUTE_GRAINS, elements):
+                options = f"num_microbatch={found[0]} with recompute_grain={found[1]!r} and tiles='auto'"
+                return f"{options} is predicted to fit"
+        return "Use a device with more memory, or shorter or fewer samples in a microbatch"
+
+    def _tiles(self, config: ResolvedConfig) -> Sequence[Tiles]:
+        """Those that a call may have, the fewest first."""
+        if (given := given_tiles(config)) is not None:
+            return (given,)
+        return (UNTILED,) if self._budget_bytes is None else (UNTILED, *LADDER)
 
     def _fastest(
-        self, chain: LayerChain, numbers: Sequence[int], grains: Sequence[RecomputeGrain], elements: int
+        self, call: Call, tiles: Tiles, numbers: Sequence[int], grains: Sequence[RecomputeGrain], elements: int
     ) -> tuple[int, RecomputeGrain] | None:
-        """The fastest options that are predicted to fit, the first of equals; None if none does."""
+        """The fastest options that are predicted to fit in tiles, the first of equals; None if none does."""
+        self._costs.measure_memory(call, tiles)
+        is_asked = tiles in (UNTILED, given_tiles(call.config))
+        if not is_asked and not self._costs.record(call.chain).memory(tiles):
+            return None
         pairs, num_workers, tasks_s = list(product(numbers, grains)), self._costs.num_workers, self._costs.tasks_s
-        costs = {number: self._costs.of(chain, -(-elements // number)) for number in numbers}
+        costs = {number: self._costs.of(call.chain, -(-elements // number), tiles) for number in numbers}
 
         def options(number: int, grain: RecomputeGrain) -> dict[str, Any]:
             limits = {"memory_budget_bytes": self._budget_bytes, "recompute_grain": grain}

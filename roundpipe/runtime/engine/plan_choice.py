@@ -9,20 +9,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import product
 from math import inf
 from typing import Any
 
 from roundpipe.core.errors import DeviceMemoryError
-from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan
+from roundpipe.core.tiling import UNTILED, Tiles
 from roundpipe.planning.planner import plan as choose_plan
 from roundpipe.planning.stage_costs import plan_peak_bytes, plan_seconds
+from roundpipe.reports.tables import format_bytes
 from roundpipe.runtime.config import RECOMPUTE_GRAINS
 from roundpipe.runtime.engine.chain_record import KeptPlan, Limit, guess_memory, times_the_example
-from roundpipe.runtime.engine.cost_model import CostModel, MemoryMeasure
-from roundpipe.runtime.engine.option_choice import OptionChooser
+from roundpipe.runtime.engine.cost_model import CostModel, MemoryMeasure, Prediction
+from roundpipe.runtime.engine.option_choice import LADDER, OptionChooser, given_tiles
 from roundpipe.runtime.engine.spec import Call
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,9 @@ FIRST_REPLAN = 2
 SHRINK = 0.85
 """Share of what a plan was predicted to need that the next one may, after a step ran out of memory."""
 MOST_TRIES = 16
+
+TILES_GAIN = 0.1
+"""Share of a step's time that tiles of the tail must be predicted to save where a plan fits without them."""
 
 
 class PlanChooser:
@@ -70,17 +75,20 @@ class PlanChooser:
         chain, config = call.chain, call.config
         if config.execute_plan is not None:
             config.execute_plan.validate(len(chain))
+            call.tiles = given_tiles(config) or UNTILED
             return config.execute_plan
         record, key = self.costs.record(chain), self._key(call)
         call.config = replace(config, recompute_grain=key[1])
-        num_steps, kept = record.times.num_steps, record.plans.get(key)
-        if kept is None:
-            plan = self._choose(call, self.costs.of(chain, call.elements()), self.costs.links(chain))
-            kept = record.plans[key] = KeptPlan(plan, num_steps)
-        elif self._may_replan and num_steps >= max(FIRST_REPLAN, 4 * kept.looked_at):
-            plan, kept.looked_at = self._replanned(call, kept.plan), num_steps
-            kept.plan, kept.is_proven = plan, kept.is_proven and plan == kept.plan
+        if (kept := record.plans.get(key)) is None:
+            plan, call.tiles = self._choose_with_tiles(call)
+            kept = record.plans[key] = KeptPlan(plan, self.costs.num_steps(chain, call.tiles), call.tiles)
+        elif self._may_replan:
+            num_steps = self.costs.num_steps(chain, kept.tiles)
+            if num_steps >= max(FIRST_REPLAN, 4 * kept.looked_at):
+                plan, kept.looked_at = self._replanned(call, kept), num_steps
+                kept.plan, kept.is_proven = plan, kept.is_proven and plan == kept.plan
         self._may_replan = False
+        call.tiles = kept.tiles
         return kept.plan
 
     def _size(self, call: Call) -> float:
@@ -93,8 +101,8 @@ class PlanChooser:
         """Calls that are equal here have one plan; those made before memory was computed have another."""
         record, number, size = self.costs.record(call.chain), call.num_microbatches, self._size(call)
         limit = record.limits.get((number, size))
-        loss = record.loss if record.memory else None
-        return number, call.config.recompute_grain if limit is None else limit.grain, size, loss
+        loss = record.loss if record.memory() else None
+        return number, call.config.recompute_grain if limit is None else limit.grain, size, loss, call.config.tiles
 
     def is_proven(self, call: Call) -> bool:
         """Whether a step like a call's has run by its plan, or can't get another one."""
@@ -111,26 +119,25 @@ class PlanChooser:
         """Take in that a step ran out of memory: the next plan needs less. False if none is known that does."""
         if call.config.execute_plan is not None:
             return False
-        record, costs, before = self.costs.record(call.chain), self.costs.of(call.chain, call.elements()), call.config
+        record, before, tiles_before = self.costs.record(call.chain), call.config, call.tiles
         place = call.num_microbatches, self._size(call)
-        limit = record.limits.get(place)
-        needed_bytes = plan_peak_bytes(
-            plan, costs, num_workers=self._num_workers, recompute_grain=before.recompute_grain
-        )
-        for grain in RECOMPUTE_GRAINS[RECOMPUTE_GRAINS.index(before.recompute_grain) :]:
-            call.config = replace(before, recompute_grain=grain)
+        limit, needed_bytes = record.limits.get(place), self._needed_bytes(call, plan)
+        grains = RECOMPUTE_GRAINS[RECOMPUTE_GRAINS.index(before.recompute_grain) :]
+        for tiles, grain in product((tiles_before, *self._finer(call, tiles_before)), grains):
+            call.config, call.tiles = replace(before, recompute_grain=grain), tiles
             budget_bytes = float(needed_bytes)
             for _ in range(MOST_TRIES):
                 budget_bytes *= SHRINK
                 record.limits[place] = Limit(int(budget_bytes), grain)
                 try:
-                    smaller = self._choose(call, costs, self.costs.links(call.chain))
+                    smaller = self._choose(call, tiles)
                 except DeviceMemoryError:
                     break
-                if smaller != plan or grain != before.recompute_grain:
-                    record.plans[self._key(call)] = KeptPlan(smaller, record.times.num_steps)
+                if smaller != plan or (grain, tiles) != (before.recompute_grain, tiles_before):
+                    num_steps = self.costs.num_steps(call.chain, tiles)
+                    record.plans[self._key(call)] = KeptPlan(smaller, num_steps, tiles)
                     return True
-        call.config = before
+        call.config, call.tiles = before, tiles_before
         if limit is None:
             del record.limits[place]
         else:
@@ -141,50 +148,142 @@ class PlanChooser:
         """Device memory that a training plan leaves over, as predicted; None: there is no limit."""
         if self._budget_bytes is None:
             return None
-        if not call.chain.example_elements and not self.costs.record(call.chain).memory:
+        if not call.chain.example_elements and not self.costs.record(call.chain).memory():
             return 0  # nobody knows
         spare = self.costs.record(call.chain).spare_bytes
-        if (key := (*self._key(call), plan)) not in spare:
-            costs, grain = self.costs.of(call.chain, call.elements()), call.config.recompute_grain
-            needed = plan_peak_bytes(plan, costs, num_workers=self._num_workers, recompute_grain=grain)
-            spare[key] = max(self._budget_bytes - needed, 0)
+        if (key := (*self._key(call), call.tiles, plan)) not in spare:
+            spare[key] = max(self._budget_bytes - self._needed_bytes(call, plan), 0)
         return spare[key]
 
     def update_begun(self) -> None:
         """The optimizer was given an update: the next step may have another plan."""
         self._may_replan = True
 
-    def _choose(self, call: Call, costs: list[LayerCost], links: tuple[float, float]) -> ExecutePlan:
+    def _needed_bytes(self, call: Call, plan: ExecutePlan) -> int:
+        costs, grain = self.costs.of(call.chain, call.elements(), call.tiles), call.config.recompute_grain
+        return plan_peak_bytes(plan, costs, num_workers=self._num_workers, recompute_grain=grain)
+
+    def _choose(self, call: Call, tiles: Tiles, free: Iterable[int] = ()) -> ExecutePlan:
+        """The best plan in tiles; with some layers ``free``, as if what runs in them took no memory.
+
+        Raises:
+            DeviceMemoryError: none fits.
+        """
+        self.costs.measure_memory(call, tiles)
+        costs, links = self.costs.of(call.chain, call.elements(), tiles), self.costs.links(call.chain, tiles)
+        predict = self.costs.prediction(call, costs, links)
+        for index in free:
+            costs[index] = replace(costs[index], activation_bytes=0, workspace_bytes=0, temporary_bytes=0)
         choose = functools.partial(
             choose_plan,
             num_workers=self._num_workers,
             num_microbatches=call.num_microbatches,
             recompute_grain=call.config.recompute_grain,
             names=[spec.name for spec in call.chain.specs],
-            predict=self.costs.prediction(call, costs, links),
+            predict=predict,
             link_bytes_per_s=min(links),
         )
         limit = self.costs.record(call.chain).limits.get((call.num_microbatches, self._size(call)))
         budget_bytes = self._budget_bytes if limit is None else limit.budget_bytes
         if budget_bytes is None:
             return choose(costs)
-        if not self.costs.record(call.chain).memory:
+        if not self.costs.record(call.chain).memory():
             with contextlib.suppress(DeviceMemoryError):  # a guess must not refuse what may fit
                 return choose(guess_memory(costs, call), memory_budget_bytes=budget_bytes)
         return choose(costs, memory_budget_bytes=budget_bytes)
 
-    def _replanned(self, call: Call, present: ExecutePlan) -> ExecutePlan:
-        """The best plan by what was measured, if it is better by enough; else the present one."""
-        if not self.costs.is_measured(call.chain) or present.fused is None:
-            return present
+    def _choose_with_tiles(self, call: Call) -> tuple[ExecutePlan, Tiles]:
+        """The best plan, and the tiles it is for: none where one fits, unless it is much slower; else few."""
+        if (given := given_tiles(call.config)) is not None:
+            return self._choose(call, given), given
+        try:
+            plan, tiles = self._faster_in_tiles(call, self._choose(call, UNTILED))
+        except DeviceMemoryError:
+            if not (rungs := self._finer(call, UNTILED)) or not self._fits_without_values(call):
+                raise
+            plan, tiles = self._with_fewest_tiles(call, rungs)
+        if tiles != UNTILED:
+            self._log_tiles(call, tiles)
+        return plan, tiles
+
+    def _finer(self, call: Call, tiles: Tiles) -> Sequence[Tiles]:
+        """Tiles in which a call may need less memory; none if the user has chosen, or nothing runs in tiles."""
+        rungs = LADDER[LADDER.index(tiles) + 1 if tiles in LADDER else 0 :]
+        if call.config.tiles is not None or self._budget_bytes is None or not rungs:
+            return ()
+        before, after = (self._training_bytes(call, each) for each in (tiles, rungs[-1]))
+        return () if before is None or after is None or before == after else rungs
+
+    def _training_bytes(self, call: Call, tiles: Tiles) -> list[int] | None:
+        """What each layer takes in tiles; None: that is not known."""
+        self.costs.measure_memory(call, tiles)
+        memory = self.costs.record(call.chain).memory_at(call.elements(), tiles)
+        return None if memory is None else [cost.training_bytes for cost in memory]
+
+    def _fits_without_values(self, call: Call) -> bool:
+        """Whether there is room for weights and gradients, and for the values between layers."""
+        try:
+            self._choose(call, UNTILED, free=range(len(call.chain)))
+        except DeviceMemoryError:
+            return False
+        return True
+
+    def _with_fewest_tiles(self, call: Call, rungs: Sequence[Tiles]) -> tuple[ExecutePlan, Tiles]:
+        try:
+            plan, tiles = self._choose(call, rungs[-1]), rungs[-1]
+        except DeviceMemoryError as error:
+            raise DeviceMemoryError(f"{error}. That is in {rungs[-1].layers} tiles, as far as it can be cut") from None
+        too_few, enough = -1, len(rungs) - 1
+        while enough - too_few > 1:
+            middle = (too_few + enough) // 2
+            try:
+                plan, tiles, enough = self._choose(call, rungs[middle]), rungs[middle], middle
+            except DeviceMemoryError:
+                too_few = middle
+        return plan, tiles
+
+    def _faster_in_tiles(self, call: Call, plan: ExecutePlan) -> tuple[ExecutePlan, Tiles]:
+        """The plan; or one with the tail in tiles, whose room larger stages have, if it is faster by enough."""
+        untiled, found = UNTILED, (plan, UNTILED)
         costs, links = self.costs.of(call.chain, call.elements()), self.costs.links(call.chain)
-        seconds = self.costs.prediction(call, costs, links) or functools.partial(  # the latter leaves transfers out
+        predict = self.costs.prediction(call, costs, links)
+        if predict is None or self._budget_bytes is None or call.config.tiles is not None:
+            return found
+        least_s = (1 - TILES_GAIN) * predict(plan)
+        if predict(self._choose(call, untiled, free=[len(costs) - 1])) > least_s or not self._finer(call, untiled):
+            return found
+        for tiles in (each for each in LADDER if each.layers == 1):
+            other = self._choose(call, tiles)
+            seconds = self._seconds(call, tiles)(other)
+            if seconds <= least_s:
+                found, least_s = (other, tiles), (1 - TILES_GAIN) * seconds
+        return found
+
+    def _log_tiles(self, call: Call, tiles: Tiles) -> None:
+        before, after = self._training_bytes(call, UNTILED), self._training_bytes(call, tiles)
+        if before is None or after is None:
+            return
+        parts = [f"the last layer and the loss in {tiles.tail} tiles: {_less(before[-1:], after[-1:])}"]
+        if tiles.layers > 1:
+            parts.append(f"other layers in {tiles.layers}: {_less(before[:-1], after[:-1])}")
+        logger.info("what is computed for each token alone runs in tiles; %s", "; ".join(parts))
+
+    def _seconds(self, call: Call, tiles: Tiles) -> Prediction:
+        costs, links = self.costs.of(call.chain, call.elements(), tiles), self.costs.links(call.chain, tiles)
+        return self.costs.prediction(call, costs, links) or functools.partial(  # the latter leaves transfers out
             plan_seconds, costs=costs, num_workers=self._num_workers, num_microbatches=call.num_microbatches
         )
+
+    def _replanned(self, call: Call, kept: KeptPlan) -> ExecutePlan:
+        """The best plan by what was measured, if it is better by enough; else the present one."""
+        present = kept.plan
+        if not self.costs.is_measured(call.chain, kept.tiles) or present.fused is None:
+            return present
+        seconds = self._seconds(call, kept.tiles)
         present_s = seconds(present)
         if present_s < SHORTEST_STEP_S:
             return present
-        plan = self._choose(call, costs, links)
+        plan = self._choose(call, kept.tiles)
         plan_s = seconds(plan)
         if plan_s > (1 - REPLAN_GAIN) * present_s:
             return present
@@ -196,3 +295,8 @@ class PlanChooser:
             present_s,
         )
         return plan
+
+
+def _less(before: Sequence[int], after: Sequence[int]) -> str:
+    """What the layer takes that takes the most, for a message."""
+    return f"{format_bytes(max(after, default=0))} instead of {format_bytes(max(before, default=0))}"

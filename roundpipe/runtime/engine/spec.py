@@ -20,6 +20,7 @@ import torch
 from roundpipe.core import trees
 from roundpipe.core.layers import LayerChain, LayerSpec
 from roundpipe.core.schedule import Job, Phase, Schedule
+from roundpipe.core.tiling import UNTILED, Tiles
 from roundpipe.runtime.config import RecomputeGrain, ResolvedConfig
 from roundpipe.runtime.device.host_memory import bytes_of
 from roundpipe.runtime.engine.losses import Mean
@@ -50,13 +51,17 @@ class Call:
     loss_fn: LossFunction | None = None
     mean: Mean | None = None
     """How the losses of its microbatches make up one; None: a sum."""
+    tiles: Tiles = UNTILED
+    """What the planner has chosen."""
+    has_arguments: bool = True
+    """Whether layers could run with its arguments."""
 
     @classmethod
     def like_example(cls, chain: LayerChain, config: ResolvedConfig) -> Call:
         """A call that is only planned: the example's elements, split evenly."""
         number = config.num_microbatch
         piece = torch.empty(-(-chain.example_elements // number), device="meta")
-        return cls(chain, config, [(piece,)] * number, [{}] * number, [None] * number, number)
+        return cls(chain, config, [(piece,)] * number, [{}] * number, [None] * number, number, has_arguments=False)
 
     @property
     def num_microbatches(self) -> int:
@@ -64,9 +69,16 @@ class Call:
 
     def elements(self) -> int:
         """Tensor elements of the largest microbatch's arguments."""
-        return max(
-            sum(map(torch.Tensor.numel, trees.tensors(each))) for each in zip(self.args, self.kwargs, strict=True)
-        )
+        return max(self._elements())
+
+    def largest(self) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """Arguments and label of the largest microbatch."""
+        elements = self._elements()
+        position = elements.index(max(elements))
+        return self.args[position], self.kwargs[position], self.labels[position]
+
+    def _elements(self) -> list[int]:
+        return [sum(map(torch.Tensor.numel, trees.tensors(each))) for each in zip(self.args, self.kwargs, strict=True)]
 
     def argument_bytes(self) -> int:
         """Bytes of the tensors in the largest microbatch's arguments."""
@@ -159,6 +171,11 @@ class StepSpec:
     """The user's modules as the forward found them, for a backward of its own; None: as they are."""
     times: StepTimes | None = None
     """Where workers note what calls take; None: the step is not measured."""
+    tiles: Tiles = UNTILED
+
+    def tiles_of(self, layer_index: int) -> int:
+        """In how many tiles a layer runs; the last one is of the tail."""
+        return self.tiles.of(layer_index, len(self.chain))
 
     def flow_of(self, job: Job) -> JobFlow:
         return self.flows[job.index - self.schedule.first_job]

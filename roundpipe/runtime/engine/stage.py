@@ -21,6 +21,7 @@ from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import RaisedIn, innermost, note_place
 from roundpipe.core.layers import Carry, LayerSpec, is_differentiable
 from roundpipe.core.random_state import SeededPython
+from roundpipe.core.tiling import in_tiles
 from roundpipe.runtime.device.backend import Backend, is_profiled
 from roundpipe.runtime.engine.losses import Losses, LossWeights, read_losses
 from roundpipe.runtime.engine.recompute import ForwardRecord, LayerScope, layer_seed, learn_writes
@@ -191,8 +192,9 @@ class Stage:
     def _call(self, index: int, values: Carry, microbatch: int, phase: str) -> Carry:
         """A layer's outputs; seeded, timed and annotated."""
         bound, spec, times = self.layers[index], self.spec.chain.specs[index], self.spec.times
-        carry = {name: values[name] for name in spec.reads}
-        with self._annotation(f"layer {index} ({spec.name}) m{microbatch} {phase}"):
+        carry, num_tiles = {name: values[name] for name in spec.reads}, self.spec.tiles_of(index)
+        tiling = in_tiles(num_tiles) if num_tiles > 1 else _NOTHING
+        with self._annotation(f"layer {index} ({spec.name}) m{microbatch} {phase}"), tiling:
             began = None if times is None else self.backend.moment()
             try:
                 if spec.draws_random and self.spec.preserve_rng_state:
