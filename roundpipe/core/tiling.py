@@ -119,7 +119,8 @@ def rows_in(rows: Rows, tile: Tile, sizes: Sequence[int]) -> list[tuple[int, int
     return found
 
 
-def _narrow(tensor: torch.Tensor, rows: Rows, tile: Tile, sizes: Sequence[int]) -> torch.Tensor:
+def narrow(tensor: torch.Tensor, rows: Rows, tile: Tile, sizes: Sequence[int]) -> torch.Tensor:
+    """The part of a tensor with a tile's rows, a view."""
     for dim, start, size in rows_in(rows, tile, sizes):
         tensor = tensor.narrow(dim, start, size)
     return tensor
@@ -191,7 +192,9 @@ class Region:
                 whole = [self._whole(*pair) for pair in zip(results, self.results, strict=True)]
             for index, (result, kind) in enumerate(zip(results, self.results, strict=True)):
                 if isinstance(kind, RowResult):
-                    _narrow(whole[index], kind.rows, tile, self.sizes).copy_(result)
+                    part = narrow(whole[index], kind.rows, tile, self.sizes)
+                    assert part.shape == result.shape, f"a tile of {part.shape} has a result of {result.shape}"
+                    part.copy_(result)
                 else:
                     whole[index] += self._share_of(result, kind, tile)
             del results, result
@@ -199,7 +202,7 @@ class Region:
 
     def _run_tile(self, owner: Any, tile: Tile, values: Sequence[Any]) -> tuple[torch.Tensor, ...]:
         parts = [
-            value if rows is None else _narrow(value, rows, tile, self.sizes)
+            value if rows is None else narrow(value, rows, tile, self.sizes)
             for value, rows in zip(values, self.inputs, strict=True)
         ]
         return self.function(owner, tile.sizes, *parts)
@@ -240,7 +243,7 @@ class Region:
             leaves = dict(shared)
             for index, rows in enumerate(self.inputs):
                 if needs_gradient[index] and rows is not None:
-                    part = _narrow(values[index].detach(), rows, tile, self.sizes)
+                    part = narrow(values[index].detach(), rows, tile, self.sizes)
                     leaves[index] = part.requires_grad_()
             self._backward_tile(owner, tile, values, leaves, gradients)
             for index, leaf in leaves.items():
@@ -249,7 +252,7 @@ class Region:
                         whole[index] = sum_of_tiles = torch.zeros_like(values[index])
                     rows = self.inputs[index]
                     assert rows is not None
-                    _narrow(sum_of_tiles, rows, tile, self.sizes).add_(leaf.grad)
+                    narrow(sum_of_tiles, rows, tile, self.sizes).add_(leaf.grad)
         for index, leaf in shared.items():
             whole[index] = leaf.grad
         return whole
@@ -263,7 +266,7 @@ class Region:
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
         parts = [
-            leaves[index] if index in leaves else value if rows is None else _narrow(value, rows, tile, self.sizes)
+            leaves[index] if index in leaves else value if rows is None else narrow(value, rows, tile, self.sizes)
             for index, (value, rows) in enumerate(zip(values, self.inputs, strict=True))
         ]
         with torch.enable_grad():
@@ -274,7 +277,7 @@ class Region:
             if gradient is not None and result.requires_grad:
                 roots.append(result)
                 if isinstance(kind, RowResult):
-                    part = _narrow(gradient, kind.rows, tile, self.sizes)
+                    part = narrow(gradient, kind.rows, tile, self.sizes)
                 else:
                     part = self._share_of(gradient.to(result.dtype), kind, tile)
                 root_gradients.append(part)

@@ -20,9 +20,9 @@ import linecache
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.fx
@@ -32,6 +32,7 @@ from torch.fx.graph_module import _loader
 
 from roundpipe.core import trees
 from roundpipe.core.layers import EXECUTION_DEVICE, Carry, LayerChain, LayerSpec
+from roundpipe.core.tiling import num_tiles
 from roundpipe.fx.arguments import CallForm
 from roundpipe.fx.graph.nodes import draws_random, installs_hook, modes_of
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph, output_names
@@ -88,8 +89,8 @@ class OutputExit:
         return self
 
 
-class Layer(torch.fx.GraphModule):
-    """A generated layer; exceptions pass through as they are, copies share the generated code."""
+class Generated(torch.fx.GraphModule):
+    """Code generated from a graph; exceptions pass through as they are, copies share it."""
 
     def recompile(self) -> Any:
         """Writes ``forward`` from the graph."""
@@ -100,20 +101,73 @@ class Layer(torch.fx.GraphModule):
         weakref.finalize(type(self), _forget_source, type(self).forward.__code__.co_filename).atexit = False
         return code
 
-    def __copy__(self) -> Layer:
-        clone: Layer = object.__new__(type(self))
+    def __copy__(self) -> Self:
+        clone: Self = object.__new__(type(self))
         clone.__dict__ = dict(self.__dict__)
         for kind in ("_parameters", "_buffers", "_modules"):
             clone.__dict__[kind] = dict(self.__dict__[kind])
         return clone
 
-    def __deepcopy__(self, memo: dict[int, Any] | None) -> Layer:
+    def __deepcopy__(self, memo: dict[int, Any] | None) -> Self:
         memo = {} if memo is None else memo
-        clone: Layer = object.__new__(type(self))
+        clone: Self = object.__new__(type(self))
         memo[id(self)] = clone
         memo[id(self._graph)] = self._graph
         clone.__dict__ = copy.deepcopy(self.__dict__, memo)
         return clone
+
+
+class Programs:
+    """How a layer runs in tiles, by the sizes of what it reads; shared by its copies."""
+
+    def __init__(self) -> None:
+        self.reads: tuple[str, ...] = ()
+        self.by_sizes: dict[Hashable, Callable[[nn.Module, Carry], Carry] | None] = {}
+        """None: it has no region that can be tiled at these sizes."""
+
+    def for_carry(self, carry: Carry) -> Callable[[nn.Module, Carry], Carry] | None:
+        return self.by_sizes.get(self.key(carry)) if self.by_sizes else None
+
+    def key(self, carry: Carry) -> Hashable:
+        """Equal for carries of the same sizes."""
+        return sizes_key(carry[name] for name in self.reads)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Programs:
+        return self
+
+
+def sizes_key(values: Iterable[Any]) -> Hashable:
+    """Equal for values whose tensors have the same sizes and types, and all else is the same."""
+    return tuple(
+        (tuple(leaf.shape), leaf.dtype)
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        if isinstance(leaf, trees.PLAIN)
+        else type(leaf)
+        for value in values
+        for leaf in trees.leaves(value)
+    )
+
+
+class Layer(Generated):
+    """A generated layer, which runs in tiles where the caller asks for it and its rows allow it."""
+
+    programs: Programs
+
+    def recompile(self) -> Any:
+        """Writes ``forward`` from the graph, with the switch to tiles in front."""
+        code = super().recompile()
+        self.__dict__.setdefault("programs", Programs())
+        kind = type(self)
+        as_written: Callable[[Any, Carry], Carry] = kind.forward
+
+        def forward(self: Layer, carry: Carry) -> Carry:
+            if num_tiles() > 1 and (program := self.programs.for_carry(carry)) is not None:
+                return program(self, carry)
+            return as_written(self, carry)
+
+        kind.forward = forward
+        return code
 
 
 def _forget_source(name: str) -> None:

@@ -1,0 +1,394 @@
+"""Finds the regions of a layer's graph whose rows can be computed a tile at a time.
+
+The graph runs on fakes of real sizes. A node is row-wise if every operator below it is (`rows`); the others are
+boundaries. The stage of a node is the number of boundaries with rows before and behind it on the longest way to it, so
+that row-wise nodes of one stage that are connected are a region: no way leaves it and comes back.
+
+Invariant: whatever is not known to be row-wise, or does more than return a value, is a boundary.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, Node
+
+from roundpipe.core import trees
+from roundpipe.core.allocations import TorchDispatchMode
+from roundpipe.core.layers import Carry
+from roundpipe.core.tiling import Axes, Rows
+from roundpipe.effects.places import HOOKS
+from roundpipe.effects.snapshot import ModuleSnapshot
+from roundpipe.effects.uses import asks_for_gradients
+from roundpipe.fx.graph.nodes import GraphInterpreter
+from roundpipe.fx.passes.row_losses import RowLoss
+from roundpipe.fx.passes.row_rules import Found
+from roundpipe.fx.passes.rows import RowWatch
+from roundpipe.fx.sizes import flat_tensors
+
+_LAYOUT = ("stride", "storage_offset", "data_ptr")
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpace:
+    """What counts the rows of activations."""
+
+    leading: tuple[int, ...]
+    """Their leading sizes: batch and length, or one size."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of the row axes: the leading sizes larger than one."""
+        return tuple(size for size in self.leading if size > 1)
+
+    @property
+    def number(self) -> int:
+        return math.prod(self.leading)
+
+    def rows_of(self, tensor: torch.Tensor) -> Rows | None:
+        """Where a tensor may have them, by its leading sizes."""
+        if not self.sizes:
+            return None
+        rest: Rows = (None,) * tensor.dim()
+        if tuple(tensor.shape[: len(self.leading)]) == self.leading:
+            axes: list[Axes | None] = []
+            for size in self.leading:
+                number = sum(each is not None for each in axes)
+                axes.append((number, number + 1) if size > 1 else None)
+            return (*axes, *rest[len(axes) :])
+        if tensor.dim() and tensor.shape[0] == self.number:
+            return ((0, len(self.sizes)), *rest[1:])
+        return None
+
+
+@dataclass(slots=True)
+class RowNode:
+    """What is known about a row-wise node."""
+
+    found: list[Found]
+    """Of each tensor in its value."""
+    reads: dict[Node, Rows | None]
+    """How each operand is taken; None: whole."""
+    made_bytes: int = 0
+    draws_random: bool = False
+    loss: RowLoss | None = None
+
+    @property
+    def is_end(self) -> bool:
+        """Whether it is a sum or mean over all rows."""
+        return isinstance(self.found[0], str)
+
+
+@dataclass(slots=True)
+class RegionNodes:
+    """The nodes of a region, in order."""
+
+    nodes: list[Node]
+    space: RowSpace
+
+
+class GraphRun(GraphInterpreter):
+    """A layer's graph, run on fakes under autograd, and what its nodes did beside computing."""
+
+    def __init__(self, graph: Graph, root: nn.Module, carry: Carry) -> None:
+        super().__init__()
+        self.graph = graph
+        self.root = root
+        self.carry = carry
+        self.literals: dict[Node, Any] = {}
+        """Nodes that compute sizes, with these."""
+        self.opaque: dict[Node, str] = {}
+        """Nodes that do more than compute, and why."""
+        self.stateful: list[Node] = []
+        """Those whose order matters."""
+        self.touching: dict[int, list[Node]] = {}
+        """By storage, the nodes that read or make it."""
+        self.written: set[int] = set()
+        """Storages that a node writes, which has not made them."""
+        self._functions: set[Any] = set()
+        for node in graph.nodes:
+            if node.op != "output":
+                self.values[node] = self._run(node)
+        for key in self.written:
+            self.opaque.update((node, "writes in place") for node in self.touching[key])
+
+    def placeholder(self, node: Node) -> Any:
+        return self.carry
+
+    def get_attr(self, node: Node) -> Any:
+        return attribute(self.root, node)
+
+    def call_module(self, node: Node, args: Any, kwargs: Any) -> Any:
+        return attribute(self.root, node)(*args, **kwargs)
+
+    def _run(self, node: Node) -> Any:
+        if not node.op.startswith("call_"):
+            return self.run_node(node)
+        modules = [value for value in map(self.values.get, node.all_input_nodes) if isinstance(value, nn.Module)]
+        if node.op == "call_module":
+            modules.append(attribute(self.root, node))
+        parts = [part for module in modules for part in module.modules()]
+        before = ModuleSnapshot(parts)
+        with _Writes() as writes:
+            value = self.run_node(node)
+        if before.diff() or before.buffers_written() or before.holds_new_values():
+            self.opaque[node] = "sets attributes"
+            self.stateful.append(node)
+        why = next(filter(None, map(_why_opaque, parts)), "")
+        if not why and any(tensor._backward_hooks for tensor in writes.made):
+            why = "hooks on tensors"
+        if not why and self._has_own_function(value):
+            why = "its own backward"
+        if why:
+            self.opaque.setdefault(node, why)
+        is_item = node.target is operator.getitem
+        if node.op != "call_module" and not writes.made and _is_size(value) and node.target not in _LAYOUT:
+            if not is_item or node.args[0] in self.literals:
+                self.literals[node] = value
+        inputs = flat_tensors([self.values[source] for source in node.all_input_nodes])
+        for tensor in (*inputs, *flat_tensors(value)):
+            nodes = self.touching.setdefault(_storage(tensor), [])
+            if not nodes or nodes[-1] is not node:
+                nodes.append(node)
+        for key in writes.written - writes.born:
+            self.written.add(key)
+            self.touching.setdefault(key, []).append(node)
+        return value
+
+    def _has_own_function(self, value: Any) -> bool:
+        """Whether a custom autograd function was among the operators."""
+        found = False
+        stack = [tensor.grad_fn for tensor in flat_tensors(value)]
+        while stack:
+            function = stack.pop()
+            if function is None or function in self._functions:
+                continue
+            self._functions.add(function)
+            found = found or isinstance(function, torch.autograd.function.BackwardCFunction)
+            stack += [next_function for next_function, _ in function.next_functions]
+        return found
+
+
+class _Writes(TorchDispatchMode):
+    """Sees what operators make and what they write."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[torch.Tensor] = []
+        self.born: set[int] = set()
+        """Storages that were made."""
+        self.written: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        outputs = flat_tensors(out)
+        self.made += outputs
+        self.born.update(set(map(_storage, outputs)) - set(map(_storage, flat_tensors(args, kwargs))))
+        for index, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[index] if index < len(args) else kwargs.get(argument.name)
+                self.written.update(map(_storage, flat_tensors(value)))
+        return out
+
+
+def attribute(root: nn.Module, node: Node) -> Any:
+    """What a get_attr or call_module node of a layer names."""
+    value: Any = root
+    for name in str(node.target).split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _why_opaque(module: nn.Module) -> str:
+    if isinstance(module, torch.jit.ScriptModule):
+        return "scripted"
+    if any(module.__dict__[kind] for kind in HOOKS):
+        return "hooks"
+    kind = type(module)
+    return "asks for gradients" if not kind.__module__.startswith("torch.nn.") and asks_for_gradients(kind) else ""
+
+
+def _is_size(value: Any) -> bool:
+    leaves = list(value) if type(value) in (tuple, list, torch.Size) else [value]
+    return bool(leaves) and all(type(leaf) is int for leaf in leaves)
+
+
+# ---------------------------------------------------------------------------------- rows of nodes
+
+
+@dataclass(slots=True)
+class RowGraph:
+    """The rows of a graph's nodes in one space, and its regions."""
+
+    run: GraphRun
+    space: RowSpace
+    row_nodes: dict[Node, RowNode] = field(default_factory=dict)
+    why_not: dict[Node, str] = field(default_factory=dict)
+    stages: dict[Node, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        seeds: dict[Node, list[Found]] = {}
+        order_after = self._order()
+        for node in self.run.graph.nodes:
+            if node.op == "output":
+                continue
+            row_node = self._row_node(node, seeds)
+            if row_node is not None:
+                self.row_nodes[node] = row_node
+            tensors = flat_tensors(self.run.values[node])
+            is_weight = node.op == "get_attr"
+            seeds[node] = [None if is_weight else self.space.rows_of(tensor) for tensor in tensors]
+            self.stages[node] = self._stage(node, order_after.get(node, ()))
+
+    def found(self, node: Node, seeds: Mapping[Node, list[Found]]) -> list[Found]:
+        return self.row_nodes[node].found if node in self.row_nodes else seeds[node]
+
+    def _order(self) -> dict[Node, list[Node]]:
+        """For nodes whose effects have an order, those before them."""
+        chains = [self.run.touching[key] for key in self.run.written] + [self.run.stateful]
+        return {node: chain[:index] for chain in chains for index, node in enumerate(chain)}
+
+    def _stage(self, node: Node, before: Iterable[Node]) -> int:
+        row_node = self.row_nodes.get(node)
+        if row_node is None:
+            return max([self.stages[source] for source in (*node.all_input_nodes, *before)], default=0)
+        return max(1, *(self.stages[source] + (not self._is_row_edge(source, node)) for source in node.all_input_nodes))
+
+    def _is_row_edge(self, source: Node, node: Node) -> bool:
+        """Whether a row-wise node reads another one's rows."""
+        made = self.row_nodes.get(source)
+        return made is not None and self.row_nodes[node].reads.get(source) is not None and not made.is_end
+
+    def _row_node(self, node: Node, seeds: Mapping[Node, list[Found]]) -> RowNode | None:
+        run = self.run
+        if not node.op.startswith("call_") or node in run.literals:
+            return None
+        why = run.opaque.get(node, "")
+        operands = node.all_input_nodes
+        results = flat_tensors(run.values[node])
+        if not why and not self._can_be_in_region(node, results):
+            why = "its operands or results are no plain tensors"
+        if not why and not any(isinstance(f, tuple) for source in operands for f in self.found(source, seeds)):
+            why = "reads no rows"
+        if not why and self._is_small(results, operands):
+            why = "is small"
+        if why:
+            self.why_not[node] = why
+            return None
+        watch = self._watch(operands, seeds)
+        loss = RowLoss.of(node, attribute(run.root, node) if node.op == "call_module" else None)
+        if loss is not None:
+            target = loss.target
+            if loss.is_by_weight(run.values.get(target)) and target in self.row_nodes:
+                self.why_not[node] = "its target is made of rows"
+                return None
+            arguments, _ = run.operands(loss.arguments, {})
+            with watch:
+                losses = loss.per_row(**arguments)
+            kind = "sum" if not loss.is_mean or loss.is_by_weight(run.values.get(target)) else "mean"
+            found: list[Found] = [kind if isinstance(watch.found(losses), tuple) else None]
+        else:
+            with watch:
+                value = run.run_node(node)
+            found = [watch.found(tensor) for tensor in flat_tensors(value)]
+        if watch.why_not or None in found or (len(found) > 1 and ("sum" in found or "mean" in found)):
+            self.why_not[node] = watch.why_not or "a result has no rows"
+            return None
+        reads: dict[Node, Rows | None] = {}
+        for source in operands:
+            value = run.values[source]
+            if isinstance(value, torch.Tensor):
+                (own,) = self.found(source, seeds)
+                reads[source] = watch.taken_in_rows.get(id(value), own if isinstance(own, tuple) else None)
+            else:  # an item of a row-wise node's tuple
+                rows_of_items = self.row_nodes[source].found if source in self.row_nodes else []
+                reads[source] = next((rows for rows in rows_of_items if isinstance(rows, tuple)), None)
+        return RowNode(found, reads, watch.made_bytes, watch.draws_random, loss)
+
+    def _watch(self, operands: Sequence[Node], seeds: Mapping[Node, list[Found]]) -> RowWatch:
+        rows: list[tuple[torch.Tensor, Rows]] = []
+        free = []
+        for source in operands:
+            tensors = flat_tensors(self.run.values[source])
+            for tensor, found in zip(tensors, self.found(source, seeds), strict=True):
+                if isinstance(found, tuple):
+                    rows.append((tensor, found))
+                else:
+                    free.append(tensor)
+        return RowWatch(self.space.sizes, rows, free)
+
+    def _can_be_in_region(self, node: Node, results: Sequence[torch.Tensor]) -> bool:
+        """Whether what a node reads and gives are tensors, plain values, or tuples of row-wise nodes' tensors."""
+        value = self.run.values[node]
+        if not results or not (isinstance(value, torch.Tensor) or _is_tuple_of_tensors(value)):
+            return False
+        for source in node.all_input_nodes:
+            operand = self.run.values[source]
+            is_plain = isinstance(operand, (torch.Tensor, nn.Module, *trees.PLAIN, torch.Size))
+            if not is_plain and not (source in self.row_nodes or source in self.run.literals):
+                return False
+        # a tuple can't be a region's result, but its items can
+        is_tensor = isinstance(value, torch.Tensor)
+        return is_tensor or all(user.target is operator.getitem for user in node.users)
+
+    def _is_small(self, results: Sequence[torch.Tensor], operands: Iterable[Node]) -> bool:
+        """Whether a node is about labels: without gradient, at most one element per row, and not of other rows."""
+        tensors = flat_tensors([self.run.values[source] for source in operands])
+        return (
+            not any(tensor.requires_grad for tensor in results)
+            and all(tensor.numel() <= self.space.number for tensor in (*results, *tensors))
+            and not any(source in self.row_nodes for source in operands)
+        )
+
+    def regions(self) -> list[RegionNodes]:
+        """Connected row-wise nodes of one stage."""
+        group: dict[Node, list[Node]] = {}
+        for node in self.row_nodes:
+            merged = [node]
+            sources = [s for s in node.all_input_nodes if s in group and self.stages[s] == self.stages[node]]
+            for other in {id(group[s]): group[s] for s in sources if self._is_row_edge(s, node)}.values():
+                merged = other + merged
+            for member in merged:
+                group[member] = merged
+        order = {node: index for index, node in enumerate(self.run.graph.nodes)}
+        distinct = {id(nodes): nodes for nodes in group.values()}.values()
+        return [RegionNodes(sorted(nodes, key=order.__getitem__), self.space) for nodes in distinct]
+
+    def saved_bytes(self, region: RegionNodes) -> int:
+        """Bytes that a region makes inside, less those of its rows that come in and go out."""
+        members = set(region.nodes)
+        made = sum(self.row_nodes[node].made_bytes for node in members)
+        inputs = {source for node in members for source, rows in self.row_nodes[node].reads.items() if rows} - members
+        results = {node for node in members if any(user not in members for user in node.users)}
+        return made - 2 * self._bytes_of(results) - self._bytes_of(inputs)
+
+    def _bytes_of(self, nodes: Iterable[Node]) -> int:
+        return sum(tensor.nbytes for node in nodes for tensor in flat_tensors(self.run.values[node]))
+
+
+def _is_tuple_of_tensors(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and all(isinstance(item, torch.Tensor) for item in value)
+
+
+def row_spaces(run: GraphRun) -> list[RowSpace]:
+    """By the leading sizes of activations, the largest first."""
+    bytes_of: dict[RowSpace, int] = {}
+    for node, value in run.values.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and node.op != "get_attr" and value.dim() > 1:
+            space = RowSpace(tuple(value.shape[: 1 if value.dim() == 2 else 2]))
+            bytes_of[space] = bytes_of.get(space, 0) + value.nbytes
+    ordered = sorted(bytes_of, key=lambda space: -bytes_of[space])
+    return [space for space in ordered if space.sizes]

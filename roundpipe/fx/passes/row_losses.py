@@ -1,0 +1,128 @@
+"""Losses over rows, which end a region: as the sum or mean of one value per row.
+
+A mean over elements is that of tiles by their shares of rows. A mean by the weights of classes, in which ignored rows
+don't count, is the sum over a tile by the weight of all rows, which is computed from the whole target before.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx import Graph, Node
+
+from roundpipe.core.modes import Modes
+from roundpipe.fx.operations import NamedCall
+
+_BY_WEIGHT = (F.cross_entropy, F.nll_loss)
+_BY_ELEMENT = (
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+    F.kl_div,
+)
+_OF_MODULES: dict[type[nn.Module], tuple[Any, tuple[str, ...]]] = {
+    nn.CrossEntropyLoss: (F.cross_entropy, ("weight", "ignore_index", "label_smoothing")),
+    nn.NLLLoss: (F.nll_loss, ("weight", "ignore_index")),
+    nn.MSELoss: (F.mse_loss, ()),
+    nn.L1Loss: (F.l1_loss, ()),
+    nn.SmoothL1Loss: (F.smooth_l1_loss, ("beta",)),
+    nn.HuberLoss: (F.huber_loss, ("delta",)),
+    nn.BCEWithLogitsLoss: (F.binary_cross_entropy_with_logits, ("weight", "pos_weight")),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RowLoss:
+    """A node that reduces a loss of rows."""
+
+    function: Any
+    arguments: dict[str, Any]
+    """By name, for one value per row; nodes among them."""
+    is_mean: bool
+    modes: Modes | None = None
+
+    @classmethod
+    def of(cls, node: Node, module: nn.Module | None) -> RowLoss | None:
+        """The loss that a node computes, if it is one that is known; ``module``: what a ``call_module`` calls."""
+        target: Any = node.target
+        modes: Modes | None = None
+        kwargs: dict[str, Any] = dict(node.kwargs)
+        if isinstance(target, NamedCall):
+            target, modes = target.function, target.modes
+        if module is not None:
+            if type(module) not in _OF_MODULES:
+                return None
+            target, names = _OF_MODULES[type(module)]
+            kwargs.update((name, getattr(module, name)) for name in (*names, "reduction"))
+            if any(isinstance(value, torch.Tensor) for value in kwargs.values()):
+                return None
+        elif node.op != "call_function" or target not in (*_BY_WEIGHT, *_BY_ELEMENT):
+            return None
+        arguments = dict(inspect.signature(target).bind(*node.args, **kwargs).arguments)
+        reduction = arguments.pop("reduction", "mean")
+        if reduction not in ("sum", "mean") or any(arguments.pop(name, None) is not None for name in _OLD):
+            return None
+        return cls(target, arguments, reduction == "mean", modes)
+
+    def is_by_weight(self, target: Any) -> bool:
+        """Whether it is a mean by the weights of classes, given its target's value."""
+        is_index = isinstance(target, torch.Tensor) and not target.is_floating_point()
+        return self.is_mean and self.function in _BY_WEIGHT and is_index
+
+    @property
+    def target(self) -> Any:
+        return self.arguments["target"]
+
+    @property
+    def per_row(self) -> Any:
+        """The function that gives one value per row, of the `arguments`."""
+        return NamedCall(self.function.__name__, _Unreduced(self.function), self.modes)
+
+    def write(self, graph: Graph, arguments: dict[str, Any], total: Node | None, name: str) -> Node:
+        """The nodes of one tile's part; ``total``: the weight of all rows."""
+        losses = graph.call_function(self.per_row, (), arguments)
+        kind = "sum" if not self.is_mean or total is not None else "mean"
+        return graph.create_node("call_function", end_of, (losses, kind, total), name=name)
+
+    @property
+    def weight_arguments(self) -> dict[str, Any]:
+        """What `weight_of` takes."""
+        names = ("target", "weight", "ignore_index")
+        return {name: self.arguments[name] for name in names if name in self.arguments}
+
+
+_OLD = ("size_average", "reduce")
+
+
+@dataclass(frozen=True, slots=True)
+class _Unreduced:
+    function: Any
+
+    def __call__(self, **arguments: Any) -> torch.Tensor:
+        losses: torch.Tensor = self.function(**arguments, reduction="none")
+        return losses
+
+
+def end_of(losses: torch.Tensor, kind: str, total: torch.Tensor | None) -> torch.Tensor:
+    """The sum or mean of losses in a tile, in at least single precision, or their part of a mean by weight."""
+    dtype = torch.promote_types(losses.dtype, torch.float32)
+    if kind == "mean":
+        return losses.mean(dtype=dtype)
+    part = losses.sum(dtype=dtype)
+    return part if total is None else part / total
+
+
+def weight_of(target: torch.Tensor, weight: torch.Tensor | None = None, ignore_index: int = -100) -> torch.Tensor:
+    """The weight by which a mean over all rows is divided: their number, or the sum of their classes' weights."""
+    counted = target != ignore_index
+    if weight is None:
+        return counted.sum()
+    return (weight[target.where(counted, 0)] * counted).sum()
