@@ -137,6 +137,15 @@ def test_what_a_loss_function_changes_is_put_back():
     assert vars(scaler) == before
 
 
+def test_weights_that_a_loss_function_reads_get_no_gradient():
+    model = nn.Sequential(nn.Linear(4, 4))
+    scale = torch.ones((), requires_grad=True)
+    loss = Loss(lambda outputs, label: scale * (outputs.sum() + model[0].weight.square().sum()), None)
+    assert measure_memory(layers_of(model), (torch.randn(2, 4),), {}, loss) is not None
+    assert model[0].weight.grad is None
+    assert scale.grad is None
+
+
 def test_a_loss_that_needs_data_is_guessed():
     """As bytes that go with the outputs; the layers are measured all the same."""
     (without,) = measure_memory(layers_of(nn.Sequential(nn.Linear(8, 8))), (torch.randn(4, 8),), {})

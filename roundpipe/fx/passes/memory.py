@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Container, Hashable, Mapping
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,7 +28,7 @@ from roundpipe.core.modes import autocast_as_on_accelerator
 from roundpipe.core.tiling import UNTILED, Tiles, in_tiles, num_tiles
 from roundpipe.effects.places import HOOKS
 from roundpipe.effects.snapshot import python_restored
-from roundpipe.fx.fakes import failures_unlogged, fake_of, make_twin, static_mode
+from roundpipe.fx.fakes import failures_unlogged, fake_of, is_fake, make_twin, static_mode
 
 logger = logging.getLogger(__name__)
 
@@ -180,9 +180,23 @@ class _ChainRun:
                 roots = [tensor for tensor in trees.tensors(made) if tensor.requires_grad and tensor.grad_fn]
                 results = trees.map_tensors(made, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
                 del made
-                if roots:
-                    torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
+                if leaves := _fake_leaves(roots):
+                    torch.autograd.backward(roots, [torch.empty_like(root) for root in roots], inputs=leaves)
         return kept_bytes, memory.peak_bytes, results
+
+
+def _fake_leaves(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The leaves of a graph without real ones, such as weights that a loss reads: those must get no fake gradient."""
+    pending, seen = [root.grad_fn for root in roots], set()
+    leaves = []
+    while pending:
+        if (node := pending.pop()) is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None and is_fake(leaf):
+            leaves.append(leaf)
+        pending += [following for following, _ in node.next_functions]
+    return leaves
 
 
 def _forward(layer: nn.Module, spec: LayerSpec, carry: Carry) -> Carry:
