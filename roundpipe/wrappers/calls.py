@@ -40,6 +40,7 @@ from roundpipe.runtime.microbatch.merge import merge
 from roundpipe.runtime.microbatch.split import batch_size, split
 from roundpipe.wrappers.batch_loss import train_on_batch
 from roundpipe.wrappers.deferred import run_forward
+from roundpipe.wrappers.features import plan_hooks_beside_loss
 from roundpipe.wrappers.model_view import ModelView
 from roundpipe.wrappers.recovery import run_step
 from roundpipe.wrappers.session import LatestStep, Program, Runner, Session, TrainingCall
@@ -131,6 +132,7 @@ class ChainRunner(Runner):
 
     def _run_round(self, call: Call, training: TrainingCall, *, may_overlap: bool) -> StepState:
         """One round of a call, with its backward if there is one."""
+        plan_hooks_beside_loss(call)
         session, plans = self.session, self.builder.plans
         if not training.has_backward:
             build = functools.partial(self.builder.loss_step, call, training.return_outputs)

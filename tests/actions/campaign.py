@@ -77,14 +77,10 @@ class _Log(logging.Handler):
 
 
 def run(case: Case) -> Outcome:
-    """Both sides, compared after each action; ends the process if they take longer than the deadline."""
-    timer = watch(case)
-    try:
-        with warnings.catch_warnings(record=True) as warned, _Log() as log:
-            warnings.simplefilter("always")
-            outcome = _run(case)
-    finally:
-        timer.cancel()
+    """Both sides, compared after each action; ends the process if one action takes longer than the deadline."""
+    with warnings.catch_warnings(record=True) as warned, _Log() as log:
+        warnings.simplefilter("always")
+        outcome = _run(case)
     said = log.text + "\n".join(str(warning.message) for warning in warned)
     if outcome.kind == "different" and (words := next((words for words in SAYS_SO if words in said), None)):
         return Outcome("refused", f"a warning says {words!r}: {outcome.detail}")
@@ -109,7 +105,9 @@ def _run(case: Case) -> Outcome:
                 continue
             function, _ = ACTIONS[name]
             expected, failure = _outcome_of(function, eager, seed)
+            timer = watch(f"action {position} of {case}")
             found, error = _outcome_of(function, piped, seed)
+            timer.cancel()
             if isinstance(error, RoundPipeError):
                 return ended("refused", f"{type(error).__name__}: {error}")
             if failure is not None and type(failure) is type(error):

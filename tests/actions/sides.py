@@ -102,7 +102,8 @@ class Side(ABC):
     def optim_parameters(self) -> dict[str, nn.Parameter]: ...
 
     @abstractmethod
-    def copy(self) -> Side: ...
+    def copy(self) -> Side:
+        """The side of a deep copy of the handle; this one is closed."""
 
     @abstractmethod
     def rewrap(self, kind: str, close_first: bool) -> None: ...

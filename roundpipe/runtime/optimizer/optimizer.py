@@ -125,9 +125,6 @@ class OptimizerSide:
         self._pairs.trainable()
         pairs = self._pairs.with_copies()
         take_writes(pairs, has_update=self._weights_changed)
-        for pair in pairs:
-            if pair.is_frozen and pair.copy is not None:
-                pair.copy.grad = None
         call = functools.partial(step_fn, *args, **(kwargs or {}))
         num_steps, scales = self.num_steps, self._scalers.state()
         update = Update(f"update {num_steps + 1}")
@@ -225,8 +222,7 @@ class OptimizerSide:
         self._hand_over.exchange(pairs, steps, weights_changed=self._weights_changed, only_behind=only_behind)
         self._weights_changed = False
         for pair in pairs if shows_gradients else ():
-            if not pair.is_frozen:
-                pair.show_gradient()
+            pair.show_gradient()
 
     def _write_now(self, pairs: Sequence[ParameterPair]) -> None:
         self._hand_over.write_weights(pairs)
@@ -342,7 +338,7 @@ class OptimizerSide:
         if self._runner.is_inside:
             self._weights_changed = True
         pairs = self._pairs.with_copies()
-        self._gradients_due |= any(pair.parameter.grad is not None and not pair.is_frozen for pair in pairs)
+        self._gradients_due |= any(pair.parameter.grad is not None for pair in pairs)
         self._exchange(pairs, shows_gradients=True)
         if not self._gradients_due:
             self._scalers.publish()

@@ -183,8 +183,7 @@ class HandOver:
                 if not any(step.failed for step in steps):
                     with self._log.doing("hand-over", "gradients to the optimizer", bytes=_model_bytes(group)):
                         for pair in group:
-                            if not pair.is_frozen:
-                                pair.take_gradient()
+                            pair.take_gradient()
                 self._gates.gradients.open(pair.parameter for pair in group)
             else:
                 with self._log.doing("waits", "wait for uploads" if to_write else "wait for gradients"):

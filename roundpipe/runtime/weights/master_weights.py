@@ -76,8 +76,6 @@ class ParameterPair:
     """What `show_gradient` put into the model's ``.grad``, its version, and the copy's gradient then."""
     fingerprint: Fingerprint | None = None
     """The model's parameter when the copy and it last agreed, or the copy was newer."""
-    is_frozen: bool = False
-    """Whether the model's parameter required no grad at the last update or `synchronize`."""
     is_written: bool = False
     """Whether anybody else has written the model's parameter since; see `look`."""
 
@@ -290,11 +288,8 @@ class MasterWeights:
                 yield (f"{prefix}.{name}" if prefix else name), pair.copy
 
     def with_copies(self) -> list[ParameterPair]:
-        """The pairs that the optimizer may have updated; of those that are frozen now no gradients are taken."""
-        pairs = [pair for pair in self._pairs if pair.copy is not None]
-        for pair in pairs:
-            pair.is_frozen = not pair.parameter.requires_grad
-        return pairs
+        """The pairs that the optimizer may have updated; those that are frozen now may have gradients from before."""
+        return [pair for pair in self._pairs if pair.copy is not None]
 
     @contextmanager
     def gradients_aside(self) -> Iterator[None]:
@@ -334,6 +329,8 @@ class MasterWeights:
         if (pair := self._by_name.get(name)) is not None:
             if pair.parameter is not parameter:
                 pair.parameter, pair.shown = parameter, None
+                if pair.copy is not None:
+                    pair.copy.grad = None  # that of the other one
             pair.start_again()
 
 
