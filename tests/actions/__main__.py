@@ -34,7 +34,9 @@ def main(arguments: list[str] | None = None) -> int:
         counts[outcome.kind] += 1
         num_actions += len(case.actions)
         if outcome.kind in ("different", "unclear", "invalid"):
-            print(f"case {index} is {outcome.kind}: {outcome.detail[:400]}\n  {shrink(case, outcome)}", flush=True)
+            shrunk, detail = shrink(case, outcome)
+            print(f"case {index} is {outcome.kind}: {outcome.detail[:400]}", flush=True)
+            print(f"  shrunk to {shrunk}\n  {detail.detail[:400]}", flush=True)
         elif outcome.kind == "refused" and given.show_refused:
             print(f"case {index} is refused: {outcome.detail[:400]}", flush=True)
     totals = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS)

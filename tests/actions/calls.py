@@ -100,6 +100,8 @@ def train_inputs(side: Side, choose: random.Random) -> list[Any]:
     how = choose.choice(["forward_backward", "forward", "twice", "label only"])
     if how == "label only":
         batch.args, batch.label = (x.detach(),), x.mean(1)
+    if how in ("forward", "twice"):
+        batch.num_microbatches = 1  # a model in parts splits part by part
     if how in ("forward_backward", "label only"):
         seen = list(_flat(side.train(batch, loss_fn, False)))
     else:
@@ -144,12 +146,16 @@ def infer_packed(side: Side, choose: random.Random) -> list[Any]:
     """Outputs that are left in pieces."""
     side.settle()
     batch = draw_batch(side, choose)
+    was = side.model.training
+    side.handle.eval()
     with torch.no_grad():
-        if not isinstance(side, Piped):
-            return [side.forward(batch)]
-        config = RoundPipeRunConfig(num_microbatch=batch.num_microbatches, merge_output=False)
-        packed = side.pipe(*batch.args, **batch.kwargs, roundpipe_run_config=config)
-    packed.synchronize()
+        if isinstance(side, Piped):
+            config = RoundPipeRunConfig(num_microbatch=batch.num_microbatches, merge_output=False)
+            packed = side.pipe(*batch.args, **batch.kwargs, roundpipe_run_config=config)
+            packed.synchronize()
+        else:
+            packed = [side.forward(batch)]
+    side.handle.train(was)
     return [torch.cat(list(packed))]
 
 

@@ -184,8 +184,8 @@ def _words(value: Any) -> str:
     return f"{value.dtype} {list(value.shape)} {value.flatten()[:3].tolist()}"
 
 
-def shrink(case: Case, outcome: Outcome) -> Case:
-    """The case without the actions that are not needed for the same kind of outcome."""
+def shrink(case: Case, outcome: Outcome) -> tuple[Case, Outcome]:
+    """The case without the actions that are not needed for the same kind of outcome, and what becomes of it."""
 
     def fails(actions: Sequence[tuple[str, int]]) -> bool:
         return run(Case(case.setup, tuple(actions))).kind == outcome.kind
@@ -199,4 +199,5 @@ def shrink(case: Case, outcome: Outcome) -> Case:
         if fails(fewer):
             actions = fewer
         position -= 1
-    return Case(case.setup, tuple(actions))
+    case = Case(case.setup, tuple(actions))
+    return case, run(case)

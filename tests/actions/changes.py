@@ -229,6 +229,12 @@ def rewrap(side: Side, choose: random.Random) -> list[Any]:
     return []
 
 
+@action(0.5)
+def duplicate(side: Side, choose: random.Random) -> list[Any]:
+    """The case goes on with a deep copy, which has hooks of its own; the campaign sees to it."""
+    return []
+
+
 @action(0.6)
 def save(side: Side, choose: random.Random) -> list[Any]:
     side.save()

@@ -95,7 +95,7 @@ class Side(ABC):
     def edited(self) -> None:
         """Weights or gradients of the model were written after `settle`."""
 
-    def edited_gradients(self) -> None:
+    def edited_gradients(self) -> None:  # noqa: B027 - nothing, where gradients are the model's own
         """Gradients of the model were written after `settle`."""
 
     @abstractmethod
@@ -104,6 +104,9 @@ class Side(ABC):
     @abstractmethod
     def copy(self) -> Side:
         """The side of a deep copy of the handle; this one is closed."""
+
+    def _kept_by_copy(self) -> dict[str, Any]:
+        return {name: value for name, value in self.kept.items() if name in ("is coarse", "is single")}
 
     @abstractmethod
     def rewrap(self, kind: str, close_first: bool) -> None: ...
@@ -114,7 +117,7 @@ class Side(ABC):
     @abstractmethod
     def load(self) -> None: ...
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - nothing, where there are no workers
         """Give everything back."""
 
     def observe(self) -> dict[str, torch.Tensor | None]:
@@ -214,7 +217,7 @@ class Eager(Side):
     def copy(self) -> Side:
         self._write()
         self._hide()
-        return Eager(self.setup, copy.deepcopy(self.model))
+        return Eager(self.setup, copy.deepcopy(self.model), kept=self._kept_by_copy())
 
     def rewrap(self, kind: str, close_first: bool) -> None:
         self._write()
@@ -280,7 +283,7 @@ class Piped(Side):
     def copy(self) -> Side:
         other = copy.deepcopy(self.pipe)
         self.close()
-        return Piped(self.setup, other.model, pipe=other)
+        return Piped(self.setup, other.model, pipe=other, kept=self._kept_by_copy())
 
     def rewrap(self, kind: str, close_first: bool) -> None:
         self.pipe.synchronize()

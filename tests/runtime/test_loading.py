@@ -74,6 +74,7 @@ def test_parameters_that_a_load_replaces_are_trained(behind: bool) -> None:
         train(piped)
         piped.step(update, is_async=False)
         before = model[0].weight
+        train(piped)  # the parameters that are replaced take these gradients with them
         (model if behind else piped).load_state_dict(copy.deepcopy(other.state_dict()), assign=True)
         assert model[0].weight is not before
         plain = torch.optim.SGD(reference.parameters(), lr=0.1)

@@ -71,10 +71,10 @@ def test_a_parameter_frozen_with_a_gradient_left_takes_its_step(model, side, is_
     reference = copy.deepcopy(model)
     plain = torch.optim.SGD(reference.parameters(), lr=LR)
     optimizer = torch.optim.SGD(side.optim_parameters(), lr=LR)
-    for each, make_step in ((reference, plain.step), (model, lambda: side.step(optimizer.step, is_async))):
+    for each, update in ((reference, plain.step), (model, lambda: side.step(optimizer.step, is_async))):
         loss_of(each, make_batches(1)[0]).backward()
         each[0].bias.requires_grad_(False)
-        make_step()
+        update()
     plain.zero_grad()
     plain.step()
     side.step(lambda: (optimizer.zero_grad(), optimizer.step()), is_async)
@@ -380,3 +380,10 @@ def test_every_parameter_is_opened_after_an_error(model, monkeypatch):
         gate.wait(model.parameters(), "a worker")
     with pytest.raises(ZeroDivisionError):
         side.close()
+
+
+def test_zero_grad_clears_parameters_that_were_replaced(model, side):
+    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+    loss_of(model, make_batches(1)[0]).backward()
+    side.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())

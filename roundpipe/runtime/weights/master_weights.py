@@ -320,6 +320,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool) -> None:
+        self._find()
         for holder in (holder for pair in self._pairs for holder in (pair.parameter, pair.copy)):
             if holder is not None and holder.grad is not None:
                 holder.grad = None if set_to_none else holder.grad.detach().zero_()

@@ -44,7 +44,9 @@ class FrozenLayers:
         for layer in layers:
             for module in layer.modules():
                 frozen.attributes[module] = {
-                    name: copy.copy(value) if type(value) in (dict, list, OrderedDict) else value  # the module may change it
+                    name: copy.copy(value)
+                    if type(value) in (dict, list, OrderedDict)
+                    else value  # the module may change it
                     for name, value in module.__dict__.items()
                 }
             frozen.trained.update(parameter for parameter in layer.parameters() if parameter.requires_grad)
