@@ -118,6 +118,16 @@ class Exit(Protocol):
     def __call__(self, carry: Carry) -> Any: ...
 
 
+class Tail(Protocol):
+    """The last layer, the chain's exit and the loss function as one; it can run in tiles (`roundpipe.core.tiling`)."""
+
+    def __call__(self, layer: nn.Module, carry: Carry, label: Any) -> Any:
+        """What the loss function returns, from a copy of the last layer, and all that it and the exit read."""
+
+    def is_of_loss(self, error: BaseException) -> bool:
+        """Whether what raised an error in a call is a part of the loss function."""
+
+
 class LayerChain(nn.Sequential):
     """A model as carry-to-carry layers, in order, with what turns arguments into a carry and back.
 

@@ -34,7 +34,7 @@ from roundpipe.runtime.config import (
 )
 from roundpipe.runtime.engine.builder import StepBuilder
 from roundpipe.runtime.engine.losses import LossWeights, Mean, scale_of, sum_losses
-from roundpipe.runtime.engine.spec import Call, LossFunction
+from roundpipe.runtime.engine.spec import Call, LossFunction, MakeTail
 from roundpipe.runtime.engine.step import StepState
 from roundpipe.runtime.microbatch.merge import merge
 from roundpipe.runtime.microbatch.split import batch_size, split
@@ -44,6 +44,7 @@ from roundpipe.wrappers.features import plan_hooks_beside_loss
 from roundpipe.wrappers.model_view import ModelView
 from roundpipe.wrappers.recovery import run_step
 from roundpipe.wrappers.session import LatestStep, Program, Runner, Session, TrainingCall
+from roundpipe.wrappers.tails import TailSource
 
 
 @dataclass(eq=False)
@@ -65,6 +66,7 @@ class ChainRunner(Runner):
     def __post_init__(self) -> None:
         session = self.session
         measure = functools.partial(_memory_of, session.engine.backends[0].device)
+        self.tails = TailSource(self.model)
         self.builder = StepBuilder(session.engine, session.host, session.optimizer, measure)
 
     @property
@@ -92,7 +94,13 @@ class ChainRunner(Runner):
             return train_on_batch(self, session, training, is_mean=config.loss_reduction == "mean")
         session.begin_call(adds_gradients=has_backward)
         calls, options = self._calls(
-            training.args, training.kwargs, config, training.options, training.label, training.loss_fn
+            training.args,
+            training.kwargs,
+            config,
+            training.options,
+            training.label,
+            training.loss_fn,
+            make_tail=self.tails.tail if has_backward and not training.return_outputs else None,
         )
         if calls is None:
             return self._fall_back().forward_backward(replace(training, options=options))
@@ -185,6 +193,7 @@ class ChainRunner(Runner):
         label: Any = None,
         loss_fn: LossFunction | None = None,
         first_microbatch: int = 0,
+        make_tail: MakeTail | None = None,
     ) -> tuple[list[Call] | None, RoundPipeRunConfig]:
         """The microbatches, grouped where neighbours share a chain; None, and the fallback's options, if one has none.
 
@@ -193,7 +202,7 @@ class ChainRunner(Runner):
         if self.fallback is not None and self.source.latest is None:
             return None, options  # there never was one
         if config.auto and (chain := self.last_chain or self.source.latest) is not None:
-            whole = Call(chain, config, [args], [kwargs], [label], 1, loss_fn=loss_fn)
+            whole = Call(chain, config, [args], [kwargs], [label], 1, loss_fn=loss_fn, make_tail=make_tail)
             config = self.builder.plans.options.settle(whole, batch_size(args, kwargs, config))
         pieces = split(args, kwargs, label, config)
         calls: list[Call] = []
@@ -206,7 +215,8 @@ class ChainRunner(Runner):
                 self.last_chain = None
                 return None, pieces.replay_options(options, config)
             if not calls or calls[-1].chain is not chain:
-                calls.append(Call(chain, config, [], [], [], pieces.num_microbatches, position, loss_fn))
+                number = pieces.num_microbatches
+                calls.append(Call(chain, config, [], [], [], number, position, loss_fn, make_tail=make_tail))
             calls[-1].args.append(piece_args)
             calls[-1].kwargs.append(piece_kwargs)
             calls[-1].labels.append(piece_label)
@@ -239,7 +249,8 @@ class ChainRunner(Runner):
 def _memory_of(device: torch.device, call: Call, tiles: Tiles) -> list[LayerCost] | None:
     """Costs with the memory that layers take in tiles for the largest microbatch of a call, its loss included."""
     args, kwargs, label = call.largest()
-    loss = None if call.loss_fn is None else Loss(call.loss_fn, label)
+    tail = call.tail if tiles.tail > 1 else None
+    loss = None if call.loss_fn is None else Loss(call.loss_fn, label, tail)
     with microbatch_count(call.total_microbatches):
         return measure_memory(call.chain, args, kwargs, loss, device, tiles)
 

@@ -34,10 +34,11 @@ from roundpipe.core import trees
 from roundpipe.core.layers import EXECUTION_DEVICE, Carry, LayerChain, LayerSpec
 from roundpipe.core.tiling import num_tiles
 from roundpipe.fx.arguments import CallForm
-from roundpipe.fx.graph.nodes import draws_random, installs_hook, modes_of
+from roundpipe.fx.graph.nodes import draws_random, has_effect, installs_hook, modes_of, writes_buffers
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph, output_names
 from roundpipe.fx.operations import NamedCall, assign_buffer, call_leaf, call_method, hang_on, overrides_call, pass_on
 from roundpipe.fx.passes.cost import NodeCost
+from roundpipe.fx.passes.forms import ValueForms
 from roundpipe.fx.passes.partition import Chunk, Partition, layer_costs
 
 
@@ -48,12 +49,21 @@ def generate(traced: TracedGraph, partition: Partition, costs: Mapping[Node, Nod
         writer = _Writer(traced, chunk)
         layers.append(writer.write())
         specs.append(_spec(partition, chunk, writer.uses_device))
-    exit = OutputExit(traced.output)
+    form = CallForm(traced.model)
+    forms = ValueForms(traced, form, {*specs[-1].reads, *output_names(traced.output)})
+    exit = OutputExit(traced.output, forms)
     needed = {name for spec in specs for name in spec.reads} | set(exit.reads)
     paths = {name: path for name, path in traced.input_paths.items() if name in needed}
-    entry = ArgumentEntry(CallForm(traced.model), paths)
+    entry = ArgumentEntry(form, paths)
     sums = layer_costs(traced, partition, layers, costs)
     return LayerChain(layers, specs, sums, entry, exit, traced.example_elements)
+
+
+def whole_graph(traced: TracedGraph) -> Layer:
+    """One layer for a graph: from a carry of its inputs to one of its outputs."""
+    placeholders, outputs = tuple(traced.placeholders), tuple(traced.outputs)
+    name = type(traced.model).__name__
+    return _Writer(traced, Chunk(name, (), tuple(traced.body), placeholders, (), outputs, (), 0)).write()
 
 
 # ---------------------------------------------------------------------------------- ends of the chain
@@ -78,8 +88,10 @@ class ArgumentEntry:
 class OutputExit:
     """Refills an output template (`TracedGraph.output`) from the last carry; containers are new at each call."""
 
-    def __init__(self, template: Any) -> None:
+    def __init__(self, template: Any, forms: ValueForms | None = None) -> None:
         self.template = template
+        self.forms = forms
+        """Of what it and the last layer read; None where nothing was traced."""
         self.reads: tuple[str, ...] = tuple(dict.fromkeys(output_names(template)))
 
     def __call__(self, carry: Carry) -> Any:
@@ -233,7 +245,9 @@ class _Writer:
         if op == "call_function":
             assert callable(target)
             target = _named(target) if modes is None else NamedCall(f"{label}_in_context", target, modes)
-        return self.graph.create_node(op, target, args, kwargs, name=node.name)
+        written = self.graph.create_node(op, target, args, kwargs, name=node.name)
+        written.meta.update(random=draws_random(node), effect=has_effect(node) or writes_buffers(node))
+        return written
 
     # -- operands
 

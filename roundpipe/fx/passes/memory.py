@@ -23,12 +23,13 @@ from torch.fx.node import map_aggregate
 
 from roundpipe.core import trees
 from roundpipe.core.allocations import Allocations
-from roundpipe.core.layers import EXECUTION_DEVICE, Carry, LayerChain, LayerCost, LayerSpec
+from roundpipe.core.layers import EXECUTION_DEVICE, Carry, LayerChain, LayerCost, LayerSpec, Tail
 from roundpipe.core.modes import autocast_as_on_accelerator
 from roundpipe.core.tiling import UNTILED, Tiles, in_tiles, num_tiles
 from roundpipe.effects.places import HOOKS
 from roundpipe.effects.snapshot import python_restored
 from roundpipe.fx.fakes import failures_unlogged, fake_of, is_fake, make_twin, static_mode
+from roundpipe.fx.passes.tail import JoinedTail
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ class Loss:
 
     function: Callable[[Any, Any], Any]
     label: Any
+    tail: Tail | None = None
+    """What runs in place of the last layer and the function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +125,7 @@ class _ChainRun:
         memory, values = self._known[key]
         return memory, {name: self._faked(value) for name, value in zip(spec.makes, values, strict=True)}
 
-    def _twin(self, layer: nn.Module, spec: LayerSpec) -> nn.Module:
+    def _twin(self, layer: nn.Module, spec: LayerSpec | None = None) -> nn.Module:
         """A copy of a layer with fakes as weights, which have gradients."""
         fakes = {
             tensor: fake_of(self._mode, tensor, self._device) for tensor in (*layer.parameters(), *layer.buffers())
@@ -132,16 +135,20 @@ class _ChainRun:
                 with self._mode:
                     fake.grad = torch.empty_like(fake)
         twin, _ = make_twin(layer, fakes)
-        if spec.execution_device:
+        if spec is not None and spec.execution_device:
             setattr(twin, EXECUTION_DEVICE, self._device)
         return twin
 
     def _to_loss(self, loss: Loss, last: _RunBytes, reads: Carry, results: Carry) -> _RunBytes:
         """What the last layer and the loss behind it take; a guess from the size of the outputs if that can't run."""
         chain, spec, label = self._chain, self._chain.specs[-1], self._faked(loss.label)
-        twin = self._twin(chain[-1], spec)
+        twin, tail = self._twin(chain[-1], spec), loss.tail
+        if isinstance(tail, JoinedTail):
+            tail = tail.with_loss(self._twin)
 
         def run(carry: Carry) -> Carry:
+            if tail is not None:
+                return {"loss": tail(twin, carry, label)}
             outputs = chain.exit({**carry, **_forward(twin, spec, {name: carry[name] for name in spec.reads})})
             return {"loss": loss.function(outputs, label)}
 

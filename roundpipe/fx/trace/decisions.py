@@ -112,6 +112,8 @@ class Knowledge:
     max_leaf_bytes: int | None = None
     """Modules with more bytes of weights and gradients are looked into; None = no such limit."""
     dynamic: frozenset[Dimension] = frozenset()
+    is_pure: bool = False
+    """Whether code that changes anything in Python is refused."""
     needs: frozenset[Need] = frozenset()
     decisions: Mapping[str | type, Decision] = field(default_factory=dict)
     """By module or class; modules win."""

@@ -50,6 +50,7 @@ def trace(
     *,
     max_leaf_bytes: int | None = None,
     dynamic: Collection[Dimension] = (),
+    is_pure: bool = False,
 ) -> GuardedGraph:
     """The graph that a model's forward records on example arguments.
 
@@ -60,6 +61,7 @@ def trace(
             data; dim 0 of floats and every dimension of integers become symbols.
         max_leaf_bytes: look into modules with more bytes of weights and gradients than this; None = no such limit.
         dynamic: further input dimensions that become symbols, as in `Failure.dimensions`.
+        is_pure: a forward that changes anything in Python is refused; it never runs on data.
 
     Returns:
         The graph, with its guards.
@@ -70,12 +72,12 @@ def trace(
     """
     form = CallForm(model)
     arguments = form.normalise(args, kwargs or {})
-    knowledge = Knowledge(max_leaf_bytes, frozenset(dynamic))
+    knowledge = Knowledge(max_leaf_bytes, frozenset(dynamic), is_pure)
     try:
         with TRACING, preserved_random_state():
             return _trace_doubled(model, form, arguments, knowledge)
     except TraceError as error:
-        own = _as_the_models_own(model, args, kwargs or {}, error)
+        own = None if is_pure else _as_the_models_own(model, args, kwargs or {}, error)
         if own is not None:
             raise own from own.__cause__
         raise
@@ -144,6 +146,9 @@ def _stable_trace(world: FakeWorld, form: CallForm, knowledge: Knowledge) -> tup
             seen = {(type(module), attribute) for module, attribute in changed}
             knowledge = replace(knowledge, seen_to_set=knowledge.seen_to_set | seen)
             changes = list(dict.fromkeys([*changed.values(), *python.side_effects()]))
+            if knowledge.is_pure and (changes := [*changes, *attempt.recorder.findings.not_kept]):
+                words = f"it changes {', '.join(changes)}, which calls of a graph would not"
+                raise _refusal(world, changes[0], TraceError(words, TraceCause.STATE))
             printed = printed_graph(traced)
             if not changes or printed == previous:
                 handed_on = {words for (module, _), words in changed.items() if attempt.glue.hands_on(module)}

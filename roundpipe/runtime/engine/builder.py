@@ -78,6 +78,7 @@ class StepBuilder:
         spec = replace(
             self._with_loss(spec, call, return_outputs),
             spare_bytes=self.plans.spare_bytes(call, spec.schedule.plan),
+            tail=call.tail if call.tiles.tail > 1 else None,
             # generators are shared with the caller, who may draw as soon as the call returns; without a step that has
             # run by this plan, the call may have to be run again
             may_outlive_call=may_overlap

@@ -53,7 +53,7 @@ class ChainRecord:
     """By code of the loss and tiles, and by elements of a microbatch, costs that tell what memory layers take; None:
     can't be had."""
     loss: Any = None
-    """The code of the latest call's loss function."""
+    """The code of the latest call's loss function, and whether it stays apart from the last layer."""
     num_steps: int = 0
     unread: list[tuple[StepTimes, int, Tiles]] = field(default_factory=list)
     """Measured steps that nobody has learned from: their times, elements of their arguments, and tiles."""

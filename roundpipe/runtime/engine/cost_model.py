@@ -87,7 +87,7 @@ class CostModel:
             return
         record, elements = self.record(call.chain), call.elements()
         if call.loss_fn is not None:
-            record.loss = code_of(call.loss_fn)
+            record.loss = code_of(call.loss_fn), call.make_tail is None
         computed = record.computed.setdefault((record.loss, tiles), {})
         if elements not in computed and len(computed) < MOST_SIZES:
             computed[elements] = self._measure(call, tiles)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from roundpipe.core import trees
-from roundpipe.core.layers import LayerChain, LayerSpec
+from roundpipe.core.layers import LayerChain, LayerSpec, Tail
 from roundpipe.core.schedule import Job, Phase, Schedule
 from roundpipe.core.tiling import UNTILED, Tiles
 from roundpipe.runtime.config import RecomputeGrain, ResolvedConfig
@@ -32,6 +32,7 @@ LABEL = "the label"
 """What stands for the label among names of carried values, which are identifiers."""
 
 LossFunction = Callable[[Any, Any], Any]
+MakeTail = Callable[["Call"], Tail | None]
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
@@ -55,6 +56,16 @@ class Call:
     """What the planner has chosen."""
     has_arguments: bool = True
     """Whether layers could run with its arguments."""
+    make_tail: MakeTail | None = None
+    """Makes the loss a part of the last layer, if it can be."""
+    _tail: tuple[Tail | None] | None = None
+
+    @property
+    def tail(self) -> Tail | None:
+        """The last layer with the loss as a part of it; made when it is first asked for."""
+        if self._tail is None:
+            self._tail = (self.make_tail and self.make_tail(self),)
+        return self._tail[0]
 
     @classmethod
     def like_example(cls, chain: LayerChain, config: ResolvedConfig) -> Call:
@@ -157,6 +168,8 @@ class StepSpec:
     """None: the step ends with the model's outputs, or is a backward."""
     mean: Mean | None = None
     """See `Call`."""
+    tail: Tail | None = None
+    """Runs in place of the last layer, the exit and ``loss_fn``."""
     return_outputs: bool = False
     output_device: torch.device | None = None
     microbatch_context: Context = contextlib.nullcontext

@@ -10,7 +10,7 @@ the forward saw them; an exception of the user's code keeps its type and gains a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,27 +78,38 @@ class Stage:
         recorded = RecordedSegment(segment.layers, self._leaves(segment, carry, microbatch))
         with spec.autocast(), torch.enable_grad():
             values = dict(recorded.leaves)
+            found = None
             for index in segment.layers:
-                bound = self.layers[index]
+                bound, is_tail = self.layers[index], spec.tail is not None and index == segment.layers[-1]
                 with learn_writes(bound) if bound.has_buffers else _NOTHING:
+                    if is_tail:
+                        found = self._run_tail(index, values, microbatch, label)
+                        break
                     outputs = self._call(index, values, microbatch, "forward")
                 _pass_on(chain.specs[index], index, segment.last_reader, values, outputs)
                 del outputs
             with self._timed("loss", segment.layers[-1:]):
-                recorded.outputs, recorded.losses = self.loss(values, microbatch, label)
+                if spec.tail is None:
+                    recorded.outputs, recorded.losses = self.loss(values, microbatch, label)
+                else:
+                    recorded.losses = self._read_losses(lambda: found, microbatch)
         return recorded
 
     def loss(self, values: Carry, microbatch: int, label: Any) -> tuple[Any, Losses]:
         """The model's outputs and the losses, as they count in the step; the values are used up."""
-        assert self.spec.loss_fn is not None
+        loss_fn = self.spec.loss_fn
+        assert loss_fn is not None
         with RaisedIn(self._place(microbatch, "outputs")):
             outputs = self.spec.chain.exit(values)
         values.clear()
+        return outputs, self._read_losses(lambda: loss_fn(outputs, label), microbatch)
+
+    def _read_losses(self, loss_fn: Callable[[], Any], microbatch: int) -> Losses:
+        """What a loss function returns, as it counts in the step."""
         with RaisedIn(self._place(microbatch, "loss_fn")):
-            loss = self.spec.loss_fn(outputs, label)
-            losses = read_losses(loss, is_mean=self.spec.mean is not None)
+            losses = read_losses(loss_fn(), is_mean=self.spec.mean is not None)
             self.weights.apply(losses, microbatch)
-        return outputs, losses
+        return losses
 
     def recompute(self, segment: Segment, carry: Carry, microbatch: int) -> RecordedSegment:
         record = self.record
@@ -190,17 +201,39 @@ class Stage:
             return self._call(index, values, microbatch, "forward")
 
     def _call(self, index: int, values: Carry, microbatch: int, phase: str) -> Carry:
-        """A layer's outputs; seeded, timed and annotated."""
+        """A layer's outputs."""
+        bound, spec = self.layers[index], self.spec.chain.specs[index]
+        carry = {name: values[name] for name in spec.reads}
+        outputs = self._run(index, lambda: bound.module(carry), microbatch, phase)
+        return {name: outputs[name] for name in spec.makes}
+
+    def _run_tail(self, index: int, values: Carry, microbatch: int, label: Any) -> Any:
+        """The losses, of the last layer and the loss function as one."""
+        tail, layer = self.spec.tail, self.layers[index].module
+        assert tail is not None
+
+        def run() -> Any:
+            try:
+                return tail(layer, values, label)
+            except BaseException as error:
+                if tail.is_of_loss(error):
+                    note_place(error, self._place(microbatch, "loss_fn"))
+                raise
+
+        return self._run(index, run, microbatch, "forward")
+
+    def _run(self, index: int, function: Callable[[], Any], microbatch: int, phase: str) -> Any:
+        """What a function that runs a layer returns; seeded, timed and annotated."""
         bound, spec, times = self.layers[index], self.spec.chain.specs[index], self.spec.times
-        carry, num_tiles = {name: values[name] for name in spec.reads}, self.spec.tiles_of(index)
+        num_tiles = self.spec.tiles_of(index)
         tiling = in_tiles(num_tiles) if num_tiles > 1 else _NOTHING
         with self._annotation(f"layer {index} ({spec.name}) m{microbatch} {phase}"), tiling:
             began = None if times is None else self.backend.moment()
             try:
                 if spec.draws_random and self.spec.preserve_rng_state:
-                    outputs = self._seeded(bound, carry, layer_seed(self.spec.base_seed, index, microbatch))
+                    result = self._seeded(bound, function, layer_seed(self.spec.base_seed, index, microbatch))
                 else:
-                    outputs = bound.module(carry)
+                    result = function()
             except BaseException as error:
                 names = {id(module): name for name, module in bound.module.named_modules() if name}
                 module = innermost(error, names) or ", ".join(spec.module_names) or spec.name
@@ -209,20 +242,20 @@ class Stage:
                 raise
             if times is not None and began is not None:
                 times.add("forward", (index,), began, self.backend.moment())
-        return {name: outputs[name] for name in spec.makes}
+        return result
 
     def _annotation(self, what: str) -> contextlib.AbstractContextManager[Any]:
         return self.backend.annotate(f"roundpipe {what}") if is_profiled() else _NOTHING
 
-    def _seeded(self, bound: BoundLayer, carry: Carry, seed: int) -> Carry:
-        """A layer's result with everything it draws drawn from a seed."""
+    def _seeded(self, bound: BoundLayer, function: Callable[[], Any], seed: int) -> Any:
+        """The result of a function that runs a layer, with everything it draws drawn from a seed."""
         with self.backend.random(seed):
             if bound.habits.draws_python is False:
-                return bound.module(carry)
+                return function()
             with SeededPython(seed) as drawing:
-                outputs = bound.module(carry)
+                result = function()
             bound.habits.draws_python = bound.habits.draws_python or drawing.drew
-            return outputs
+            return result
 
     def _place(self, microbatch: int, phase: str) -> str:
         return f"stage {self.name}, microbatch {self.spec.first_microbatch + microbatch}, phase {phase}"

@@ -1,0 +1,101 @@
+"""Whether code acts on what nobody looks at: it prints, writes a file, asks for the time, uses an optimizer.
+
+A graph would do none of that again. It is seen while the code runs, by the functions that it calls.
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import socket
+import sys
+import types
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe.core.contexts import contextmanager
+
+_BUILTINS = (builtins.print, builtins.input, builtins.open)
+_OWNERS = (io.IOBase, socket.socket)
+_MODULES = frozenset({"datetime", "nt", "os", "posix", "time", "_io", "_socket", "_thread"})
+_MAY_ACT = frozenset({"torch", "sympy", "roundpipe", "importlib"})
+"""Packages that do so for themselves, such as to import a module."""
+_NOT_LOOKED_INTO = frozenset({"torch", "roundpipe"})
+"""Packages of whose objects, other than modules and tensors, no guard knows the state."""
+
+
+class OutsideEffect(Exception):
+    """Code acts on what is outside, or asks about it."""
+
+
+@contextmanager
+def refused_outside() -> Iterator[None]:
+    """Inside, what this thread does of that raises `OutsideEffect`; at the end again, if the code took that."""
+    refused: list[str] = []
+    used: list[weakref.ref[Any]] = []
+
+    def watch(frame: types.FrameType, event: str, function: Any) -> None:
+        if event == "c_call":
+            if _acts_outside(function) and _is_of_users(frame):
+                refused.append(f"it calls {function.__qualname__}, which a graph would not")
+                raise OutsideEffect(refused[0])
+        elif event == "call" and _is_of_users(frame.f_back):
+            if _package(frame) == "os":  # such as its environment
+                refused.append(f"it calls os.{frame.f_code.co_qualname}, which a graph would not")
+                raise OutsideEffect(refused[0])
+            if (owner := _stateful_owner(frame)) is not None:
+                with suppress(TypeError):  # of a class without weak references
+                    used.append(weakref.ref(owner))
+
+    before = sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+        left = [owner for reference in used if (owner := reference()) is not None]  # not made inside
+        refused += [f"it uses a {type(owner).__name__}, whose state is not known beforehand" for owner in left]
+        if refused:
+            raise OutsideEffect(refused[0])
+
+
+def _stateful_owner(frame: types.FrameType) -> Any:
+    """The object, of a package that is not looked into, whose method begins to run."""
+    code = frame.f_code
+    if _package(frame) not in _NOT_LOOKED_INTO or code.co_name.startswith("__torch_"):  # a mode sees a call
+        return None
+    owner = frame.f_locals.get("self") if code.co_argcount and code.co_varnames[0] == "self" else None
+    return owner if hasattr(owner, "__dict__") and not isinstance(owner, (nn.Module, torch.Tensor)) else None
+
+
+def _acts_outside(function: Any) -> bool:
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, types.ModuleType):
+        return function in _BUILTINS if owner is builtins else owner.__name__ in _MODULES
+    return isinstance(owner, _OWNERS) or isinstance(owner, type) and owner.__module__ in _MODULES
+
+
+def _is_of_users(frame: types.FrameType | None) -> bool:
+    """Whether it is a user's code that runs, or Python's own library called by it; a log is written by who logs."""
+    origin = frame
+    while frame is not None and (package := _package(frame)) not in _MAY_ACT:
+        frame = frame.f_back
+        if package == "logging":
+            origin = frame
+    while origin is not None:
+        package = _package(origin)
+        if package in _MAY_ACT:
+            return False
+        if package == "__main__" or package not in sys.stdlib_module_names:
+            return True
+        origin = origin.f_back
+    return True
+
+
+def _package(frame: types.FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]

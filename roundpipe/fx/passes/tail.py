@@ -1,0 +1,133 @@
+"""The last layer, the chain's exit and a loss function as one graph, in which outputs that nobody reads are gone.
+
+    carry --last layer--> carry --exit--> outputs, label --loss function--> losses        as it is without a tail
+    carry, label -------------------------------------------------------> losses          the tail
+
+The graph's root has the layer and the loss as attributes, so that it runs with any copy of the layer.
+"""
+
+from __future__ import annotations
+
+import copy
+import linecache
+import operator
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx
+from torch import nn
+from torch.fx import Node
+
+from roundpipe.core import trees
+from roundpipe.core.layers import EXECUTION_DEVICE, Carry
+from roundpipe.fx.graph.traced import OutputValue, TracedGraph
+from roundpipe.fx.operations import pass_on
+from roundpipe.fx.passes.codegen import Generated, Layer, OutputExit, whole_graph
+
+_LABEL, _OUTPUTS = "label", "outputs"
+
+
+class JoinedTail:
+    """A `Tail` for one last layer and one traced loss.
+
+    Args:
+        layer: the last layer, or a copy of it.
+        loss: the graph of a `LossCall`.
+    """
+
+    def __init__(self, layer: Layer, exit: OutputExit, loss: TracedGraph) -> None:
+        self._loss: nn.Module = (joined := whole_graph(loss))
+        self._template = loss.output
+        self._labels: dict[str, trees.Path] = {}
+        """By name in the carry, the path into the label."""
+        self._loss_names: set[str] = set()
+        self.graph = torch.fx.Graph()
+        self._join(layer, exit, loss, joined.graph)
+        _without_dead_code(self.graph)
+        self.graph.lint()
+        self._forward = type(Generated(self.root(layer), self.graph, class_name="Tail")).forward
+
+    def root(self, layer: nn.Module, device: torch.device | None = None) -> nn.Module:
+        """What the generated code runs on: a copy of the layer, and the loss on the layer's device."""
+        root, loss = nn.Module(), self._loss
+        if device is not None and hasattr(loss, EXECUTION_DEVICE):
+            loss = copy.copy(loss)
+            setattr(loss, EXECUTION_DEVICE, device)
+        root.layer, root.loss = layer, loss
+        return root
+
+    def with_loss(self, replace: Callable[[nn.Module], nn.Module]) -> JoinedTail:
+        """The same with another module in the place of the loss, such as one with fakes as weights."""
+        other = copy.copy(self)
+        other._loss = replace(self._loss)
+        return other
+
+    def values(self, carry: Carry, label: Any) -> Carry:
+        """The carry of the joined graph."""
+        return {**carry, **{name: trees.get(label, path) for name, path in self._labels.items()}}
+
+    def __call__(self, layer: nn.Module, carry: Carry, label: Any) -> Any:
+        values = self.values(carry, label)
+        device = next((tensor.device for tensor in trees.tensors(values)), None)
+        made = self._forward(self.root(layer, device), values)
+        return trees.map_leaves(self._template, lambda leaf: made[leaf.name] if isinstance(leaf, OutputValue) else leaf)
+
+    def is_of_loss(self, error: BaseException) -> bool:
+        """Whether an error was raised by what was the loss function: by the line of generated code that ran."""
+        trace, name = error.__traceback__, ""
+        while trace is not None:
+            code = trace.tb_frame.f_code
+            if code.co_filename.startswith("<eval_with_key>"):
+                found = re.match(r"\s*(\w+)", linecache.getline(code.co_filename, trace.tb_lineno))
+                name = found[1] if found else name
+            trace = trace.tb_next
+        return name in self._loss_names
+
+    def _join(self, layer: Layer, exit: OutputExit, loss: TracedGraph, loss_graph: torch.fx.Graph) -> None:
+        carry = self.graph.placeholder("carry")
+        made = self._copy(layer.graph, carry, "layer", {})
+        given: dict[str, Node] = {}
+        for name, (_, (_, argument), *path) in loss.input_paths.items():  # (args, kwargs) -> keyword -> inside
+            if argument == _LABEL:
+                key = f"{_LABEL} {name}"
+                self._labels[key] = tuple(path)
+                given[name] = self.graph.call_function(operator.getitem, (carry, key))
+                continue
+            output = trees.get(exit.template, tuple(path)).name
+            if output not in made:
+                made[output] = self.graph.call_function(operator.getitem, (carry, output))
+            given[name] = made[output]
+        before = set(self.graph.nodes)
+        results = self._copy(loss_graph, carry, "loss", given)
+        self._loss_names = {node.name for node in self.graph.nodes if node not in before}
+        self.graph.output(results)
+
+    def _copy(self, graph: torch.fx.Graph, carry: Node, prefix: str, given: dict[str, Node]) -> dict[str, Node]:
+        """Copies a layer's graph, its reads those ``given`` or of the carry; what it makes, by name."""
+        copies: dict[Node, Node] = {}
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                copies[node] = carry
+            elif node.op == "output":
+                made = node.args[0]
+                if isinstance(made, Node):  # pass_on
+                    assert made.target is pass_on
+                    made = made.args[2]
+                return {name: copies[value] for name, value in made.items()}
+            elif node.target is operator.getitem and copies.get(node.args[0]) is carry and node.args[1] in given:
+                copies[node] = given[node.args[1]]
+            elif node.target is not pass_on:
+                copies[node] = self.graph.node_copy(node, copies.__getitem__)
+                if node.op in ("get_attr", "call_module"):
+                    copies[node].target = f"{prefix}.{node.target}"
+        raise AssertionError("a graph without output")
+
+
+def _without_dead_code(graph: torch.fx.Graph) -> None:
+    """Takes out what nothing reads, but for modules, whose hooks fire, and what has an effect or draws."""
+    for node in reversed(list(graph.nodes)):
+        stays = node.op in ("placeholder", "output", "call_module")
+        if not stays and not node.users and not node.meta.get("effect") and not node.meta.get("random"):
+            graph.erase_node(node)

@@ -1,0 +1,103 @@
+"""Traces a loss function, as a model whose arguments are outputs and a label.
+
+A loss is traced only if it does nothing but compute: it prints nothing, counts nothing, and draws no random numbers.
+One that is made anew for each call, such as a lambda in a loop, is the same as long as it holds the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe.core import trees
+from roundpipe.core.errors import TraceCause, TraceError
+from roundpipe.effects.outside import refused_outside
+from roundpipe.effects.snapshot import python_restored
+from roundpipe.effects.uses import filled_cells, reached_by
+from roundpipe.fx.fakes import Dimension
+from roundpipe.fx.graph.nodes import draws_random
+from roundpipe.fx.guards.guards import GuardedGraph
+from roundpipe.fx.trace.tracer import trace
+
+LossFunction = Callable[[Any, Any], Any]
+_MAX_DEPTH = 6
+
+
+class LossCall(nn.Module):
+    """A loss function as a module, which has the modules and trainable tensors that the function reaches.
+
+    Args:
+        model: the one whose outputs it gets. A function may look at it, but not compute with its weights, which come
+            and go.
+    """
+
+    def __init__(self, function: LossFunction, model: nn.Module | None = None) -> None:
+        super().__init__()
+        self.function = function
+        parts = set() if model is None else set(model.modules())
+        reached = list({id(value): value for value in reached_by(function)}.values())
+        modules = [value for value in reached if isinstance(value, nn.Module)]
+        parts.update(module for module in modules if type(module).__module__.startswith("roundpipe."))
+        self.looked_at = [] if parts.isdisjoint(modules) else [model]  # in a list, it is no submodule
+        self.reached = nn.ModuleList(module for module in modules if module not in parts)
+        weights = {id(weight) for module in self.modules() for weight in module.parameters()}
+        for index, value in enumerate(reached):
+            if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf and id(value) not in weights:
+                self.register_buffer(f"weight_{index}", value)
+
+    def forward(self, outputs: Any, label: Any) -> Any:
+        function, _ = self.function, self.looked_at  # what a forward reads is guarded
+        with refused_outside():
+            return function(outputs, label)
+
+
+def trace_loss(
+    function: LossFunction,
+    outputs: Any,
+    label: Any,
+    *,
+    model: nn.Module | None = None,
+    dynamic: Collection[Dimension] = (),
+) -> GuardedGraph:
+    """The graph of a loss function, on outputs whose tensors may be on the meta device.
+
+    Raises:
+        TraceError: it can't be traced, or does more than compute.
+    """
+    call = LossCall(function, model)
+    with python_restored(call, function), torch.enable_grad():
+        traced = trace(call, (outputs, label), dynamic=dynamic, is_pure=True)
+    if any(map(draws_random, traced.graph.nodes)):
+        raise TraceError("it draws random numbers, which would not be those of the loss by itself", TraceCause.RANDOM)
+    return traced
+
+
+def is_same(first: Any, second: Any, depth: int = 0) -> bool:
+    """Whether two functions, or values that functions hold, are one, or do and hold the same."""
+    if first is second:
+        return True
+    if type(first) is not type(second) or depth > _MAX_DEPTH:
+        return False
+    inside = functools.partial(is_same, depth=depth + 1)
+    if isinstance(first, types.FunctionType):
+        is_code = first.__code__ == second.__code__ and first.__globals__ is second.__globals__
+        return is_code and not first.__dict__ and not second.__dict__ and inside(_held_by(first), _held_by(second))
+    if isinstance(first, types.MethodType):
+        return first.__func__ is second.__func__ and first.__self__ is second.__self__
+    if type(first) is functools.partial:
+        return inside((first.func, first.args, first.keywords), (second.func, second.args, second.keywords))
+    if type(first) in (list, tuple):
+        return len(first) == len(second) and all(map(inside, first, second))
+    if type(first) is dict:
+        return list(first) == list(second) and all(map(inside, first.values(), second.values()))
+    return trees.same(first, second)
+
+
+def _held_by(function: types.FunctionType) -> tuple[Any, ...]:
+    cells = [cell.cell_contents for cell in filled_cells(function)]
+    return len(function.__closure__ or ()) - len(cells), cells, function.__defaults__, function.__kwdefaults__

@@ -1,0 +1,151 @@
+"""The tails of a model's calls: the loss functions that can be a part of the last layer, traced and kept.
+
+A loss function is traced on the outputs of a microbatch, which are known by their sizes, and its label. Every call
+asks the trace's guards; a function made anew for each call has the trace of the one before if it does and holds the
+same. Where there is no tail, `loss_fn` runs as it is, and the reason is logged once.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe.core import trees
+from roundpipe.core.contexts import contextmanager
+from roundpipe.core.errors import ConfigError, TraceError
+from roundpipe.core.layers import LayerChain, Tail
+from roundpipe.core.modes import autocast_as_on_accelerator
+from roundpipe.fx.fakes import Dimension
+from roundpipe.fx.guards.guards import Failure, GuardedGraph
+from roundpipe.fx.passes.codegen import Layer, OutputExit
+from roundpipe.fx.passes.tail import JoinedTail
+from roundpipe.fx.trace.loss import is_same, trace_loss
+from roundpipe.runtime.config import microbatch_count
+from roundpipe.runtime.engine.chain_record import code_of
+from roundpipe.runtime.engine.spec import Call
+
+logger = logging.getLogger(__name__)
+
+MAX_TAILS = 8
+"""Kept at once; the one unused for longest goes first."""
+MAX_CONSTANT_BYTES = 1 << 20
+"""Of a loss that was given another tensor in the place of one, which a lambda in a loop may have at every call."""
+MAX_TRACES = 3
+"""Of one loss for one call, whose microbatches may differ in size."""
+
+Example = tuple[Any, Any]
+"""Outputs and label of one microbatch."""
+
+
+@dataclass(frozen=True, slots=True)
+class _KnownTail:
+    chain: weakref.ref[LayerChain]
+    function: Any
+    num_microbatches: int
+    traced: GuardedGraph
+    tail: JoinedTail
+
+    @property
+    def is_light(self) -> bool:
+        """Whether it may be kept beside others of the same code: what it holds, such as a mask, is not large."""
+        return sum(tensor.nbytes for tensor in trees.tensors(self.traced.constants)) <= MAX_CONSTANT_BYTES
+
+
+class TailSource:
+    """Tails of one model's calls."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._known: list[_KnownTail] = []
+        """The one used last first."""
+        self._varying: dict[Any, dict[Dimension, None]] = {}
+        """By code of a loss, dimensions of its arguments that were seen to vary."""
+        self._refused: dict[Any, None] = {}
+        """Codes of losses that can't be traced."""
+        self.trace_count = 0
+
+    def tail(self, call: Call) -> Tail | None:
+        """The tail for all microbatches of a call; None if its loss can't be a part of the last layer."""
+        function, code = call.loss_fn, code_of(call.loss_fn)
+        if function is None or code in self._refused:
+            return None
+        examples = _examples(call)
+        if examples is None:
+            self._refuse(code, "the outputs' sizes are not known before the model runs")
+            return None
+        with _tracing_modes(), microbatch_count(call.total_microbatches):
+            for position, known in enumerate(self._known):
+                if self._serves(known, call) and _misfit(known.traced, examples) is None:
+                    self._known.insert(0, self._known.pop(position))
+                    return known.tail
+            try:
+                traced = self._trace(function, examples, self._varying.setdefault(code, {}))
+            except TraceError as error:
+                self._refuse(code, str(error).partition(". ")[0])
+                return None
+        last, exit = call.chain[-1], call.chain.exit
+        assert isinstance(last, Layer) and isinstance(exit, OutputExit)
+        tail = JoinedTail(last, exit, traced)
+        known = _KnownTail(weakref.ref(call.chain), function, call.total_microbatches, traced, tail)
+        others = [other for other in self._known if other.is_light or code_of(other.function) != code]
+        self._known = [known, *others][:MAX_TAILS]
+        return tail
+
+    def _serves(self, known: _KnownTail, call: Call) -> bool:
+        return (
+            known.chain() is call.chain
+            and known.num_microbatches == call.total_microbatches
+            and is_same(known.function, call.loss_fn)
+        )
+
+    def _trace(self, function: Any, examples: list[Example], varying: dict[Dimension, None]) -> GuardedGraph:
+        """A trace that serves all examples."""
+        example, misfit = examples[0], None
+        for _ in range(MAX_TRACES):
+            self.trace_count += 1
+            traced = trace_loss(function, *example, model=self._model, dynamic=tuple(varying))
+            if (misfit := _misfit(traced, examples)) is None:
+                return traced
+            example, failure = misfit
+            varying.update(dict.fromkeys(failure.dimensions))
+        raise TraceError(f"microbatches of a call need different graphs of it: {misfit[1] if misfit else ''}")
+
+    def _refuse(self, code: Any, reason: str) -> None:
+        self._refused[code] = None
+        logger.info("a loss runs as it is, not as a part of the last layer, whose outputs exist as a whole: %s", reason)
+
+
+def _misfit(traced: GuardedGraph, examples: Collection[Example]) -> tuple[Example, Failure] | None:
+    """The first example that a trace does not serve, and why."""
+    for example in examples:
+        try:
+            failure = traced.guards.check(example, {})
+        except ConfigError as error:  # it has other modules now
+            failure = Failure(str(error))
+        if failure is not None:
+            return example, failure
+    return None
+
+
+def _examples(call: Call) -> list[Example] | None:
+    """Outputs without data and the label of each microbatch; None where the sizes of outputs can't be told."""
+    exit = call.chain.exit
+    if not isinstance(exit, OutputExit) or exit.forms is None or not isinstance(call.chain[-1], Layer):
+        return None
+    carries = [exit.forms.examples(args, kwargs) for args, kwargs in zip(call.args, call.kwargs, strict=True)]
+    pairs = zip(carries, call.labels, strict=True)
+    examples = [(exit(carry), label) for carry, label in pairs if carry is not None]
+    return examples if len(examples) == len(carries) else None
+
+
+@contextmanager
+def _tracing_modes() -> Iterator[None]:
+    """The modes of a fused stage, in which losses run."""
+    with torch.inference_mode(False), torch.enable_grad(), autocast_as_on_accelerator():
+        yield
