@@ -16,6 +16,7 @@ from roundpipe.core.errors import ConfigError, NotCopyableError
 from roundpipe.runtime.config import LossReduction, LossScope, RoundPipeRunConfig
 from roundpipe.runtime.device.resolve import DeviceLike
 from roundpipe.runtime.engine.spec import LossFunction
+from roundpipe.runtime.optimizer.update import StepHandle
 from roundpipe.runtime.weights.host_weights import PinMode
 from roundpipe.wrappers import checkpoint
 from roundpipe.wrappers.calls import ChainProgram, check_training_call, pass_outputs, with_loss_options
@@ -204,7 +205,7 @@ class RoundPipe(ModelReports):
         """
         return self._session.optimizer.optim_named_parameters(prefix, remove_duplicate)
 
-    def step(self, step_fn: Callable[..., Any], is_async: bool = True, *args: Any, **kwargs: Any) -> None:
+    def step(self, step_fn: Callable[..., Any], is_async: bool = True, *args: Any, **kwargs: Any) -> StepHandle:
         """Run one optimizer update.
 
         Args:
@@ -216,11 +217,15 @@ class RoundPipe(ModelReports):
             *args: for ``step_fn``.
             **kwargs: for ``step_fn``.
 
+        Returns:
+            A handle: ``done()``; ``wait(timeout)``; ``result(timeout)``, what ``step_fn`` returned or raised.
+
         Raises:
             Exception: what an earlier asynchronous ``step_fn`` raised.
         """
-        self._session.optimizer.step(step_fn, is_async, args, kwargs)
+        handle = self._session.optimizer.step(step_fn, is_async, args, kwargs)
         self._runner.update_begun()
+        return handle
 
     def synchronize(self) -> None:
         """Wait for everything; parameters then hold the latest update and ``.grad`` what is accumulated."""

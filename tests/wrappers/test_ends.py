@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import roundpipe
+from roundpipe.runtime.optimizer.update import Update
 from tests.runtime.cases_overlap import build, in_asynchronous_steps, train
 from tests.runtime.models import batch, mlp
 from tests.wrappers.cases_pipe import threads, train_once
@@ -108,7 +109,9 @@ def test_another_error_that_ends_a_context_has_a_note_of_it(make: Callable[[], A
 
 def test_two_errors_are_both_raised() -> None:
     pipe = in_backward()
-    pipe._session.optimizer._error = Mine("of an update")  # private, since no run has one of each for certain
+    # private, since no run has one of each for certain
+    updates = pipe._session.optimizer._updates
+    updates._failed = Update("of this test", error=Mine("of an update"))
     with pytest.raises((Mine, ZeroDivisionError)) as caught:
         pipe.close()
     errors = {type(caught.value), type(caught.value.__context__)}

@@ -21,19 +21,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from roundpipe.core.errors import ClosedError, ConfigError, DeadlockError
+from roundpipe.core.errors import ClosedError, ConfigError
 from roundpipe.reports.timeline import OPTIMIZER
 from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
-from roundpipe.runtime.optimizer.update import HandOver, Update, UpdateRunner
+from roundpipe.runtime.optimizer.update import NOT_MADE, HandOver, StepHandle, Update, UpdateRunner
+from roundpipe.runtime.optimizer.update_thread import UpdateThread
 from roundpipe.runtime.profiling.meter import HostLog
-from roundpipe.runtime.threads import DEADLINE_S, TaskThread
+from roundpipe.runtime.threads import DEADLINE_S
 from roundpipe.runtime.weights.gate import Gates, ParameterUse, Steps
 from roundpipe.runtime.weights.master_weights import MasterWeights, NamedParameters, ParameterPair, take_writes
 
@@ -62,19 +62,18 @@ class OptimizerSide:
         self._name = name
         self._gates = gates or Gates(deadline_s)
         self._steps = steps or Steps()
-        self._deadline_s = deadline_s
         self._scalers = ScalerScope()
-        self._thread = TaskThread(f"roundpipe-optimizer-{name}")
         self.num_steps = 0
         """Steps made so far, asynchronous ones as soon as they are asked for."""
         self.log = HostLog(OPTIMIZER)
         self._hand_over = HandOver(self._gates, self.log)
         self._runner = UpdateRunner(name, self.log, self._scalers)
-        self._update: Update | None = None
-        self._error: BaseException | None = None
+        self._updates = UpdateThread(name, self._gates, self._runner, deadline_s)
         self._weights_changed = False
         """Whether the copies are newer than the model's weights, or were when a hand-over began that is not over."""
         self._gradients_due = False
+        self._has_new_gradients = False
+        """Whether a call may have brought gradients since the last `step`."""
         self._is_settled = True
         """Whether nothing was called or stepped since the last `synchronize`."""
         self._closed = False
@@ -105,7 +104,7 @@ class OptimizerSide:
         is_async: bool = True,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
+    ) -> StepHandle:
         """Hand the gradients to the optimizer and update its parameters by ``step_fn(*args, **kwargs)``.
 
         An asynchronous step returns at once, and the next step trains on the weights before this update. What the
@@ -127,89 +126,55 @@ class OptimizerSide:
         take_writes(pairs, has_update=self._weights_changed)
         call = functools.partial(step_fn, *args, **(kwargs or {}))
         num_steps, scales = self.num_steps, self._scalers.state()
-        update = Update(f"update {num_steps + 1}")
+        update = Update(f"update {num_steps + 1}", num_steps + 1)
         try:
             self._scalers.begin_step()
-            self._gradients_due = False
+            self._gradients_due = self._has_new_gradients = False
             self.num_steps = num_steps + 1
             if is_async:
-                self._submit(update, self._update_behind, pairs, self._steps.running(), call, self.num_steps)
+                self._updates.submit(update, self._update_behind, pairs, self._steps.running(), call, self.num_steps)
             else:
                 self._update_now(update, pairs, call)
         except BaseException:
             if update.take_back():  # interrupted before `step_fn`: no step was made
                 self._scalers.restore(scales)
-                self._gradients_due = True
+                self._gradients_due = self._has_new_gradients = True
                 self.num_steps = num_steps
             raise
         self._runner.warn_if_idle()
+        return StepHandle(update, self._gates.board, self._runner)
 
     def _update_now(self, update: Update, pairs: Sequence[ParameterPair], step_fn: Callable[[], object]) -> None:
         """An update in the calling thread."""
         self._exchange(pairs)
         try:
             update.claim.acquire()
-            self._call(step_fn, self.num_steps)
+            update.result = self._call(step_fn, update.number)
         finally:
             self._weights_changed = True
-            self._wait_for(pairs, self._write_now)
+            self._updates.run(pairs, self._write_now)
             self._scalers.publish()
+        update.is_done = True
 
     def _update_behind(
-        self, pairs: Sequence[ParameterPair], steps: Sequence[ParameterUse], step_fn: Callable[[], object], index: int
-    ) -> None:
+        self,
+        pairs: Sequence[ParameterPair],
+        steps: Sequence[ParameterUse],
+        step_fn: Callable[[], object],
+        number: int,
+    ) -> Any:
         """An asynchronous update, in the optimizer's thread; none on the gradients of a step that failed."""
         self._exchange_now(pairs, steps)
-        if not any(step.failed for step in steps):
-            self._call(step_fn, index)
+        return NOT_MADE if any(step.failed for step in steps) else self._call(step_fn, number)
 
-    def _submit(self, task: Update, work: Callable[..., None], pairs: Sequence[ParameterPair], *args: Any) -> None:
-        """Have the optimizer's thread do something with parameters that no later step touches meanwhile.
-
-        If this is interrupted, it is either done none the less, or never begun.
-        """
-        parameters = [pair.parameter for pair in pairs]
-        try:
-            self._gates.close(parameters)
-            self._update = task
-            self._thread.submit(self._do, task, parameters, functools.partial(work, pairs, *args))
-        except BaseException:
-            if task.take_back():
-                self._end(task, parameters)
-            raise
-
-    def _do(self, task: Update, parameters: Sequence[torch.Tensor], work: Callable[[], None]) -> None:
-        if not task.claim.acquire(blocking=False):
-            return
-        try:
-            work()
-        except BaseException as error:  # raised again in the training thread
-            self._error = error
-        finally:
-            self._end(task, parameters)
-
-    def _end(self, task: Update, parameters: Sequence[torch.Tensor]) -> None:
-        self._gates.open(parameters)
-        with self._gates.board.lock:
-            task.is_done = True
-            self._gates.board.notify()
-
-    def _call(self, step_fn: Callable[[], object], index: int) -> None:
+    def _call(self, step_fn: Callable[[], object], number: int) -> Any:
         self._weights_changed = True
-        self._runner.run(step_fn, index, self.parameter_pairs())
-
-    def _wait_for(self, pairs: Sequence[ParameterPair], work: Callable[..., None], *args: Any) -> None:
-        """Have the optimizer's thread do something with these, and wait until it is done."""
-        if pairs:
-            task = Update("a hand-over", is_update=False)
-            self._submit(task, work, pairs, *args)
-            self._gates.board.wait(lambda: task.is_done, "the caller", task.name)
-            self.raise_pending()
+        return self._runner.run(step_fn, number, self.parameter_pairs())
 
     def _exchange(self, pairs: Sequence[ParameterPair], shows_gradients: bool = False) -> None:
         """Latest weights into the model, gradients out of it, or into it again to be shown."""
         # inside step_fn a loss of two forwards is evaluated on weights that stay as they are
-        self._wait_for(pairs, self._exchange_now, (), self._runner.is_inside, shows_gradients)
+        self._updates.run(pairs, self._exchange_now, (), self._runner.is_inside, shows_gradients)
 
     def _exchange_now(
         self,
@@ -235,8 +200,7 @@ class OptimizerSide:
         """
         if self._closed:
             raise ClosedError(f"{self._name} was closed; make a new one to go on")
-        if self._update is not None and not self._update.is_update:  # of a call that was interrupted
-            self.wait("a call")
+        self._updates.wait_interrupted()
         has_update = not self.is_idle
         if self._runner.is_inside:  # an optimizer evaluates the loss, on its present weights
             if has_update:
@@ -247,6 +211,7 @@ class OptimizerSide:
             self._weights_changed = True
             self._exchange(self._pairs.with_copies())
         self._is_settled = False
+        self._has_new_gradients |= adds_gradients
         self.raise_pending()
         self._runner.warn_if_idle()
         for pair in self._pairs:
@@ -279,43 +244,27 @@ class OptimizerSide:
         self._steps.finish()
         self._gates.gradients.wait([pair.parameter for pair in self._pairs], who)
 
-    def wait_update(self, waiter: str = "a timeline") -> bool:
-        """Return when no update is running, at once inside one; False: it took too long."""
-        update = self._update
-        if update is None or update.is_done or self._runner.is_inside:
-            return True
-        return self._gates.board.wait(lambda: update.is_done, waiter, update.name, self._deadline_s)
-
     @property
     def is_idle(self) -> bool:
         """Whether the optimizer's thread has nothing to do."""
-        return self._update is None or self._update.is_done
+        return self._updates.is_idle
 
     @property
     def is_current(self) -> bool:
         """Whether the calling code runs in the optimizer's thread."""
-        return self._thread.is_current
+        return self._updates.is_current
+
+    def wait_update(self) -> None:
+        """Return when no update is running, at once inside one, or after the deadline."""
+        self._updates.wait_over("a timeline")
 
     def raise_pending(self) -> None:
         """Raise, once, what the previous asynchronous ``step_fn`` raised; does not wait for it."""
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        self._updates.raise_pending()
 
     def wait(self, waiter: str = "wait()") -> None:
         """Return when no update is running, or raise a `DeadlockError` after the deadline."""
-        update = self._update
-        if update is None:
-            return
-        if self._runner.is_inside and not update.is_done:
-            raise ConfigError(f"{waiter} was called inside an asynchronous step_fn; use step(..., is_async=False)")
-        if not self.wait_update(waiter):
-            running_s = time.monotonic() - update.began_s
-            raise DeadlockError(
-                f"{waiter} of {self._name} waits for {update.name} in thread {self._thread.name}, which has "
-                f"been running for {running_s:.0f} s (deadline {self._deadline_s:.0f} s)"
-            )
-        self._update = None
+        self._updates.wait(waiter)
 
     def _ready(self, waiter: str, finish_steps: bool = True) -> None:
         self._steps.refuse_inside(waiter)
@@ -345,7 +294,11 @@ class OptimizerSide:
         self._is_settled = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, those on the model's side too."""
+        """Clear all gradients, those on the model's side too; behind the running update if it has all there are."""
+        clear = functools.partial(self._pairs.zero_grad, set_to_none, of_copies=True)
+        if not self._has_new_gradients and not self._runner.is_inside and self._updates.after_update(clear):
+            self._steps.raise_pending()
+            return self._pairs.zero_grad(set_to_none, of_copies=False)
         self._ready("zero_grad()")
         self._pairs.zero_grad(set_to_none)
         self._gradients_due = False
@@ -374,5 +327,5 @@ class OptimizerSide:
         """Wait for the running update, end the thread, raise what is pending; safe to call twice."""
         self.wait("close()")
         self._closed = True
-        self._thread.close()
+        self._updates.close()
         self.raise_pending()

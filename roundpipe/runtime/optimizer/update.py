@@ -13,19 +13,24 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from roundpipe.core.caller import warn
-from roundpipe.core.errors import add_note
+from roundpipe.core.errors import ConfigError, RoundPipeError, add_note
 from roundpipe.runtime.device.backend import Event
 from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
 from roundpipe.runtime.profiling.meter import HostLog
+from roundpipe.runtime.threads import Board
 from roundpipe.runtime.weights.gate import Gates, ParameterUse
 from roundpipe.runtime.weights.master_weights import Fingerprint, ParameterPair
 
 HAND_OVER_BYTES = 16 * 1024**2
 """Parameters are handed over in groups of this size: few calls for small ones, early uploads of first layers."""
+
+NOT_MADE = object()
+"""In the place of an update's result: its round failed."""
 
 _INSIDE: ContextVar[bool] = ContextVar("roundpipe_inside_optimizer", default=False)
 _RUNNING: ContextVar[UpdateRunner | None] = ContextVar("roundpipe_running_optimizer", default=None)
@@ -55,10 +60,19 @@ class Update:
     """One asynchronous update, or a hand-over alone, for the optimizer's thread."""
 
     name: str
+    number: int = 0
     is_update: bool = True
     began_s: float = field(default_factory=time.monotonic)
+    is_closed: bool = False
+    """Whether nothing can be added to ``then`` any more; changed under the board's lock, as is `is_done`."""
     is_done: bool = False
-    """Changed under the board's lock."""
+    then: list[Callable[[], None]] = field(default_factory=list)
+    """What its thread does behind it, however it ends."""
+    result: Any = None
+    """What ``step_fn`` returned, or `NOT_MADE`."""
+    error: BaseException | None = None
+    is_seen: bool = False
+    """Whether whoever asked for the result has got the error, so that no later call raises it."""
     claim: threading.Lock = field(default_factory=threading.Lock)
     """Taken by whoever runs it."""
     _is_taken_back: bool = False
@@ -67,6 +81,52 @@ class Update:
         """Whether nobody has begun it; then nobody will."""
         self._is_taken_back = self._is_taken_back or self.claim.acquire(blocking=False)
         return self._is_taken_back
+
+
+class StepHandle:
+    """One update that `RoundPipe.step` was asked for."""
+
+    def __init__(self, update: Update, board: Board, runner: UpdateRunner) -> None:
+        self._update = update
+        self._board = board
+        self._runner = runner
+
+    def done(self) -> bool:
+        """Whether ``step_fn`` has run, or never will."""
+        return self._update.is_done
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Return once it is done, however it ended; False: not within ``timeout`` seconds.
+
+        The update is then in the optimizer's copies; `RoundPipe.synchronize` brings it into the model.
+
+        Raises:
+            ConfigError: called inside this ``step_fn``.
+        """
+        update = self._update
+        if self._runner.is_inside and not update.is_done:
+            raise ConfigError("a step's handle was asked to wait inside the step_fn that it is about")
+        return self._board.wait(lambda: update.is_done, "a step's handle", update.name, timeout)
+
+    def result(self, timeout: float | None = None) -> Any:
+        """What ``step_fn`` returned, once it has run.
+
+        Raises:
+            Exception: what ``step_fn`` raised; no later call into the model raises it then.
+            RoundPipeError: the round before it failed, so that there was no update.
+            TimeoutError: it is not done within ``timeout`` seconds.
+        """
+        if not self.wait(timeout):
+            raise TimeoutError(f"{self._update.name} was not done within {timeout} s")
+        if self._update.error is not None:
+            self._update.is_seen = True
+            raise self._update.error
+        if self._update.result is NOT_MADE:
+            raise RoundPipeError(
+                f"{self._update.name} was not made: the round whose gradients it was for failed. The next call into "
+                "the model raises that round's error"
+            )
+        return self._update.result
 
 
 class UpdateRunner:
@@ -84,17 +144,18 @@ class UpdateRunner:
         """Whether the calling code runs in this model's ``step_fn``."""
         return _RUNNING.get() is self
 
-    def run(self, step_fn: Callable[[], object], index: int, pairs: Sequence[ParameterPair]) -> None:
-        """Run it; an error of it gains a note that says in which step it was raised."""
+    def run(self, step_fn: Callable[[], object], index: int, pairs: Sequence[ParameterPair]) -> Any:
+        """What it returns; an error of it gains a note that says in which step it was raised."""
         token = _RUNNING.set(self)
         try:
             with self._log.doing("update", f"optimizer step {index}"), OptimizerCtx(), self._scalers.running():
                 copies = [pair.copy for pair in pairs if pair.copy is not None] if self._looks else []
                 has_gradients = any(copy.grad is not None for copy in copies)
                 before = [Fingerprint.of(copy) for copy in copies] if has_gradients else []
-                step_fn()
+                result = step_fn()
                 if before:
                     self._look(before)
+                return result
         except BaseException as error:
             add_note(error, f"roundpipe: raised in step_fn of step {index} of {self._name}")
             raise

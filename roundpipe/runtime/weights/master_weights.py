@@ -319,9 +319,16 @@ class MasterWeights:
                     parameter.grad = new.mul_(factor) if gradient is None else gradient + new.mul_(factor)
 
     @torch.no_grad()
-    def zero_grad(self, set_to_none: bool) -> None:
+    def zero_grad(self, set_to_none: bool, of_copies: bool | None = None) -> None:
+        """Clear all gradients, or those of copies, or those that no update takes from the model."""
         self._find()
-        for holder in (holder for pair in self._pairs for holder in (pair.parameter, pair.copy)):
+        holders: list[nn.Parameter | None] = []
+        if of_copies is not False:
+            holders += [pair.copy for pair in self._pairs]
+        if of_copies is not True:
+            stays = of_copies is None
+            holders += [pair.parameter for pair in self._pairs if stays or pair.copy is None or pair.is_frozen]
+        for holder in holders:
             if holder is not None and holder.grad is not None:
                 holder.grad = None if set_to_none else holder.grad.detach().zero_()
 
