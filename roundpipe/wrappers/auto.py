@@ -140,6 +140,8 @@ class HostRunner(Runner):
             if (scale := weights.scale) != 1:
                 arrived = [None if gradient is None else gradient * scale for gradient in arrived]
             flow_back([tensor for tensor, _ in leaves], arrived)
+            if has_backward:
+                self.session.optimizer.end_call()
             merged = merge(outputs, config) if training.return_outputs else None
         self.session.optimizer.raise_pending()
         total = sum_losses(losses, weights.scale)
@@ -153,7 +155,8 @@ class HostRunner(Runner):
                 "execute_plan names the layers of one chain, and this model is several parts; give each its own with "
                 "wrap_model_to_roundpipe(..., override_config={module: RoundPipeRunConfig(execute_plan=...)})"
             )
-        self.session.begin_call(adds_gradients=config.requires_grad if adds_gradients is None else adds_gradients)
+        adds = config.requires_grad if adds_gradients is None else adds_gradients
+        self.session.begin_call(adds, has_backward_later=adds_gradients is None)
         self.session.gates.weights.wait(self.model.parameters(), f"the forward of {self.session.name}")
         return config
 

@@ -78,7 +78,7 @@ class ChainRunner(Runner):
     ) -> Any:
         """As `Runner.forward`; for a part, the arguments may be of a microbatch of the whole model's call."""
         config = self._resolve(options)
-        self.session.begin_call(adds_gradients=config.requires_grad)
+        self.session.begin_call(adds_gradients=config.requires_grad, has_backward_later=True)
         calls, options = self._calls(args, kwargs, config, options, first_microbatch=first_microbatch)
         if calls is None:
             return self._fall_back().forward(args, kwargs, options)

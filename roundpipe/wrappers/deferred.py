@@ -61,6 +61,8 @@ class DeferredBackward:
                 if name not in incoming[m]:
                     incoming[m][name] = [HostValue([None] * self.num_tensors[m, name])]
                 incoming[m][name][0].value[position] = gradient.to("cpu")
+        if accumulates:
+            self.session.optimizer.begin_backward()
         spec = self.builder.backward_step(forward.spec, self.call, self.frozen)
         with contextlib.nullcontext() if accumulates else self.session.optimizer.gradients_aside():
             try:
@@ -68,7 +70,8 @@ class DeferredBackward:
             except OUT_OF_MEMORY as error:
                 error.add_note("roundpipe: only forward_backward is planned anew, not the backward of a forward")
                 raise
-        self.session.optimizer.end_call()
+        # behind all of the backward: modules on the host have gradients, too
+        torch.autograd.Variable._execution_engine.queue_callback(self.session.optimizer.end_call)
         return step.input_gradients()
 
 

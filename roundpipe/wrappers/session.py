@@ -215,10 +215,10 @@ class Session:
                 "of a layer for the next, and a recomputation needs its own; call it outside"
             )
 
-    def begin_call(self, adds_gradients: bool = True) -> None:
+    def begin_call(self, adds_gradients: bool = True, has_backward_later: bool = False) -> None:
         """Prepare for a call of the model, or of a part of it; raises what went wrong in the background."""
         self.engine.raise_pending()
-        self.optimizer.begin_call(adds_gradients)
+        self.optimizer.begin_call(adds_gradients, has_backward_later)
         self.writer.raise_pending()
 
     def note_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: RoundPipeRunConfig) -> None:

@@ -21,16 +21,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from roundpipe.core.caller import warn
 from roundpipe.core.errors import ClosedError, ConfigError
 from roundpipe.reports.timeline import OPTIMIZER
+from roundpipe.runtime.optimizer import plain_loop
 from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
-from roundpipe.runtime.optimizer.update import NOT_MADE, HandOver, StepHandle, Update, UpdateRunner
+from roundpipe.runtime.optimizer.update import NOT_MADE, HandOver, StepHandle, Update, UpdateRunner, inside_optimizer
 from roundpipe.runtime.optimizer.update_thread import UpdateThread
 from roundpipe.runtime.profiling.meter import HostLog
 from roundpipe.runtime.threads import DEADLINE_S
@@ -74,11 +77,18 @@ class OptimizerSide:
         self._gradients_due = False
         self._has_new_gradients = False
         """Whether a call may have brought gradients since the last `step`."""
+        self._loop: Literal["unknown", "steps", "copies", "own"] = "unknown"
+        """How the training loop updates: by `step`, or by itself (`plain_loop`) the copies or the model's own."""
+        self._stepping: list[ParameterPair] = []
+        """Pairs whose copies a loop's own optimizer is about to change, or was when it raised."""
+        self._caller: int | None = None
+        """The thread of the latest call."""
         self._is_settled = True
         """Whether nothing was called or stepped since the last `synchronize`."""
         self._closed = False
         self.is_async = False
         """Whether the last step was asynchronous."""
+        plain_loop.watch(self)
 
     def optim_parameters(self) -> Iterator[nn.Parameter]:
         """The optimizer's copies of the parameters that are trainable now."""
@@ -120,7 +130,7 @@ class OptimizerSide:
         if self._runner.is_inside:
             raise ConfigError("step() was called inside step_fn; a step can't contain another one")
         self._ready("step()", finish_steps=not is_async)
-        self.is_async = is_async
+        self.is_async, self._loop, self._stepping = is_async, "steps", []
         self._pairs.trainable()
         pairs = self._pairs.with_copies()
         take_writes(pairs, has_update=self._weights_changed)
@@ -193,15 +203,20 @@ class OptimizerSide:
         self._hand_over.write_weights(pairs)
         self._weights_changed = False
 
-    def begin_call(self, adds_gradients: bool = True) -> None:
+    def begin_call(self, adds_gradients: bool = True, has_backward_later: bool = False) -> None:
         """A call into the model begins: raise what ``step_fn`` raised, take back gradients that were shown.
 
-        Gradients stay shown for a call that adds none.
+        Gradients stay shown for a call that adds none, and until its backward for one that has it later, if the loop's
+        own optimizer has the model's parameters and may clear their gradients in between.
         """
         if self._closed:
             raise ClosedError(f"{self._name} was closed; make a new one to go on")
         self._updates.wait_interrupted()
+        self._caller = threading.get_ident()
         has_update = not self.is_idle
+        ahead = [] if has_update or self._weights_changed else [pair for pair in self._pairs if pair.is_ahead]
+        if ahead:  # written by the training loop
+            self._updates.run(ahead, self._write_now)
         if self._runner.is_inside:  # an optimizer evaluates the loss, on its present weights
             if has_update:
                 raise ConfigError(
@@ -214,8 +229,9 @@ class OptimizerSide:
         self._has_new_gradients |= adds_gradients
         self.raise_pending()
         self._runner.warn_if_idle()
+        takes_back = adds_gradients and not (has_backward_later and self._loop == "own")
         for pair in self._pairs:
-            if adds_gradients:
+            if takes_back:
                 pair.take_back()
             if not has_update:  # it writes the parameters itself
                 pair.look()
@@ -225,10 +241,61 @@ class OptimizerSide:
         for pair in self._pairs:
             pair.moved()
 
+    def begin_backward(self) -> None:
+        """The backward of an earlier call begins."""
+        if self._loop == "own":
+            for pair in self._pairs:
+                pair.take_back()
+
     def end_call(self) -> None:
-        """A call into the model has brought its gradients; inside ``step_fn`` the optimizer sees them at once."""
+        """A call or a backward has brought its gradients; an optimizer that is not stepped by `step` sees them now."""
+        if self._pairs.is_aside:
+            return
         if self._runner.is_inside:
             self._exchange(self._pairs.with_copies())
+        elif self._loop != "steps" and self.is_idle:
+            pairs = self._pairs.with_copies()
+            if not all(pair.is_shown for pair in pairs):
+                for pair in pairs:
+                    pair.take_back()
+                self._gradients_due = True
+                self._exchange(pairs, shows_gradients=True)
+
+    def before_plain_step(self, parameters: frozenset[int]) -> None:
+        """An optimizer that has these, by id, is about to step; in ``step_fn``, that is nothing new."""
+        if self._closed or self._runner.is_inside or not self._gates.board.is_here:
+            return
+        stepping = [pair for pair in self._pairs if pair.copy is not None and id(pair.copy) in parameters]
+        if not stepping and not any(id(pair.parameter) in parameters for pair in self._pairs):
+            return
+        if inside_optimizer() and self._caller not in (None, threading.get_ident()):
+            raise ConfigError(
+                f"an optimizer of {self._name} was stepped inside the asynchronous step_fn of another model, beside "
+                "calls of this one; give each model a step of its own, or use step(..., is_async=False)"
+            )
+        self._steps.refuse_inside("optimizer.step()")
+        is_late = any(self._loop == "steps" or pair.shown is None for pair in stepping) and self._has_new_gradients
+        self.is_async, self._loop = False, "copies" if stepping else "own"
+        is_quiet = self.is_idle and not self._weights_changed and not self._steps.running()
+        if not (is_quiet and all(pair.is_shown for pair in self._pairs)):
+            self.synchronize()
+        if is_late:
+            warn(
+                "gradients came to the optimizer's copies only when optimizer.step() was called: if they were clipped "
+                "or unscaled before it, that had no effect. Do not mix optimizer.step() with model.step(...)"
+            )
+        if stepping:
+            take_writes(self._pairs.with_copies(), has_update=False)
+        self._stepping = stepping
+        self.num_steps += self._has_new_gradients
+        self._has_new_gradients = False
+
+    def after_plain_step(self, parameters: frozenset[int]) -> None:
+        """It has stepped: what it made of the copies goes into the model."""
+        stepping, self._stepping = self._stepping, []
+        if stepping and not self._runner.is_inside:
+            self._updates.run(stepping, self._write_now)
+            self._scalers.publish()
 
     def gradients_aside(self) -> contextlib.AbstractContextManager[None]:
         """A context in which gradients that come home are thrown away; those that are there stay as they are."""
@@ -327,5 +394,6 @@ class OptimizerSide:
         """Wait for the running update, end the thread, raise what is pending; safe to call twice."""
         self.wait("close()")
         self._closed = True
+        plain_loop.unwatch(self)
         self._updates.close()
         self.raise_pending()

@@ -72,8 +72,10 @@ class ParameterPair:
     copy: nn.Parameter | None = None
     spare: torch.Tensor | None = None
     """Memory for the copy's gradient, used at each update where dtypes differ."""
-    shown: tuple[torch.Tensor, int, torch.Tensor] | None = None
-    """What `show_gradient` put into the model's ``.grad``, its version, and the copy's gradient then."""
+    shown: tuple[torch.Tensor, int, torch.Tensor, int] | None = None
+    """What `show_gradient` put into the model's ``.grad``, and the copy's gradient then, each with its version."""
+    copy_version: int = 0
+    """The copy's when it and the model's parameter last agreed."""
     fingerprint: Fingerprint | None = None
     """The model's parameter when the copy and it last agreed, or the copy was newer."""
     is_written: bool = False
@@ -94,6 +96,12 @@ class ParameterPair:
         """The copy's side, if there is a copy, knows what the model's parameter holds now."""
         if self.copy is not None:
             self.fingerprint = Fingerprint.of(self.parameter)
+            self.copy_version = self.copy._version
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the copy was written since it and the model's parameter agreed."""
+        return self.copy is not None and self.copy._version != self.copy_version
 
     def moved(self) -> None:
         """The model's parameter has other memory now, with the same values."""
@@ -172,13 +180,24 @@ class ParameterPair:
         if self.copy is None or self.copy.grad is None:
             return
         self.parameter.grad = shown = self.copy.grad.to(self.parameter.device, self.parameter.dtype)
-        self.shown = shown, shown._version, self.copy.grad
+        self.shown = shown, shown._version, self.copy.grad, self.copy.grad._version
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether the model and the copy have the same gradient, or none."""
+        if self.copy is None:
+            return True
+        if self.shown is None:
+            return self.parameter.grad is None and self.copy.grad is None
+        shown, version, of_copy, version_of_copy = self.shown
+        is_same = self.parameter.grad is shown and self.copy.grad is of_copy
+        return is_same and (shown is of_copy or (shown._version, of_copy._version) == (version, version_of_copy))
 
     def take_back(self) -> None:
         """End `show_gradient`; the user's changes of the model's ``.grad`` hold for the copy's."""
         if self.shown is None or self.copy is None:
             return
-        shown, version, of_copy = self.shown
+        shown, version, of_copy, _ = self.shown
         given, gradient = self.parameter.grad, self.copy.grad
         is_written = gradient is of_copy and shown is not of_copy and shown._version != version
         if given is None:
@@ -222,6 +241,8 @@ class MasterWeights:
         self._optim_dtype = optim_dtype
         self._widens_half = widens_half
         self._has_warned = False
+        self.is_aside = False
+        """Whether the gradients that the model has now are not to be taken: see `gradients_aside`."""
         self._pairs: list[ParameterPair] = []
         self._by_name: dict[str, ParameterPair] = {}
         self._find()
@@ -298,8 +319,10 @@ class MasterWeights:
         try:
             for parameter, _ in originals:
                 parameter.grad = None
+            self.is_aside = True
             yield
         finally:
+            self.is_aside = False
             for parameter, gradient in originals:
                 parameter.grad = gradient
 
@@ -321,13 +344,14 @@ class MasterWeights:
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool, of_copies: bool | None = None) -> None:
         """Clear all gradients, or those of copies, or those that no update takes from the model."""
-        self._find()
         holders: list[nn.Parameter | None] = []
+        if of_copies is not True:
+            self._find()
         if of_copies is not False:
             holders += [pair.copy for pair in self._pairs]
         if of_copies is not True:
             stays = of_copies is None
-            holders += [pair.parameter for pair in self._pairs if stays or pair.copy is None or pair.is_frozen]
+            holders += [pair.parameter for pair in self._pairs if stays or pair.copy is None]
         for holder in holders:
             if holder is not None and holder.grad is not None:
                 holder.grad = None if set_to_none else holder.grad.detach().zero_()
