@@ -29,7 +29,7 @@ def run(name: str, arguments: list[str], folder: Path) -> tuple[int, dict[str, A
     return code, document["results"]
 
 
-@pytest.mark.parametrize("name", ["long_run", "optimizer", "simulator", "soak", "timeline"])
+@pytest.mark.parametrize("name", ["long_run", "memory", "optimizer", "simulator", "soak", "timeline"])
 def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         importlib.import_module(name).main(["--help"])
@@ -87,3 +87,16 @@ def test_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "optimizer",
     }
     assert "tokens/s (elements of input_ids)" in capsys.readouterr().out
+
+
+def test_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All models, on CPU workers whose ledgers count what a device would: after one round predictions hold."""
+    table = tmp_path / "memory.md"
+    arguments = ["--device", "cpu", "--small", "--caps", "24", "--rounds", "2", "--markdown", str(table)]
+    code, results = run("memory", arguments, tmp_path)
+    assert code == 0, capsys.readouterr().out
+    assert len(results["cases"]) >= 12
+    for found in results["cases"].values():
+        assert found["then"]["low"] <= 0.02 and found["then"]["high"] <= 0.05
+        assert found["peak_bytes"] > 0 and len(found["rounds"]) == 2
+    assert table.read_text().count("\n") == 4 + len(results["cases"])

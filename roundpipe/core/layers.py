@@ -72,6 +72,10 @@ class LayerCost:
     """Bytes of the values live at the cut behind it."""
     temporary_bytes: int = 0
     """Largest number of bytes that come and go while it and its backward run, beside what is kept."""
+    forward_excess_bytes: int = 0
+    """What measured peaks of forward stages with it showed beside what was computed; negative: less."""
+    fused_excess_bytes: int = 0
+    backward_excess_bytes: int = 0
 
     @property
     def training_bytes(self) -> int:
@@ -79,13 +83,16 @@ class LayerCost:
         return self.activation_bytes + self.temporary_bytes
 
     def with_memory_of(self, other: LayerCost) -> LayerCost:
-        """The cost, with the activations, the memory in use and the values at the cut of another."""
+        """The cost with activations, memory in use and values at the cut of another, computed and measured."""
         return replace(
             self,
             activation_bytes=other.activation_bytes,
             workspace_bytes=other.workspace_bytes,
             carry_bytes=other.carry_bytes,
             temporary_bytes=other.temporary_bytes,
+            forward_excess_bytes=other.forward_excess_bytes,
+            fused_excess_bytes=other.fused_excess_bytes,
+            backward_excess_bytes=other.backward_excess_bytes,
         )
 
     def scaled(self, factor: float) -> LayerCost:
@@ -100,6 +107,9 @@ class LayerCost:
             workspace_bytes=round(self.workspace_bytes * factor),
             carry_bytes=round(self.carry_bytes * factor),
             temporary_bytes=round(self.temporary_bytes * factor),
+            forward_excess_bytes=round(self.forward_excess_bytes * factor),
+            fused_excess_bytes=round(self.fused_excess_bytes * factor),
+            backward_excess_bytes=round(self.backward_excess_bytes * factor),
         )
 
 

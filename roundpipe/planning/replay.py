@@ -308,10 +308,13 @@ class StepReplay:
         if position < 0:
             return
         stage, before, values = self.stages[position], waits.before, self._on_host[position]
-        used_bytes = stage.gradient_bytes + stage.working_bytes
+        own_bytes = stage.gradient_bytes + stage.working_bytes
+        used_bytes = own_bytes - min(stage.excess_bytes, 0)  # what the excess knows to be gone may be counted below
         if before is not None and before.gradients is not None:
             if before.gradients.over_s is None or before.gradients.over_s > op.started_s:
                 used_bytes += before.gradient_bytes
+        most_bytes = own_bytes + self.stages[(position - len(self._free_s)) % len(self.stages)].gradient_bytes
+        used_bytes = min(used_bytes, most_bytes)
         self.job_bytes[position] = max(self.job_bytes[position], used_bytes)
         self._carried_bytes += values.born_bytes
         self.peak_carried_bytes = max(self.peak_carried_bytes, self._carried_bytes)

@@ -25,6 +25,12 @@ RecomputeGrain = Literal["stage", "layer"]
 
 StagePhase = Literal["F", "U", "B"]
 """Of a range: forward, fused or backward."""
+EXCESS: dict[StagePhase, str] = {
+    "F": "forward_excess_bytes",
+    "U": "fused_excess_bytes",
+    "B": "backward_excess_bytes",
+}
+"""Where a layer's cost has what was measured of such ranges."""
 BOUNDARY_BUFFERS = 4
 """Copies of the values at a stage's cuts on a device: in and out, one in use and one on its way."""
 WEIGHTS_SHARE = 0.9
@@ -45,7 +51,9 @@ class StageCost(NamedTuple):
     gradient_bytes: int
     """0 in a forward stage."""
     working_bytes: int
-    """Activations kept or in use, temporaries, and the values at the stage's cuts."""
+    """Activations kept or in use, temporaries, the values at the stage's cuts, and what was measured beside them."""
+    excess_bytes: int = 0
+    """The last of these: what measured peaks showed beside what was computed; negative: less."""
 
     @property
     def own_bytes(self) -> int:
@@ -84,7 +92,14 @@ class StageCosts:
     def gradient_bytes(self, phase: StagePhase, start: int, stop: int) -> int:
         return 0 if phase == "F" else self._gradient_bytes[stop] - self._gradient_bytes[start]
 
+    def excess_bytes(self, phase: StagePhase, start: int, stop: int) -> int:
+        """Beside what was computed: that of the layer with the most, since a peak is of one layer."""
+        return self._most(EXCESS[phase], start, stop)
+
     def working_bytes(self, phase: StagePhase, start: int, stop: int) -> int:
+        return self._computed_bytes(phase, start, stop) + self.excess_bytes(phase, start, stop)
+
+    def _computed_bytes(self, phase: StagePhase, start: int, stop: int) -> int:
         carry_in, carry_out = self._carry_bytes[start - 1 if start else 0], self._carry_bytes[stop - 1]
         larger_bytes = carry_in if carry_in > carry_out else carry_out
         if phase == "F":  # the values of the layer that runs are one of the copies
@@ -122,6 +137,7 @@ class StageCosts:
             weight_bytes=self.weight_bytes(start, stop),
             gradient_bytes=self.gradient_bytes(phase, start, stop),
             working_bytes=self.working_bytes(phase, start, stop),
+            excess_bytes=self.excess_bytes(phase, start, stop),
         )
         return cost
 
@@ -171,7 +187,8 @@ def device_memory(stages: Sequence[StageCost], num_workers: int) -> list[DeviceM
         DeviceMemory(
             arena_bytes,
             stage.gradient_bytes + stages[(position - num_workers) % len(stages)].gradient_bytes,
-            stage.working_bytes,
+            stage.working_bytes - stage.excess_bytes,
+            stage.excess_bytes,
         )
         for position, stage in enumerate(stages)
     ]
@@ -181,7 +198,7 @@ def peak_bytes(stages: Sequence[StageCost], num_workers: int, replicas: Sequence
     """The largest total of `device_memory`, which the search asks for thousands of times; for replicas as well."""
     if replicas is not None:
         stages = [stage for stage, count in zip(stages, replicas, strict=True) for _ in range(count)]
-    _, _, weights, gradients, working = zip(*stages, strict=True)
+    _, _, weights, gradients, working, _ = zip(*stages, strict=True)
     turn = len(gradients) - num_workers % len(gradients)
     before = (*gradients[turn:], *gradients[:turn])
     return _arena_bytes(weights, num_workers) + max(map(add, map(add, gradients, before), working))

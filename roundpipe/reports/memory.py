@@ -17,13 +17,20 @@ class DeviceMemory(NamedTuple):
     """Of the visit, and of the worker's visit before, which are still on their way down."""
     activations: int
     """Activations kept or in use, temporaries, and the values at the stage's cuts."""
+    measured: int = 0
+    """What measured peaks showed beside these, such as what kernels take by themselves; negative: less."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.activations
+        return self.weights + self.gradients + self.activations + self.measured
 
     def __str__(self) -> str:
-        return ", ".join(f"{name} {format_bytes(size)}" for name, size in self._asdict().items())
+        terms = self._asdict()
+        measured = terms.pop("measured")
+        shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in terms.items())
+        if not measured:
+            return shown
+        return f"{shown}, {format_bytes(abs(measured))} {'less' if measured < 0 else 'more'} as measured"
 
 
 @dataclass(frozen=True, slots=True)

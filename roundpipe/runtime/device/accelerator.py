@@ -38,6 +38,8 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices of the process
 _idle_streams: dict[torch.device, list[tuple[torch.Stream, ...]]] = {}
 """Streams of backends that are gone, to be used again: libraries keep workspaces per stream and never free them."""
 
+_on_device: dict[torch.device, weakref.WeakSet[AcceleratorBackend]] = {}
+
 
 class AcceleratorEvent:
     """A `torch.Event` recorded on a stream; an event, and with ``timed`` a moment."""
@@ -83,6 +85,11 @@ class AcceleratorBackend(Backend):
         super().__init__(torch.device(device.type, index), name, memory_budget_bytes(entry, num_sharing))
         expand_segments(self.device)
         idle = _idle_streams.setdefault(self.device, [])
+        self._num_sharing = num_sharing
+        self._others_bytes = 0
+        self._peak_bytes = 0
+        """The largest before torch's own mark was last reset."""
+        _on_device.setdefault(self.device, weakref.WeakSet()).add(self)
         self._streams = idle.pop() if idle else tuple(torch.Stream(self.device) for _ in Lane)
         weakref.finalize(self, idle.append, self._streams)
         self._uploaded: list[torch.Tensor] = []
@@ -123,10 +130,30 @@ class AcceleratorBackend(Backend):
         return Registrar(functools.partial(_register, self.device), _unregister)
 
     def peak_bytes(self, reset: bool = False) -> int:
-        peak = torch.accelerator.max_memory_allocated(self.device)
-        if reset and peak:  # before the first allocation the allocator may not know the device
-            torch.accelerator.reset_peak_memory_stats(self.device)
+        peak = max(self._peak_bytes, torch.accelerator.max_memory_allocated(self.device))
+        if reset:
+            self._reset_mark()
+            self._peak_bytes = 0
         return peak
+
+    def _reset_mark(self) -> None:
+        """Begin anew with torch's own mark, which all workers on the device share."""
+        peak = torch.accelerator.max_memory_allocated(self.device)
+        if peak:  # before the first allocation the allocator may not know the device
+            for backend in _on_device[self.device]:
+                backend._peak_bytes = max(backend._peak_bytes, peak)
+            torch.accelerator.reset_peak_memory_stats(self.device)
+
+    def note_others(self, own_bytes: int) -> None:
+        self._others_bytes = torch.accelerator.memory_allocated(self.device) - own_bytes
+
+    def begin_visit(self) -> None:
+        self._reset_mark()
+
+    def visit_peak_bytes(self) -> int | None:
+        if self._num_sharing > 1:
+            return None
+        return torch.accelerator.max_memory_allocated(self.device) - self._others_bytes
 
     # Copies
 

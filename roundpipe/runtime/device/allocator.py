@@ -37,8 +37,11 @@ def expand_segments(device: torch.device) -> bool:
         return f"{SETTING}:true" in chosen.lower().replace(" ", "")
     try:
         change(f"{SETTING}:True")
+        was_used = torch.cuda.max_memory_allocated(device)
         with torch.cuda.stream(torch.cuda.Stream(device)):  # its pool is empty: the driver is asked
             torch.empty(1, device=device)
+        if not was_used:
+            torch.cuda.reset_peak_memory_stats(device)
     except (RuntimeError, AttributeError) as error:
         logger.info("memory of %s is in fixed segments: %s", device, str(error).partition("\n")[0])
         with contextlib.suppress(RuntimeError, AttributeError):

@@ -134,6 +134,17 @@ class Backend(ABC):
     def peak_bytes(self, reset: bool = False) -> int:
         """Largest number of bytes in use at once since the last reset."""
 
+    def note_others(self, own_bytes: int) -> None:  # noqa: B027 - most count only what is the worker's
+        """Take all that is in use but for the worker's own bytes as others', while the worker has nothing to do."""
+
+    @abstractmethod
+    def begin_visit(self) -> None:
+        """Note the largest number of bytes in use at once from now on, for `visit_peak_bytes`."""
+
+    @abstractmethod
+    def visit_peak_bytes(self) -> int | None:
+        """That of the worker since `begin_visit`; None where it can't be told from that of other workers."""
+
     # Copies
 
     @abstractmethod

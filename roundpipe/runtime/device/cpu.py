@@ -136,6 +136,12 @@ class CpuBackend(Backend):
             self.ledger.peak_bytes = self.ledger.total_bytes
         return peak
 
+    def begin_visit(self) -> None:
+        self.ledger.visit_peak_bytes = self.ledger.total_bytes
+
+    def visit_peak_bytes(self) -> int:
+        return self.ledger.visit_peak_bytes
+
     # Copies
 
     def upload(
@@ -235,6 +241,7 @@ class Ledger:
         self.by_purpose: Counter[str] = Counter()
         self.total_bytes = 0
         self.peak_bytes = 0
+        self.visit_peak_bytes = 0
         self._lock = threading.RLock()  # a collection of garbage inside may free what is counted
 
     def add(self, num_bytes: int, purpose: str) -> None:
@@ -251,6 +258,7 @@ class Ledger:
             self.total_bytes = total
             self.by_purpose[purpose] += num_bytes
             self.peak_bytes = max(self.peak_bytes, total)
+            self.visit_peak_bytes = max(self.visit_peak_bytes, total)
 
     def remove(self, num_bytes: int, purpose: str) -> None:
         with self._lock:

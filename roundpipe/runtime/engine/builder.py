@@ -86,6 +86,7 @@ class StepBuilder:
             and not spec.preserve_rng_state
             and self.plans.is_proven(call),
             times=self.plans.costs.times_of(call),
+            peaks=self.plans.costs.peaks_of(call, spec.schedule.plan),
         )
         return spec, values
 

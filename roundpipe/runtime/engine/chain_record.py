@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from roundpipe.core.schedule import ExecutePlan
 from roundpipe.core.tiling import UNTILED, Tiles
 from roundpipe.runtime.config import RecomputeGrain
 from roundpipe.runtime.engine.spec import Call
+from roundpipe.runtime.engine.visit_peaks import VisitPeaks
 from roundpipe.runtime.profiling.layer_times import LayerTimes, StepTimes
 
 GUESSED_ACTIVATIONS = 4
@@ -27,6 +29,8 @@ class KeptPlan:
     tiles: Tiles = UNTILED
     is_proven: bool = False
     """Whether a step has run by it to its end."""
+    num_corrections: int = 0
+    """How many there were when it was last compared with the budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,12 @@ class ChainRecord:
     can't be had."""
     loss: Any = None
     """The code of the latest call's loss function, and whether it stays apart from the last layer."""
+    peaks: list[VisitPeaks] = field(default_factory=list)
+    """Of steps that nobody has learned from."""
+    num_measured: Counter[tuple[Any, ...]] = field(default_factory=Counter)
+    """By plan, recomputation and size, steps whose peaks were measured."""
+    num_corrections: int = 0
+    """How often measured peaks have corrected what is known of memory."""
     num_steps: int = 0
     unread: list[tuple[StepTimes, int, Tiles]] = field(default_factory=list)
     """Measured steps that nobody has learned from: their times, elements of their arguments, and tiles."""

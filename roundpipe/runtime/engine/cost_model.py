@@ -21,11 +21,14 @@ from roundpipe.planning.machine import HardwareProfile
 from roundpipe.planning.simulator import simulate
 from roundpipe.runtime.engine.chain_record import ChainRecord, code_of, times_the_example
 from roundpipe.runtime.engine.spec import Call
+from roundpipe.runtime.engine.visit_peaks import VisitPeaks
 from roundpipe.runtime.profiling.layer_times import LayerTimes, StepTimes
 
 MEASURED_IN_A_ROW = 5
 """Steps of a chain that are measured from the start on; then every `MEASURED_EACH`-th."""
 MEASURED_EACH = 8
+MEASURED_PEAKS = 2
+"""Steps by a plan whose peaks are measured. It moves torch's own mark of the most in use, which users may look at."""
 
 MOST_SIMULATED = 4000
 """Visits of layers, times microbatches, of the largest steps that are simulated to choose among plans."""
@@ -77,6 +80,12 @@ class CostModel:
             if not times.failed:
                 known = record.times.setdefault(tiles, LayerTimes(chain.costs, chain.example_elements))
                 known.learn(times, elements)
+        while record.peaks and record.peaks[0].is_over:
+            peaks = record.peaks.pop(0)
+            if not peaks.failed:
+                peaks.correct()
+                record.num_corrections += 1
+                record.spare_bytes.clear()
         return record
 
     # Memory
@@ -146,6 +155,19 @@ class CostModel:
         """Take in what a step took, once it is over; the step has begun."""
         if times is not None:
             self.record(call.chain).unread.append((times, call.elements(), call.tiles))
+
+    def peaks_of(self, call: Call, plan: ExecutePlan) -> VisitPeaks | None:
+        """Where to note what visits of a training step take, if memory was computed and a first step is to show it."""
+        record, elements, grain = self.record(call.chain), call.elements(), call.config.recompute_grain
+        costs = record.memory(call.tiles).get(elements)
+        if costs is None or plan.fused is None or torch.are_deterministic_algorithms_enabled():
+            return None
+        key = plan, grain, call.tiles, elements
+        record.num_measured[key] += 1
+        if record.num_measured[key] > MEASURED_PEAKS:
+            return None
+        record.peaks.append(peaks := VisitPeaks(plan, grain, self.num_workers, costs))
+        return peaks
 
     def links(self, chain: LayerChain, tiles: Tiles = UNTILED) -> tuple[float, float]:
         """Bytes per second up and down that go with a chain's costs: measured, or estimated for accelerators."""

@@ -87,9 +87,31 @@ class PlanChooser:
             if num_steps >= max(FIRST_REPLAN, 4 * kept.looked_at):
                 plan, kept.looked_at = self._replanned(call, kept), num_steps
                 kept.plan, kept.is_proven = plan, kept.is_proven and plan == kept.plan
+        if kept.num_corrections != record.num_corrections:
+            self._check(call, kept)
         self._may_replan = False
         call.tiles = kept.tiles
         return kept.plan
+
+    def _check(self, call: Call, kept: KeptPlan) -> None:
+        """Another plan, if one that has run turns out to need more than there is, and one is known to need less.
+
+        After a step ran out of memory what has run since is the measure: what was predicted then was too little.
+        """
+        record = self.costs.record(call.chain)
+        kept.num_corrections = record.num_corrections
+        if self._budget_bytes is None:
+            return
+        call.tiles = kept.tiles
+        needed_bytes = self._needed_bytes(call, kept.plan)
+        place = call.num_microbatches, self._size(call)
+        if (limit := record.limits.get(place)) is not None:
+            record.limits[place] = replace(limit, budget_bytes=max(limit.budget_bytes, needed_bytes))
+        elif needed_bytes > self._budget_bytes:
+            with contextlib.suppress(DeviceMemoryError):
+                plan, tiles = self._choose_with_tiles(call)
+                kept.is_proven = kept.is_proven and (plan, tiles) == (kept.plan, kept.tiles)
+                kept.plan, kept.tiles = plan, tiles
 
     def _size(self, call: Call) -> float:
         """What tells calls apart that may need other plans."""
@@ -283,7 +305,10 @@ class PlanChooser:
         present_s = seconds(present)
         if present_s < SHORTEST_STEP_S:
             return present
-        plan = self._choose(call, kept.tiles)
+        try:
+            plan = self._choose(call, kept.tiles)
+        except DeviceMemoryError:  # by what was measured, and the present one has run
+            return present
         plan_s = seconds(plan)
         if plan_s > (1 - REPLAN_GAIN) * present_s:
             return present

@@ -69,6 +69,8 @@ class RunningSteps:
         self.last_over_s = now_s
         if step.spec.times is not None:
             step.spec.times.end(failed=step.failed)
+        if step.spec.peaks is not None:
+            step.spec.peaks.end(failed=step.failed)
 
     def leave_alone(self, step: StepState) -> None:
         """The step's call returns, unless the step has failed; if it fails now, the next call says so."""

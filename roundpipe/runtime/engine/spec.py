@@ -24,6 +24,7 @@ from roundpipe.core.tiling import UNTILED, Tiles
 from roundpipe.runtime.config import RecomputeGrain, ResolvedConfig
 from roundpipe.runtime.device.host_memory import bytes_of
 from roundpipe.runtime.engine.losses import Mean
+from roundpipe.runtime.engine.visit_peaks import VisitPeaks
 from roundpipe.runtime.profiling.layer_times import StepTimes
 from roundpipe.runtime.weights.layer_weights import LayerWeights
 from roundpipe.runtime.weights.replica import FrozenLayers
@@ -184,6 +185,8 @@ class StepSpec:
     """The user's modules as the forward found them, for a backward of its own; None: as they are."""
     times: StepTimes | None = None
     """Where workers note what calls take; None: the step is not measured."""
+    peaks: VisitPeaks | None = None
+    """Where workers note what visits take on devices; None: that is not measured."""
     tiles: Tiles = UNTILED
 
     def tiles_of(self, layer_index: int) -> int:

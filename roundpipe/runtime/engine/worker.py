@@ -150,7 +150,9 @@ class Worker:
         last_prefetch = max(i for i, task in enumerate(tasks) if task.kind is TaskKind.PREFETCH)
         with self.backend.activate(), torch.no_grad():
             self.meter.begin_step(self._was_idle)
-            self.arena.reserve(self._room_for(step))
+            if step.spec.peaks is not None and self._was_idle and not self._in_flight:
+                self.backend.note_others(self.arena.num_bytes)
+            self.arena.reserve(self._room_for(step), step.spec.spare_bytes)
             for position, task in enumerate(tasks):
                 if position > last_prefetch:
                     self._look_ahead()
@@ -275,6 +277,8 @@ class Worker:
 
     def _enter(self, step: StepState, opened: _OpenVisit) -> Stage:
         job, visit = opened.job, opened.visit
+        if step.spec.peaks is not None:
+            self.backend.begin_visit()
         visit.arrive()
         with step.modules_lock:
             visit.ready(job.phase is not Phase.FORWARD, step.frozen)
@@ -286,6 +290,10 @@ class Worker:
 
     def _release(self, step: StepState, opened: _OpenVisit) -> None:
         job = opened.job
+        if step.spec.peaks is not None:
+            surplus_bytes = self.arena.num_bytes - self.arena.room(self._visit_sizes(step))
+            position = job.index - step.spec.schedule.first_job
+            step.spec.peaks.add(position, self.backend.visit_peak_bytes(), surplus_bytes)
         added = [position for position, index in enumerate(job.layers) if index in step.added]
         pending, events, alive = opened.visit.release(job.phase is not Phase.BACKWARD, added)
         self.arena.end(opened.side, events)

@@ -189,15 +189,23 @@ class Arena:
         """Whether visits of these sizes fit one after the other."""
         return self._buffer is not None and self._buffer.numel() >= self.room(sizes_bytes)
 
-    def reserve(self, sizes_bytes: Sequence[int]) -> None:
-        """Make room for visits of these sizes one after the other; while no visit is open, if that needs more."""
-        if not self.has_room(sizes_bytes):
+    def reserve(self, sizes_bytes: Sequence[int], spare_bytes: int | None = None) -> None:
+        """Make room for visits of these sizes one after the other; while no visit is open, if it has to be changed.
+
+        What was made for larger ones before is kept, as far as there are ``spare_bytes``; None: in any case.
+        """
+        surplus_bytes = self.num_bytes - self.room(sizes_bytes)
+        if surplus_bytes < 0 or self._buffer is None or (spare_bytes is not None and surplus_bytes > spare_bytes):
             if self._buffer is not None:
                 self.free()
                 self._backend.release_cached()  # or activations are put where it was, and its room is taken twice
             self._buffer = self._backend.allocate(self.room(sizes_bytes), "weights")
             allocated = self._backend.record(Lane.COMPUTE)  # whoever had the memory before used it on COMPUTE
             self._readers = [[allocated], [allocated]]
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._buffer is None else self._buffer.numel()
 
     def free(self) -> None:
         if self._buffer is not None:

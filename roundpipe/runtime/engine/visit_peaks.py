@@ -1,0 +1,115 @@
+"""What stages really took on their devices, and how that corrects what was computed.
+
+Kernels take memory by themselves, and transfers overlap more or less with what runs: the difference between a visit's
+measured peak and the computed one is learned per kind of layer, for forward, fused and backward stages by themselves.
+Layers for which the same memory was computed are of one kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from roundpipe.core.layers import LayerCost
+from roundpipe.core.schedule import ExecutePlan
+from roundpipe.planning.stage_costs import EXCESS, StageCosts, StagePhase, device_memory, training_stages
+from roundpipe.runtime.config import RecomputeGrain
+
+Kind = tuple[int, ...]
+
+
+class MeasuredVisit(NamedTuple):
+    """The most that was in use during a visit, and what was predicted, room for weights included."""
+
+    phase: StagePhase
+    layers: range
+    predicted_bytes: int
+    measured_bytes: int
+
+    @property
+    def missing_bytes(self) -> int:
+        """By how much the prediction is too low; negative: too high."""
+        return self.measured_bytes - self.predicted_bytes
+
+
+@dataclass(slots=True, eq=False)
+class VisitPeaks:
+    """The most that was in use during each visit of one training step; its workers add to it."""
+
+    plan: ExecutePlan
+    grain: RecomputeGrain
+    num_workers: int
+    costs: list[LayerCost]
+    """What was computed for microbatches of the step's size; `correct` changes the list."""
+    is_over: bool = False
+    failed: bool = False
+    _bytes: dict[int, int] = field(default_factory=dict)
+
+    def add(self, position: int, peak_bytes: int | None, surplus_bytes: int = 0) -> None:
+        """A visit's peak, by its position in the step; the surplus is room for weights that the plan does not need."""
+        if peak_bytes is not None:
+            self._bytes[position] = peak_bytes - surplus_bytes
+
+    def end(self, *, failed: bool) -> None:
+        self.is_over, self.failed = True, failed
+
+    def compared(self) -> list[MeasuredVisit]:
+        """The visits, as predicted by the costs as they are and as measured."""
+        stages = training_stages(self.plan, StageCosts(self.costs, self.grain))
+        predicted = device_memory(stages, self.num_workers)
+        found = []
+        for position, (phase, layers) in enumerate(_visits(self.plan)):
+            if (peak_bytes := self._bytes.get(position)) is None:
+                continue
+            # the step begins with nothing on its way, as there may be from the step before
+            before = stages[(position - self.num_workers) % len(stages)]
+            before_bytes = before.gradient_bytes if position < self.num_workers else 0
+            found.append(MeasuredVisit(phase, layers, predicted[position].total - before_bytes, peak_bytes))
+        return found
+
+    def correct(self) -> None:
+        """Take into the costs what they lack, so that no visit of the step is predicted to take less than it did.
+
+        At first a difference counts in either direction, later only upward: what is on its way varies over steps.
+        """
+        kinds = [_kind(cost) for cost in self.costs]
+        visits = self.compared()
+        least: dict[tuple[StagePhase, Kind], int] = {}
+        for visit in visits:
+            for kind in {kinds[index] for index in visit.layers}:  # one of them made the peak: which, others tell
+                key = visit.phase, kind
+                least[key] = min(least.get(key, visit.missing_bytes), visit.missing_bytes)
+        for (phase, kind), num_bytes in least.items():
+            self._add(phase, kind, kinds, num_bytes)
+        for visit in self.compared():
+            if visit.missing_bytes > 0:
+                excess = [getattr(self.costs[index], EXCESS[visit.phase]) for index in visit.layers]
+                heaviest = visit.layers[excess.index(max(excess))]
+                self._add(visit.phase, kinds[heaviest], kinds, visit.missing_bytes)
+
+    def _add(self, phase: StagePhase, kind: Kind, kinds: list[Kind], num_bytes: int) -> None:
+        for index, other in enumerate(kinds):
+            if other == kind:
+                present = getattr(self.costs[index], EXCESS[phase])
+                if num_bytes > 0 or not present:
+                    self.costs[index] = replace(self.costs[index], **{EXCESS[phase]: present + num_bytes})
+
+
+def _visits(plan: ExecutePlan) -> Iterator[tuple[StagePhase, range]]:
+    """The visits of a training step, in order."""
+    assert plan.fused is not None
+    yield from (("F", range(*layers)) for layers in plan.forward)
+    yield "U", range(*plan.fused)
+    yield from (("B", range(*layers)) for layers in plan.backward)
+
+
+def _kind(cost: LayerCost) -> Kind:
+    return (
+        cost.activation_bytes,
+        cost.workspace_bytes,
+        cost.temporary_bytes,
+        cost.carry_bytes,
+        cost.weight_bytes,
+        cost.gradient_bytes,
+    )
