@@ -45,6 +45,7 @@ from roundpipe.wrappers.model_view import ModelView
 from roundpipe.wrappers.recovery import run_step
 from roundpipe.wrappers.session import LatestStep, Program, Runner, Session, TrainingCall
 from roundpipe.wrappers.tails import TailSource
+from roundpipe.wrappers.variants import JointChain, JointChains
 
 
 @dataclass(eq=False)
@@ -65,6 +66,7 @@ class ChainRunner(Runner):
 
     def __post_init__(self) -> None:
         session = self.session
+        self._joints = JointChains(self.name)
         measure = functools.partial(_memory_of, session.engine.backends[0].device)
         self.tails = TailSource(self.model)
         self.builder = StepBuilder(session.engine, session.host, session.optimizer, measure)
@@ -195,7 +197,7 @@ class ChainRunner(Runner):
         first_microbatch: int = 0,
         make_tail: MakeTail | None = None,
     ) -> tuple[list[Call] | None, RoundPipeRunConfig]:
-        """The microbatches, grouped where neighbours share a chain; None, and the fallback's options, if one has none.
+        """The microbatches as one round, or as few as can be; None, and the fallback's options, if one has no chain.
 
         The fallback splits again, without a second run of the user's functions.
         """
@@ -205,18 +207,22 @@ class ChainRunner(Runner):
             whole = Call(chain, config, [args], [kwargs], [label], 1, loss_fn=loss_fn, make_tail=make_tail)
             config = self.builder.plans.options.settle(whole, batch_size(args, kwargs, config))
         pieces = split(args, kwargs, label, config)
-        calls: list[Call] = []
-        split_values = zip(pieces.args, pieces.kwargs, pieces.labels, pieces.events, strict=True)
-        for position, (piece_args, piece_kwargs, piece_label, events) in enumerate(split_values, first_microbatch):
+        chains: list[LayerChain] = []
+        for piece_args, piece_kwargs, events in zip(pieces.args, pieces.kwargs, pieces.events, strict=True):
             for event in events:  # the guards below may read the arguments
                 event.synchronize()
             chain = self.source.chain_for(piece_args, piece_kwargs)
             if chain is None:
                 self.last_chain = None
                 return None, pieces.replay_options(options, config)
+            chains.append(chain)
+        calls: list[Call] = []
+        joined = zip(*self._joints.join(chains, pieces.kwargs), pieces.args, pieces.labels, strict=True)
+        for position, (chain, piece_kwargs, piece_args, piece_label) in enumerate(joined, first_microbatch):
             if not calls or calls[-1].chain is not chain:
                 number = pieces.num_microbatches
-                calls.append(Call(chain, config, [], [], [], number, position, loss_fn, make_tail=make_tail))
+                make = None if isinstance(chain, JointChain) else make_tail
+                calls.append(Call(chain, config, [], [], [], number, position, loss_fn, make_tail=make))
             calls[-1].args.append(piece_args)
             calls[-1].kwargs.append(piece_kwargs)
             calls[-1].labels.append(piece_label)
@@ -249,10 +255,11 @@ class ChainRunner(Runner):
 def _memory_of(device: torch.device, call: Call, tiles: Tiles) -> list[LayerCost] | None:
     """Costs with the memory that layers take in tiles for the largest microbatch of a call, its loss included."""
     args, kwargs, label = call.largest()
+    chain, kwargs = call.chain.of(kwargs) if isinstance(call.chain, JointChain) else (call.chain, kwargs)
     tail = call.tail if tiles.tail > 1 else None
     loss = None if call.loss_fn is None else Loss(call.loss_fn, label, tail)
     with microbatch_count(call.total_microbatches):
-        return measure_memory(call.chain, args, kwargs, loss, device, tiles)
+        return measure_memory(chain, args, kwargs, loss, device, tiles)
 
 
 @dataclass(slots=True)

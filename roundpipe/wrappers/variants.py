@@ -1,0 +1,252 @@
+"""Several chains of one model as one, so that microbatches that need different ones run in one round.
+
+A model is traced once per decision of its own code: padded microbatches and others, those of one sample and larger
+ones may have graphs of their own. As a rule these differ in little, and are cut into layers with the same weights. Then
+one chain has them all: each of its layers has a layer of every chain, and runs the one of its microbatch.
+
+    carry   VARIANT: which chain the microbatch runs by        "0.name": a value of the first chain, None elsewhere
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from itertools import pairwise
+from typing import Any
+
+from torch import nn
+
+from roundpipe.core.layers import Carry, LayerChain, LayerCost, LayerSpec
+
+logger = logging.getLogger(__name__)
+
+MOST_JOINT_CHAINS = 8
+"""Kept at once; each keeps the chains in it."""
+MOST_MERGED = 2
+"""Layers of one chain that may become one, where chains are not cut alike."""
+VARIANT = "the chain"
+"""Stands for the number of a microbatch's chain among names of carried values, and of keyword arguments."""
+
+
+def common_layers(chains: Sequence[LayerChain]) -> list[list[range]] | None:
+    """The layers of a chain that has several: of each chain, the positions that have the same weights as the others'.
+
+    None if they are cut too differently: if more than `MOST_MERGED` layers would have to become one.
+    """
+    weights = [[_weights_of(layer) for layer in chain] for chain in chains]
+    ends = [0] * len(chains)
+    seen: list[set[int]] = [set() for _ in chains]
+    groups: list[list[range]] = []
+
+    def take(number: int) -> None:
+        seen[number] |= weights[number][ends[number]]
+        ends[number] += 1
+
+    while any(end < len(chain) for end, chain in zip(ends, chains, strict=True)):
+        starts = list(ends)
+        behind = list(range(len(chains)))
+        while behind:
+            for number in behind:
+                if ends[number] == len(chains[number]):
+                    return None
+                take(number)
+            behind = [number for number, own in enumerate(seen) if own != set().union(*seen)]
+        if any(end == len(chain) for end, chain in zip(ends, chains, strict=True)):
+            for number, chain in enumerate(chains):
+                while ends[number] < len(chain):
+                    take(number)
+            if any(own != seen[0] for own in seen):
+                return None
+        groups.append([range(start, end) for start, end in zip(starts, ends, strict=True)])
+    return groups if all(len(own) <= MOST_MERGED for group in groups for own in group) else None
+
+
+def _weights_of(layer: nn.Module) -> set[int]:
+    return {id(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
+
+
+class JointChain(LayerChain):
+    """A chain for microbatches of any of some chains, which have `common_layers`; keyword arguments name theirs."""
+
+    def __init__(self, chains: Sequence[LayerChain], groups: Sequence[Sequence[range]]) -> None:
+        exit = _JointExit([chain.exit for chain in chains])
+        specs, layers, costs = [], [], []
+        for group in groups:
+            own = [_merged_spec(chain, positions) for chain, positions in zip(chains, group, strict=True)]
+            specs.append(_joint_spec(own))
+            parts = [[chain[i] for i in positions] for chain, positions in zip(chains, group, strict=True)]
+            layers.append(JointLayer(parts, specs[-1].makes))
+            sums = [_sum([chain.costs[i] for i in own]) for chain, own in zip(chains, group, strict=True)]
+            costs.append(LayerCost(**{name: max(getattr(each, name) for each in sums) for name in _COSTS}))
+        made = {name for spec in specs for name in spec.makes}
+        read = dict.fromkeys(name for reads in (*(spec.reads for spec in specs), exit.reads) for name in reads)
+        entry = _JointEntry([chain.entry for chain in chains], [name for name in read if name not in made])
+        super().__init__(layers, specs, costs, entry, exit, max(chain.example_elements for chain in chains))
+        self.variants = tuple(chains)
+
+    def of(self, kwargs: dict[str, Any]) -> tuple[LayerChain, dict[str, Any]]:
+        """The chain of a microbatch, and its own keyword arguments."""
+        kwargs = dict(kwargs)
+        return self.variants[kwargs.pop(VARIANT, 0)], kwargs
+
+
+class JointChains:
+    """The joint chains of one model that are in use."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._known: list[JointChain] = []
+        """The one used last first."""
+        self._has_warned = False
+
+    def join(
+        self, chains: Sequence[LayerChain], kwargs: Sequence[dict[str, Any]]
+    ) -> tuple[Sequence[LayerChain], Sequence[dict[str, Any]]]:
+        """For each microbatch, from its own chain, the chain to run by, which is one for all if that can be; with its
+        keyword arguments.
+        """
+        needed = list(dict.fromkeys(chains))
+        if len(needed) == 1:
+            return chains, kwargs
+        joint = next((each for each in self._known if not set(needed).difference(each.variants)), None)
+        if joint is None:
+            groups = common_layers(needed)
+            if groups is None:
+                self._warn_of_rounds(chains)
+                return chains, kwargs
+            logger.info("%s: the microbatches of a call need %d traces, and run in one round", self._name, len(needed))
+            joint = JointChain(needed, groups)
+        self._known = [joint, *(each for each in self._known if each is not joint)][:MOST_JOINT_CHAINS]
+        numbers = map(joint.variants.index, chains)
+        return [joint] * len(chains), [{**own, VARIANT: number} for own, number in zip(kwargs, numbers, strict=True)]
+
+    def _warn_of_rounds(self, chains: Sequence[LayerChain]) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            rounds = 1 + sum(chain is not before for before, chain in pairwise(chains))
+            logger.warning(
+                "%s: one call runs as %d rounds, each of which brings up all weights: its microbatches take other ways "
+                "through the model, with other weights. See the traces in the log for what they differ in",
+                self._name,
+                rounds,
+            )
+
+
+class JointLayer(nn.Module):
+    """Layers of each chain; modules have the names that they have in their own layer."""
+
+    def __init__(self, parts: Sequence[Sequence[nn.Module]], makes: Sequence[str]) -> None:
+        super().__init__()
+        self._parts = [[f"{number}.{position}" for position in range(len(own))] for number, own in enumerate(parts)]
+        self._modules.update(
+            (name, layer)
+            for names, own in zip(self._parts, parts, strict=True)
+            for name, layer in zip(names, own, strict=True)
+        )
+        self.training = parts[0][0].training
+        self._makes = tuple(makes)
+
+    def forward(self, carry: Carry) -> Carry:
+        number = carry[VARIANT]
+        own = _outside(number, carry)
+        for name in self._parts[number]:
+            layer = self._modules[name]
+            assert layer is not None
+            own.update(layer(own))
+        made = _inside(number, own)
+        return {name: made.get(name) for name in self._makes}
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        memo = set() if memo is None else memo
+        if self not in memo:
+            memo.add(self)
+            yield prefix, self
+        for layer in self._modules.values():
+            assert layer is not None
+            yield from layer.named_modules(memo, prefix, remove_duplicate)
+
+
+class _JointEntry:
+    def __init__(self, entries: Sequence[Any], names: Sequence[str]) -> None:
+        self._entries = entries
+        self._names = names
+        """Those that layers read and none makes."""
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Carry:
+        kwargs = dict(kwargs)
+        number = kwargs.pop(VARIANT)
+        own = _inside(number, self._entries[number](args, kwargs))
+        return {**dict.fromkeys(self._names), **own, VARIANT: number}
+
+
+class _JointExit:
+    def __init__(self, exits: Sequence[Any]) -> None:
+        self._exits = exits
+        self.reads = (VARIANT, *_named(exit.reads for exit in exits))
+
+    def __call__(self, carry: Carry) -> Any:
+        number = carry[VARIANT]
+        return self._exits[number](_outside(number, carry))
+
+
+def _inside(number: int, values: Carry) -> Carry:
+    return {f"{number}.{name}": value for name, value in values.items()}
+
+
+def _outside(number: int, carry: Carry) -> Carry:
+    prefix = f"{number}."
+    return {name.removeprefix(prefix): value for name, value in carry.items() if name.startswith(prefix)}
+
+
+def _named(names: Any) -> tuple[str, ...]:
+    return tuple(f"{number}.{name}" for number, each in enumerate(names) for name in each)
+
+
+def _joint_spec(specs: Sequence[LayerSpec]) -> LayerSpec:
+    differentiable = None
+    if all(spec.differentiable is not None for spec in specs):
+        differentiable = frozenset(_named(spec.differentiable for spec in specs))
+    return LayerSpec(
+        specs[0].name,
+        tuple(dict.fromkeys(name for spec in specs for name in spec.module_names)),
+        (VARIANT, *_named(spec.reads for spec in specs)),
+        _named(spec.makes for spec in specs),
+        differentiable,
+        draws_random=any(spec.draws_random for spec in specs),
+        may_write_reads=any(spec.may_write_reads for spec in specs),
+        execution_device=any(spec.execution_device for spec in specs),
+    )
+
+
+_COSTS = tuple(field.name for field in fields(LayerCost))
+
+
+def _sum(costs: Sequence[LayerCost]) -> LayerCost:
+    """The cost of layers that have become one."""
+    total = LayerCost(**{name: sum(getattr(cost, name) for cost in costs) for name in _COSTS})
+    return replace(total, carry_bytes=costs[-1].carry_bytes)
+
+
+def _merged_spec(chain: LayerChain, positions: range) -> LayerSpec:
+    """The spec of layers of a chain that have become one."""
+    specs = [chain.specs[position] for position in positions]
+    made = {name for spec in specs for name in spec.makes}
+    later = {name for spec in chain.specs[positions.stop :] for name in spec.reads} | set(chain.exit.reads)
+    makes = tuple(name for spec in specs for name in spec.makes if name in later)
+    differentiable = None
+    if all(spec.differentiable is not None for spec in specs):
+        differentiable = frozenset(name for spec in specs for name in spec.differentiable or ()).intersection(makes)
+    return replace(
+        specs[0],
+        name=specs[0].name if len(specs) == 1 else f"{specs[0].name} .. {specs[-1].name}",
+        module_names=tuple(name for spec in specs for name in spec.module_names),
+        reads=tuple(dict.fromkeys(name for spec in specs for name in spec.reads if name not in made)),
+        makes=makes,
+        differentiable=differentiable,
+        draws_random=any(spec.draws_random for spec in specs),
+        may_write_reads=any(spec.may_write_reads for spec in specs),
+        execution_device=any(spec.execution_device for spec in specs),
+    )
