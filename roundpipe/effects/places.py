@@ -8,6 +8,7 @@ changing it: those `is_closed`.
 from __future__ import annotations
 
 import array
+import contextlib
 import copyreg
 import io
 import operator
@@ -16,7 +17,7 @@ import random
 import sys
 import types
 from collections import ChainMap, OrderedDict, UserDict, UserList, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,9 +102,9 @@ class Place:
 
     def gained_tensors_only(self) -> bool:
         """Whether a dict got tensors and is else what it was, as a cache of tables does."""
-        if not isinstance(self.owner, dict) or self.view is not CONTAINER:
+        if not isinstance(self.owner, dict) or self.kind != CONTAINER.kind:
             return False
-        now = contents(self.owner)
+        now = contents(self.now())
         return all(key in now and trees.same(value, now[key]) for key, value in self.held.items()) and all(
             holds_tensors(value) for key, value in now.items() if key not in self.held
         )
@@ -171,6 +172,25 @@ CELL = View("cell", _cell_contents, lambda cell, _, held: setattr(cell, "cell_co
 GLOBAL = View("global", lambda owner, name: owner.get(name), dict.__setitem__)
 CLASS = View("class", lambda kind, name: getattr(kind, name, None), setattr)
 NAMES = View("names", names_of_class, _remove_names)
+
+
+def attributes_view(owner: Any, names: Iterable[str]) -> View:
+    """A `CONTAINER` of those attributes of an object that have some names; computed ones have no value of their own."""
+    kind, missing = type(owner), object()
+    names = [name for name in names if not name.startswith("__")]
+
+    def value(attributes: dict[str, Any], name: str) -> Any:
+        if name in attributes or hasattr(kind, name):
+            return attributes.get(name, missing)
+        with contextlib.suppress(Exception):  # the class may give another attribute under this name
+            return getattr(owner, name, missing)
+        return missing
+
+    def read(attributes: dict[str, Any], _: None) -> dict[str, Any]:
+        values = {name: value(attributes, name) for name in names}
+        return {name: found for name, found in values.items() if found is not missing}
+
+    return View("container", read, _fill)
 
 
 def view_of(value: Any, max_bytes: int = MAX_ARRAY_BYTES) -> View | None:

@@ -48,10 +48,12 @@ class Limits:
     nesting: int = 100
     num_items: int = sys.maxsize
     num_bytes: int = places.MAX_ARRAY_BYTES
+    all_methods: bool = True
+    """Whether methods of modules count that code of their forwards does not name."""
 
 
 EVERYTHING = Limits()
-BETWEEN_CALLS = Limits(num_places=3000, nesting=MAX_DEPTH, num_items=_MAX_TABLE_ITEMS, num_bytes=1 << 20)
+BETWEEN_CALLS = Limits(3000, nesting=MAX_DEPTH, num_items=_MAX_TABLE_ITEMS, num_bytes=1 << 20, all_methods=False)
 """For what is compared before every call: no large tables, and nothing that lies deep inside others."""
 
 
@@ -219,9 +221,16 @@ class StateWalk:
                 words = f"{owner.__name__}.{key}"
                 if isinstance(value, _VALUES) and not key.startswith("__"):
                     self._add(words, places.CLASS, owner, key, value, way)
-                elif not key.startswith("__") or key == "__call__":
+                elif key == "__call__" or not key.startswith("__") and self._may_be_called(key, value, kind):
                     self._visit(value, way._replace(words=words))
             self._add(owner.__name__, places.NAMES, owner, None, places.names_of_class(owner), way)
+
+    def _may_be_called(self, name: str, value: Any, kind: type) -> bool:
+        """Whether a method may be; attributes of a class that are something else always count."""
+        is_method = isinstance(value, types.FunctionType | staticmethod | classmethod | property)
+        if self._limits.all_methods or not is_method or name == "forward":
+            return True
+        return name in self._names or issubclass(kind, nn.Module) and name in uses_of_forward(kind).reads
 
     def _visit_function(self, function: types.FunctionType, way: _Way) -> None:
         if is_library(function) or way.depth > MAX_DEPTH or not self._is_new(function):

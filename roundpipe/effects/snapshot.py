@@ -350,7 +350,7 @@ class QuickComparison:
         by_kind: dict[str, list[Place]] = {}
         for place in all_places:
             by_kind.setdefault(place.kind, []).append(place)
-        containers = by_kind.get("container", [])
+        containers = [place for place in by_kind.get("container", ()) if place.view is places.CONTAINER]
         self._dicts = [(p.owner, list(map(id, p.held.values()))) for p in containers if isinstance(p.owner, dict)]
         self._lists = [(p.owner, list(map(id, p.held))) for p in containers if isinstance(p.owner, (list, deque))]
         self._sets = [(p.owner, p.held) for p in containers if isinstance(p.owner, set)]
@@ -358,6 +358,7 @@ class QuickComparison:
         self._variables += [(vars(p.owner), p.key, p.held) for p in by_kind.get("class", [])]
         self._names = [(vars(p.owner), len(vars(p.owner))) for p in by_kind.get("names", [])]
         self._others = [place for kind in ("cell", "array", "slots") for place in by_kind.get(kind, [])]
+        self._others += [place for place in by_kind.get("container", ()) if place.view is not places.CONTAINER]
 
     def is_same(self) -> bool:
         return (

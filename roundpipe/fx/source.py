@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,11 +22,13 @@ from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import TraceCause, TraceError, add_note, enumerated
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.modes import autocast_as_on_accelerator, saved_tensor_hooks_aside
+from roundpipe.effects.reads import AttributeReads
 from roundpipe.fx.graph.nodes import value_bytes
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph
 from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.passes.lower import LowerOptions, lower
 from roundpipe.fx.sizes import forget_worlds
+from roundpipe.fx.trace.progress import progress
 from roundpipe.fx.trace.tracer import trace
 
 logger = logging.getLogger(__name__)
@@ -82,7 +85,7 @@ class TracedSource:
             preview, self._preview = self._preview, None
             try:
                 with _tracing_modes():
-                    return self._trace(*preview)
+                    return self._trace(*preview, why="the model's own example")
             except (TraceError, TypeError) as error:  # real arguments may be others; the first call decides
                 logger.info("%s's own example can't be traced: %s", type(self._model).__name__, error)
         return self._traces[0][1] if self._traces else None
@@ -121,7 +124,7 @@ class TracedSource:
             if failure is not None:
                 self._note_retrace(failure)
             try:
-                return self._trace(args, kwargs)
+                return self._trace(args, kwargs, failure or "for the first time")
             except TraceError as error:
                 if error.cause is TraceCause.MODEL_ERROR and isinstance(error.__cause__, Exception):
                     add_note(error.__cause__, f"roundpipe: {error}")
@@ -155,7 +158,8 @@ class TracedSource:
                 "Keep it fixed (pad inputs, move it out of forward) to trace once"
             )
 
-    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerChain:
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], why: object = "for the first time") -> LayerChain:
+        began_s, kind = time.perf_counter(), type(self._model).__name__
         self.trace_count += 1
         records_gradients = torch.is_grad_enabled()
         try:
@@ -165,6 +169,7 @@ class TracedSource:
                 traced = self._graph_for(args, kwargs)  # its code asked
             guards = traced.guards
             chain = lower(traced, self._options).chain
+            logger.info("traced %s in %.2f s (%s)", kind, time.perf_counter() - began_s, why)
         finally:
             forget_worlds()
         if guards.not_kept and self._failed_modes:
@@ -188,8 +193,12 @@ class TracedSource:
             )
 
     def _graph_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GuardedGraph:
-        dynamic = tuple(self._varying)
-        return trace(self._model, args, kwargs, max_leaf_bytes=self._options.max_layer_bytes, dynamic=dynamic)
+        dynamic, max_bytes = tuple(self._varying), self._options.max_layer_bytes
+        reads = AttributeReads(self._model.modules())
+        with reads.recorded(), progress(type(self._model).__name__):
+            traced = trace(self._model, args, kwargs, max_leaf_bytes=max_bytes, dynamic=dynamic)
+        traced.guards.restrict(reads)
+        return traced
 
 
 def own_example(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.errors import ConfigError
-from roundpipe.effects.places import HOOKS, OF_TORCH
+from roundpipe.effects.places import CONTAINER, HOOKS, OF_TORCH, attributes_view
 from roundpipe.effects.reach import BETWEEN_CALLS
+from roundpipe.effects.reads import AttributeReads
 from roundpipe.effects.snapshot import PlaceValues, PythonSnapshot, QuickComparison
 from roundpipe.effects.uses import CodeUses, attributes_read, uses_of_forward, uses_of_functions, uses_of_hook
 from roundpipe.fx.sizes import flat_values
@@ -117,6 +118,15 @@ class ModelGuard:
         self._lengths = list(map(len, self._dicts))
         names = [(module, sorted(self._relevant(module, module.__dict__))) for module in self._modules]
         self._attributes = [(module, own, [module.__dict__[name] for name in own]) for module, own in names if own]
+
+    def restrict(self, reads: AttributeReads) -> None:
+        """From now on, of objects that ``reads`` knows, only attributes count that were read."""
+        for index, place in enumerate(self._python.reach.places):
+            if place.view is CONTAINER and (names := reads.names(place.owner)) is not None:
+                view = attributes_view(reads.owner(place.owner), sorted(names))
+                held = view.read(place.owner, None)
+                self._python.reach.places[index] = replace(place, view=view, held=held)
+        self._quick = QuickComparison(self._python.reach.places)
 
     def _relevant(self, module: nn.Module, names: Iterable[str]) -> set[str]:
         """Those attributes of a module that its model's code may read, and that the graph would not set."""

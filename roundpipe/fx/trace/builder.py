@@ -35,6 +35,7 @@ from roundpipe.fx.sizes import (
     is_data_dependent,
     size_function,
 )
+from roundpipe.fx.trace.progress import advance
 
 Meta = Callable[[], dict[str, Any]]
 Untraced = Callable[[str, torch.Tensor | None], BaseException]
@@ -74,6 +75,7 @@ class GraphBuilder:
             self.bind(leaf, node)
 
     def add(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Node:
+        advance()
         node = self.traced.graph.create_node(op, target, args, kwargs or {})
         node.meta.update(self._common_meta())
         node.meta["value"] = None

@@ -1,0 +1,111 @@
+"""What a user sees of traces: when there is one, why, how long it takes; none for what forward never reads."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import roundpipe
+from roundpipe.fx.trace import progress
+
+
+class Settings:
+    """Gives some attributes under another name, as configurations do."""
+
+    names = {"width": "hidden_size"}
+
+    def __init__(self):
+        self.scale, self.hidden_size, self.saved_as, self.extra = 2.0, 6, None, {"a": 1}
+
+    def __getattribute__(self, name):
+        names = super().__getattribute__("names")
+        return super().__getattribute__(names.get(name, name))
+
+
+class Configured(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.config = Settings()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        name = "".join(["sc", "ale"])  # made up, so that the code could read any attribute
+        return self.linear(x) * getattr(self.config, name) + self.config.width
+
+
+def total(output, label):
+    return output.square().sum()
+
+
+def test_only_what_forward_read_makes_a_new_trace():
+    model, x = Configured(), torch.randn(4, 6)
+    with roundpipe.compile(model, devices="cpu") as piped:
+
+        def traces():
+            with torch.no_grad():
+                torch.testing.assert_close(piped(x), model(x))
+            return piped.trace_count
+
+        assert traces() == 1
+        model.config.saved_as = "somewhere"
+        model.config.new = [1, 2]
+        assert traces() == 1
+        model.config.scale = 3.0
+        assert traces() == 2
+        model.config.hidden_size = 7  # read by its other name
+        assert traces() == 3
+        del model.config.new
+        assert traces() == 3
+
+
+@pytest.mark.parametrize("copies", [dict, lambda value: {**vars(value)}])
+def test_who_takes_all_attributes_reads_all(copies):
+    class Takes(Configured):
+        def forward(self, x):
+            held = vars(self.config) if copies is dict else copies(self.config)
+            return self.linear(x) * len([value for value in held.values() if value is not None])
+
+    model, x = Takes(), torch.randn(4, 6)
+    with roundpipe.compile(model, devices="cpu") as piped, torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(piped(x), model(x))
+            model.config.saved_as = "somewhere"
+
+
+def test_saving_a_hugging_face_model_makes_no_new_trace(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=50, use_cache=False
+    )
+    model = transformers.LlamaForCausalLM(config)
+    ids = torch.randint(1, 50, (4, 6))
+    with roundpipe.compile(model, devices="cpu") as piped:
+        for _ in range(2):
+            piped.forward_backward(input_kwargs={"input_ids": ids, "labels": ids}, loss_fn=lambda o, _: o.loss)
+            piped.synchronize()
+            model.save_pretrained(tmp_path)
+        assert piped.trace_count == 1
+        config.use_cache = True
+        piped.forward_backward(input_kwargs={"input_ids": ids, "labels": ids}, loss_fn=lambda o, _: o.loss)
+        assert piped.trace_count == 2
+
+
+def test_each_trace_is_logged_with_its_cause_and_seconds(caplog):
+    model = Configured()
+    with caplog.at_level(logging.INFO, "roundpipe"), roundpipe.compile(model, devices="cpu") as piped:
+        piped.forward_backward((torch.randn(4, 6),), loss_fn=total)
+        model.config.scale = 3.0
+        piped.forward_backward((torch.randn(4, 6),), loss_fn=total)
+    lines = [record.message for record in caplog.records if record.message.startswith("traced Configured in ")]
+    assert len(lines) == 2
+    assert "for the first time" in lines[0]
+    assert "config" in lines[1]
+
+
+def test_a_long_trace_shows_a_bar(capsys, monkeypatch):
+    with roundpipe.compile(Configured(), example_args=(torch.randn(4, 6),), devices="cpu"):
+        assert "tracing" not in capsys.readouterr().err
+    monkeypatch.setattr(progress, "SHOWN_AFTER_S", 0.0)
+    with roundpipe.compile(Configured(), example_args=(torch.randn(4, 6),), devices="cpu"):
+        assert "roundpipe: tracing Configured" in capsys.readouterr().err
