@@ -6,6 +6,7 @@ read in fact is told by the objects' classes, whose ``__getattribute__`` writes 
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -28,11 +29,12 @@ class AttributeReads:
         found |= _objects(value for each in list(found.values()) for value in each.__dict__.values())
         self._objects = found
         self._names: dict[int, set[str]] = {key: set() for key in found}
+        self._watched: set[type] = set()
 
     def names(self, attributes: dict[str, Any]) -> set[str] | None:
         """Names read of the object with these attributes; None: all, or it was not looked at."""
         for key, value in self._objects.items():
-            if value.__dict__ is attributes:
+            if value.__dict__ is attributes and type(value) in self._watched:
                 names = self._names[key]
                 return None if names & _ALL_AT_ONCE else names
         return None
@@ -47,7 +49,9 @@ class AttributeReads:
         undo = []
         try:
             for kind in {type(value) for value in self._objects.values()}:
-                undo.append(self._watch(kind))
+                with contextlib.suppress(TypeError):  # a class that can't be changed tells nothing
+                    undo.append(self._watch(kind))
+                    self._watched.add(kind)
             yield
         finally:
             for action in undo:
