@@ -204,7 +204,8 @@ class ChainRunner(Runner):
         if self.fallback is not None and self.source.latest is None:
             return None, options  # there never was one
         if config.auto and (chain := self.last_chain or self.source.latest) is not None:
-            whole = Call(chain, config, [args], [kwargs], [label], 1, loss_fn=loss_fn, make_tail=make_tail)
+            make = None if isinstance(chain, JointChain) else make_tail
+            whole = Call(chain, config, [args], [kwargs], [label], 1, loss_fn=loss_fn, make_tail=make)
             config = self.builder.plans.options.settle(whole, batch_size(args, kwargs, config))
         pieces = split(args, kwargs, label, config)
         chains: list[LayerChain] = []
