@@ -42,6 +42,7 @@ PUBLIC_NAMES = {
     "GradScaler",
     "LossError",
     "MicrobatchError",
+    "NonFiniteError",
     "ModelExecutePlan",
     "NotCopyableError",
     "OptimizerCtx",

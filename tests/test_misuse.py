@@ -158,6 +158,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "split_input without kwargs": ({"split_input": (TensorChunkSpec(0),)}, "split_input"),
     "requires_grad": ({"requires_grad": "no"}, "requires_grad: got 'no'"),
     "preserve_rng_state": ({"preserve_rng_state": 1}, "preserve_rng_state: got 1"),
+    "check_finite": ({"check_finite": "always"}, "check_finite: got 'always'"),
     "plan": ({"execute_plan": [(0, 1)]}, "execute_plan"),
 }
 

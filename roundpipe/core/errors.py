@@ -180,6 +180,10 @@ class ForkError(RoundPipeError, RuntimeError):
     """A wrapper was used in a process that was forked from its own."""
 
 
+class NonFiniteError(RoundPipeError, FloatingPointError):
+    """A NaN or an Inf arose in a call with ``check_finite=True``; says in which layer, microbatch and phase."""
+
+
 class CheckpointError(RoundPipeError, OSError):
     """A checkpoint can't be written, or what is there can't be read."""
 

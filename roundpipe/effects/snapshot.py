@@ -107,6 +107,10 @@ class ModuleSnapshot:
         buffers = [buffer for record in self._records.values() for buffer in record.buffers.values()]
         self._versions = [(buffer, _version_of(buffer)) for buffer in buffers]
 
+    @property
+    def modules(self) -> Iterable[nn.Module]:
+        return self._records
+
     def diff(self, modules: Iterable[nn.Module] | None = None) -> list[AttributeChange]:
         """Attributes of these modules (None: of all) that were set to something else, but for `REGISTERED`."""
         changes = []

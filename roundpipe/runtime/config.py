@@ -89,6 +89,11 @@ class RoundPipeRunConfig:
     """What ``loss_fn`` sees: one ``"microbatch"`` at a time (built-in), or the outputs and labels of the whole
     ``"batch"``; see `RoundPipe.forward_backward`."""
 
+    check_finite: bool | None = None
+    """Whether to look at each layer's outputs, the losses and all gradients on their way, and raise `NonFiniteError`
+    where the first NaN or Inf arises; built-in: False, which costs nothing. True makes accelerators wait after each
+    layer. A loss scaler meets Inf on purpose."""
+
     def __post_init__(self) -> None:
         if self.num_microbatch not in (None, AUTO) and not _is_count(self.num_microbatch):
             self._refuse("num_microbatch", 'an int of at least 1, "auto", or None for the number of devices + 1')
@@ -106,7 +111,7 @@ class RoundPipeRunConfig:
             self._refuse("loss_reduction", '"sum" or "mean"')
         if self.loss_scope not in (None, *get_args(LossScope)):
             self._refuse("loss_scope", '"microbatch" or "batch"')
-        for name in ("requires_grad", "preserve_rng_state"):
+        for name in ("requires_grad", "preserve_rng_state", "check_finite"):
             if not isinstance(getattr(self, name), bool | None):
                 self._refuse(name, "True, False or None (not given)")
         if not isinstance(self.execute_plan, ExecutePlan | None):
@@ -161,6 +166,7 @@ class ResolvedConfig:
 
     loss_reduction: LossReduction
     loss_scope: LossScope
+    check_finite: bool
     auto: frozenset[str] = frozenset()
     """Fields that were left to choice; they hold what is built in."""
 
@@ -176,6 +182,7 @@ def resolve(call: RoundPipeRunConfig | None, model: RoundPipeRunConfig | None, *
         "preserve_rng_state": True,
         "loss_reduction": "sum",
         "loss_scope": "microbatch",
+        "check_finite": False,
     }
     names = [field.name for field in fields(RoundPipeRunConfig)]
     options = {**dict.fromkeys(names), **built_in}

@@ -17,6 +17,7 @@ from roundpipe.core.layers import is_differentiable
 from roundpipe.core.modes import autocast_as_on_accelerator
 from roundpipe.reports.partition_table import partition_table
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, microbatch_count, resolve
+from roundpipe.runtime.engine.finite import check_losses
 from roundpipe.runtime.engine.losses import LossWeights, Mean, read_losses, sum_losses
 from roundpipe.runtime.microbatch.merge import merge
 from roundpipe.runtime.microbatch.split import split
@@ -125,6 +126,8 @@ class HostRunner(Runner):
                         loss = training.loss_fn(output, target)
                         each = read_losses(loss, is_mean=is_mean)
                         weights.apply(each, m)
+                    if config.check_finite:
+                        check_losses(each.tensors, f"on the host, microbatch {m}, phase loss_fn")
                     note.added = has_backward
                     if has_backward:
                         if m == 0 and weights.has_given:
@@ -179,6 +182,7 @@ class HostRunner(Runner):
             num_microbatch=both.num_microbatch,
             recompute_grain=both.recompute_grain,
             preserve_rng_state=both.preserve_rng_state,
+            check_finite=both.check_finite,
         )
         copies = trees.map_tensors((args, kwargs), lambda tensor: tensor if tensor.is_meta else tensor.to("cpu"))
         before = dict(trees.walk(copies))

@@ -16,6 +16,7 @@ from roundpipe.core.layers import Carry, FixedChain, LayerChain, LayerCost, Laye
 from roundpipe.core.module_tree import Structure, weight_bytes_of
 from roundpipe.effects.places import HOOKS
 from roundpipe.effects.snapshot import ModuleSnapshot, WeightSnapshot
+from roundpipe.effects.uses import asks_for_gradients
 from roundpipe.fx.graph.traced import OutputValue
 from roundpipe.fx.passes.codegen import OutputExit
 
@@ -62,6 +63,9 @@ class StateWatch:
             yield f"changes the {type(container[1]).__name__} in attribute {container[0]!r}"
         if drawn := before.drawn():
             yield f"draws from the generator in attribute {drawn!r}"
+        for kind in dict.fromkeys(map(type, before.modules)):
+            if asks_for_gradients(kind):
+                yield f"asks whether gradients are recorded, in code of {kind.__name__}"
         for change in before.diff():
             is_torchs = type(change.module).__module__.startswith("torch.")  # an RNN has its weights in a list, too
             if is_torchs or change.is_cached_property:

@@ -96,6 +96,17 @@ def test_a_layer_wrapped_by_hand_that_keeps_state_is_named(kind):
     assert sum("the forward of layer" in str(one.message) for one in caught) == 1
 
 
+class Asks(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * (2 if torch.is_grad_enabled() else 1)
+
+
+def test_a_layer_that_asks_whether_gradients_are_recorded_is_warned_of():
+    """It runs without autograd first, and again with it."""
+    with pytest.warns(UserWarning, match="asks whether gradients are recorded, in code of Asks.*may differ from eager"):
+        train(Asks(4, 4), 2)
+
+
 @OLD_NORM
 @pytest.mark.parametrize(
     "make",

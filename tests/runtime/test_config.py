@@ -31,6 +31,7 @@ GIVEN = {
     "tiles": (4, 7),
     "loss_reduction": ("mean", "sum"),
     "loss_scope": ("batch", "microbatch"),
+    "check_finite": (True, False),
 }
 """Two values, other than the built-in, of every field."""
 
@@ -50,6 +51,7 @@ def test_nothing_given_is_the_built_in():
         tiles=None,
         loss_reduction="sum",
         loss_scope="microbatch",
+        check_finite=False,
     )
 
 
@@ -124,6 +126,7 @@ def test_device_names_are_devices():
         ("split_input", (None, (None,)), "a pair"),
         ("requires_grad", "yes", "True, False"),
         ("preserve_rng_state", 1, "True, False"),
+        ("check_finite", "always", "True, False"),
         ("execute_plan", [(0, 1)], "an ExecutePlan"),
         ("tiles", 0, "an int of at least 1"),
         ("tiles", True, "an int of at least 1"),

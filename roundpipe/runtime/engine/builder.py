@@ -9,14 +9,17 @@ from __future__ import annotations
 import contextvars
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+
+import torch
 
 from roundpipe.core import trees
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.modes import caller_autocast
 from roundpipe.core.schedule import ExecutePlan, Phase, Schedule, ScheduleKind, make_schedule
 from roundpipe.core.tiling import UNTILED
+from roundpipe.effects.uses import forward_hooks
 from roundpipe.runtime.config import microbatch_count
 from roundpipe.runtime.device.backend import synchronize_streams
 from roundpipe.runtime.engine.cost_model import MemoryMeasure
@@ -83,7 +86,8 @@ class StepBuilder:
             # run by this plan, the call may have to be run again
             may_outlive_call=may_overlap
             and not spec.inputs
-            and not spec.preserve_rng_state
+            and not spec.drawing
+            and not torch.is_anomaly_enabled()  # a mode of the process, which may end with the call
             and self.plans.is_proven(call),
             times=self.plans.costs.times_of(call),
             peaks=self.plans.costs.peaks_of(call, spec.schedule.plan),
@@ -141,7 +145,7 @@ class StepBuilder:
         if kind == "forward" and keeps_history:
             later = make_schedule(plan, self._engine.num_workers, call.num_microbatches, kind="backward")
             stay = reads_of_backward(later, chain.specs, config.recompute_grain)
-        draws = config.preserve_rng_state and any(spec.draws_random for spec in chain.specs)
+        drawing = frozenset(_drawing(chain) if config.preserve_rng_state else ())
         trainable = [any(p.requires_grad for p in layer.parameters()) for layer in chain]
         inputs = _inputs(values)
         requiring = {tensor.name for tensor in inputs}
@@ -158,8 +162,9 @@ class StepBuilder:
                 stay=stay,
                 ends_in_loss=ends_in_loss,
             ),
-            base_seed=draw_base_seed() if draws else 0,
-            preserve_rng_state=draws,
+            base_seed=draw_base_seed() if drawing else 0,
+            drawing=drawing,
+            check_finite=config.check_finite,
             with_gradient=names_with_gradient(chain.specs, trainable, requiring),
             plain={
                 (microbatch, name): frozenset(
@@ -213,6 +218,13 @@ class StepBuilder:
             ]
             for job in backward
         }
+
+
+def _drawing(chain: LayerChain) -> Iterator[int]:
+    """Layers that may draw random numbers, by themselves or in hooks, which come and go."""
+    for index, (spec, layer) in enumerate(zip(chain.specs, chain, strict=True)):
+        if spec.draws_random or any(any(forward_hooks(module)) for module in layer.modules()):
+            yield index
 
 
 def _inputs(values: HostValues) -> list[InputTensor]:

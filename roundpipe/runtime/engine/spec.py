@@ -147,7 +147,8 @@ class StepSpec:
     """Per job of the schedule."""
     base_seed: int
     """Random numbers of layer L and microbatch m derive from it, L and m."""
-    preserve_rng_state: bool
+    drawing: frozenset[int]
+    """Layers that may draw random numbers, whose draws recomputation repeats."""
     with_gradient: frozenset[str]
     """Names of carried values whose tensors take part in autograd."""
     plain: Mapping[tuple[int, str], frozenset[int]]
@@ -183,6 +184,8 @@ class StepSpec:
     """Device memory that the plan leaves over; None: there is no limit."""
     frozen: FrozenLayers | None = None
     """The user's modules as the forward found them, for a backward of its own; None: as they are."""
+    check_finite: bool = False
+    """See `RoundPipeRunConfig`."""
     times: StepTimes | None = None
     """Where workers note what calls take; None: the step is not measured."""
     peaks: VisitPeaks | None = None

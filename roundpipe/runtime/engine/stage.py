@@ -23,6 +23,7 @@ from roundpipe.core.layers import Carry, LayerSpec, is_differentiable
 from roundpipe.core.random_state import SeededPython
 from roundpipe.core.tiling import in_tiles
 from roundpipe.runtime.device.backend import Backend, is_profiled
+from roundpipe.runtime.engine import finite
 from roundpipe.runtime.engine.losses import Losses, LossWeights, read_losses
 from roundpipe.runtime.engine.recompute import ForwardRecord, LayerScope, layer_seed, learn_writes
 from roundpipe.runtime.engine.spec import Segment, StepSpec
@@ -109,6 +110,8 @@ class Stage:
         with RaisedIn(self._place(microbatch, "loss_fn")):
             losses = read_losses(loss_fn(), is_mean=self.spec.mean is not None)
             self.weights.apply(losses, microbatch)
+        if self.spec.check_finite:
+            finite.check_losses(losses.tensors, self._place(microbatch, "loss_fn"))
         return losses
 
     def recompute(self, segment: Segment, carry: Carry, microbatch: int) -> RecordedSegment:
@@ -159,6 +162,9 @@ class Stage:
             with self._timed("backward", recorded.layers), noted, annotation:
                 roots, root_gradients = zip(*pairs, strict=True)
                 torch.autograd.backward(roots, root_gradients)
+            if self.spec.check_finite:
+                bound = [(index, self.layers[index]) for index in recorded.layers]
+                finite.check_weights(self.spec, bound, self._place(microbatch, "backward"))
         result = {}
         for name, value in recorded.leaves.items():
             found = [tensor.grad if tensor.is_leaf else None for tensor in trees.tensors(value)]
@@ -174,6 +180,8 @@ class Stage:
         leaves = {name: carry[name] for name in segment.takes}
         for name in self.spec.with_gradient.intersection(segment.takes):
             leaves[name] = _as_leaf(carry[name], self.record.plain.get((microbatch, name), frozenset()))
+        if self.spec.check_finite:
+            finite.watch_gradients(self.spec, leaves, self._place(microbatch, "backward"))
         return leaves
 
     def _note_plain(self, spec: LayerSpec, inputs: Carry, outputs: Carry, microbatch: int) -> None:
@@ -205,7 +213,10 @@ class Stage:
         bound, spec = self.layers[index], self.spec.chain.specs[index]
         carry = {name: values[name] for name in spec.reads}
         outputs = self._run(index, lambda: bound.module(carry), microbatch, phase)
-        return {name: outputs[name] for name in spec.makes}
+        made = {name: outputs[name] for name in spec.makes}
+        if self.spec.check_finite:
+            self._check_finite(index, carry, made, microbatch, phase)
+        return made
 
     def _run_tail(self, index: int, values: Carry, microbatch: int, label: Any) -> Any:
         """The losses, of the last layer and the loss function as one."""
@@ -230,7 +241,7 @@ class Stage:
         with self._annotation(f"layer {index} ({spec.name}) m{microbatch} {phase}"), tiling:
             began = None if times is None else self.backend.moment()
             try:
-                if spec.draws_random and self.spec.preserve_rng_state:
+                if index in self.spec.drawing:
                     result = self._seeded(bound, function, layer_seed(self.spec.base_seed, index, microbatch))
                 else:
                     result = function()
@@ -243,6 +254,13 @@ class Stage:
             if times is not None and began is not None:
                 times.add("forward", (index,), began, self.backend.moment())
         return result
+
+    def _check_finite(self, index: int, reads: Carry, made: Carry, microbatch: int, phase: str) -> None:
+        """Look at what a layer made, and at what the backward gives for it."""
+        if phase == "forward":
+            finite.check_made(self.spec, index, self.layers[index], reads, made, self._place(microbatch, phase))
+        if torch.is_grad_enabled():
+            finite.watch_gradients(self.spec, made, self._place(microbatch, "backward"))
 
     def _annotation(self, what: str) -> contextlib.AbstractContextManager[Any]:
         return self.backend.annotate(f"roundpipe {what}") if is_profiled() else _NOTHING
