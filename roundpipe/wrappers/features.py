@@ -29,17 +29,22 @@ def hooks_of(chain: LayerChain) -> Iterator[tuple[int, nn.Module, Any]]:
                 yield index, module, hook
 
 
+def hooked_for_loss(call: Call) -> Iterator[tuple[int, nn.Module]]:
+    """Modules with a forward hook that leaves something where the loss may look for it; and the index of the layer."""
+    found: set[Any] | None = None
+    for index, module, hook in hooks_of(call.chain):
+        found = Places.of(call.loss_fn).found if found is None else found
+        if not found.isdisjoint(Places.of(hook).left):
+            yield index, module
+
+
 def plan_hooks_beside_loss(call: Call) -> None:
     """Have layers with hooks that leave something for the loss run in the last stage.
 
     Raises:
         ConfigError: the plan that is asked for has another last stage.
     """
-    found: set[Any] | None = None
-    for index, module, hook in hooks_of(call.chain):
-        found = Places.of(call.loss_fn).found if found is None else found
-        if found.isdisjoint(Places.of(hook).left):
-            continue
+    for index, module in hooked_for_loss(call):
         count, asked = len(call.chain), call.config.execute_plan
         if asked is None:
             cuts = list(itertools.pairwise(range(index + 1)))

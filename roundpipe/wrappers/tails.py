@@ -11,7 +11,7 @@ import logging
 import weakref
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from torch import nn
 from roundpipe.core import trees
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ConfigError, TraceError
-from roundpipe.core.layers import LayerChain, Tail
+from roundpipe.core.layers import Carry, LayerChain, Tail
 from roundpipe.core.modes import autocast_as_on_accelerator
 from roundpipe.fx.fakes import Dimension
 from roundpipe.fx.guards.guards import Failure, GuardedGraph
@@ -29,6 +29,7 @@ from roundpipe.fx.trace.loss import is_same, trace_loss
 from roundpipe.runtime.config import microbatch_count
 from roundpipe.runtime.engine.chain_record import code_of
 from roundpipe.runtime.engine.spec import Call
+from roundpipe.wrappers.features import hooked_for_loss
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +40,13 @@ MAX_CONSTANT_BYTES = 1 << 20
 MAX_TRACES = 3
 """Of one loss for one call, whose microbatches may differ in size."""
 
-Example = tuple[Any, Any]
-"""Outputs and label of one microbatch."""
+
+class Example(NamedTuple):
+    """One microbatch behind the last layer but one; what the model computes is without data."""
+
+    carry: Carry
+    outputs: Any
+    label: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +81,9 @@ class TailSource:
         function, code = call.loss_fn, code_of(call.loss_fn)
         if function is None or code in self._refused:
             return None
+        if any(hooked_for_loss(call)):
+            self._refuse(code, "it reads what forward hooks collect")
+            return None
         examples = _examples(call)
         if examples is None:
             self._refuse(code, "the outputs' sizes are not known before the model runs")
@@ -83,7 +92,7 @@ class TailSource:
             for position, known in enumerate(self._known):
                 if self._serves(known, call) and _misfit(known.traced, examples) is None:
                     self._known.insert(0, self._known.pop(position))
-                    return known.tail
+                    return _in_tiles(known.tail, call.chain, examples)
             try:
                 traced = self._trace(function, examples, self._varying.setdefault(code, {}))
             except TraceError as error:
@@ -95,7 +104,7 @@ class TailSource:
         known = _KnownTail(weakref.ref(call.chain), function, call.total_microbatches, traced, tail)
         others = [other for other in self._known if other.is_light or code_of(other.function) != code]
         self._known = [known, *others][:MAX_TAILS]
-        return tail
+        return _in_tiles(tail, call.chain, examples)
 
     def _serves(self, known: _KnownTail, call: Call) -> bool:
         return (
@@ -109,7 +118,7 @@ class TailSource:
         example, misfit = examples[0], None
         for _ in range(MAX_TRACES):
             self.trace_count += 1
-            traced = trace_loss(function, *example, model=self._model, dynamic=tuple(varying))
+            traced = trace_loss(function, example.outputs, example.label, model=self._model, dynamic=tuple(varying))
             if (misfit := _misfit(traced, examples)) is None:
                 return traced
             example, failure = misfit
@@ -125,12 +134,18 @@ def _misfit(traced: GuardedGraph, examples: Collection[Example]) -> tuple[Exampl
     """The first example that a trace does not serve, and why."""
     for example in examples:
         try:
-            failure = traced.guards.check(example, {})
+            failure = traced.guards.check((example.outputs, example.label), {})
         except ConfigError as error:  # it has other modules now
             failure = Failure(str(error))
         if failure is not None:
             return example, failure
     return None
+
+
+def _in_tiles(tail: JoinedTail, chain: LayerChain, examples: Collection[Example]) -> Tail:
+    for example in examples:
+        tail.add_tiles(chain[-1], example.carry, example.label)
+    return tail
 
 
 def _examples(call: Call) -> list[Example] | None:
@@ -140,7 +155,7 @@ def _examples(call: Call) -> list[Example] | None:
         return None
     carries = [exit.forms.examples(args, kwargs) for args, kwargs in zip(call.args, call.kwargs, strict=True)]
     pairs = zip(carries, call.labels, strict=True)
-    examples = [(exit(carry), label) for carry, label in pairs if carry is not None]
+    examples = [Example(carry, exit(carry), label) for carry, label in pairs if carry is not None]
     return examples if len(examples) == len(carries) else None
 
 

@@ -15,6 +15,7 @@ from torch import nn
 import roundpipe
 from roundpipe import RoundPipeRunConfig
 from roundpipe.fx.passes.tail import JoinedTail
+from roundpipe.fx.passes.tiles import TiledProgram
 from tests.equality import assert_same_gradients, difference
 
 VOCABULARY, WIDTH, BATCH, LENGTH, NUM_MICROBATCHES = 37, 16, 5, 7, 2
@@ -62,7 +63,7 @@ def cross_entropy(outputs: Any, label: Any) -> torch.Tensor:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often tails have run."""
+    """How often tails have run, and their programs in tiles."""
     counter: Counter[str] = Counter()
     original = JoinedTail.__call__
 
@@ -70,7 +71,13 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         counter["tail"] += 1
         return original(self, *args)
 
+    def run(self: TiledProgram, *args: Any) -> Any:
+        counter["tiled"] += 1
+        return whole(self, *args)
+
+    whole = TiledProgram.__call__
     monkeypatch.setattr(JoinedTail, "__call__", call)
+    monkeypatch.setattr(TiledProgram, "__call__", run)
     return counter
 
 

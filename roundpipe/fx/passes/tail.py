@@ -3,16 +3,19 @@
     carry --last layer--> carry --exit--> outputs, label --loss function--> losses        as it is without a tail
     carry, label -------------------------------------------------------> losses          the tail
 
-The graph's root has the layer and the loss as attributes, so that it runs with any copy of the layer.
+The graph's root has the layer and the loss as attributes, so that it runs with any copy of the layer. Its regions can
+run in tiles, as those of layers can (`roundpipe.fx.passes.tiles`): then nothing that has a row for each token exists as
+a whole behind the carry, but for what is not computed row by row.
 """
 
 from __future__ import annotations
 
 import copy
 import linecache
+import logging
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -22,9 +25,15 @@ from torch.fx import Node
 
 from roundpipe.core import trees
 from roundpipe.core.layers import EXECUTION_DEVICE, Carry
+from roundpipe.core.tiling import num_tiles
+from roundpipe.effects.snapshot import python_restored
+from roundpipe.fx.fakes import failures_unlogged, fake_of, make_twin, static_mode
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph
 from roundpipe.fx.operations import pass_on
-from roundpipe.fx.passes.codegen import Generated, Layer, OutputExit, whole_graph
+from roundpipe.fx.passes.codegen import Generated, Layer, OutputExit, sizes_key, whole_graph
+from roundpipe.fx.passes.tiles import TiledProgram, tiled_program
+
+logger = logging.getLogger(__name__)
 
 _LABEL, _OUTPUTS = "label", "outputs"
 
@@ -47,6 +56,10 @@ class JoinedTail:
         self._join(layer, exit, loss, joined.graph)
         _without_dead_code(self.graph)
         self.graph.lint()
+        getters = [node.args for node in self.graph.nodes if node.target is operator.getitem]
+        self._reads = [str(name) for source, name in getters if isinstance(source, Node) and source.op == "placeholder"]
+        self._programs: dict[Hashable, TiledProgram | None] = {}
+        """By sizes of what it reads; None: it has no region that can be tiled."""
         self._forward = type(Generated(self.root(layer), self.graph, class_name="Tail")).forward
 
     def root(self, layer: nn.Module, device: torch.device | None = None) -> nn.Module:
@@ -66,12 +79,30 @@ class JoinedTail:
 
     def values(self, carry: Carry, label: Any) -> Carry:
         """The carry of the joined graph."""
-        return {**carry, **{name: trees.get(label, path) for name, path in self._labels.items()}}
+        labels = self._labels
+        return {name: trees.get(label, labels[name]) if name in labels else carry[name] for name in self._reads}
+
+    def add_tiles(self, layer: nn.Module, carry: Carry, label: Any) -> None:
+        """Let it run in tiles on values of these sizes; those of the carry may be without data."""
+        values = self.values(carry, label)
+        key = sizes_key(values.values())
+        if key in self._programs:
+            return
+        self._programs[key] = None
+        root, mode, cpu = self.root(layer), static_mode(), torch.device("cpu")
+        fakes = {tensor: fake_of(mode, tensor, cpu) for tensor in (*root.parameters(), *root.buffers())}
+        example = trees.map_tensors(values, lambda tensor: fake_of(mode, tensor, cpu))
+        try:
+            with python_restored(root), failures_unlogged(), torch.random.fork_rng(devices=[]), mode:
+                self._programs[key] = tiled_program(self.graph, make_twin(root, fakes)[0], example)
+        except Exception as error:  # whatever the user's code raises on fakes
+            logger.info("the last layer and the loss run untiled: %s: %s", type(error).__name__, error)
 
     def __call__(self, layer: nn.Module, carry: Carry, label: Any) -> Any:
         values = self.values(carry, label)
         device = next((tensor.device for tensor in trees.tensors(values)), None)
-        made = self._forward(self.root(layer, device), values)
+        program = self._programs.get(sizes_key(values.values())) if num_tiles() > 1 else None
+        made = (program or self._forward)(self.root(layer, device), values)
         return trees.map_leaves(self._template, lambda leaf: made[leaf.name] if isinstance(leaf, OutputValue) else leaf)
 
     def is_of_loss(self, error: BaseException) -> bool:
