@@ -18,6 +18,7 @@ import sys
 import types
 from collections import ChainMap, OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,6 +173,12 @@ CELL = View("cell", _cell_contents, lambda cell, _, held: setattr(cell, "cell_co
 GLOBAL = View("global", lambda owner, name: owner.get(name), dict.__setitem__)
 CLASS = View("class", lambda kind, name: getattr(kind, name, None), setattr)
 NAMES = View("names", names_of_class, _remove_names)
+_UNSET = object()
+_CONTEXT = View(
+    "context",
+    lambda variable, _: variable.get(_UNSET),
+    lambda variable, _, held: None if held is _UNSET else variable.set(held),
+)
 
 
 def attributes_view(owner: Any, names: Iterable[str]) -> View:
@@ -197,6 +204,8 @@ def view_of(value: Any, max_bytes: int = MAX_ARRAY_BYTES) -> View | None:
     """How to look at an object; None: its attributes tell, nothing does, or it is an array too large to be state."""
     if isinstance(value, random.Random):
         return None if isinstance(value, random.SystemRandom) else _PYTHON_RANDOM
+    if isinstance(value, ContextVar):
+        return _CONTEXT
     if isinstance(value, bytearray):
         return _BYTES if len(value) <= max_bytes else None
     if isinstance(value, array.array):

@@ -36,6 +36,8 @@ MAX_DEPTH = 4
 _MAX_TABLE_ITEMS = 256
 _VALUES = (*trees.PLAIN, torch.Tensor)
 """Types of values for which a variable is a place by itself."""
+_REPLACEABLE = (*_VALUES, types.FunctionType, types.BuiltinFunctionType, type)
+"""The same of global variables: a function or class may be put in the place of another."""
 _NOT_VISITED = (*_VALUES, nn.Module, types.ModuleType)
 
 
@@ -249,7 +251,7 @@ class StateWalk:
         for name in names_in(function.__code__):
             if name in variables:
                 value, words = variables[name], f"global {name}"
-                if isinstance(value, _VALUES) and (id(variables), name) not in self._globals:
+                if isinstance(value, _REPLACEABLE) and (id(variables), name) not in self._globals:
                     self._globals.add((id(variables), name))
                     self._add(words, places.GLOBAL, variables, name, value, way)
                 self._visit(value, way.to(words, way.is_read, in_global=True))

@@ -361,7 +361,7 @@ class QuickComparison:
         self._variables = [(p.owner, p.key, p.held) for p in by_kind.get("global", [])]
         self._variables += [(vars(p.owner), p.key, p.held) for p in by_kind.get("class", [])]
         self._names = [(vars(p.owner), len(vars(p.owner))) for p in by_kind.get("names", [])]
-        self._others = [place for kind in ("cell", "array", "slots") for place in by_kind.get(kind, [])]
+        self._others = [place for kind in ("cell", "array", "slots", "context") for place in by_kind.get(kind, [])]
         self._others += [place for place in by_kind.get("container", ()) if place.view is not places.CONTAINER]
 
     def is_same(self) -> bool:

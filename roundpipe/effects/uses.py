@@ -288,7 +288,7 @@ def _asks(function: Any) -> bool:
     if not isinstance(function, types.FunctionType):
         return False
     code = function.__code__
-    return not _ASKING.isdisjoint(CodeUses.of([code]).reads) or "is_grad_enabled" in names_in(code)
+    return not _ASKING.isdisjoint({*CodeUses.of([code]).reads, *names_in(code)})
 
 
 def uses_of_hook(hook: Any) -> CodeUses:
@@ -304,3 +304,21 @@ def forward_hooks(module: Any) -> Iterator[Any]:
     """The hooks that run before and after a module's forward."""
     yield from module._forward_hooks.values()
     yield from module._forward_pre_hooks.values()
+
+
+@_once_for_each
+def compares_arguments(kind: type) -> bool:
+    """Whether the forward of a class, or a method that it may call, asks if two of its arguments are one object."""
+    for code in methods_of_forward(kind).values():
+        own = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        names = [each.argval if each.opname == "LOAD_FAST" else None for each in dis.get_instructions(code)]
+        for position, instruction in enumerate(dis.get_instructions(code)):
+            if instruction.opname == "IS_OP" and {*names[position - 2 : position]} <= {*own}:
+                return True
+    return False
+
+
+@_once_for_each
+def asks_for_inference_mode(kind: type) -> bool:
+    """Whether the forward of a class, or a method that it may call, asks if `torch.inference_mode` is on."""
+    return any("is_inference_mode_enabled" in names_in(code) for code in methods_of_forward(kind).values())

@@ -100,6 +100,7 @@ class RoundPipe(ModelReports):
             Exception: what the model's own code raises, with a note that says where.
         """
         self._session.check_callable()
+        self._session.check_arguments(args, kwargs)
         outputs = self._runner.forward(args, kwargs, roundpipe_run_config)
         self._session.note_call(args, kwargs, roundpipe_run_config)
         return outputs
@@ -183,6 +184,7 @@ class RoundPipe(ModelReports):
     ) -> Any:
         self._session.check_callable()
         check_training_call(args, kwargs, loss_fn)
+        self._session.check_arguments(args, kwargs)
         training = TrainingCall(tuple(args), kwargs, label, loss_fn, return_outputs, options, has_backward)
         result = self._runner.forward_backward(training)
         self._session.note_call(training.args, kwargs, options)

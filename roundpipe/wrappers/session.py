@@ -26,11 +26,12 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from roundpipe.core import trees
-from roundpipe.core.caller import caller_name
+from roundpipe.core.caller import caller_name, warn
 from roundpipe.core.errors import ClosedError, ConfigError
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.schedule import Schedule
 from roundpipe.core.tiling import Tiles
+from roundpipe.effects.uses import asks_for_inference_mode, compares_arguments
 from roundpipe.runtime.config import RecomputeGrain, RoundPipeRunConfig, resolve
 from roundpipe.runtime.device.resolve import DeviceLike, open_backends, open_registrar, resolve_devices
 from roundpipe.runtime.engine.engine import Engine
@@ -199,6 +200,7 @@ class Session:
         self.log = RunLog()
         self.closed = False
         self._is_released = False
+        self._noted_hooks = False
         _OPEN.add(self)
 
     def check_open(self) -> None:
@@ -209,10 +211,38 @@ class Session:
         """Raise if the wrapper is closed, torch caches parametrized weights, or the model itself makes the call."""
         self.check_open()
         self.engine.refuse_inside(f"{self.name}(...)")
+        self._warn_of_global_hooks()
         if getattr(parametrize, "_cache_enabled", False):
             raise ConfigError(
                 f"{self.name} was called inside torch.nn.utils.parametrize.cached(), which keeps weights from one run "
                 "of a layer for the next, and a recomputation needs its own; call it outside"
+            )
+
+    def check_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise if code asks for what only the caller's thread knows: identities of arguments, the inference mode."""
+        tensors = trees.tensors((args, kwargs))
+        has_same = len({id(tensor) for tensor in tensors}) < len(tensors)
+        for kind in {type(module) for module in self.model.modules()} if has_same else ():
+            if compares_arguments(kind):
+                raise ConfigError(
+                    f"two arguments are the same tensor, and the forward of {kind.__name__} asks whether two of its "
+                    "arguments are one object (`a is b`): each is split and moved by itself, so they would not be. "
+                    "Compare with None, or give it a flag"
+                )
+        for kind in {type(module) for module in self.model.modules()} if torch.is_inference_mode_enabled() else ():
+            if asks_for_inference_mode(kind):
+                raise ConfigError(
+                    f"the forward of {kind.__name__} asks whether torch.inference_mode is on, which it is not where "
+                    "its layers run. Call it under torch.no_grad(), or have it ask self.training"
+                )
+
+    def _warn_of_global_hooks(self) -> None:
+        if not self._noted_hooks and torch.nn.modules.module._has_any_global_hook():
+            self._noted_hooks = True
+            warn(
+                "global module hooks are on (torch.nn.modules.module.register_module_forward_hook and the like): they "
+                "see the modules that a wrapper calls, which are other ones, and more or fewer calls; results that "
+                "depend on them may differ from eager mode. Put hooks on modules instead"
             )
 
     def begin_call(self, adds_gradients: bool = True, has_backward_later: bool = False) -> None:

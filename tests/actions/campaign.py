@@ -17,7 +17,7 @@ from tests.actions import changes  # noqa: F401 - registers actions
 from tests.actions.calls import ACTIONS
 from tests.actions.models import Setup
 from tests.actions.sides import Eager, Piped, Side
-from tests.faults.deadline import watch
+from tests.faults.deadline import watched
 
 KINDS = ("equal", "refused", "invalid", "different", "unclear")
 SAYS_SO = (
@@ -105,9 +105,8 @@ def _run(case: Case) -> Outcome:
                 continue
             function, _ = ACTIONS[name]
             expected, failure = _outcome_of(function, eager, seed)
-            timer = watch(f"action {position} of {case}")
-            found, error = _outcome_of(function, piped, seed)
-            timer.cancel()
+            with watched(f"action {position} of {case}"):
+                found, error = _outcome_of(function, piped, seed)
             if isinstance(error, RoundPipeError):
                 return ended("refused", f"{type(error).__name__}: {error}")
             if failure is not None and type(failure) is type(error):
