@@ -12,6 +12,13 @@ import torch
 
 from tests.actions.campaign import KINDS, draw_case, run, shrink
 
+PROGRESS = 25
+"""Cases from one line with totals to the next."""
+
+
+def _totals(counts: collections.Counter[str]) -> str:
+    return ", ".join(f"{counts[kind]} {kind}" for kind in KINDS)
+
 
 def main(arguments: list[str] | None = None) -> int:
     """0 if no case differs or ends in an unclear error; a case that hangs ends the process with 3."""
@@ -39,8 +46,9 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"  shrunk to {shrunk}\n  {detail.detail[:400]}", flush=True)
         elif outcome.kind == "refused" and given.show_refused:
             print(f"case {index} is refused: {outcome.detail[:400]}", flush=True)
-    totals = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS)
-    print(f"{sum(counts.values())} cases of seed {given.seed}, {num_actions} actions: {totals}, 0 hung")
+        if sum(counts.values()) % PROGRESS == 0:
+            print(_totals(counts), flush=True)
+    print(f"{sum(counts.values())} cases of seed {given.seed}, {num_actions} actions: {_totals(counts)}, 0 hung")
     return 1 if counts["different"] or counts["unclear"] else 0
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 DEADLINE_S = 20.0
 """What a case may take."""
-PATIENCE = 6
-IDLE_S = 1.0
+PATIENCE = 15
+IDLE_S = 0.2
 """A process that computes less than this within the deadline hangs."""
 
 
