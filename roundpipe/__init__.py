@@ -8,6 +8,9 @@ loss = model.forward_backward(input_kwargs=batch, loss_fn=lambda outputs, label:
 model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
 """
 
+from importlib import import_module
+from typing import Any
+
 from roundpipe.api import compile, wrap_model_to_roundpipe
 from roundpipe.core.errors import (
     BackwardError,
@@ -38,6 +41,7 @@ from roundpipe.runtime.optimizer.grad_scaler import GradScaler
 from roundpipe.runtime.optimizer.update import OptimizerCtx
 from roundpipe.tools.explain import explain
 from roundpipe.wrappers.auto import AutoRoundPipe
+from roundpipe.wrappers.classic import Pipe, balance_by_size, balance_by_time
 from roundpipe.wrappers.pipe import RoundPipe
 from roundpipe.wrappers.run_report import RunReport
 
@@ -63,6 +67,7 @@ __all__ = [
     "NotCopyableError",
     "OptimizerCtx",
     "PartitionError",
+    "Pipe",
     "RoundPipe",
     "RoundPipeError",
     "RoundPipePackedData",
@@ -73,7 +78,10 @@ __all__ = [
     "SynchronizationError",
     "Timeline",
     "TraceError",
+    "balance_by_size",
+    "balance_by_time",
     "compile",
+    "distributed",
     "doing_recompute",
     "explain",
     "get_recompute_data",
@@ -81,3 +89,10 @@ __all__ = [
     "save_for_recompute",
     "wrap_model_to_roundpipe",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`roundpipe.distributed` on first use: torch's pipelining takes as long to import as torch."""
+    if name == "distributed":
+        return import_module("roundpipe.distributed")
+    raise AttributeError(f"module 'roundpipe' has no attribute {name!r}")

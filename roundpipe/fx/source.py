@@ -25,7 +25,7 @@ from roundpipe.core.modes import autocast_as_on_accelerator, saved_tensor_hooks_
 from roundpipe.effects.reads import AttributeReads
 from roundpipe.fx.graph.nodes import value_bytes
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph
-from roundpipe.fx.guards.guards import GuardedGraph
+from roundpipe.fx.guards.guards import Failure, GuardedGraph
 from roundpipe.fx.passes.lower import LowerOptions, lower
 from roundpipe.fx.sizes import forget_worlds
 from roundpipe.fx.trace.progress import progress
@@ -89,6 +89,11 @@ class TracedSource:
             except (TraceError, TypeError) as error:  # real arguments may be others; the first call decides
                 logger.info("%s's own example can't be traced: %s", type(self._model).__name__, error)
         return self._traces[0][1] if self._traces else None
+
+    @property
+    def latest_trace(self) -> tuple[GuardedGraph, LayerChain] | None:
+        """The graph and the chain last handed out; None before the first."""
+        return self._traces[0] if self._traces else None
 
     @property
     def opaque(self) -> dict[str, str]:
@@ -199,6 +204,12 @@ class TracedSource:
             traced = trace(self._model, args, kwargs, max_leaf_bytes=max_bytes, dynamic=dynamic)
         traced.guards.restrict(reads)
         return traced
+
+
+def misfit(traced: GuardedGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Failure | None:
+    """Why a trace does not serve a call with these arguments; None if it does."""
+    with _tracing_modes():
+        return traced.guards.check(args, kwargs)
 
 
 def own_example(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

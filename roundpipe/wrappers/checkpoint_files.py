@@ -16,7 +16,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -219,13 +219,31 @@ def write_weights(
     if len(shards) == 1:
         _write_file(draft, _WEIGHTS_FILE, shards[0], aliases)
         return
-    weight_map = {}
-    for index, shard in enumerate(shards, start=1):
-        file_name = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
-        _write_file(draft, file_name, shard, aliases)
-        weight_map.update(dict.fromkeys(shard, file_name))
-    total_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    index_json = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    parts = [write_part(draft, shard, aliases, index, len(shards)) for index, shard in enumerate(shards)]
+    write_index(draft, parts)
+
+
+def write_part(
+    draft: Draft, tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str], index: int, num_parts: int
+) -> dict[str, int]:
+    """Write one file of several; the bytes of its tensors."""
+    _write_file(draft, _part_name(index, num_parts), tensors, aliases)
+    return {name: tensor.nbytes for name, tensor in tensors.items()}
+
+
+def _part_name(index: int, num_parts: int) -> str:
+    return f"model-{index + 1:05d}-of-{num_parts:05d}.safetensors"
+
+
+def write_index(draft: Draft, parts: Sequence[Mapping[str, int]]) -> None:
+    """Write which file has which tensor, from what `write_part` returned for each; of equal names the first counts."""
+    files = [dict.fromkeys(part, _part_name(index, len(parts))) for index, part in enumerate(parts)]
+    weight_map = {name: file for each in reversed(files) for name, file in each.items()}
+    num_bytes = {name: size for part in parts for name, size in part.items()}
+    index_json = {
+        "metadata": {"total_size": sum(num_bytes.values())},
+        "weight_map": {name: weight_map[name] for name in num_bytes},
+    }
     with draft.open(_INDEX_FILE) as file:
         file.write(json.dumps(index_json, indent=2).encode())
 
