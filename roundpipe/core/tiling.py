@@ -44,6 +44,7 @@ UNTILED = Tiles()
 
 class _State(threading.local):
     number = 1
+    most: int | None = None
 
 
 _state = _State()
@@ -55,14 +56,18 @@ def num_tiles() -> int:
 
 
 @contextmanager
-def in_tiles(number: int) -> Iterator[None]:
-    """Inside, this thread's calls of layers run in this number of tiles (at least; never more than there are rows)."""
-    before = _state.number
-    _state.number = number
+def in_tiles(number: int, most: int | None = None) -> Iterator[None]:
+    """Inside, this thread's calls of layers run in this number of tiles (at least; never more than there are rows).
+
+    Args:
+        most: how many of them run, the largest; results have gaps then, the memory that they take is that of all.
+    """
+    before = _state.number, _state.most
+    _state.number, _state.most = number, most
     try:
         yield
     finally:
-        _state.number = before
+        _state.number, _state.most = before
 
 
 # ---------------------------------------------------------------------------------- rows and tiles
@@ -169,6 +174,8 @@ class Region:
 
     def __call__(self, owner: Any, *values: Any) -> tuple[torch.Tensor, ...]:
         tiles = tiles_of(self.sizes, num_tiles())
+        if _state.most is not None:
+            tiles = sorted(tiles, key=lambda tile: tile.num_rows)[-_state.most :]
         parameters = [parameter for parameter in self.parameters(owner) if parameter.requires_grad]
         # a hook expects the whole gradient
         if len(tiles) == 1 or (torch.is_grad_enabled() and any(tensor._backward_hooks for tensor in parameters)):

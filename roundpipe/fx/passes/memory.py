@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 GUESSED_LOSS = 4
 """Bytes that a loss takes per byte of the model's outputs, where it can't be run."""
+_RUN_TILES = 3
+"""Tiles that run; each further one takes what the one before gave back."""
 _ROUNDING = 512
 """Allocators of devices give memory in multiples of this."""
 
@@ -100,13 +102,13 @@ class _ChainRun:
         costs, reads, memory = [], carry, _RunBytes(0, 0, 0)
         for index, (spec, layer, cost) in enumerate(zip(chain.specs, chain, chain.costs, strict=True)):
             reads = carry
-            with in_tiles(self._tiles.of(index, len(chain))):
+            with in_tiles(self._tiles.of(index, len(chain)), most=_RUN_TILES):
                 memory, results = self._layer(layer, spec, {name: carry[name] for name in spec.reads})
             carry = {name: value for name, value in (reads | results).items() if last_reader.get(name, -1) > index}
             carry_bytes = sum(tensor.nbytes for tensor in {id(t): t for t in trees.tensors(carry)}.values())
             costs.append(_with_memory(replace(cost, carry_bytes=carry_bytes), memory))
         if loss is not None:
-            with in_tiles(self._tiles.tail):
+            with in_tiles(self._tiles.tail, most=_RUN_TILES):
                 costs[-1] = _with_memory(costs[-1], self._to_loss(loss, memory, reads, carry))
         return costs
 
