@@ -151,6 +151,11 @@ def saved_tensor_hooks_aside(which: Callable[[Any], bool] = lambda _: True) -> I
             autograd._push_saved_tensors_default_hooks(*hooks)
 
 
+def has_saved_tensor_hooks() -> bool:
+    """Whether this thread has hooks for what autograd saves, as in a checkpoint."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def _attention_kernels() -> AttentionKernels:
     return tuple(is_enabled() for is_enabled, _ in _KERNELS.values())
 

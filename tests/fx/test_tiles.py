@@ -57,15 +57,23 @@ def assert_tiles_change_nothing(model, *args, tolerance=1e-12, **kwargs):
     return regions_of(chain)
 
 
-class Block(nn.Module):
+class MLP(nn.Module):
     def __init__(self):
         super().__init__()
-        self.attention, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.norm, self.mlp = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), MLP()
+
+    def forward(self, x):
         x = x + self.attention(F.scaled_dot_product_attention(x, x, x, is_causal=True))
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+        return x + self.mlp(self.norm(x))
 
 
 class Decoder(nn.Module):
@@ -124,6 +132,39 @@ def test_losses_of_a_decoder(loss):
     assert sum(any("up" in target for target in region) for region in regions) == 3
     assert any("head" in region for region in regions)
     assert not any("embed" in region for region in regions)
+
+
+def leaves_of(chain):
+    """The paths of modules in tiles, inside each leaf."""
+    programs = [program for layer in chain for program in layer.programs.by_sizes.values() if program]
+    return [tuple(leaf.forwards) for program in programs for leaf in program.leaves]
+
+
+def test_mlps_of_blocks_that_are_leaves():
+    model = Decoder(mean_of_tokens, blocks=8).double()
+    assert_tiles_change_nothing(model, *tokens())
+    chain = chain_of(model, *tokens())
+    assert leaves_of(chain) == [("mlp",)] * 8
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_a_hook_on_a_module_sees_all_rows():
+    model, sizes = Decoder(mean_of_tokens).double(), []
+    model.blocks[1].mlp.down.register_forward_hook(lambda module, args, out: sizes.append(out.shape))
+    model.blocks[2].mlp.register_full_backward_hook(lambda module, *gradients: sizes.append(gradients[0][0].shape))
+    assert_tiles_change_nothing(model, *tokens())
+    assert set(sizes) == {(3, 7, WIDTH)}
+
+
+def test_other_sizes_run_whole():
+    model = Decoder(mean_of_tokens).double()
+    chain = chain_of(model, *tokens())
+    ids, labels = (tensor[:2] for tensor in tokens())
+    want = train(chain, model, 1, ids, labels)
+    for a, b in zip(train(chain, model, 5, ids, labels), want, strict=True):
+        assert a is b or torch.equal(a, b)
+    add_tiles(chain, (ids, labels), {})
+    assert len(chain[-1].programs.by_sizes) == 2
 
 
 def test_memory_of_a_head_is_that_of_a_tile():

@@ -11,24 +11,22 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import GraphModule, Node
-from torch.fx.node import map_aggregate
 
 from roundpipe.core import trees
 from roundpipe.core.allocations import Allocations
 from roundpipe.core.layers import EXECUTION_DEVICE, Carry, LayerChain, LayerCost, LayerSpec, Tail
 from roundpipe.core.modes import autocast_as_on_accelerator
 from roundpipe.core.tiling import UNTILED, Tiles, in_tiles, num_tiles
-from roundpipe.effects.places import HOOKS
 from roundpipe.effects.snapshot import python_restored
 from roundpipe.fx.fakes import failures_unlogged, fake_of, is_fake, make_twin, static_mode
+from roundpipe.fx.passes.alike import layer_key, value_key
 from roundpipe.fx.passes.tail import JoinedTail
 
 logger = logging.getLogger(__name__)
@@ -117,7 +115,7 @@ class _ChainRun:
 
     def _layer(self, layer: nn.Module, spec: LayerSpec, reads: Carry) -> tuple[_RunBytes, Carry]:
         """What a layer takes, and the values that it makes, from those that it reads."""
-        key = _layer_key(layer, spec), tuple(map(_value_key, reads.values())), num_tiles()
+        key = layer_key(layer, spec), tuple(map(value_key, reads.values())), num_tiles()
         if key not in self._known:
             twin = self._twin(layer, spec)
             forward = functools.partial(_forward, twin, spec)
@@ -220,73 +218,4 @@ def _with_memory(cost: LayerCost, memory: _RunBytes) -> LayerCost:
         workspace_bytes=memory.forward,
         activation_bytes=memory.kept,
         temporary_bytes=max(memory.training - memory.kept, 0),
-    )
-
-
-# Which layers are alike
-
-
-def _layer_key(layer: nn.Module, spec: LayerSpec) -> Hashable:
-    """Equal for layers that do the same with weights of the same kind."""
-    if not isinstance(layer, GraphModule):
-        return type(layer), tuple(_module_key(child, name) for name, child in layer.named_children())
-    index = {node: f"%{position}" for position, node in enumerate(layer.graph.nodes)}
-
-    def arguments(node: Node) -> str:
-        return repr(map_aggregate((node.args, node.kwargs), lambda leaf: _argument(leaf, index)))
-
-    return tuple((node.op, _target_key(layer, node), arguments(node)) for node in layer.graph.nodes)
-
-
-def _argument(leaf: Any, index: Mapping[Node, str]) -> Any:
-    if isinstance(leaf, Node):
-        return index[leaf]
-    return None if isinstance(leaf, str) else leaf  # names of carried values
-
-
-def _target_key(layer: GraphModule, node: Node) -> Hashable:
-    target = node.target
-    if node.op == "call_function":
-        return target
-    if node.op not in ("call_module", "get_attr"):
-        return str(target) if node.op == "call_method" else None
-    value: Any = layer
-    for name in str(target).split("."):
-        value = getattr(value, name)
-    return _module_key(value, str(target)) if isinstance(value, nn.Module) else _value_key(value)
-
-
-def _module_key(module: nn.Module, name: str) -> Hashable:
-    """Classes, weights, attributes and hooks of a tree of modules; its number in a list does not count."""
-    numbers = {int(part) for part in name.split(".") if part.isdigit()}
-    return tuple(
-        (
-            path,
-            type(part),
-            part.training,
-            any(part.__dict__[kind] for kind in HOOKS),
-            tuple((key, _value_key(tensor)) for key, tensor in (*part._parameters.items(), *part._buffers.items())),
-            tuple((key, _plain(value, numbers)) for key, value in part.__dict__.items() if key not in _OF_MODULES),
-        )
-        for path, part in module.named_modules()
-    )
-
-
-def _plain(value: Any, numbers: Container[int]) -> Hashable:
-    if type(value) is int and value in numbers:
-        return "number"
-    if isinstance(value, trees.PLAIN):
-        return value
-    is_plain = isinstance(value, (tuple, list)) and all(isinstance(item, trees.PLAIN) for item in value)
-    return repr(value) if is_plain else id(value)
-
-
-_OF_MODULES = frozenset(nn.Module().__dict__)
-
-
-def _value_key(value: Any) -> Hashable:
-    leaves = trees.leaves(value)
-    return tuple(
-        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else type(leaf)
-        for leaf in leaves
     )

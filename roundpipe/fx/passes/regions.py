@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from roundpipe.core import trees
 from roundpipe.core.allocations import TorchDispatchMode
@@ -79,6 +80,13 @@ class RowNode:
     draws_random: bool = False
     loss: RowLoss | None = None
 
+    def moved(self, other: Mapping[Node, Node]) -> RowNode:
+        """The same with other nodes in place of its own."""
+        loss = self.loss
+        if loss is not None:
+            loss = replace(loss, arguments=map_arg(loss.arguments, other.__getitem__))
+        return replace(self, reads={other[node]: rows for node, rows in self.reads.items()}, loss=loss)
+
     @property
     def is_end(self) -> bool:
         """Whether it is a sum or mean over all rows."""
@@ -118,6 +126,15 @@ class GraphRun(GraphInterpreter):
         for key in self.written:
             self.opaque.update((node, "writes in place") for node in self.touching[key])
 
+    def moved(self, graph: Graph) -> GraphRun:
+        """The same for the graph of a layer that does the same; it does not run again."""
+        clone = object.__new__(GraphRun)
+        other = dict(zip(self.graph.nodes, graph.nodes, strict=True))
+        clone.graph = graph
+        clone.values = {other[node]: value for node, value in self.values.items()}
+        clone.literals = {other[node]: value for node, value in self.literals.items()}
+        return clone
+
     def placeholder(self, node: Node) -> Any:
         return self.carry
 
@@ -135,15 +152,15 @@ class GraphRun(GraphInterpreter):
             modules.append(attribute(self.root, node))
         parts = [part for module in modules for part in module.modules()]
         before = ModuleSnapshot(parts)
-        with _Writes() as writes:
+        with OperatorEffects() as writes:
             value = self.run_node(node)
         if before.diff() or before.buffers_written() or before.holds_new_values():
             self.opaque[node] = "sets attributes"
             self.stateful.append(node)
-        why = next(filter(None, map(_why_opaque, parts)), "")
+        why = next(filter(None, map(why_opaque, parts)), "")
         if not why and any(tensor._backward_hooks for tensor in writes.made):
             why = "hooks on tensors"
-        if not why and self._has_own_function(value):
+        if not why and has_own_function(flat_tensors(value), self._functions):
             why = "its own backward"
         if why:
             self.opaque.setdefault(node, why)
@@ -158,25 +175,27 @@ class GraphRun(GraphInterpreter):
                 nodes.append(node)
         for key in writes.written - writes.born:
             self.written.add(key)
-            self.touching.setdefault(key, []).append(node)
+            nodes = self.touching.setdefault(key, [])
+            if not nodes or nodes[-1] is not node:
+                nodes.append(node)
         return value
 
-    def _has_own_function(self, value: Any) -> bool:
-        """Whether a custom autograd function was among the operators."""
-        found = False
-        stack = [tensor.grad_fn for tensor in flat_tensors(value)]
-        while stack:
-            function = stack.pop()
-            if function is None or function in self._functions:
-                continue
-            self._functions.add(function)
+
+def has_own_function(tensors: Iterable[torch.Tensor], known: set[Any]) -> bool:
+    """Whether a custom autograd function made some tensors, after those known, to which all others are added."""
+    found = False
+    stack = [tensor.grad_fn for tensor in tensors]
+    while stack:
+        function = stack.pop()
+        if function is not None and function not in known:
+            known.add(function)
             found = found or isinstance(function, torch.autograd.function.BackwardCFunction)
             stack += [next_function for next_function, _ in function.next_functions]
-        return found
+    return found
 
 
-class _Writes(TorchDispatchMode):
-    """Sees what operators make and what they write."""
+class OperatorEffects(TorchDispatchMode):
+    """Sees what operators make and what they write, storages by identity."""
 
     supports_higher_order_operators = True
 
@@ -212,7 +231,8 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _why_opaque(module: nn.Module) -> str:
+def why_opaque(module: nn.Module) -> str:
+    """Why a module, its children not looked at, does more than compute, or may do so otherwise in a tile."""
     if isinstance(module, torch.jit.ScriptModule):
         return "scripted"
     if any(module.__dict__[kind] for kind in HOOKS):
@@ -253,13 +273,27 @@ class RowGraph:
             seeds[node] = [None if is_weight else self.space.rows_of(tensor) for tensor in tensors]
             self.stages[node] = self._stage(node, order_after.get(node, ()))
 
+    def moved(self, graph: Graph) -> RowGraph:
+        """The same for the graph of a layer that does the same."""
+        other = dict(zip(self.run.graph.nodes, graph.nodes, strict=True))
+        clone = object.__new__(RowGraph)
+        clone.run, clone.space = self.run.moved(graph), self.space
+        clone.row_nodes = {other[node]: row_node.moved(other) for node, row_node in self.row_nodes.items()}
+        clone.stages = {other[node]: stage for node, stage in self.stages.items()}
+        clone.why_not = {}
+        return clone
+
     def found(self, node: Node, seeds: Mapping[Node, list[Found]]) -> list[Found]:
         return self.row_nodes[node].found if node in self.row_nodes else seeds[node]
 
     def _order(self) -> dict[Node, list[Node]]:
         """For nodes whose effects have an order, those before them."""
         chains = [self.run.touching[key] for key in self.run.written] + [self.run.stateful]
-        return {node: chain[:index] for chain in chains for index, node in enumerate(chain)}
+        before: dict[Node, list[Node]] = {}
+        for chain in chains:
+            for index, node in enumerate(chain):
+                before.setdefault(node, []).extend(chain[:index])
+        return before
 
     def _stage(self, node: Node, before: Iterable[Node]) -> int:
         row_node = self.row_nodes.get(node)

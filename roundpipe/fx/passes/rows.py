@@ -99,6 +99,8 @@ class RowWatch(TorchDispatchMode):
 
     def _rule(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> Sequence[Found]:
         call = OperatorCall(self, func, args, kwargs, outputs)
+        if any(isinstance(self.found(tensor), str) for tensor in call.inputs):
+            raise NotRowwise("it combines rows with a sum over all of them")
         name = func._opname if func.namespace == "aten" else str(func)
         if func._schema.is_mutable:
             self._check_writes(call)

@@ -27,6 +27,7 @@ def difference(region: Region, owner: Any, values: Sequence[Any]) -> str:
     Raises:
         Exception: whatever a tile's code raises.
     """
+    values = [_leaf(value) for value in values]
     whole = _Numbers()
     with whole:
         expected = region.function(owner, region.sizes, *values)
@@ -56,6 +57,10 @@ def difference(region: Region, owner: Any, values: Sequence[Any]) -> str:
     if roots:
         torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
     return ""
+
+
+def _leaf(value: Any) -> Any:
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
 
 
 class _Numbers(TorchDispatchMode):

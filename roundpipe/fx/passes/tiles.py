@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,12 +22,15 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from roundpipe.core import trees
-from roundpipe.core.layers import Carry, LayerChain
-from roundpipe.core.tiling import Region, RowResult, Rows, SumResult
+from roundpipe.core.contexts import contextmanager
+from roundpipe.core.layers import Carry, LayerChain, is_differentiable
+from roundpipe.core.tiling import Region, RowResult, Rows, SumResult, in_tiles
 from roundpipe.effects.snapshot import python_restored
 from roundpipe.fx.fakes import failures_unlogged, fake_of, make_twin, static_mode
 from roundpipe.fx.operations import NamedCall
+from roundpipe.fx.passes.alike import layer_key, value_key
 from roundpipe.fx.passes.codegen import Generated, Layer, sizes_key
+from roundpipe.fx.passes.inner_tiles import TiledLeaf, tiled_leaf
 from roundpipe.fx.passes.regions import GraphRun, RegionNodes, RowGraph, RowNode, row_spaces
 from roundpipe.fx.passes.row_losses import RowLoss, weight_of
 from roundpipe.fx.passes.tile_check import difference
@@ -42,8 +45,10 @@ _RESHAPES = frozenset("view reshape unflatten expand broadcast_to".split())
 class TiledProgram:
     """A layer's code with regions in tiles."""
 
-    function: Callable[[nn.Module, nn.Module, Carry], Any]
+    function: _Function
     regions: tuple[Region, ...]
+    leaves: tuple[TiledLeaf, ...] = ()
+    """Modules parts of which run in tiles."""
 
     def __call__(self, root: nn.Module, carry: Carry) -> Any:
         return self.function(root, root, carry)
@@ -53,26 +58,38 @@ def tiled_program(graph: Graph, root: nn.Module, example: Carry) -> TiledProgram
     """The program of a graph from a carry; None if no region of it is worth running in tiles.
 
     Args:
-        root: where the graph's targets are, with fakes as weights.
-        example: the carry on fakes of real sizes.
+        root: where the graph's targets are.
+        example: a carry of the sizes that the program is for, real or on fakes.
     """
-    with torch.enable_grad():
-        plan = plan_tiles(graph, root, example)
-        return None if plan is None else plan.write(graph, root)
+    try:
+        with _undone(root):
+            fakes = _Fakes()
+            plan = fakes.plan(graph, fakes.twin(root), fakes.of(example))
+    except Exception as error:  # whatever the user's code raises on fakes
+        logger.info("a graph runs untiled: %s: %s", type(error).__name__, error)
+        return None
+    return None if plan is None else plan.write(root)
 
 
 def plan_tiles(graph: Graph, root: nn.Module, example: Carry) -> TilePlan | None:
     """The regions of a graph that are worth running in tiles, in the space of rows where they save most."""
     run = GraphRun(graph, root, example)
-    best: TilePlan | None = None
-    for space in row_spaces(run)[:4]:
-        rows = RowGraph(run, space)
-        regions = [(rows.saved_bytes(region), region) for region in rows.regions()]
-        paying = [(saved, region) for saved, region in regions if saved > 0]
-        plan = TilePlan(rows, [region for _, region in paying], sum(saved for saved, _ in paying))
-        if paying and (best is None or plan.saved_bytes > best.saved_bytes):
-            best = plan
-    return best
+    spaces = row_spaces(run)[:4]
+    if not spaces:
+        return None
+    best = max((_plan_in(RowGraph(run, space)) for space in spaces), key=lambda plan: plan.saved_bytes)
+    best.check(root)
+    inside = {node for region in best.regions for node in region.nodes}
+    for node in graph.nodes:
+        if node not in inside and (leaf := tiled_leaf(run, node, spaces[0])) is not None:
+            best.leaves[node] = leaf
+    return best if best.regions or best.leaves else None
+
+
+def _plan_in(rows: RowGraph) -> TilePlan:
+    saved = [(rows.saved_bytes(region), region) for region in rows.regions()]
+    paying = [(num_bytes, region) for num_bytes, region in saved if num_bytes > 0]
+    return TilePlan(rows, [region for _, region in paying], sum(num_bytes for num_bytes, _ in paying))
 
 
 @dataclass(slots=True)
@@ -82,47 +99,82 @@ class TilePlan:
     rows: RowGraph
     regions: list[RegionNodes]
     saved_bytes: int
+    leaves: dict[Node, TiledLeaf] = field(default_factory=dict)
+    """Nodes that call modules parts of which run in tiles."""
 
-    def write(self, graph: Graph, root: nn.Module) -> TiledProgram | None:
-        return _ProgramWriter(self, graph, root).write()
+    def moved(self, graph: Graph) -> TilePlan:
+        """The same for the graph of a layer that does the same."""
+        other = dict(zip(self.rows.run.graph.nodes, graph.nodes, strict=True))
+        regions = [RegionNodes([other[node] for node in region.nodes], region.space) for region in self.regions]
+        leaves = {other[node]: leaf for node, leaf in self.leaves.items()}
+        return TilePlan(self.rows.moved(graph), regions, self.saved_bytes, leaves)
+
+    def check(self, root: nn.Module) -> None:
+        """Drop the regions that do something else in tiles."""
+        writer = _ProgramWriter(self, root)
+        writer.write()
+        self.regions = [region for region, made, body in writer.written if _holds(region, made, root, body.examples)]
+
+    def write(self, root: nn.Module) -> TiledProgram:
+        """The program; ``root``: where the graph's targets are."""
+        writer = _ProgramWriter(self, root)
+        function = writer.write()
+        return TiledProgram(function, tuple(made for _, made, _ in writer.written), tuple(self.leaves.values()))
+
+
+def _holds(region: RegionNodes, made: Region, root: nn.Module, examples: list[Any]) -> bool:
+    try:
+        why_not = difference(made, root, examples)
+    except Exception as error:  # whatever the user's code raises in a tile
+        why_not = f"{type(error).__name__}: {error}"
+    if why_not:
+        logger.info("%s to %s runs untiled: %s", region.nodes[0], region.nodes[-1], why_not)
+    return not why_not
 
 
 class _ProgramWriter:
-    def __init__(self, plan: TilePlan, graph: Graph, root: nn.Module) -> None:
+    def __init__(self, plan: TilePlan, root: nn.Module) -> None:
         self.rows = plan.rows
-        self.source = graph
+        self.source = plan.rows.run.graph
         self.root = root
         self.graph = Graph()
         self.values: dict[Node, Any] = dict(plan.rows.run.literals)
+        self.leaves = plan.leaves
         self.region_of = {node: region for region in plan.regions for node in region.nodes}
         self.owner = self.graph.placeholder("owner")
-        self.regions: list[Region] = []
+        self.written: list[tuple[RegionNodes, Region, _BodyWriter]] = []
 
-    def write(self) -> TiledProgram | None:
+    def write(self) -> _Function:
         position = {node: index for index, node in enumerate(self.source.nodes)}
         first = {node: position[self.region_of[node].nodes[0]] if node in self.region_of else position[node]
                  for node in position}  # fmt: skip
         stages, row_nodes = self.rows.stages, self.rows.row_nodes
         *body, output = self.source.nodes
         body.sort(key=lambda node: (stages[node], node not in row_nodes, first[node], position[node]))
-        written: set[int] = set()
+        done: set[int] = set()
         for node in body:
             region = self.region_of.get(node)
             if region is None:
                 self._copy(node)
-            elif id(region) not in written:
-                written.add(id(region))
+            elif id(region) not in done:
+                done.add(id(region))
                 self._write_region(region)
         self.graph.output(map_arg(output.args[0], self._operand))
-        return TiledProgram(_generate(self.root, self.graph), tuple(self.regions)) if self.regions else None
+        return _generate(self.root, self.graph)
 
     def _operand(self, node: Node) -> Any:
         return self.values[node]
 
     def _copy(self, node: Node) -> None:
         if node not in self.values:
+            op, target = node.op, node.target
             args, kwargs = map_arg((node.args, node.kwargs), self._operand)
-            self.values[node] = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
+            if node in self.leaves:
+                if op == "call_module":
+                    args = (self.graph.get_attr(str(target)), *args)
+                modes = target.modes if isinstance(target, NamedCall) else None
+                op, target = "call_function", NamedCall("leaf_in_tiles", self.leaves[node], modes)
+            self.values[node] = self.graph.create_node(op, target, args, kwargs, name=node.name)
 
     def _write_region(self, region: RegionNodes) -> None:
         body = _BodyWriter(self, region)
@@ -135,17 +187,8 @@ class _ProgramWriter:
             parameters=_Parameters(tuple(dict.fromkeys(body.targets))),
             draws_random=any(self.rows.row_nodes[node].draws_random for node in region.nodes),
         )
-        try:
-            why_not = difference(made, self.root, body.examples)
-        except Exception as error:  # whatever the user's code raises in a tile
-            why_not = f"{type(error).__name__}: {error}"
-        if why_not:
-            logger.info("%s to %s runs untiled: %s", region.nodes[0], region.nodes[-1], why_not)
-            for node in region.nodes:
-                self._copy(node)
-            return
-        call = NamedCall(f"region_{len(self.regions)}", made)
-        self.regions.append(made)
+        call = NamedCall(f"region_{len(self.written)}", made)
+        self.written.append((region, made, body))
         results = self.graph.call_function(call, (self.owner, *(value for value, _ in body.inputs)))
         for index, node in enumerate(body.results):
             item = (results, index)
@@ -176,6 +219,7 @@ class _BodyWriter:
         self.examples: list[Any] = []
         """Their values on fakes."""
         self.targets: list[str] = []
+        """Of the layer's modules and weights inside."""
         self.values: dict[Any, Any] = {}
         self.sizes: dict[tuple[int, int], Any] = {}
 
@@ -260,7 +304,7 @@ def _function_name(node: Node) -> str:
     return target if isinstance(target, str) and node.op == "call_method" else str(getattr(target, "__name__", ""))
 
 
-def _generate(root: nn.Module, graph: Graph) -> Callable[..., Any]:
+def _generate(root: nn.Module, graph: Graph) -> _Function:
     """The function that a graph is the code of, whose first argument is the module that has its targets."""
     kind = type(Generated(root, graph, class_name="Program"))
     return _Function(kind)
@@ -308,31 +352,63 @@ def add_tiles(chain: LayerChain, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if key in known:
         return
     try:
-        with python_restored(chain), failures_unlogged(), torch.random.fork_rng(devices=[]):
+        with _undone(chain):
             _add_programs(chain, args, kwargs)
     except Exception as error:  # whatever the user's code raises on fakes
         logger.info("%s runs untiled: %s: %s", chain.specs[0].name, type(error).__name__, error)
     known.add(key)
 
 
+@contextmanager
+def _undone(module: nn.Module) -> Iterator[None]:
+    """What running a module on fakes changes is put back."""
+    with python_restored(module), failures_unlogged(), torch.random.fork_rng(devices=[]), in_tiles(1):
+        yield
+
+
+class _Fakes:
+    """Values and modules on fakes, whatever they are on; all that can have a gradient requires one."""
+
+    def __init__(self) -> None:
+        self._mode = static_mode()
+
+    def of(self, value: Any) -> Any:
+        return trees.map_tensors(value, self._tensor)
+
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        fake = fake_of(self._mode, tensor, torch.device("cpu"))
+        return fake.requires_grad_() if is_differentiable(tensor) else fake
+
+    def twin(self, module: nn.Module) -> nn.Module:
+        return make_twin(
+            module, {tensor: self._tensor(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        )[0]
+
+    def plan(self, graph: Graph, twin: nn.Module, reads: Carry) -> TilePlan | None:
+        with self._mode, torch.enable_grad():
+            return plan_tiles(graph, twin, reads)
+
+    def run(self, layer: nn.Module, reads: Carry) -> Carry:
+        with self._mode, torch.enable_grad():
+            made: Carry = layer(dict(reads))
+            return made
+
+
 def _add_programs(chain: LayerChain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    mode, cpu = static_mode(), torch.device("cpu")
-
-    def faked(value: Any) -> Any:
-        def fake(tensor: torch.Tensor) -> torch.Tensor:
-            result = fake_of(mode, tensor, cpu)
-            return result.requires_grad_() if tensor.is_floating_point() else result
-
-        return trees.map_tensors(value, fake)
-
-    carry = chain.entry(*faked((args, kwargs)))
+    fakes = _Fakes()
+    carry = chain.entry(*fakes.of((args, kwargs)))
+    known: dict[Hashable, tuple[TilePlan | None, list[Any]]] = {}
     for spec, layer in zip(chain.specs, chain, strict=True):
         reads = {name: carry[name] for name in spec.reads}
-        tensors = (*layer.parameters(), *layer.buffers())
-        twin, _ = make_twin(layer, {tensor: faked(tensor) for tensor in tensors})
-        with mode, torch.enable_grad():
-            if isinstance(layer, Layer):
-                layer.programs.reads = spec.reads
-                layer.programs.by_sizes[layer.programs.key(reads)] = tiled_program(layer.graph, twin, reads)
-            made = twin(dict(reads))
-        carry.update(faked({name: made[name] for name in spec.makes}))
+        key = layer_key(layer, spec), tuple(map(value_key, reads.values()))
+        if key not in known:
+            twin = fakes.twin(layer)
+            plan = fakes.plan(layer.graph, twin, reads) if isinstance(layer, Layer) else None
+            made = fakes.run(twin, reads)
+            known[key] = plan, [made[name] for name in spec.makes]
+        plan, values = known[key]
+        if isinstance(layer, Layer):
+            layer.programs.reads = spec.reads
+            program = None if plan is None else plan.moved(layer.graph).write(layer)
+            layer.programs.by_sizes[layer.programs.key(reads)] = program
+        carry.update((name, fakes.of(value)) for name, value in zip(spec.makes, values, strict=True))

@@ -1,0 +1,94 @@
+"""Which layers do the same with weights of the same kind, so that what is found out about one holds for all.
+
+A transformer's blocks are such layers, though their modules have other names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
+
+from roundpipe.core import trees
+from roundpipe.core.layers import LayerSpec
+from roundpipe.effects.places import HOOKS
+from roundpipe.fx.operations import NamedCall, SizeExpression, pass_on
+
+
+def layer_key(layer: nn.Module, spec: LayerSpec) -> Hashable:
+    """Equal for layers that do the same with weights of the same kind."""
+    if not isinstance(layer, GraphModule):
+        return type(layer), tuple(_module_key(child, name) for name, child in layer.named_children())
+    index = {node: f"%{position}" for position, node in enumerate(layer.graph.nodes)}
+
+    def arguments(node: Node) -> str:
+        args: Any = tuple(_values(arg) if node.op == "output" or node.target is pass_on else arg for arg in node.args)
+        return repr(map_aggregate((args, node.kwargs), lambda leaf: _argument(leaf, index)))
+
+    return tuple((node.op, _target_key(layer, node), arguments(node)) for node in layer.graph.nodes)
+
+
+def _values(arg: Any) -> Any:
+    """What a carry holds, whose keys are names."""
+    return [*arg.values()] if isinstance(arg, dict) else arg
+
+
+def _argument(leaf: Any, index: Mapping[Node, str]) -> Any:
+    if isinstance(leaf, Node):
+        return index[leaf]
+    return None if isinstance(leaf, str) else leaf  # names of carried values
+
+
+def _target_key(layer: GraphModule, node: Node) -> Hashable:
+    target = node.target
+    if node.op == "call_function":
+        if isinstance(target, NamedCall):
+            return target.__name__, target.function, target.modes
+        return (target.source, target.names) if isinstance(target, SizeExpression) else target
+    if node.op not in ("call_module", "get_attr"):
+        return str(target) if node.op == "call_method" else None
+    value: Any = layer
+    for name in str(target).split("."):
+        value = getattr(value, name)
+    return _module_key(value, str(target)) if isinstance(value, nn.Module) else value_key(value)
+
+
+def _module_key(module: nn.Module, name: str) -> Hashable:
+    """Classes, weights, attributes and hooks of a tree of modules; its number in a list does not count."""
+    numbers = {int(part) for part in name.split(".") if part.isdigit()}
+    return tuple(
+        (
+            path,
+            type(part),
+            part.training,
+            any(part.__dict__[kind] for kind in HOOKS),
+            tuple((key, value_key(tensor)) for key, tensor in (*part._parameters.items(), *part._buffers.items())),
+            tuple((key, _plain(value, numbers)) for key, value in part.__dict__.items() if key not in _OF_MODULES),
+        )
+        for path, part in module.named_modules()
+    )
+
+
+def _plain(value: Any, numbers: Container[int]) -> Hashable:
+    if type(value) is int and value in numbers:
+        return "number"
+    if isinstance(value, trees.PLAIN):
+        return value
+    is_plain = isinstance(value, (tuple, list)) and all(isinstance(item, trees.PLAIN) for item in value)
+    return repr(value) if is_plain else id(value)
+
+
+_OF_MODULES = frozenset(nn.Module().__dict__)
+
+
+def value_key(value: Any) -> Hashable:
+    """Equal for values whose tensors are of the same kind."""
+    leaves = trees.leaves(value)
+    return tuple(
+        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else type(leaf)
+        for leaf in leaves
+    )
