@@ -20,7 +20,8 @@ from roundpipe.core.modes import has_saved_tensor_hooks
 from roundpipe.core.tiling import Region, RowResult, Rows
 from roundpipe.effects.snapshot import ModuleSnapshot
 from roundpipe.fx.operations import NamedCall, call_leaf
-from roundpipe.fx.passes.regions import GraphRun, OperatorEffects, RowSpace, attribute, has_own_function, why_opaque
+from roundpipe.fx.passes.graph_run import GraphRun, OperatorEffects, attribute, has_own_function, why_opaque
+from roundpipe.fx.passes.regions import RowSpace
 from roundpipe.fx.passes.rows import RowWatch
 from roundpipe.fx.passes.tile_check import difference
 

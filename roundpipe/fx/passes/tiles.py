@@ -1,7 +1,4 @@
-"""Writes programs that run a layer's regions in tiles.
-
-A program is the layer's graph with a call in place of each region (`roundpipe.core.tiling.Region`), whose function is
-generated from the region's nodes. It takes the layer as an argument, so that it serves all copies of the layer.
+"""Lets layers run in tiles: finds what of their graphs is worth it, once per kind of layer and sizes.
 
 Invariant: a region is in a program only if it ran in tiles on fakes with results of the right sizes, forward and
 backward, and by the same operators with the same numbers as when it runs whole.
@@ -10,48 +7,28 @@ backward, and by the same operators with the same numbers as when it runs whole.
 from __future__ import annotations
 
 import logging
-import operator
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.fx import Graph, Node
-from torch.fx.node import map_arg
+from torch.fx import Graph
 
 from roundpipe.core import trees
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.layers import Carry, LayerChain, is_differentiable
-from roundpipe.core.tiling import Region, RowResult, Rows, SumResult, in_tiles
+from roundpipe.core.tiling import in_tiles
 from roundpipe.effects.snapshot import python_restored
 from roundpipe.fx.fakes import failures_unlogged, fake_of, make_twin, static_mode
-from roundpipe.fx.operations import NamedCall
 from roundpipe.fx.passes.alike import layer_key, value_key
-from roundpipe.fx.passes.codegen import Generated, Layer, sizes_key
-from roundpipe.fx.passes.inner_tiles import TiledLeaf, tiled_leaf
-from roundpipe.fx.passes.regions import GraphRun, RegionNodes, RowGraph, RowNode, row_spaces
-from roundpipe.fx.passes.row_losses import RowLoss, weight_of
-from roundpipe.fx.passes.tile_check import difference
+from roundpipe.fx.passes.codegen import Layer, sizes_key
+from roundpipe.fx.passes.inner_tiles import tiled_leaf
+from roundpipe.fx.passes.regions import GraphRun, RowGraph, row_spaces
+from roundpipe.fx.passes.shifts import shifts_moved
+from roundpipe.fx.passes.tile_programs import TiledProgram, TilePlan
 
 logger = logging.getLogger(__name__)
-
-_RESHAPES = frozenset("view reshape unflatten expand broadcast_to".split())
-"""Functions and methods that are told sizes, which in a tile are others."""
-
-
-@dataclass(frozen=True, slots=True)
-class TiledProgram:
-    """A layer's code with regions in tiles."""
-
-    function: _Function
-    regions: tuple[Region, ...]
-    leaves: tuple[TiledLeaf, ...] = ()
-    """Modules parts of which run in tiles."""
-
-    def __call__(self, root: nn.Module, carry: Carry) -> Any:
-        return self.function(root, root, carry)
 
 
 def tiled_program(graph: Graph, root: nn.Module, example: Carry) -> TiledProgram | None:
@@ -72,16 +49,20 @@ def tiled_program(graph: Graph, root: nn.Module, example: Carry) -> TiledProgram
 
 
 def plan_tiles(graph: Graph, root: nn.Module, example: Carry) -> TilePlan | None:
-    """The regions of a graph that are worth running in tiles, in the space of rows where they save most."""
+    """What of a graph is worth running in tiles, in the space of rows where that saves most; all on fakes."""
     run = GraphRun(graph, root, example)
-    spaces = row_spaces(run)[:4]
-    if not spaces:
+    all_rows = [RowGraph(run, space) for space in row_spaces(run)[:4]]
+    plans = list(map(_plan_in, all_rows))
+    for moved in filter(None, map(shifts_moved, all_rows)):
+        other = GraphRun(moved, root, example)
+        plans += [_plan_in(RowGraph(other, space)) for space in row_spaces(other)[:4]]
+    if not plans:
         return None
-    best = max((_plan_in(RowGraph(run, space)) for space in spaces), key=lambda plan: plan.saved_bytes)
+    best = max(plans, key=lambda plan: plan.saved_bytes)
     best.check(root)
-    inside = {node for region in best.regions for node in region.nodes}
-    for node in graph.nodes:
-        if node not in inside and (leaf := tiled_leaf(run, node, spaces[0])) is not None:
+    run, inside = best.rows.run, {node for region in best.regions for node in region.nodes}
+    for node in run.graph.nodes:
+        if node not in inside and (leaf := tiled_leaf(run, node, best.rows.space)) is not None:
             best.leaves[node] = leaf
     return best if best.regions or best.leaves else None
 
@@ -90,253 +71,6 @@ def _plan_in(rows: RowGraph) -> TilePlan:
     saved = [(rows.saved_bytes(region), region) for region in rows.regions()]
     paying = [(num_bytes, region) for num_bytes, region in saved if num_bytes > 0]
     return TilePlan(rows, [region for _, region in paying], sum(num_bytes for num_bytes, _ in paying))
-
-
-@dataclass(slots=True)
-class TilePlan:
-    """Which nodes of a graph run in tiles."""
-
-    rows: RowGraph
-    regions: list[RegionNodes]
-    saved_bytes: int
-    leaves: dict[Node, TiledLeaf] = field(default_factory=dict)
-    """Nodes that call modules parts of which run in tiles."""
-
-    def moved(self, graph: Graph) -> TilePlan:
-        """The same for the graph of a layer that does the same."""
-        other = dict(zip(self.rows.run.graph.nodes, graph.nodes, strict=True))
-        regions = [RegionNodes([other[node] for node in region.nodes], region.space) for region in self.regions]
-        leaves = {other[node]: leaf for node, leaf in self.leaves.items()}
-        return TilePlan(self.rows.moved(graph), regions, self.saved_bytes, leaves)
-
-    def check(self, root: nn.Module) -> None:
-        """Drop the regions that do something else in tiles."""
-        writer = _ProgramWriter(self, root)
-        writer.write()
-        self.regions = [region for region, made, body in writer.written if _holds(region, made, root, body.examples)]
-
-    def write(self, root: nn.Module) -> TiledProgram:
-        """The program; ``root``: where the graph's targets are."""
-        writer = _ProgramWriter(self, root)
-        function = writer.write()
-        return TiledProgram(function, tuple(made for _, made, _ in writer.written), tuple(self.leaves.values()))
-
-
-def _holds(region: RegionNodes, made: Region, root: nn.Module, examples: list[Any]) -> bool:
-    try:
-        why_not = difference(made, root, examples)
-    except Exception as error:  # whatever the user's code raises in a tile
-        why_not = f"{type(error).__name__}: {error}"
-    if why_not:
-        logger.info("%s to %s runs untiled: %s", region.nodes[0], region.nodes[-1], why_not)
-    return not why_not
-
-
-class _ProgramWriter:
-    def __init__(self, plan: TilePlan, root: nn.Module) -> None:
-        self.rows = plan.rows
-        self.source = plan.rows.run.graph
-        self.root = root
-        self.graph = Graph()
-        self.values: dict[Node, Any] = dict(plan.rows.run.literals)
-        self.leaves = plan.leaves
-        self.region_of = {node: region for region in plan.regions for node in region.nodes}
-        self.owner = self.graph.placeholder("owner")
-        self.written: list[tuple[RegionNodes, Region, _BodyWriter]] = []
-
-    def write(self) -> _Function:
-        position = {node: index for index, node in enumerate(self.source.nodes)}
-        first = {node: position[self.region_of[node].nodes[0]] if node in self.region_of else position[node]
-                 for node in position}  # fmt: skip
-        stages, row_nodes = self.rows.stages, self.rows.row_nodes
-        *body, output = self.source.nodes
-        body.sort(key=lambda node: (stages[node], node not in row_nodes, first[node], position[node]))
-        done: set[int] = set()
-        for node in body:
-            region = self.region_of.get(node)
-            if region is None:
-                self._copy(node)
-            elif id(region) not in done:
-                done.add(id(region))
-                self._write_region(region)
-        self.graph.output(map_arg(output.args[0], self._operand))
-        return _generate(self.root, self.graph)
-
-    def _operand(self, node: Node) -> Any:
-        return self.values[node]
-
-    def _copy(self, node: Node) -> None:
-        if node not in self.values:
-            op, target = node.op, node.target
-            args, kwargs = map_arg((node.args, node.kwargs), self._operand)
-            if node in self.leaves:
-                if op == "call_module":
-                    args = (self.graph.get_attr(str(target)), *args)
-                modes = target.modes if isinstance(target, NamedCall) else None
-                op, target = "call_function", NamedCall("leaf_in_tiles", self.leaves[node], modes)
-            self.values[node] = self.graph.create_node(op, target, args, kwargs, name=node.name)
-
-    def _write_region(self, region: RegionNodes) -> None:
-        body = _BodyWriter(self, region)
-        body.write()
-        made = Region(
-            function=_generate(self.root, body.graph),
-            sizes=region.space.sizes,
-            inputs=tuple(rows for _, rows in body.inputs),
-            results=tuple(self._kind(node) for node in body.results),
-            parameters=_Parameters(tuple(dict.fromkeys(body.targets))),
-            draws_random=any(self.rows.row_nodes[node].draws_random for node in region.nodes),
-        )
-        call = NamedCall(f"region_{len(self.written)}", made)
-        self.written.append((region, made, body))
-        results = self.graph.call_function(call, (self.owner, *(value for value, _ in body.inputs)))
-        for index, node in enumerate(body.results):
-            item = (results, index)
-            self.values[node] = self.graph.create_node("call_function", operator.getitem, item, name=node.name)
-
-    def _kind(self, node: Node) -> RowResult | SumResult:
-        (found,) = self.rows.row_nodes[node].found
-        value = self.rows.run.values[node]
-        if isinstance(found, tuple):
-            order = sorted(range(value.dim()), key=lambda dim: (-value.stride(dim), dim))
-            return RowResult(found, tuple(order), value.requires_grad)
-        return SumResult(found == "mean", value.dtype, value.requires_grad)
-
-
-class _BodyWriter:
-    """Writes what a region does with one tile."""
-
-    def __init__(self, outer: _ProgramWriter, region: RegionNodes) -> None:
-        self.outer = outer
-        self.rows = outer.rows
-        self.region = region
-        self.members = set(region.nodes)
-        self.results = [node for node in region.nodes if any(user not in self.members for user in node.users)]
-        self.graph = Graph()
-        self.graph.placeholder("sizes")
-        self.inputs: list[tuple[Any, Rows | None]] = []
-        """Nodes and literals of the program, and how they are taken."""
-        self.examples: list[Any] = []
-        """Their values on fakes."""
-        self.targets: list[str] = []
-        """Of the layer's modules and weights inside."""
-        self.values: dict[Any, Any] = {}
-        self.sizes: dict[tuple[int, int], Any] = {}
-
-    def write(self) -> None:
-        for node in self.region.nodes:  # placeholders come first
-            row_node = self.rows.row_nodes[node]
-            for source in node.all_input_nodes:
-                self._declare(source, row_node)
-            if row_node.loss is not None and row_node.loss.is_by_weight(self._value(row_node.loss.target)):
-                self._input_weight(node, row_node.loss)
-        for node in self.region.nodes:
-            self.values[node] = self._write(node, self.rows.row_nodes[node])
-        self.graph.output(tuple(self.values[node] for node in self.results))
-
-    def _declare(self, source: Node, row_node: RowNode) -> None:
-        """Make what a node reads from outside an input, unless it is a literal or a weight taken whole."""
-        rows = row_node.reads[source]
-        if source in self.members or source in self.rows.run.literals:
-            return
-        if source.op == "get_attr" and rows is None:
-            return
-        self._input((source, rows), self.outer.values[source], rows, self._value(source))
-
-    def _input_weight(self, node: Node, loss: RowLoss) -> None:
-        arguments = map_arg(loss.weight_arguments, self.outer._operand)
-        value = self.outer.graph.call_function(weight_of, (), arguments)
-        example, _ = self.rows.run.operands(loss.weight_arguments, {})
-        self._input(("weight", node), value, None, weight_of(**example))
-
-    def _input(self, key: Any, value: Any, rows: Rows | None, example: Any) -> None:
-        if key not in self.values:
-            self.values[key] = self.graph.placeholder(f"value_{len(self.inputs)}")
-            self.inputs.append((value, rows))
-            self.examples.append(example)
-
-    def _value(self, node: Any) -> Any:
-        return self.rows.run.values.get(node) if isinstance(node, Node) else node
-
-    def _write(self, node: Node, row_node: RowNode) -> Node:
-        def operand(source: Node) -> Any:
-            if source in self.members:
-                return self.values[source]
-            if source in self.rows.run.literals:
-                return self.rows.run.literals[source]
-            rows = row_node.reads[source]
-            if source.op == "get_attr" and rows is None:
-                self.targets.append(str(source.target))
-                return self.graph.get_attr(str(source.target))
-            return self.values[source, rows]
-
-        if row_node.loss is not None:
-            arguments = map_arg(row_node.loss.arguments, operand)
-            return row_node.loss.write(self.graph, arguments, self.values.get(("weight", node)), node.name)
-        args, kwargs = map_arg((node.args, node.kwargs), operand)
-        if node.op == "call_module":
-            self.targets.append(str(node.target))
-        name = _function_name(node)
-        if name in _RESHAPES and not any(isinstance(arg, torch.dtype) for arg in node.args):
-            method = "expand" if name in ("expand", "broadcast_to") else "reshape"
-            return self.graph.create_node("call_method", method, (args[0], *self._shape(node)), {}, name=node.name)
-        return self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
-
-    def _shape(self, node: Node) -> list[Any]:
-        """A result's sizes in a tile."""
-        (rows,) = self.rows.row_nodes[node].found
-        shape = self._value(node).shape
-        assert isinstance(rows, tuple)
-        return [size if axes is None else self._size(axes) for size, axes in zip(shape, rows, strict=True)]
-
-    def _size(self, axes: tuple[int, int]) -> Any:
-        if axes not in self.sizes:
-            sizes = next(iter(self.graph.nodes))
-            size = self.graph.call_function(operator.getitem, (sizes, axes[0]))
-            for axis in range(axes[0] + 1, axes[1]):
-                size = self.graph.call_function(operator.mul, (size, self._size((axis, axis + 1))))
-            self.sizes[axes] = size
-        return self.sizes[axes]
-
-
-def _function_name(node: Node) -> str:
-    target = node.target.function if isinstance(node.target, NamedCall) else node.target
-    return target if isinstance(target, str) and node.op == "call_method" else str(getattr(target, "__name__", ""))
-
-
-def _generate(root: nn.Module, graph: Graph) -> _Function:
-    """The function that a graph is the code of, whose first argument is the module that has its targets."""
-    kind = type(Generated(root, graph, class_name="Program"))
-    return _Function(kind)
-
-
-@dataclass(frozen=True, slots=True)
-class _Function:
-    """The code of a generated class, whose source is known as long as the class is there."""
-
-    kind: type[Generated]
-
-    def __call__(self, root: nn.Module, *values: Any) -> Any:
-        return self.kind.forward(root, *values)
-
-
-@dataclass(frozen=True, slots=True)
-class _Parameters:
-    """The parameters at some targets, of any copy of a layer."""
-
-    targets: tuple[str, ...]
-
-    def __call__(self, owner: Any) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = []
-        for target in self.targets:
-            value = owner
-            for name in target.split("."):
-                value = getattr(value, name)
-            if isinstance(value, nn.Module):
-                found += value.parameters()
-            elif isinstance(value, torch.Tensor):
-                found.append(value)
-        return found
 
 
 # ---------------------------------------------------------------------------------- layers of a chain
@@ -380,9 +114,9 @@ class _Fakes:
         return fake.requires_grad_() if is_differentiable(tensor) else fake
 
     def twin(self, module: nn.Module) -> nn.Module:
-        return make_twin(
-            module, {tensor: self._tensor(tensor) for tensor in (*module.parameters(), *module.buffers())}
-        )[0]
+        fakes = {tensor: fake_of(self._mode, tensor, torch.device("cpu")) for tensor in module.buffers()}
+        fakes.update((tensor, self._tensor(tensor)) for tensor in module.parameters())
+        return make_twin(module, fakes)[0]
 
     def plan(self, graph: Graph, twin: nn.Module, reads: Carry) -> TilePlan | None:
         with self._mode, torch.enable_grad():
@@ -405,10 +139,17 @@ def _add_programs(chain: LayerChain, args: tuple[Any, ...], kwargs: dict[str, An
             twin = fakes.twin(layer)
             plan = fakes.plan(layer.graph, twin, reads) if isinstance(layer, Layer) else None
             made = fakes.run(twin, reads)
-            known[key] = plan, [made[name] for name in spec.makes]
-        plan, values = known[key]
+            values = [made[name] for name in spec.makes]
+            if (
+                plan is None or isinstance(layer, Layer) and plan.rows.run.graph is layer.graph
+            ):  # one that was rewritten serves this layer alone
+                known[key] = plan, values
+        else:
+            plan, values = known[key]
         if isinstance(layer, Layer):
+            if plan is not None and key in known:
+                plan = plan.moved(layer.graph)
             layer.programs.reads = spec.reads
-            program = None if plan is None else plan.moved(layer.graph).write(layer)
+            program = None if plan is None else plan.write(layer)
             layer.programs.by_sizes[layer.programs.key(reads)] = program
         carry.update((name, fakes.of(value)) for name, value in zip(spec.makes, values, strict=True))
