@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import linecache
-import logging
 import operator
 import re
 from collections.abc import Callable, Hashable
@@ -26,14 +25,10 @@ from torch.fx import Node
 from roundpipe.core import trees
 from roundpipe.core.layers import EXECUTION_DEVICE, Carry
 from roundpipe.core.tiling import num_tiles
-from roundpipe.effects.snapshot import python_restored
-from roundpipe.fx.fakes import failures_unlogged, fake_of, make_twin, static_mode
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph
 from roundpipe.fx.operations import pass_on
 from roundpipe.fx.passes.codegen import Generated, Layer, OutputExit, sizes_key, whole_graph
 from roundpipe.fx.passes.tiles import TiledProgram, tiled_program
-
-logger = logging.getLogger(__name__)
 
 _LABEL, _OUTPUTS = "label", "outputs"
 
@@ -86,17 +81,8 @@ class JoinedTail:
         """Let it run in tiles on values of these sizes; those of the carry may be without data."""
         values = self.values(carry, label)
         key = sizes_key(values.values())
-        if key in self._programs:
-            return
-        self._programs[key] = None
-        root, mode, cpu = self.root(layer), static_mode(), torch.device("cpu")
-        fakes = {tensor: fake_of(mode, tensor, cpu) for tensor in (*root.parameters(), *root.buffers())}
-        example = trees.map_tensors(values, lambda tensor: fake_of(mode, tensor, cpu))
-        try:
-            with python_restored(root), failures_unlogged(), torch.random.fork_rng(devices=[]), mode:
-                self._programs[key] = tiled_program(self.graph, make_twin(root, fakes)[0], example)
-        except Exception as error:  # whatever the user's code raises on fakes
-            logger.info("the last layer and the loss run untiled: %s: %s", type(error).__name__, error)
+        if key not in self._programs:
+            self._programs[key] = tiled_program(self.graph, self.root(layer), values)
 
     def __call__(self, layer: nn.Module, carry: Carry, label: Any) -> Any:
         values = self.values(carry, label)

@@ -28,15 +28,16 @@ def difference(region: Region, owner: Any, values: Sequence[Any]) -> str:
         Exception: whatever a tile's code raises.
     """
     values = [_leaf(value) for value in values]
+    dense = list(map(_contiguous, values))  # torch chooses operators by layout, too
     whole = _Numbers()
     with whole:
-        expected = region.function(owner, region.sizes, *values)
+        expected = region.function(owner, region.sizes, *dense)
     rows = math.prod(region.sizes)
     for number in sorted({2, 2 * region.sizes[0], rows}):
         tile = tiles_of(region.sizes, number)[0]
         parts = [
-            value if dims is None else narrow(value, dims, tile, region.sizes)
-            for value, dims in zip(values, region.inputs, strict=True)
+            value if dims is None else _contiguous(narrow(value, dims, tile, region.sizes))
+            for value, dims in zip(dense, region.inputs, strict=True)
         ]
         part = _Numbers()
         with part:
@@ -61,6 +62,10 @@ def difference(region: Region, owner: Any, values: Sequence[Any]) -> str:
 
 def _leaf(value: Any) -> Any:
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+
+
+def _contiguous(value: Any) -> Any:
+    return value.contiguous() if isinstance(value, torch.Tensor) else value
 
 
 class _Numbers(TorchDispatchMode):

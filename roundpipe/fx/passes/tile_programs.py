@@ -59,11 +59,14 @@ class TilePlan:
         leaves = {other[node]: leaf for node, leaf in self.leaves.items()}
         return TilePlan(self.rows.moved(graph), regions, self.saved_bytes, leaves)
 
-    def check(self, root: nn.Module) -> None:
-        """Drop the regions that do something else in tiles."""
+    def check(self, root: nn.Module) -> bool:
+        """Drop the regions that do something else in tiles; whether any are left."""
+        if not self.regions:
+            return False
         writer = _ProgramWriter(self, root)
         writer.write()
         self.regions = [region for region, made, body in writer.written if _holds(region, made, root, body.examples)]
+        return bool(self.regions)
 
     def write(self, root: nn.Module) -> TiledProgram:
         """The program; ``root``: where the graph's targets are."""

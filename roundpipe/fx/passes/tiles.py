@@ -58,8 +58,8 @@ def plan_tiles(graph: Graph, root: nn.Module, example: Carry) -> TilePlan | None
         plans += [_plan_in(RowGraph(other, space)) for space in row_spaces(other)[:4]]
     if not plans:
         return None
-    best = max(plans, key=lambda plan: plan.saved_bytes)
-    best.check(root)
+    plans.sort(key=lambda plan: -plan.saved_bytes)
+    best = next((plan for plan in plans if plan.check(root)), plans[0])
     run, inside = best.rows.run, {node for region in best.regions for node in region.nodes}
     for node in run.graph.nodes:
         if node not in inside and (leaf := tiled_leaf(run, node, best.rows.space)) is not None:
