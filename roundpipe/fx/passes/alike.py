@@ -78,8 +78,14 @@ def _plain(value: Any, numbers: Container[int]) -> Hashable:
         return "number"
     if isinstance(value, trees.PLAIN):
         return value
-    is_plain = isinstance(value, (tuple, list)) and all(isinstance(item, trees.PLAIN) for item in value)
-    return repr(value) if is_plain else id(value)
+    return repr(value) if _is_plain(value) else id(value)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is made of nothing but numbers, names and the like."""
+    if isinstance(value, dict):
+        return all(isinstance(key, trees.PLAIN) and _is_plain(item) for key, item in value.items())
+    return isinstance(value, trees.PLAIN) or (isinstance(value, (tuple, list, set)) and all(map(_is_plain, value)))
 
 
 _OF_MODULES = frozenset(nn.Module().__dict__)
