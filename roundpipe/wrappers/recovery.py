@@ -69,6 +69,7 @@ def run_step(
                 raise
             reason = str(error).partition("\n")[0]
             session.engine.release_memory()
+            plans.set_budgets(session.engine.take_budgets())
             if not plans.shrink(call, plan):
                 raise DeviceMemoryError(
                     f"{session.name} is out of memory with {call.num_microbatches} microbatches, {plan.num_stages} "

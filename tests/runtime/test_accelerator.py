@@ -353,3 +353,16 @@ def test_what_comes_up_for_a_run_stays_until_the_device_is_past_it():
     with roundpipe.RoundPipe(model, devices=["cuda:0"]) as piped:
         loss = piped.forward_backward((given,), label=labels, loss_fn=loss_fn, run_config=config(12, plan=plan))
     assert float(loss) == pytest.approx(66.0)
+
+
+def test_what_others_take_is_not_planned_for():
+    backend = AcceleratorBackend(Device("cuda:0"), "worker")
+    backend.note_others(0)
+    before = backend.take_budget()
+    taken = torch.empty(2**30, dtype=torch.uint8, device="cuda:0")
+    backend.note_others(0)
+    beside = backend.take_budget()
+    assert before - 1.1 * taken.nbytes <= beside <= before - 0.8 * taken.nbytes
+    del taken
+    backend.note_others(0)
+    assert backend.take_budget() >= 0.99 * before

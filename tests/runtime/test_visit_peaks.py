@@ -14,6 +14,7 @@ import roundpipe
 from roundpipe import Device, ExecutePlan, RoundPipeRunConfig
 from roundpipe.core.layers import LayerCost
 from roundpipe.planning.stage_costs import StageCosts, plan_peak_bytes
+from roundpipe.runtime.device.cpu import CpuBackend
 from roundpipe.runtime.engine import cost_model
 from roundpipe.runtime.engine.visit_peaks import VisitPeaks
 from roundpipe.wrappers import calls
@@ -130,17 +131,17 @@ def test_a_temporary_of_one_kind_is_found_in_another_plan(
 def test_a_plan_that_proves_too_large_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of what it takes was computed: the first round needs more than the budget that the planner is told of."""
     seed_prediction(monkeypatch, half)
-    device = Device("cpu", 10**9)
+    device, budget_bytes = Device("cpu", 10**9), 6_000_000  # the device does not refuse what is beyond it
+    monkeypatch.setattr(CpuBackend, "take_budget", lambda backend: budget_bytes)
     run = RoundPipeRunConfig(num_microbatch=NUM_MICROBATCHES)
     with roundpipe.compile(decoder(), example_args=(IDS[:2],), devices=[device]) as pipe:
-        # a budget that only the planner knows of, as if the device would not refuse what is beyond it
-        plans = pipe._runner.builder.plans
-        plans._budget_bytes = budget_bytes = 6_000_000  # the same
         train(pipe, run)
         first = plans_of(pipe)
         peak_bytes = train(pipe, run, 2)
         second = plans_of(pipe)
-        costs = plans.costs.of(pipe._runner.last_chain, IDS.numel() // NUM_MICROBATCHES)  # what it is made by
+        costs = pipe._runner.builder.plans.costs.of(
+            pipe._runner.last_chain, IDS.numel() // NUM_MICROBATCHES
+        )  # what it is made by
     assert second.num_stages > first.num_stages
     assert plan_peak_bytes(first, costs, num_workers=1) > budget_bytes >= peak_bytes
 
@@ -171,3 +172,25 @@ def test_what_is_on_its_way_counts_from_the_start() -> None:
         peaks.add(position, num_bytes + 200 + 50, surplus_bytes=50)
     assert [visit.missing_bytes for visit in peaks.compared()] == [0, 0, 0]
     assert StageCosts(costs).forward(0, 1).excess_bytes == 0
+
+
+def test_what_others_take_between_calls_counts(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """Another process takes and gives back memory of the device: plans follow, and no step runs out of it."""
+    others_bytes = 0
+    monkeypatch.setattr(CpuBackend, "take_budget", lambda backend: 8_000_000 - others_bytes)
+    run = RoundPipeRunConfig(num_microbatch=NUM_MICROBATCHES)
+    with roundpipe.compile(decoder(), example_args=(IDS[:2],), devices=[Device("cpu", 8_000_000)]) as pipe:
+        train(pipe, run, 2)
+        alone = plans_of(pipe)
+        others_bytes = 2_000_000
+        peak_bytes = train(pipe, run, 2)
+        beside = plans_of(pipe)
+        others_bytes = 2_050_000  # too little a difference to be planned for
+        train(pipe, run)
+        assert plans_of(pipe) == beside
+        others_bytes = 0
+        train(pipe, run)
+        assert plans_of(pipe) == alone
+    assert beside.num_stages > alone.num_stages
+    assert peak_bytes <= 6_000_000
+    assert "ran out" not in caplog.text

@@ -60,12 +60,15 @@ class AcceleratorEvent:
         return float(earlier.event.elapsed_time(self.event)) * 1e-3
 
 
-def memory_budget_bytes(entry: Device, num_sharing: int = 1) -> int:
-    """The memory to plan for: a share of what this process may take of the device now, and of the entry's limit."""
+def memory_budget_bytes(entry: Device, num_sharing: int = 1, others_bytes: int | None = None) -> int:
+    """The memory to plan for: a share of what this process may take of the device now, and of the entry's limit.
+
+    ``others_bytes`` of what the process has allocated are not the runtime's; None: all of it.
+    """
     device = torch.device(entry.device)
     module = torch.get_device_module(device)
     free_bytes, total_bytes = module.mem_get_info(device.index)
-    allocated_bytes = torch.accelerator.memory_allocated(device)
+    allocated_bytes = torch.accelerator.memory_allocated(device) if others_bytes is None else others_bytes
     usable_bytes = free_bytes + torch.accelerator.memory_reserved(device) - allocated_bytes
     if hasattr(module, "get_per_process_memory_fraction"):
         fraction = module.get_per_process_memory_fraction(device.index)
@@ -85,8 +88,8 @@ class AcceleratorBackend(Backend):
         super().__init__(torch.device(device.type, index), name, memory_budget_bytes(entry, num_sharing))
         expand_segments(self.device)
         idle = _idle_streams.setdefault(self.device, [])
-        self._num_sharing = num_sharing
-        self._others_bytes = 0
+        self._entry, self._num_sharing = entry, num_sharing
+        self._others_bytes = torch.accelerator.memory_allocated(self.device)
         self._peak_bytes = 0
         """The largest before torch's own mark was last reset."""
         _on_device.setdefault(self.device, weakref.WeakSet()).add(self)
@@ -145,7 +148,12 @@ class AcceleratorBackend(Backend):
             torch.accelerator.reset_peak_memory_stats(self.device)
 
     def note_others(self, own_bytes: int) -> None:
-        self._others_bytes = torch.accelerator.memory_allocated(self.device) - own_bytes
+        if self._num_sharing == 1:
+            self._others_bytes = torch.accelerator.memory_allocated(self.device) - own_bytes
+
+    def take_budget(self) -> int:
+        self.memory_budget_bytes = memory_budget_bytes(self._entry, self._num_sharing, self._others_bytes)
+        return self.memory_budget_bytes
 
     def begin_visit(self) -> None:
         self._reset_mark()

@@ -101,6 +101,10 @@ class Backend(ABC):
         self.moved_bytes = [0] * len(Lane)
         """By lane, bytes that copies were given to it for; only the worker's own thread writes it."""
 
+    def take_budget(self) -> int | None:
+        """The memory to plan for as it is now: others may have taken or given back some. At little cost."""
+        return self.memory_budget_bytes
+
     def activate(self) -> AbstractContextManager[Any]:
         """Make the device and its COMPUTE stream current in the calling thread."""
         return nullcontext()

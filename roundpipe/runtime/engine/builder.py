@@ -131,6 +131,7 @@ class StepBuilder:
         self, call: Call, kind: ScheduleKind, *, keeps_history: bool, ends_in_loss: bool = False
     ) -> tuple[StepSpec, HostValues]:
         chain, config = call.chain, call.config
+        self.plans.set_budgets(self._engine.take_budgets())
         self.plans.costs.measure_memory(call)
         plan = self.last_plan = self.plans.plan(call)
         if call.tiles != UNTILED:

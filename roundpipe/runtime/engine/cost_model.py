@@ -90,6 +90,16 @@ class CostModel:
 
     # Memory
 
+    def budget_changed(self, *, is_larger: bool) -> None:
+        """Forget what depends on how much memory there is; plans are made anew, or compared with what there is now."""
+        for record in self._records.values():
+            record.limits.clear()
+            record.settled.clear()
+            record.spare_bytes.clear()
+            record.num_corrections += 1
+            if is_larger:
+                record.plans.clear()
+
     def measure_memory(self, call: Call, tiles: Tiles = UNTILED) -> None:
         """Compute what a call's layers and its loss take, if its size is a new one."""
         if self._measure is None or not call.has_arguments:

@@ -161,6 +161,11 @@ class Engine(Steps):
         for worker in self._workers:
             worker.arena.free()
             worker.backend.release_cached()
+            worker.backend.note_others(0)
+
+    def take_budgets(self) -> list[int | None]:
+        """Per worker, the device memory to plan for now; None: no limit."""
+        return [backend.take_budget() for backend in self.backends]
 
     def start_recording(self) -> Recorder:
         """A recorder that is told what the workers do from now on."""

@@ -39,7 +39,7 @@ class OptionChooser:
 
     def __init__(self, costs: CostModel, budget_bytes: int | None) -> None:
         self._costs = costs
-        self._budget_bytes = budget_bytes
+        self.budget_bytes = budget_bytes
 
     def settle(self, whole: Call, batch_size: int | None) -> ResolvedConfig:
         """The options with what was left to choice (``"auto"``) chosen: the fastest that is predicted to fit.
@@ -58,7 +58,7 @@ class OptionChooser:
             numbers, grains = [config.num_microbatch], [config.recompute_grain]
             if "num_microbatch" in config.auto and batch_size is not None:
                 numbers = _numbers_of_microbatches(self._costs.num_workers, batch_size)
-            if "recompute_grain" in config.auto and self._budget_bytes is not None:
+            if "recompute_grain" in config.auto and self.budget_bytes is not None:
                 grains = list(RECOMPUTE_GRAINS)
             self._costs.measure_memory(whole)
             found = (self._fastest(whole, tiles, numbers, grains, elements) for tiles in self._tiles(config))
@@ -85,7 +85,7 @@ class OptionChooser:
         """Those that a call may have, the fewest first."""
         if (given := given_tiles(config)) is not None:
             return (given,)
-        return (UNTILED,) if self._budget_bytes is None else (UNTILED, *LADDER)
+        return (UNTILED,) if self.budget_bytes is None else (UNTILED, *LADDER)
 
     def _fastest(
         self, call: Call, tiles: Tiles, numbers: Sequence[int], grains: Sequence[RecomputeGrain], elements: int
@@ -99,7 +99,7 @@ class OptionChooser:
         costs = {number: self._costs.of(call.chain, -(-elements // number), tiles) for number in numbers}
 
         def options(number: int, grain: RecomputeGrain) -> dict[str, Any]:
-            limits = {"memory_budget_bytes": self._budget_bytes, "recompute_grain": grain}
+            limits = {"memory_budget_bytes": self.budget_bytes, "recompute_grain": grain}
             return {"num_workers": num_workers, "num_microbatches": number, **limits}
 
         least_s = [least_seconds(costs[n], **options(n, grain)) + tasks_s(1, n) for n, grain in pairs]

@@ -35,6 +35,8 @@ SHORTEST_STEP_S = 0.02
 """Steps shorter than this keep their plan: what is measured of them is mostly noise."""
 FIRST_REPLAN = 2
 """Measured steps before the first look at the plan; then four times as many each time."""
+BUDGET_CHANGE = 0.03
+"""Share by which what there is of devices must have changed before it is planned for anew."""
 SHRINK = 0.85
 """Share of what a plan was predicted to need that the next one may, after a step ran out of memory."""
 MOST_TRIES = 16
@@ -59,12 +61,22 @@ class PlanChooser:
         accelerators: bool = False,
         measure: MemoryMeasure | None = None,
     ) -> None:
-        limits = [limit for limit in budgets_bytes if limit is not None]
         self._num_workers = num_workers
-        self._budget_bytes = min(limits) if limits else None
-        self.costs = CostModel(num_workers, link_speeds, accelerators, measure if limits else None)
+        self._budget_bytes = _least(budgets_bytes)
+        self.costs = CostModel(num_workers, link_speeds, accelerators, measure if self.has_budget else None)
         self.options = OptionChooser(self.costs, self._budget_bytes)
         self._may_replan = False
+
+    def set_budgets(self, budgets_bytes: Iterable[int | None]) -> None:
+        """Plan for what there is now, if that has changed by more than a little; plans that still fit are kept."""
+        budget_bytes, before_bytes = _least(budgets_bytes), self._budget_bytes
+        if budget_bytes is None or before_bytes is None:
+            return
+        if abs(budget_bytes - before_bytes) <= BUDGET_CHANGE * before_bytes:
+            return
+        logger.info("devices have %s for plans now, and had %s", *map(format_bytes, (budget_bytes, before_bytes)))
+        self._budget_bytes = self.options.budget_bytes = budget_bytes
+        self.costs.budget_changed(is_larger=budget_bytes > before_bytes)
 
     @property
     def has_budget(self) -> bool:
@@ -325,3 +337,7 @@ class PlanChooser:
 def _less(before: Sequence[int], after: Sequence[int]) -> str:
     """What the layer takes that takes the most, for a message."""
     return f"{format_bytes(max(after, default=0))} instead of {format_bytes(max(before, default=0))}"
+
+
+def _least(budgets_bytes: Iterable[int | None]) -> int | None:
+    return min((budget for budget in budgets_bytes if budget is not None), default=None)

@@ -150,7 +150,7 @@ class Worker:
         last_prefetch = max(i for i, task in enumerate(tasks) if task.kind is TaskKind.PREFETCH)
         with self.backend.activate(), torch.no_grad():
             self.meter.begin_step(self._was_idle)
-            if step.spec.peaks is not None and self._was_idle and not self._in_flight:
+            if self._was_idle and not self._in_flight:
                 self.backend.note_others(self.arena.num_bytes)
             self.arena.reserve(self._room_for(step), step.spec.spare_bytes)
             for position, task in enumerate(tasks):
