@@ -40,6 +40,7 @@ PUBLIC_NAMES = {
     "ExecutePlan",
     "ForkError",
     "GradScaler",
+    "HostMemoryError",
     "LossError",
     "MicrobatchError",
     "NonFiniteError",

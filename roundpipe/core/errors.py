@@ -152,6 +152,10 @@ class DeviceMemoryError(RoundPipeError, RuntimeError):
     """A device's memory budget can't hold what must be on it at once."""
 
 
+class HostMemoryError(RoundPipeError, MemoryError):
+    """The host can't hold what a call is about to take."""
+
+
 class DeadlockError(RoundPipeError, RuntimeError):
     """A hand-off between threads did not happen before its deadline."""
 

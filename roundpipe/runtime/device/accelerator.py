@@ -23,7 +23,8 @@ import torch
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.random_state import SeededTorch
 from roundpipe.runtime.device.allocator import expand_segments
-from roundpipe.runtime.device.backend import Backend, Device, Event, Lane, Moment
+from roundpipe.runtime.device.backend import ON_ITS_WAY, Backend, Device, Event, Lane, Moment
+from roundpipe.runtime.device.host_limit import HOST_LIMIT
 from roundpipe.runtime.device.host_memory import Registrar, bytes_of, on_huge_pages, warn_unpinned
 
 PLANNED_SHARE = 0.9
@@ -186,6 +187,7 @@ class AcceleratorBackend(Backend):
         source = source.detach()
         self.moved_bytes[lane] += bytes_of(source)
         with self._on(lane):
+            HOST_LIMIT.check({ON_ITS_WAY[lane]: bytes_of(source)}, _cached_pinned_bytes)
             if source.layout is not torch.strided:
                 return source.cpu()
             return _pinned(torch.empty_like, source, device="cpu").copy_(source, non_blocking=True)
@@ -233,6 +235,14 @@ class AcceleratorBackend(Backend):
     def random(self, seed: int) -> Iterator[None]:
         with SeededTorch(seed, torch.device("cpu")), SeededTorch(seed, self.device):
             yield
+
+
+def _cached_pinned_bytes() -> int:
+    """Pinned host memory that torch's allocator keeps for later; of CUDA alone is it told."""
+    if not torch.cuda.is_available():
+        return 0
+    stats = torch.cuda.host_memory_stats()
+    return max(int(stats.get("allocated_bytes.current", 0)) - int(stats.get("active_bytes.current", 0)), 0)
 
 
 def _pinned(make: Callable[..., torch.Tensor], *args: Any, **options: Any) -> torch.Tensor:

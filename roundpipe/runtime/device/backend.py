@@ -39,6 +39,10 @@ class Lane(enum.IntEnum):
         return self.name.lower()
 
 
+ON_ITS_WAY = {Lane.DOWNLOAD: "values and gradients between stages", Lane.GRADIENTS: "gradients of weights"}
+"""What downloads take host memory for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """One entry of ``devices=``: a device, and the limits to keep on it.

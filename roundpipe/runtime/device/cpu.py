@@ -30,8 +30,9 @@ import torch
 from roundpipe.core.allocations import Allocations
 from roundpipe.core.errors import DeviceMemoryError, SynchronizationError
 from roundpipe.core.random_state import SeededTorch
-from roundpipe.runtime.device.backend import Backend, Device, Event, Lane
-from roundpipe.runtime.device.host_memory import on_huge_pages
+from roundpipe.runtime.device.backend import ON_ITS_WAY, Backend, Device, Event, Lane
+from roundpipe.runtime.device.host_limit import HOST_LIMIT
+from roundpipe.runtime.device.host_memory import bytes_of, on_huge_pages
 
 _STAMP = "_roundpipe_stamp"
 _stream_ids = itertools.count()
@@ -150,6 +151,7 @@ class CpuBackend(Backend):
         return self._copy(lane, source, target)
 
     def download(self, source: torch.Tensor, lane: Lane = Lane.DOWNLOAD) -> torch.Tensor:
+        HOST_LIMIT.check({ON_ITS_WAY[lane]: bytes_of(source)})
         return self._copy(lane, source, None)
 
     def _copy(self, lane: Lane, source: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:

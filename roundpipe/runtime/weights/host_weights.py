@@ -17,6 +17,7 @@ from torch import nn
 
 from roundpipe.core.aliasing import overlapping
 from roundpipe.core.errors import ConfigError
+from roundpipe.runtime.device.host_limit import HOST_LIMIT
 from roundpipe.runtime.device.host_memory import Registrar, is_plain
 from roundpipe.runtime.weights.layer_weights import LayerWeights, tensors_of
 
@@ -104,6 +105,7 @@ class HostWeights:
         if buffer is not None:
             weights.packed = buffer
         elif weights.num_packed:
+            HOST_LIMIT.check({f"weights of {name}": weights.packed_bytes})
             buffer = self._allocate(weights.packed_bytes)
             if not self._packed:
                 kind = "pinned" if buffer.is_pinned() else "unpinned"

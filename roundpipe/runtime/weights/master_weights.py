@@ -11,6 +11,7 @@ from torch import nn
 from roundpipe.core.caller import warn
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ConfigError, enumerated
+from roundpipe.runtime.device.host_limit import HOST_LIMIT
 from roundpipe.runtime.device.host_memory import convert, is_plain, on_huge_pages
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
@@ -172,6 +173,7 @@ class ParameterPair:
         if gradient.layout is not torch.strided:
             return gradient.to(self.copy.device, self.copy.dtype)
         if self.spare is None:
+            HOST_LIMIT.check({"gradients in the optimizer's dtype": self.copy.nbytes})
             self.spare = on_huge_pages(torch.empty_like(self.copy.detach()))
         return self.spare.copy_(gradient)
 
@@ -269,6 +271,9 @@ class MasterWeights:
         """The pairs of parameters that are trainable now; those that had no copy get one."""
         self._find()
         trainable = [pair for pair in self._pairs if pair.parameter.requires_grad]
+        new = [pair for pair in trainable if pair.copy is None]
+        copies_bytes = sum(pair.parameter.numel() * self._dtype_of_copy(pair).itemsize for pair in new)
+        HOST_LIMIT.check({"the optimizer's copies of weights": copies_bytes})
         for pair in trainable:
             if pair.copy is None:
                 pair.make_copy(self._dtype_of_copy(pair))
