@@ -16,7 +16,8 @@ from roundpipe.core.layers import LayerCost
 from roundpipe.planning.stage_costs import StageCosts, plan_peak_bytes
 from roundpipe.runtime.device.cpu import CpuBackend
 from roundpipe.runtime.engine import cost_model
-from roundpipe.runtime.engine.visit_peaks import VisitPeaks
+from roundpipe.runtime.engine.runner import InFlight
+from roundpipe.runtime.engine.visit_peaks import MeasuredVisit, VisitPeaks
 from roundpipe.wrappers import calls
 from tests.fx.test_memory import Block, cross_entropy
 
@@ -194,3 +195,43 @@ def test_what_others_take_between_calls_counts(monkeypatch: pytest.MonkeyPatch, 
     assert beside.num_stages > alone.num_stages
     assert peak_bytes <= 6_000_000
     assert "ran out" not in caplog.text
+
+
+class Done:
+    """An event that has come."""
+
+    def is_done(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+
+def test_what_is_on_its_way_is_held_as_a_slow_device_would() -> None:
+    in_flight = InFlight()
+    in_flight.held_runs = 2
+    for _ in range(5):
+        in_flight.num_runs += 1
+        in_flight.release()
+        in_flight.add(Done(), "values")
+        assert len(in_flight) == min(in_flight.num_runs, 2)
+    in_flight.held_runs = 0
+    in_flight.release()
+    assert len(in_flight) == 0
+
+
+def test_one_visit_that_takes_more_is_not_held_against_others() -> None:
+    """Four equal layers: what one backward stage took more stays with its layers."""
+    costs = [LayerCost(activation_bytes=1000, weight_bytes=100, workspace_bytes=500) for _ in range(4)]
+    plan = ExecutePlan([(0, 3)], (3, 4), [(2, 3), (1, 2), (0, 1)])
+    peaks = VisitPeaks(plan, "stage", 1, costs)
+    expected = [visit.predicted_bytes for visit in _all_measured(VisitPeaks(plan, "stage", 1, list(costs)))]
+    for position, num_bytes in enumerate(expected):
+        peaks.add(position, num_bytes + (700 if position == 3 else -100))
+    peaks.correct()
+    assert [visit.missing_bytes for visit in peaks.compared()] == [0] * 5
+
+
+def _all_measured(peaks: VisitPeaks) -> list[MeasuredVisit]:
+    for position in range(peaks.plan.num_stages):
+        peaks.add(position, 0)
+    return peaks.compared()

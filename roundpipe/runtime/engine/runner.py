@@ -31,14 +31,19 @@ class InFlight:
     """Device tensors that must live until an event: that of their last copy or reader."""
 
     def __init__(self) -> None:
-        self._entries: deque[tuple[Event, Any]] = deque()
+        self._entries: deque[tuple[Event, Any, int]] = deque()
+        self.num_runs = 0
+        """Microbatches of stages that were begun."""
+        self.held_runs = 0
+        """So many of them each one lives through, done or not: as where a device is as far behind as it may be."""
 
     def add(self, event: Event, tensors: Any) -> None:
-        self._entries.append((event, tensors))
+        self._entries.append((event, tensors, self.num_runs))
 
     def release(self) -> None:
         """Let go of the oldest ones, as far as they are done; waits for nothing."""
-        while self._entries and self._entries[0][0].is_done():
+        last = self.num_runs - self.held_runs
+        while self._entries and self._entries[0][2] <= last and self._entries[0][0].is_done():
             self._entries.popleft()
 
     def wait(self) -> None:

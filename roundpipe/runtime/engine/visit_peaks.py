@@ -2,7 +2,7 @@
 
 Kernels take memory by themselves, and transfers overlap more or less with what runs: the difference between a visit's
 measured peak and the computed one is learned per kind of layer, for forward, fused and backward stages by themselves.
-Layers for which the same memory was computed are of one kind.
+Layers for which the same memory was computed are of one kind; what a visit takes beyond its kinds is its own.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class VisitPeaks:
     num_workers: int
     costs: list[LayerCost]
     """What was computed for microbatches of the step's size; `correct` changes the list."""
+    is_held: bool = False
+    """Whether what is on its way is held as long as a slow device might: then later steps take no more."""
     is_over: bool = False
     failed: bool = False
     _bytes: dict[int, int] = field(default_factory=dict)
@@ -81,19 +83,18 @@ class VisitPeaks:
                 key = visit.phase, kind
                 least[key] = min(least.get(key, visit.missing_bytes), visit.missing_bytes)
         for (phase, kind), num_bytes in least.items():
-            self._add(phase, kind, kinds, num_bytes)
+            for index, other in enumerate(kinds):
+                if other == kind:
+                    self._add(phase, index, num_bytes)
         for visit in self.compared():
             if visit.missing_bytes > 0:
                 excess = [getattr(self.costs[index], EXCESS[visit.phase]) for index in visit.layers]
-                heaviest = visit.layers[excess.index(max(excess))]
-                self._add(visit.phase, kinds[heaviest], kinds, visit.missing_bytes)
+                self._add(visit.phase, visit.layers[excess.index(max(excess))], visit.missing_bytes)
 
-    def _add(self, phase: StagePhase, kind: Kind, kinds: list[Kind], num_bytes: int) -> None:
-        for index, other in enumerate(kinds):
-            if other == kind:
-                present = getattr(self.costs[index], EXCESS[phase])
-                if num_bytes > 0 or not present:
-                    self.costs[index] = replace(self.costs[index], **{EXCESS[phase]: present + num_bytes})
+    def _add(self, phase: StagePhase, index: int, num_bytes: int) -> None:
+        present = getattr(self.costs[index], EXCESS[phase])
+        if num_bytes > 0 or not present:
+            self.costs[index] = replace(self.costs[index], **{EXCESS[phase]: present + num_bytes})
 
 
 def _visits(plan: ExecutePlan) -> Iterator[tuple[StagePhase, range]]:

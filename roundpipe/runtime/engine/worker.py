@@ -152,6 +152,8 @@ class Worker:
             self.meter.begin_step(self._was_idle)
             if self._was_idle and not self._in_flight:
                 self.backend.note_others(self.arena.num_bytes)
+            is_held = step.spec.peaks is not None and step.spec.peaks.is_held and self.backend.device.type != "cpu"
+            self._in_flight.held_runs = min(RUNS_AHEAD + 1, step.spec.schedule.num_microbatches) if is_held else 0
             self.arena.reserve(self._room_for(step), step.spec.spare_bytes)
             for position, task in enumerate(tasks):
                 if position > last_prefetch:
@@ -235,11 +237,12 @@ class Worker:
             opened = self._open[job.index]
             self.meter.at(job, task.microbatch)
             self.meter.until("overhead")
-            if opened.stage is None:
-                opened.stage = self._enter(step, opened)
             while len(self._issued) > RUNS_AHEAD:  # the device is further behind than it should be
                 self._issued.popleft().synchronize()
+            self._in_flight.num_runs += 1
             self._in_flight.release()
+            if opened.stage is None:
+                opened.stage = self._enter(step, opened)
             self._runner.run(step, job, opened.stage, opened.visit, task.microbatch)
             if self.backend.device.type != "cpu":  # what came up for the run is kept until the device is past it
                 self._issued.append(issued := self.backend.record(Lane.COMPUTE))
