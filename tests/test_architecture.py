@@ -1,7 +1,4 @@
-"""Holds the architecture: the order of packages, single users of a library, and an import without side effects.
-
-The order is read from docs/architecture.md, so that the document can't fall behind.
-"""
+"""Holds the architecture that docs/architecture.md tells: order of packages, single users, no effects of an import."""
 
 from __future__ import annotations
 

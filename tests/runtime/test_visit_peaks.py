@@ -140,9 +140,9 @@ def test_a_plan_that_proves_too_large_is_not_used_again(monkeypatch: pytest.Monk
         first = plans_of(pipe)
         peak_bytes = train(pipe, run, 2)
         second = plans_of(pipe)
-        costs = pipe._runner.builder.plans.costs.of(
-            pipe._runner.last_chain, IDS.numel() // NUM_MICROBATCHES
-        )  # what it is made by
+        # what the second is made by
+        plans, chain = pipe._runner.builder.plans, pipe._runner.last_chain
+        costs = plans.costs.of(chain, IDS.numel() // NUM_MICROBATCHES)
     assert second.num_stages > first.num_stages
     assert plan_peak_bytes(first, costs, num_workers=1) > budget_bytes >= peak_bytes
 
