@@ -96,7 +96,8 @@ class ModelView(nn.Module):
         return named[target] if target in named else self._target.get_parameter(target)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's state with its own keys; call `synchronize` first for the latest update."""
+        """The model's state with its own keys, after the latest update."""
+        self._session.optimizer.settle()
         return self._target.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:

@@ -99,9 +99,9 @@ class RoundPipe(ModelReports):
         Raises:
             Exception: what the model's own code raises, with a note that says where.
         """
-        self._session.check_callable()
-        self._session.check_arguments(args, kwargs)
-        outputs = self._runner.forward(args, kwargs, roundpipe_run_config)
+        with self._session.call(reads=self._session.only_reads(roundpipe_run_config)):
+            self._session.check_arguments(args, kwargs)
+            outputs = self._runner.forward(args, kwargs, roundpipe_run_config)
         self._session.note_call(args, kwargs, roundpipe_run_config)
         return outputs
 
@@ -182,11 +182,11 @@ class RoundPipe(ModelReports):
         options: RoundPipeRunConfig,
         has_backward: bool = True,
     ) -> Any:
-        self._session.check_callable()
-        check_training_call(args, kwargs, loss_fn)
-        self._session.check_arguments(args, kwargs)
-        training = TrainingCall(tuple(args), kwargs, label, loss_fn, return_outputs, options, has_backward)
-        result = self._runner.forward_backward(training)
+        with self._session.call(reads=not has_backward):
+            check_training_call(args, kwargs, loss_fn)
+            self._session.check_arguments(args, kwargs)
+            training = TrainingCall(tuple(args), kwargs, label, loss_fn, return_outputs, options, has_backward)
+            result = self._runner.forward_backward(training)
         self._session.note_call(training.args, kwargs, options)
         return result
 
@@ -227,6 +227,7 @@ class RoundPipe(ModelReports):
         """
         handle = self._session.optimizer.step(step_fn, is_async, args, kwargs)
         self._runner.update_begun()
+        self._session.reads.open_forward()
         return handle
 
     def synchronize(self) -> None:

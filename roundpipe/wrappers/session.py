@@ -15,7 +15,7 @@ import logging
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
@@ -27,6 +27,7 @@ from torch.nn.utils import parametrize
 
 from roundpipe.core import trees
 from roundpipe.core.caller import caller_name, warn
+from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ClosedError, ConfigError
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.schedule import Schedule
@@ -40,6 +41,7 @@ from roundpipe.runtime.engine.spec import LossFunction
 from roundpipe.runtime.microbatch.split import batch_size
 from roundpipe.runtime.optimizer.loading import LoadWatch
 from roundpipe.runtime.optimizer.optimizer import OptimizerSide
+from roundpipe.runtime.optimizer.reads import ReadWatch
 from roundpipe.runtime.profiling.meter import MeterReading
 from roundpipe.runtime.weights.gate import Gates
 from roundpipe.runtime.weights.host_weights import HostWeights, PinMode
@@ -196,6 +198,7 @@ class Session:
         )
         self.host = HostWeights(pin_model, backends[0].host_buffer, registrar, model)
         self.watch = LoadWatch(model, self.optimizer)
+        self.reads = ReadWatch(model, self.optimizer)
         self.writer = BackgroundWriter()
         self.log = RunLog()
         self.closed = False
@@ -206,6 +209,27 @@ class Session:
     def check_open(self) -> None:
         if self.closed:
             raise ClosedError(f"{self.name} was closed; compile the model again to go on")
+
+    @contextmanager
+    def call(self, *, reads: bool = False) -> Iterator[None]:
+        """Around a call of the wrapper; one that only ``reads`` the weights waits for the latest."""
+        self.check_callable()
+        if reads:
+            self.optimizer.settle()
+        self.reads.close_forward()
+        self.optimizer.is_calling = True
+        try:
+            yield
+        finally:
+            self.optimizer.is_calling = False
+            self.reads.open_forward()
+
+    def only_reads(self, options: RoundPipeRunConfig) -> bool:
+        """Whether a ``forward`` with these options lacks the latest weights and is no part of training."""
+        if not self.optimizer.is_stale:
+            return False
+        config = resolve(options, self.config, num_devices=self.engine.num_workers)
+        return not (self.model.training and config.requires_grad)
 
     def check_callable(self) -> None:
         """Raise if the wrapper is closed, torch caches parametrized weights, or the model itself makes the call."""
@@ -284,6 +308,7 @@ class Session:
             return
         try:
             self.watch.end()
+            self.reads.end()
             self.optimizer.close()
         finally:
             try:

@@ -23,17 +23,16 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
-from roundpipe.core.caller import warn
 from roundpipe.core.errors import ClosedError, ConfigError
 from roundpipe.reports.timeline import OPTIMIZER
 from roundpipe.runtime.optimizer import plain_loop
 from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
-from roundpipe.runtime.optimizer.update import NOT_MADE, HandOver, StepHandle, Update, UpdateRunner, inside_optimizer
+from roundpipe.runtime.optimizer.update import NOT_MADE, HandOver, StepHandle, Update, UpdateRunner
 from roundpipe.runtime.optimizer.update_thread import UpdateThread
 from roundpipe.runtime.profiling.meter import HostLog
 from roundpipe.runtime.threads import DEADLINE_S
@@ -41,7 +40,7 @@ from roundpipe.runtime.weights.gate import Gates, ParameterUse, Steps
 from roundpipe.runtime.weights.master_weights import MasterWeights, NamedParameters, ParameterPair, take_writes
 
 
-class OptimizerSide:
+class OptimizerSide(plain_loop.PlainSteps):
     """Copies of a model's trainable parameters, and the updates of them; used from the training thread.
 
     ``step_fn`` may do anything with the copies, and should leave the rest of the model alone; optimizers that evaluate
@@ -61,13 +60,12 @@ class OptimizerSide:
         steps: Steps | None = None,
         deadline_s: float = DEADLINE_S,
     ) -> None:
+        super().__init__()
         self._pairs = MasterWeights(named_parameters, optim_dtype, widens_half)
         self._name = name
         self._gates = gates or Gates(deadline_s)
         self._steps = steps or Steps()
         self._scalers = ScalerScope()
-        self.num_steps = 0
-        """Steps made so far, asynchronous ones as soon as they are asked for."""
         self.log = HostLog(OPTIMIZER)
         self._hand_over = HandOver(self._gates, self.log)
         self._runner = UpdateRunner(name, self.log, self._scalers)
@@ -75,19 +73,11 @@ class OptimizerSide:
         self._weights_changed = False
         """Whether the copies are newer than the model's weights, or were when a hand-over began that is not over."""
         self._gradients_due = False
-        self._has_new_gradients = False
-        """Whether a call may have brought gradients since the last `step`."""
-        self._loop: Literal["unknown", "steps", "copies", "own"] = "unknown"
-        """How the training loop updates: by `step`, or by itself (`plain_loop`) the copies or the model's own."""
-        self._stepping: list[ParameterPair] = []
-        """Pairs whose copies a loop's own optimizer is about to change, or was when it raised."""
-        self._caller: int | None = None
-        """The thread of the latest call."""
+        self.is_calling = False
+        """Whether a call of the model runs."""
         self._is_settled = True
         """Whether nothing was called or stepped since the last `synchronize`."""
         self._closed = False
-        self.is_async = False
-        """Whether the last step was asynchronous."""
         plain_loop.watch(self)
 
     def optim_parameters(self) -> Iterator[nn.Parameter]:
@@ -261,42 +251,6 @@ class OptimizerSide:
                 self._gradients_due = True
                 self._exchange(pairs, shows_gradients=True)
 
-    def before_plain_step(self, parameters: frozenset[int]) -> None:
-        """An optimizer that has these, by id, is about to step; in ``step_fn``, that is nothing new."""
-        if self._closed or self._runner.is_inside or not self._gates.board.is_here:
-            return
-        stepping = [pair for pair in self._pairs if pair.copy is not None and id(pair.copy) in parameters]
-        if not stepping and not any(id(pair.parameter) in parameters for pair in self._pairs):
-            return
-        if inside_optimizer() and self._caller not in (None, threading.get_ident()):
-            raise ConfigError(
-                f"an optimizer of {self._name} was stepped inside the asynchronous step_fn of another model, beside "
-                "calls of this one; give each model a step of its own, or use step(..., is_async=False)"
-            )
-        self._steps.refuse_inside("optimizer.step()")
-        is_late = any(self._loop == "steps" or pair.shown is None for pair in stepping) and self._has_new_gradients
-        self.is_async, self._loop = False, "copies" if stepping else "own"
-        is_quiet = self.is_idle and not self._weights_changed and not self._steps.running()
-        if not (is_quiet and all(pair.is_shown for pair in self._pairs)):
-            self.synchronize()
-        if is_late:
-            warn(
-                "gradients came to the optimizer's copies only when optimizer.step() was called: if they were clipped "
-                "or unscaled before it, that had no effect. Do not mix optimizer.step() with model.step(...)"
-            )
-        if stepping:
-            take_writes(self._pairs.with_copies(), has_update=False)
-        self._stepping = stepping
-        self.num_steps += self._has_new_gradients
-        self._has_new_gradients = False
-
-    def after_plain_step(self, parameters: frozenset[int]) -> None:
-        """It has stepped: what it made of the copies goes into the model."""
-        stepping, self._stepping = self._stepping, []
-        if stepping and not self._runner.is_inside:
-            self._updates.run(stepping, self._write_now)
-            self._scalers.publish()
-
     def gradients_aside(self) -> contextlib.AbstractContextManager[None]:
         """A context in which gradients that come home are thrown away; those that are there stay as they are."""
         self._wait_for_gradients("a backward for inputs alone")
@@ -379,6 +333,25 @@ class OptimizerSide:
         for pair in self._pairs:
             pair.start_again()
         self._weights_changed = False
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the model lacks an update, or a round is under way."""
+        return not self._is_settled and (not self.is_idle or self._weights_changed or bool(self._steps.running()))
+
+    @property
+    def is_callers(self) -> bool:
+        """Whether the calling code runs in the thread of the latest call, and not for a step."""
+        return self._caller == threading.get_ident() and not self._steps.is_inside
+
+    def settle(self) -> None:
+        """Synchronize before the model is read; for code that a call runs, and in other threads, nothing happens."""
+        if self._closed or not self._gates.board.is_here or not self.is_stale:
+            return
+        if self._runner.is_inside and not self.is_idle:
+            self.wait("a read of the model's state")
+        if self.is_callers and not self.is_calling:
+            self.synchronize()
 
     def before_load(self) -> None:
         """Part of the model is about to be loaded: nothing may be on its way into it. Cheap if nothing is."""

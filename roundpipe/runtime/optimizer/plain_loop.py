@@ -13,27 +13,98 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from roundpipe.core.caller import warn
+from roundpipe.core.errors import ConfigError
+from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
+from roundpipe.runtime.optimizer.update import UpdateRunner, inside_optimizer
+from roundpipe.runtime.optimizer.update_thread import UpdateThread
+from roundpipe.runtime.weights.gate import Gates, Steps
+from roundpipe.runtime.weights.master_weights import MasterWeights, ParameterPair, take_writes
 
-class Stepped(Protocol):
-    """Is told of steps; see `OptimizerSide`."""
 
-    def before_plain_step(self, parameters: frozenset[int]) -> None: ...
+class PlainSteps(ABC):
+    """What an `OptimizerSide` does around such a step."""
 
-    def after_plain_step(self, parameters: frozenset[int]) -> None: ...
+    _pairs: MasterWeights
+    _name: str
+    _gates: Gates
+    _steps: Steps
+    _scalers: ScalerScope
+    _runner: UpdateRunner
+    _updates: UpdateThread
+    _weights_changed: bool
+    _closed: bool
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        """Steps made so far, asynchronous ones as soon as they are asked for."""
+        self.is_async = False
+        """Whether the last step was asynchronous."""
+        self._loop: Literal["unknown", "steps", "copies", "own"] = "unknown"
+        """How the training loop updates: by `RoundPipe.step`, or by itself the copies or the model's own parameters."""
+        self._stepping: list[ParameterPair] = []
+        """Pairs whose copies a loop's own optimizer is about to change, or was when it raised."""
+        self._has_new_gradients = False
+        """Whether a call may have brought gradients since the last step."""
+        self._caller: int | None = None
+        """The thread of the latest call."""
+
+    @abstractmethod
+    def synchronize(self) -> None: ...
+
+    @abstractmethod
+    def _write_now(self, pairs: Sequence[ParameterPair]) -> None: ...
+
+    def before_plain_step(self, parameters: frozenset[int]) -> None:
+        """An optimizer that has these, by id, is about to step; in ``step_fn``, that is nothing new."""
+        if self._closed or self._runner.is_inside or not self._gates.board.is_here:
+            return
+        stepping = [pair for pair in self._pairs if pair.copy is not None and id(pair.copy) in parameters]
+        if not stepping and not any(id(pair.parameter) in parameters for pair in self._pairs):
+            return
+        if inside_optimizer() and self._caller not in (None, threading.get_ident()):
+            raise ConfigError(
+                f"an optimizer of {self._name} was stepped inside the asynchronous step_fn of another model, beside "
+                "calls of this one; give each model a step of its own, or use step(..., is_async=False)"
+            )
+        self._steps.refuse_inside("optimizer.step()")
+        is_late = any(self._loop == "steps" or pair.shown is None for pair in stepping) and self._has_new_gradients
+        self.is_async, self._loop = False, "copies" if stepping else "own"
+        is_quiet = self._updates.is_idle and not self._weights_changed and not self._steps.running()
+        if not (is_quiet and all(pair.is_shown for pair in self._pairs)):
+            self.synchronize()
+        if is_late:
+            warn(
+                "gradients came to the optimizer's copies only when optimizer.step() was called: if they were clipped "
+                "or unscaled before it, that had no effect. Do not mix optimizer.step() with model.step(...)"
+            )
+        if stepping:
+            take_writes(self._pairs.with_copies(), has_update=False)
+        self._stepping = stepping
+        self.num_steps += self._has_new_gradients
+        self._has_new_gradients = False
+
+    def after_plain_step(self, parameters: frozenset[int]) -> None:
+        """It has stepped: what it made of the copies goes into the model."""
+        stepping, self._stepping = self._stepping, []
+        if stepping and not self._runner.is_inside:
+            self._updates.run(stepping, self._write_now)
+            self._scalers.publish()
 
 
 _LOCK = threading.Lock()
-_watching: tuple[weakref.ref[Stepped], ...] | None = None
+_watching: tuple[weakref.ref[PlainSteps], ...] | None = None
 """None: torch has no hooks yet."""
 
 
-def watch(side: Stepped) -> None:
+def watch(side: PlainSteps) -> None:
     """Tell it of steps as long as it lives, or until `unwatch`."""
     global _watching
     with _LOCK:
@@ -43,14 +114,14 @@ def watch(side: Stepped) -> None:
         _watching = (*(each for each in _watching or () if each() is not None), weakref.ref(side))
 
 
-def unwatch(side: Stepped) -> None:
+def unwatch(side: PlainSteps) -> None:
     """Tell it of no more steps."""
     global _watching
     with _LOCK:
         _watching = tuple(each for each in _watching or () if each() not in (None, side))
 
 
-def _sides() -> Iterator[Stepped]:
+def _sides() -> Iterator[PlainSteps]:
     return (side for reference in _watching or () if (side := reference()) is not None)
 
 

@@ -111,6 +111,11 @@ class Steps:
         """Those that are not over, in their order."""
         return ()
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether the calling code runs for one of them."""
+        return False
+
     def refuse_inside(self, what: str) -> None:
         """Raise a `ConfigError` if code that runs for one of them called ``what``."""
 

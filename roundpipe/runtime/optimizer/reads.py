@@ -1,0 +1,90 @@
+"""Reads of the user's own model, behind the wrapper: they see the latest update.
+
+    state_dict, save_pretrained    a hook before each module's ``state_dict``, for as long as the wrapper is open
+    deepcopy, pickling             that hook is asked for its state; what is read of a module comes behind it
+    a call that does not train     a hook before each module's forward, only while an update or a round is under way and
+                                   no call of the wrapper runs: no layer, no trace and no copy ever finds one
+
+Whoever reads waits for what is under way, as `RoundPipe.synchronize` does. Reads in threads other than the one that
+trains, and of parameters one by one, can't be seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe.runtime.optimizer.optimizer import OptimizerSide
+
+_READ_LAST = ("_parameters", "_buffers", "_forward_pre_hooks")
+"""Attributes of a module that are copied behind the hooks, which come in the order in which they were set."""
+
+
+class _ReadHook:
+    """Called by torch with the module that is read; does nothing in a copy."""
+
+    def __init__(self, watch: ReadWatch) -> None:
+        self._watch: weakref.ref[ReadWatch] | None = weakref.ref(watch)
+
+    def settle(self) -> None:
+        watch = None if self._watch is None else self._watch()
+        if watch is not None:
+            watch.settle()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.settle()
+        return {"_watch": None}
+
+
+class _BeforeState(_ReadHook):
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        self.settle()
+
+
+class _BeforeForward(_ReadHook):
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not (module.training and torch.is_grad_enabled()):
+            self.settle()
+
+
+class ReadWatch:
+    """Watches the modules that a model has now."""
+
+    def __init__(self, model: nn.Module, optimizer: OptimizerSide) -> None:
+        self._optimizer = optimizer
+        self._modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+        before_state, self._before_forward = _BeforeState(self), _BeforeForward(self)
+        self._is_open = False
+        self._handles = [module.register_state_dict_pre_hook(before_state) for module in self._modules]
+        for module in self._modules:
+            for name in _READ_LAST:
+                module.__dict__[name] = module.__dict__.pop(name)
+
+    def settle(self) -> None:
+        """Wait for what the model lacks; a worker that calls a layer may find the hook, too, and passes."""
+        if self._optimizer.is_callers:
+            self.close_forward()
+        self._optimizer.settle()
+
+    def open_forward(self) -> None:
+        """Calls are read from now on, if the model lacks something."""
+        if not self._is_open and self._optimizer.is_stale:
+            self._is_open, hook = True, self._before_forward
+            for module in self._modules:
+                module._forward_pre_hooks[id(hook)] = hook
+
+    def close_forward(self) -> None:
+        """Calls are the wrapper's own from now on."""
+        if self._is_open:
+            self._is_open, key = False, id(self._before_forward)
+            for module in self._modules:
+                module._forward_pre_hooks.pop(key, None)
+
+    def end(self) -> None:
+        """Take the hooks off the model; safe to call twice."""
+        self.close_forward()
+        for handle in self._handles:
+            handle.remove()
