@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from tabulate import tabulate
 
+from roundpipe.core.tiling import UNTILED, Tiles
+
 
 def _scaled(value: float, base: float, units: Sequence[str]) -> str:
     """``value`` with three significant digits in the largest unit that keeps it at or above one."""
@@ -73,6 +75,13 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns
     alignment = ["left"] * text_columns + ["right"] * (len(headers) - text_columns)
     text = tabulate(rows, headers, tablefmt="simple", colalign=alignment, disable_numparse=True)
     return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def tiles_in_words(tiles: Tiles) -> str:
+    """In how many tiles a step runs."""
+    if tiles == UNTILED:
+        return "none"
+    return f"{tiles.tail} in the last layer with the loss, {tiles.layers if tiles.layers > 1 else 'none'} in others"
 
 
 def summary_table(rows: Mapping[str, str]) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from roundpipe.core.tiling import UNTILED
 from roundpipe.reports.memory import DeviceMemory
 from roundpipe.reports.partition_table import partition_table
 from roundpipe.reports.tables import (
@@ -20,6 +21,7 @@ from roundpipe.reports.tables import (
     format_seconds,
     format_share,
     summary_table,
+    tiles_in_words,
 )
 from roundpipe.tools.forecast import Forecast, Machine
 
@@ -38,7 +40,9 @@ def forecast_text(result: Forecast) -> str:
     """The partition table, what a step takes, memory, the verdict, and what it rests on."""
     training, machine, step = result.training, result.machine, result.simulation
     title = f"{result.layers.target.name} on {machine.num_devices} x {machine.device.name}"
-    rows = {"step": _step(result)}
+    rows = {"step": step_text(result)}
+    if result.tiles != UNTILED:
+        rows["tiles"] = tiles_in_words(result.tiles)
     if step is not None:
         idle = step.mean_idle
         shares = {name: getattr(idle, cause) for cause, name in _CAUSES.items()}
@@ -76,7 +80,8 @@ def _rows(label: str, lines: Sequence[str]) -> dict[str, str]:
     return {label if not number else " " * number: line for number, line in enumerate(lines)}
 
 
-def _step(result: Forecast) -> str:
+def step_text(result: Forecast) -> str:
+    """What a step takes, and what it is a step of."""
     training, tokens = result.training, result.layers.target.tokens_per_sample
     size = counted(training.batch, "sample")
     if tokens is not None:
@@ -128,6 +133,7 @@ def forecast_json(result: Forecast) -> dict[str, Any]:
         "tokens_per_sample": tokens,
         "layers": layers,
         "plan": None if plan is None else asdict(plan),
+        "tiles": asdict(result.tiles),
         "step": None
         if step is None
         else {

@@ -23,6 +23,7 @@ from roundpipe.core.layers import ChainSource, LayerChain, LayerCost
 from roundpipe.core.tiling import Tiles
 from roundpipe.effects.uses import reached_by
 from roundpipe.fx.passes.memory import Loss, measure_memory
+from roundpipe.fx.passes.tiles import add_tiles
 from roundpipe.reports.partition_table import partition_table
 from roundpipe.runtime.config import (
     LossReduction,
@@ -69,7 +70,7 @@ class ChainRunner(Runner):
         self._joints = JointChains(self.name)
         measure = functools.partial(_memory_of, session.engine.backends[0].device)
         self.tails = TailSource(self.model)
-        self.builder = StepBuilder(session.engine, session.host, session.optimizer, measure)
+        self.builder = StepBuilder(session.engine, session.host, session.optimizer, measure, _add_tiles)
 
     @property
     def trace_count(self) -> int:
@@ -256,11 +257,23 @@ class ChainRunner(Runner):
 def _memory_of(device: torch.device, call: Call, tiles: Tiles) -> list[LayerCost] | None:
     """Costs with the memory that layers take in tiles for the largest microbatch of a call, its loss included."""
     args, kwargs, label = call.largest()
-    chain, kwargs = call.chain.of(kwargs) if isinstance(call.chain, JointChain) else (call.chain, kwargs)
+    chain, kwargs = _chain_of(call, kwargs)
     tail = call.tail if tiles.tail > 1 else None
     loss = None if call.loss_fn is None else Loss(call.loss_fn, label, tail)
     with microbatch_count(call.total_microbatches):
         return measure_memory(chain, args, kwargs, loss, device, tiles)
+
+
+def _add_tiles(call: Call) -> None:
+    """Let a call's layers run in tiles, whatever the sizes of its microbatches."""
+    for args, kwargs in zip(call.args, call.kwargs, strict=True):
+        chain, kwargs = _chain_of(call, kwargs)
+        add_tiles(chain, args, kwargs)
+
+
+def _chain_of(call: Call, kwargs: dict[str, Any]) -> tuple[LayerChain, dict[str, Any]]:
+    """The chain of one microbatch, and its own keyword arguments."""
+    return call.chain.of(kwargs) if isinstance(call.chain, JointChain) else (call.chain, kwargs)
 
 
 @dataclass(slots=True)

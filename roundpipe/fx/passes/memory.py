@@ -28,6 +28,7 @@ from roundpipe.effects.snapshot import python_restored
 from roundpipe.fx.fakes import failures_unlogged, fake_of, is_fake, make_twin, static_mode
 from roundpipe.fx.passes.alike import layer_key, value_key
 from roundpipe.fx.passes.tail import JoinedTail
+from roundpipe.fx.passes.tiles import add_tiles
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,8 @@ def measure_memory(
     """
     try:
         with python_restored(chain, loss and loss.function), failures_unlogged(), torch.random.fork_rng(devices=[]):
+            if tiles != UNTILED:
+                add_tiles(chain, args, kwargs)
             return _ChainRun(chain, device, tiles).costs(args, kwargs, loss)
     except Exception as error:  # whatever the user's code raises on fakes
         logger.info("memory of %s is estimated: %s: %s", chain.specs[0].name, type(error).__name__, error)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import islice, product
 from math import inf
 from typing import Any
 
@@ -61,8 +61,8 @@ class OptionChooser:
             if "recompute_grain" in config.auto and self.budget_bytes is not None:
                 grains = list(RECOMPUTE_GRAINS)
             self._costs.measure_memory(whole)
-            found = (self._fastest(whole, tiles, numbers, grains, elements) for tiles in self._tiles(config))
-            record.settled[key] = next(filter(None, found), (numbers[-1], grains[-1]))
+            found = self._first_fitting(whole, self._tiles(config), numbers, grains, elements)
+            record.settled[key] = (*found, (numbers[-1], grains[-1]))[0]
         number, grain = record.settled[key]
         return replace(config, num_microbatch=number, recompute_grain=grain)
 
@@ -72,14 +72,33 @@ class OptionChooser:
         most = inf if samples is None else samples * number
         numbers = [more for factor in (2, 4, 8, 16) if (more := number * factor) <= most]
         elements = call.elements() * number
-        for tiles in self._tiles(call.config):
-            if found := self._fastest(call, tiles, numbers, RECOMPUTE_GRAINS, elements):
-                return f"num_microbatch={found[0]} with recompute_grain={found[1]!r} is predicted to fit"
-        for tiles in LADDER if call.config.tiles is not None else ():
-            if found := self._fastest(call, tiles, [number, *numbers], RECOMPUTE_GRAINS, elements):
-                options = f"num_microbatch={found[0]} with recompute_grain={found[1]!r} and tiles='auto'"
-                return f"{options} is predicted to fit"
+        own, finer = self._tiles(call.config), () if call.config.tiles is None else LADDER
+        proposals = [
+            f"num_microbatch={found[0]} with recompute_grain={found[1]!r}"
+            for found in self._first_fitting(call, own, numbers, RECOMPUTE_GRAINS, elements)
+        ]
+        if any(self._first_fitting(call, finer, [number], [call.config.recompute_grain], elements)):
+            proposals.append("tiles='auto'")
+        if not proposals:
+            proposals += [
+                f"num_microbatch={found[0]} with recompute_grain={found[1]!r} and tiles='auto'"
+                for found in self._first_fitting(call, finer, [number, *numbers], RECOMPUTE_GRAINS, elements)
+            ]
+        if proposals:
+            return f"{' or '.join(proposals)} is predicted to fit"
         return "Use a device with more memory, or shorter or fewer samples in a microbatch"
+
+    def _first_fitting(
+        self,
+        call: Call,
+        tiles: Sequence[Tiles],
+        numbers: Sequence[int],
+        grains: Sequence[RecomputeGrain],
+        elements: int,
+    ) -> list[tuple[int, RecomputeGrain]]:
+        """The fastest options in the fewest tiles in which some are predicted to fit; empty if there are none."""
+        found = (self._fastest(call, each, numbers, grains, elements) for each in tiles)
+        return [*islice(filter(None, found), 1)]
 
     def _tiles(self, config: ResolvedConfig) -> Sequence[Tiles]:
         """Those that a call may have, the fewest first."""

@@ -1,0 +1,138 @@
+"""Steps in tiles: chosen where nothing fits without them, predicted as they run, and with eager's numbers."""
+
+import logging
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import roundpipe
+from roundpipe import Device, RoundPipeRunConfig
+from roundpipe.core.errors import DeviceMemoryError
+from roundpipe.core.tiling import UNTILED
+from roundpipe.wrappers import calls
+from tests.runtime.models import assert_same, gradients
+
+VOCABULARY, WIDTH, LENGTH, BATCH = 512, 8, 64, 4
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Decoder(nn.Module):
+    """Small but for its logits, whose loss is in its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+def batch():
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=generator)
+    return ids, torch.where(ids % 7 == 0, -100, ids)
+
+
+def loss_of(outputs, label):
+    return outputs
+
+
+def decoder():
+    torch.manual_seed(1)
+    return Decoder().double()
+
+
+@pytest.fixture(scope="module")
+def eager():
+    """The loss and the gradients of two microbatches, one after the other."""
+    model = decoder()
+    losses = [model(*pieces) for pieces in zip(*(tensor.chunk(2) for tensor in batch()), strict=True)]
+    sum(losses).backward()
+    return sum(losses).detach(), gradients(model)
+
+
+def run(model, budget=None, workers=1, **options):
+    """Loss, peak and tiles of a call with two microbatches."""
+    config = RoundPipeRunConfig(**{"num_microbatch": 2, **options})
+    with roundpipe.compile(model, devices=[Device("cpu", memory_bytes=budget)] * workers) as piped:
+        loss = piped.forward_backward(batch(), loss_fn=loss_of, run_config=config)
+        piped.synchronize()
+        # reports show tiles in words
+        tiles = piped._runner.session.log.latest.tiles
+        return loss, piped.peak_device_bytes(), tiles
+
+
+@pytest.mark.parametrize("number", [1, 3, 500])
+def test_a_given_number_has_the_numbers_of_none(number, eager):
+    model = decoder()
+    loss, _, tiles = run(model, tiles=number, workers=2)
+    assert (tiles.layers, tiles.tail) == (number, number)
+    torch.testing.assert_close(loss, eager[0], rtol=0, atol=1e-12)
+    assert_same(gradients(model), eager[1], atol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def untiled_peak():
+    return run(decoder(), 10**9)[1]
+
+
+@pytest.mark.parametrize("share", [index / 20 for index in range(1, 21)])
+def test_budgets(share, eager, untiled_peak):
+    """Down to less than a tile: eager's numbers within the budget, or an error whose proposal works."""
+    model, budget = decoder(), int(share * untiled_peak)
+    try:
+        loss, peak, tiles = run(model, budget)
+    except DeviceMemoryError as error:
+        assert share < 0.5
+        if found := re.search(r"num_microbatch=(\d+) with recompute_grain='(\w+)'", str(error)):
+            run(model, budget, num_microbatch=int(found[1]), recompute_grain=found[2])
+        return
+    torch.testing.assert_close(loss, eager[0], rtol=0, atol=1e-12)
+    assert_same(gradients(model), eager[1], atol=1e-12)
+    assert peak <= budget
+    assert share < 0.9 or tiles == UNTILED
+
+
+def test_tiles_are_chosen_where_nothing_fits_without_them_and_logged_once(caplog, eager, untiled_peak):
+    model, budget = decoder(), untiled_peak // 2
+    with pytest.raises(DeviceMemoryError, match="tiles='auto' is predicted to fit"):
+        run(model, budget, tiles="off")
+    with caplog.at_level(logging.INFO, "roundpipe"):
+        loss, peak, tiles = run(model, budget)
+    assert tiles.tail > 1 and peak <= budget
+    torch.testing.assert_close(loss, eager[0], rtol=0, atol=1e-12)
+    (record,) = [record for record in caplog.records if "runs in tiles" in record.message]
+    assert f"{tiles.tail} tiles" in record.message and " instead of " in record.message
+
+
+def test_out_of_memory_with_the_smallest_stages_leads_to_tiles(eager, untiled_peak, monkeypatch, caplog):
+    """Where a prediction was too low by far."""
+    real = calls.measure_memory
+
+    def measure_memory(*args):
+        return [cost if args[-1] != UNTILED else cost.scaled(0.2) for cost in real(*args)]
+
+    monkeypatch.setattr(calls, "measure_memory", measure_memory)
+    model = decoder()
+    with caplog.at_level(logging.WARNING, "roundpipe"):
+        loss, peak, tiles = run(model, untiled_peak // 2)
+    assert "ran out of device memory" in caplog.text
+    assert tiles.tail > 1 and peak <= untiled_peak // 2
+    torch.testing.assert_close(loss, eager[0], rtol=0, atol=1e-12)
+    assert_same(gradients(model), eager[1], atol=1e-12)
