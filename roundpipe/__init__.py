@@ -4,7 +4,9 @@ import roundpipe
 
 model = roundpipe.compile(model)
 optimizer = torch.optim.AdamW(model.optim_parameters(), lr=1e-4)
-loss = model.forward_backward(input_kwargs=batch, loss_fn=lambda outputs, label: outputs.loss)
+loss = model.forward_backward(
+    input_kwargs=batch, loss_fn=lambda outputs, label: outputs.loss, loss_reduction="mean"
+)
 model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
 """
 

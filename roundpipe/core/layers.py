@@ -21,6 +21,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from roundpipe.core.trees import Path
+
 Carry = dict[str, Any]
 
 ESTIMATED_LINK_BYTES_PER_S = 25e9
@@ -113,6 +115,16 @@ class LayerCost:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class OwnLoss:
+    """A scalar among a model's outputs of which it is known how it comes from the samples."""
+
+    path: Path
+    """Where it is in the output."""
+    weight: Callable[[tuple[Any, ...], dict[str, Any]], float] | None
+    """From a microbatch's arguments, what it counts for in the mean that the scalar is; None: it is a sum."""
+
+
 class Entry(Protocol):
     """Makes the first carry of a microbatch."""
 
@@ -161,6 +173,7 @@ class LayerChain(nn.Sequential):
         self.entry = entry
         self.exit = exit
         self.example_elements = example_elements
+        self.own_losses: tuple[OwnLoss, ...] = ()
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs, all layers run in turn where they are."""

@@ -27,6 +27,7 @@ from roundpipe.fx.graph.nodes import value_bytes
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph
 from roundpipe.fx.guards.guards import Failure, GuardedGraph
 from roundpipe.fx.passes.lower import LowerOptions, lower
+from roundpipe.fx.passes.own_losses import own_losses
 from roundpipe.fx.sizes import forget_worlds
 from roundpipe.fx.trace.progress import progress
 from roundpipe.fx.trace.tracer import trace
@@ -174,6 +175,7 @@ class TracedSource:
                 traced = self._graph_for(args, kwargs)  # its code asked
             guards = traced.guards
             chain = lower(traced, self._options).chain
+            chain.own_losses = own_losses(traced)
             logger.info("traced %s in %.2f s (%s)", kind, time.perf_counter() - began_s, why)
         finally:
             forget_worlds()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,9 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe.core.caller import warn
 from roundpipe.core.errors import ConfigError, DeviceMemoryError, GradientNote, RaisedIn
 from roundpipe.core.layers import ChainSource, LayerChain, LayerCost
 from roundpipe.core.tiling import Tiles
+from roundpipe.core.trees import Path
 from roundpipe.effects.uses import reached_by
 from roundpipe.fx.passes.memory import Loss, measure_memory
 from roundpipe.fx.passes.tiles import add_tiles
@@ -68,6 +71,7 @@ class ChainRunner(Runner):
     def __post_init__(self) -> None:
         session = self.session
         self._joints = JointChains(self.name)
+        self._has_warned = False
         measure = functools.partial(_memory_of, session.engine.backends[0].device)
         self.tails = TailSource(self.model)
         self.builder = StepBuilder(session.engine, session.host, session.optimizer, measure, _add_tiles)
@@ -87,7 +91,7 @@ class ChainRunner(Runner):
             return self._fall_back().forward(args, kwargs, options)
         outputs = [output for call in calls for output in run_forward(self.session, self.builder, call)]
         self.session.optimizer.raise_pending()
-        return merge(outputs, config)
+        return merge(outputs, config, scalars=_own_weights(calls))
 
     def forward_backward(self, training: TrainingCall) -> Any:
         session, has_backward = self.session, training.has_backward
@@ -138,6 +142,13 @@ class ChainRunner(Runner):
             merged = merge(outputs, config) if training.return_outputs else None
         session.engine.raise_pending()
         session.optimizer.raise_pending()
+        if any(each.adds_means for each in weights) and not self._has_warned:
+            self._has_warned = True
+            warn(
+                f"the loss that {type(self.model).__name__} computes itself is a mean, and the {len(losses)} "
+                "microbatches' means were added up: loss and gradients are larger than those of the whole batch. "
+                "loss_reduction='mean' makes one mean of them; where the sum is meant, divide in loss_fn"
+            )
         total = sum_losses(losses, scale)
         return (total, merged) if training.return_outputs else total
 
@@ -234,6 +245,8 @@ class ChainRunner(Runner):
                 first = call.first_microbatch - first_microbatch
                 own = None if shares is None else shares[first : first + call.num_microbatches]
                 call.mean = Mean(own, pieces.num_microbatches, is_whole)
+        if loss_fn is not None and pieces.num_microbatches > 1:
+            _note_own_losses(calls)
         self.last_chain = calls[-1].chain
         return calls, options
 
@@ -252,6 +265,37 @@ class ChainRunner(Runner):
         tensors = {id(value) for value in reached if isinstance(value, torch.Tensor)}
         tensors |= {id(weight) for value in reached if isinstance(value, nn.Module) for weight in value.parameters()}
         return bool(tensors) and any(id(weight) in tensors for weight in self.model.parameters())
+
+
+def _own_weights(calls: Sequence[Call]) -> dict[Path, list[float] | None]:
+    """What each microbatch counts for in scalars that the model computes itself, as far as its graphs tell."""
+    if sum(call.num_microbatches for call in calls) == 1:
+        return {}
+    weights: list[dict[Path, list[float] | None]] = []
+    for call in calls:
+        microbatches = list(zip(call.args, call.kwargs, strict=True))
+        own = {loss.path: loss.weight for loss in call.chain.own_losses}
+        weights.append(
+            {path: None if weight is None else [weight(*each) for each in microbatches] for path, weight in own.items()}
+        )
+    return {
+        path: None if first is None else [one for each in weights for one in each[path] or ()]
+        for path, first in weights[0].items()
+        if all(path in each and (each[path] is None) is (first is None) for each in weights)
+    }
+
+
+def _note_own_losses(calls: Sequence[Call]) -> None:
+    """Tell each round the shares of its microbatches in means that the model computes itself."""
+    if calls[0].mean is None:
+        for call in calls:
+            call.own_shares = {loss.path: () for loss in call.chain.own_losses if loss.weight is not None}
+        return
+    for path, weights in _own_weights(calls).items():
+        if weights is not None and (total := sum(weights)):
+            rest = iter(weight / total for weight in weights)
+            for call in calls:
+                call.own_shares = {**call.own_shares, path: list(itertools.islice(rest, call.num_microbatches))}
 
 
 def _memory_of(device: torch.device, call: Call, tiles: Tiles) -> list[LayerCost] | None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from roundpipe.core.layers import Carry, LayerChain, LayerCost, LayerSpec
+from roundpipe.core.layers import Carry, LayerChain, LayerCost, LayerSpec, OwnLoss
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,7 @@ class JointChain(LayerChain):
         entry = _JointEntry([chain.entry for chain in chains], [name for name in read if name not in made])
         super().__init__(layers, specs, costs, entry, exit, max(chain.example_elements for chain in chains))
         self.variants = tuple(chains)
+        self.own_losses = tuple(_joint_losses(chains))
 
     def of(self, kwargs: dict[str, Any]) -> tuple[LayerChain, dict[str, Any]]:
         """The chain of a microbatch, and its own keyword arguments."""
@@ -219,6 +220,22 @@ def _joint_spec(specs: Sequence[LayerSpec]) -> LayerSpec:
         may_write_reads=any(spec.may_write_reads for spec in specs),
         execution_device=any(spec.execution_device for spec in specs),
     )
+
+
+def _joint_losses(chains: Sequence[LayerChain]) -> Iterator[OwnLoss]:
+    for first in chains[0].own_losses:
+        weights = [loss.weight for chain in chains for loss in chain.own_losses if loss.path == first.path]
+        if len(weights) == len(chains) and len({weight is None for weight in weights}) == 1:
+            yield OwnLoss(first.path, None if first.weight is None else _JointWeight(weights))
+
+
+class _JointWeight:
+    def __init__(self, weights: Sequence[Any]) -> None:
+        self._weights = weights
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        kwargs = dict(kwargs)
+        return float(self._weights[kwargs.pop(VARIANT)](args, kwargs))
 
 
 _COSTS = tuple(field.name for field in fields(LayerCost))

@@ -104,6 +104,7 @@ class StepBuilder:
             spec,
             loss_fn=call.loss_fn,
             mean=call.mean,
+            own_shares=call.own_shares,
             labels=call.labels,
             return_outputs=return_outputs,
             output_device=call.config.output_device,

@@ -70,12 +70,18 @@ class LossWeights:
         self._has_given: bool | None = None
         self.total = 0.0
         """Sum of the weights that ``loss_fn`` has given."""
+        self.adds_means = False
+        """Whether losses that are added up are known to be means."""
         self.reference = None if mean is None else mean.reference
 
-    def apply(self, losses: Losses, microbatch: int) -> None:
-        """Multiply the losses of one microbatch by what they count for, before their backward."""
+    def apply(self, losses: Losses, microbatch: int, own_shares: Sequence[float] | None = None) -> None:
+        """Multiply the losses of one microbatch by what they count for, before their backward.
+
+        If the loss is a mean that the model has computed itself, ``own_shares`` are not None.
+        """
         mean = self._mean
         if mean is None:
+            self.adds_means = self.adds_means or own_shares is not None
             return
         weight = losses.weight
         with self._lock:
@@ -84,7 +90,7 @@ class LossWeights:
             if self._has_given is (weight is None):
                 raise LossError(GIVEN_SOMETIMES)
             if weight is None:
-                factor = _share(mean, microbatch)
+                factor = own_shares[microbatch] if own_shares else _share(mean, microbatch)
             else:
                 self.total += weight
                 if self.reference is None and weight:

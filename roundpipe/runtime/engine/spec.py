@@ -21,6 +21,7 @@ from roundpipe.core import trees
 from roundpipe.core.layers import LayerChain, LayerSpec, Tail
 from roundpipe.core.schedule import Job, Phase, Schedule
 from roundpipe.core.tiling import UNTILED, Tiles
+from roundpipe.core.trees import Path
 from roundpipe.runtime.config import RecomputeGrain, ResolvedConfig
 from roundpipe.runtime.device.host_memory import bytes_of
 from roundpipe.runtime.engine.losses import Mean
@@ -53,6 +54,8 @@ class Call:
     loss_fn: LossFunction | None = None
     mean: Mean | None = None
     """How the losses of its microbatches make up one; None: a sum."""
+    own_shares: Mapping[Path, Sequence[float]] = field(default_factory=dict)
+    """By place in the outputs of a mean that the model computes itself, each microbatch's share, for a `mean`."""
     tiles: Tiles = UNTILED
     """What the planner has chosen."""
     has_arguments: bool = True
@@ -169,6 +172,8 @@ class StepSpec:
     loss_fn: LossFunction | None = None
     """None: the step ends with the model's outputs, or is a backward."""
     mean: Mean | None = None
+    """See `Call`."""
+    own_shares: Mapping[Path, Sequence[float]] = field(default_factory=dict)
     """See `Call`."""
     tail: Tail | None = None
     """Runs in place of the last layer, the exit and ``loss_fn``."""

@@ -103,13 +103,15 @@ class Stage:
         with RaisedIn(self._place(microbatch, "outputs")):
             outputs = self.spec.chain.exit(values)
         values.clear()
-        return outputs, self._read_losses(lambda: loss_fn(outputs, label), microbatch)
+        return outputs, self._read_losses(lambda: loss_fn(outputs, label), microbatch, outputs)
 
-    def _read_losses(self, loss_fn: Callable[[], Any], microbatch: int) -> Losses:
+    def _read_losses(self, loss_fn: Callable[[], Any], microbatch: int, outputs: Any = None) -> Losses:
         """What a loss function returns, as it counts in the step."""
+        own = {} if outputs is None else self.spec.own_shares
+        means = {id(trees.get(outputs, path)): shares for path, shares in own.items()}
         with RaisedIn(self._place(microbatch, "loss_fn")):
             losses = read_losses(loss_fn(), is_mean=self.spec.mean is not None)
-            self.weights.apply(losses, microbatch)
+            self.weights.apply(losses, microbatch, means.get(id(losses.tensors[0])))
         if self.spec.check_finite:
             finite.check_losses(losses.tensors, self._place(microbatch, "loss_fn"))
         return losses

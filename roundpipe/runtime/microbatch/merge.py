@@ -138,7 +138,16 @@ def described(value: Any) -> str:
     return quoted(value, most=60)
 
 
-def merge(outputs: list[Any], config: ResolvedConfig, events: Sequence[Event | None] | None = None) -> Any:
+ScalarWeights = Mapping[Path, Sequence[float] | None]
+"""By place in the output, what each microbatch's scalar counts for in the mean over the batch; None: they add up."""
+
+
+def merge(
+    outputs: list[Any],
+    config: ResolvedConfig,
+    events: Sequence[Event | None] | None = None,
+    scalars: ScalarWeights | None = None,
+) -> Any:
     """One output from those of all microbatches, by the config's ``merge_output``.
 
     Events, the end of the transfer of each microbatch's output, are waited for, or packed with the values. A
@@ -149,14 +158,14 @@ def merge(outputs: list[Any], config: ResolvedConfig, events: Sequence[Event | N
         return _pack(outputs, (), events)
     wait_for(events or ())
     if rule is True or rule is None:
-        return outputs[0] if len(outputs) == 1 else merge_value(outputs, None, ())
+        return outputs[0] if len(outputs) == 1 else merge_value(outputs, None, (), scalars)
     if is_function(rule):
         with RaisedIn("code on the host, phase merge_output"):
             return rule(outputs)
     return merge_value(outputs, rule, ())
 
 
-def merge_value(values: list[Any], spec: Any, path: Path) -> Any:
+def merge_value(values: list[Any], spec: Any, path: Path, scalars: ScalarWeights | None = None) -> Any:
     """The value of the whole batch from those of the microbatches."""
     first, where = values[0], _output_name(path)
     if is_spec_of(spec, "_CustomReducer"):
@@ -167,6 +176,8 @@ def merge_value(values: list[Any], spec: Any, path: Path) -> Any:
         return merged
     if any(isinstance(value, torch.Tensor) for value in values):
         check_leaf_spec(spec, where, _RULES)
+        if scalars and path in scalars and spec is None:
+            return _combined(values, scalars[path])
         return _merge_tensors(values, spec, where)
     if all(value is first for value in values) and spec is None and not holds_array(first):
         return first
@@ -180,7 +191,7 @@ def merge_value(values: list[Any], spec: Any, path: Path) -> Any:
         return first
     specs = spec_children(spec, below, where)
     merged = [
-        merge_value(column, child_spec, (*path, access))
+        merge_value(column, child_spec, (*path, access), scalars)
         for (access, column), child_spec in zip(below, specs, strict=True)
     ]
     return trees.with_children(first, merged)
@@ -211,6 +222,16 @@ def _merge_tensors(values: list[Any], spec: Any, where: str) -> torch.Tensor:
             "use merge_output to say how it is merged, or merge_output=False to keep the pieces"
         )
     return torch.cat(values, dim)
+
+
+def _combined(values: list[torch.Tensor], weights: Sequence[float] | None) -> torch.Tensor:
+    """One scalar from those of the microbatches: their sum, or their mean by weights."""
+    if weights is None:
+        return torch.stack(values).sum()
+    total = sum(weights)
+    # what counts for nothing may be no number: a mean over no tokens
+    parts = [value * (weight / total) for value, weight in zip(values, weights, strict=True) if weight]
+    return torch.stack(parts or values).sum()
 
 
 def _mean(values: list[torch.Tensor]) -> torch.Tensor:

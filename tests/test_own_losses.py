@@ -1,0 +1,108 @@
+"""Losses that the model computes itself: put together as its graph says that they are made."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import roundpipe
+from roundpipe import RoundPipeRunConfig
+from tests.runtime.models import assert_same, gradients
+from tests.test_losses import VOCABULARY, Tokens, padded
+
+
+class HasLoss(Tokens):
+    def forward(self, ids, labels=None, num_items_in_batch=None):
+        logits = super().forward(ids)
+        if labels is None:
+            return {"logits": logits}
+        flat = logits.flatten(0, 1), F.pad(labels, (0, 1), value=-100)[:, 1:].flatten()
+        if num_items_in_batch is None:
+            return {"loss": F.cross_entropy(*flat), "logits": logits}
+        return {"loss": F.cross_entropy(*flat, reduction="sum") / num_items_in_batch, "logits": logits}
+
+
+def own(outputs, label):
+    return outputs["loss"]
+
+
+def batches():
+    ids, labels = padded()
+    counted = (labels[:, 1:] != -100).sum()
+    return [{"ids": ids, "labels": labels}, {"ids": ids, "labels": labels, "num_items_in_batch": counted}]
+
+
+@pytest.mark.parametrize("given", batches(), ids=["mean", "sum"])
+@pytest.mark.parametrize("num", [3, 4])
+def test_forward_gives_the_loss_of_the_whole_batch(given, num):
+    model = HasLoss().double()
+    reference = copy.deepcopy(model)
+    expected = reference(**given)
+    expected["loss"].backward()
+    with roundpipe.compile(model, devices=["cpu"] * 2, model_run_config=RoundPipeRunConfig(num)) as piped:
+        with torch.no_grad():
+            torch.testing.assert_close(piped(**given)["loss"], expected["loss"].detach(), rtol=0, atol=1e-12)
+        outputs = piped(**given)
+        outputs["loss"].backward()
+        piped.synchronize()
+        torch.testing.assert_close(outputs["logits"], expected["logits"], rtol=0, atol=1e-12)
+        assert_same(gradients(model), gradients(reference), 1e-12)
+
+
+@pytest.mark.parametrize("given", batches(), ids=["mean", "sum"])
+def test_a_round_gives_it_by_the_right_reduction_and_warns_of_the_wrong_one(given):
+    model = HasLoss().double()
+    reference = copy.deepcopy(model)
+    expected = reference(**given)["loss"]
+    expected.backward()
+    is_mean = "num_items_in_batch" not in given
+    with roundpipe.compile(model, devices=["cpu"] * 2) as piped, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss = piped.forward_backward(input_kwargs=given, loss_fn=own, loss_reduction="mean" if is_mean else "sum")
+        torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-12)
+        piped.synchronize()
+        assert_same(gradients(model), gradients(reference), 1e-12)
+        piped.forward_backward(input_kwargs=given, loss_fn=lambda outputs, _: outputs["loss"] / 3)
+        if is_mean:
+            with pytest.warns(UserWarning, match=r"HasLoss computes itself is a mean.*loss_reduction='mean'"):
+                piped.forward_backward(input_kwargs=given, loss_fn=own)
+        piped.forward_backward(input_kwargs=given, loss_fn=own)
+
+
+class Scores(nn.Module):
+    """Losses by modules and over elements, and scalars of which nothing is known."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.linear, self.loss = nn.Linear(6, VOCABULARY), loss
+
+    def forward(self, x, target):
+        y = self.linear(x)
+        return self.loss(y, target), y.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_known"),
+    [
+        (nn.CrossEntropyLoss(), True),
+        (nn.CrossEntropyLoss(ignore_index=2), True),
+        (nn.CrossEntropyLoss(reduction="sum"), True),
+        (nn.MSELoss(), True),
+        (nn.CrossEntropyLoss(weight=torch.arange(VOCABULARY).double()), False),
+    ],
+)
+def test_what_the_graph_tells_and_what_it_does_not(loss, is_known):
+    torch.manual_seed(3)
+    model, x = Scores(loss).double(), torch.randn(7, 6, dtype=torch.float64)
+    target = torch.tensor([2, 2, 2, 1, 0, 2, 5])
+    if isinstance(loss, nn.MSELoss):
+        target = torch.randn(7, VOCABULARY, dtype=torch.float64)
+    with torch.no_grad(), roundpipe.compile(model, devices="cpu", model_run_config=RoundPipeRunConfig(3)) as piped:
+        found, plain = piped(x, target)
+        parts = [model(*part) for part in zip(x.tensor_split(3), target.tensor_split(3), strict=True)]
+        average = torch.stack([first for first, _ in parts]).mean()
+        torch.testing.assert_close(found, model(x, target)[0] if is_known else average, rtol=0, atol=1e-12)
+        torch.testing.assert_close(plain, torch.stack([second for _, second in parts]).mean(), rtol=0, atol=1e-12)
