@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from roundpipe.fx.passes.cuts import Balance
 from roundpipe.fx.passes.lower import LowerOptions
 from roundpipe.fx.source import TracedSource, own_example
 from roundpipe.runtime.config import RoundPipeRunConfig
+from roundpipe.runtime.device.backend import Device
 from roundpipe.runtime.device.resolve import DeviceLike, largest_layer_bytes
 from roundpipe.runtime.weights.host_weights import PinMode
 from roundpipe.wrappers.auto import AutoRoundPipe
@@ -200,6 +202,21 @@ def cut(
 
 
 def _check_options(function: str, given: Iterable[str], allowed: Sequence[str]) -> None:
-    unknown = [repr(option) for option in given if option not in allowed]
+    unknown = [option for option in given if option not in allowed]
     if unknown:
-        raise ConfigError(f"{function} has no option {', '.join(unknown)}; further ones are {', '.join(allowed)}")
+        names = ", ".join(map(repr, unknown))
+        raise ConfigError(
+            f"{function} has no option {names}; further ones are {', '.join(allowed)}{_where_instead(unknown[0])}"
+        )
+
+
+def _where_instead(option: str) -> str:
+    """Where an option belongs, if it is one of something else."""
+    if option in {field.name for field in fields(RoundPipeRunConfig)}:
+        example = f"RoundPipeRunConfig({option}=...)"
+        return f". {option} is an option of runs: model_run_config={example}, or run_config={example} of one call"
+    if option in {field.name for field in fields(Device)}:
+        return f". {option} is an option of a device: devices=[Device('cuda:0', {option}=...)]"
+    if option in ("loss_fn", "label", "return_outputs"):
+        return f". {option} is an argument of forward_backward"
+    return ""

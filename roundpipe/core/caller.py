@@ -17,9 +17,12 @@ _FOLDERS = tuple(folder + os.sep for folder in (_PACKAGE, os.path.dirname(os.pat
 
 
 def caller_name() -> str:
-    """``filename:line`` of the code outside the package and torch that called into it."""
+    """``filename:line`` of the code outside the package and torch that called into it; a notebook's cells are such."""
     frame = sys._getframe(_caller_level())
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    path = frame.f_code.co_filename
+    if (count := frame.f_globals.get("In")) and ("ipykernel" in path or path.startswith("<ipython-input")):
+        return f"cell {len(count) - 1}:{frame.f_lineno}"
+    return f"{os.path.basename(path)}:{frame.f_lineno}"
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

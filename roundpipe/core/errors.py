@@ -42,6 +42,16 @@ def note_place(error: BaseException, where: str) -> None:
     add_note(error, _RAISED_IN + where, unless=_RAISED_IN)
 
 
+def note_few_samples(error: BaseException) -> None:
+    """Say, where torch wants several samples for a norm in training, that the batch was split into too many pieces."""
+    if "more than 1 value per channel" in str(error):
+        add_note(
+            error,
+            "roundpipe: the batch was split, and this microbatch has one sample left; set num_microbatch lower in "
+            "RoundPipeRunConfig, or give batches that leave each microbatch two",
+        )
+
+
 class RaisedIn:
     """A context that notes, at exceptions of users' code, where they were raised."""
 

@@ -15,6 +15,7 @@ import torch
 
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ConfigError, MicrobatchError, quoted
+from roundpipe.core.field_docs import with_field_docs
 from roundpipe.core.schedule import ExecutePlan
 
 RecomputeGrain = Literal["stage", "layer"]
@@ -30,6 +31,7 @@ SplitInput = tuple[Any, Any] | Callable[[tuple[Any, ...], dict[str, Any], int], 
 """A pair of specs, or ``f(args, kwargs, num_microbatch) -> (args_list, kwargs_list)``."""
 
 
+@with_field_docs
 @dataclass(frozen=True, slots=True)
 class RoundPipeRunConfig:
     """Options of a run; a field left at None is not given.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from roundpipe.core.errors import ConfigError, DeviceMemoryError, RoundPipeError
+from roundpipe.core.quantities import parse_quantity
 from roundpipe.reports.tables import format_share
 from roundpipe.reports.timeline import check_path
 from roundpipe.runtime.weights.master_weights import copy_dtype
@@ -100,15 +100,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 _Number = TypeVar("_Number", int, float)
 
-_UNITS = {"": 1.0} | {unit: 1000.0 ** (1 + power) for power, unit in enumerate("KMGTP")}
-_UNITS |= {f"{unit}i": 1024.0 ** (1 + power) for power, unit in enumerate("KMGTP")}
-
 
 def quantity(text: str) -> float:
     """A number with a unit, such as ``24GiB``, ``25GB/s``, ``165T`` or ``1.65e14``: from 1 to `LARGEST_QUANTITY`."""
-    match = re.fullmatch(r"([\d.]+(?:e[+-]?\d+)?)\s*([KMGTP]?i?)(?:B|FLOPS?)?(?:/s)?", text.strip(), re.IGNORECASE)
-    factor = _UNITS.get(match[2].upper().replace("I", "i"), 0.0) if match else 0.0
-    value = _number(float, match[1]) * factor if match else 0.0
+    value = parse_quantity(text)
     if not 1 <= value <= LARGEST_QUANTITY:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no quantity from 1 to {LARGEST_QUANTITY:.0e}, such as 24GiB, 25GB/s or 165T"

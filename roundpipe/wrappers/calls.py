@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from roundpipe.core.caller import warn
-from roundpipe.core.errors import ConfigError, DeviceMemoryError, GradientNote, RaisedIn
+from roundpipe.core.errors import ConfigError, DeviceMemoryError, GradientNote, RaisedIn, note_few_samples
 from roundpipe.core.layers import ChainSource, LayerChain, LayerCost
 from roundpipe.core.tiling import Tiles
 from roundpipe.core.trees import Path
@@ -224,7 +224,12 @@ class ChainRunner(Runner):
         for piece_args, piece_kwargs, events in zip(pieces.args, pieces.kwargs, pieces.events, strict=True):
             for event in events:  # the guards below may read the arguments
                 event.synchronize()
-            chain = self.source.chain_for(piece_args, piece_kwargs)
+            try:
+                chain = self.source.chain_for(piece_args, piece_kwargs)
+            except Exception as error:
+                if pieces.num_microbatches > 1:
+                    note_few_samples(error)
+                raise
             if chain is None:
                 self.last_chain = None
                 return None, pieces.replay_options(options, config)
@@ -296,6 +301,7 @@ def _note_own_losses(calls: Sequence[Call]) -> None:
             rest = iter(weight / total for weight in weights)
             for call in calls:
                 call.own_shares = {**call.own_shares, path: list(itertools.islice(rest, call.num_microbatches))}
+                call.make_tail = None  # of which nobody knows whose loss it gives
 
 
 def _memory_of(device: torch.device, call: Call, tiles: Tiles) -> list[LayerCost] | None:

@@ -132,6 +132,10 @@ class RunReport:
         """The largest of the workers' peaks."""
         return max(worker.peak_bytes for worker in self.workers)
 
+    def _repr_pretty_(self, printer: object, cycle: bool) -> None:
+        """What a notebook shows."""
+        printer.text(str(self))  # type: ignore[attr-defined]
+
     def __str__(self) -> str:
         predicted = self.predicted
         counts = f"{self.num_calls}, {counted(self.num_rounds, 'round')}, {counted(self.num_steps, 'step')}"

@@ -24,6 +24,8 @@ from typing import Any, Protocol
 import torch
 
 from roundpipe.core.errors import ConfigError
+from roundpipe.core.field_docs import with_field_docs
+from roundpipe.core.quantities import parse_quantity
 
 
 class Lane(enum.IntEnum):
@@ -43,6 +45,7 @@ ON_ITS_WAY = {Lane.DOWNLOAD: "values and gradients between stages", Lane.GRADIEN
 """What downloads take host memory for."""
 
 
+@with_field_docs
 @dataclass(frozen=True, slots=True)
 class Device:
     """One entry of ``devices=``: a device, and the limits to keep on it.
@@ -54,8 +57,9 @@ class Device:
     device: str | torch.device = "cpu"
     """Such as ``"cpu"``, ``"cuda:0"`` or ``torch.device("xpu", 1)``."""
     memory_bytes: int | None = None
-    """Memory that may be used on it; None: no limit on the CPU, what is free on an accelerator. On an accelerator a
-    tenth of it is left to libraries and to transfers in flight, and the rest planned for."""
+    """Memory that may be used on it, in bytes, or given as a text such as ``"24GiB"``; None: no limit on the CPU, what
+    is free on an accelerator. On an accelerator a tenth of it is left to libraries and to transfers in flight, and the
+    rest planned for."""
     upload_bytes_per_s: float | None = None
     """CPU only: speed of the modelled link from the host to the device; None: as fast as memory is."""
     download_bytes_per_s: float | None = None
@@ -68,6 +72,8 @@ class Device:
             torch.device(self.device)
         except RuntimeError as error:
             raise ConfigError(f"devices: {self.device!r} is not a device torch knows ({error})") from None
+        if isinstance(self.memory_bytes, str):
+            object.__setattr__(self, "memory_bytes", int(parse_quantity(self.memory_bytes)) or self.memory_bytes)
         for field in ("memory_bytes", "upload_bytes_per_s", "download_bytes_per_s"):
             limit = getattr(self, field)
             is_number = isinstance(limit, int | float) and not isinstance(limit, bool)

@@ -1,0 +1,19 @@
+"""Numbers with a unit, as people write them: ``24GiB``, ``25GB/s``."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {"": 1.0} | {unit: 1000.0 ** (1 + power) for power, unit in enumerate("KMGTP")}
+_UNITS |= {f"{unit}i": 1024.0 ** (1 + power) for power, unit in enumerate("KMGTP")}
+
+
+def parse_quantity(text: str) -> float:
+    """A number with a unit, such as ``24GiB``, ``25GB/s``, ``165T`` or ``1.65e14``; 0 for what is none."""
+    match = re.fullmatch(r"([\d.]+(?:e[+-]?\d+)?)\s*([KMGTP]?i?)(?:B|FLOPS?)?(?:/s)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        return 0.0
+    try:
+        return float(match[1]) * _UNITS.get(match[2].upper().replace("I", "i"), 0.0)
+    except ValueError:
+        return 0.0

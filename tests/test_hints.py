@@ -1,0 +1,79 @@
+"""What a user who is nearly right is told: options in the wrong place, sizes as text, names and fields that show."""
+
+import pydoc
+
+import pytest
+import torch
+from torch import nn
+
+import roundpipe
+from roundpipe import Device, RoundPipeRunConfig
+from roundpipe.core.caller import caller_name
+
+
+@pytest.mark.parametrize(
+    ("option", "advice"),
+    [
+        ({"num_microbatch": 4}, r"model_run_config=RoundPipeRunConfig\(num_microbatch=\.\.\.\)"),
+        ({"loss_reduction": "mean"}, r"run_config=RoundPipeRunConfig\(loss_reduction"),
+        ({"memory_bytes": 1}, r"devices=\[Device\('cuda:0', memory_bytes"),
+        ({"loss_fn": print}, "an argument of forward_backward"),
+    ],
+)
+@pytest.mark.parametrize("function", [roundpipe.compile, roundpipe.wrap_model_to_roundpipe])
+def test_an_option_in_the_wrong_place_gets_a_hint(function, option, advice):
+    with pytest.raises(roundpipe.ConfigError, match=advice):
+        function(nn.Linear(2, 2), **option)
+
+
+def test_memory_may_be_given_as_text():
+    assert Device("cpu", memory_bytes="24GiB").memory_bytes == 24 << 30
+    assert Device("cpu", memory_bytes="500 MB").memory_bytes == 500_000_000
+    with pytest.raises(roundpipe.ConfigError, match="memory_bytes='much'"):
+        Device("cpu", memory_bytes="much")
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (RoundPipeRunConfig, ["num_microbatch: Number of pieces", "loss_reduction: How", "output_device: "]),
+        (Device, ["memory_bytes: Memory that may be used", "upload_bytes_per_s: "]),
+    ],
+)
+def test_help_shows_what_fields_are_for(kind, words):
+    text = pydoc.plain(pydoc.render_doc(kind))
+    assert all(word in text for word in words)
+
+
+def test_a_wrapper_in_a_notebook_has_the_name_of_its_cell():
+    space = {"In": ["", "one", "two"], "caller_name": caller_name}
+    exec(compile("\nname = caller_name()", "ipykernel_17/2947561.py", "exec"), space)
+    assert space["name"] == "cell 2:2"
+    exec(compile("\nname = caller_name()", "script.py", "exec"), space)
+    assert space["name"] == "script.py:2"
+
+
+def test_a_notebook_shows_a_report_as_its_table():
+    class Printer:
+        shown = ""
+
+        def text(self, words):
+            self.shown += words
+
+    with roundpipe.RoundPipe(nn.Sequential(nn.Linear(3, 3)), devices="cpu") as piped:
+        piped(torch.zeros(2, 3))
+        report, printer = piped.report(), Printer()
+        report._repr_pretty_(printer, False)  # what notebooks call
+        assert printer.shown == str(report)
+
+
+def test_a_microbatch_of_one_sample_is_named_as_the_cause():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    given = {"input_args": (torch.randn(3, 3),), "loss_fn": lambda output, label: output.sum()}
+    with roundpipe.compile(model, devices="cpu") as piped:
+        with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
+            piped.forward_backward(**given, run_config=RoundPipeRunConfig(3))
+        assert any("this microbatch has one sample left; set num_microbatch lower" in n for n in caught.value.__notes__)
+        with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
+            piped.forward_backward((torch.randn(1, 3),), loss_fn=given["loss_fn"], run_config=RoundPipeRunConfig(1))
+        assert not any("left" in note for note in caught.value.__notes__)
