@@ -133,7 +133,7 @@ def _counter(traced: TracedGraph, target: Node, ignored: int | None) -> Callable
     order = [node for node in traced.graph.nodes if node in needed]
 
     def count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        run = _HostRun(traced, form.normalise(args, kwargs))
+        run = _TargetRun(traced, form.normalise(args, kwargs))
         with torch.no_grad():
             for node in order:
                 run.values[node] = run.run_node(node)
@@ -143,7 +143,7 @@ def _counter(traced: TracedGraph, target: Node, ignored: int | None) -> Callable
     return count
 
 
-class _HostRun(GraphInterpreter):
+class _TargetRun(GraphInterpreter):
     def __init__(self, traced: TracedGraph, arguments: Any) -> None:
         super().__init__()
         self._traced, self._arguments = traced, arguments
