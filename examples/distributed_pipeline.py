@@ -130,7 +130,7 @@ def train(options: argparse.Namespace, tokens: torch.Tensor, weights: Path, devi
         optimizer.step()
         optimizer.zero_grad()
         if stage.is_last:
-            history.append(float(torch.stack(losses).mean()))
+            history.append(float(torch.stack(losses).detach().mean()))
             if step % 10 == 0 or step == options.steps - 1:
                 print(f"step {step:4d}  loss {history[-1]:.4f}", flush=True)
     if options.save is not None:

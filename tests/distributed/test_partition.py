@@ -12,6 +12,7 @@ from torch import nn
 import roundpipe
 from roundpipe.core.errors import ConfigError, PartitionError, TraceError
 from roundpipe.distributed import StageModule, model_outputs, parameters_on_meta, partition_stages
+from roundpipe.distributed.boundary import Boundary
 from roundpipe.distributed.weights import materialise
 from tests.fx.modules import BranchAtRoot
 from tests.models import ManyOutputs, ResNet, SharedTwice, UNet, many_loss
@@ -28,7 +29,7 @@ def run(stages: Sequence[StageModule], *args: Any, **kwargs: Any) -> Any:
 
 
 class Sizes(nn.Module):
-    """A number goes from the first layers to the last."""
+    """Names that a stage's module must not take for its own, a buffer that is not saved, a size in the last layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,6 +74,17 @@ def test_stages_one_after_the_other_are_the_model(
     if build is ManyOutputs:
         many_loss(outputs, None).backward()
         assert any(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_number_travels_as_a_shape() -> None:
+    boundary = Boundary(tensors=("x",), sizes=("n",), constants=(("k", 2),))
+    carry = {"x": torch.randn(2, 3).t(), "n": 7, "k": 2}
+    sent = boundary.pack(carry)
+    assert [tensor.numel() for tensor in sent] == [6, 0] and sent[0].is_contiguous()
+    found = boundary.unpack(sent)
+    assert torch.equal(found.pop("x"), carry.pop("x")) and found == carry
+    with pytest.raises(ConfigError, match="the value k between two stages is 3; it was 2"):
+        boundary.pack({"x": torch.ones(1), "n": 7, "k": 3})
 
 
 def test_a_compiled_model_has_stages_of_its_own_layers() -> None:
