@@ -68,7 +68,8 @@ def pipeline_stage(
     if not 0 <= stage_index < num_stages:
         raise ConfigError(f"stage_index={stage_index}; the stages are 0 to {num_stages - 1}")
     device = torch.device("cpu" if device is None else device)
-    return ModelStage(materialise(stages[stage_index], device, weights), stage_index, num_stages, device, group=group)
+    module = materialise(stages[stage_index], device, weights)
+    return ModelStage(module, stage_index, num_stages, device, group=group, dw_builder=_whole_backward)
 
 
 class ModelStage(PipelineStage):
@@ -80,8 +81,6 @@ class ModelStage(PipelineStage):
         if not self.is_first:
             for arg in args:
                 arg.detach().zero_()  # what is in memory may be no index
-            # torch would lose the weights' gradients of a backward that is split, where no path leads to an input
-            self.dw_builder = None if any(arg.requires_grad for arg in args) else _whole_backward
         tables = [submodule._buffers for submodule in self.submod.modules()]
         originals = [dict(table) for table in tables]
         clones = {buffer: buffer.clone() for buffer in self.submod.buffers()}
@@ -95,5 +94,9 @@ class ModelStage(PipelineStage):
 
 
 def _whole_backward() -> Callable[[], None]:
-    """The second half of a backward whose first half was all of it."""
+    """The second half of a backward whose first half was all of it, in schedules that want two.
+
+    Torch's own split loses the gradients of weights from which no path leads to an input, and goes twice through what
+    several weights share.
+    """
     return lambda: None
