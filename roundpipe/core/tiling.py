@@ -102,7 +102,8 @@ def tiles_of(sizes: Sequence[int], number: int) -> list[Tile]:
         return [Tile((start,), (size,)) for start, size in _ranges(last, most)]
     if most >= last:
         return [Tile((start, 0), (size, last)) for start, size in _ranges(sizes[0], most // last)]
-    return [Tile((row, start), (1, size)) for row in range(sizes[0]) for start, size in _ranges(last, most)]
+    ranges = _ranges(last, most)
+    return [Tile((row, start), (1, size)) for row in range(sizes[0]) for start, size in ranges]
 
 
 def _ranges(total: int, most: int) -> list[tuple[int, int]]:

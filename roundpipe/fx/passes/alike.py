@@ -23,13 +23,18 @@ def layer_key(layer: nn.Module, spec: LayerSpec) -> Hashable:
     """Equal for layers that do the same with weights of the same kind."""
     if not isinstance(layer, GraphModule):
         return type(layer), tuple(_module_key(child, name) for name, child in layer.named_children())
-    index = {node: f"%{position}" for position, node in enumerate(layer.graph.nodes)}
+    *nodes, output = layer.graph.nodes
+    index = {node: f"%{position}" for position, node in enumerate(nodes)}
+    results = output.args[0]
+    if isinstance(results, Node) and results.target is pass_on:  # what is handed on as it is does not count
+        nodes.remove(results)
+        results = results.args[2]
 
-    def arguments(node: Node) -> str:
-        args: Any = tuple(_values(arg) if node.op == "output" or node.target is pass_on else arg for arg in node.args)
-        return repr(map_aggregate((args, node.kwargs), lambda leaf: _argument(leaf, index)))
+    def operands(value: Any) -> str:
+        return repr(map_aggregate(value, lambda leaf: _argument(leaf, index)))
 
-    return tuple((node.op, _target_key(layer, node), arguments(node)) for node in layer.graph.nodes)
+    calls = tuple((node.op, _target_key(layer, node), operands((node.args, node.kwargs))) for node in nodes)
+    return calls, operands(_values(results))
 
 
 def _values(arg: Any) -> Any:
@@ -58,7 +63,7 @@ def _target_key(layer: GraphModule, node: Node) -> Hashable:
 
 
 def _module_key(module: nn.Module, name: str) -> Hashable:
-    """Classes, weights, attributes and hooks of a tree of modules; its number in a list does not count."""
+    """Classes, weights, attributes and hooks of a tree of modules; its name and number in a list do not count."""
     numbers = {int(part) for part in name.split(".") if part.isdigit()}
     return tuple(
         (
@@ -67,18 +72,31 @@ def _module_key(module: nn.Module, name: str) -> Hashable:
             part.training,
             any(part.__dict__[kind] for kind in HOOKS),
             tuple((key, value_key(tensor)) for key, tensor in (*part._parameters.items(), *part._buffers.items())),
-            tuple((key, _plain(value, numbers)) for key, value in part.__dict__.items() if key not in _OF_MODULES),
+            tuple(
+                (key, _plain(value, numbers, f"{name}.{path}".rstrip(".")))
+                for key, value in part.__dict__.items()
+                if key not in _OF_MODULES
+            ),
         )
         for path, part in module.named_modules()
     )
 
 
-def _plain(value: Any, numbers: Container[int]) -> Hashable:
+def _plain(value: Any, numbers: Container[int], name: str) -> Hashable:
     if type(value) is int and value in numbers:
         return "number"
     if isinstance(value, trees.PLAIN):
-        return value
-    return repr(value) if _is_plain(value) else id(value)
+        return _without_name(value, name)
+    return repr(_without_name(value, name)) if _is_plain(value) else id(value)
+
+
+def _without_name(value: Any, name: str) -> Any:
+    """A plain value in which a module's own name, or the end of it, is the same for all."""
+    if isinstance(value, str) and "." in value:
+        return "name" if f".{name}".endswith(f".{value}") else value
+    if isinstance(value, dict):
+        return {key: _without_name(item, name) for key, item in value.items()}
+    return [_without_name(item, name) for item in value] if isinstance(value, (tuple, list)) else value
 
 
 def _is_plain(value: Any) -> bool:
