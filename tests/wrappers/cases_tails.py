@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -66,13 +67,18 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often tails have run, and their programs in tiles."""
     counter: Counter[str] = Counter()
     original = JoinedTail.__call__
+    in_tail = threading.local()
 
     def call(self: JoinedTail, *args: Any) -> Any:
         counter["tail"] += 1
-        return original(self, *args)
+        in_tail.is_running = True
+        try:
+            return original(self, *args)
+        finally:
+            in_tail.is_running = False
 
     def run(self: TiledProgram, *args: Any) -> Any:
-        counter["tiled"] += 1
+        counter["tiled in tail"] += getattr(in_tail, "is_running", False)
         return whole(self, *args)
 
     whole = TiledProgram.__call__

@@ -99,7 +99,7 @@ def test_a_loss_is_a_part_of_the_last_layer(name: str, runs: Counter[str]) -> No
             pair.step(LOSSES[name], tokens(), tokens(seed=seed), 1e-9)
         assert pair.trace_count == 1
     assert runs["tail"] == 2 * NUM_MICROBATCHES
-    assert runs["tiled"] == (0 if name == "teacher" else runs["tail"])  # what calls the teacher is no row-wise node
+    assert runs["tiled in tail"] == (0 if name == "teacher" else runs["tail"])  # the teacher's caller is not row-wise
 
 
 def test_trainable_tensors_of_a_loss_get_their_gradients() -> None:
