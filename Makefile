@@ -2,6 +2,7 @@
 #
 #   make demo                          train a small Llama on the standard library's source, a few minutes
 #   make test PYTEST_ARGS="-k carry"   the tests
+#   make test-long                     more cases, which `make test` leaves out
 #   make test-contract                 only the tests that hold what the library promises, row by row (tests/contract)
 #   make lint                          ruff and mypy
 #   make bench                         overhead and compile time, as JSON in benchmarks/results
@@ -19,7 +20,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help demo test test-contract lint format bench clean
+.PHONY: help demo test test-long test-contract lint format bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -45,6 +46,9 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
+
+test-long: $(INSTALLED)
+	$(BIN)/python -m pytest -m long -n $(TEST_JOBS) --dist load $(PYTEST_ARGS)
 
 test-contract: $(INSTALLED)
 	$(BIN)/python -m pytest $$($(BIN)/python -m tests.contract) $(PYTEST_ARGS)

@@ -89,6 +89,7 @@ def test_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "tokens/s (elements of input_ids)" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All models, on CPU workers whose ledgers count what a device would: after one round predictions hold."""
     table = tmp_path / "memory.md"

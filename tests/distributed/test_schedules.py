@@ -28,17 +28,22 @@ def test_every_schedule_is_run() -> None:
     assert {schedule for _, schedule in MODELS} == set(SCHEDULES)
 
 
-@pytest.mark.parametrize(("model", "schedule"), MODELS)
+@pytest.mark.parametrize(
+    ("model", "schedule"),
+    [pytest.param(*case, marks=pytest.mark.long if n % 2 else ()) for n, case in enumerate(MODELS)],
+)
 def test_stages_train_as_one_process(two: Ranks, model: str, schedule: str) -> None:
     assert max(two.run(train_on_ranks, model, schedule)) <= TOLERANCE
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleInterleavedZeroBubble"])
 def test_stages_that_no_gradient_goes_into(two: Ranks, schedule: str) -> None:
     """The way down is frozen, so that a stage behind the first one gets nothing with a gradient."""
     assert max(two.run(train_on_ranks, "unet", schedule, ("down",))) <= TOLERANCE
 
 
+@pytest.mark.long
 def test_four_ranks(tmp_path_factory: pytest.TempPathFactory) -> None:
     ranks = Ranks(4, tmp_path_factory.mktemp("four"))
     try:

@@ -31,6 +31,7 @@ def largest_difference(build, inputs, number):
     return chain, max(float((a - b).abs().max() / a.abs().max().clamp(min=1e-3)) for a, b in pairs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_causal_models(name):
     torch.manual_seed(1)
@@ -42,6 +43,7 @@ def test_causal_models(name):
     assert any("mlp" in target for target in (*inside, *paths))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["bert", "t5", "vit"])
 def test_other_models(name):
     case: Case = CASES[name]

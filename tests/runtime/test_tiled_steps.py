@@ -92,7 +92,9 @@ def untiled_peak():
     return run(decoder(), 10**9)[1]
 
 
-@pytest.mark.parametrize("share", [index / 20 for index in range(1, 21)])
+@pytest.mark.parametrize(
+    "share", [pytest.param(index / 20, marks=pytest.mark.long if index % 5 else ()) for index in range(1, 21)]
+)
 def test_budgets(share, eager, untiled_peak):
     """Down to less than a tile: eager's numbers within the budget, or an error whose proposal works."""
     model, budget = decoder(), int(share * untiled_peak)

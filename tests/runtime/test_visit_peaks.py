@@ -91,8 +91,8 @@ WRONG: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("grain", ["stage", "layer"])
-@pytest.mark.parametrize("num_stages", [1, 3])
+@pytest.mark.parametrize("grain", ["stage", pytest.param("layer", marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_stages", [pytest.param(1, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("wrong", WRONG)
 def test_after_a_round_predictions_are_right(
     monkeypatch: pytest.MonkeyPatch, rounds: list[list[int]], wrong: str, num_stages: int, grain: Any

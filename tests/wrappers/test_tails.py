@@ -116,6 +116,7 @@ def parts(seed: int) -> Any:
     return torch.tensor_split(tokens() if not seed else tokens(seed=seed), NUM_MICROBATCHES)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_dtypes(dtype: torch.dtype, runs: Counter[str]) -> None:
     def loss_fn(outputs: Any, label: Any) -> torch.Tensor:
@@ -126,6 +127,7 @@ def test_other_dtypes(dtype: torch.dtype, runs: Counter[str]) -> None:
     assert runs["tail"] == NUM_MICROBATCHES
 
 
+@pytest.mark.long
 def test_autocast_is_that_of_the_call(runs: Counter[str]) -> None:
     def loss_fn(outputs: Any, label: Any) -> torch.Tensor:
         return F.cross_entropy(outputs["logits"].float().view(-1, VOCABULARY), label.view(-1))
@@ -138,6 +140,7 @@ def test_autocast_is_that_of_the_call(runs: Counter[str]) -> None:
     assert runs["tail"] == 2 * NUM_MICROBATCHES
 
 
+@pytest.mark.long
 def test_a_dict_as_label_with_plain_values(runs: Counter[str]) -> None:
     def loss_fn(outputs: Any, label: Any) -> torch.Tensor:
         return cross_entropy(outputs, label["ids"]) + outputs["logits"].sub(label["shift"]).square().mean()
@@ -159,6 +162,7 @@ def test_a_module_as_loss(runs: Counter[str]) -> None:
     assert runs["tail"] == NUM_MICROBATCHES
 
 
+@pytest.mark.long
 def test_the_number_of_microbatches_is_guarded(runs: Counter[str]) -> None:
     with Pair(language()) as pair:
         for number in (2, 3, 2):
@@ -168,6 +172,7 @@ def test_the_number_of_microbatches_is_guarded(runs: Counter[str]) -> None:
     assert runs["tail"] == 7
 
 
+@pytest.mark.long
 def test_sizes_may_vary_between_calls_and_microbatches(runs: Counter[str]) -> None:
     with Pair(language()) as pair:
         for length, batch in ((7, 5), (7, 4), (4, 4), (9, 3), (7, 5), (2, 2)):
@@ -176,6 +181,7 @@ def test_sizes_may_vary_between_calls_and_microbatches(runs: Counter[str]) -> No
     assert runs["tail"] == 6 * NUM_MICROBATCHES
 
 
+@pytest.mark.long
 def test_train_and_eval(runs: Counter[str]) -> None:
     model = language()
     model.blocks.append(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0)))
@@ -202,6 +208,7 @@ def test_a_loss_made_anew_for_each_call_is_traced_once(runs: Counter[str]) -> No
     assert runs["tail"] == 5 * NUM_MICROBATCHES
 
 
+@pytest.mark.long
 def test_what_a_loss_reads_may_change_between_calls(runs: Counter[str]) -> None:
     scale, weights = 1.0, torch.ones(VOCABULARY, dtype=torch.float64)
     options = {"smoothing": 0.0}
@@ -225,6 +232,7 @@ def test_what_a_loss_reads_may_change_between_calls(runs: Counter[str]) -> None:
     assert runs["tail"] == 5 * NUM_MICROBATCHES
 
 
+@pytest.mark.long
 def test_a_decision_by_the_label(runs: Counter[str]) -> None:
     def loss_fn(outputs: Any, label: Any) -> torch.Tensor:
         return cross_entropy(outputs, label) * (2.0 if bool((label == 3).any()) else 1.0)
@@ -261,6 +269,7 @@ def test_hooks_fire(runs: Counter[str]) -> None:
     assert seen == ["forward", "backward"] * 2 and runs["tail"] == 2
 
 
+@pytest.mark.long
 def test_a_model_that_computes_its_own_loss(runs: Counter[str]) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
