@@ -152,15 +152,21 @@ def test_ctrl_c_at_any_line_of_a_save_leaves_the_old_or_the_new_checkpoint(tmp_p
         model.save_checkpoint(tmp_path / "c", optimizer, step=0)
         with Interrupter() as counter:
             model.save_checkpoint(tmp_path / "c", optimizer, step=0)
-        last = 0
+        last = interrupts = 0
         for line in range(0, counter.count, max(1, counter.count // 150)):
-            with pytest.raises(KeyboardInterrupt), Interrupter(line):
-                model.save_checkpoint(tmp_path / "c", optimizer, step=line + 1)
+            try:
+                with Interrupter(line) as interrupter:
+                    model.save_checkpoint(tmp_path / "c", optimizer, step=line + 1)
+            except KeyboardInterrupt:
+                interrupts += 1
+            else:  # what a load has read anew may take fewer lines to save
+                assert not interrupter.place, f"the interrupt at {interrupter.place} was lost"
             expected = clones(model)
             step = model.load_checkpoint(tmp_path / "c", optimizer).step
             assert step in (last, line + 1), line
             assert_equal(clones(model), expected)
             last = step
+        assert interrupts > 100
         model.save_checkpoint(tmp_path / "c", optimizer, step=-1)
         assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
