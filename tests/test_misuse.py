@@ -174,7 +174,7 @@ def test_configs(given: str) -> None:
     ("make", "words"),
     [
         (lambda: roundpipe.Device("cpu", memory_bytes=0), "memory_bytes=0"),
-        (lambda: roundpipe.Device("cpu", memory_bytes="24GB"), "memory_bytes='24GB'"),
+        (lambda: roundpipe.Device("cpu", memory_bytes="24 apples"), "memory_bytes='24 apples'"),
         (lambda: roundpipe.Device(3), "not a device"),
         (lambda: roundpipe.ExecutePlan([(0, 2), (3, 4)], (4, 6), [(0, 4)]).validate(6), r"forward|range"),
         (lambda: roundpipe.ExecutePlan([(2, 0)], (2, 3), [(0, 2)]), r"\(2, 0\)"),
