@@ -6,6 +6,7 @@ A graph would do none of that again. It is seen while the code runs, by the func
 from __future__ import annotations
 
 import builtins
+import gc
 import io
 import socket
 import sys
@@ -35,7 +36,10 @@ class OutsideEffect(Exception):
 
 @contextmanager
 def refused_outside() -> Iterator[None]:
-    """Inside, what this thread does of that raises `OutsideEffect`; at the end again, if the code took that."""
+    """Inside, what this thread does of that raises `OutsideEffect`; at the end again, if the code took that.
+
+    No garbage is collected inside: what is called for it, such as a hook of a profiler, is not the code's doing.
+    """
     refused: list[str] = []
     used: list[weakref.ref[Any]] = []
 
@@ -52,12 +56,15 @@ def refused_outside() -> Iterator[None]:
                 with suppress(TypeError):  # of a class without weak references
                     used.append(weakref.ref(owner))
 
-    before = sys.getprofile()
+    before, collects = sys.getprofile(), gc.isenabled()
+    gc.disable()
     sys.setprofile(watch)
     try:
         yield
     finally:
         sys.setprofile(before)
+        if collects:
+            gc.enable()
         left = [owner for reference in used if (owner := reference()) is not None]  # not made inside
         refused += [f"it uses a {type(owner).__name__}, whose state is not known beforehand" for owner in left]
         if refused:
