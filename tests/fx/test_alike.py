@@ -62,12 +62,12 @@ def test_names_and_values_that_pass_by_do_not_count() -> None:
 
 
 def test_other_attributes_count() -> None:
-    keys = keys_of([2.0, 2.0, 3.0, 2.0])
+    keys = keys_of([2.0, 2.0, 3.0, 2.0, 2.0, 2.0])
     assert keys[0] == keys[1] != keys[2]
 
 
 def test_another_module_s_name_counts() -> None:
-    model = Skipping([2.0] * 4)
+    model = Skipping([2.0] * 6)
     assert isinstance(adapter := model.blocks[1].first, Adapter)
     adapter.options["target"] = "blocks.3.first"
     chain = lower(trace(model, (torch.rand(4, 8),))).chain
