@@ -171,7 +171,7 @@ def num_trained(cost: LayerCost) -> int:
     return round(cost.num_parameters * min(cost.gradient_bytes / cost.weight_bytes, 1.0))
 
 
-def _arena_bytes(weights: Sequence[int], num_workers: int) -> int:
+def arena_bytes(weights: Sequence[int], num_workers: int) -> int:
     """What a worker keeps for weights: room for any two jobs of a step that follow each other on it."""
     return max(map(add, weights, (*weights[num_workers:], *repeat(0, min(num_workers, len(weights))))))
 
@@ -182,10 +182,10 @@ def device_memory(stages: Sequence[StageCost], num_workers: int) -> list[DeviceM
     While job K runs, the weights of job K + N come up and the gradients of job K - N, which may be of the step
     before, go down.
     """
-    arena_bytes = _arena_bytes([stage.weight_bytes for stage in stages], num_workers)
+    room_bytes = arena_bytes([stage.weight_bytes for stage in stages], num_workers)
     return [
         DeviceMemory(
-            arena_bytes,
+            room_bytes,
             stage.gradient_bytes + stages[(position - num_workers) % len(stages)].gradient_bytes,
             stage.working_bytes - stage.excess_bytes,
             stage.excess_bytes,
@@ -201,7 +201,7 @@ def peak_bytes(stages: Sequence[StageCost], num_workers: int, replicas: Sequence
     _, _, weights, gradients, working, _ = zip(*stages, strict=True)
     turn = len(gradients) - num_workers % len(gradients)
     before = (*gradients[turn:], *gradients[:turn])
-    return _arena_bytes(weights, num_workers) + max(map(add, map(add, gradients, before), working))
+    return arena_bytes(weights, num_workers) + max(map(add, map(add, gradients, before), working))
 
 
 def step_seconds(

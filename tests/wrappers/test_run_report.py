@@ -13,7 +13,6 @@ from roundpipe.reports.timeline import WAIT_CAUSES
 from roundpipe.runtime.device import backend as backend_module
 from roundpipe.runtime.device.backend import Device, Lane
 from roundpipe.runtime.device.cpu import CpuBackend
-from roundpipe.runtime.engine import cost_model
 from roundpipe.runtime.profiling.meter import Meter
 from tests.runtime.models import Branches, batch, config, mlp, square_loss
 
@@ -259,9 +258,8 @@ def test_memory_is_predicted_for_a_traced_model():
 
 
 @pytest.mark.parametrize("rounds", [1, 4], ids=["estimated", "measured"])
-def test_memory_is_predicted_per_device(rounds, monkeypatch):
+def test_memory_is_predicted_per_device(rounds):
     """Two stages, two devices: each has the same two jobs in every round, and their memory is not the same."""
-    monkeypatch.setattr(cost_model, "MEASURED_PEAKS", 0)  # what is computed, not corrected by what was measured
     torch.manual_seed(0)
     value = torch.randn(12, 64)
     widths = [64, 512, 512, 64, 64]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan
-from roundpipe.planning.stage_costs import EXCESS, StageCosts, StagePhase, device_memory, training_stages
+from roundpipe.planning.stage_costs import EXCESS, StageCosts, StagePhase, arena_bytes, device_memory, training_stages
 from roundpipe.runtime.config import RecomputeGrain
 
 Kind = tuple[int, ...]
@@ -67,6 +67,9 @@ class VisitPeaks:
             # the step begins with nothing on its way, as there may be from the step before
             before = stages[(position - self.num_workers) % len(stages)]
             before_bytes = before.gradient_bytes if position < self.num_workers else 0
+            # predictions are of the worker with the largest weights; this one's room may be smaller
+            own = [stage.weight_bytes for stage in stages[position % self.num_workers :: self.num_workers]]
+            peak_bytes += predicted[position].weights - arena_bytes(own, 1)
             found.append(MeasuredVisit(phase, layers, predicted[position].total - before_bytes, peak_bytes))
         return found
 
