@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from roundpipe.effects.places import is_library, package_of
 
@@ -304,6 +305,18 @@ def forward_hooks(module: Any) -> Iterator[Any]:
     """The hooks that run before and after a module's forward."""
     yield from module._forward_hooks.values()
     yield from module._forward_pre_hooks.values()
+
+
+def hooked_modules(root: nn.Module) -> Iterator[nn.Module]:
+    """Modules of a tree that have forward hooks, in order; a quick walk, since every call takes it."""
+    pending, seen = [root], {root}
+    while pending:
+        module = pending.pop()
+        if module._forward_hooks or module._forward_pre_hooks:
+            yield module
+        children = [child for child in module._modules.values() if child is not None and child not in seen]
+        seen.update(children)
+        pending += reversed(children)
 
 
 @_once_for_each

@@ -14,25 +14,15 @@ from typing import Any
 from torch import nn
 
 from roundpipe.core.errors import ConfigError
-from roundpipe.core.layers import LayerChain
 from roundpipe.core.schedule import ExecutePlan
 from roundpipe.effects.handing import Places
-from roundpipe.effects.uses import forward_hooks
 from roundpipe.runtime.engine.spec import Call
-
-
-def hooks_of(chain: LayerChain) -> Iterator[tuple[int, nn.Module, Any]]:
-    """Every forward hook, with its module and the index of the layer that this is in."""
-    for index, layer in enumerate(chain):
-        for module in layer.modules():
-            for hook in forward_hooks(module):
-                yield index, module, hook
 
 
 def hooked_for_loss(call: Call) -> Iterator[tuple[int, nn.Module]]:
     """Modules with a forward hook that leaves something where the loss may look for it; and the index of the layer."""
     found: set[Any] | None = None
-    for index, module, hook in hooks_of(call.chain):
+    for index, module, hook in call.hooks:
         found = Places.of(call.loss_fn).found if found is None else found
         if not found.isdisjoint(Places.of(hook).left):
             yield index, module

@@ -19,7 +19,6 @@ from roundpipe.core.layers import LayerChain
 from roundpipe.core.modes import caller_autocast
 from roundpipe.core.schedule import ExecutePlan, Phase, Schedule, ScheduleKind, make_schedule
 from roundpipe.core.tiling import UNTILED
-from roundpipe.effects.uses import forward_hooks
 from roundpipe.runtime.config import microbatch_count
 from roundpipe.runtime.device.backend import synchronize_streams
 from roundpipe.runtime.engine.cost_model import MemoryMeasure
@@ -147,7 +146,7 @@ class StepBuilder:
         if kind == "forward" and keeps_history:
             later = make_schedule(plan, self._engine.num_workers, call.num_microbatches, kind="backward")
             stay = reads_of_backward(later, chain.specs, config.recompute_grain)
-        drawing = frozenset(_drawing(chain) if config.preserve_rng_state else ())
+        drawing = frozenset(_drawing(call) if config.preserve_rng_state else ())
         trainable = [any(p.requires_grad for p in layer.parameters()) for layer in chain]
         inputs = _inputs(values)
         requiring = {tensor.name for tensor in inputs}
@@ -222,11 +221,10 @@ class StepBuilder:
         }
 
 
-def _drawing(chain: LayerChain) -> Iterator[int]:
+def _drawing(call: Call) -> Iterator[int]:
     """Layers that may draw random numbers, by themselves or in hooks, which come and go."""
-    for index, (spec, layer) in enumerate(zip(chain.specs, chain, strict=True)):
-        if spec.draws_random or any(any(forward_hooks(module)) for module in layer.modules()):
-            yield index
+    yield from (index for index, spec in enumerate(call.chain.specs) if spec.draws_random)
+    yield from (index for index, _, _ in call.hooks)
 
 
 def _inputs(values: HostValues) -> list[InputTensor]:

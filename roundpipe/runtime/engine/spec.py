@@ -16,12 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.layers import LayerChain, LayerSpec, Tail
 from roundpipe.core.schedule import Job, Phase, Schedule
 from roundpipe.core.tiling import UNTILED, Tiles
 from roundpipe.core.trees import Path
+from roundpipe.effects.uses import forward_hooks, hooked_modules
 from roundpipe.runtime.config import RecomputeGrain, ResolvedConfig
 from roundpipe.runtime.device.host_memory import bytes_of
 from roundpipe.runtime.engine.losses import Mean
@@ -63,6 +65,19 @@ class Call:
     make_tail: MakeTail | None = None
     """Makes the loss a part of the last layer, if it can be."""
     _tail: tuple[Tail | None] | None = None
+    _hooks: list[tuple[int, nn.Module, Any]] | None = None
+
+    @property
+    def hooks(self) -> list[tuple[int, nn.Module, Any]]:
+        """Every forward hook, with the index of its layer and its module; looked for when first asked for."""
+        if self._hooks is None:
+            self._hooks = [
+                (index, module, hook)
+                for index, layer in enumerate(self.chain)
+                for module in hooked_modules(layer)
+                for hook in forward_hooks(module)
+            ]
+        return self._hooks
 
     @property
     def tail(self) -> Tail | None:
