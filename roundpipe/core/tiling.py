@@ -144,6 +144,13 @@ class RowResult:
     """Its dimensions as they lie in memory, the slowest first; empty: as they are counted."""
     differentiable: bool = True
 
+    @classmethod
+    def like(cls, result: torch.Tensor, rows: Rows) -> RowResult:
+        """One that lies in memory as a result that was not made in tiles."""
+        strides = result.stride()
+        order = sorted(range(result.dim()), key=lambda dim: (-strides[dim], dim))
+        return cls(rows, tuple(order), result.requires_grad)
+
 
 @dataclass(frozen=True, slots=True)
 class SumResult:

@@ -17,6 +17,7 @@ from roundpipe.core import trees
 from roundpipe.core.layers import LayerSpec
 from roundpipe.effects.places import HOOKS
 from roundpipe.fx.operations import NamedCall, SizeExpression, pass_on
+from roundpipe.fx.passes.graph_run import attribute
 
 
 def layer_key(layer: nn.Module, spec: LayerSpec) -> Hashable:
@@ -56,9 +57,7 @@ def _target_key(layer: GraphModule, node: Node) -> Hashable:
         return (target.source, target.names) if isinstance(target, SizeExpression) else target
     if node.op not in ("call_module", "get_attr"):
         return str(target) if node.op == "call_method" else None
-    value: Any = layer
-    for name in str(target).split("."):
-        value = getattr(value, name)
+    value = attribute(layer, node)
     return _module_key(value, str(target)) if isinstance(value, nn.Module) else value_key(value)
 
 

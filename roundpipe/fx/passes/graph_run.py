@@ -141,10 +141,7 @@ class OperatorEffects(TorchDispatchMode):
 
 def attribute(root: nn.Module, node: Node) -> Any:
     """What a get_attr or call_module node of a layer names."""
-    value: Any = root
-    for name in str(node.target).split("."):
-        value = getattr(value, name)
-    return value
+    return operator.attrgetter(str(node.target))(root)
 
 
 def _storage(tensor: torch.Tensor) -> int:

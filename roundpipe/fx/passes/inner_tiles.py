@@ -139,13 +139,11 @@ def _tiled_forward(
     saved = watch.made_bytes - 2 * result.nbytes - sum(value.nbytes for value, dims in taken if dims)
     if not isinstance(found, tuple) or saved <= 0 or any(tensor._backward_hooks for tensor in effects.made):
         return None
-    strides = result.stride()
-    order = sorted(range(result.dim()), key=lambda dim: (-strides[dim], dim))
     region = Region(
         function=_Forward(number, tuple(kwargs)),
         sizes=space.sizes,
         inputs=tuple(rows),
-        results=(RowResult(found, tuple(order), result.requires_grad),),
+        results=(RowResult.like(result, found),),
         parameters=_parameters,
         draws_random=watch.draws_random,
     )

@@ -12,28 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.fx import Node
-from torch.nn import functional as F
 
 from roundpipe.core import trees
 from roundpipe.core.layers import OwnLoss
 from roundpipe.fx.arguments import CallForm
 from roundpipe.fx.graph.nodes import GraphInterpreter, draws_random, has_effect, value_of
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph
+from roundpipe.fx.passes.row_losses import BY_WEIGHT, OF_MODULES
 
-_OVER_TARGETS: dict[Any, str] = {
-    F.cross_entropy: "function",
-    F.nll_loss: "function",
-    nn.CrossEntropyLoss: "module",
-    nn.NLLLoss: "module",
-}
-"""Losses with ``reduction``, ``weight`` and ``ignore_index`` that take (input, target)."""
-_OVER_ELEMENTS: tuple[Any, ...] = (
-    *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits),
-    *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCEWithLogitsLoss),
-)
-"""Losses with ``reduction`` of an input and a target of one shape."""
+_FUNCTIONS: dict[Any, Any] = {kind: function for kind, (function, _) in OF_MODULES.items()}
+_FUNCTIONS.update({function: function for function in _FUNCTIONS.values()})
+"""The losses that are known, modules and functions: what each computes."""
 _SAME = ("to", "float", "double", "half", "bfloat16", "clone", "contiguous", "squeeze")
 _TIMES = ("div", "mul", "truediv", "true_divide")
 
@@ -70,7 +60,7 @@ def _reduction(traced: TracedGraph, node: Node) -> _Reduction | None:
     first = node.args[0] if node.args else None
     if node.op == "call_module":
         return _of_loss(traced, node, traced.attribute(str(node.target)))
-    if node.op == "call_function" and (node.target in _OVER_TARGETS or node.target in _OVER_ELEMENTS):
+    if node.op == "call_function" and node.target in _FUNCTIONS:
         return _of_loss(traced, node, None)
     if not isinstance(first, Node):
         return None
@@ -103,11 +93,11 @@ def _of_loss(traced: TracedGraph, node: Node, module: Any) -> _Reduction | None:
     value = value_of(target)
     if options["weight"] is not None or not isinstance(value, torch.Tensor) or not _is_of_arguments(traced, target):
         return None
-    if kind in _OVER_ELEMENTS:
-        return _Reduction(is_sum=False, target=target)
-    if kind in _OVER_TARGETS and not value.is_floating_point():
-        return _Reduction(is_sum=False, target=target, ignored=int(options["ignore_index"]))
-    return None
+    function = _FUNCTIONS.get(kind)
+    if function in BY_WEIGHT:
+        ignored = int(options["ignore_index"])
+        return None if value.is_floating_point() else _Reduction(is_sum=False, target=target, ignored=ignored)
+    return None if function is None else _Reduction(is_sum=False, target=target)
 
 
 def _is_of_arguments(traced: TracedGraph, node: Node) -> bool:

@@ -18,7 +18,8 @@ from torch.fx import Graph, Node
 from roundpipe.core.modes import Modes
 from roundpipe.fx.operations import NamedCall
 
-_BY_WEIGHT = (F.cross_entropy, F.nll_loss)
+BY_WEIGHT = (F.cross_entropy, F.nll_loss)
+"""Their mean is by the weights of classes, over the targets that are not ignored."""
 _BY_ELEMENT = (
     F.mse_loss,
     F.l1_loss,
@@ -28,7 +29,7 @@ _BY_ELEMENT = (
     F.binary_cross_entropy_with_logits,
     F.kl_div,
 )
-_OF_MODULES: dict[type[nn.Module], tuple[Any, tuple[str, ...]]] = {
+OF_MODULES: dict[type[nn.Module], tuple[Any, tuple[str, ...]]] = {
     nn.CrossEntropyLoss: (F.cross_entropy, ("weight", "ignore_index", "label_smoothing")),
     nn.NLLLoss: (F.nll_loss, ("weight", "ignore_index")),
     nn.MSELoss: (F.mse_loss, ()),
@@ -37,6 +38,7 @@ _OF_MODULES: dict[type[nn.Module], tuple[Any, tuple[str, ...]]] = {
     nn.HuberLoss: (F.huber_loss, ("delta",)),
     nn.BCEWithLogitsLoss: (F.binary_cross_entropy_with_logits, ("weight", "pos_weight")),
 }
+"""The function that a module calls, and its attributes that it gives it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +60,13 @@ class RowLoss:
         if isinstance(target, NamedCall):
             target, modes = target.function, target.modes
         if module is not None:
-            if type(module) not in _OF_MODULES:
+            if type(module) not in OF_MODULES:
                 return None
-            target, names = _OF_MODULES[type(module)]
+            target, names = OF_MODULES[type(module)]
             kwargs.update((name, getattr(module, name)) for name in (*names, "reduction"))
             if any(isinstance(value, torch.Tensor) for value in kwargs.values()):
                 return None
-        elif node.op != "call_function" or target not in (*_BY_WEIGHT, *_BY_ELEMENT):
+        elif node.op != "call_function" or target not in (*BY_WEIGHT, *_BY_ELEMENT):
             return None
         arguments = dict(inspect.signature(target).bind(*node.args, **kwargs).arguments)
         reduction = arguments.pop("reduction", "mean")
@@ -75,7 +77,7 @@ class RowLoss:
     def is_by_weight(self, target: Any) -> bool:
         """Whether it is a mean by the weights of classes, given its target's value."""
         is_index = isinstance(target, torch.Tensor) and not target.is_floating_point()
-        return self.is_mean and self.function in _BY_WEIGHT and is_index
+        return self.is_mean and self.function in BY_WEIGHT and is_index
 
     @property
     def target(self) -> Any:

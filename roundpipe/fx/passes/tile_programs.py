@@ -151,8 +151,7 @@ class _ProgramWriter:
         (found,) = self.rows.row_nodes[node].found
         value = self.rows.run.values[node]
         if isinstance(found, tuple):
-            order = sorted(range(value.dim()), key=lambda dim: (-value.stride(dim), dim))
-            return RowResult(found, tuple(order), value.requires_grad)
+            return RowResult.like(value, found)
         return SumResult(found == "mean", value.dtype, value.requires_grad)
 
 
@@ -277,9 +276,7 @@ class _Parameters:
     def __call__(self, owner: Any) -> list[torch.Tensor]:
         found: list[torch.Tensor] = []
         for target in self.targets:
-            value = owner
-            for name in target.split("."):
-                value = getattr(value, name)
+            value = operator.attrgetter(target)(owner)
             if isinstance(value, nn.Module):
                 found += value.parameters()
             elif isinstance(value, torch.Tensor):
