@@ -281,3 +281,15 @@ def test_a_mean_over_several_rounds_is_exact(each):
         piped.synchronize()
         torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-12)
         assert_same(gradients(model), gradients(reference), 1e-12)
+
+
+def test_buffers_of_earlier_stages_are_written_before_the_weights_of_a_mean_are_known():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(4))).double()
+    twin, x = copy.deepcopy(model), torch.randn(8, 4, dtype=torch.float64)
+    plan = roundpipe.ExecutePlan([(0, 1), (1, 2), (2, 3)], (3, 4), [(2, 3), (1, 2), (0, 1)])
+    config = RoundPipeRunConfig(num_microbatch=1, loss_reduction="mean", execute_plan=plan)
+    with roundpipe.RoundPipe(model, devices=["cpu"]) as piped:
+        piped.forward_backward((x,), label=x, loss_fn=F.mse_loss, run_config=config)
+        piped.synchronize()
+    F.mse_loss(twin(x), x).backward()
+    assert_same(gradients(model), gradients(twin))

@@ -99,15 +99,15 @@ def draw_case(seed: int) -> Case:
     )
 
 
-def draw_plan(rng: random.Random) -> ExecutePlan:
+def draw_plan(rng: random.Random, num_layers: int = NUM_LAYERS) -> ExecutePlan:
     """A random plan for the layers of a model that is wrapped by hand."""
 
     def pieces(end: int) -> list[tuple[int, int]]:
         cuts = [0, *sorted(rng.sample(range(1, end), rng.randrange(end))), end] if end else [0]
         return list(itertools.pairwise(cuts))
 
-    tail = rng.randrange(NUM_LAYERS)
-    return ExecutePlan(pieces(tail), (tail, NUM_LAYERS), list(reversed(pieces(tail))))
+    tail = rng.randrange(num_layers)
+    return ExecutePlan(pieces(tail), (tail, num_layers), list(reversed(pieces(tail))))
 
 
 class Run:

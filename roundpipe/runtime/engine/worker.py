@@ -330,7 +330,8 @@ class Worker:
                 touched = (parameter for parameter, _ in pending.gradients)
                 self._gates.gradients.wait(touched, self.name, step.closings[1])
             step.wait_settled(step.spec.tied_jobs.get(job.index, ()), f"{self.name} gradients")
-            scale = step.wait_scale(f"{self.name} gradients")
+            # forward stages are before the losses
+            scale = step.wait_scale(f"{self.name} gradients") if pending.gradients else 1.0
             if not step.failed:
                 pending.wait()
                 step.leaves_gradients = step.leaves_gradients or bool(pending.gradients)
