@@ -35,7 +35,7 @@ from tqdm import tqdm
 from roundpipe import ExecutePlan, RoundPipeRunConfig
 from roundpipe.runtime.config import RECOMPUTE_GRAINS, RecomputeGrain
 from tests.faults import models
-from tests.faults.deadline import watch
+from tests.faults.deadline import watched
 from tests.faults.models import KINDS, NUM_LAYERS, loss_of
 from tests.faults.notes import problem_of_gradient_note, problems_of_notes
 from tests.faults.points import POINTS, Delay, FrozenFault, InjectedBaseFault, InjectedFault
@@ -291,9 +291,8 @@ def main(arguments: list[str] | None = None) -> int:
     outcomes = []
     for seed in tqdm(range(options.seed, options.seed + options.cases), disable=not sys.stderr.isatty()):
         case = draw_case(seed)
-        timer = watch(case)
-        outcome = examine(case)
-        timer.cancel()
+        with watched(case):
+            outcome = examine(case)
         outcomes.append(outcome)
         if outcome.problems:
             print(f"{outcome.case}: {'; '.join(outcome.problems)}", flush=True)

@@ -17,24 +17,12 @@ IDLE_S = 0.2
 """A process that computes less than this within the deadline hangs."""
 
 
-def watch(what: object) -> threading.Timer:
-    """Ends the process, with the stacks of its threads, unless the timer is cancelled in time."""
-
-    def hang() -> None:
-        print(f"HANG: {what}", file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(all_threads=True)
-        os._exit(3)
-
-    timer = threading.Timer(DEADLINE_S, hang)
-    timer.daemon = True
-    timer.start()
-    return timer
-
-
 @contextlib.contextmanager
 def watched(what: object) -> Iterator[None]:
-    """The same for what runs inside; as long as the process computes, which takes longer on a busy machine, it waits
-    up to `PATIENCE` times as long."""
+    """Ends the process, with the stacks of its threads, if what runs inside is not over in time.
+
+    As long as the process computes, which takes longer on a busy machine, it waits up to `PATIENCE` times as long.
+    """
     is_over = threading.Event()
 
     def wait() -> None:

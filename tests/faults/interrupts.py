@@ -39,7 +39,7 @@ from tqdm import tqdm
 
 import roundpipe
 from tests.faults.campaign import alive_bytes
-from tests.faults.deadline import watch
+from tests.faults.deadline import watched
 
 LIBRARY = str(Path(roundpipe.__file__).parent) + os.sep
 WIDTH = 6
@@ -290,9 +290,8 @@ def main(arguments: list[str] | None = None) -> int:
     classes: Counter[str] = Counter()
     wrong = 0
     for seed in tqdm(range(options.seed, options.seed + options.cases), disable=not sys.stderr.isatty()):
-        timer = watch(f"seed {seed}")
-        case, problems = examine(draw_case(seed))
-        timer.cancel()
+        with watched(f"seed {seed}"):
+            case, problems = examine(draw_case(seed))
         wrong += bool(problems)
         classes.update(problem.split(":")[0] for problem in problems)
         if problems:

@@ -95,11 +95,12 @@ class LateBackend(cpu.CpuBackend):
         self._lanes = {lane: threads.TaskThread(f"{self.name} {lane}") for lane in Lane if lane is not Lane.COMPUTE}
 
     def _copy(self, lane: Lane, source: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
-        copied = super()._copy(lane, source, None)
+        copied = super()._copy(lane, source, None)  # private, since every copy of a CPU worker passes here
         if target is None:
             target = copied
             _poison(target)
         else:
+            # private, since the stamp is how a CPU worker knows who waited
             setattr(target, cpu._STAMP, getattr(copied, cpu._STAMP))
         self._lanes[lane].submit(_arrive, target, source.detach())
         return target
