@@ -2,7 +2,9 @@
 
 Invariants: whatever threads wait for is changed with `Board.lock` held, and followed by `Board.notify`, which wakes
 those whose condition holds now and nobody else. Nothing polls. Device events are not on the board, since nobody tells
-when one is done: a thread waits for the event itself, once the board has told it that the event exists.
+when one is done: a thread waits for the event itself, once the board has told it that the event exists. So a wait can
+only end if some thread of the board's has work and does not wait: whoever calls the model looks after that while he
+waits, and raises a `DeadlockError` if it is not so.
 
 Between two jobs a thread holds no reference to what it works for, so that the owner can be garbage collected; its
 finalizer then closes the inbox and the thread ends. Nothing else ends it: others may wait for what is in the inbox.
@@ -14,18 +16,34 @@ import contextlib
 import logging
 import os
 import queue
+import sys
 import threading
+import time
+import traceback
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from roundpipe.core.errors import ClosedError, DeadlockError, ForkError
+from roundpipe.core.errors import ClosedError, DeadlockError, ForkError, add_note
 
 logger = logging.getLogger(__name__)
 
 DEADLINE_S = 1800.0
 """How long the longest waits take before they are given up: for parameters, and for an update."""
+CHECK_INTERVAL_S = 5.0
+"""How often a waiting caller looks whether anybody can still go on."""
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """What one thread was given and has not done; changed with the board's lock held."""
+
+    num_tasks: int = 0
+
+
+_CURRENT = threading.local()
+"""The `_Load` of the calling thread, if it is one of a board's."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +52,8 @@ class _Wait:
     what: str
     condition: Callable[[], bool]
     wake: threading.Condition
+    load: _Load | None = field(default_factory=lambda: getattr(_CURRENT, "load", None))
+    thread_id: int = field(default_factory=threading.get_ident)
 
 
 class Board:
@@ -43,6 +63,7 @@ class Board:
         self.lock = threading.Lock()
         """Held to change what others may wait for; never held while anything else is waited for."""
         self._waits: list[_Wait] = []
+        self._loads: list[_Load] = []
         self.is_here = True
         """Whether the threads are this process's; False in one that was forked from theirs, which has none of them."""
         _BOARDS.add(self)
@@ -61,18 +82,13 @@ class Board:
             if wait.condition():
                 wait.wake.notify()
 
-    def wait(
-        self,
-        condition: Callable[[], bool],
-        who: str,
-        what: str,
-        timeout_s: float | None = None,
-        is_stuck: Callable[[], bool] | None = None,
-    ) -> bool:
+    def wait(self, condition: Callable[[], bool], who: str, what: str, timeout_s: float | None = None) -> bool:
         """Return once a condition holds, or False after ``timeout_s``.
 
-        The condition must be cheap and never wait: it is called with the lock held, in any thread. With ``is_stuck``
-        the wait does not end after that time, but asks it, with the lock held; True raises a `DeadlockError`.
+        The condition must be cheap and never wait: it is called with the lock held, in any thread.
+
+        Raises:
+            DeadlockError: nobody can go on; only in a thread that is not the board's own.
         """
         with self.lock:
             if condition():
@@ -81,15 +97,34 @@ class Board:
             wait = _Wait(who, what, condition, threading.Condition(self.lock))
             self._waits.append(wait)
             try:
-                while not wait.wake.wait_for(condition, timeout_s):
-                    if is_stuck is None:
+                ends_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+                while not wait.wake.wait_for(condition, min(CHECK_INTERVAL_S, max(ends_s - time.monotonic(), 0.0))):
+                    if time.monotonic() >= ends_s:
                         return False
-                    if is_stuck():
-                        waits = "; ".join(f"{each.who} waits for {each.what}" for each in self._waits)
-                        raise DeadlockError(f"nobody can go on: {waits}. This is a bug in roundpipe, please report it")
+                    if wait.load is None and self._is_stuck():
+                        raise self._deadlock()
                 return True
             finally:
                 self._waits.remove(wait)
+
+    def add_thread(self) -> _Load:
+        """One more thread that changes what others wait for."""
+        self._loads.append(load := _Load())
+        return load
+
+    def _is_stuck(self) -> bool:
+        waiting = {wait.load for wait in self._waits}
+        can_go_on = any(load.num_tasks and load not in waiting for load in self._loads)
+        return not can_go_on and not any(wait.condition() for wait in self._waits)
+
+    def _deadlock(self) -> DeadlockError:
+        waits = "; ".join(f"{each.who} waits for {each.what}" for each in self._waits)
+        error = DeadlockError(f"nobody can go on: {waits}. This is a bug in roundpipe, please report it")
+        frames = sys._current_frames()
+        for each in self._waits:
+            stack = "".join(traceback.format_stack(frames.get(each.thread_id)))
+            add_note(error, f"roundpipe: the stack of {each.who}:\n{stack}")
+        return error
 
 
 _BOARDS: weakref.WeakSet[Board] = weakref.WeakSet()
@@ -98,7 +133,7 @@ _BOARDS: weakref.WeakSet[Board] = weakref.WeakSet()
 def _leave_behind() -> None:
     """In a child process: no thread is there, and no lock may stay held by one that isn't."""
     for board in _BOARDS:
-        board.lock, board._waits, board.is_here = threading.Lock(), [], False
+        board.lock, board._waits, board._loads, board.is_here = threading.Lock(), [], [], False
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
@@ -113,11 +148,16 @@ class TaskThread:
     """One thread that runs callables in the order given; it starts at the first one.
 
     Callables must not raise; whoever hands one in catches inside it. If one does, ``on_error``, a method held weakly,
-    is told in the thread, or it is logged; the thread goes on with the next.
+    is told in the thread, or it is logged; the thread goes on with the next. ``board`` is where others wait for what
+    the thread does.
     """
 
-    def __init__(self, name: str, on_error: Callable[[BaseException], None] | None = None) -> None:
+    def __init__(
+        self, name: str, on_error: Callable[[BaseException], None] | None = None, board: Board | None = None
+    ) -> None:
         self.name = name
+        self._board = board or Board()
+        self._load = self._board.add_thread()
         self._on_error = None if on_error is None else weakref.WeakMethod(on_error)
         self._inbox: _Inbox = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -135,7 +175,7 @@ class TaskThread:
         if self._closed:
             raise ClosedError(f"worker {self.name} is closed")
         if self._thread is None:
-            given = self._inbox, self._on_error, self._end
+            given = self._inbox, self._on_error, self._end, self._board, self._load
             thread = threading.Thread(target=_serve, args=given, name=self.name, daemon=True)
             self._thread = thread
             try:
@@ -144,6 +184,8 @@ class TaskThread:
                 if not thread.is_alive():  # the system has no more of them; after an interrupt it may run
                     self._thread = None
                 raise
+        with self._board.lock:
+            self._load.num_tasks += 1
         self._inbox.put((work, args))
 
     def close(self) -> None:
@@ -156,7 +198,8 @@ class TaskThread:
             self._thread = None
 
 
-def _serve(inbox: _Inbox, on_error: _OnError, end: threading.Event) -> None:
+def _serve(inbox: _Inbox, on_error: _OnError, end: threading.Event, board: Board, load: _Load) -> None:
+    _CURRENT.load = load
     while True:
         try:
             if (item := inbox.get()) is None:
@@ -166,6 +209,8 @@ def _serve(inbox: _Inbox, on_error: _OnError, end: threading.Event) -> None:
             _tell(error, on_error)
         finally:
             item = None
+        with board.lock:
+            load.num_tasks -= 1
 
 
 def _tell(error: BaseException, on_error: _OnError) -> None:

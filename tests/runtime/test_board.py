@@ -6,7 +6,8 @@ import time
 import pytest
 
 from roundpipe.core.errors import DeadlockError
-from roundpipe.runtime.threads import Board
+from roundpipe.runtime import threads
+from roundpipe.runtime.threads import Board, TaskThread
 
 
 class Counter:
@@ -21,10 +22,8 @@ class Counter:
             self.value += 1
             self.board.notify()
 
-    def wait(self, value, timeout_s=5.0, **options):
-        return self.board.wait(
-            lambda: self.value >= value, f"waiter for {value}", f"number {value}", timeout_s, **options
-        )
+    def wait(self, value, timeout_s=5.0):
+        return self.board.wait(lambda: self.value >= value, f"waiter for {value}", f"number {value}", timeout_s)
 
 
 def test_a_condition_that_holds_is_not_waited_for():
@@ -34,10 +33,10 @@ def test_a_condition_that_holds_is_not_waited_for():
 
 def test_each_waiter_is_woken_when_its_condition_holds():
     counter, order = Counter(), []
-    threads = [
+    waiters = [
         threading.Thread(target=lambda value=value: (counter.wait(value), order.append(value))) for value in (3, 1, 2)
     ]
-    for thread in threads:
+    for thread in waiters:
         thread.start()
     for value in (1, 2, 3):
         counter.add()
@@ -45,7 +44,7 @@ def test_each_waiter_is_woken_when_its_condition_holds():
         while len(order) < value and time.monotonic() < deadline:
             time.sleep(0.001)
         assert order == list(range(1, value + 1))
-    for thread in threads:
+    for thread in waiters:
         thread.join(5)
 
 
@@ -54,30 +53,43 @@ def test_a_wait_ends_at_its_deadline():
     assert not counter.wait(1, timeout_s=0.02)
 
 
-def test_a_wait_that_is_stuck_names_all_who_wait():
+@pytest.fixture
+def short_interval(monkeypatch):
+    monkeypatch.setattr(threads, "CHECK_INTERVAL_S", 0.02)
+
+
+@pytest.mark.usefixtures("short_interval")
+def test_where_nobody_can_go_on_all_who_wait_are_named():
     counter = Counter()
-    other = threading.Thread(target=lambda: counter.wait(1))
-    other.start()
-    asked = []
-
-    def is_stuck():
-        asked.append(1)
-        return len(asked) == 3
-
-    with pytest.raises(DeadlockError, match=r"waiter for 1 waits for number 1; waiter for 2 waits for number 2"):
-        counter.wait(2, timeout_s=0.02, is_stuck=is_stuck)
+    thread = TaskThread("roundpipe test waits", board=counter.board)
+    thread.submit(counter.wait, 1)
+    with pytest.raises(DeadlockError, match=r"waiter for 2 waits for number 2.*") as caught:
+        counter.wait(2)
+    assert "waiter for 1 waits for number 1" in str(caught.value)
+    stacks = "\n".join(caught.value.__notes__)
+    assert "the stack of waiter for 1" in stacks and "in _serve" in stacks
     counter.add()
-    other.join(5)
-    assert not other.is_alive()
+    thread.close()
+
+
+@pytest.mark.usefixtures("short_interval")
+def test_a_thread_that_works_is_waited_for():
+    counter = Counter()
+    thread = TaskThread("roundpipe test works", board=counter.board)
+    thread.submit(lambda: (time.sleep(0.2), counter.add()))
+    assert counter.wait(1)
+    thread.close()
 
 
 def test_an_interrupted_wait_leaves_nothing_behind():
-    counter = Counter()
+    counter, asked = Counter(), []
 
     def interrupted():
-        raise KeyboardInterrupt
+        asked.append(1)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        counter.wait(1, timeout_s=0.01, is_stuck=interrupted)
+        counter.board.wait(interrupted, "waiter", "nothing")
     counter.add()
     assert counter.wait(1)

@@ -10,7 +10,9 @@ from torch import nn
 
 import roundpipe
 from roundpipe.core.errors import ConfigError, DeadlockError, RoundPipeError
-from roundpipe.runtime.engine import step as steps
+from roundpipe.runtime import threads
+from roundpipe.runtime.engine.running import RunningSteps
+from roundpipe.runtime.engine.step import StepState
 from roundpipe.runtime.profiling.layer_times import StepTimes
 from roundpipe.runtime.weights.replica import BoundLayer
 from tests.runtime.cases_errors import SINGLES, Fragile, Mine, assert_still_works, fragile_model
@@ -26,18 +28,26 @@ from tests.runtime.models import (
 pytestmark = pytest.mark.timeout(60)
 
 
-def test_a_deadlock_names_who_waits_for_whom(monkeypatch):
-    monkeypatch.setattr(steps, "CHECK_INTERVAL_S", 0.1)
-    model = fragile_model()
-    with roundpipe.RoundPipe(model, devices=["cpu"] * 2, name="stuck") as piped:
-        with monkeypatch.context() as patch:
-            patch.setattr(steps.StepState, "advance", lambda self, job_index: None)
-            with pytest.raises(DeadlockError, match="stuck worker 1 waits for microbatch 0 of job 0"):
-                piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(3, plan=SINGLES))
+# what is lost is the library's own: no user's code reaches it
+LOST = {
+    "runs": (StepState, "advance", "stuck worker 1 waits for microbatch 0 of job 0"),
+    "the end": (RunningSteps, "leave", "the call waits for the end of the step"),
+}
+
+
+@pytest.mark.parametrize("what", LOST)
+def test_a_deadlock_names_who_waits_for_whom(what, monkeypatch):
+    monkeypatch.setattr(threads, "CHECK_INTERVAL_S", 0.1)
+    owner, name, words = LOST[what]
+    piped = roundpipe.RoundPipe(fragile_model(), devices=["cpu"] * 2, name="stuck")
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, lambda *given, **options: None)
+        with pytest.raises(DeadlockError, match=words):
+            piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(3, plan=SINGLES))
 
 
 def test_a_slow_layer_is_no_deadlock(monkeypatch):
-    monkeypatch.setattr(steps, "CHECK_INTERVAL_S", 0.02)
+    monkeypatch.setattr(threads, "CHECK_INTERVAL_S", 0.02)
 
     class Slow(nn.Module):
         def forward(self, value):

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,9 +27,6 @@ from roundpipe.runtime.engine.recompute import ForwardRecord
 from roundpipe.runtime.engine.spec import StepSpec
 from roundpipe.runtime.threads import Board
 from roundpipe.runtime.weights.replica import FrozenLayers
-
-CHECK_INTERVAL_S = 5.0
-"""How often a waiting worker looks whether anybody can still make progress."""
 
 Gradients = list[torch.Tensor | None]
 """One entry per tensor of a carried value."""
@@ -108,9 +104,6 @@ class StepState:
         self.leaves_gradients = schedule.kind == "backward" or (schedule.kind == "train" and spec.first_microbatch > 0)
         """Whether gradients may have been added, by this step or by others of the same call or backward."""
         self._num_losses = 0
-        self._num_waiting = 0
-        self._changed_s = time.monotonic()
-        """When the latest microbatch or job was done."""
         self._lent = spec.arguments if spec.may_outlive_call else frozenset[str]()
         """Names whose values are the caller's own, which he may change once the call has returned."""
         self._num_reading = 0
@@ -125,26 +118,14 @@ class StepState:
         position, runs = job_index - self._first_job, self._runs
         if position >= 0 and runs[position] <= microbatch:
             what = f"microbatch {microbatch} of job {job_index}"
-            with self.board.lock:
-                self._num_waiting += 1
-            try:
-                self.board.wait(
-                    lambda: self.failed or runs[position] > microbatch, who, what, CHECK_INTERVAL_S, self._is_stuck
-                )
-            finally:
-                with self.board.lock:
-                    self._num_waiting -= 1
+            self.board.wait(lambda: self.failed or runs[position] > microbatch, who, what)
         if self.failed:
             raise Cancelled
-
-    def _is_stuck(self) -> bool:
-        return self._num_waiting >= self.num_workers and time.monotonic() - self._changed_s >= CHECK_INTERVAL_S
 
     def advance(self, job_index: int) -> None:
         """One more microbatch of a job is done."""
         with self.board.lock:
             self._runs[job_index - self._first_job] += 1
-            self._changed_s = time.monotonic()
             self.board.notify()
 
     def begin_upload(self, job_index: int, event: Event) -> None:
@@ -165,7 +146,6 @@ class StepState:
             self._settled[job_index - self._first_job] = True
             job = self.spec.schedule.job(job_index)
             self.added.update(job.layers if job.phase is not Phase.FORWARD else ())
-            self._changed_s = time.monotonic()
             self.board.notify()
 
     def wait_settled(self, jobs: Iterable[int], who: str) -> None:

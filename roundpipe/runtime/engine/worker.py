@@ -58,8 +58,8 @@ class Worker:
         self._gradients_log = HostLog(self.device)
         self._gates = gates
         self._steps = steps
-        self._thread = TaskThread(f"roundpipe {name}", self._break)
-        self._gradients_thread = TaskThread(f"roundpipe {name} gradients", self._break)
+        self._thread = TaskThread(f"roundpipe {name}", self._break, gates.board)
+        self._gradients_thread = TaskThread(f"roundpipe {name} gradients", self._break, gates.board)
         self._broken: BaseException | None = None
         """What was raised where nothing may be; the worker's state is unknown since."""
         self._current: StepState | None = None

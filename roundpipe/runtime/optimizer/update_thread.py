@@ -28,7 +28,7 @@ class UpdateThread:
         self._gates = gates
         self._runner = runner
         self._deadline_s = deadline_s
-        self._thread = TaskThread(f"roundpipe-optimizer-{name}")
+        self._thread = TaskThread(f"roundpipe-optimizer-{name}", board=gates.board)
         self._latest: Update | None = None
         self._failed: Update | None = None
         """Raised something that was not raised again yet."""
