@@ -5,6 +5,7 @@
 #   make test-long                     more cases, which `make test` leaves out
 #   make test-contract                 only the tests that hold what the library promises, row by row (tests/contract)
 #   make lint                          ruff and mypy
+#   make docs                          the documentation's site, into build/docs; broken links and missing texts fail
 #   make bench                         overhead and compile time, as JSON in benchmarks/results
 
 VENV := .venv
@@ -20,7 +21,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help demo test test-long test-contract lint format bench clean
+.PHONY: help demo test test-long test-contract lint format docs bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -61,6 +62,9 @@ lint: $(INSTALLED)
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(INSTALLED)
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/overhead.py --json benchmarks/results/overhead.json

@@ -68,7 +68,9 @@ class ExecutePlan:
     """
 
     forward: tuple[LayerRange, ...]
+    """Forward stages, shallow to deep, without the fused tail; each a pair ``(start, stop)``."""
     fused: LayerRange | None
+    """The stage that runs forward, loss and backward in one visit; None: the plan has none."""
     backward: tuple[LayerRange, ...]
     """Backward stages, deep to shallow, without the fused tail."""
 
@@ -90,10 +92,12 @@ class ExecutePlan:
 
     @property
     def num_layers(self) -> int:
+        """The number of layers that the plan covers."""
         return max((stop for _, stop in (*self.forward_stages, *self.backward_stages)), default=0)
 
     @property
     def num_stages(self) -> int:
+        """The number of visits in a training step."""
         return len(self.forward) + (self.fused is not None) + len(self.backward)
 
     @property

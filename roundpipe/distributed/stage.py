@@ -73,7 +73,7 @@ def pipeline_stage(
 
 
 class ModelStage(PipelineStage):
-    """A `PipelineStage` whose run without data, by which torch finds out shapes, leaves no trace."""
+    """A ``PipelineStage`` of torch whose run without data, by which torch finds out shapes, leaves no trace."""
 
     submod: StageModule
 

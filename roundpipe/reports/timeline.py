@@ -50,11 +50,13 @@ class Span:
     start_s: float
     """Since recording began."""
     end_s: float
+    """Since recording began."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """What is known beside: ``layers`` (first, behind the last), ``microbatch``, ``bytes``, ``job``, ``part``."""
 
     @property
     def seconds(self) -> float:
+        """How long it took."""
         return self.end_s - self.start_s
 
 
@@ -78,6 +80,7 @@ class Timeline:
 
     @property
     def devices(self) -> list[str]:
+        """The devices that have spans, the optimizer's thread last."""
         return sorted({span.device for span in self.spans}, key=lambda name: (name == OPTIMIZER, _natural(name)))
 
     def lanes(self, device: str) -> list[str]:
@@ -86,6 +89,7 @@ class Timeline:
         return sorted(lanes, key=lambda lane: (LANES.index(lane) if lane in LANES else len(LANES), lane))
 
     def on(self, device: str, lane: str) -> list[Span]:
+        """The spans of one lane of a device, in the order of their starts."""
         return [span for span in self.spans if span.device == device and span.lane == lane]
 
     def between(self, start_s: float, end_s: float) -> Timeline:

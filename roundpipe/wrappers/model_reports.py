@@ -53,6 +53,8 @@ class ModelReports(ModelView):
         Recording waits for nothing, so what is recorded runs as it does otherwise; the end of the context waits for
         all that was begun in it. An error inside leaves the timeline of what ran before it.
 
+        ::
+
             with model.record_timeline("run.json") as timeline:
                 train_a_few_steps()
             timeline.save("run.png")

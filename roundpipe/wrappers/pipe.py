@@ -298,7 +298,7 @@ class RoundPipe(ModelReports):
             optimizer: if one was saved; likewise ``scheduler`` and ``scaler``.
             scheduler: see ``optimizer``.
             scaler: see ``optimizer``.
-            weights_only: read the weights and nothing else, also from a folder that `save_pretrained` wrote.
+            weights_only: read the weights and nothing else, also from a folder that ``save_pretrained`` wrote.
 
         Returns:
             ``step`` and ``extra`` as saved; None for both with ``weights_only``.

@@ -46,13 +46,13 @@ class WorkerReport:
     busy: float
     """Share of the measured time in which it computed; NaN: nothing was measured."""
     idle: Mapping[str, float]
-    """Shares of the measured time in which it did not, by cause; see `roundpipe.runtime.profiling.meter`."""
+    """Shares of the measured time in which it did not, by cause, such as ``weights`` or ``no_work``."""
     measured_s: float
     """Seconds that the shares are of; on accelerators, those of one round of several."""
     moved_bytes: Mapping[str, int]
     """By lane: ``upload`` and ``download`` carry values between stages, ``weights`` and ``gradients`` whole stages."""
     peak_bytes: int
-    """Most that was in use at once on the device since the model was made, or since `peak_device_bytes` was reset."""
+    """Most that was in use at once on the device since the model was made, or since it was reset."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +81,13 @@ class RunReport:
     """What happened since the report before, or since the model was made; ``str`` shows it as a table."""
 
     name: str
+    """Of the model, as given to `roundpipe.compile`."""
     num_calls: int
+    """Calls of the model: ``forward``, ``forward_backward``, ``forward_loss``."""
     num_rounds: int
     """A call runs one round, or several where its microbatches need several traces; so does a backward of its own."""
     num_steps: int
+    """Updates that were asked for."""
     wall_s: float
     """From the first call to the end of the latest work, or until now if something is running."""
     num_samples: int | None
@@ -96,9 +99,11 @@ class RunReport:
     round_s: float | None
     """Measured seconds of a training round: the median, from the end of the round before or from the call."""
     workers: tuple[WorkerReport, ...]
+    """One entry per worker, in the order of the rotation."""
     optimizer_s: Mapping[str, float]
     """Seconds of the optimizer's side: ``update`` (``step_fn``), ``hand-over`` (weights, gradients), ``waits``."""
     host_memory: HostMemory
+    """Bytes in host memory, by what they are for."""
     predicted: Prediction | None
     """None before the first training round."""
 

@@ -68,18 +68,18 @@ def test_explain_a_config(run: Output, tiny: Path, tmp_path: Path) -> None:
     assert json_of(run("explain", tiny, "--json"))["example_elements"] == 2 * 2 * EXPLAINED_SEQ
 
 
-def as_in_readme(run: Output, command: str) -> tuple[str, str]:
-    """What the README's one example of a command prints, and what the README says it prints."""
+def as_documented(run: Output, command: str) -> tuple[str, str]:
+    """What the one documented example of a command prints, and what its page says it prints."""
     pattern = rf"^```text\n\$ python -m roundpipe ({command} .*?)\n(.*?)^```$"
-    ((line, shown),) = re.findall(pattern, (ROOT / "README.md").read_text(), re.M | re.S)
+    ((line, shown),) = re.findall(pattern, (ROOT / "docs" / "command-line.md").read_text(), re.M | re.S)
     arguments = [str(QWEN) if word.endswith("config.json") else word for word in line.split("|")[0].split()]
     code, out, _ = run(*arguments)
     assert code == 0
     return out, shown
 
 
-def test_the_readme_shows_what_explain_prints(run: Output) -> None:
-    out, shown = as_in_readme(run, "explain")
+def test_the_page_shows_what_explain_prints(run: Output) -> None:
+    out, shown = as_documented(run, "explain")
     assert [line for line in out.splitlines() if "asked at" not in line] == shown.splitlines()
 
 
@@ -196,8 +196,8 @@ def test_the_module_runs_as_a_program_and_stops_quietly() -> None:
     assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_the_readme_shows_what_is_printed(run: Output) -> None:
-    out, shown = as_in_readme(run, "plan")
+def test_the_page_shows_what_is_printed(run: Output) -> None:
+    out, shown = as_documented(run, "plan")
     printed = out[out.index("\nstep") + 1 :]
     number = r"\d[\d,]*(?:\.\d+)?"
     assert re.sub(number, "#", printed.strip()) == re.sub(number, "#", shown.strip())

@@ -84,7 +84,7 @@ class Update:
 
 
 class StepHandle:
-    """One update that `RoundPipe.step` was asked for."""
+    """One update that `roundpipe.RoundPipe.step` was asked for."""
 
     def __init__(self, update: Update, board: Board, runner: UpdateRunner) -> None:
         self._update = update
@@ -98,7 +98,7 @@ class StepHandle:
     def wait(self, timeout: float | None = None) -> bool:
         """Return once it is done, however it ended; False: not within ``timeout`` seconds.
 
-        The update is then in the optimizer's copies; `RoundPipe.synchronize` brings it into the model.
+        The update is then in the optimizer's copies; `roundpipe.RoundPipe.synchronize` brings it into the model.
 
         Raises:
             ConfigError: called inside this ``step_fn``.
