@@ -293,3 +293,31 @@ def test_buffers_of_earlier_stages_are_written_before_the_weights_of_a_mean_are_
         piped.synchronize()
     F.mse_loss(twin(x), x).backward()
     assert_same(gradients(model), gradients(twin))
+
+
+class Centers(nn.Module):
+    """Remembers a mean that it has seen, so that it runs on the host in a model that is not traced."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        self.mean.mul_(0.5).add_(x.detach().mean(0))
+        return self.linear(x - self.mean)
+
+
+@pytest.mark.filterwarnings("ignore:.*runs on the CPU from now on")
+def test_a_loss_of_the_whole_batch_is_behind_forwards_of_microbatches_on_the_host_too():
+    torch.manual_seed(0)
+    model = Centers().double()
+    twin, x = copy.deepcopy(model), torch.randn(8, 4, dtype=torch.float64)
+    with roundpipe.AutoRoundPipe(model, devices=["cpu"] * 2) as piped:
+        config = RoundPipeRunConfig(num_microbatch=2)
+        loss = piped.forward_backward((x,), label=x, loss_fn=F.mse_loss, loss_scope="batch", run_config=config)
+        piped.synchronize()
+    expected = F.mse_loss(torch.cat([twin(half) for half in x.chunk(2)]), x)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-12)
+    assert_same(gradients(model), gradients(twin), 1e-12)

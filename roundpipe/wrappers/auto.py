@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -70,9 +71,14 @@ class HostRunner(Runner):
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: RoundPipeRunConfig) -> Any:
         """``split_input`` and ``merge_output`` are of the whole model's inputs and outputs."""
+        return self._forward(args, kwargs, options, self.parts.splits_inside)
+
+    def _forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], options: RoundPipeRunConfig, splits_inside: bool
+    ) -> Any:
         config = self._begin(options)
         with torch.set_grad_enabled(config.requires_grad):
-            if self.parts.splits_inside and config.split_input is None and config.merge_output is True:
+            if splits_inside and config.split_input is None and config.merge_output is True:
                 outputs = [self._run_tree(args, kwargs, options, RoundPipeRunConfig(), (args, kwargs), None)]
             else:
                 pieces = split(args, kwargs, None, config)
@@ -90,7 +96,8 @@ class HostRunner(Runner):
         config = self._begin(training.options, adds_gradients=has_backward)
         is_mean = config.loss_reduction == "mean"
         if config.loss_scope == "batch":
-            return train_on_batch(self, self.session, training, is_mean=is_mean)
+            forward = functools.partial(self._forward, splits_inside=False)
+            return train_on_batch(forward, self.session, training, is_mean=is_mean)
         if has_backward and not self._warned:
             self._warned = True
             warn(

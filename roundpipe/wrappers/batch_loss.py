@@ -6,6 +6,7 @@ then, from what the loss gives each output, their backward. The last stage is re
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,16 +14,22 @@ import torch
 
 from roundpipe.core import trees
 from roundpipe.core.errors import GradientNote, RaisedIn
-from roundpipe.runtime.config import microbatch_count
+from roundpipe.runtime.config import RoundPipeRunConfig, microbatch_count
 from roundpipe.runtime.engine.losses import read_losses
-from roundpipe.wrappers.session import Runner, Session, TrainingCall
+from roundpipe.wrappers.session import Session, TrainingCall
 
 
-def train_on_batch(runner: Runner, session: Session, training: TrainingCall, *, is_mean: bool) -> Any:
-    """As `RoundPipe.forward_backward`; the loss runs on the first device."""
+def train_on_batch(
+    forward: Callable[[tuple[Any, ...], dict[str, Any], RoundPipeRunConfig], Any],
+    session: Session,
+    training: TrainingCall,
+    *,
+    is_mean: bool,
+) -> Any:
+    """As `RoundPipe.forward_backward`, with a ``forward`` by microbatches; the loss runs on the first device."""
     device, options = session.engine.backends[0].device, replace(training.options, requires_grad=training.has_backward)
     with torch.set_grad_enabled(training.has_backward):
-        outputs = runner.forward(training.args, training.kwargs, options)
+        outputs = forward(training.args, training.kwargs, options)
         on_device, label = trees.map_tensors((outputs, training.label), lambda tensor: tensor.to(device))
         with RaisedIn("the loss of the whole batch, phase loss_fn"), microbatch_count(1):
             losses = read_losses(training.loss_fn(on_device, label), is_mean=is_mean)

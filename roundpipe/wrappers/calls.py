@@ -98,7 +98,7 @@ class ChainRunner(Runner):
         config = self._resolve(training.options)
         if config.loss_scope == "batch":
             self._wait_for_weights(training.loss_fn)
-            return train_on_batch(self, session, training, is_mean=config.loss_reduction == "mean")
+            return train_on_batch(self.forward, session, training, is_mean=config.loss_reduction == "mean")
         session.begin_call(adds_gradients=has_backward)
         calls, options = self._calls(
             training.args,

@@ -16,7 +16,7 @@ import torch
 import roundpipe
 from roundpipe import RoundPipeRunConfig
 from tests.actions.models import NUM_IDS, WIDTH, blocks_of, loss_of
-from tests.actions.sides import Batch, Piped, Side
+from tests.actions.sides import Batch, Piped, Side, counted
 
 Action = Callable[[Side, random.Random], list[Any]]
 ACTIONS: dict[str, tuple[Action, float]] = {}
@@ -52,7 +52,8 @@ def draw_batch(side: Side, choose: random.Random, *, is_whole: bool = False) -> 
         kwargs["mask"] = torch.rand(samples, length, generator=generator) < 0.7
     number = 1 if is_whole else choose.choice([1, 2, 2, 3, 4])
     by_function = choose.random() < 0.15 and number <= samples  # the number is the function's business
-    return Batch((x,), kwargs, label, number, choose.choice([None, "stage", "layer"]), by_function)
+    tiles = choose.choice([None, None, "off", 2, 3])
+    return Batch((x,), kwargs, label, number, choose.choice([None, "stage", "layer"]), by_function, tiles)
 
 
 def _mean(outputs: Any, label: Any) -> Any:
@@ -81,6 +82,40 @@ def train(side: Side, choose: random.Random) -> list[Any]:
     batch = draw_batch(side, choose)
     loss_fn: Any = choose.choice([loss_of, loss_of, _mean, _two, _penalty(side)])
     return list(_flat(side.train(batch, loss_fn, choose.random() < 0.3)))
+
+
+def _counted_mean(outputs: Any, label: Any) -> Any:
+    weight = counted(label)
+    return (outputs - label).abs().sum() / weight.clamp(min=1), weight
+
+
+def _draw_reduction(batch: Batch, choose: random.Random) -> Any:
+    """A loss function for how the microbatches' losses are to make up the batch's."""
+    batch.scope = choose.choice([None, "microbatch", "batch"])
+    batch.reduction = choose.choice(["mean", "mean", None])
+    if batch.reduction and choose.random() < 0.4 and int(counted(batch.label)):
+        return _counted_mean
+    return choose.choice([loss_of, _mean, _two])
+
+
+@action(2)
+def train_reduced(side: Side, choose: random.Random) -> list[Any]:
+    """A mean over microbatches, or a loss of the whole batch."""
+    batch = draw_batch(side, choose)
+    loss_fn = _draw_reduction(batch, choose)
+    return list(_flat(side.train(batch, loss_fn, choose.random() < 0.3)))
+
+
+@action(1)
+def evaluate_loss(side: Side, choose: random.Random) -> list[Any]:
+    side.settle()
+    batch = draw_batch(side, choose)
+    loss_fn = _draw_reduction(batch, choose)
+    was = side.model.training
+    side.handle.eval()
+    loss = side.evaluate(batch, loss_fn)
+    side.handle.train(was)
+    return list(_flat(loss))
 
 
 @action(1)
@@ -219,6 +254,15 @@ def step(side: Side, choose: random.Random) -> list[Any]:
 
     side.step(step_fn, is_async)
     side.kept["norms"] = norms
+    return []
+
+
+@action(0.8)
+def step_plainly(side: Side, choose: random.Random) -> list[Any]:
+    """Without the wrapper's step."""
+    if side.optimizer is None:
+        new_optimizer(side, choose)
+    side.step_plainly()
     return []
 
 

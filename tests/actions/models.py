@@ -153,7 +153,7 @@ class Setup:
             is_tied=choose.random() < 0.2,
             dtype=torch.float32 if choose.random() < 0.2 else torch.float64,
             num_workers=choose.randint(1, 3),
-            memory_bytes=choose.choice([2**20, 2**22]) if choose.random() < 0.2 else None,
+            memory_bytes=choose.choice([2**13, 2**14, 2**20, 2**22]) if choose.random() < 0.2 else None,
         )
 
     def __str__(self) -> str:

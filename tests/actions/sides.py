@@ -29,6 +29,9 @@ class Batch:
     num_microbatches: int
     grain: Any = None
     splits_by_function: bool = False
+    tiles: Any = None
+    reduction: Any = None
+    scope: Any = None
 
     def pieces(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], Any]]:
         number = min(self.num_microbatches, len(self.args[0]))
@@ -40,7 +43,14 @@ class Batch:
 
     def config(self) -> RoundPipeRunConfig:
         split = _split_by_function if self.splits_by_function else None
-        return RoundPipeRunConfig(num_microbatch=self.num_microbatches, recompute_grain=self.grain, split_input=split)
+        return RoundPipeRunConfig(
+            num_microbatch=self.num_microbatches,
+            recompute_grain=self.grain,
+            split_input=split,
+            tiles=self.tiles,
+            loss_reduction=self.reduction,
+            loss_scope=self.scope,
+        )
 
 
 def _split_by_function(args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> Any:
@@ -48,6 +58,28 @@ def _split_by_function(args: tuple[Any, ...], kwargs: dict[str, Any], number: in
     pieces = list(zip(*(torch.tensor_split(each, number) for each in args), strict=True))
     named = {name: torch.tensor_split(each, number) for name, each in kwargs.items()}
     return pieces, [{name: parts[index] for name, parts in named.items()} for index in range(number)]
+
+
+def _weighted(batch: Batch, loss: Any, label: Any) -> tuple[Any, float]:
+    """A loss, and what it counts for in the mean: the weight that came with it, else its samples."""
+    if isinstance(loss, tuple):
+        assert batch.label is not None
+        total = float(counted(batch.label))
+        return loss[0], float(loss[1]) / total
+    return loss, len(label) / len(batch.args[0])
+
+
+def counted(label: torch.Tensor) -> torch.Tensor:
+    """A weight for the loss of some samples."""
+    return (label.detach() > -1).sum()
+
+
+def _list(losses: Any) -> list[Any]:
+    return [losses] if isinstance(losses, torch.Tensor) else list(losses)
+
+
+def _scaled(losses: Any, weight: float) -> Any:
+    return losses * weight if isinstance(losses, torch.Tensor) else [loss * weight for loss in losses]
 
 
 def _sum(losses: list[Any]) -> Any:
@@ -78,6 +110,10 @@ class Side(ABC):
     def train(self, batch: Batch, loss_fn: LossFunction, return_outputs: bool) -> tuple[Any, Any]: ...
 
     @abstractmethod
+    def evaluate(self, batch: Batch, loss_fn: LossFunction) -> Any:
+        """The loss without gradients."""
+
+    @abstractmethod
     def forward(self, batch: Batch) -> torch.Tensor: ...
 
     @abstractmethod
@@ -86,6 +122,10 @@ class Side(ABC):
 
     @abstractmethod
     def step(self, step_fn: Callable[[], Any], is_async: bool) -> None: ...
+
+    @abstractmethod
+    def step_plainly(self) -> None:
+        """The loop steps its optimizer itself."""
 
     @abstractmethod
     def settle(self, explicit: bool = True) -> None:
@@ -176,15 +216,34 @@ class Eager(Side):
     def train(self, batch: Batch, loss_fn: LossFunction, return_outputs: bool) -> tuple[Any, Any]:
         self._hide()
         losses, outputs = [], []
-        for args, kwargs, label in batch.pieces():
-            output = self.model(*args, **kwargs)
+        for given, label in self._outputs(batch):
+            output, weight = given, 1.0
             loss = loss_fn(output, label)
+            if batch.reduction == "mean":
+                loss, weight = _weighted(batch, loss, label)
             # pieces share what made the batch
-            torch.autograd.backward(loss, retain_graph=True)
-            losses.append(loss)
+            torch.autograd.backward([each * weight for each in _list(loss)], retain_graph=True)
+            losses.append(_scaled(loss, weight))
             outputs.append(output.detach())
         self.collect()
         return _sum(losses), torch.cat(outputs) if return_outputs else None
+
+    def _outputs(self, batch: Batch) -> Iterator[tuple[Any, Any]]:
+        """What the loss function sees, one after the other."""
+        outputs = ((self.model(*args, **kwargs), label) for args, kwargs, label in batch.pieces())
+        if batch.scope == "batch":
+            outputs = iter([(torch.cat([output for output, _ in outputs]), batch.label)])
+        return outputs
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch, loss_fn: LossFunction) -> Any:
+        losses = []
+        for output, label in self._outputs(batch):
+            loss, weight = loss_fn(output, label), 1.0
+            if batch.reduction == "mean":
+                loss, weight = _weighted(batch, loss, label)
+            losses.append(_scaled(loss, weight))
+        return _sum(losses)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         self._hide()
@@ -197,6 +256,9 @@ class Eager(Side):
         self.is_behind = True
         if not is_async:
             self._write()
+
+    def step_plainly(self) -> None:
+        self.step(lambda: (self.optimizer.step(), self.optimizer.zero_grad()), is_async=False)
 
     def settle(self, explicit: bool = True) -> None:
         self._write()
@@ -263,6 +325,9 @@ class Piped(Side):
         )
         return result if return_outputs else (result, None)
 
+    def evaluate(self, batch: Batch, loss_fn: LossFunction) -> Any:
+        return self.pipe.forward_loss(batch.args, batch.kwargs, batch.label, loss_fn, run_config=batch.config())
+
     def forward(self, batch: Batch) -> torch.Tensor:
         return self.pipe(*batch.args, **batch.kwargs, roundpipe_run_config=batch.config())
 
@@ -270,6 +335,10 @@ class Piped(Side):
 
     def step(self, step_fn: Callable[[], Any], is_async: bool) -> None:
         self.pipe.step(step_fn, is_async)
+
+    def step_plainly(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def settle(self, explicit: bool = True) -> None:
         if explicit:
