@@ -22,6 +22,7 @@ from roundpipe.fx.source import TracedSource, own_example
 from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.runtime.device.backend import Device
 from roundpipe.runtime.device.resolve import DeviceLike, largest_layer_bytes
+from roundpipe.runtime.ranks.group import ProcessGroupLike
 from roundpipe.runtime.weights.host_weights import PinMode
 from roundpipe.wrappers.auto import AutoRoundPipe
 from roundpipe.wrappers.calls import ChainProgram
@@ -31,7 +32,7 @@ from roundpipe.wrappers.pipe import RoundPipe
 
 logger = logging.getLogger(__name__)
 
-_SETTINGS = ("optim_dtype", "pin_model", "devices")
+_SETTINGS = ("optim_dtype", "pin_model", "devices", "process_group")
 _TRACING = ("example_args", "example_kwargs", "balance")
 _PARTS_OPTIONS = ("lower_threshold", "upper_threshold", "skip_modules", "override_config")
 
@@ -48,6 +49,7 @@ def compile(
     devices: Sequence[DeviceLike] | DeviceLike | None = None,
     balance: Balance = "time",
     fallback: bool = True,
+    process_group: ProcessGroupLike | None = None,
     **wrap_kwargs: Any,
 ) -> RoundPipe | AutoRoundPipe:
     """Cut a model into layers and make it train in rotation.
@@ -71,6 +73,7 @@ def compile(
         fallback: what happens if the model's own forward can't be traced. True: a warning, and an `AutoRoundPipe`
             that runs this forward on the CPU and its modules on the devices; if only a later call shows it, the
             `RoundPipe` does the same for such calls, with the parameters and optimizers that it has. False: an error.
+        process_group: the ranks that train this model, each on its part of every batch; see `RoundPipe`.
         **wrap_kwargs: options of the fallback: ``lower_threshold``, ``upper_threshold``, ``skip_modules`` and
             ``override_config``, see `roundpipe.wrap_model_to_roundpipe`.
 
@@ -93,9 +96,11 @@ def compile(
     _check_options("compile", wrap_kwargs, _PARTS_OPTIONS)
     choice = PartsChoice(model, **wrap_kwargs, reaction="warn" if fallback else "refuse")
     program = cut(model, choice, devices, balance, example_args, example_kwargs)
+    settings: dict[str, Any] = {"optim_dtype": optim_dtype, "name": name, "pin_model": pin_model, "devices": devices}
+    settings["process_group"] = process_group
     if program is None:
-        return choice.wrap(model_run_config, optim_dtype=optim_dtype, name=name, pin_model=pin_model, devices=devices)
-    pipe = RoundPipe(program, optim_dtype, name, model_run_config, pin_model, devices=devices)
+        return choice.wrap(model_run_config, **settings)
+    pipe = RoundPipe(program, model_run_config=model_run_config, **settings)
     if example_args or example_kwargs is not None:
         logger.info("%s", pipe.partition_table())
     return pipe
@@ -149,8 +154,8 @@ def wrap_model_to_roundpipe(
         override_config: options of single modules that become pipelines.
         model_run_config: defaults for every call.
         name: for logs and traces; None: ``filename:line`` of the caller.
-        **roundpipe_kwargs: ``optim_dtype``, ``pin_model``, ``devices`` as for `RoundPipe`; ``example_args``,
-            ``example_kwargs``, ``balance`` as for `roundpipe.compile`.
+        **roundpipe_kwargs: ``optim_dtype``, ``pin_model``, ``devices``, ``process_group`` as for `RoundPipe`;
+            ``example_args``, ``example_kwargs``, ``balance`` as for `roundpipe.compile`.
 
     Returns:
         A `RoundPipe` if the model is cut by the graph compiler or is an ``nn.Sequential``, else an `AutoRoundPipe`.

@@ -46,6 +46,7 @@ PUBLIC_NAMES = {
     "OptimizerCtx",
     "PartitionError",
     "Pipe",
+    "RankError",
     "RoundPipe",
     "RoundPipeError",
     "RoundPipePackedData",
@@ -375,11 +376,11 @@ def test_public_signatures() -> None:
 
     assert names(roundpipe.compile) == [
         *("model", "example_args", "example_kwargs", "optim_dtype", "name", "model_run_config", "pin_model"),
-        *("devices", "balance", "fallback", "wrap_kwargs"),
+        *("devices", "balance", "fallback", "process_group", "wrap_kwargs"),
     ]
     pipe = roundpipe.RoundPipe
     assert names(pipe)[:5] == ["model", "optim_dtype", "name", "model_run_config", "pin_model"]
-    assert "devices" in names(pipe)
+    assert {"devices", "process_group"} <= set(names(pipe))
     assert names(pipe.forward) == ["args", "roundpipe_run_config", "kwargs"]
     of_losses = "input_args input_kwargs label loss_fn return_outputs run_config loss_reduction loss_scope".split()
     assert names(pipe.forward_backward) == names(pipe.forward_loss) == of_losses

@@ -170,6 +170,10 @@ class DeadlockError(RoundPipeError, RuntimeError):
     """A hand-off between threads did not happen before its deadline."""
 
 
+class RankError(RoundPipeError, RuntimeError):
+    """Ranks that train one model can't go on together: one has ended or failed, or is elsewhere in its program."""
+
+
 class SynchronizationError(RoundPipeError, RuntimeError):
     """A tensor was used on a stream that had not waited for the transfer that fills it."""
 

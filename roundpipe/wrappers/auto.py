@@ -122,7 +122,8 @@ class HostRunner(Runner):
             return leaf.view_as(leaf)
 
         parts = zip(pieces.args, pieces.kwargs, pieces.labels, pieces.events, strict=True)
-        weights = LossWeights(Mean(pieces.shares, pieces.num_microbatches) if is_mean else None)
+        share = training.share
+        weights = LossWeights(Mean(pieces.shares, pieces.num_microbatches, share=share) if is_mean else None)
         with GradientNote(added=False) as note, contextlib.ExitStack() as apart:
             with torch.set_grad_enabled(has_backward):
                 for m, (*piece, events) in enumerate(parts):
@@ -137,8 +138,8 @@ class HostRunner(Runner):
                         check_losses(each.tensors, f"on the host, microbatch {m}, phase loss_fn")
                     note.added = has_backward
                     if has_backward:
-                        if m == 0 and weights.has_given:
-                            apart.enter_context(self.session.optimizer.gradients_scaled(lambda: weights.scale))
+                        if m == 0 and (weights.has_given or share is not None):
+                            apart.enter_context(self.session.optimizer.gradients_scaled(lambda: weights.gradient_scale))
                         with RaisedIn(self._place("backward", m)):
                             torch.autograd.backward(each.tensors)
                     losses.append(trees.map_tensors(each.detached(), torch.Tensor.cpu))
@@ -147,7 +148,7 @@ class HostRunner(Runner):
                         outputs.append(detached)
             apart.close()
             arrived = [leaf.grad for _, leaf in leaves]
-            if (scale := weights.scale) != 1:
+            if (scale := weights.gradient_scale) != 1:
                 arrived = [None if gradient is None else gradient * scale for gradient in arrived]
             flow_back([tensor for tensor, _ in leaves], arrived)
             if has_backward:

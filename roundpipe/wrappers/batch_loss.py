@@ -34,6 +34,11 @@ def train_on_batch(
         with RaisedIn("the loss of the whole batch, phase loss_fn"), microbatch_count(1):
             losses = read_losses(training.loss_fn(on_device, label), is_mean=is_mean)
         del on_device
+        if training.share is not None:
+            training.share.tell(losses.weight)
+            factor = training.share.factor()
+            losses.values = [tensor.detach() for tensor in losses.tensors]
+            losses.tensors = [tensor * factor for tensor in losses.tensors]
         if training.has_backward:
             with GradientNote(), RaisedIn("the loss of the whole batch, phase backward"):
                 torch.autograd.backward(losses.tensors)

@@ -37,11 +37,12 @@ from roundpipe.runtime.config import (
     resolve,
 )
 from roundpipe.runtime.engine.builder import StepBuilder
-from roundpipe.runtime.engine.losses import LossWeights, Mean, scale_of, sum_losses
+from roundpipe.runtime.engine.losses import LossWeights, Mean, gradient_scale_of, scale_of, sum_losses, tell_weights
 from roundpipe.runtime.engine.spec import Call, LossFunction, MakeTail
 from roundpipe.runtime.engine.step import StepState
 from roundpipe.runtime.microbatch.merge import merge
 from roundpipe.runtime.microbatch.split import batch_size, split
+from roundpipe.runtime.ranks.turns import CallShare
 from roundpipe.wrappers.batch_loss import train_on_batch
 from roundpipe.wrappers.deferred import run_forward
 from roundpipe.wrappers.features import plan_hooks_beside_loss
@@ -108,6 +109,7 @@ class ChainRunner(Runner):
             training.label,
             training.loss_fn,
             make_tail=self.tails.tail if has_backward and not training.return_outputs else None,
+            share=training.share,
         )
         if calls is None:
             return self._fall_back().forward_backward(replace(training, options=options))
@@ -118,7 +120,9 @@ class ChainRunner(Runner):
         gradients: list[torch.Tensor | None] = []
         weights: list[LossWeights] = []
         is_apart = has_backward and len(calls) > 1 and calls[0].mean is not None
-        apart = session.optimizer.gradients_scaled(lambda: scale_of(weights)) if is_apart else contextlib.nullcontext()
+        apart: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if is_apart:
+            apart = session.optimizer.gradients_scaled(lambda: gradient_scale_of(weights, training.share))
         with apart:
             for call in calls:
                 if call.mean is not None and weights:
@@ -131,9 +135,11 @@ class ChainRunner(Runner):
                     inputs += [item.tensor for item in step.spec.inputs]
                     gradients += step.input_gradients()
                 weights.append(step.weights)
+            tell_weights(weights, training.share)
         scale = scale_of(weights)
         if is_apart:
-            gradients = [None if gradient is None else gradient * scale for gradient in gradients]
+            factor = gradient_scale_of(weights, training.share)
+            gradients = [None if gradient is None else gradient * factor for gradient in gradients]
         if has_backward:
             session.optimizer.end_call()
         with GradientNote(added=has_backward):
@@ -208,6 +214,7 @@ class ChainRunner(Runner):
         loss_fn: LossFunction | None = None,
         first_microbatch: int = 0,
         make_tail: MakeTail | None = None,
+        share: CallShare | None = None,
     ) -> tuple[list[Call] | None, RoundPipeRunConfig]:
         """The microbatches as one round, or as few as can be; None, and the fallback's options, if one has no chain.
 
@@ -249,7 +256,7 @@ class ChainRunner(Runner):
             for call in calls:
                 first = call.first_microbatch - first_microbatch
                 own = None if shares is None else shares[first : first + call.num_microbatches]
-                call.mean = Mean(own, pieces.num_microbatches, is_whole)
+                call.mean = Mean(own, pieces.num_microbatches, is_whole, share=share)
         if loss_fn is not None and pieces.num_microbatches > 1:
             _note_own_losses(calls)
         self.last_chain = calls[-1].chain

@@ -35,6 +35,7 @@ from roundpipe.core.errors import CheckpointError, CheckpointMisfitError, Checkp
 from roundpipe.core.random_state import portable_random_state, restore_random_state
 from roundpipe.runtime.weights.master_weights import ParameterPair
 from roundpipe.wrappers import checkpoint_files as files
+from roundpipe.wrappers.background_writer import CheckpointWrite
 from roundpipe.wrappers.checkpoint_folder import check_replaceable, read_whole, replacing
 from roundpipe.wrappers.checkpoint_state import (
     FORMAT,
@@ -50,7 +51,7 @@ from roundpipe.wrappers.checkpoint_state import (
     read_state,
     shared,
 )
-from roundpipe.wrappers.session import CheckpointWrite, Session
+from roundpipe.wrappers.session import Session
 
 logger = logging.getLogger(__name__)
 

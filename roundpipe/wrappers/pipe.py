@@ -17,6 +17,7 @@ from roundpipe.runtime.config import LossReduction, LossScope, RoundPipeRunConfi
 from roundpipe.runtime.device.resolve import DeviceLike
 from roundpipe.runtime.engine.spec import LossFunction
 from roundpipe.runtime.optimizer.update import StepHandle
+from roundpipe.runtime.ranks.group import ProcessGroupLike
 from roundpipe.runtime.weights.host_weights import PinMode
 from roundpipe.wrappers import checkpoint
 from roundpipe.wrappers.calls import ChainProgram, check_training_call, pass_outputs, with_loss_options
@@ -42,6 +43,9 @@ class RoundPipe(ModelReports):
             refuses to pin, memory stays unpinned, and a warning names the limit.
         devices: the rotation: a list of device names and `roundpipe.Device` objects, in which an entry may be
             repeated. None: every accelerator that torch sees, or the CPU if there is none.
+        process_group: data parallel: every rank of this ``torch.distributed`` group wraps the same model and runs the
+            rotation on its own devices and its own part of each batch, and `step` averages the gradients. ``"world"``
+            is the group of all ranks. Weights and buffers start as those of rank 0; see docs/distributed.md.
 
     Raises:
         ConfigError: an argument can't be used.
@@ -56,12 +60,13 @@ class RoundPipe(ModelReports):
         pin_model: PinMode = "alloc",
         *,
         devices: Sequence[DeviceLike] | DeviceLike | None = None,
+        process_group: ProcessGroupLike | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(model, Program):
             check_wrappable(model, type(self).__name__)
             model = self._program_of(model)
-        options = optim_dtype, name, model_run_config, pin_model, devices
+        options = optim_dtype, name, model_run_config, pin_model, devices, process_group
         session = Session(model.model, *options, widens_half=model.widens_half)
         # past __setattr__, which sets on the model once there is a session
         self.__dict__.update(
@@ -135,11 +140,12 @@ class RoundPipe(ModelReports):
             run_config: options for this call.
             loss_reduction: ``"sum"`` (the default) adds the microbatches' losses. ``"mean"`` is for losses that are
                 means: each counts by its samples or, if ``loss_fn`` returns ``(loss, weight)``, by its weight, such as
-                the number of target tokens, so that loss and gradients are those of one loss over the batch.
+                the number of target tokens, so that loss and gradients are those of one loss over the batch. With
+                ``process_group``, gradients are those of one loss over the batches of all ranks.
             loss_scope: ``"batch"`` runs ``loss_fn`` once, on the outputs and labels of the whole batch.
 
         Returns:
-            The loss of the batch, on the CPU and detached (a list if ``loss_fn`` returns several); with
+            The loss of this rank's batch, on the CPU and detached (a list if ``loss_fn`` returns several); with
             ``return_outputs``, the pair of it and the merged outputs.
 
         Raises:
@@ -186,7 +192,8 @@ class RoundPipe(ModelReports):
             check_training_call(args, kwargs, loss_fn)
             self._session.check_arguments(args, kwargs)
             training = TrainingCall(tuple(args), kwargs, label, loss_fn, return_outputs, options, has_backward)
-            result = self._runner.forward_backward(training)
+            with self._session.training_call(training, self._runner.config) as training:
+                result = self._runner.forward_backward(training)
         self._session.note_call(training.args, kwargs, options)
         return result
 

@@ -10,15 +10,14 @@ A model in parts has a runner for each of them, all on one session.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import logging
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -43,8 +42,11 @@ from roundpipe.runtime.optimizer.loading import LoadWatch
 from roundpipe.runtime.optimizer.optimizer import OptimizerSide
 from roundpipe.runtime.optimizer.reads import ReadWatch
 from roundpipe.runtime.profiling.meter import MeterReading
+from roundpipe.runtime.ranks.group import ProcessGroupLike
+from roundpipe.runtime.ranks.turns import CallShare, Ranks
 from roundpipe.runtime.weights.gate import Gates
 from roundpipe.runtime.weights.host_weights import HostWeights, PinMode
+from roundpipe.wrappers.background_writer import BackgroundWriter
 
 logger = logging.getLogger(__name__)
 
@@ -83,73 +85,6 @@ class LatestStep:
     """Know what its layers take."""
 
 
-class CheckpointWrite(Future[None]):
-    """One save: done once its checkpoint is in place, or will never be.
-
-    `result` and `exception` wait, and what they raise or return counts as seen: no later call raises it.
-    """
-
-    is_seen = False
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        error = super().exception(timeout)
-        self.is_seen = True
-        return error
-
-    def result(self, timeout: float | None = None) -> None:
-        if (error := self.exception(timeout)) is not None:
-            raise error
-
-
-@dataclass(slots=True)
-class BackgroundWriter:
-    """The one write of a model that may be under way in a thread of its own.
-
-    Waits are for the write's future: a ``Thread.join`` that Ctrl-C interrupts takes the thread for ended. The thread
-    is not a daemon: the interpreter does not exit in the middle of a checkpoint.
-    """
-
-    _write: CheckpointWrite | None = None
-
-    def start(self, write: Callable[[], None], name: str) -> CheckpointWrite:
-        """Run ``write`` in a thread; `wait` comes before the next one."""
-        assert self._write is None
-        self._write = future = CheckpointWrite()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                write()
-            except BaseException as error:  # raised again in the training thread
-                logger.error("the checkpoint %s was not written: %s", name, error)
-                future.set_exception(error)
-            else:
-                future.set_result(None)
-
-        try:
-            threading.Thread(target=run, name="roundpipe-checkpoint").start()
-        except BaseException:  # no more threads, or an interrupt, after which it may run
-            if future.cancel():
-                self._write = None
-            raise
-        return future
-
-    def wait(self) -> None:
-        """Return when nothing is being written; raise, once, what the last write raised."""
-        if self._write is not None:
-            wait_for([self._write])
-            self.raise_pending()
-
-    def raise_pending(self) -> None:
-        """Raise, once, what the last write raised, if it is over and nobody has seen it; does not wait."""
-        write = self._write
-        if write is not None and write.done():
-            self._write = None
-            if not (write.is_seen or write.cancelled()):
-                write.result()
-
-
 class Session:
     """The workers of one model, and what they work on."""
 
@@ -161,6 +96,8 @@ class Session:
         config: RoundPipeRunConfig,
         pin_model: PinMode,
         devices: Sequence[DeviceLike] | DeviceLike | None,
+        process_group: ProcessGroupLike | None = None,
+        *,
         widens_half: bool = False,
     ) -> None:
         """Start the workers; see `RoundPipe` for the options and what is raised."""
@@ -187,14 +124,24 @@ class Session:
             "pin_model": pin_model,
             "devices": entries,
         }
-        """The options, for a copy."""
+        """The options, for a copy, which trains alone."""
         backends = open_backends(entries)
         registrar = open_registrar(backends) if pin_model == "register" else None
         self.gates = Gates()
+        options = optim_dtype, widens_half
+        board = self.gates.board
+        self.ranks = None if process_group is None else Ranks(process_group, model, name, options, board)
+        """The others that train this model, each on its part of every batch."""
         self.engine = Engine(backends, name, self.gates)
         parameters = functools.partial(model.named_parameters, remove_duplicate=False)
         self.optimizer = OptimizerSide(
-            parameters, optim_dtype, widens_half=widens_half, name=name, gates=self.gates, steps=self.engine
+            parameters,
+            optim_dtype,
+            widens_half=widens_half,
+            name=name,
+            gates=self.gates,
+            steps=self.engine,
+            ranks=self.ranks,
         )
         self.host = HostWeights(pin_model, backends[0].host_buffer, registrar, model)
         self.watch = LoadWatch(model, self.optimizer)
@@ -288,6 +235,18 @@ class Session:
                     log.tokens_of = name
                     return
 
+    @contextmanager
+    def training_call(self, training: TrainingCall, config: RoundPipeRunConfig) -> Iterator[TrainingCall]:
+        """Around a call of ``forward_backward``, with what its mean counts for among the ranks."""
+        share = None
+        if self.ranks is not None and training.has_backward:
+            self.ranks.num_calls += 1
+            resolved = resolve(training.options, config, num_devices=self.engine.num_workers)
+            if resolved.loss_reduction == "mean":
+                share = self.ranks.share(batch_size(training.args, training.kwargs, resolved))
+        with contextlib.nullcontext() if share is None else share:
+            yield replace(training, share=share)
+
     def close(self) -> None:
         """Wait for what is running and `release` everything; safe to call twice, also if interrupted."""
         if self.gates.board.is_here:
@@ -312,6 +271,8 @@ class Session:
             self.optimizer.close()
         finally:
             try:
+                if self.ranks is not None:
+                    self.ranks.close()
                 self.engine.close()
             finally:
                 if self.host.registrar is not None:
@@ -356,10 +317,15 @@ class TrainingCall:
     return_outputs: bool
     options: RoundPipeRunConfig
     has_backward: bool = True
+    share: CallShare | None = None
+    """With other ranks, and a loss that is a mean over the batches of all: what this one counts for."""
 
 
 class Runner(ABC):
     """Runs the calls of one model; see `RoundPipe` for what its methods do."""
+
+    config: RoundPipeRunConfig
+    """Defaults of its calls."""
 
     @property
     def trace_count(self) -> int:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from roundpipe.core.errors import LossError
+from roundpipe.runtime.ranks.turns import CallShare
 
 GIVEN_SOMETIMES = (
     "loss_fn returned a weight beside the loss for some microbatches only; return one for all, or for none"
@@ -59,6 +60,8 @@ class Mean:
     """Whether the step is the whole call. Else the caller divides gradients and losses once the last step is over."""
     reference: float | None = None
     """Of the steps before, if there were any."""
+    share: CallShare | None = None
+    """If other ranks have parts of the batch: what this one's counts for."""
 
 
 class LossWeights:
@@ -109,10 +112,17 @@ class LossWeights:
 
     @property
     def scale(self) -> float:
-        """What gradients and losses are still to be multiplied by, once all losses are known."""
+        """What losses are still to be multiplied by, once all are known."""
         if self._mean is None or not self._mean.is_whole:
             return 1.0
         return scale_of([self])
+
+    @property
+    def gradient_scale(self) -> float:
+        """What gradients are still to be multiplied by, once all losses are known; may wait for other ranks."""
+        if self._mean is None or not self._mean.is_whole:
+            return 1.0
+        return gradient_scale_of([self], self._mean.share)
 
 
 def scale_of(weights: Sequence[LossWeights]) -> float:
@@ -124,6 +134,22 @@ def scale_of(weights: Sequence[LossWeights]) -> float:
         raise LossError(GIVEN_SOMETIMES)
     total, reference = sum(each.total for each in given), given[-1].reference
     return reference / total if reference is not None and total else math.nan
+
+
+def tell_weights(weights: Sequence[LossWeights], share: CallShare | None) -> None:
+    """Tell the other ranks what the losses of a call weigh, once all are known."""
+    if share is not None:
+        has_given = any(each.has_given for each in weights)
+        share.tell(sum(each.total for each in weights) if has_given else None)
+
+
+def gradient_scale_of(weights: Sequence[LossWeights], share: CallShare | None) -> float:
+    """What gradients are to be multiplied by; with other ranks, so that their average is that of the whole batch."""
+    if share is None:
+        return scale_of(weights)
+    tell_weights(weights, share)
+    factor = share.factor()
+    return scale_of(weights) * factor if factor else 0.0
 
 
 def _share(mean: Mean, microbatch: int) -> float:

@@ -195,7 +195,7 @@ class StepState:
         """What a job's gradients are to be multiplied by; waits for losses, of another worker at most."""
         if self.spec.mean is not None:
             self.board.wait(lambda: self.failed or self._num_losses >= len(self.losses), who, "losses")
-        return self.weights.scale
+        return self.weights.gradient_scale
 
     def wait_over(self) -> None:
         self.board.wait(lambda: self.is_over, "the call", "the end of the step")
@@ -228,7 +228,7 @@ class StepState:
     def input_gradients(self) -> list[torch.Tensor | None]:
         """Gradients that the finished step left for the spec's inputs, on the tensors' own devices."""
         result: list[torch.Tensor | None] = []
-        scale = self.weights.scale
+        scale = self.weights.gradient_scale if self.spec.inputs else 1.0
         for item in self.spec.inputs:
             by_reader = self.gradients[item.microbatch].get(item.name, ())
             total = sum_gradients(gradients.synchronize()[item.position] for gradients in by_reader)

@@ -1,5 +1,5 @@
 """The optimizer's side: its thread, one step behind, and loss scaling.
 
-May use: weights, profiling, device.
+May use: ranks, weights, profiling, device.
 Start reading: `optimizer`.
 """

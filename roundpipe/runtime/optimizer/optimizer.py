@@ -35,6 +35,8 @@ from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
 from roundpipe.runtime.optimizer.update import NOT_MADE, HandOver, StepHandle, Update, UpdateRunner
 from roundpipe.runtime.optimizer.update_thread import UpdateThread
 from roundpipe.runtime.profiling.meter import HostLog
+from roundpipe.runtime.ranks.averaging import Averaging
+from roundpipe.runtime.ranks.turns import Ranks
 from roundpipe.runtime.threads import DEADLINE_S
 from roundpipe.runtime.weights.gate import Gates, ParameterUse, Steps
 from roundpipe.runtime.weights.master_weights import MasterWeights, NamedParameters, ParameterPair, take_writes
@@ -46,7 +48,7 @@ class OptimizerSide(plain_loop.PlainSteps):
     ``step_fn`` may do anything with the copies, and should leave the rest of the model alone; optimizers that evaluate
     the loss themselves (LBFGS) need a step that is not asynchronous: the model runs on the copies' present values.
 
-    ``steps`` are those that use the parameters, and wait at ``gates``.
+    ``steps`` are those that use the parameters, and wait at ``gates``; ``ranks`` average the gradients of each update.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class OptimizerSide(plain_loop.PlainSteps):
         name: str = "model",
         gates: Gates | None = None,
         steps: Steps | None = None,
+        ranks: Ranks | None = None,
         deadline_s: float = DEADLINE_S,
     ) -> None:
         super().__init__()
@@ -65,6 +68,7 @@ class OptimizerSide(plain_loop.PlainSteps):
         self._name = name
         self._gates = gates or Gates(deadline_s)
         self._steps = steps or Steps()
+        self._ranks = ranks
         self._scalers = ScalerScope()
         self.log = HostLog(OPTIMIZER)
         self._hand_over = HandOver(self._gates, self.log)
@@ -127,16 +131,23 @@ class OptimizerSide(plain_loop.PlainSteps):
         call = functools.partial(step_fn, *args, **(kwargs or {}))
         num_steps, scales = self.num_steps, self._scalers.state()
         update = Update(f"update {num_steps + 1}", num_steps + 1)
+        averaging = None if self._ranks is None else Averaging(self._ranks, pairs, num_steps + 1, is_async)
         try:
             self._scalers.begin_step()
             self._gradients_due = self._has_new_gradients = False
             self.num_steps = num_steps + 1
+            if self._ranks is not None and averaging is not None:
+                self._ranks.submit(averaging)
             if is_async:
-                self._updates.submit(update, self._update_behind, pairs, self._steps.running(), call, self.num_steps)
+                self._updates.submit(
+                    update, self._update_behind, pairs, self._steps.running(), call, self.num_steps, averaging
+                )
             else:
-                self._update_now(update, pairs, call)
+                self._update_now(update, pairs, call, averaging)
         except BaseException:
             if update.take_back():  # interrupted before `step_fn`: no step was made
+                if averaging is not None:
+                    averaging.change(is_dropped=True)
                 self._scalers.restore(scales)
                 self._gradients_due = self._has_new_gradients = True
                 self.num_steps = num_steps
@@ -144,9 +155,15 @@ class OptimizerSide(plain_loop.PlainSteps):
         self._runner.warn_if_idle()
         return StepHandle(update, self._gates.board, self._runner)
 
-    def _update_now(self, update: Update, pairs: Sequence[ParameterPair], step_fn: Callable[[], object]) -> None:
+    def _update_now(
+        self,
+        update: Update,
+        pairs: Sequence[ParameterPair],
+        step_fn: Callable[[], object],
+        averaging: Averaging | None,
+    ) -> None:
         """An update in the calling thread."""
-        self._exchange(pairs)
+        self._exchange(pairs, averaging=averaging)
         try:
             update.claim.acquire()
             update.result = self._call(step_fn, update.number)
@@ -162,19 +179,22 @@ class OptimizerSide(plain_loop.PlainSteps):
         steps: Sequence[ParameterUse],
         step_fn: Callable[[], object],
         number: int,
+        averaging: Averaging | None,
     ) -> Any:
         """An asynchronous update, in the optimizer's thread; none on the gradients of a step that failed."""
-        self._exchange_now(pairs, steps)
+        self._exchange_now(pairs, steps, averaging=averaging)
         return NOT_MADE if any(step.failed for step in steps) else self._call(step_fn, number)
 
     def _call(self, step_fn: Callable[[], object], number: int) -> Any:
         self._weights_changed = True
         return self._runner.run(step_fn, number, self.parameter_pairs())
 
-    def _exchange(self, pairs: Sequence[ParameterPair], shows_gradients: bool = False) -> None:
+    def _exchange(
+        self, pairs: Sequence[ParameterPair], shows_gradients: bool = False, averaging: Averaging | None = None
+    ) -> None:
         """Latest weights into the model, gradients out of it, or into it again to be shown."""
         # inside step_fn a loss of two forwards is evaluated on weights that stay as they are
-        self._updates.run(pairs, self._exchange_now, (), self._runner.is_inside, shows_gradients)
+        self._updates.run(pairs, self._exchange_now, (), self._runner.is_inside, shows_gradients, averaging)
 
     def _exchange_now(
         self,
@@ -182,9 +202,13 @@ class OptimizerSide(plain_loop.PlainSteps):
         steps: Sequence[ParameterUse] = (),
         only_behind: bool = False,
         shows_gradients: bool = False,
+        averaging: Averaging | None = None,
     ) -> None:
         """The same in the optimizer's thread, once the steps are done with the parameters."""
-        self._hand_over.exchange(pairs, steps, weights_changed=self._weights_changed, only_behind=only_behind)
+        changed = self._weights_changed
+        with contextlib.nullcontext() if averaging is None else averaging:
+            on_taken = None if averaging is None else averaging.complete
+            self._hand_over.exchange(pairs, steps, weights_changed=changed, only_behind=only_behind, on_taken=on_taken)
         self._weights_changed = False
         for pair in pairs if shows_gradients else ():
             pair.show_gradient()

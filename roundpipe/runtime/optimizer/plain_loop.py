@@ -25,6 +25,7 @@ from roundpipe.core.errors import ConfigError
 from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
 from roundpipe.runtime.optimizer.update import UpdateRunner, inside_optimizer
 from roundpipe.runtime.optimizer.update_thread import UpdateThread
+from roundpipe.runtime.ranks.turns import Ranks
 from roundpipe.runtime.weights.gate import Gates, Steps
 from roundpipe.runtime.weights.master_weights import MasterWeights, ParameterPair, take_writes
 
@@ -36,6 +37,7 @@ class PlainSteps(ABC):
     _name: str
     _gates: Gates
     _steps: Steps
+    _ranks: Ranks | None
     _scalers: ScalerScope
     _runner: UpdateRunner
     _updates: UpdateThread
@@ -69,6 +71,11 @@ class PlainSteps(ABC):
         stepping = [pair for pair in self._pairs if pair.copy is not None and id(pair.copy) in parameters]
         if not stepping and not any(id(pair.parameter) in parameters for pair in self._pairs):
             return
+        if self._ranks is not None:
+            raise ConfigError(
+                f"an optimizer of {self._name} was stepped outside of model.step(...), which averages the gradients "
+                "over the ranks of process_group=; put optimizer.step() into a step_fn"
+            )
         if inside_optimizer() and self._caller not in (None, threading.get_ident()):
             raise ConfigError(
                 f"an optimizer of {self._name} was stepped inside the asynchronous step_fn of another model, beside "

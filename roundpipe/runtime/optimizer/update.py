@@ -225,8 +225,11 @@ class HandOver:
         *,
         weights_changed: bool,
         only_behind: bool = False,
+        on_taken: Callable[[Sequence[ParameterPair]], None] | None = None,
     ) -> None:
         """Latest weights into the model, gradients out of it; opens the gates of parameters as they are done.
+
+        ``on_taken`` is told of pairs whose copies have all gradients, unless a step failed.
 
         With ``only_behind`` only weights that differ are written, so that others keep their version.
         """
@@ -245,6 +248,8 @@ class HandOver:
                     with self._log.doing("hand-over", "gradients to the optimizer", bytes=_model_bytes(group)):
                         for pair in group:
                             pair.take_gradient()
+                    if on_taken is not None:
+                        on_taken(group)
                 self._gates.gradients.open(pair.parameter for pair in group)
             else:
                 with self._log.doing("waits", "wait for uploads" if to_write else "wait for gradients"):

@@ -1,0 +1,5 @@
+"""Ranks: processes that train one model together, each on its own part of every batch.
+
+May use: weights, device, threads.
+Start reading: `turns`, then `averaging`; `group` is the connection.
+"""

@@ -1,0 +1,117 @@
+"""The connection of one model to its ranks: a gloo group that nobody else uses.
+
+What travels lies in host memory, so gloo serves, whatever the user's group is. Nothing of the user's comes between its
+collectives. When it is closed, whoever waits for this rank is told at once.
+
+Invariant: after `RankGroup` was made, weights and buffers are those of rank 0 on every rank, bit for bit.
+"""
+
+from __future__ import annotations
+
+import datetime
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from roundpipe.core.errors import ConfigError, enumerated, quoted
+from roundpipe.runtime.device.host_memory import is_plain
+
+ProcessGroupLike: TypeAlias = "dist.ProcessGroup | Literal['world']"
+"""Whose ranks train together; ``"world"`` is the default group."""
+
+TIMEOUT = datetime.timedelta(minutes=30)
+"""How long a rank waits for a slower one, as in torch."""
+
+
+class RankGroup:
+    """The ranks of one model; made on all of them at once, used by one thread.
+
+    Raises:
+        ConfigError: there is no such group, or a rank has another model.
+    """
+
+    def __init__(self, process_group: ProcessGroupLike, model: nn.Module, options: Sequence[Any]) -> None:
+        group = _resolved(process_group)
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        own = (uuid.uuid4().hex, [f"the option {each!r}" for each in options], _described(model))
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, own, group=group)
+        _check_same([(options, tensors) for _, options, tensors in found])
+        store = dist.PrefixStore(f"roundpipe/{found[0][0]}", dist.distributed_c10d._get_default_store())
+        self._group: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=TIMEOUT)
+        with torch.no_grad():
+            for tensor in _host_tensors(model):
+                whole = tensor.contiguous()
+                self._open().broadcast([whole]).wait()
+                if whole is not tensor:
+                    tensor.copy_(whole)
+
+    def gather(self, row: Sequence[float]) -> list[list[float]]:
+        """The rows of all ranks, equally long."""
+        own = torch.tensor(row, dtype=torch.float64)
+        rows = [torch.empty_like(own) for _ in range(self.size)]
+        self._open().allgather([rows], [own]).wait()
+        return [each.tolist() for each in rows]
+
+    def add_up(self, tensor: torch.Tensor) -> None:
+        """Make a contiguous tensor the sum of all ranks', in place and the same bits everywhere."""
+        self._open().allreduce([tensor]).wait()
+
+    def close(self) -> None:
+        """Let go of the connection; ranks that wait for this one get an error."""
+        self._group = None
+
+    def _open(self) -> Any:
+        assert self._group is not None, "a rank speaks after it has closed its connection"
+        return self._group
+
+
+def _resolved(process_group: ProcessGroupLike) -> dist.ProcessGroup:
+    if not (dist.is_available() and dist.is_gloo_available()):
+        raise ConfigError("process_group= needs torch.distributed with gloo, and this torch is built without")
+    is_world = isinstance(process_group, str) and process_group == "world"
+    if isinstance(process_group, int) and process_group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigError("process_group= is a group that this process is no member of; wrap the model on members only")
+    if not (is_world or isinstance(process_group, dist.ProcessGroup)):
+        raise ConfigError(
+            f"process_group={quoted(process_group)}; give 'world', or a group that torch.distributed.new_group returned"
+        )
+    if not dist.is_initialized():
+        raise ConfigError(
+            "process_group= was given, and torch.distributed has none: start the program with torchrun, and call "
+            "torch.distributed.init_process_group('gloo') before the model is wrapped"
+        )
+    return process_group if isinstance(process_group, dist.ProcessGroup) else dist.distributed_c10d._get_default_group()
+
+
+def _named_tensors(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _described(model: nn.Module) -> list[str]:
+    return [
+        f"{name} {list(tensor.shape)} {tensor.dtype}{' trainable' if tensor.requires_grad else ''}"
+        for name, tensor in _named_tensors(model)
+    ]
+
+
+def _host_tensors(model: nn.Module) -> Iterable[torch.Tensor]:
+    return (tensor.detach() for _, tensor in _named_tensors(model) if is_plain(tensor) and not tensor.is_meta)
+
+
+def _check_same(found: Sequence[tuple[list[str], list[str]]]) -> None:
+    """Raise, on all ranks alike, if one is different from the first."""
+    for rank, (options, tensors) in enumerate(found):
+        for here, there in ((options, found[0][0]), (tensors, found[0][1])):
+            if here != there:
+                only_here = enumerated([each for each in here if each not in there]) or "nothing more"
+                only_there = enumerated([each for each in there if each not in here]) or "nothing more"
+                raise ConfigError(
+                    "process_group=: ranks train one model, and theirs are different: "
+                    f"rank {rank} has {only_here}; rank 0 has {only_there}. Build the model alike on all ranks"
+                )

@@ -1,0 +1,228 @@
+"""What ranks do together, turn by turn, in a thread of its own.
+
+The training thread makes the turns, so that their order is that of the program, the same on every rank. The thread
+takes them one after the other. A turn waits until this rank has what it needs, and begins with a state of numbers from
+every rank, by which each finds out whether all are at the same place.
+
+    turn          made by               ready once                       gives
+    `CallShare`   forward_backward      the losses have their weights    what this rank's gradients count for
+    `Averaging`   step, see there       all have added their gradients   averaged gradients in the copies
+
+Invariant: a rank that fails closes its connection, or says so in its state; the others then raise a `RankError`.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any, Self
+
+from torch import nn
+
+from roundpipe.core.errors import LossError, RankError, RoundPipeError
+from roundpipe.runtime.ranks.group import ProcessGroupLike, RankGroup
+from roundpipe.runtime.threads import Board, TaskThread
+
+logger = logging.getLogger(__name__)
+
+CLOSE_S = 10.0
+"""How long `Ranks.close` waits for a turn that other ranks have not come to."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """What a rank tells of itself when a turn begins."""
+
+    is_step: bool
+    num_calls: int
+    """Calls of ``forward_backward`` so far."""
+    num_steps: int
+    num_elements: int = 0
+    """Of the parameters that are updated."""
+    is_async: bool = False
+    gives_weights: bool = False
+    """Whether ``loss_fn`` returns weights; else samples count."""
+    has_failed: bool = False
+    weight: float = 0.0
+
+    def __str__(self) -> str:
+        if self.has_failed:
+            return "has failed"
+        kind = "asynchronous " if self.is_async else ""
+        what = f"makes {kind}update {self.num_steps} of {self.num_elements} elements" if self.is_step else "runs"
+        loss = "" if self.is_step else ", with weights from loss_fn" if self.gives_weights else ", by samples"
+        return f"{what} {'after ' if self.is_step else ''}call {self.num_calls} of forward_backward{loss}"
+
+    @property
+    def place(self) -> RankState:
+        """What must be the same on all ranks."""
+        return replace(self, weight=0.0)
+
+    @property
+    def numbers(self) -> list[float]:
+        return [float(getattr(self, each.name)) for each in fields(self)]
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> RankState:
+        kinds: Any = (type(each.default) if each.default is not MISSING else int for each in fields(cls))
+        return cls(*(kind(number) for kind, number in zip(kinds, numbers, strict=True)))
+
+
+class Turn(ABC):
+    """One thing that all ranks do at the same place of their programs."""
+
+    def __init__(self, board: Board, state: RankState) -> None:
+        self.board = board
+        self.state = state
+        self.is_ready = self.is_dropped = self.is_done = False
+        """Whether it may begin; whether it never will; whether it is over. Changed under the board's lock."""
+        self.error: BaseException | None = None
+
+    @abstractmethod
+    def talk(self, group: RankGroup, states: Sequence[RankState]) -> None:
+        """Do it, in the ranks' thread."""
+
+    def change(self, **values: Any) -> None:
+        with self.board.lock:
+            for name, value in values.items():
+                setattr(self, name, value)
+            self.board.notify()
+
+    def fail(self, error: BaseException) -> None:
+        """This rank can't do its part; the others are told."""
+        if self.error is None:
+            self.change(error=error)
+
+    def wait(self) -> None:
+        """Return when it is over; raises what went wrong."""
+        self.board.wait(lambda: self.is_done, "a round or an update", "other ranks")
+        if self.error is not None:
+            raise self.error
+
+
+class CallShare(Turn):
+    """What a rank's gradients count for in a mean over the batches of all ranks, for one call.
+
+    A context around the call, which fails if the call does.
+    """
+
+    def __init__(self, board: Board, state: RankState, num_samples: int | None) -> None:
+        super().__init__(board, state)
+        self._num_samples = num_samples
+        self._factor = 1.0
+
+    def tell(self, given: float | None) -> None:
+        """The losses of this rank are known: the sum of their weights, or None if ``loss_fn`` gives none."""
+        if self.is_ready or self.error is not None:
+            return
+        weight = self._num_samples if given is None else given
+        if weight is None:
+            raise LossError(
+                "loss_reduction='mean' with process_group=: how many samples this rank has is not known, since no "
+                "tensor that is split tells; let loss_fn return (loss, weight)"
+            )
+        self.change(state=replace(self.state, gives_weights=given is not None, weight=weight), is_ready=True)
+
+    def factor(self) -> float:
+        """The average over ranks of gradients times this is the gradient of the mean; waits for the other ranks."""
+        self.wait()
+        return self._factor
+
+    def talk(self, group: RankGroup, states: Sequence[RankState]) -> None:
+        total = sum(state.weight for state in states)
+        self._factor = self.state.weight * group.size / total if total else 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not self.is_ready:
+            self.fail(error or RoundPipeError("a call ended without losses"))
+
+
+class Ranks:
+    """The ranks of one model."""
+
+    def __init__(
+        self, process_group: ProcessGroupLike, model: nn.Module, name: str, options: Sequence[Any], board: Board
+    ) -> None:
+        """Connect, check that all have the same model, and take over the weights of rank 0; on all ranks at once."""
+        self._name = name
+        self.board = board
+        self._group = RankGroup(process_group, model, options)
+        self._thread = TaskThread(f"roundpipe ranks {name}")
+        self._broken: RankError | None = None
+        self._latest: Turn | None = None
+        self.num_calls = 0
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this rank writes checkpoints."""
+        return self._group.rank == 0
+
+    def share(self, num_samples: int | None) -> CallShare:
+        """The turn of a ``forward_backward`` whose loss is a mean; after `num_calls` was counted."""
+        share = CallShare(self.board, RankState(False, self.num_calls, 0), num_samples)
+        self.submit(share)
+        return share
+
+    def submit(self, turn: Turn) -> None:
+        """Take a turn after those before; in the training thread."""
+        self._latest = turn
+        self._thread.submit(self._take, turn)
+
+    def _take(self, turn: Turn) -> None:
+        board = self.board
+        board.wait(lambda: turn.is_ready or turn.is_dropped or turn.error is not None, "the ranks' thread", "this rank")
+        try:
+            if turn.is_dropped:
+                return
+            if self._broken is not None:
+                raise self._broken
+            self._talk(turn)
+        except BaseException as error:
+            if turn.error is None:
+                turn.error = error
+            self._group.close()
+        finally:
+            turn.change(is_done=True)
+
+    def _talk(self, turn: Turn) -> None:
+        """Raises a `RankError` if the ranks can't go on together, now and from then on."""
+        group, failed = self._group, turn.error is not None
+        own = replace(turn.state, has_failed=failed)
+        try:
+            states = [RankState.of(numbers) for numbers in group.gather(own.numbers)]
+            if any(state.place != own.place for state in states):
+                which = "; ".join(f"rank {rank} {state}" for rank, state in enumerate(states))
+                raise RankError(
+                    f"{self._name}: ranks are not at the same place: {which}. All must make the same calls in the same "
+                    "order. What a rank that failed has raised is in its own output"
+                )
+            if failed:
+                raise RankError(f"{self._name}: this rank and all others have failed")
+            turn.talk(group, states)
+        except BaseException as error:
+            self._broken = error if isinstance(error, RankError) else self._lost(turn, error)
+            raise self._broken from (None if error is self._broken else error)
+
+    def _lost(self, turn: Turn, error: BaseException) -> RankError:
+        reason, state = str(error).partition("\n")[0], turn.state
+        if error is turn.error or isinstance(error, RoundPipeError):
+            return RankError(f"{self._name}: this rank has failed ({reason}), and the others can't go on without it")
+        return RankError(
+            f"{self._name}: another rank has ended, failed or closed its model, as rank {self._group.rank} of "
+            f"{self._group.size} {state} ({reason}). Its own output says why. Start all ranks again, from the latest "
+            "checkpoint"
+        )
+
+    def close(self) -> None:
+        """End the thread and the connection."""
+        turn = self._latest
+        if turn is not None and not self.board.wait(lambda: turn.is_done, "close()", "other ranks", CLOSE_S):
+            logger.error("%s: closed while other ranks were waited for", self._name)
+            return  # the thread is a daemon; the connection ends with the process
+        self._thread.close()
+        self._group.close()

@@ -1,0 +1,187 @@
+"""Data parallel training on the ranks of the default group, and the same in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import roundpipe
+from roundpipe import RoundPipe, RoundPipeRunConfig
+from roundpipe.core.errors import ConfigError, RankError
+
+NUM_STEPS = 10
+MAX_NORM = 0.3
+WIDTH = 6
+
+
+class WithUnused(nn.Sequential):
+    """Layers with a parameter that nothing uses."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self[0].register_parameter("unused", nn.Parameter(torch.ones(3)))
+
+
+def make_model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 9), nn.GELU(), nn.Linear(9, WIDTH)]
+    return WithUnused(*layers).double()
+
+
+def masked_error(outputs: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean over targets that are numbers, and how many there are."""
+    mask = ~target.isnan()
+    return (outputs[mask] - target[mask]).square().sum() / mask.sum().clamp(min=1), mask.sum()
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a training goes."""
+
+    is_async: bool = False
+    num_calls: int = 1
+    """Per update."""
+    loss: str = "samples"
+    """What the mean is over, ``samples`` or ``weights``; or ``sum``."""
+    scope: str = "microbatch"
+    devices: int = 2
+
+    def batches(self, step: int) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Per call, each rank's inputs and targets; ranks have different numbers of samples, the last few at the end.
+
+        With weights, the last rank has no target in one of the steps.
+        """
+        generator = torch.Generator().manual_seed(step)
+        size, calls = dist.get_world_size(), []
+        for _ in range(self.num_calls):
+            parts = []
+            for rank in range(size):
+                num_samples = 4 if self.loss == "sum" else 1 + rank if step == NUM_STEPS - 1 else 5 - rank
+                x, y = torch.randn(2, num_samples, WIDTH, dtype=torch.float64, generator=generator)
+                if self.loss == "weights":
+                    y[torch.rand(y.shape, generator=generator) < 0.3] = torch.nan
+                    y[:] = torch.nan if step == 4 and rank == size - 1 else y
+                parts.append((x, y))
+            calls.append(parts)
+        return calls
+
+
+def loss_of(kind: Kind) -> Callable[[torch.Tensor, torch.Tensor], Any]:
+    if kind.loss == "weights":
+        return masked_error
+    return F.mse_loss if kind.loss == "samples" else lambda outputs, target: (outputs - target).square().sum()
+
+
+def reference(kind: Kind) -> dict[str, torch.Tensor]:
+    """The weights after training in one process, on what all ranks have together; one step stale if asynchronous."""
+    model = make_model()
+    trained, optimizer = copy.deepcopy(model), torch.optim.Adam(model.parameters(), lr=0.05)
+    for step in range(NUM_STEPS):
+        for parts in kind.batches(step):
+            inputs, target = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
+            loss = loss_of(kind)(trained(inputs), target)
+            loss = loss[0] if kind.loss == "weights" else loss
+            (loss / len(parts) if kind.loss == "sum" else loss).backward()
+        for parameter, other in zip(model.parameters(), trained.parameters(), strict=True):
+            parameter.grad, other.grad = other.grad, None
+        if kind.is_async:
+            trained.load_state_dict(model.state_dict())
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        if not kind.is_async:
+            trained.load_state_dict(model.state_dict())
+    return model.state_dict()
+
+
+def train(kinds: Iterable[Kind]) -> list[dict[str, torch.Tensor]]:
+    """The weights after each training on these ranks; every rank starts with others."""
+    results = []
+    for kind in kinds:
+        model = make_model(seed=dist.get_rank())
+        config = RoundPipeRunConfig(num_microbatch=2, loss_scope=kind.scope)
+        devices = ["cpu"] * (kind.devices + dist.get_rank())
+        with RoundPipe(model, model_run_config=config, devices=devices, process_group="world") as pipe:
+            optimizer = torch.optim.Adam(pipe.optim_parameters(), lr=0.05)
+
+            def update(optimizer: torch.optim.Optimizer = optimizer) -> None:
+                nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], MAX_NORM)
+                optimizer.step()
+                optimizer.zero_grad()
+
+            reduction = "sum" if kind.loss == "sum" else "mean"
+            for step in range(NUM_STEPS):
+                for parts in kind.batches(step):
+                    inputs, target = parts[dist.get_rank()]
+                    pipe.forward_backward((inputs,), label=target, loss_fn=loss_of(kind), loss_reduction=reduction)
+                pipe.step(update, is_async=kind.is_async)
+            pipe.synchronize()
+            results.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+    return results
+
+
+def overflow_on_one_rank() -> tuple[float, torch.Tensor]:
+    """The scale, and a weight, after a step whose gradients are infinite on the last rank."""
+    model = make_model().float()
+    with RoundPipe(model, devices=["cpu"], process_group="world") as pipe:
+        optimizer = torch.optim.SGD(pipe.optim_parameters(), lr=0.1)
+        scaler = roundpipe.GradScaler(init_scale=8.0)
+        for step in range(3):
+            x = torch.full((2, WIDTH), torch.inf if step == 1 and dist.get_rank() else 1.0)
+            pipe.forward_backward((x,), label=x, loss_fn=lambda out, label: scaler.scale(out.sum()))
+            pipe.step(lambda: (scaler.step(optimizer), scaler.update(), optimizer.zero_grad()), is_async=False)
+        return scaler.get_scale(), model.state_dict()["0.weight"].clone()
+
+
+def misuse() -> list[str]:
+    """The errors that wrong use raises; each rank has a wrapper that works before and after."""
+    messages = []
+
+    def note(kind: type[BaseException], do: Callable[[], object]) -> None:
+        with pytest.raises(kind) as raised:
+            do()
+        messages.append(str(raised.value))
+
+    rank, x = dist.get_rank(), torch.ones(2, WIDTH, dtype=torch.float64)
+
+    def call(pipe: RoundPipe, **options: Any) -> None:
+        pipe.forward_backward((x,), label=x, loss_fn=F.mse_loss, **options)
+
+    def other_model() -> RoundPipe:
+        model = make_model()
+        return RoundPipe(nn.Sequential(model, nn.Linear(WIDTH, 2)) if rank else model, process_group="world")
+
+    note(ConfigError, other_model)
+    note(ConfigError, lambda: RoundPipe(make_model(), optim_dtype=(None, torch.float32)[rank], process_group="world"))
+    with RoundPipe(make_model(), devices=["cpu"], process_group="world") as pipe:
+        call(pipe)
+        note(ConfigError, torch.optim.SGD(pipe.optim_parameters(), lr=0.1).step)
+    with RoundPipe(make_model(), devices=["cpu"], process_group="world", name="calls") as pipe:
+        for _ in range(1 + rank):
+            call(pipe)
+        note(RankError, lambda: pipe.step(lambda: None, is_async=False))
+        note(RankError, lambda: pipe.step(lambda: None, is_async=False))
+    with RoundPipe(make_model(), devices=["cpu"], process_group="world", name="steps") as pipe:
+        note(RankError, lambda: pipe.step(lambda: None, is_async=False) if rank else call(pipe, loss_reduction="mean"))
+    with RoundPipe(make_model(), devices=["cpu"], process_group="world", name="raises") as pipe:
+        wrong = torch.ones(2, WIDTH + 1, dtype=torch.float64)
+        if rank:
+            note(
+                RuntimeError,
+                lambda: pipe.forward_backward((wrong,), label=x, loss_fn=F.mse_loss, loss_reduction="mean"),
+            )
+        else:
+            note(RankError, lambda: call(pipe, loss_reduction="mean"))
+    with RoundPipe(make_model(), devices=["cpu"], process_group="world", name="ended") as pipe:
+        call(pipe)
+        if not rank:
+            pipe.step(lambda: None)
+            note(RankError, pipe.synchronize)
+    return messages

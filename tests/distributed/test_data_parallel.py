@@ -1,0 +1,88 @@
+"""Ranks that each train on a part of the batch end where one process ends that trains on all of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import roundpipe
+from roundpipe.core.errors import ConfigError
+from tests.distributed.data_parallel import Kind, misuse, overflow_on_one_rank, reference, train
+from tests.distributed.ranks import Ranks
+from tests.equality import difference
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch is built without gloo")
+
+TOLERANCE = 1e-5
+KINDS = [
+    Kind(),
+    Kind(is_async=True, num_calls=2, loss="weights"),
+    Kind(is_async=True, loss="sum"),
+    Kind(loss="weights", scope="batch", num_calls=2),
+]
+
+
+def references(kinds: list[Kind]) -> list[dict[str, torch.Tensor]]:
+    return [reference(kind) for kind in kinds]
+
+
+def assert_trained_as_one_process(ranks: Ranks, kinds: list[Kind]) -> None:
+    found, expected = ranks.run(train, kinds), ranks.run(references, kinds)[0]
+    for kind, state, *of_ranks in zip(kinds, expected, *found, strict=True):
+        for name, tensor in state.items():
+            assert difference(of_ranks[0][name], tensor) <= TOLERANCE, (kind, name)
+            assert all(torch.equal(of_rank[name], of_ranks[0][name]) for of_rank in of_ranks), (kind, name)
+
+
+def test_training_is_that_of_one_process(two: Ranks) -> None:
+    assert_trained_as_one_process(two, KINDS)
+
+
+@pytest.mark.long
+def test_more_kinds_of_training(two: Ranks) -> None:
+    assert_trained_as_one_process(two, [replace(kind, is_async=not kind.is_async, devices=1) for kind in KINDS])
+
+
+@pytest.mark.long
+def test_four_ranks(tmp_path_factory: pytest.TempPathFactory) -> None:
+    ranks = Ranks(4, tmp_path_factory.mktemp("four"))
+    try:
+        assert_trained_as_one_process(ranks, KINDS)
+    finally:
+        ranks.close()
+
+
+def test_an_overflow_on_one_rank_skips_the_update_of_all(two: Ranks) -> None:
+    (scale, weight), (other_scale, other_weight) = two.run(overflow_on_one_rank)
+    assert scale == other_scale == 4.0
+    assert weight.isfinite().all() and torch.equal(weight, other_weight)
+
+
+def test_wrong_use_is_refused_on_all_ranks(two: Ranks) -> None:
+    for rank, messages in enumerate(two.run(misuse)):
+        print(rank, *messages, sep="\n")
+        model, options, loop, calls, again, steps, raised, *ended = messages
+        assert "theirs are different: rank 1 has 0.0.weight" in model
+        assert "torch.float32" in options
+        assert "put optimizer.step() into a step_fn" in loop
+        assert "rank 0 makes update 1 of" in calls and "after call 2 of forward_backward" in calls and again == calls
+        assert "rank 0 runs call 1 of forward_backward, by samples; rank 1 makes update 1" in steps
+        assert "rank 1 has failed" in raised or rank
+        assert rank or "another rank has ended, failed or closed its model" in ended[0]
+
+
+def test_what_is_no_group_is_refused() -> None:
+    for group, message in (("world", "start the program with torchrun"), ("all", "give 'world'"), (-100, "no member")):
+        with pytest.raises(ConfigError, match=message):
+            roundpipe.RoundPipe(nn.Linear(2, 2), devices=["cpu"], process_group=group)
+
+
+def test_torch_has_what_ranks_are_connected_by() -> None:
+    """If this fails: `RankGroup` must get the default group's store, or a store of its own, another way."""
+    assert callable(dist.distributed_c10d._get_default_store)  # private: where new groups meet
+    assert callable(dist.distributed_c10d._get_default_group)  # private: that of "world"
+    assert dist.GroupMember.NON_GROUP_MEMBER == -100
