@@ -82,6 +82,10 @@ def save(
         except TypeError:
             raise ConfigError(f"step is {step!r}; give an int, or None") from None
     folder = _begin(session, dir, objects)
+    done = CheckpointWrite()
+    if session.ranks is not None and not session.ranks.is_writer:
+        done.set_result(None)
+        return done
     check_replaceable(folder)
     weights = target.state_dict()
     tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
@@ -124,7 +128,6 @@ def save(
     if is_async:
         return session.writer.start(write, str(folder))
     write()
-    done = CheckpointWrite()
     done.set_result(None)
     return done
 

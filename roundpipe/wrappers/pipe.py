@@ -261,7 +261,8 @@ class RoundPipe(ModelReports):
         after `step`. A crash, an error or Ctrl-C at any moment leaves the previous checkpoint in ``dir`` whole: it
         is replaced once the new one is on the disk, was read again and has the checksums of what was written. A
         save of another process into ``dir`` is waited for. Needs the safetensors library
-        (``pip install roundpipe[hf]``), and no host memory to speak of beside the weights.
+        (``pip install roundpipe[hf]``), and no host memory to speak of beside the weights. With ``process_group``, call
+        it on all ranks; the first one writes.
 
         Args:
             dir: replaced as a whole; what else lies in an earlier checkpoint's folder, such as a tokenizer, stays.
