@@ -265,18 +265,15 @@ class Session:
         """End all threads and give memory back; then raise what the last step or update raised, unless it was seen."""
         if self._is_released or not self.gates.board.is_here:
             return
-        try:
+        with contextlib.ExitStack() as rest:  # in reverse order, whatever the one before raises
+            if self.host.registrar is not None:
+                rest.callback(self.host.registrar.close)
+            rest.callback(self.engine.close)
+            if self.ranks is not None:
+                rest.callback(self.ranks.close)
+            rest.callback(self.optimizer.close)
             self.watch.end()
             self.reads.end()
-            self.optimizer.close()
-        finally:
-            try:
-                if self.ranks is not None:
-                    self.ranks.close()
-                self.engine.close()
-            finally:
-                if self.host.registrar is not None:
-                    self.host.registrar.close()
         self._is_released = True
 
     def __del__(self) -> None:

@@ -152,7 +152,7 @@ class Ranks:
         self._name = name
         self.board = board
         self._group = RankGroup(process_group, model, options)
-        self._thread = TaskThread(f"roundpipe ranks {name}")
+        self._thread = TaskThread(f"roundpipe ranks {name}", board=board)
         self._broken: RankError | None = None
         self._latest: Turn | None = None
         self.num_calls = 0
