@@ -26,6 +26,9 @@ class Case:
     dtype: torch.dtype = torch.float64
     min_layers: int = 3
 
+    def __str__(self) -> str:
+        return self.name
+
     def make(self) -> nn.Module:
         """The model, the same at every call, with no dropout in the way of comparing with eager."""
         torch.manual_seed(0)

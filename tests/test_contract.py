@@ -19,8 +19,10 @@ NUMBERED = {"A": 8, "B": 4, "C": 6, "D": 8, "E": 5, "G": 5, "H": 5, "P": 10}
 
 @functools.cache
 def names_in(file: str) -> frozenset[str]:
+    """The test functions of a file that `make test` runs."""
     tree = ast.parse((ROOT / file).read_text())
-    return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return frozenset(node.name for node in functions if "pytest.mark.long" not in map(ast.unparse, node.decorator_list))
 
 
 def test_every_row_is_there() -> None:
@@ -37,6 +39,7 @@ def test_every_row_has_tests_that_exist(row: str) -> None:
         assert name.startswith("test_") and name in names_in(f"tests/{file}"), test
 
 
+@pytest.mark.long
 def test_all_named_tests_are_collected() -> None:
     files = sorted({node.partition("::")[0] for node in node_ids()})
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--no-header", *files]

@@ -29,11 +29,12 @@ from tests.fx.modules import (
     linears,
 )
 from tests.fx.replay import eager_difference
+from tests.repeats import repeats
 
-BATCHES = (4, 6, 3, 1)
+BATCHES = (6, 3, 1)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", repeats(CASES, set(CASES) - {"llama", "qwen3"}))
 def test_one_trace_equals_eager_at_other_sizes(name: str) -> None:
     if name in ("llama", "llama_padded", "llama_with_cache", "qwen3", "gpt2_tied", "bert", "t5", "vit", "qwen3_moe"):
         pytest.importorskip("transformers")
@@ -50,7 +51,7 @@ def test_one_trace_equals_eager_at_other_sizes(name: str) -> None:
             assert difference < 1e-5, (batch, length, where)
 
 
-@pytest.mark.parametrize("name", ["llama", "bert", "resnet", "in_place"])
+@pytest.mark.parametrize("name", repeats(["llama", "bert", "resnet", "in_place"], ["bert", "resnet", "in_place"]))
 def test_an_example_of_one_sample_serves_more(name: str) -> None:
     case = CASES[name]
     traced = trace(built(case), (), case.inputs(1, case.lengths[0]))

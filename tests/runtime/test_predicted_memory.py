@@ -10,6 +10,7 @@ from torch import nn
 import roundpipe
 from roundpipe import Device, ExecutePlan, RoundPipeRunConfig
 from tests.fx.test_memory import Block, cross_entropy
+from tests.repeats import repeats
 
 NUM_MICROBATCHES = 4
 
@@ -67,9 +68,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-@pytest.mark.parametrize("grain", ["stage", "layer"])
-@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize(
+    "num_stages, grain, num_workers",
+    repeats(itertools.product((1, 2, 3), ("stage", "layer"), (1, 2)), ("1-stage-1", "2-layer-2", "3-stage-2")),
+)
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_predicted_is_what_is_counted(case, num_stages, grain, num_workers):
     build, value, label = CASES[case]

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import roundpipe
+from tests.repeats import repeats
 from tests.runtime.cases_training import NUM, eager_backward, modes, workers
 from tests.runtime.models import DTYPE, assert_same, batch, buffers, config, gradients, mlp, pieces, square_loss
 
@@ -170,7 +171,7 @@ class StaleScaler:
 
 
 @modes
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", repeats([torch.bfloat16, torch.float16], ["torch.float16"]))
 def test_mixed_precision_tracks_plain_pytorch_for_200_steps(dtype, is_async):
     """Float32 master weights and gradients beside a model in low precision; float16 with a scaler that backs off."""
     num_steps = 200
@@ -261,7 +262,14 @@ BUFFERED = {
 @pytest.mark.parametrize("kind", BUFFERED)
 @pytest.mark.parametrize(
     ("wrap", "workers"),
-    [*((roundpipe.RoundPipe, number) for number in (1, 2, 3, 4)), (roundpipe.compile, 2), (roundpipe.compile, 3)],
+    [
+        *((roundpipe.RoundPipe, number) for number in (1, 3)),
+        (roundpipe.compile, 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in ((roundpipe.RoundPipe, 2), (roundpipe.RoundPipe, 4), (roundpipe.compile, 3))
+        ),
+    ],
 )
 def test_buffers_that_a_forward_replaces_are_eagers(workers, wrap, kind):
     torch.manual_seed(3)
