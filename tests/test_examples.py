@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.cases_examples import EXAMPLES, assert_one_line
+from tests.repeats import repeats
 
 pytest.importorskip("transformers", reason="the examples need the extra [hf]")
 
@@ -139,7 +140,7 @@ def test_loss_falls(finetune: ModuleType, checkpoint: Path, text: Path, capsys: 
     assert "--- sample ---" not in printed
 
 
-@pytest.mark.parametrize("grain", ["stage", "layer"])
+@pytest.mark.parametrize("grain", repeats(["stage", "layer"], ["layer"]))
 def test_check_agrees_with_plain_pytorch(
     finetune: ModuleType, checkpoint: Path, text: Path, capsys: pytest.CaptureFixture[str], grain: str
 ) -> None:
@@ -183,6 +184,7 @@ def test_adapters_in_bfloat16_are_saved_as_adapters(
     assert str(folder) in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_saved_model_trains_on(
     finetune: ModuleType, checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -94,7 +94,7 @@ def test_published_models(name, most_s, most_replicated_s, largest_stage):
     )
 
 
-@pytest.mark.parametrize(("exhaustive", "num_chains", "most_mean"), [(True, 60, 1e-9), (False, 40, 0.005)])
+@pytest.mark.parametrize(("exhaustive", "num_chains", "most_mean"), [(True, 25, 1e-9), (False, 20, 0.005)])
 def test_close_to_brute_force_on_short_chains(monkeypatch, exhaustive, num_chains, most_mean):
     if not exhaustive:
         monkeypatch.setattr(plan_search, "_EXHAUSTIVE_LAYERS", 0)  # so that short chains take the other way

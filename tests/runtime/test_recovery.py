@@ -12,6 +12,7 @@ from torch import nn
 import roundpipe
 from roundpipe.core.errors import DeviceMemoryError
 from roundpipe.runtime.device.backend import Device
+from tests.repeats import repeats
 from tests.runtime.models import DTYPE, assert_same, batch, config, eager_round, gradients, mlp, square_loss
 
 ROOM = 10**6
@@ -68,8 +69,10 @@ def counted(fault):
     return fault.visits
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("position", range(12))
+@pytest.mark.parametrize(
+    "position, workers",
+    repeats(itertools.product(range(12), (1, 2)), [f"{position}-{1 + position % 2}" for position in range(12)]),
+)
 def test_a_call_that_runs_out_of_memory_is_run_again(workers, position, caplog):
     fault = Fault()
     fault.at = 1 + position * (counted(Fault()) - 1) // 11
@@ -168,7 +171,7 @@ def test_without_a_limit_an_error_of_the_users_code_is_theirs():
         piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(3))
 
 
-@pytest.mark.parametrize("grain", ["stage", "layer"])
+@pytest.mark.parametrize("grain", repeats(["stage", "layer"], ["layer"]))
 def test_true_budgets(grain):
     """From more than all down to less than a layer: eager's numbers within the budget, or an error."""
     model = mlp(depth=8, width=16)

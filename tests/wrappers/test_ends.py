@@ -18,6 +18,7 @@ from torch import nn
 
 import roundpipe
 from roundpipe.runtime.optimizer.update import Update
+from tests.repeats import repeats
 from tests.runtime.cases_overlap import build, in_asynchronous_steps, train
 from tests.runtime.models import batch, mlp
 from tests.wrappers.cases_pipe import threads, train_once
@@ -242,6 +243,7 @@ def test_a_wrapper_that_could_not_be_made_leaves_nothing_on_the_model() -> None:
     assert not any(module._load_state_dict_post_hooks for module in model.modules())
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_models_come_and_go() -> None:
     from tests.faults.lives import live  # the long run is a command
@@ -262,7 +264,10 @@ if sys.argv[2] == "raises":
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("failure, end", [("step_fn", "runs out"), ("backward", "exits"), ("backward", "raises")])
+@pytest.mark.parametrize(
+    "failure, end",
+    repeats([("step_fn", "runs out"), ("backward", "exits"), ("backward", "raises")], ["step_fn-runs out"]),
+)
 def test_the_end_of_the_program_reports_the_error_of_the_last_round(failure: str, end: str) -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM, failure, end], capture_output=True, text=True, timeout=150)
     assert FAILURES[failure][1].__name__ in done.stderr, done.stderr
