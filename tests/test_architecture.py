@@ -301,6 +301,8 @@ def test_a_private_torch_module_has_one_user() -> None:
 
 def test_optional_packages_are_imported_lazily_and_declared() -> None:
     for name in NAMES:
+        if member(name) == "integrations":
+            continue  # who imports one of these has its library
         at_top = [node for node in tree_of(name).body if isinstance(node, ast.Import | ast.ImportFrom)]
         for node in at_top:
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]

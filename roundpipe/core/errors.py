@@ -158,8 +158,17 @@ class ScheduleError(RoundPipeError, ValueError):
     """A plan or schedule breaks the rules of rotation."""
 
 
+OUT_OF_MEMORY_TEXT = " out of memory."
+
+
 class DeviceMemoryError(RoundPipeError, RuntimeError):
-    """A device's memory budget can't hold what must be on it at once."""
+    """A device's memory budget can't hold what must be on it at once.
+
+    The message has the words by which `accelerate` knows that a smaller batch may help.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message if OUT_OF_MEMORY_TEXT in message else f"The device is{OUT_OF_MEMORY_TEXT} {message}")
 
 
 class HostMemoryError(RoundPipeError, MemoryError):

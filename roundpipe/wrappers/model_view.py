@@ -6,6 +6,8 @@ done, or is refused where it can't be meant.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
@@ -15,6 +17,28 @@ from torch import nn
 from roundpipe.core.errors import ConfigError
 from roundpipe.runtime.optimizer.update import inside_optimizer
 from roundpipe.wrappers.session import Session
+
+_OWN_ATTRIBUTES = ("training", "forward", "_original_forward")
+"""Set on the wrapper, not on the model: a forward that is put in the place of its own, as `accelerate` does."""
+
+
+class _BoundForward(functools.partial[Any]):
+    """A wrapper's ``forward``, of which `inspect.signature` tells the model's."""
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.args[0].model.forward)
+
+
+class ForwardOfModel:
+    """Makes a ``forward`` that takes anything show the signature of the wrapped model's."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, wrapper: ModelView | None, owner: type) -> Callable[..., Any]:
+        return self._function if wrapper is None else _BoundForward(self._function, wrapper)
 
 
 class ModelView(nn.Module):
@@ -46,13 +70,16 @@ class ModelView(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if "_session" not in self.__dict__:
             super().__setattr__(name, value)
-        elif name == "training":
-            self.__dict__["training"] = value
+        elif name in _OWN_ATTRIBUTES:
+            self.__dict__[name] = value
         else:
             setattr(self._target, name, value)
 
     def __delattr__(self, name: str) -> None:
-        delattr(self._target, name)
+        if name in _OWN_ATTRIBUTES and name in self.__dict__:
+            del self.__dict__[name]
+        else:
+            delattr(self._target, name)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self._target)})

@@ -21,8 +21,9 @@ from roundpipe.runtime.ranks.group import ProcessGroupLike
 from roundpipe.runtime.weights.host_weights import PinMode
 from roundpipe.wrappers import checkpoint
 from roundpipe.wrappers.calls import ChainProgram, check_training_call, pass_outputs, with_loss_options
+from roundpipe.wrappers.given import given_microbatches
 from roundpipe.wrappers.model_reports import ModelReports
-from roundpipe.wrappers.model_view import check_wrappable
+from roundpipe.wrappers.model_view import ForwardOfModel, check_wrappable
 from roundpipe.wrappers.module_layers import ModuleSource
 from roundpipe.wrappers.session import Program, Session, TrainingCall
 
@@ -80,6 +81,7 @@ class RoundPipe(ModelReports):
 
     # Calls
 
+    @ForwardOfModel
     @torch.compiler.disable(reason="a call of a RoundPipe is the work of many threads")
     def forward(
         self,
@@ -107,13 +109,13 @@ class RoundPipe(ModelReports):
         with self._session.call(reads=self._session.only_reads(roundpipe_run_config)):
             self._session.check_arguments(args, kwargs)
             outputs = self._runner.forward(args, kwargs, roundpipe_run_config)
-        self._session.note_call(args, kwargs, roundpipe_run_config)
+        self._session.note_call(roundpipe_run_config, (args, kwargs))
         return outputs
 
     def forward_backward(
         self,
-        input_args: tuple[Any, ...] = (),
-        input_kwargs: dict[str, Any] = {},  # noqa: B006 - the contract's default, never changed
+        input_args: Sequence[Any] = (),
+        input_kwargs: dict[str, Any] | list[dict[str, Any]] = {},  # noqa: B006 - the contract's default, never changed
         label: Any = None,
         loss_fn: LossFunction = pass_outputs,
         return_outputs: bool = False,
@@ -133,7 +135,8 @@ class RoundPipe(ModelReports):
 
         Args:
             input_args: the model's arguments.
-            input_kwargs: the model's keyword arguments.
+            input_kwargs: the model's keyword arguments. A list of dicts is the microbatches themselves, which may
+                differ in length; ``input_args`` and ``label``, if given, are then lists of as many.
             label: split like the inputs and given to ``loss_fn``; gradients flow to tensors in it that require grad.
             loss_fn: ``(outputs, label) -> loss``, run on the device; gives a tensor or a sequence of tensors.
             return_outputs: also return the merged outputs.
@@ -157,8 +160,8 @@ class RoundPipe(ModelReports):
 
     def forward_loss(
         self,
-        input_args: tuple[Any, ...] = (),
-        input_kwargs: dict[str, Any] = {},  # noqa: B006 - never changed
+        input_args: Sequence[Any] = (),
+        input_kwargs: dict[str, Any] | list[dict[str, Any]] = {},  # noqa: B006 - never changed
         label: Any = None,
         loss_fn: LossFunction = pass_outputs,
         return_outputs: bool = False,
@@ -189,12 +192,17 @@ class RoundPipe(ModelReports):
         has_backward: bool = True,
     ) -> Any:
         with self._session.call(reads=not has_backward):
-            check_training_call(args, kwargs, loss_fn)
-            self._session.check_arguments(args, kwargs)
-            training = TrainingCall(tuple(args), kwargs, label, loss_fn, return_outputs, options, has_backward)
+            microbatches, running = [(args, kwargs)], options
+            if isinstance(kwargs, list):
+                microbatches, label, running = given_microbatches(args, kwargs, label, options)
+            for each in microbatches:
+                check_training_call(*each, loss_fn)
+                self._session.check_arguments(*each)
+            (args, kwargs), *_ = microbatches
+            training = TrainingCall(tuple(args), kwargs, label, loss_fn, return_outputs, running, has_backward)
             with self._session.training_call(training, self._runner.config) as training:
                 result = self._runner.forward_backward(training)
-        self._session.note_call(training.args, kwargs, options)
+        self._session.note_call(options, *microbatches)
         return result
 
     # The optimizer's side
@@ -213,6 +221,16 @@ class RoundPipe(ModelReports):
             remove_duplicate: give tied parameters once.
         """
         return self._session.optimizer.optim_named_parameters(prefix, remove_duplicate)
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have an optimizer that was made from the model's own parameters update the copies instead.
+
+        Its groups keep their options; its state goes on, converted to the copies' dtype.
+
+        Raises:
+            ConfigError: it has none of the model's trainable parameters.
+        """
+        self._session.optimizer.adopt(optimizer)
 
     def step(self, step_fn: Callable[..., Any], is_async: bool = True, *args: Any, **kwargs: Any) -> StepHandle:
         """Run one optimizer update.

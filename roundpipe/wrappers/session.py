@@ -32,7 +32,7 @@ from roundpipe.core.layers import LayerChain
 from roundpipe.core.schedule import Schedule
 from roundpipe.core.tiling import Tiles
 from roundpipe.effects.uses import asks_for_inference_mode, compares_arguments
-from roundpipe.runtime.config import RecomputeGrain, RoundPipeRunConfig, resolve
+from roundpipe.runtime.config import RecomputeGrain, ResolvedConfig, RoundPipeRunConfig, resolve
 from roundpipe.runtime.device.resolve import DeviceLike, open_backends, open_registrar, resolve_devices
 from roundpipe.runtime.engine.engine import Engine
 from roundpipe.runtime.engine.plan_choice import PlanChooser
@@ -222,11 +222,15 @@ class Session:
         self.optimizer.begin_call(adds_gradients, has_backward_later)
         self.writer.raise_pending()
 
-    def note_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: RoundPipeRunConfig) -> None:
-        """Count a call that is over, its samples and its tokens."""
+    def note_call(self, options: RoundPipeRunConfig, *batches: tuple[tuple[Any, ...], Mapping[str, Any]]) -> None:
+        """Count a call that is over, its samples and its tokens; of several batches if they are its microbatches."""
         config = resolve(options, self.config, num_devices=self.engine.num_workers)
+        self.log.num_calls += 1
+        for args, kwargs in batches:
+            self._note_batch(args, kwargs, config)
+
+    def _note_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: ResolvedConfig) -> None:
         log, num_samples = self.log, batch_size(args, kwargs, config)
-        log.num_calls += 1
         log.num_samples = None if num_samples is None or log.num_samples is None else log.num_samples + num_samples
         for name, value in (*((f"argument {index}", value) for index, value in enumerate(args)), *kwargs.items()):
             for tensor in trees.tensors(value):

@@ -1,0 +1,157 @@
+"""Cuts batches into microbatches so that the losses of the pieces make up the batch's.
+
+Whether a loss is a sum, or a mean over samples or tokens, is not assumed but measured: on a few samples, without
+gradients, together and apart. Those of the `WEIGHINGS` stay that explain what came out, by a clear margin if one does;
+where they disagree about a later batch, it is measured too. A loss that none explains is not cut.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from roundpipe.core import trees
+from roundpipe.core.caller import warn
+
+IGNORED = -100
+"""The label of what is not counted."""
+NUM_SAMPLES = 3
+"""That a loss is measured on: together, and as one beside two."""
+MAX_MEASURED = 3
+"""Batches that a loss is measured on, before the weighing that fits best is taken."""
+TOLERANCE = 0.02
+"""By how much a weighing may be off, relatively, since the model may compute in half precision."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What the model and its loss are given, of a batch or of a piece of it."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: dict[str, Any]
+    """For loss code; empty where the loss is the model's own."""
+    num_samples: int | None = None
+    """None: not known, so that the batch can't be cut."""
+
+
+def _targets(piece: Batch, label_names: Sequence[str]) -> torch.Tensor | None:
+    given = {**piece.kwargs, **piece.inputs}
+    labels = next((given[name] for name in label_names if given.get(name) is not None), None)
+    return labels if isinstance(labels, torch.Tensor) and not labels.is_floating_point() else None
+
+
+def _tokens(piece: Batch, label_names: Sequence[str], *, shifted: bool = False) -> int | None:
+    labels = _targets(piece, label_names)
+    if labels is None or labels.ndim < 2:
+        return None
+    return int(labels[..., 1:].ne(IGNORED).sum() if shifted else labels.ne(IGNORED).sum())
+
+
+Measure = Callable[[Sequence[Batch]], list[float]]
+"""Gives the losses of batches, each by itself."""
+
+WEIGHINGS: dict[str, Callable[[Batch, Sequence[str]], int | None]] = {
+    "a sum": lambda piece, label_names: -1,
+    "a mean over tokens, shifted": lambda piece, label_names: _tokens(piece, label_names, shifted=True),
+    "a mean over tokens": _tokens,
+    "a mean over samples": lambda piece, label_names: piece.num_samples,
+}
+"""What a loss may be: weights of pieces by which it is put together, -1 for a sum, None where it can't be."""
+
+
+def factors(weights: Sequence[int | None]) -> list[float] | None:
+    """What the pieces' losses are multiplied by before they are added; None if the weights don't tell."""
+    known = [weight for weight in weights if weight]
+    if len(known) < len(weights):  # a mean over nothing is no number
+        return None
+    return [1.0] * len(known) if known[0] < 0 else [weight / sum(known) for weight in known]
+
+
+def cut(piece: Batch, number: int) -> list[Batch]:
+    """A batch in so many pieces, as even as can be; fewer if it has fewer samples."""
+    total = piece.num_samples or 1
+    number = min(number, total)
+    starts = [total * index // number for index in range(number + 1)]
+    return [_rows(piece, start, end) for start, end in zip(starts, starts[1:], strict=False)]
+
+
+def _rows(piece: Batch, start: int, end: int) -> Batch:
+    def rows(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[start:end] if tensor.ndim and tensor.shape[0] == piece.num_samples else tensor
+
+    args, kwargs, inputs = trees.map_tensors((piece.args, piece.kwargs, piece.inputs), rows)
+    return Batch(args, kwargs, inputs, end - start)
+
+
+def num_samples(inputs: Any) -> int | None:
+    """Samples of a batch; None if its tensors differ in their first dimension, and it can't be cut."""
+    sizes = {tensor.shape[0] for tensor in trees.tensors(inputs) if tensor.ndim}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+@dataclass(slots=True)
+class LossKind:
+    """What is known of one loss, of batches whose labels are in the arguments ``label_names``."""
+
+    label_names: Sequence[str]
+    errors: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WEIGHINGS, 0.0))
+    """Of each weighing that may be the loss's, by how much it was off so far."""
+    _num_measured: int = 0
+
+    def cut(self, batch: Batch, number: int, measure: Measure) -> list[tuple[Batch, float]]:
+        """A batch in ``number`` pieces, and what their losses count for; in one if the loss can't be cut."""
+        if number > 1 and (batch.num_samples or 1) > 1 and self.errors:
+            pieces = cut(batch, number)
+            if self._num_measured == 0 or self._num_measured < MAX_MEASURED and not self._agree(pieces):
+                self._measure(batch, measure)
+            if self._num_measured == MAX_MEASURED and self.errors:
+                self.errors = dict([min(self.errors.items(), key=lambda item: item[1])])
+            found = self._factors(pieces)
+            if found and found[0] and self._agree(pieces):
+                return list(zip(pieces, found[0], strict=True))
+        return [(batch, 1.0)]
+
+    def _weights(self, kind: str, pieces: Sequence[Batch]) -> list[int | None]:
+        return [WEIGHINGS[kind](piece, self.label_names) for piece in pieces]
+
+    def _factors(self, pieces: Sequence[Batch]) -> list[list[float] | None]:
+        return [factors(self._weights(kind, pieces)) for kind in self.errors]
+
+    def _agree(self, pieces: Sequence[Batch]) -> bool:
+        first, *others = self._factors(pieces) or [None]
+        return all(other == first or first and other and _are_close(first, other) for other in others)
+
+    def _measure(self, batch: Batch, measure: Measure) -> None:
+        few = _rows(batch, 0, min(NUM_SAMPLES, batch.num_samples or 1))
+        parts = [_rows(few, 0, 1), _rows(few, 1, few.num_samples or 1)]
+        weights = {kind: self._weights(kind, parts) for kind in self.errors}
+        told = {kind: found for kind, each in weights.items() if (found := factors(each))}
+        whole, *losses = measure([few, *parts])
+        self._num_measured += 1
+        for kind, found in told.items():
+            together = sum(factor * loss for factor, loss in zip(found, losses, strict=True))
+            self.errors[kind] += abs(together - whole) / max(abs(whole), 1e-6)
+        limit = min(TOLERANCE, 10 * max(min(self.errors[kind] for kind in told), 1e-6))
+        untold = {kind for kind, each in weights.items() if kind not in told and None not in each}
+        self.errors = {
+            kind: error for kind, error in self.errors.items() if kind in untold or kind in told and error <= limit
+        }
+        if self.errors:
+            logger.info("the loss is %s", " or ".join(self.errors))
+        else:
+            warn(
+                f"the loss is neither a sum nor a mean over samples or tokens: {whole:.6g} for {few.num_samples} "
+                f"samples together, {' and '.join(f'{loss:.6g}' for loss in losses)} apart. Batches are not cut into "
+                "microbatches, so that devices wait for each other; gradient_accumulation_steps gives them more at once"
+            )
+
+
+def _are_close(first: Sequence[float], second: Sequence[float]) -> bool:
+    return all(abs(one - other) <= 1e-9 for one, other in zip(first, second, strict=True))

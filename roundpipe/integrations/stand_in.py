@@ -1,0 +1,79 @@
+"""What a user's loss code gets in the place of the model.
+
+The loss code of a trainer calls the model itself: ``compute_loss(model, inputs)``. A stand-in tells what it calls the
+model with, before anything runs, and gives it, on the device, the outputs of the microbatch that has run. It is asked
+for attributes, its class included, like the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+class ModelStandIn:
+    """Looks like ``model``; a call of it is ``answer(*args, **kwargs)``."""
+
+    def __init__(self, model: nn.Module, answer: Callable[..., Any]) -> None:
+        self.__dict__.update(_model=model, _answer=answer)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self.__dict__["_model"])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["_answer"](*args, **kwargs)
+
+    forward = __call__
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_model"], name)
+
+
+def model_of(model: Any) -> Any:
+    """The model that a stand-in stands for, or the argument itself."""
+    return model.__dict__["_model"] if type(model) is ModelStandIn else model
+
+
+class ModelCalled(BaseException):
+    """The loss code has called the model; no `Exception`, which it may catch."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.model_args = args
+        self.model_kwargs = kwargs
+
+
+class CalledAgain(RuntimeError):
+    """The loss code has called the model more than once."""
+
+
+def arguments_for_model(model: nn.Module, loss_code: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What ``loss_code(model)`` calls the model with first.
+
+    Raises:
+        CalledAgain: it does not call the model, but something else that computes.
+    """
+
+    def tell(*args: Any, **kwargs: Any) -> Any:
+        raise ModelCalled(args, kwargs)
+
+    try:
+        loss_code(ModelStandIn(model, tell))
+    except ModelCalled as call:
+        return call.model_args, call.model_kwargs
+    raise CalledAgain
+
+
+def answer_once(model: nn.Module, outputs: Any) -> ModelStandIn:
+    """Stands for a model that has run: gives its outputs to the first call."""
+    left = [outputs]
+
+    def give(*args: Any, **kwargs: Any) -> Any:
+        if not left:
+            raise CalledAgain
+        return left.pop()
+
+    return ModelStandIn(model, give)

@@ -1,0 +1,363 @@
+"""The Trainer of Hugging Face transformers, with a rotation in the place of the model on a device.
+
+    class MyTrainer(RoundPipeTrainerMixin, Trainer): ...
+
+``trainer.model`` stays the plain model on the host; what runs is ``trainer.model_wrapped``, a `RoundPipe`. All batches
+of an accumulation are microbatches of one round:
+
+    training_step, but the last   keeps its batch; its loss is 0
+    training_step, the last       compute_loss tells what it calls the model with        `stand_in.arguments_for_model`
+                                  batches are cut, if there are too few of them          `microbatches.LossKind.cut`
+                                  one forward_backward, in which compute_loss gets the outputs of each microbatch
+
+The optimizer has the model's own parameters, or the rotation's copies of them where these differ from the parameters:
+float32 copies of half precision, or the updates of asynchronous steps, which run in `optimizers.LateOptimizer`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import convert_to_fp32
+from torch import nn
+from transformers import Trainer
+
+from roundpipe.api import compile
+from roundpipe.core.caller import warn
+from roundpipe.core.errors import ConfigError
+from roundpipe.integrations.microbatches import Batch, LossKind, num_samples
+from roundpipe.integrations.optimizers import LateOptimizer
+from roundpipe.integrations.stand_in import CalledAgain, ModelStandIn, answer_once, arguments_for_model, model_of
+from roundpipe.runtime.config import RoundPipeRunConfig
+from roundpipe.wrappers.model_view import ModelView
+from roundpipe.wrappers.pipe import RoundPipe
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass
+class RoundPipeArguments:
+    """Options of the rotation, for ``RoundPipeTrainer(..., roundpipe=RoundPipeArguments(...))`` or `HfArgumentParser`.
+
+    Raises:
+        ConfigError: an option can't be used.
+    """
+
+    devices: list[str] | None = field(
+        default=None, metadata={"help": "The rotation, such as cuda:0 cuda:1; default: all accelerators, or the CPU."}
+    )
+    is_async: bool = field(
+        default=False,
+        metadata={"help": "Run updates beside the next step, which trains on weights that are one update old."},
+    )
+    optim_dtype: str | None = field(
+        default=None,
+        metadata={"help": "Dtype that the optimizer computes in; default: float32 for weights of half precision."},
+    )
+    run_config: dict | str | None = field(  # type: ignore[type-arg]  # as HfArgumentParser reads it
+        default=None, metadata={"help": "Fields of RoundPipeRunConfig, as a dict or as JSON."}
+    )
+
+    def __post_init__(self) -> None:
+        dtype: Any = self.optim_dtype
+        self.dtype = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+        if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
+            raise ConfigError(f"optim_dtype={dtype!r}; give the name of a floating-point dtype, such as 'float32'")
+        config: Any = self.run_config
+        try:
+            config = json.loads(config) if isinstance(config, str) else config
+            self.config = config if isinstance(config, RoundPipeRunConfig) else RoundPipeRunConfig(**(config or {}))
+        except (TypeError, json.JSONDecodeError) as error:
+            raise ConfigError(f"run_config={self.run_config!r}: {error}; give fields of RoundPipeRunConfig") from None
+
+
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """The label of a microbatch."""
+
+    inputs: dict[str, Any]
+    """For the loss code; empty if the model's own loss is all."""
+    num_items: Any
+    factor: float
+    """What its loss counts for."""
+
+
+def own_loss(outputs: Any, label: LossInputs) -> torch.Tensor:
+    """The loss that the model has computed."""
+    loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+    return loss * label.factor
+
+
+Microbatch = tuple[Batch, LossInputs]
+
+
+class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
+    """Has a `Trainer` train in rotation; put it in front of `Trainer`, or of a class made from it.
+
+    Args:
+        *args: the trainer's own.
+        roundpipe: options of the rotation.
+        **kwargs: the trainer's own.
+
+    Raises:
+        ConfigError: the training arguments ask for what a rotation can't do, by name.
+    """
+
+    def __init__(self, *args: Any, roundpipe: RoundPipeArguments | None = None, **kwargs: Any) -> None:
+        if not isinstance(roundpipe, RoundPipeArguments | None):
+            raise ConfigError(f"roundpipe= is {type(roundpipe).__name__}; give a RoundPipeArguments, or None")
+        self.rotation = roundpipe or RoundPipeArguments()
+        self._pipe: RoundPipe | None = None
+        self._kept: list[tuple[dict[str, Any], Any]] = []
+        self._calls_model_once = True
+        self._kinds: dict[tuple[bool, bool], LossKind] = {}
+        self._loss_lock = threading.Lock()
+        super().__init__(*args, **kwargs)
+
+    # What is prepared
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Refuse what can't be meant; then one rotation is one device, and nothing is moved to it."""
+        refuse(self.args, self.rotation)
+        self.args._n_gpu = 1  # several devices are no nn.DataParallel
+        super().create_accelerator_and_postprocess()
+        accelerator = self.accelerator
+        accelerator.device_placement = False
+        unwrap, clip = accelerator.unwrap_model, accelerator.clip_grad_norm_
+        accelerator.unwrap_model = lambda model, *args, **kwargs: unwrap(self._plain(model), *args, **kwargs)
+        accelerator.clip_grad_norm_ = functools.partial(self._clip, clip)
+
+    def _plain(self, model: Any) -> Any:
+        return model.model if isinstance(model, ModelView) else model_of(model)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """The model stays on the host."""
+
+    def _prepare_input(self, data: Any) -> Any:
+        """Batches stay on the host, too."""
+        return data
+
+    @property
+    def pipe(self) -> RoundPipe:
+        """The model in rotation, ``model_wrapped`` while it trains."""
+        if self._pipe is None or self._pipe.model is not self.model:
+            if self._pipe is not None:
+                self._pipe.close()
+            options = self.rotation
+            self._pipe = compile(
+                self.model,
+                name=type(self).__name__,
+                devices=options.devices,
+                optim_dtype=options.dtype,
+                model_run_config=options.config,
+            )
+        return self._pipe
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        return self.pipe
+
+    # The optimizer
+
+    @property
+    def _has_copies(self) -> bool:
+        trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        options = self.rotation
+        return options.is_async or options.dtype is not None or any(each.dtype in _HALF for each in trainable)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """As the trainer makes it, or as it was given; of the rotation's copies, if it needs them."""
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if self._has_copies and not hasattr(optimizer, "optimizer"):  # else a second train() has it from the first
+            self.pipe.adopt(optimizer)
+            if self.rotation.is_async:
+                self.optimizer = optimizer = LateOptimizer(optimizer, self.pipe)
+        return optimizer
+
+    def _clip(self, clip: Callable[..., Any], parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Clip the gradients that the optimizer has."""
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        if isinstance(optimizer, LateOptimizer):
+            return optimizer.clip_later(functools.partial(clip, max_norm=max_norm, norm_type=norm_type))
+        if self._has_copies:
+            parameters = self.pipe.optim_parameters()
+        return clip(parameters, max_norm, norm_type=norm_type)
+
+    # Training
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The batches of one accumulation."""
+        self._kept = []  # an accumulation may have been broken off
+        return super().get_batch_samples(*args, **kwargs)
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Keep a batch, or run all of an accumulation; the loss is that of all, at the last of them."""
+        model.train()
+        train_optimizer = getattr(self.optimizer, "train", None)
+        if callable(train_optimizer):
+            train_optimizer()
+        self._kept.append((dict(self._prepare_inputs(inputs)), num_items_in_batch))
+        if len(self._kept) < self.current_gradient_accumulation_steps:
+            return torch.zeros((), device=self.args.device)
+        kept, self._kept = self._kept, []
+        with self.compute_loss_context_manager():
+            return self._run_all(kept).to(self.args.device)
+
+    def _share_of(self, num_items: Any) -> float:
+        """What the loss of one batch counts for in its accumulation."""
+        is_scaled = getattr(self, "loss_is_scaled_for_ga", None)
+        if is_scaled is None:
+            counts = self.model_accepts_loss_kwargs and num_items is not None
+            is_scaled = counts or self.compute_loss_func is not None
+        return 1.0 if is_scaled else 1.0 / self.current_gradient_accumulation_steps
+
+    @property
+    def _num_asked(self) -> int:
+        """Microbatches of a round, if there are not more batches in it."""
+        number = self.rotation.config.num_microbatch
+        return number if isinstance(number, int) else self.pipe.num_workers + 1
+
+    def _run_all(self, kept: Sequence[tuple[dict[str, Any], Any]]) -> torch.Tensor:
+        if self._calls_model_once:
+            try:
+                return self._run_round(kept)
+            except CalledAgain:
+                self._calls_model_once = False
+                self.pipe.zero_grad()
+                warn(
+                    f"{type(self).__name__}.compute_loss does not call the model exactly once: batches run one by "
+                    "one, each forward and backward after the other, so that devices wait"
+                )
+        total = torch.zeros(())
+        for inputs, num_items in kept:
+            with self.accelerator.autocast():
+                loss = self._compute(self.pipe, inputs, num_items) * self._share_of(num_items)
+            self.accelerator.backward(loss)
+            total = total + loss.detach().cpu()
+        return total
+
+    def _run_round(self, kept: Sequence[tuple[dict[str, Any], Any]]) -> torch.Tensor:
+        number = math.ceil(self._num_asked / len(kept))
+        microbatches: list[Microbatch] = []
+        for inputs, num_items in kept:
+            microbatches += self._pieces_of(inputs, num_items, number, self._share_of(num_items))
+        scale = self._loss_scale()
+        with self.accelerator.autocast():
+            loss = self.pipe.forward_backward(**self._call(microbatches, is_own=self._is_own_loss, scale=scale))
+        return loss / scale
+
+    def _loss_scale(self) -> float:
+        """By which fp16 multiplies losses."""
+        scaler = getattr(self.accelerator, "scaler", None)
+        if scaler is None:
+            return 1.0
+        scaler.scale(torch.zeros((), device=self.args.device))  # makes it ready
+        return float(scaler.get_scale())
+
+    # The loss
+
+    @property
+    def _is_own_loss(self) -> bool:
+        """Whether the loss is what the model computes, and nothing else."""
+        is_ours = type(self).compute_loss is Trainer.compute_loss
+        return is_ours and self.compute_loss_func is None and self.label_smoother is None
+
+    def _loss_of(self, outputs: Any, label: LossInputs) -> torch.Tensor:
+        """The loss code on a microbatch, in a worker's thread; one at a time, since it is not made for threads."""
+        with self._loss_lock, torch.autocast(self.accelerator.device.type, enabled=False):
+            model = answer_once(self.model, self._in_float32(outputs))
+            return self._compute(model, label.inputs, label.num_items) * label.factor
+
+    def _in_float32(self, outputs: Any) -> Any:
+        """Outputs as `accelerate` gives them where the model runs under autocast."""
+        return convert_to_fp32(outputs) if self.accelerator.native_amp else outputs
+
+    def _compute(self, model: Any, inputs: dict[str, Any], num_items: Any) -> Any:
+        return self.compute_loss(model, dict(inputs), num_items_in_batch=num_items)
+
+    def _pieces_of(self, inputs: dict[str, Any], num_items: Any, number: int, share: float) -> list[Microbatch]:
+        """A batch of the training as up to ``number`` microbatches."""
+        args, kwargs = arguments_for_model(self.model, lambda model: self._compute(model, inputs, num_items))
+        is_own = self._is_own_loss
+        batch = Batch(args, kwargs, {} if is_own else inputs, num_samples((args, kwargs, inputs)))
+        return self._cut(batch, num_items, number, share, is_own)
+
+    def _cut(self, batch: Batch, num_items: Any, number: int, share: float, is_own: bool) -> list[Microbatch]:
+        kind = self._kinds.setdefault((is_own, num_items is None), LossKind(self.label_names))
+        pieces = kind.cut(batch, number, functools.partial(self._measure, num_items=num_items, is_own=is_own))
+        return [(piece, LossInputs(piece.inputs, num_items, factor * share)) for piece, factor in pieces]
+
+    def _call(self, microbatches: Sequence[Microbatch], *, is_own: bool, scale: float = 1.0) -> dict[str, Any]:
+        """The arguments of ``forward_backward`` and ``forward_loss``."""
+        return {
+            "input_args": [batch.args for batch, _ in microbatches],
+            "input_kwargs": [batch.kwargs for batch, _ in microbatches],
+            "label": [replace(label, factor=label.factor * scale) for _, label in microbatches],
+            "loss_fn": own_loss if is_own else self._loss_of,
+        }
+
+    def _measure(self, batches: Sequence[Batch], num_items: Any, is_own: bool) -> list[float]:
+        """The loss of each batch by itself, without dropout."""
+        was_training = self.model.training
+        self.pipe.eval()
+        try:
+            microbatches = [(batch, LossInputs(batch.inputs, num_items, 1.0)) for batch in batches]
+            with self.accelerator.autocast():
+                return [float(self.pipe.forward_loss(**self._call([each], is_own=is_own))) for each in microbatches]
+        finally:
+            self.pipe.train(was_training)
+
+    # Evaluation
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        """The trainer's, with the model in rotation; its own loss is that of the batch, however the batch is cut."""
+        evaluate = functools.partial(self._run_forward, prediction_loss_only and self._is_own_loss)
+        return super().prediction_step(
+            ModelStandIn(self.model, evaluate), inputs, prediction_loss_only, *args, **kwargs
+        )
+
+    def _run_forward(self, needs_only_loss: bool, /, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs; of a loss alone, logits stay on the device."""
+        with self.accelerator.autocast():
+            if not any(kwargs.get(name) is not None for name in self.label_names):
+                return self._in_float32(self.pipe(*args, **kwargs))
+            batch = Batch(args, kwargs, {}, num_samples((args, kwargs)))
+            microbatches = self._cut(batch, kwargs.get("num_items_in_batch"), self._num_asked, 1.0, is_own=True)
+            call = self._call(microbatches, is_own=True)
+            if needs_only_loss:
+                return {"loss": self.pipe.forward_loss(**call)}
+            loss, outputs = self.pipe.forward_loss(**call, return_outputs=True)
+            if isinstance(outputs, tuple):
+                return (loss, *self._in_float32(outputs[1:]))
+            outputs = self._in_float32(outputs)
+            outputs["loss"] = loss
+            return outputs
+
+
+class RoundPipeTrainer(RoundPipeTrainerMixin, Trainer):  # type: ignore[misc]
+    """`transformers.Trainer` in rotation."""
+
+
+def refuse(args: Any, rotation: RoundPipeArguments) -> None:
+    """Raise `ConfigError` for training arguments that a rotation can't follow."""
+    optim = str(getattr(args.optim, "value", args.optim))
+    reasons = {
+        "deepspeed": bool(args.deepspeed),
+        "fsdp": bool(args.fsdp),
+        "torch_compile": args.torch_compile,
+        "parallelism_config": getattr(args, "parallelism_config", None) is not None,
+        f"a launcher with {args.world_size} processes (torchrun, accelerate launch)": args.world_size > 1,
+        f"optim={optim!r}, which updates inside the backward": "lomo" in optim or "layerwise" in optim,
+        "fp16 with is_async": args.fp16 and rotation.is_async,
+    }
+    for name, is_given in reasons.items():
+        if is_given:
+            raise ConfigError(f"{name} can't be used with a rotation")
