@@ -88,7 +88,7 @@ def second_backward(piped: Any) -> None:
 NUMBER = 3
 CALLS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "a tensor as input_args": (train(input_args=X), ValueError, "input_args is Tensor; give a tuple"),
-    "a list as input_kwargs": (train(input_kwargs=[X]), ValueError, "input_kwargs is list; give a dict"),
+    "a list as input_kwargs": (train(input_kwargs=[X]), ValueError, "input_kwargs is a list with Tensor; give a dict"),
     "kwargs whose keys are no names": (
         train(input_kwargs={1: X}),
         ValueError,

@@ -21,14 +21,16 @@ def given_microbatches(
         ConfigError: the lists are not of one length, or empty.
     """
     number = len(kwargs)
-    for name, given in (("input_args", args or None), ("label", label)):
+    for name, given in (("input_args", None if isinstance(args, tuple) and not args else args), ("label", label)):
         if given is not None and (not isinstance(given, list | tuple) or len(given) != number):
             what = f"{len(given)} items" if isinstance(given, list | tuple) else type(given).__name__
             raise ConfigError(
                 f"input_kwargs is a list of {number} microbatches, and {name} is {what}; give a list of {number}"
             )
-    if not number:
-        raise ConfigError("input_kwargs is an empty list; give one dict per microbatch")
+    kinds = [type(each).__name__ for each in kwargs if not isinstance(each, dict)]
+    if kinds or not number:
+        what = f"a list with {kinds[0]}" if kinds else "an empty list"
+        raise ConfigError(f"input_kwargs is {what}; give a dict of keyword arguments, or a list of them, one each")
     all_args, all_kwargs = [tuple(each) for each in args or [()] * number], list(kwargs)
     labels = [None] * number if label is None else list(label)
     options = replace(

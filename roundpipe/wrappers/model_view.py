@@ -18,7 +18,7 @@ from roundpipe.core.errors import ConfigError
 from roundpipe.runtime.optimizer.update import inside_optimizer
 from roundpipe.wrappers.session import Session
 
-_OWN_ATTRIBUTES = ("training", "forward", "_original_forward")
+_OWN_ATTRIBUTES = ("training", "forward", "_original_forward", "_is_accelerate_prepared")
 """Set on the wrapper, not on the model: a forward that is put in the place of its own, as `accelerate` does."""
 
 
