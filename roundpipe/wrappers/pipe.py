@@ -16,6 +16,7 @@ from roundpipe.core.errors import ConfigError, NotCopyableError
 from roundpipe.runtime.config import LossReduction, LossScope, RoundPipeRunConfig
 from roundpipe.runtime.device.resolve import DeviceLike
 from roundpipe.runtime.engine.spec import LossFunction
+from roundpipe.runtime.optimizer.adoption import adopt
 from roundpipe.runtime.optimizer.update import StepHandle
 from roundpipe.runtime.ranks.group import ProcessGroupLike
 from roundpipe.runtime.weights.host_weights import PinMode
@@ -230,7 +231,9 @@ class RoundPipe(ModelReports):
         Raises:
             ConfigError: it has none of the model's trainable parameters.
         """
-        self._session.optimizer.adopt(optimizer)
+        self.synchronize()
+        tuple(self.optim_parameters())  # makes them
+        adopt(optimizer, self._session.optimizer.parameter_pairs())
 
     def step(self, step_fn: Callable[..., Any], is_async: bool = True, *args: Any, **kwargs: Any) -> StepHandle:
         """Run one optimizer update.

@@ -31,7 +31,6 @@ from torch import nn
 from roundpipe.core.errors import ClosedError, ConfigError
 from roundpipe.reports.timeline import OPTIMIZER
 from roundpipe.runtime.optimizer import plain_loop
-from roundpipe.runtime.optimizer.adoption import adopt
 from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
 from roundpipe.runtime.optimizer.update import NOT_MADE, HandOver, StepHandle, Update, UpdateRunner
 from roundpipe.runtime.optimizer.update_thread import UpdateThread
@@ -94,11 +93,6 @@ class OptimizerSide(plain_loop.PlainSteps):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The copies with the original names; see `MasterWeights.named_copies`."""
         return self._pairs.named_copies(prefix, remove_duplicate)
-
-    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give an optimizer the copies in the place of the parameters that it has."""
-        self._ready("adopt()")
-        adopt(optimizer, self._pairs.trainable())
 
     def copy_dtypes(self) -> list[torch.dtype]:
         """See `MasterWeights.copy_dtypes`."""
