@@ -29,7 +29,7 @@ def run(name: str, arguments: list[str], folder: Path) -> tuple[int, dict[str, A
     return code, document["results"]
 
 
-@pytest.mark.parametrize("name", ["long_run", "memory", "optimizer", "simulator", "soak", "timeline"])
+@pytest.mark.parametrize("name", ["handover", "long_run", "memory", "optimizer", "simulator", "soak", "timeline"])
 def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         importlib.import_module(name).main(["--help"])
@@ -62,6 +62,15 @@ def test_optimizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0, "only --strict fails"
     assert all(results[name]["ratio"] > 0 for name in ("hidden", "float32", "bfloat16"))
     assert capsys.readouterr().out.count("target") == 3
+
+
+def test_handover(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--width", "8", "--blocks", "2", "--tokens", "2", "--steps", "4", "--warm-up", "3", "--runs", "1"]
+    code, results = run("handover", sizes, tmp_path)
+    assert code == 0
+    for way in ("alloc", "double"):
+        assert results[way]["step_s"] > 0 and 0 <= results[way]["exposed"] < 1
+    assert capsys.readouterr().out.count("exposed") == 2
 
 
 def test_simulator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,6 +34,9 @@ class HardwareProfile:
     optimizer_bytes_per_parameter: float = 0
     """Traffic of one update per trained parameter: 44 for copy, gradient and Adam in three passes, 28 in one; 0 = no
     optimizer."""
+    hand_over_bytes_per_parameter: float = 0
+    """Of that, what weights take on their way into the model, if they go there only when the next step is made; 0:
+    they are made ready in second memory as part of the update (``pin_model="double"``)."""
     prefetch_across_steps: bool = True
     """Whether a worker's first weights of a step come up while it still runs the step before."""
     inputs_ahead: int = 1

@@ -18,13 +18,14 @@ from typing import Literal, NamedTuple
 
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.schedule import MAX_RESIDENT_JOBS, Job, Phase, Schedule
+from roundpipe.planning.host_values import values_on_host
 from roundpipe.planning.machine import EventQueue, HardwareProfile, Link, LinkTransfer, Node, Op
 from roundpipe.planning.stage_costs import StageCosts, num_trained
 
 Cause = Literal["weights", "activations", "optimizer", "no_work"]
 CAUSES: tuple[Cause, ...] = ("weights", "activations", "optimizer", "no_work")
 
-Activity = Literal["recompute", "compute", "upload", "download", "kept", "weights", "gradients", "update"]
+Activity = Literal["recompute", "compute", "upload", "download", "kept", "weights", "gradients", "update", "hand-over"]
 
 _SAME = 5e-4
 """Share of a step within which all ends of two steps must agree for the replay to be steady."""
@@ -91,6 +92,8 @@ class ReplayedStep:
     """Of each job's compute, then of everything else that must be as before in a steady step."""
     uploads: dict[int, list[Node]] = field(default_factory=dict)
     """Per layer, those of its weights."""
+    handed_over: dict[int, Node] = field(default_factory=dict)
+    """Per layer that is trained, when its new weights are in the model."""
     lost_s: list[dict[Cause, float]] = field(default_factory=list)
     """Per job, what its ops waited."""
     moved_bytes: tuple[float, ...] = ()
@@ -128,9 +131,10 @@ class StepReplay:
         self._optimizer = Link(profile.optimizer_bytes_per_s)
         phases = {Phase.FORWARD: costs.forward, Phase.FUSED: costs.fused, Phase.BACKWARD: costs.backward}
         self.stages = [phases[job.phase](job.start, job.stop) for job in schedule.jobs]
-        self._on_host = _values_on_host(schedule, costs)
+        self._on_host = values_on_host(schedule, costs)
         trained = sum(num_trained(cost) for cost in costs.layers) if schedule.kind == "train" else 0
-        self._update_bytes = trained * profile.optimizer_bytes_per_parameter
+        per_parameter = profile.optimizer_bytes_per_parameter - profile.hand_over_bytes_per_parameter
+        self._update_bytes = trained * per_parameter
         self._updates: list[Node] = []
         self._earlier: list[deque[_EarlierJob]] = [deque(maxlen=2) for _ in range(num_workers)]
         self._recent_ops: list[deque[Node]] = [deque(maxlen=profile.inputs_ahead + 1) for _ in range(num_workers)]
@@ -170,7 +174,7 @@ class StepReplay:
             if job.replica == 0:
                 inputs, outputs = outputs, {}
             earlier = self._earlier[job.worker]
-            gate = self._add_gate(job, before, updated) if before is not None and self._update_bytes else None
+            gate = self._add_gate(step, job, before, updated) if before is not None and self._update_bytes else None
             weights = self._add_weights(step, position, gate)
             losses_before = None if before is None else before.losses
             step.lost_s.append(dict.fromkeys(CAUSES, 0.0))
@@ -214,13 +218,25 @@ class StepReplay:
         self._queue.add(transfer, *after)
         return transfer
 
-    def _add_gate(self, job: Job, before: ReplayedStep, updated: Sequence[Node]) -> Node | None:
-        """When an update's weights are copied in: it is done, and the step before has read the old ones."""
+    def _add_gate(self, step: ReplayedStep, job: Job, before: ReplayedStep, updated: Sequence[Node]) -> Node | None:
+        """When an update's weights are in the model: it is done, and the step before has read the old ones."""
         layers = [layer for layer in job.layers if self._costs.layers[layer].gradient_bytes]
         if not layers:
             return None
+        new = [layer for layer in layers if layer not in step.handed_over]
+        if new:
+            after: list[Node] = [*updated, *(upload for layer in new for upload in before.uploads[layer])]
+            per_parameter = self._profile.hand_over_bytes_per_parameter
+            if per_parameter and updated:
+                num_bytes = per_parameter * sum(num_trained(self._costs.layers[layer]) for layer in new)
+                after = [
+                    self._add_transfer("hand-over", self._optimizer, num_bytes, None, None, -1, before.losses, *after)
+                ]
+            written = Node()
+            self._queue.add(written, *after)
+            step.handed_over.update(dict.fromkeys(new, written))
         gate = Node()
-        self._queue.add(gate, *updated, *(upload for layer in layers for upload in before.uploads[layer]))
+        self._queue.add(gate, *{step.handed_over[layer] for layer in layers})
         return gate
 
     def _add_weights(self, step: ReplayedStep, position: int, gate: Node | None) -> Node:
@@ -332,6 +348,7 @@ class StepReplay:
         """Holds a step that is over against those before it."""
         self.over.append(step)
         step.uploads.clear()
+        step.handed_over.clear()
         end_s = step.end_s
         ends_s = [(node.over_s or 0.0) - end_s for node in (*step.ends, step.start, step.losses)]
         step.relative_ends_s = ends_s
@@ -351,44 +368,3 @@ class StepReplay:
             gains = [now - then for now, then in pairwise(past)]
             if max(gains) - min(gains) <= _SAME_LENGTH * max(gains):
                 self.age = 1
-
-
-@dataclass(slots=True)
-class _HostValues:
-    """What each microbatch of a job puts on the host for others, and what nobody reads after it."""
-
-    born_bytes: int = 0
-    freed_bytes: int = 0
-    kept_bytes: int = 0
-    """Inputs of backward stages between the job's own cuts: they go down too."""
-
-
-def _values_on_host(schedule: Schedule, costs: StageCosts) -> list[_HostValues]:
-    """Per job, the values and gradients that it puts on the host and that it is the last to read."""
-    jobs = schedule.jobs
-    carry_bytes = [0, *(layer.carry_bytes for layer in costs.layers)]  # in front of each layer, and behind the last
-    values = [_HostValues() for _ in jobs]
-    starts = {job.start for job in jobs if job.phase is Phase.BACKWARD}
-    saved = starts if costs.grain == "stage" else set(range(schedule.num_layers))
-    inner = [[cut for cut in range(job.start + 1, job.stop) if cut in saved] for job in jobs]
-    first = [position for position, job in enumerate(jobs) if job.replica == 0]
-    last_reader: dict[int, int] = {}
-    for position in first:
-        reads = [jobs[position].start, *(inner[position] if jobs[position].phase is Phase.BACKWARD else [])]
-        last_reader.update((cut, position) for cut in reads if cut)
-    written: set[int] = set()
-    for position in first:
-        job, own = jobs[position], values[position]
-        if job.phase is Phase.FORWARD:
-            own.kept_bytes = sum(carry_bytes[cut] for cut in inner[position])
-            cuts = [cut for cut in (*inner[position], job.stop) if cut in last_reader]
-            written.update(cuts)
-            own.born_bytes = sum(carry_bytes[cut] for cut in cuts)
-            continue
-        own.born_bytes = carry_bytes[job.start]  # the gradient
-        if job.phase is Phase.BACKWARD and job.stop < schedule.num_layers:
-            own.freed_bytes = carry_bytes[job.stop]
-    for cut, position in last_reader.items():
-        if cut in written:
-            values[position].freed_bytes += carry_bytes[cut]
-    return [values[position - jobs[position].replica] for position in range(len(jobs))]

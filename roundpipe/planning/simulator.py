@@ -152,8 +152,9 @@ def _spans(steps: StepReplay) -> Iterator[Span]:
         if node.over_s is None or start_s is None or node.over_s <= start_s:
             continue
         if job is None:
-            num_updates += 1
-            yield Span(OPTIMIZER, activity, f"optimizer step {num_updates}", start_s, node.over_s)
+            num_updates += activity == "update"
+            title = f"optimizer step {num_updates}" if activity == "update" else "weights into the model"
+            yield Span(OPTIMIZER, activity, title, start_s, node.over_s)
             continue
         args: dict[str, object] = {"layers": [job.start, job.stop], "job": job.index}
         name = f"{_PREFIXES.get(activity, '')}{job}"

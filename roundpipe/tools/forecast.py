@@ -259,6 +259,7 @@ def _setting(costs: Sequence[LayerCost], machine: Machine, training: Training) -
         host_bytes_per_s=machine.host_bytes_per_s,
         optimizer_bytes_per_s=machine.host_bytes_per_s,
         optimizer_bytes_per_parameter=round(copies_bytes + _MODEL_ACCESSES * item_bytes),
+        hand_over_bytes_per_parameter=round(training.optim_dtype.itemsize + item_bytes),
     )
     return Setting(
         costs=tuple(mean_costs),

@@ -33,7 +33,7 @@ from torch import nn
 
 from roundpipe.core.errors import CheckpointError, CheckpointMisfitError, CheckpointNotFoundError, ConfigError
 from roundpipe.core.random_state import portable_random_state, restore_random_state
-from roundpipe.runtime.weights.master_weights import ParameterPair
+from roundpipe.runtime.weights.parameter_pair import ParameterPair
 from roundpipe.wrappers import checkpoint_files as files
 from roundpipe.wrappers.background_writer import CheckpointWrite
 from roundpipe.wrappers.checkpoint_folder import check_replaceable, read_whole, replacing

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from roundpipe.core.errors import CheckpointError, CheckpointMisfitError, ConfigError, enumerated
-from roundpipe.runtime.weights.master_weights import ParameterPair
+from roundpipe.runtime.weights.parameter_pair import ParameterPair
 
 FORMAT = 1
 """Raised when an older version could not read `STATE_FILE` any more."""

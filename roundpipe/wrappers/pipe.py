@@ -40,9 +40,11 @@ class RoundPipe(ModelReports):
         name: for logs and traces; None: ``filename:line`` of the caller.
         model_run_config: defaults for every call; see `RoundPipeRunConfig`.
         pin_model: how host weights are pinned for fast uploads. ``"alloc"`` moves them to pinned memory of their
-            exact size. ``"register"`` registers them with the driver where they lie, except small ones (CUDA only).
-            ``"off"`` leaves them as they are, so that an mmap-ed checkpoint is paged in on demand. If the system
-            refuses to pin, memory stays unpinned, and a warning names the limit.
+            exact size. ``"double"`` gives trained weights a second pinned buffer on top, as far as host memory has
+            room, so that the next weights are ready when an asynchronous step is made; parameters then change their
+            memory at each step. ``"register"`` registers them with the driver where they lie, except small ones (CUDA
+            only). ``"off"`` leaves them as they are, so that an mmap-ed checkpoint is paged in on demand. If the
+            system refuses to pin, memory stays unpinned, and a warning names the limit.
         devices: the rotation: a list of device names and `roundpipe.Device` objects, in which an entry may be
             repeated. None: every accelerator that torch sees, or the CPU if there is none.
         process_group: data parallel: every rank of this ``torch.distributed`` group wraps the same model and runs the

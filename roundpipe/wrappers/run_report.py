@@ -32,7 +32,7 @@ from roundpipe.reports.timeline import WAIT_CAUSES
 from roundpipe.runtime.device.backend import Lane
 from roundpipe.runtime.engine.engine import Engine
 from roundpipe.runtime.profiling.meter import MeterReading, link_speeds
-from roundpipe.runtime.weights.master_weights import ParameterPair
+from roundpipe.runtime.weights.parameter_pair import ParameterPair
 from roundpipe.wrappers.session import LatestStep, RunLog, Session
 
 _UP, _DOWN = (Lane.UPLOAD, Lane.WEIGHTS), (Lane.DOWNLOAD, Lane.GRADIENTS)

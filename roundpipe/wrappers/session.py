@@ -101,8 +101,8 @@ class Session:
         widens_half: bool = False,
     ) -> None:
         """Start the workers; see `RoundPipe` for the options and what is raised."""
-        if pin_model not in ("alloc", "register", "off"):
-            raise ConfigError(f"pin_model={pin_model!r}; allowed are 'alloc', 'register' and 'off'")
+        if pin_model not in ("alloc", "double", "register", "off"):
+            raise ConfigError(f"pin_model={pin_model!r}; allowed are 'double', 'alloc', 'register' and 'off'")
         if optim_dtype is not None and not (isinstance(optim_dtype, torch.dtype) and optim_dtype.is_floating_point):
             raise ConfigError(f"optim_dtype={optim_dtype!r}; give a floating-point torch.dtype, or None")
         if not isinstance(config, RoundPipeRunConfig):
@@ -134,6 +134,7 @@ class Session:
         """The others that train this model, each on its part of every batch."""
         self.engine = Engine(backends, name, self.gates)
         parameters = functools.partial(model.named_parameters, remove_duplicate=False)
+        self.host = HostWeights(pin_model, backends[0].host_buffer, registrar, model)
         self.optimizer = OptimizerSide(
             parameters,
             optim_dtype,
@@ -142,8 +143,8 @@ class Session:
             gates=self.gates,
             steps=self.engine,
             ranks=self.ranks,
+            second_memory=self.host.add_second_banks,
         )
-        self.host = HostWeights(pin_model, backends[0].host_buffer, registrar, model)
         self.watch = LoadWatch(model, self.optimizer)
         self.reads = ReadWatch(model, self.optimizer)
         self.writer = BackgroundWriter()

@@ -13,7 +13,7 @@ from torch import nn
 
 from roundpipe import RoundPipe, RoundPipeRunConfig
 from roundpipe.runtime.engine.worker import Worker
-from roundpipe.runtime.weights.master_weights import ParameterPair
+from roundpipe.runtime.weights.parameter_pair import ParameterPair
 
 pytestmark = pytest.mark.timeout(60)
 

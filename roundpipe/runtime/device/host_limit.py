@@ -79,15 +79,8 @@ class HostLimit:
     def check(self, terms: Mapping[str, int], cached_bytes: Callable[[], int] = lambda: 0) -> None:
         """Raise `HostMemoryError` if the terms' bytes are more than is left, beside what an allocator has cached."""
         needed_bytes = sum(terms.values())
-        with self._lock:
-            self._until_read_bytes -= needed_bytes
-            if self._until_read_bytes >= 0:
-                return
-        left_bytes = available_bytes()
-        if left_bytes is None:
-            return
-        left_bytes = max(left_bytes - RESERVE_BYTES, 0) + cached_bytes()
-        if needed_bytes > left_bytes:
+        left_bytes = self._take(needed_bytes, cached_bytes)
+        if left_bytes is not None:
             raise HostMemoryError(
                 f"host memory is short of {format_bytes(needed_bytes - left_bytes)}: needed are "
                 f"{', '.join(f'{format_bytes(size)} for {term}' for term, size in terms.items())}, and "
@@ -96,8 +89,26 @@ class HostLimit:
                 "optimizer states of fewer bytes, pin_model='off' for weights that a checkpoint is mapped to, or a "
                 "machine with more memory"
             )
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether so many bytes are left, for what can be done without; then they count as taken."""
+        return self._take(num_bytes) is None
+
+    def _take(self, needed_bytes: int, cached_bytes: Callable[[], int] = lambda: 0) -> int | None:
+        """None, or what is left if it is less."""
+        with self._lock:
+            self._until_read_bytes -= needed_bytes
+            if self._until_read_bytes >= 0:
+                return None
+        left_bytes = available_bytes()
+        if left_bytes is None:
+            return None
+        left_bytes = max(left_bytes - RESERVE_BYTES, 0) + cached_bytes()
+        if needed_bytes > left_bytes:
+            return left_bytes
         with self._lock:
             self._until_read_bytes = min(READ_AFTER_BYTES, (left_bytes - needed_bytes) // 2)
+        return None
 
 
 HOST_LIMIT = HostLimit()

@@ -32,6 +32,7 @@ class Engine(Steps):
     def __init__(self, backends: Sequence[Backend], name: str, gates: Gates) -> None:
         self.backends = tuple(backends)
         self.steps = RunningSteps(gates)
+        self._gates = gates
         self._workers = [
             Worker(i, backend, f"{name} worker {i}", gates, self.steps) for i, backend in enumerate(backends)
         ]
@@ -63,7 +64,8 @@ class Engine(Steps):
             weights.check_structure()
         ended = [layers for reference, layers in self._chains if reference() is None]
         if ended or not all(map(host.is_prepared, chain)):
-            self.steps.wait_idle()  # packing moves the user's tensors
+            self.steps.wait_idle()  # packing moves the user's tensors, and so does a hand-over
+            self._gates.weights.wait([tensor for layer in chain for tensor in layer.parameters()], "packing of weights")
             self._forget(ended, host)
             for spec, layer in zip(chain.specs, chain, strict=True):
                 host.prepare(spec.name, layer)

@@ -338,6 +338,7 @@ class Worker:
                 what, size = f"add gradients of {job}", pending.num_bytes
                 with self._gradients_log.doing("home", what, bytes=size, job=job.index):
                     pending.settle(scale)
+                    self._gates.came(parameter for parameter, _ in pending.gradients)
                 step.settle(job.index)
         except BaseException as error:
             step.cancel(error)

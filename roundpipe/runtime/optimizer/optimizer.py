@@ -7,14 +7,16 @@ of their own) meet in two places only:
                per parameter, once step k has uploaded it for the last time: weights W[k-1] into the model,
                once step k has added to it for the last time: gradients out of it      `HandOver.exchange`
                runs step_fn, which makes W[k] from W[k-1]                              optimizer thread
+               where there is second memory, writes W[k] there                         `HandOver.stage`
     step k+1   trains on W[k-1] meanwhile; after an update that is not asynchronous, on W[k]
 
 so that for SGD ``W[k] = W[k-1] - lr * grad(W[max(k-2, 0)])``.
 
 Invariant: a gradient is in one place, the model's ``.grad`` or the copy's, until `synchronize` shows it: then the
 model's ``.grad`` is a view of the copy's, taken back at the next call (`begin_call`) with what the user did to it.
-Weights are copied in place, never re-bound: devices read the same memory. The optimizer's thread does all copying
-between the two, also where the caller waits for it: no Ctrl-C, which is raised in the caller, stops it halfway.
+A parameter lies in its own memory whenever nothing is under way, else maybe in a second one (`Banks`). What is
+converted early is used only if it still is what it was made from. All else that is copied between the two, the
+optimizer's thread copies, also where the caller waits for it: no Ctrl-C, raised in the caller, stops it halfway.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +41,8 @@ from roundpipe.runtime.ranks.averaging import Averaging
 from roundpipe.runtime.ranks.turns import Ranks
 from roundpipe.runtime.threads import DEADLINE_S
 from roundpipe.runtime.weights.gate import Gates, ParameterUse, Steps
-from roundpipe.runtime.weights.master_weights import MasterWeights, NamedParameters, ParameterPair, take_writes
+from roundpipe.runtime.weights.master_weights import MasterWeights, NamedParameters, take_writes
+from roundpipe.runtime.weights.parameter_pair import ParameterPair
 
 
 class OptimizerSide(plain_loop.PlainSteps):
@@ -49,6 +52,7 @@ class OptimizerSide(plain_loop.PlainSteps):
     the loss themselves (LBFGS) need a step that is not asynchronous: the model runs on the copies' present values.
 
     ``steps`` are those that use the parameters, and wait at ``gates``; ``ranks`` average the gradients of each update.
+    ``second_memory`` gives parameters that have more memory than their own since the last time, and it; see `Banks`.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class OptimizerSide(plain_loop.PlainSteps):
         gates: Gates | None = None,
         steps: Steps | None = None,
         ranks: Ranks | None = None,
+        second_memory: Callable[[], Iterable[tuple[torch.Tensor, torch.Tensor]]] = tuple,
         deadline_s: float = DEADLINE_S,
     ) -> None:
         super().__init__()
@@ -74,6 +79,8 @@ class OptimizerSide(plain_loop.PlainSteps):
         self._hand_over = HandOver(self._gates, self.log)
         self._runner = UpdateRunner(name, self.log, self._scalers)
         self._updates = UpdateThread(name, self._gates, self._runner, deadline_s)
+        self._second_memory = second_memory
+        self._gates.came = self._pairs.gradients_came
         self._weights_changed = False
         """Whether the copies are newer than the model's weights, or were when a hand-over began that is not over."""
         self._gradients_due = False
@@ -114,20 +121,15 @@ class OptimizerSide(plain_loop.PlainSteps):
         An asynchronous step returns at once, and the next step trains on the weights before this update. What the
         previous asynchronous ``step_fn`` raised is raised before anything of this step happens.
         """
-        if not callable(step_fn):
-            raise ConfigError(f"step_fn is {step_fn!r}; give a function that does one optimizer step")
-        if not isinstance(is_async, bool):
-            raise ConfigError(
-                f"is_async is {type(is_async).__name__}; give True or False. What step_fn takes comes behind it: "
-                "step(step_fn, True, argument)"
-            )
-        if self._runner.is_inside:
-            raise ConfigError("step() was called inside step_fn; a step can't contain another one")
+        self._runner.check_step(step_fn, is_async)
         self._ready("step()", finish_steps=not is_async)
         self.is_async, self._loop, self._stepping = is_async, "steps", []
         self._pairs.trainable()
         pairs = self._pairs.with_copies()
         take_writes(pairs, has_update=self._weights_changed)
+        if is_async and self.num_steps:  # the first update has taken the memory that it needs
+            self._pairs.add_banks(self._second_memory())
+        self._pairs.converts_early = is_async
         call = functools.partial(step_fn, *args, **(kwargs or {}))
         num_steps, scales = self.num_steps, self._scalers.state()
         update = Update(f"update {num_steps + 1}", num_steps + 1)
@@ -182,8 +184,12 @@ class OptimizerSide(plain_loop.PlainSteps):
         averaging: Averaging | None,
     ) -> Any:
         """An asynchronous update, in the optimizer's thread; none on the gradients of a step that failed."""
-        self._exchange_now(pairs, steps, averaging=averaging)
-        return NOT_MADE if any(step.failed for step in steps) else self._call(step_fn, number)
+        self._exchange_now(pairs, steps, averaging=averaging, swaps=True)
+        if any(step.failed for step in steps):
+            return NOT_MADE
+        result = self._call(step_fn, number)
+        self._hand_over.stage(pairs)
+        return result
 
     def _call(self, step_fn: Callable[[], object], number: int) -> Any:
         self._weights_changed = True
@@ -203,12 +209,13 @@ class OptimizerSide(plain_loop.PlainSteps):
         only_behind: bool = False,
         shows_gradients: bool = False,
         averaging: Averaging | None = None,
+        swaps: bool = False,
     ) -> None:
         """The same in the optimizer's thread, once the steps are done with the parameters."""
         changed = self._weights_changed
         with contextlib.nullcontext() if averaging is None else averaging:
             on_taken = None if averaging is None else averaging.complete
-            self._hand_over.exchange(pairs, steps, weights_changed=changed, only_behind=only_behind, on_taken=on_taken)
+            self._hand_over.exchange(pairs, steps, changed, only_behind=only_behind, swaps=swaps, on_taken=on_taken)
         self._weights_changed = False
         for pair in pairs if shows_gradients else ():
             pair.show_gradient()

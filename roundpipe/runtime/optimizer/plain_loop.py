@@ -27,7 +27,8 @@ from roundpipe.runtime.optimizer.update import UpdateRunner, inside_optimizer
 from roundpipe.runtime.optimizer.update_thread import UpdateThread
 from roundpipe.runtime.ranks.turns import Ranks
 from roundpipe.runtime.weights.gate import Gates, Steps
-from roundpipe.runtime.weights.master_weights import MasterWeights, ParameterPair, take_writes
+from roundpipe.runtime.weights.master_weights import MasterWeights, take_writes
+from roundpipe.runtime.weights.parameter_pair import ParameterPair
 
 
 class PlainSteps(ABC):

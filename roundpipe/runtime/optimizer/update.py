@@ -2,7 +2,8 @@
 
 New weights go in and gradients out by groups of parameters. While steps run, a group's weights are written after their
 last upload, and its gradients taken once all have been added. Groups go in the order in which the steps are done with
-them. Inside ``step_fn`` a model's parameters are the optimizer's copies: `inside_optimizer`, also in `OptimizerCtx`.
+them. Weights that were made ready behind the update before, in second memory, only change places. Inside ``step_fn`` a
+model's parameters are the optimizer's copies: `inside_optimizer`, also in `OptimizerCtx`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from roundpipe.runtime.device.backend import Event
 from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
 from roundpipe.runtime.profiling.meter import HostLog
 from roundpipe.runtime.threads import Board
+from roundpipe.runtime.weights.fingerprint import Fingerprint
 from roundpipe.runtime.weights.gate import Gates, ParameterUse
-from roundpipe.runtime.weights.master_weights import Fingerprint, ParameterPair
+from roundpipe.runtime.weights.parameter_pair import ParameterPair
 
 HAND_OVER_BYTES = 16 * 1024**2
 """Parameters are handed over in groups of this size: few calls for small ones, early uploads of first layers."""
@@ -144,6 +146,18 @@ class UpdateRunner:
         """Whether the calling code runs in this model's ``step_fn``."""
         return _RUNNING.get() is self
 
+    def check_step(self, step_fn: object, is_async: object) -> None:
+        """Raise a `ConfigError` if a step can't be made of these, or here."""
+        if not callable(step_fn):
+            raise ConfigError(f"step_fn is {step_fn!r}; give a function that does one optimizer step")
+        if not isinstance(is_async, bool):
+            raise ConfigError(
+                f"is_async is {type(is_async).__name__}; give True or False. What step_fn takes comes behind it: "
+                "step(step_fn, True, argument)"
+            )
+        if self.is_inside:
+            raise ConfigError("step() was called inside step_fn; a step can't contain another one")
+
     def run(self, step_fn: Callable[[], object], index: int, pairs: Sequence[ParameterPair]) -> Any:
         """What it returns; an error of it gains a note that says in which step it was raised."""
         token = _RUNNING.set(self)
@@ -221,17 +235,19 @@ class HandOver:
     def exchange(
         self,
         pairs: Sequence[ParameterPair],
-        steps: Sequence[ParameterUse] = (),
-        *,
+        steps: Sequence[ParameterUse],
         weights_changed: bool,
+        *,
         only_behind: bool = False,
+        swaps: bool = False,
         on_taken: Callable[[Sequence[ParameterPair]], None] | None = None,
     ) -> None:
         """Latest weights into the model, gradients out of it; opens the gates of parameters as they are done.
 
         ``on_taken`` is told of pairs whose copies have all gradients, unless a step failed.
 
-        With ``only_behind`` only weights that differ are written, so that others keep their version.
+        With ``only_behind`` only weights that differ are written, so that others keep their version. Weights that
+        `stage` has made ready change places if ``swaps``; else all parameters lie in their own memory then.
         """
         groups = _groups_by_turn(pairs, steps)
         to_write = deque(sorted(groups, key=lambda group: group.turn[0]))
@@ -240,7 +256,9 @@ class HandOver:
             if to_write and to_write[0].is_uploaded():
                 group = to_write.popleft().pairs
                 if weights_changed:
-                    self.write_weights([pair for pair in group if pair.is_behind] if only_behind else group)
+                    self.write_weights([pair for pair in group if pair.is_behind] if only_behind else group, swaps)
+                for pair in () if swaps else group:
+                    pair.go_home()
                 self._gates.weights.open(pair.parameter for pair in group)
             elif to_take and to_take[0].is_added():
                 group = to_take.popleft().pairs
@@ -268,11 +286,22 @@ class HandOver:
                 event.synchronize()
 
     @torch.no_grad()
-    def write_weights(self, pairs: Iterable[ParameterPair]) -> None:
+    def write_weights(self, pairs: Iterable[ParameterPair], swaps: bool = False) -> None:
         for group in _groups(pairs):
             with self._log.doing("hand-over", "weights into the model", bytes=_model_bytes(group)):
                 for pair in group:
-                    pair.write_weights()
+                    if swaps and pair.is_staged:
+                        pair.swap_weights()
+                    else:
+                        pair.write_weights()
+
+    @torch.no_grad()
+    def stage(self, pairs: Iterable[ParameterPair]) -> None:
+        """Convert weights that an update has made, for those that have memory for it beside the model's."""
+        for group in _groups(pair for pair in pairs if pair.banks is not None):
+            with self._log.doing("hand-over", "weights made ready", bytes=_model_bytes(group)):
+                for pair in group:
+                    pair.stage_weights()
 
 
 def _model_bytes(group: Iterable[ParameterPair]) -> int:

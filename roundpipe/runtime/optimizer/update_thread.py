@@ -17,7 +17,7 @@ from roundpipe.core.errors import ConfigError, DeadlockError
 from roundpipe.runtime.optimizer.update import Update, UpdateRunner
 from roundpipe.runtime.threads import DEADLINE_S, TaskThread
 from roundpipe.runtime.weights.gate import Gates
-from roundpipe.runtime.weights.master_weights import ParameterPair
+from roundpipe.runtime.weights.parameter_pair import ParameterPair
 
 
 class UpdateThread:

@@ -18,7 +18,7 @@ import torch
 from roundpipe.core.errors import ConfigError, RankError
 from roundpipe.runtime.ranks.group import RankGroup
 from roundpipe.runtime.ranks.turns import Ranks, RankState, Turn
-from roundpipe.runtime.weights.master_weights import ParameterPair
+from roundpipe.runtime.weights.parameter_pair import ParameterPair
 
 BUCKET_BYTES = 16 * 1024**2
 

@@ -14,7 +14,7 @@ The other way round the optimizer's thread waits for the steps that were running
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -74,6 +74,8 @@ class Gates:
         """Closed until the new weights are in the model."""
         self.gradients = Gate(deadline_s, self.board)
         """Closed until the update has taken the gradients."""
+        self.came: Callable[[Iterable[torch.Tensor]], None] = lambda parameters: None
+        """Told of parameters to whose gradients a step has added, before `ParameterUse.has_added` says so."""
 
     def close(self, parameters: Sequence[torch.Tensor]) -> None:
         self.weights.close(parameters)

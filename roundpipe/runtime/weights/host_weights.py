@@ -3,12 +3,15 @@
 A layer's parameters and buffers lie in one byte buffer, each aligned to 64 bytes; the user's parameter objects become
 views of it, so an upload is one copy. What can't be moved (tied to another layer's buffer, a tensor subclass,
 ``pin_model="off"``) stays and is copied by itself; so do large tensors with ``pin_model="register"``, pinned in place.
+
+With ``"double"`` what is trained has a second buffer, in which the optimizer's thread gets the next weights ready while
+those that a round reads stay as they are; then the parameters change places (`Banks`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Literal
 
@@ -23,7 +26,7 @@ from roundpipe.runtime.weights.layer_weights import LayerWeights, tensors_of
 
 logger = logging.getLogger(__name__)
 
-PinMode = Literal["alloc", "register", "off"]
+PinMode = Literal["alloc", "double", "register", "off"]
 Key = tuple[int, ...]
 """Identities of all tensors of a layer."""
 
@@ -54,7 +57,9 @@ class HostWeights:
         """Tensors that are known not to share memory; empty: all are to be compared again."""
         self.num_laid_out = 0
         """Layers with weights laid out so far; each may have moved its weights."""
-        self._packed: dict[Key, torch.Tensor] = {}
+        self._packed: dict[Key, list[torch.Tensor]] = {}
+        """By layer, the buffers that it lies in, as all its `LayerWeights` have them."""
+        self._has_room = pin == "double"
         self._owners: dict[int, Key] = {}
         """By tensor, the layer whose buffer it lies in."""
         self._layers: dict[int, LayerWeights] = {}
@@ -83,7 +88,7 @@ class HostWeights:
 
     def _unpack(self, weights: LayerWeights) -> None:
         self._compared.clear()  # packed again, tensors move: no other may share their memory by then
-        for key in [key for key, buffer in self._packed.items() if buffer is weights.packed]:
+        for key in [key for key, banks in self._packed.items() if banks is weights.banks]:
             del self._packed[key]
             self._owners = {tensor: owner for tensor, owner in self._owners.items() if owner != key}
 
@@ -93,8 +98,8 @@ class HostWeights:
         self._check_shared(layer)
         tensors = [tensor for tensor, _ in tensors_of(layer)]
         key = tuple(map(id, tensors))
-        buffer = self._packed.get(key)
-        if buffer is None and tensors:
+        banks = self._packed.get(key)
+        if banks is None and tensors:
             self.num_laid_out += 1
             for tensor in tensors:
                 if not tensor.is_meta and tensor.device.type != "cpu":
@@ -102,8 +107,8 @@ class HostWeights:
                     tensor.data = tensor.data.cpu()
             self._register(tensors, whole_model=self.num_laid_out == 1)
         weights = LayerWeights(name, layer, partial(self._may_pack, key))
-        if buffer is not None:
-            weights.packed = buffer
+        if banks is not None:
+            weights.banks = banks
         elif weights.num_packed:
             HOST_LIMIT.check({f"weights of {name}": weights.packed_bytes})
             buffer = self._allocate(weights.packed_bytes)
@@ -111,10 +116,23 @@ class HostWeights:
                 kind = "pinned" if buffer.is_pinned() else "unpinned"
                 logger.info("pin_model=%r: weights are packed into %s host memory", self._pin, kind)
             weights.pack(buffer)
-            self._packed[key] = buffer
+            self._packed[key] = weights.banks
             self._owners.update((id(slot.tensor), key) for slot in weights.slots[: weights.num_packed])
         self._layers[id(layer)] = weights
         return weights
+
+    def add_second_banks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """With ``"double"``, second memory for trained weights of layers that have none, while there is room.
+
+        Gives parameters, each with memory that it may lie in as well.
+        """
+        for weights in self._layers.values() if self._has_room else ():
+            if len(weights.banks) == 1 and weights.is_packed() and weights.trained_bytes():
+                if not HOST_LIMIT.has_room(weights.trained_bytes()):
+                    self._has_room = False
+                    logger.info("pin_model='double': host memory has no room for second weights of %s", weights.name)
+                    return
+                yield from weights.add_second_bank(self._allocate)
 
     def _may_pack(self, key: Key, tensor: torch.Tensor) -> bool:
         """Whether a tensor may lie in the buffer of a layer: not if it lies in another's, or is pinned by itself."""

@@ -121,9 +121,9 @@ class Slot:
         flat = region[self.offset : self.offset + self.num_bytes].view(self.dtype)
         return torch.as_strided(flat, self.shape, self.strides, flat.storage_offset()).data
 
-    def own_view(self, region: torch.Tensor) -> torch.Tensor:
+    def own_view(self, region: torch.Tensor, offset: int | None = None) -> torch.Tensor:
         """The same, with a storage of its own too: what saves or copies a tensor takes the whole storage."""
-        start = region.storage_offset() + self.offset
+        start = region.storage_offset() + (self.offset if offset is None else offset)
         storage = region.untyped_storage()[start : start + self.num_bytes]
         return torch.empty(0, dtype=self.dtype).set_(storage, 0, self.shape, self.strides)
 
@@ -150,8 +150,8 @@ class LayerWeights:
     def __init__(self, name: str, layer: nn.Module, may_pack: Callable[[torch.Tensor], bool]) -> None:
         self.name = name
         self.layer = layer
-        self.packed: torch.Tensor | None = None
-        """The buffer that the first `num_packed` slots lie in."""
+        self.banks: list[torch.Tensor] = []
+        """The buffer that the first `num_packed` slots were packed into, and what `add_second_bank` made."""
         self.slots: list[Slot] = []
         self.num_packed = self.num_bytes = self.packed_bytes = 0
         tensors = [(not may_pack(tensor), tensor, attributes) for tensor, attributes in tensors_of(layer)]
@@ -206,7 +206,27 @@ class LayerWeights:
             for slot in self.slots[: self.num_packed]:
                 tensor = slot.tensor
                 tensor.data = slot.own_view(buffer).copy_(tensor)
-        self.packed = buffer
+        self.banks = [buffer]
+
+    @property
+    def packed(self) -> torch.Tensor | None:
+        """The buffer of `pack`."""
+        return self.banks[0] if self.banks else None
+
+    def trained_bytes(self) -> int:
+        """Bytes of a second bank."""
+        return sum(aligned(slot.num_bytes) for slot in self._trained())
+
+    def _trained(self) -> list[Slot]:
+        return [slot for slot in self.slots[: self.num_packed] if slot.is_parameter and slot.tensor.requires_grad]
+
+    def add_second_bank(self, allocate: Callable[[int], torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """A second buffer for what is packed and trained now; gives these parameters, each with a view of it."""
+        bank, start = allocate(self.trained_bytes()), 0
+        self.banks.append(bank)
+        for slot in self._trained():
+            yield slot.tensor, slot.own_view(bank, start)
+            start += aligned(slot.num_bytes)
 
     def is_packed(self) -> bool:
         """Whether the user's tensors still are the views that `pack` made."""
@@ -245,18 +265,45 @@ class LayerWeights:
         self, backend: Backend, region: torch.Tensor
     ) -> tuple[dict[int, torch.Tensor | None], list[torch.Tensor]]:
         """Copy all weights into a device region; returns those outside of it by slot (None: gone), and all copies."""
-        start, copies = 0, []
-        if self.packed is not None and self.is_packed():
-            source, target = self.packed[: self.packed_bytes], region[: self.packed_bytes]
-            start, copies = self.num_packed, [backend.upload(source, target, Lane.WEIGHTS)]
+        pieces, apart = self.pieces()
+        copies = [
+            backend.upload(bank[start : start + size], region[to : to + size], Lane.WEIGHTS)
+            for bank, start, to, size in pieces
+        ]
         outside: dict[int, torch.Tensor | None] = {}
-        for index, slot in enumerate(self.slots[start:], start):
+        for index in apart:
+            slot = self.slots[index]
             if slot.is_loose or not slot.fits:  # a buffer may get another shape while a step runs
                 tensor = slot.tensor if slot.is_parameter else slot.current
                 outside[index] = None if tensor is None else backend.upload(tensor, lane=Lane.WEIGHTS)
             elif slot.num_bytes:
                 copies.append(backend.upload(slot.tensor.detach(), slot.view(region), Lane.WEIGHTS))
         return outside, copies + [tensor for tensor in outside.values() if tensor is not None]
+
+    def pieces(self) -> tuple[list[tuple[torch.Tensor, int, int, int]], list[int]]:
+        """What lies in a bank as it will on the device: bank, start there, start here, bytes; and all other slots."""
+        pieces: list[tuple[torch.Tensor, int, int, int]] = []
+        apart: list[int] = []
+        starts = [(bank, bank.data_ptr()) for bank in self.banks]
+        for index, slot in enumerate(self.slots):
+            address = slot.tensor.data_ptr() if index < self.num_packed and slot.fits else -1
+            bank, start = next(
+                (
+                    (bank, address - first)
+                    for bank, first in starts
+                    if 0 <= address - first <= bank.numel() - slot.num_bytes
+                ),
+                (None, 0),
+            )
+            if bank is None:
+                apart.append(index)
+                continue
+            at, size = slot.offset, slot.num_bytes
+            if pieces and pieces[-1][0] is bank and pieces[-1][1] - pieces[-1][2] == start - at:
+                _, start, at, _ = pieces.pop()
+                size += slot.offset - at
+            pieces.append((bank, start, at, size))
+        return pieces, apart
 
 
 def _has_statistics(module: nn.Module) -> bool:

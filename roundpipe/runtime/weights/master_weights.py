@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -12,201 +11,11 @@ from roundpipe.core.caller import warn
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ConfigError, enumerated
 from roundpipe.runtime.device.host_limit import HOST_LIMIT
-from roundpipe.runtime.device.host_memory import convert, is_plain, on_huge_pages
+from roundpipe.runtime.device.host_memory import is_plain
+from roundpipe.runtime.weights.banks import Banks
+from roundpipe.runtime.weights.parameter_pair import ParameterPair
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
-
-SAMPLED = 128
-"""Elements of each parameter that are compared before an update."""
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
-    """What tells that a parameter was written: its version, its memory and a sample of its values."""
-
-    parameter: torch.Tensor
-    version: int
-    address: int
-    sample: torch.Tensor | None
-    """Bits of some elements: a write through ``.data`` leaves no other mark."""
-
-    @classmethod
-    def of(cls, parameter: torch.Tensor) -> Fingerprint:
-        sample = _sample(parameter)
-        return cls(parameter, *_marks(parameter), None if sample is None else sample.clone())
-
-    @property
-    def is_marked(self) -> bool:
-        """Whether version or memory tell that the parameter was written since."""
-        return _marks(self.parameter) != (self.version, self.address)
-
-    @property
-    def has_other_values(self) -> bool:
-        """Whether the sample holds something else by now."""
-        if self.sample is None:
-            return False
-        now = _sample(self.parameter)
-        return now is not None and now.dtype == self.sample.dtype and not torch.equal(now, self.sample)
-
-
-def _marks(parameter: torch.Tensor) -> tuple[int, int]:
-    version = 0 if parameter.is_inference() else parameter._version
-    return version, parameter.data_ptr() if is_plain(parameter) else 0
-
-
-def _sample(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The bits of about `SAMPLED` elements all over a parameter, as a view; None if not one piece of memory here."""
-    bits = _BITS.get(parameter.element_size())
-    if bits is None or not is_plain(parameter) or parameter.device.type != "cpu" or not parameter.is_contiguous():
-        return None
-    stride = parameter.numel() // SAMPLED | 1  # odd: not always the same column
-    return parameter.detach().view(-1)[::stride].view(bits)
-
-
-@dataclass(slots=True, eq=False)
-class ParameterPair:
-    """A parameter of the model and the optimizer's copy of it."""
-
-    names: list[str]
-    parameter: nn.Parameter
-    copy: nn.Parameter | None = None
-    spare: torch.Tensor | None = None
-    """Memory for the copy's gradient, used at each update where dtypes differ."""
-    shown: tuple[torch.Tensor, int, torch.Tensor, int] | None = None
-    """What `show_gradient` put into the model's ``.grad``, and the copy's gradient then, each with its version."""
-    copy_version: int = 0
-    """The copy's when it and the model's parameter last agreed."""
-    fingerprint: Fingerprint | None = None
-    """The model's parameter when the copy and it last agreed, or the copy was newer."""
-    is_written: bool = False
-    """Whether anybody else has written the model's parameter since; see `look`."""
-
-    def look(self) -> None:
-        """Notice whether anybody else has written the model's parameter or given it other memory."""
-        if self.fingerprint is not None and self.fingerprint.is_marked:
-            self.is_written = True
-            self.agree()
-
-    @property
-    def has_other_values(self) -> bool:
-        """Whether the model's parameter was written without a mark, as far as the sample shows."""
-        return self.fingerprint is not None and self.fingerprint.has_other_values
-
-    def agree(self) -> None:
-        """The copy's side, if there is a copy, knows what the model's parameter holds now."""
-        if self.copy is not None:
-            self.fingerprint = Fingerprint.of(self.parameter)
-            self.copy_version = self.copy._version
-
-    @property
-    def is_ahead(self) -> bool:
-        """Whether the copy was written since it and the model's parameter agreed."""
-        return self.copy is not None and self.copy._version != self.copy_version
-
-    def moved(self) -> None:
-        """The model's parameter has other memory now, with the same values."""
-        if self.fingerprint is not None:
-            self.fingerprint = replace(self.fingerprint, address=_marks(self.parameter)[1])
-
-    @torch.no_grad()
-    def start_again(self) -> None:
-        """The copy takes the model's values."""
-        if self.copy is not None:
-            self.copy.copy_(self.parameter)
-        self.is_written = False
-        self.agree()
-
-    def make_copy(self, dtype: torch.dtype) -> None:
-        source = self.parameter.detach()
-        if source.is_meta:
-            raise ConfigError(
-                f"parameter {self.names[0]} is on the meta device, so the optimizer can't start from it; "
-                "load the model's weights (model.to_empty, from_pretrained) before"
-            )
-        if is_plain(source):
-            copy = on_huge_pages(torch.empty_like(source, device="cpu", dtype=dtype)).copy_(source)
-        else:
-            copy = source.to("cpu", dtype, copy=True)
-        self.copy = nn.Parameter(copy)
-        self.agree()
-
-    def follow_dtype(self, dtype: torch.dtype) -> None:
-        """Convert the copy if the model's parameter was converted, by ``model.to`` or in a forward."""
-        copy = self.copy
-        if copy is not None and copy.dtype != dtype and is_plain(copy) and is_plain(self.parameter):
-            convert(copy, dtype)
-            self.spare = None
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether the model's weights are not the copy's, in the model's precision."""
-        copy, now = self.copy, self.parameter
-        if copy is None or not is_plain(copy) or not is_plain(now):
-            return copy is not None
-        return not torch.equal(now, copy.to(now.device, now.dtype))
-
-    def write_weights(self) -> None:
-        """Write the copy into the model's parameter."""
-        if self.copy is not None:
-            self.parameter.copy_(self.copy)
-        self.agree()
-
-    def take_gradient(self) -> None:
-        """Add the model's gradient to the copy's."""
-        copy, gradient, self.parameter.grad = self.copy, self.parameter.grad, None
-        if gradient is None or copy is None:
-            return
-        if copy.grad is None:
-            copy.grad = self._converted(gradient)
-        elif copy.grad.layout is torch.strided:
-            copy.grad.add_(gradient.to(copy.device))
-        else:
-            copy.grad = copy.grad + gradient.to(copy.device, copy.dtype)
-
-    def _converted(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A gradient of the model as the copy's: itself if it can be, else in the spare memory."""
-        assert self.copy is not None
-        gradient = gradient.detach()
-        if gradient.dtype == self.copy.dtype and gradient.device == self.copy.device:
-            return gradient
-        if gradient.layout is not torch.strided:
-            return gradient.to(self.copy.device, self.copy.dtype)
-        if self.spare is None:
-            HOST_LIMIT.check({"gradients in the optimizer's dtype": self.copy.nbytes})
-            self.spare = on_huge_pages(torch.empty_like(self.copy.detach()))
-        return self.spare.copy_(gradient)
-
-    def show_gradient(self) -> None:
-        """Let the model's ``.grad`` be the copy's."""
-        if self.copy is None or self.copy.grad is None:
-            return
-        self.parameter.grad = shown = self.copy.grad.to(self.parameter.device, self.parameter.dtype)
-        self.shown = shown, shown._version, self.copy.grad, self.copy.grad._version
-
-    @property
-    def is_shown(self) -> bool:
-        """Whether the model and the copy have the same gradient, or none."""
-        if self.copy is None:
-            return True
-        if self.shown is None:
-            return self.parameter.grad is None and self.copy.grad is None
-        shown, version, of_copy, version_of_copy = self.shown
-        is_same = self.parameter.grad is shown and self.copy.grad is of_copy
-        return is_same and (shown is of_copy or (shown._version, of_copy._version) == (version, version_of_copy))
-
-    def take_back(self) -> None:
-        """End `show_gradient`; the user's changes of the model's ``.grad`` hold for the copy's."""
-        if self.shown is None or self.copy is None:
-            return
-        shown, version, of_copy, _ = self.shown
-        given, gradient = self.parameter.grad, self.copy.grad
-        is_written = gradient is of_copy and shown is not of_copy and shown._version != version
-        if given is None:
-            gradient = None
-        elif given is not shown or is_written:
-            gradient = self._converted(given)
-        self.copy.grad, self.parameter.grad, self.shown = gradient, None, None  # at once: calls may be interrupted
 
 
 def copy_dtype(dtype: torch.dtype, optim_dtype: torch.dtype | None, *, widens_half: bool = True) -> torch.dtype:
@@ -243,10 +52,13 @@ class MasterWeights:
         self._optim_dtype = optim_dtype
         self._widens_half = widens_half
         self._has_warned = False
+        self.converts_early = False
+        """Whether gradients are converted as they come home; costs the memory of them all once more."""
         self.is_aside = False
         """Whether the gradients that the model has now are not to be taken: see `gradients_aside`."""
         self._pairs: list[ParameterPair] = []
         self._by_name: dict[str, ParameterPair] = {}
+        self._by_parameter: dict[torch.Tensor, ParameterPair] = {}
         self._find()
 
     def __iter__(self) -> Iterator[ParameterPair]:
@@ -257,14 +69,14 @@ class MasterWeights:
         now, known = list(self._named_parameters()), self._by_name
         if len(now) == len(known) and all(name in known and known[name].parameter is each for name, each in now):
             return
-        before = {pair.parameter: pair for pair in self._pairs}
-        pairs: dict[nn.Parameter, ParameterPair] = {}
+        before = self._by_parameter
+        pairs: dict[torch.Tensor, ParameterPair] = {}
         for name, parameter in now:
             if parameter not in pairs:
                 pairs[parameter] = before.get(parameter) or ParameterPair([], parameter)
                 pairs[parameter].names = []
             pairs[parameter].names.append(name)
-        self._pairs = list(pairs.values())
+        self._pairs, self._by_parameter = list(pairs.values()), pairs
         self._by_name = {name: pairs[parameter] for name, parameter in now}
 
     def trainable(self) -> list[ParameterPair]:
@@ -317,6 +129,19 @@ class MasterWeights:
         """The pairs that the optimizer may have updated; those that are frozen now may have gradients from before."""
         return [pair for pair in self._pairs if pair.copy is not None]
 
+    def add_banks(self, memory: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Let parameters lie by turns in their own memory and in that which comes with each."""
+        for parameter, second in memory:
+            if (pair := self._by_parameter.get(parameter)) is not None:
+                pair.banks = Banks(parameter, parameter.data, second)
+
+    @torch.no_grad()
+    def gradients_came(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Something was added to the gradients of these; called before anybody may take them."""
+        for parameter in parameters if self.converts_early and not self.is_aside else ():
+            if (pair := self._by_parameter.get(parameter)) is not None:
+                pair.gradient_came()
+
     @contextmanager
     def gradients_aside(self) -> Iterator[None]:
         """While open, the model has no gradients."""
@@ -365,7 +190,9 @@ class MasterWeights:
         """A parameter was loaded, and may be another object now: its copy starts again."""
         if (pair := self._by_name.get(name)) is not None:
             if pair.parameter is not parameter:
-                pair.parameter, pair.shown = parameter, None
+                self._by_parameter.pop(pair.parameter)
+                self._by_parameter[parameter] = pair
+                pair.parameter, pair.shown, pair.banks = parameter, None, None
                 if pair.copy is not None:
                     pair.copy.grad = None  # that of the other one
             pair.start_again()

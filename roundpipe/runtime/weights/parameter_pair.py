@@ -1,0 +1,206 @@
+"""A parameter of the model and the optimizer's copy of it: weights go one way, gradients the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from roundpipe.core.errors import ConfigError
+from roundpipe.runtime.device.host_limit import HOST_LIMIT
+from roundpipe.runtime.device.host_memory import convert, is_plain, on_huge_pages
+from roundpipe.runtime.weights.banks import Banks, EarlyGradient
+from roundpipe.runtime.weights.fingerprint import Fingerprint
+
+
+@dataclass(slots=True, eq=False)
+class ParameterPair:
+    """A parameter of the model and the optimizer's copy of it."""
+
+    names: list[str]
+    parameter: nn.Parameter
+    copy: nn.Parameter | None = None
+    spare: torch.Tensor | None = None
+    """Memory for the copy's gradient, used at each update where dtypes differ."""
+    early: EarlyGradient = field(default_factory=EarlyGradient)
+    banks: Banks | None = None
+    shown: tuple[torch.Tensor, int, torch.Tensor, int] | None = None
+    """What `show_gradient` put into the model's ``.grad``, and the copy's gradient then, each with its version."""
+    copy_version: int = 0
+    """The copy's when it and the model's parameter last agreed."""
+    fingerprint: Fingerprint | None = None
+    """The model's parameter when the copy and it last agreed, or the copy was newer."""
+    is_written: bool = False
+    """Whether anybody else has written the model's parameter since; see `look`."""
+
+    def look(self) -> None:
+        """Notice whether anybody else has written the model's parameter or given it other memory."""
+        if self.fingerprint is not None and self.fingerprint.is_marked:
+            self.is_written = True
+            self.agree()
+
+    @property
+    def has_other_values(self) -> bool:
+        """Whether the model's parameter was written without a mark, as far as the sample shows."""
+        return self.fingerprint is not None and self.fingerprint.has_other_values
+
+    def agree(self) -> None:
+        """The copy's side, if there is a copy, knows what the model's parameter holds now."""
+        if self.copy is not None:
+            self.fingerprint = Fingerprint.of(self.parameter)
+            self.copy_version = self.copy._version
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the copy was written since it and the model's parameter agreed."""
+        return self.copy is not None and self.copy._version != self.copy_version
+
+    def moved(self) -> None:
+        """The model's parameter has other memory now, with the same values."""
+        if self.banks is not None and self.banks.other is None:
+            self.banks = None
+        if self.fingerprint is not None:
+            self.fingerprint = replace(self.fingerprint, address=Fingerprint.of(self.parameter).address)
+
+    @torch.no_grad()
+    def start_again(self) -> None:
+        """The copy takes the model's values."""
+        if self.copy is not None:
+            self.copy.copy_(self.parameter)
+        self.is_written = False
+        self.agree()
+
+    def make_copy(self, dtype: torch.dtype) -> None:
+        source = self.parameter.detach()
+        if source.is_meta:
+            raise ConfigError(
+                f"parameter {self.names[0]} is on the meta device, so the optimizer can't start from it; "
+                "load the model's weights (model.to_empty, from_pretrained) before"
+            )
+        if is_plain(source):
+            copy = on_huge_pages(torch.empty_like(source, device="cpu", dtype=dtype)).copy_(source)
+        else:
+            copy = source.to("cpu", dtype, copy=True)
+        self.copy = nn.Parameter(copy)
+        self.agree()
+
+    def follow_dtype(self, dtype: torch.dtype) -> None:
+        """Convert the copy if the model's parameter was converted, by ``model.to`` or in a forward."""
+        copy = self.copy
+        if copy is not None and copy.dtype != dtype and is_plain(copy) and is_plain(self.parameter):
+            convert(copy, dtype)
+            self.spare, self.early = None, EarlyGradient()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the model's weights are not the copy's, in the model's precision."""
+        copy, now = self.copy, self.parameter
+        if copy is None or not is_plain(copy) or not is_plain(now):
+            return copy is not None
+        return not torch.equal(now, copy.to(now.device, now.dtype))
+
+    def write_weights(self) -> None:
+        """Write the copy into the model's parameter, which lies in its own memory then."""
+        if self.banks is not None:
+            self.banks.go_home(keeps_values=self.copy is None)
+        if self.copy is not None:
+            self.parameter.copy_(self.copy)
+        self.agree()
+
+    def stage_weights(self) -> None:
+        """Write the copy where `swap_weights` will find it, if there is memory for it."""
+        if self.banks is not None and self.copy is not None:
+            self.banks.stage(self.copy)
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether `swap_weights` would do what `write_weights` does."""
+        return self.banks is not None and self.banks.is_ready(self.copy)
+
+    def swap_weights(self) -> None:
+        """Give the model's parameter the memory that `stage_weights` has written."""
+        assert self.banks is not None
+        self.banks.swap()
+        self.agree()
+
+    def go_home(self) -> None:
+        """Let the model's parameter lie in its own memory, with the values that it has."""
+        if self.banks is not None and not self.banks.is_home:
+            self.banks.go_home()
+            self.agree()
+
+    def gradient_came(self) -> None:
+        """Something was added to the model's gradient: convert it if that seems to be all."""
+        early, copy, gradient = self.early, self.copy, self.parameter.grad
+        early.num_came += 1
+        if early.num_came != early.num_expected or copy is None or gradient is None or self._suits_copy(gradient):
+            return
+        if early.memory is None and HOST_LIMIT.has_room(copy.nbytes):
+            early.memory = on_huge_pages(torch.empty_like(copy.detach()))
+        early.convert(gradient)
+
+    def take_gradient(self) -> None:
+        """Add the model's gradient to the copy's."""
+        copy, gradient, self.parameter.grad = self.copy, self.parameter.grad, None
+        if gradient is None or copy is None:
+            return
+        early = self.early.take(gradient)
+        if copy.grad is None and early is not None:
+            copy.grad, self.spare, self.early.memory = early, early, self.spare
+        elif copy.grad is None:
+            copy.grad = self._converted(gradient)
+        elif copy.grad.layout is torch.strided:
+            copy.grad.add_(gradient.to(copy.device) if early is None else early)
+        else:
+            copy.grad = copy.grad + gradient.to(copy.device, copy.dtype)
+
+    def _suits_copy(self, gradient: torch.Tensor) -> bool:
+        """Whether a gradient of the model can be the copy's as it is, or has a form that can't be converted early."""
+        copy = self.copy
+        is_same = copy is not None and gradient.dtype == copy.dtype and gradient.device == copy.device
+        return is_same or gradient.layout is not torch.strided
+
+    def _converted(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient of the model as the copy's: itself if it can be, else in the spare memory."""
+        assert self.copy is not None
+        gradient = gradient.detach()
+        if gradient.dtype == self.copy.dtype and gradient.device == self.copy.device:
+            return gradient
+        if gradient.layout is not torch.strided:
+            return gradient.to(self.copy.device, self.copy.dtype)
+        if self.spare is None:
+            HOST_LIMIT.check({"gradients in the optimizer's dtype": self.copy.nbytes})
+            self.spare = on_huge_pages(torch.empty_like(self.copy.detach()))
+        return self.spare.copy_(gradient)
+
+    def show_gradient(self) -> None:
+        """Let the model's ``.grad`` be the copy's."""
+        if self.copy is None or self.copy.grad is None:
+            return
+        self.parameter.grad = shown = self.copy.grad.to(self.parameter.device, self.parameter.dtype)
+        self.shown = shown, shown._version, self.copy.grad, self.copy.grad._version
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether the model and the copy have the same gradient, or none."""
+        if self.copy is None:
+            return True
+        if self.shown is None:
+            return self.parameter.grad is None and self.copy.grad is None
+        shown, version, of_copy, version_of_copy = self.shown
+        is_same = self.parameter.grad is shown and self.copy.grad is of_copy
+        return is_same and (shown is of_copy or (shown._version, of_copy._version) == (version, version_of_copy))
+
+    def take_back(self) -> None:
+        """End `show_gradient`; the user's changes of the model's ``.grad`` hold for the copy's."""
+        if self.shown is None or self.copy is None:
+            return
+        shown, version, of_copy, _ = self.shown
+        given, gradient = self.parameter.grad, self.copy.grad
+        is_written = gradient is of_copy and shown is not of_copy and shown._version != version
+        if given is None:
+            gradient = None
+        elif given is not shown or is_written:
+            gradient = self._converted(given)
+        self.copy.grad, self.parameter.grad, self.shown = gradient, None, None  # at once: calls may be interrupted
