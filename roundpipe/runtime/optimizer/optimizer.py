@@ -6,8 +6,7 @@ of their own) meet in two places only:
     update k   waits for update k-1
                per parameter, once step k has uploaded it for the last time: weights W[k-1] into the model,
                once step k has added to it for the last time: gradients out of it      `HandOver.exchange`
-               runs step_fn, which makes W[k] from W[k-1]                              optimizer thread
-               where there is second memory, writes W[k] there                         `HandOver.stage`
+               runs step_fn, which makes W[k] from W[k-1]; gets W[k] ready             `HandOver.stage`
     step k+1   trains on W[k-1] meanwhile; after an update that is not asynchronous, on W[k]
 
 so that for SGD ``W[k] = W[k-1] - lr * grad(W[max(k-2, 0)])``.
@@ -15,8 +14,8 @@ so that for SGD ``W[k] = W[k-1] - lr * grad(W[max(k-2, 0)])``.
 Invariant: a gradient is in one place, the model's ``.grad`` or the copy's, until `synchronize` shows it: then the
 model's ``.grad`` is a view of the copy's, taken back at the next call (`begin_call`) with what the user did to it.
 A parameter lies in its own memory whenever nothing is under way, else maybe in a second one (`Banks`). What is
-converted early is used only if it still is what it was made from. All else that is copied between the two, the
-optimizer's thread copies, also where the caller waits for it: no Ctrl-C, raised in the caller, stops it halfway.
+converted early is used if it still is what it was made from. The optimizer's thread does all other copying between the
+two, also where the caller waits for it: no Ctrl-C, which is raised in the caller, stops it halfway.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ class OptimizerSide(plain_loop.PlainSteps):
     ``step_fn`` may do anything with the copies, and should leave the rest of the model alone; optimizers that evaluate
     the loss themselves (LBFGS) need a step that is not asynchronous: the model runs on the copies' present values.
 
-    ``steps`` are those that use the parameters, and wait at ``gates``; ``ranks`` average the gradients of each update.
-    ``second_memory`` gives parameters that have more memory than their own since the last time, and it; see `Banks`.
+    ``steps`` are those that use the parameters, and wait at ``gates``; ``ranks`` average the gradients of each update;
+    ``second_memory`` gives parameters that have more memory than their own since it was last asked, and that memory.
     """
 
     def __init__(
@@ -127,9 +126,8 @@ class OptimizerSide(plain_loop.PlainSteps):
         self._pairs.trainable()
         pairs = self._pairs.with_copies()
         take_writes(pairs, has_update=self._weights_changed)
-        if is_async and self.num_steps:  # the first update has taken the memory that it needs
-            self._pairs.add_banks(self._second_memory())
-        self._pairs.converts_early = is_async
+        # the first update takes the memory that it needs
+        self._pairs.convert_early(is_async, self._second_memory() if is_async and self.num_steps else ())
         call = functools.partial(step_fn, *args, **(kwargs or {}))
         num_steps, scales = self.num_steps, self._scalers.state()
         update = Update(f"update {num_steps + 1}", num_steps + 1)
@@ -185,10 +183,9 @@ class OptimizerSide(plain_loop.PlainSteps):
     ) -> Any:
         """An asynchronous update, in the optimizer's thread; none on the gradients of a step that failed."""
         self._exchange_now(pairs, steps, averaging=averaging, swaps=True)
-        if any(step.failed for step in steps):
-            return NOT_MADE
-        result = self._call(step_fn, number)
-        self._hand_over.stage(pairs)
+        result = NOT_MADE if any(step.failed for step in steps) else self._call(step_fn, number)
+        if result is not NOT_MADE:
+            self._hand_over.stage(pairs)
         return result
 
     def _call(self, step_fn: Callable[[], object], number: int) -> Any:

@@ -52,8 +52,7 @@ class MasterWeights:
         self._optim_dtype = optim_dtype
         self._widens_half = widens_half
         self._has_warned = False
-        self.converts_early = False
-        """Whether gradients are converted as they come home; costs the memory of them all once more."""
+        self._converts_early = False
         self.is_aside = False
         """Whether the gradients that the model has now are not to be taken: see `gradients_aside`."""
         self._pairs: list[ParameterPair] = []
@@ -129,8 +128,11 @@ class MasterWeights:
         """The pairs that the optimizer may have updated; those that are frozen now may have gradients from before."""
         return [pair for pair in self._pairs if pair.copy is not None]
 
-    def add_banks(self, memory: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Let parameters lie by turns in their own memory and in that which comes with each."""
+    def convert_early(self, gradients: bool, memory: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """From now on: gradients as they come home, which takes the memory of them all once more; and weights of
+        parameters for which there is ``memory``, in which they lie by turns.
+        """
+        self._converts_early = gradients
         for parameter, second in memory:
             if (pair := self._by_parameter.get(parameter)) is not None:
                 pair.banks = Banks(parameter, parameter.data, second)
@@ -138,7 +140,7 @@ class MasterWeights:
     @torch.no_grad()
     def gradients_came(self, parameters: Iterable[torch.Tensor]) -> None:
         """Something was added to the gradients of these; called before anybody may take them."""
-        for parameter in parameters if self.converts_early and not self.is_aside else ():
+        for parameter in parameters if self._converts_early and not self.is_aside else ():
             if (pair := self._by_parameter.get(parameter)) is not None:
                 pair.gradient_came()
 
