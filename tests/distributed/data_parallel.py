@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,9 @@ from torch import nn
 import roundpipe
 from roundpipe import RoundPipe, RoundPipeRunConfig
 from roundpipe.core.errors import ConfigError, RankError
+from roundpipe.runtime.ranks import averaging
+from roundpipe.runtime.ranks.group import RankGroup
+from roundpipe.runtime.weights.residency import Download
 
 NUM_STEPS = 10
 MAX_NORM = 0.3
@@ -53,6 +57,7 @@ class Kind:
     """What the mean is over, ``samples`` or ``weights``; or ``sum``."""
     scope: str = "microbatch"
     devices: int = 2
+    wrapper: type[RoundPipe] = RoundPipe
 
     def batches(self, step: int) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
         """Per call, each rank's inputs and targets; ranks have different numbers of samples, the last few at the end.
@@ -108,7 +113,7 @@ def train(kinds: Iterable[Kind]) -> list[dict[str, torch.Tensor]]:
         model = make_model(seed=dist.get_rank())
         config = RoundPipeRunConfig(num_microbatch=2, loss_scope=kind.scope)
         devices = ["cpu"] * (kind.devices + dist.get_rank())
-        with RoundPipe(model, model_run_config=config, devices=devices, process_group="world") as pipe:
+        with kind.wrapper(model, model_run_config=config, devices=devices, process_group="world") as pipe:
             optimizer = torch.optim.Adam(pipe.optim_parameters(), lr=0.05)
 
             def update(optimizer: torch.optim.Optimizer = optimizer) -> None:
@@ -127,10 +132,45 @@ def train(kinds: Iterable[Kind]) -> list[dict[str, torch.Tensor]]:
     return results
 
 
+def averages_during_the_backward() -> list[bool]:
+    """Whether gradients of the last layers are averaged while those of the first layer can't come home."""
+    add_up, settle, averaged, waits = RankGroup.add_up, Download.settle, threading.Event(), []
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    plan = roundpipe.ExecutePlan(forward=[(0, 2)], fused=(2, 4), backward=[(0, 2)])
+    config, x = RoundPipeRunConfig(num_microbatch=1, execute_plan=plan), torch.ones(2, WIDTH)
+
+    def noted(group: RankGroup, tensor: torch.Tensor) -> None:
+        add_up(group, tensor)
+        if tensor.is_floating_point():
+            averaged.set()
+
+    def late(download: Download, scale: float = 1.0) -> None:
+        if any(parameter is model[0].weight for parameter, _ in download.gradients):
+            waits.append(averaged.wait(30))
+        settle(download, scale)
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        RoundPipe(model, model_run_config=config, devices=["cpu"] * 2, process_group="world") as pipe,
+    ):
+        patch.setattr(averaging, "BUCKET_BYTES", 1)
+        patch.setattr(RankGroup, "add_up", noted)
+        patch.setattr(Download, "settle", late)
+        optimizer = torch.optim.SGD(pipe.optim_parameters(), lr=0.1)
+        averaged.set()
+        for _ in range(2):
+            pipe.forward_backward((x,), label=x, loss_fn=F.mse_loss)
+            pipe.step(optimizer.step)
+            pipe.synchronize()
+            averaged.clear()
+    return waits
+
+
 def overflow_on_one_rank() -> tuple[float, torch.Tensor]:
     """The scale, and a weight, after a step whose gradients are infinite on the last rank."""
     model = make_model().float()
-    with RoundPipe(model, devices=["cpu"], process_group="world") as pipe:
+    group = dist.new_group(range(dist.get_world_size()))
+    with RoundPipe(model, devices=["cpu"], process_group=group) as pipe:
         optimizer = torch.optim.SGD(pipe.optim_parameters(), lr=0.1)
         scaler = roundpipe.GradScaler(init_scale=8.0)
         for step in range(3):

@@ -11,7 +11,14 @@ from torch import nn
 
 import roundpipe
 from roundpipe.core.errors import ConfigError
-from tests.distributed.data_parallel import Kind, misuse, overflow_on_one_rank, reference, train
+from tests.distributed.data_parallel import (
+    Kind,
+    averages_during_the_backward,
+    misuse,
+    overflow_on_one_rank,
+    reference,
+    train,
+)
 from tests.distributed.ranks import Ranks
 from tests.equality import difference
 
@@ -23,6 +30,8 @@ KINDS = [
     Kind(is_async=True, num_calls=2, loss="weights"),
     Kind(is_async=True, loss="sum"),
     Kind(loss="weights", scope="batch", num_calls=2),
+    Kind(is_async=True, wrapper=roundpipe.AutoRoundPipe),
+    Kind(loss="weights", wrapper=roundpipe.AutoRoundPipe),
 ]
 
 
@@ -54,6 +63,10 @@ def test_four_ranks(tmp_path_factory: pytest.TempPathFactory) -> None:
         assert_trained_as_one_process(ranks, KINDS)
     finally:
         ranks.close()
+
+
+def test_gradients_are_averaged_while_the_backward_runs(two: Ranks) -> None:
+    assert two.run(averages_during_the_backward) == [[True, True], [True, True]]
 
 
 def test_an_overflow_on_one_rank_skips_the_update_of_all(two: Ranks) -> None:
