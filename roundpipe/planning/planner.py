@@ -113,6 +113,11 @@ def least_seconds(costs: Sequence[LayerCost], *, replicate: bool = False, **argu
     return min((bound_s for _, bound_s in search.fused_starts(most_replicas)), default=inf)
 
 
+def has_plan(costs: Sequence[LayerCost], **arguments: Unpack[PlanArguments]) -> bool:
+    """Whether `plan` finds one that fits; takes a small part of its time."""
+    return Search(costs, **arguments).is_feasible()
+
+
 def _best_predicted(
     search: Search, candidates: Sequence[Candidate], predict: Callable[[ExecutePlan], float], link_bytes_per_s: float
 ) -> ExecutePlan:

@@ -122,6 +122,13 @@ class Search:
             self._kick(sorted({self._climb(leader) for leader in self._leaders()}, key=self.rank))
         return sorted(self.values, key=self.rank)
 
+    def is_feasible(self) -> bool:
+        """Whether `run` would find a candidate; takes a small part of its time."""
+        self._evaluate_smallest()
+        if not self.values:
+            self.run()
+        return bool(self.values)
+
     def rank(self, candidate: Candidate) -> tuple[float, int, tuple[int, ...], tuple[int, ...]]:
         """What the search minimises: time, then slots; the edges make the order total."""
         value, slots = float(f"{self.values[candidate]:.9g}"), sum(candidate.replicas)

@@ -325,7 +325,7 @@ def _add_tiles(call: Call) -> None:
     """Let a call's layers run in tiles, whatever the sizes of its microbatches."""
     for args, kwargs in zip(call.args, call.kwargs, strict=True):
         chain, kwargs = _chain_of(call, kwargs)
-        add_tiles(chain, args, kwargs)
+        add_tiles(chain, args, kwargs, call.tiles)
 
 
 def _chain_of(call: Call, kwargs: dict[str, Any]) -> tuple[LayerChain, dict[str, Any]]:

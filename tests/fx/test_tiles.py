@@ -7,7 +7,7 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.allocations import Allocations
-from roundpipe.core.tiling import in_tiles
+from roundpipe.core.tiling import Tiles, in_tiles
 from roundpipe.fx.passes.lower import lower
 from roundpipe.fx.passes.tiles import add_tiles
 from roundpipe.fx.trace.tracer import trace
@@ -18,7 +18,7 @@ VOCABULARY, WIDTH = 32, 8
 def chain_of(model, *args, **kwargs):
     """A model's layers, ready to run in tiles."""
     chain = lower(trace(model, args, kwargs)).chain
-    add_tiles(chain, args, kwargs)
+    add_tiles(chain, args, kwargs, Tiles(2, 2))
     return chain
 
 
@@ -168,7 +168,7 @@ def test_other_sizes_run_whole():
     want = train(chain, model, 1, ids, labels)
     for a, b in zip(train(chain, model, 5, ids, labels), want, strict=True):
         assert a is b or torch.equal(a, b)
-    add_tiles(chain, (ids, labels), {})
+    add_tiles(chain, (ids, labels), {}, Tiles(2, 2))
     assert len(chain[-1].programs.by_sizes) == 2
 
 

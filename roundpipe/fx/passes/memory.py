@@ -1,8 +1,8 @@
 """Device memory of each layer of a chain: the chain runs on fake tensors, and every allocation is followed.
 
-Each layer runs once without autograd, and once with it and its backward; the last one once more, with the loss behind
-it. Of layers that are alike, such as a transformer's blocks, one runs. A parameter's gradient is there already when
-the backward runs, as it is from the second microbatch on.
+Each layer runs once without autograd, and once with it and its backward; the last one with the loss behind it. Of
+layers that are alike, such as a transformer's blocks, one runs, and once for each number of tiles. A parameter's
+gradient is there already when the backward runs, as it is from the second microbatch on.
 
 Invariant: what the code of the model and of the loss changes in Python is put back; no fake is left behind.
 """
@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from torch import nn
 from roundpipe.core import trees
 from roundpipe.core.allocations import Allocations
 from roundpipe.core.layers import EXECUTION_DEVICE, Carry, LayerChain, LayerCost, LayerSpec, Tail
-from roundpipe.core.modes import autocast_as_on_accelerator
+from roundpipe.core.modes import Modes, autocast_as_on_accelerator
 from roundpipe.core.tiling import UNTILED, Tiles, in_tiles, num_tiles
 from roundpipe.effects.snapshot import python_restored
 from roundpipe.fx.fakes import failures_unlogged, fake_of, is_fake, make_twin, static_mode
@@ -63,6 +64,10 @@ class _RunBytes:
     """The most at once in both."""
 
 
+_known: WeakKeyDictionary[LayerChain, dict[Hashable, tuple[_RunBytes, list[Any]]]] = WeakKeyDictionary()
+"""By chain, what a kind of layer takes from values of some sizes under some modes, and the values that it makes."""
+
+
 def measure_memory(
     chain: LayerChain,
     args: tuple[Any, ...],
@@ -79,7 +84,7 @@ def measure_memory(
     try:
         with python_restored(chain, loss and loss.function), failures_unlogged(), torch.random.fork_rng(devices=[]):
             if tiles != UNTILED:
-                add_tiles(chain, args, kwargs)
+                add_tiles(chain, args, kwargs, tiles)
             return _ChainRun(chain, device, tiles).costs(args, kwargs, loss)
     except Exception as error:  # whatever the user's code raises on fakes
         logger.info("memory of %s is estimated: %s: %s", chain.specs[0].name, type(error).__name__, error)
@@ -93,24 +98,27 @@ class _ChainRun:
         self._device = device
         self._rounding = 1 if device.type == "cpu" else _ROUNDING
         self._mode = static_mode()
-        self._known: dict[Hashable, tuple[_RunBytes, Any]] = {}
+        self._known = _known.setdefault(chain, {})
+        self._modes = device, Modes.current()
 
     def costs(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss | None) -> list[LayerCost]:
         chain = self._chain
         carry = chain.entry(*self._faked((args, kwargs)))
         last_reader = {name: index for index, spec in enumerate(chain.specs) for name in spec.reads}
         last_reader.update(dict.fromkeys(chain.exit.reads, len(chain.specs)))
-        costs, reads, memory = [], carry, _RunBytes(0, 0, 0)
+        costs = []
         for index, (spec, layer, cost) in enumerate(zip(chain.specs, chain, chain.costs, strict=True)):
-            reads = carry
             with in_tiles(self._tiles.of(index, len(chain)), most=_RUN_TILES):
+                to_loss = self._to_loss(loss, carry) if loss is not None and index == len(chain) - 1 else None
+                if to_loss is not None:  # nothing goes on from there: what comes in is what is carried
+                    costs.append(_with_memory(replace(cost, carry_bytes=_bytes_of(carry)), to_loss))
+                    break
                 memory, results = self._layer(layer, spec, {name: carry[name] for name in spec.reads})
-            carry = {name: value for name, value in (reads | results).items() if last_reader.get(name, -1) > index}
-            carry_bytes = sum(tensor.nbytes for tensor in {id(t): t for t in trees.tensors(carry)}.values())
+            carry = {name: value for name, value in (carry | results).items() if last_reader.get(name, -1) > index}
+            carry_bytes = _bytes_of(carry)
+            if loss is not None and index == len(chain) - 1:
+                memory = _with_guessed_loss(memory, carry_bytes)
             costs.append(_with_memory(replace(cost, carry_bytes=carry_bytes), memory))
-        if loss is not None:
-            with in_tiles(self._tiles.tail, most=_RUN_TILES):
-                costs[-1] = _with_memory(costs[-1], self._to_loss(loss, memory, reads, carry))
         return costs
 
     def _faked(self, value: Any) -> Any:
@@ -118,7 +126,7 @@ class _ChainRun:
 
     def _layer(self, layer: nn.Module, spec: LayerSpec, reads: Carry) -> tuple[_RunBytes, Carry]:
         """What a layer takes, and the values that it makes, from those that it reads."""
-        key = layer_key(layer, spec), tuple(map(value_key, reads.values())), num_tiles()
+        key = layer_key(layer, spec), tuple(map(value_key, reads.values())), num_tiles(), self._modes
         if key not in self._known:
             twin = self._twin(layer, spec)
             forward = functools.partial(_forward, twin, spec)
@@ -142,8 +150,8 @@ class _ChainRun:
             setattr(twin, EXECUTION_DEVICE, self._device)
         return twin
 
-    def _to_loss(self, loss: Loss, last: _RunBytes, reads: Carry, results: Carry) -> _RunBytes:
-        """What the last layer and the loss behind it take; a guess from the size of the outputs if that can't run."""
+    def _to_loss(self, loss: Loss, reads: Carry) -> _RunBytes | None:
+        """What the last layer and the loss behind it take; None if that can't run."""
         chain, spec, label = self._chain, self._chain.specs[-1], self._faked(loss.label)
         twin, tail = self._twin(chain[-1], spec), loss.tail
         if isinstance(tail, JoinedTail):
@@ -157,12 +165,10 @@ class _ChainRun:
 
         try:
             kept_bytes, training_bytes, _ = self._with_autograd(run, reads)
+            return _RunBytes(self._without_autograd(run, reads), kept_bytes, training_bytes)
         except Exception as error:  # whatever the user's code raises on fakes
             logger.info("memory of the loss is estimated: %s: %s", type(error).__name__, error)
-            tensors = trees.tensors([results[name] for name in chain.exit.reads])
-            size = GUESSED_LOSS * sum(tensor.nbytes for tensor in tensors)
-            return _RunBytes(last.forward, last.kept + size, max(last.training, last.kept + size))
-        return _RunBytes(last.forward, kept_bytes, training_bytes)
+            return None
 
     def _entered(self) -> ExitStack:
         """In the world of fakes, under the caller's autocast."""
@@ -213,6 +219,16 @@ def _forward(layer: nn.Module, spec: LayerSpec, carry: Carry) -> Carry:
     """What a layer makes."""
     made = layer(carry)
     return {name: made[name] for name in spec.makes}
+
+
+def _bytes_of(carry: Carry) -> int:
+    return sum(tensor.nbytes for tensor in {id(t): t for t in trees.tensors(carry)}.values())
+
+
+def _with_guessed_loss(last: _RunBytes, output_bytes: int) -> _RunBytes:
+    """What the last layer and a loss take, where the loss can't run."""
+    kept_bytes = last.kept + GUESSED_LOSS * output_bytes
+    return _RunBytes(last.forward, kept_bytes, max(last.training, kept_bytes))
 
 
 def _with_memory(cost: LayerCost, memory: _RunBytes) -> LayerCost:

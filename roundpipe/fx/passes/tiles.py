@@ -18,7 +18,7 @@ from torch.fx import Graph
 from roundpipe.core import trees
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.layers import Carry, LayerChain, is_differentiable
-from roundpipe.core.tiling import in_tiles
+from roundpipe.core.tiling import Tiles, in_tiles
 from roundpipe.effects.snapshot import python_restored
 from roundpipe.fx.fakes import failures_unlogged, fake_of, make_twin, static_mode
 from roundpipe.fx.passes.alike import layer_key, value_key
@@ -76,18 +76,18 @@ def _plan_in(rows: RowGraph) -> TilePlan:
 # ---------------------------------------------------------------------------------- layers of a chain
 
 _analysed: WeakKeyDictionary[LayerChain, set[Hashable]] = WeakKeyDictionary()
-"""By chain, the sizes of arguments for which its layers have programs."""
+"""By chain, the sizes of arguments for which its layers, its last one, or all have programs."""
 
 
-def add_tiles(chain: LayerChain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Let the generated layers of a chain run in tiles on microbatches of these arguments' sizes."""
-    key = sizes_key([args, kwargs])
+def add_tiles(chain: LayerChain, args: tuple[Any, ...], kwargs: dict[str, Any], tiles: Tiles) -> None:
+    """Let those generated layers of a chain that have tiles run in them on microbatches of these arguments' sizes."""
+    key = sizes_key([args, kwargs]), tiles.layers > 1, tiles.tail > 1
     known = _analysed.setdefault(chain, set())
     if key in known:
         return
     try:
         with _undone(chain):
-            _add_programs(chain, args, kwargs)
+            _add_programs(chain, args, kwargs, tiles)
     except Exception as error:  # whatever the user's code raises on fakes
         logger.info("%s runs untiled: %s: %s", chain.specs[0].name, type(error).__name__, error)
     known.add(key)
@@ -128,28 +128,28 @@ class _Fakes:
             return made
 
 
-def _add_programs(chain: LayerChain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _add_programs(chain: LayerChain, args: tuple[Any, ...], kwargs: dict[str, Any], tiles: Tiles) -> None:
     fakes = _Fakes()
     carry = chain.entry(*fakes.of((args, kwargs)))
     known: dict[Hashable, tuple[TilePlan | None, list[Any]]] = {}
-    for spec, layer in zip(chain.specs, chain, strict=True):
+    for index, (spec, layer) in enumerate(zip(chain.specs, chain, strict=True)):
         reads = {name: carry[name] for name in spec.reads}
-        key = layer_key(layer, spec), tuple(map(value_key, reads.values()))
+        tiled = layer if isinstance(layer, Layer) and tiles.of(index, len(chain)) > 1 else None
+        key = layer_key(layer, spec), tuple(map(value_key, reads.values())), tiled is None
         if key not in known:
             twin = fakes.twin(layer)
-            plan = fakes.plan(layer.graph, twin, reads) if isinstance(layer, Layer) else None
+            plan = None if tiled is None else fakes.plan(tiled.graph, twin, reads)
             made = fakes.run(twin, reads)
             values = [made[name] for name in spec.makes]
-            if (
-                plan is None or isinstance(layer, Layer) and plan.rows.run.graph is layer.graph
-            ):  # one that was rewritten serves this layer alone
+            is_own = plan is not None and tiled is not None and plan.rows.run.graph is not tiled.graph
+            if not is_own:  # one that was rewritten serves this layer alone
                 known[key] = plan, values
         else:
             plan, values = known[key]
-        if isinstance(layer, Layer):
+        if tiled is not None:
             if plan is not None and key in known:
-                plan = plan.moved(layer.graph)
-            layer.programs.reads = spec.reads
-            program = None if plan is None else plan.write(layer)
-            layer.programs.by_sizes[layer.programs.key(reads)] = program
+                plan = plan.moved(tiled.graph)
+            tiled.programs.reads = spec.reads
+            program = None if plan is None else plan.write(tiled)
+            tiled.programs.by_sizes[tiled.programs.key(reads)] = program
         carry.update((name, fakes.of(value)) for name, value in zip(spec.makes, values, strict=True))

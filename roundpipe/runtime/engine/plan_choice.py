@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import product
@@ -16,8 +17,10 @@ from math import inf
 from typing import Any
 
 from roundpipe.core.errors import DeviceMemoryError
+from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan
 from roundpipe.core.tiling import UNTILED, Tiles
+from roundpipe.planning.planner import PlanArguments, has_plan, least_seconds
 from roundpipe.planning.planner import plan as choose_plan
 from roundpipe.planning.stage_costs import plan_peak_bytes, plan_seconds
 from roundpipe.reports.tables import format_bytes
@@ -43,6 +46,8 @@ MOST_TRIES = 16
 
 TILES_GAIN = 0.1
 """Share of a step's time that tiles of the tail must be predicted to save where a plan fits without them."""
+
+TAIL_RUNGS = tuple(tiles for tiles in LADDER if tiles.layers == 1)
 
 
 class PlanChooser:
@@ -198,33 +203,43 @@ class PlanChooser:
         return plan_peak_bytes(plan, costs, num_workers=self._num_workers, recompute_grain=grain)
 
     def _choose(self, call: Call, tiles: Tiles, free: Iterable[int] = ()) -> ExecutePlan:
-        """The best plan in tiles; with some layers ``free``, as if what runs in them took no memory.
+        """The best plan in tiles; ``free``: see `fits`.
 
         Raises:
             DeviceMemoryError: none fits.
         """
-        self.costs.measure_memory(call, tiles)
-        costs, links = self.costs.of(call.chain, call.elements(), tiles), self.costs.links(call.chain, tiles)
-        predict = self.costs.prediction(call, costs, links)
-        for index in free:
-            costs[index] = replace(costs[index], activation_bytes=0, workspace_bytes=0, temporary_bytes=0)
+        costs, arguments = self._problem(call, tiles, free)
+        links = self.costs.links(call.chain, tiles)
         choose = functools.partial(
             choose_plan,
-            num_workers=self._num_workers,
-            num_microbatches=call.num_microbatches,
-            recompute_grain=call.config.recompute_grain,
-            names=[spec.name for spec in call.chain.specs],
-            predict=predict,
+            **arguments,
+            predict=self.costs.prediction(call, costs, links),
             link_bytes_per_s=min(links),
         )
-        limit = self.costs.record(call.chain).limits.get((call.num_microbatches, self._size(call)))
-        budget_bytes = self._budget_bytes if limit is None else limit.budget_bytes
-        if budget_bytes is None:
-            return choose(costs)
-        if not self.costs.record(call.chain).memory():
+        if arguments["memory_budget_bytes"] is not None and not self.costs.record(call.chain).memory():
             with contextlib.suppress(DeviceMemoryError):  # a guess must not refuse what may fit
-                return choose(guess_memory(costs, call), memory_budget_bytes=budget_bytes)
-        return choose(costs, memory_budget_bytes=budget_bytes)
+                return choose(guess_memory(costs, call))
+        return choose(costs)
+
+    def fits(self, call: Call, tiles: Tiles, free: Iterable[int] = ()) -> bool:
+        """Whether a plan fits in tiles, as if what runs in ``free`` layers took no memory; quicker than a plan."""
+        costs, arguments = self._problem(call, tiles, free)
+        return has_plan(costs, **arguments)
+
+    def _problem(self, call: Call, tiles: Tiles, free: Iterable[int] = ()) -> tuple[list[LayerCost], PlanArguments]:
+        """What the planner is asked: the layers' costs, some as if what runs in them took no memory, and the limits."""
+        self.costs.measure_memory(call, tiles)
+        costs, record = self.costs.of(call.chain, call.elements(), tiles), self.costs.record(call.chain)
+        for index in free:
+            costs[index] = replace(costs[index], activation_bytes=0, workspace_bytes=0, temporary_bytes=0)
+        limit = record.limits.get((call.num_microbatches, self._size(call)))
+        return costs, PlanArguments(
+            num_workers=self._num_workers,
+            num_microbatches=call.num_microbatches,
+            memory_budget_bytes=self._budget_bytes if limit is None else limit.budget_bytes,
+            recompute_grain=call.config.recompute_grain,
+            names=[spec.name for spec in call.chain.specs],
+        )
 
     def _choose_with_tiles(self, call: Call) -> tuple[ExecutePlan, Tiles]:
         """The best plan, and the tiles it is for: none where one fits, unless it is much slower; else few."""
@@ -233,7 +248,7 @@ class PlanChooser:
         try:
             plan, tiles = self._faster_in_tiles(call, self._choose(call, UNTILED))
         except DeviceMemoryError:
-            if not (rungs := self._finer(call, UNTILED)) or not self._fits_without_values(call):
+            if not self.fits(call, UNTILED, free=range(len(call.chain))) or not (rungs := self._finer(call, UNTILED)):
                 raise
             plan, tiles = self._with_fewest_tiles(call, rungs)
         if tiles != UNTILED:
@@ -245,8 +260,12 @@ class PlanChooser:
         rungs = LADDER[LADDER.index(tiles) + 1 if tiles in LADDER else 0 :]
         if call.config.tiles is not None or self._budget_bytes is None or not rungs:
             return ()
-        before, after = (self._training_bytes(call, each) for each in (tiles, rungs[-1]))
-        return () if before is None or after is None or before == after else rungs
+        return rungs if self._is_less(call, tiles, rungs[-1]) else ()
+
+    def _is_less(self, call: Call, tiles: Tiles, finer: Tiles) -> bool:
+        """Whether some layer takes another amount of memory in finer tiles."""
+        before, after = (self._training_bytes(call, each) for each in (tiles, finer))
+        return before is not None and after is not None and before != after
 
     def _training_bytes(self, call: Call, tiles: Tiles) -> list[int] | None:
         """What each layer takes in tiles; None: that is not known."""
@@ -254,39 +273,29 @@ class PlanChooser:
         memory = self.costs.record(call.chain).memory_at(call.elements(), tiles)
         return None if memory is None else [cost.training_bytes for cost in memory]
 
-    def _fits_without_values(self, call: Call) -> bool:
-        """Whether there is room for weights and gradients, and for the values between layers."""
-        try:
-            self._choose(call, UNTILED, free=range(len(call.chain)))
-        except DeviceMemoryError:
-            return False
-        return True
-
     def _with_fewest_tiles(self, call: Call, rungs: Sequence[Tiles]) -> tuple[ExecutePlan, Tiles]:
+        fits, last = functools.partial(self.fits, call), len(rungs) - 1
+        tiles = rungs[bisect_left(rungs, True, hi=last, key=fits) if fits(rungs[last]) else last]
         try:
-            plan, tiles = self._choose(call, rungs[-1]), rungs[-1]
+            return self._choose(call, tiles), tiles
         except DeviceMemoryError as error:
-            raise DeviceMemoryError(f"{error}. That is in {rungs[-1].layers} tiles, as far as it can be cut") from None
-        too_few, enough = -1, len(rungs) - 1
-        while enough - too_few > 1:
-            middle = (too_few + enough) // 2
-            try:
-                plan, tiles, enough = self._choose(call, rungs[middle]), rungs[middle], middle
-            except DeviceMemoryError:
-                too_few = middle
-        return plan, tiles
+            raise DeviceMemoryError(f"{error}. That is in {tiles.layers} tiles, as far as it can be cut") from None
 
     def _faster_in_tiles(self, call: Call, plan: ExecutePlan) -> tuple[ExecutePlan, Tiles]:
         """The plan; or one with the tail in tiles, whose room larger stages have, if it is faster by enough."""
-        untiled, found = UNTILED, (plan, UNTILED)
+        found = plan, UNTILED
         costs, links = self.costs.of(call.chain, call.elements()), self.costs.links(call.chain)
         predict = self.costs.prediction(call, costs, links)
         if predict is None or self._budget_bytes is None or call.config.tiles is not None:
             return found
         least_s = (1 - TILES_GAIN) * predict(plan)
-        if predict(self._choose(call, untiled, free=[len(costs) - 1])) > least_s or not self._finer(call, untiled):
+        tail = [len(costs) - 1]
+        free_costs, arguments = self._problem(call, UNTILED, tail)
+        if least_seconds(free_costs, **arguments) > least_s or predict(self._choose(call, UNTILED, tail)) > least_s:
             return found
-        for tiles in (each for each in LADDER if each.layers == 1):
+        if not self._is_less(call, UNTILED, TAIL_RUNGS[0]):
+            return found
+        for tiles in TAIL_RUNGS:
             other = self._choose(call, tiles)
             seconds = self._seconds(call, tiles)(other)
             if seconds <= least_s:
