@@ -246,7 +246,7 @@ class FakeWorld:
                 f"can't trace {type(self.model).__name__}: {where} is {kind}, and graphs take dense ones only"
             )
         if real.device.type != "cpu":
-            real = torch.empty(real.shape, dtype=real.dtype)
+            real = torch.empty(real.shape, dtype=real.dtype, device="meta")  # logits of a long sequence may not fit
         is_float = real.is_floating_point() or real.is_complex()
         is_dynamic = [dim == 0 or not is_float or (path, dim) in self._dynamic for dim in range(real.dim())]
         kinds = [DimDynamic.DYNAMIC if dynamic else DimDynamic.STATIC for dynamic in is_dynamic]
@@ -256,6 +256,7 @@ class FakeWorld:
             source=ConstantSource(f"input_{self._num_inputs}"),
             symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds, constraint_sizes=[None] * real.dim()),
         )
+        fake.fake_device = torch.device("cpu")
         if leaf.requires_grad:
             fake.requires_grad_()
         sizes = tuple(expression_of(size) for size in fake.shape)

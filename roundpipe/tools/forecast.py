@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -19,9 +19,9 @@ from roundpipe.core.errors import ConfigError, DeviceMemoryError, TraceError
 from roundpipe.core.layers import LayerChain, LayerCost
 from roundpipe.core.schedule import ExecutePlan
 from roundpipe.core.tiling import UNTILED, Tiles
+from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.passes.cost import DeviceProfile
 from roundpipe.fx.passes.lower import LowerOptions, lower
-from roundpipe.fx.passes.memory import Loss, measure_memory
 from roundpipe.fx.trace.tracer import trace
 from roundpipe.planning.machine import HardwareProfile
 from roundpipe.planning.simulator import Simulation, simulate_timeline, steady
@@ -37,6 +37,8 @@ from roundpipe.runtime.engine.spec import Call
 from roundpipe.tools.comparison import Setting
 from roundpipe.tools.device_data import DeviceSpec, Efficiency
 from roundpipe.tools.target import Target
+from roundpipe.wrappers.calls import memory_of
+from roundpipe.wrappers.tails import TailSource
 
 WORTH_NAMING = 1.05
 """How much faster a change must be to be suggested."""
@@ -45,6 +47,7 @@ MUCH_IDLE = 0.05
 
 OptimizerName = Literal["adamw", "sgd"]
 
+_CPU = torch.device("cpu")
 _STATES = {"adamw": 2, "sgd": 0}
 """Optimizer states per trained parameter, as large as its copy."""
 _COPY_ACCESSES = {"adamw": 8, "sgd": 3}
@@ -110,21 +113,30 @@ class Layers:
     """A model as layers, traced and lowered once for all settings."""
 
     target: Target
+    traced: GuardedGraph
     chain: LayerChain
     """With the costs that a run would choose its plan by."""
     device_costs: tuple[LayerCost, ...]
     notes: tuple[str, ...]
     """What the figures leave out."""
+    tails: TailSource
+    """Make the loss a part of the last layer, as in a run."""
     known_memory: dict[tuple[int, Tiles], list[LayerCost] | None] = field(default_factory=dict)
 
     def memory(self, call: Call, tiles: Tiles) -> list[LayerCost] | None:
         """Costs with the memory for a call's largest microbatch; None if the layers can't run on fakes."""
         key = call.elements(), tiles
         if key not in self.known_memory:
-            args, kwargs, _ = call.largest()
-            loss = Loss(lambda outputs, _: outputs.loss, None) if self.target.has_loss else None
-            self.known_memory[key] = measure_memory(self.chain, args, kwargs, loss, tiles=tiles)
+            self.known_memory[key] = memory_of(_CPU, call, tiles)
         return self.known_memory[key]
+
+    def call(self, training: Training, num_devices: int) -> Call:
+        """A training call, all microbatches of one size."""
+        number = training.num_microbatches
+        options = RoundPipeRunConfig(num_microbatch=number, recompute_grain=training.recompute_grain)
+        config, kwargs = resolve(options, None, num_devices=num_devices), self.target.kwargs_for(training.microbatch)
+        call = Call(self.chain, config, [()] * number, [kwargs] * number, [None] * number, number)
+        return replace(call, loss_fn=_own_loss, make_tail=self.tails.tail) if self.target.has_loss else call
 
     @classmethod
     def of(cls, target: Target, num_samples: int, machine: Machine) -> Layers:
@@ -145,7 +157,13 @@ class Layers:
             notes.append(f"the costs of {estimated} of {len(lowered.costs)} nodes are guessed from sizes")
         if not target.has_loss:
             notes.append("the loss is not part of the model's call: its time and memory are left out")
-        return cls(target, lowered.chain, tuple(lowered.costs_on(machine.profile)), tuple(notes))
+        costs = tuple(lowered.costs_on(machine.profile))
+        return cls(target, traced, lowered.chain, costs, tuple(notes), TailSource(target.model))
+
+
+def _own_loss(outputs: Any, label: Any) -> Any:
+    """The loss that the model has computed."""
+    return outputs.loss
 
 
 @dataclass(slots=True)
@@ -204,12 +222,7 @@ def forecast_at(layers: Layers, machine: Machine, training: Training, *, simulat
 
     How fast it is, and how much the host carries, only where it is ``simulated``.
     """
-    chain, kwargs = layers.chain, layers.target.kwargs_for(training.microbatch)
-    number, grain = training.num_microbatches, training.recompute_grain
-    options = RoundPipeRunConfig(num_microbatch=number, recompute_grain=grain)
-    config = resolve(options, None, num_devices=machine.num_devices)
-    call = Call(chain, config, [()] * number, [kwargs] * number, [None] * number, number)
-    plans = PlanChooser(machine.num_devices, [machine.budget_bytes], accelerators=True, measure=layers.memory)
+    call, plans = layers.call(training, machine.num_devices), plans_for(layers, machine)
     plans.costs.measure_memory(call)
     reasons, plan, simulation = [], None, None
     stages: dict[str, DeviceMemory] = {}
@@ -220,7 +233,8 @@ def forecast_at(layers: Layers, machine: Machine, training: Training, *, simulat
     costs = _costs(layers, call)
     setting = _setting(costs, machine, training)
     if plan is not None:
-        needs = device_memory(training_stages(plan, StageCosts(costs, grain)), machine.num_devices)
+        stage_costs = StageCosts(costs, training.recompute_grain)
+        needs = device_memory(training_stages(plan, stage_costs), machine.num_devices)
         stages = {name: need for (name, _), need in zip(plan.named_stages(), needs, strict=True)}
         simulation = setting.simulate(plan) if simulated else None
         needed_bytes = max(need.total for need in needs)
@@ -233,6 +247,11 @@ def forecast_at(layers: Layers, machine: Machine, training: Training, *, simulat
     if machine.host_memory_bytes is not None and host.total > machine.host_memory_bytes:
         reasons.append(f"the host needs {host.total:,} bytes of memory and has {machine.host_memory_bytes:,}")
     return Forecast(layers, costs, machine, training, setting, plan, call.tiles, stages, host, simulation, reasons)
+
+
+def plans_for(layers: Layers, machine: Machine) -> PlanChooser:
+    """What chooses plans as on a machine's accelerators."""
+    return PlanChooser(machine.num_devices, [machine.budget_bytes], accelerators=True, measure=layers.memory)
 
 
 def _costs(layers: Layers, call: Call) -> tuple[LayerCost, ...]:

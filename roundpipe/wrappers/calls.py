@@ -73,7 +73,7 @@ class ChainRunner(Runner):
         session = self.session
         self._joints = JointChains(self.name)
         self._has_warned = False
-        measure = functools.partial(_memory_of, session.engine.backends[0].device)
+        measure = functools.partial(memory_of, session.engine.backends[0].device)
         self.tails = TailSource(self.model)
         self.builder = StepBuilder(session.engine, session.host, session.optimizer, measure, _add_tiles)
 
@@ -311,7 +311,7 @@ def _note_own_losses(calls: Sequence[Call]) -> None:
                 call.make_tail = None  # of which nobody knows whose loss it gives
 
 
-def _memory_of(device: torch.device, call: Call, tiles: Tiles) -> list[LayerCost] | None:
+def memory_of(device: torch.device, call: Call, tiles: Tiles) -> list[LayerCost] | None:
     """Costs with the memory that layers take in tiles for the largest microbatch of a call, its loss included."""
     args, kwargs, label = call.largest()
     chain, kwargs = _chain_of(call, kwargs)
