@@ -96,20 +96,27 @@ def tiles_of(sizes: Sequence[int], number: int) -> list[Tile]:
     Args:
         sizes: of the row axes, one or two.
     """
+    return list(each_tile(sizes, number))
+
+
+def each_tile(sizes: Sequence[int], number: int) -> Iterator[Tile]:
+    """The same, one after the other."""
     most = max(-(-math.prod(sizes) // max(number, 1)), 1)
     last = sizes[-1]
     if len(sizes) == 1:
-        return [Tile((start,), (size,)) for start, size in _ranges(last, most)]
-    if most >= last:
-        return [Tile((start, 0), (size, last)) for start, size in _ranges(sizes[0], most // last)]
-    ranges = _ranges(last, most)
-    return [Tile((row, start), (1, size)) for row in range(sizes[0]) for start, size in ranges]
+        yield from (Tile((start,), (size,)) for start, size in _ranges(last, most))
+    elif most >= last:
+        yield from (Tile((start, 0), (size, last)) for start, size in _ranges(sizes[0], most // last))
+    else:
+        yield from (Tile((row, start), (1, size)) for row in range(sizes[0]) for start, size in _ranges(last, most))
 
 
-def _ranges(total: int, most: int) -> list[tuple[int, int]]:
-    number = -(-total // most)
-    ends = [total * index // number for index in range(number + 1)]
-    return [(start, end - start) for start, end in zip(ends, ends[1:], strict=False)]
+def _ranges(total: int, most: int) -> Iterator[tuple[int, int]]:
+    number, start = -(-total // most), 0
+    for index in range(1, number + 1):
+        end = total * index // number
+        yield start, end - start
+        start = end
 
 
 def rows_in(rows: Rows, tile: Tile, sizes: Sequence[int]) -> list[tuple[int, int, int]]:

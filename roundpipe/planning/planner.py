@@ -21,7 +21,8 @@ from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan
 from roundpipe.planning.candidates import Candidate, Cuts
 from roundpipe.planning.search import Search
-from roundpipe.planning.stage_costs import RecomputeGrain, device_memory
+from roundpipe.planning.stage_costs import RecomputeGrain, StageCost, device_memory
+from roundpipe.reports.memory import DeviceMemory
 
 _MOST_PREDICTED, _LEAST_PREDICTED = 800, 2
 """Visits, times microbatches, of the plans that a prediction chooses among (it takes about 0.2 ms for each), and
@@ -111,6 +112,23 @@ def least_seconds(costs: Sequence[LayerCost], *, replicate: bool = False, **argu
     search = Search(costs, **arguments)
     most_replicas = min(search.num_workers, search.num_microbatches) if replicate else 1
     return min((bound_s for _, bound_s in search.fused_starts(most_replicas)), default=inf)
+
+
+@dataclass(frozen=True, slots=True)
+class LeastNeed:
+    """What the plan of single layers takes: about the least of all plans."""
+
+    layer_index: int
+    """The layer that needs the most, with what comes and goes meanwhile."""
+    stage: StageCost
+    memory: DeviceMemory
+    needs: list[DeviceMemory]
+    """Of all stages."""
+
+
+def least_need(costs: Sequence[LayerCost], **arguments: Unpack[PlanArguments]) -> LeastNeed:
+    """The least device memory that a chain can be trained in, by the layer that needs the most."""
+    return _least_need(Search(costs, **arguments))
 
 
 def has_plan(costs: Sequence[LayerCost], **arguments: Unpack[PlanArguments]) -> bool:
@@ -225,6 +243,15 @@ def _fewest_stages_first(seconds: Mapping[Candidate, float]) -> list[Candidate]:
     return sorted(seconds, key=key)
 
 
+def _least_need(search: Search) -> LeastNeed:
+    num_layers = search.num_layers
+    stages = search.stages(Candidate.singles(num_layers))
+    needs = device_memory(stages, search.num_workers)
+    position = max(range(len(needs)), key=lambda index: (needs[index].total, stages[index].own_bytes))
+    layer_index = position if position < num_layers else 2 * (num_layers - 1) - position
+    return LeastNeed(layer_index, stages[position], needs[position], needs)
+
+
 def _misfit(search: Search) -> DeviceMemoryError:
     """Why not even stages of one layer fit: the one that needs the most, its bytes and what can help.
 
@@ -232,15 +259,12 @@ def _misfit(search: Search) -> DeviceMemoryError:
     """
     budget_bytes, num_layers, layers = search.budget_bytes, search.num_layers, search.costs.layers
     assert budget_bytes is not None, "without a budget every plan fits"
-    stages = search.stages(Candidate.singles(num_layers))
-    needs = device_memory(stages, search.num_workers)
-    position = max(range(len(needs)), key=lambda index: (needs[index].total, stages[index].own_bytes))
-    stage, need = stages[position], needs[position]
+    least = _least_need(search)
+    layer_index, stage, need, needs = least.layer_index, least.stage, least.memory, least.needs
 
     def layer_name(index: int) -> str:
         return f"layer {index}" + (f" ({search.names[index]})" if search.names is not None else "")
 
-    layer_index = position if position < num_layers else 2 * (num_layers - 1) - position
     others = f"{need.total - stage.own_bytes:,} for weights that come up and gradients that go down meanwhile"
     heaviest = max(range(num_layers), key=lambda index: layers[index].weight_bytes)
     if heaviest != layer_index and layers[heaviest].weight_bytes > stage.own_bytes:

@@ -31,6 +31,7 @@ from roundpipe.tools.doctor import diagnose, diagnosis_text
 from roundpipe.tools.explain import explain
 from roundpipe.tools.forecast import Machine, Training, forecast, simulated_timeline
 from roundpipe.tools.forecast_report import forecast_json, forecast_text
+from roundpipe.tools.largest import largest
 from roundpipe.tools.target import DEFAULT_SEQ, EXPLAINED_SEQ, Target, check_target, load_target
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -52,7 +53,7 @@ _TARGET_HELP = (
 )
 _WITH_TARGET = (
     *("device_profile", "flops", "memory", "link", "bandwidth", "efficiency", "host_memory", "host_bandwidth"),
-    *("timeline", "batch", "seq", "dtype", "optimizer", "optim_dtype", "lora"),
+    *("timeline", "batch", "seq", "max_length", "max_batch", "dtype", "optimizer", "optim_dtype", "lora"),
 )
 
 _Answer = tuple[str | dict[str, Any], int]
@@ -162,6 +163,8 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("training, with TARGET").add_argument
     add("--batch", type=count(MOST_SAMPLES), metavar="N", help="samples per step; default: one per microbatch")
     add("--seq", type=count(MOST_TOKENS), metavar="N", help=f"tokens per sample; default: {DEFAULT_SEQ}")
+    add("--max-length", action="store_true", help="find the longest sequence that fits, and what limits it")
+    add("--max-batch", action="store_true", help="find the largest batch that fits in as many microbatches")
     add("--dtype", choices=DTYPES, help="of the weights; default: bfloat16")
     add("--optimizer", choices=("adamw", "sgd"), help="default: adamw")
     add("--optim-dtype", choices=DTYPES, help="of the optimizer's copies; default: float32, or wider weights' own")
@@ -179,7 +182,7 @@ def _plan(options: argparse.Namespace) -> _Answer:
         mistake = "neither was" if options.costs is None else "both were"
         raise ConfigError(f"give TARGET or --costs FILE, one of them; {mistake} given")
     if options.costs is not None:
-        wrong = [name for name in _WITH_TARGET if getattr(options, name) is not None]
+        wrong = [name for name in _WITH_TARGET if getattr(options, name) not in (None, False)]
         if wrong:
             raise ConfigError(f"{_option(wrong[0])} has no meaning with --costs; the file says it all")
         return _plan_costs(options)
@@ -217,6 +220,10 @@ def _plan_target(options: argparse.Namespace) -> _Answer:
     check_target(options.target)
     if options.timeline is not None:
         check_path(options.timeline)
+    is_search = options.max_length or options.max_batch
+    for search, given in (("max_length", "seq"), ("max_batch", "batch"), ("max_length", "max_batch")):
+        if getattr(options, search) and getattr(options, given):
+            raise ConfigError(f"{_option(search)} finds the largest; leave {_option(given)} out")
     machine = Machine(
         device=_device(options),
         num_devices=options.devices,
@@ -234,16 +241,21 @@ def _plan_target(options: argparse.Namespace) -> _Answer:
         optim_dtype=DTYPES[options.optim_dtype] if options.optim_dtype else _default_optim_dtype(target.model),
         recompute_grain=options.recompute,
     )
-    result = forecast(target, machine, training)
+    found = largest("length" if options.max_length else "batch", target, machine, training) if is_search else None
+    result = forecast(target, machine, training) if found is None else found.forecast
+    training, target = result.training, result.layers.target
     if options.timeline is not None and result.plan is not None:
         simulated_timeline(result).save(options.timeline)
     rows = compare_schedules(result.setting, result.plan) if options.compare else []
     tokens = target.tokens_per_sample
-    per_step, exit_code = batch * (tokens or 1), 0 if result.fits else 1
+    per_step, exit_code = training.batch * (tokens or 1), 0 if result.fits else 1
     if options.json:
         compared = {"schedules": comparison_json(rows, per_step)} if options.compare else {}
-        return forecast_json(result) | compared, exit_code
+        searched = {} if found is None else {f"max_{found.what}": found.size, "limit": found.limit}
+        return forecast_json(result) | compared | searched, exit_code
     parts = [forecast_text(result)]
+    if found is not None:
+        parts.append(f"longest sequence: {found}" if found.what == "length" else f"largest batch: {found}")
     if options.compare:
         parts.append(comparison_text(rows, per_step, "samples" if tokens is None else "tokens"))
     return "\n\n".join(parts), exit_code

@@ -48,6 +48,8 @@ class Target:
     """Whether the call computes a loss, which then is part of the costs."""
     notes: tuple[str, ...] = ()
     """What of the config does not count here."""
+    with_tokens: Callable[[int], Target] | None = None
+    """The same with other numbers of tokens per sample, whatever the model says that it takes; None: it has none."""
 
 
 def check_target(text: str) -> None:
@@ -124,7 +126,7 @@ def _architecture(transformers: Any, config: Any) -> Any:
     )
 
 
-def _of_transformers(name: str, model: Any, seq: int | None, default_seq: int) -> Target:
+def _of_transformers(name: str, model: Any, seq: int | None, default_seq: int, tokens: int | None = None) -> Target:
     kind, input_name, length = type(model).__name__, model.main_input_name, None
     label_shape: tuple[int, ...] | None
     if input_name == "pixel_values":
@@ -133,7 +135,7 @@ def _of_transformers(name: str, model: Any, seq: int | None, default_seq: int) -
         dtype = next(model.parameters()).dtype
         label_shape = () if "ImageClassification" in kind else None
     elif input_name == "input_ids":
-        length = _num_tokens(model, seq, default_seq)
+        length = tokens or _num_tokens(model, seq, default_seq)
         shape, dtype = (length,), torch.long
         label_shape = () if "SequenceClassification" in kind else None
         if "LM" in kind or "ConditionalGeneration" in kind:
@@ -151,16 +153,30 @@ def _of_transformers(name: str, model: Any, seq: int | None, default_seq: int) -
             kwargs["labels"] = torch.zeros(num_samples, *label_shape, dtype=torch.long)
         return kwargs
 
-    return Target(name, model, kwargs_for, None, length, label_shape is not None)
+    def with_tokens(tokens: int) -> Target:
+        return _of_transformers(name, model, None, default_seq, tokens)
+
+    longest = _longest(model)
+    notes = []
+    if length is not None and longest is not None and length > longest:
+        notes.append(f"the config says that the model takes at most {longest:,} tokens (max_position_embeddings)")
+    target = Target(name, model, kwargs_for, None, length, label_shape is not None, tuple(notes))
+    return target if length is None else replace(target, with_tokens=with_tokens)
 
 
 def _num_tokens(model: Any, seq: int | None, default_seq: int) -> int:
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = _longest(model)
     if seq is not None and longest is not None and seq > longest:
         raise ConfigError(
             f"--seq {seq}: {type(model).__name__} takes at most {longest} tokens (max_position_embeddings)"
         )
     return seq or min(default_seq, longest or default_seq)
+
+
+def _longest(model: Any) -> int | None:
+    """The most tokens that a config says its model takes."""
+    longest: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return longest
 
 
 def _check_size(num_samples: int, num_elements: int) -> None:

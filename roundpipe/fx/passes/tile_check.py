@@ -10,7 +10,7 @@ import torch
 
 from roundpipe.core import trees
 from roundpipe.core.allocations import TorchDispatchMode
-from roundpipe.core.tiling import Region, RowResult, in_tiles, narrow, rows_in, tiles_of
+from roundpipe.core.tiling import Region, RowResult, each_tile, in_tiles, narrow, rows_in
 from roundpipe.fx.sizes import flat_tensors
 
 _LAYOUT = frozenset("clone view _unsafe_view _reshape_alias reshape alias detach expand".split())
@@ -34,7 +34,7 @@ def difference(region: Region, owner: Any, values: Sequence[Any]) -> str:
         expected = region.function(owner, region.sizes, *dense)
     rows = math.prod(region.sizes)
     for number in sorted({2, 2 * region.sizes[0], rows}):
-        tile = tiles_of(region.sizes, number)[0]
+        tile = next(each_tile(region.sizes, number))
         parts = [
             value if dims is None else _contiguous(narrow(value, dims, tile, region.sizes))
             for value, dims in zip(dense, region.inputs, strict=True)

@@ -20,7 +20,7 @@ from roundpipe.core.errors import DeviceMemoryError
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan
 from roundpipe.core.tiling import UNTILED, Tiles
-from roundpipe.planning.planner import PlanArguments, has_plan, least_seconds
+from roundpipe.planning.planner import LeastNeed, PlanArguments, has_plan, least_need, least_seconds
 from roundpipe.planning.planner import plan as choose_plan
 from roundpipe.planning.stage_costs import plan_peak_bytes, plan_seconds
 from roundpipe.reports.tables import format_bytes
@@ -225,6 +225,11 @@ class PlanChooser:
         """Whether a plan fits in tiles, as if what runs in ``free`` layers took no memory; quicker than a plan."""
         costs, arguments = self._problem(call, tiles, free)
         return has_plan(costs, **arguments)
+
+    def least_need(self, call: Call) -> LeastNeed:
+        """The least device memory that a call can do with, in the finest tiles that it may have."""
+        costs, arguments = self._problem(call, given_tiles(call.config) or LADDER[-1])
+        return least_need(costs, **arguments)
 
     def _problem(self, call: Call, tiles: Tiles, free: Iterable[int] = ()) -> tuple[list[LayerCost], PlanArguments]:
         """What the planner is asked: the layers' costs, some as if what runs in them took no memory, and the limits."""
