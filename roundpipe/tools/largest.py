@@ -57,14 +57,14 @@ def largest(what: What, target: Target, machine: Machine, training: Training) ->
         ConfigError: samples have no length that could be another.
         DeviceMemoryError: none fits.
     """
-    search = _Search(what, target, machine, training)
+    search = _SizeSearch(what, target, machine, training)
     try:
         return search.run()
     finally:
         search.bar.close()
 
 
-class _Search:
+class _SizeSearch:
     def __init__(self, what: What, target: Target, machine: Machine, training: Training) -> None:
         if what == "length" and target.with_tokens is None:
             raise ConfigError("--max-length: samples of this model have no number of tokens that could be another")
