@@ -163,7 +163,16 @@ def test_vision_without_its_data(
     assert_one_line(vision, ["--devices", "cpu"], "pip install scikit-learn", capsys)
 
 
-@pytest.mark.parametrize("name", ["finetune_llm", "finetune_lora", "train_vision"])
+def test_the_trainer_in_rotation_is_the_plain_one(on_path: None, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("accelerate", reason="the Trainer needs it")
+    example = importlib.import_module("finetune_trainer")
+    sizes = ["--steps", "2", "--layers", "1", "--batch", "2", "--accumulate", "3", "--seq", "16"]
+    assert example.main(["--devices", "cpu,cpu", "--check", *sizes]) == 0
+    assert "losses differ from the plain Trainer's by" in capsys.readouterr().out
+    assert_one_line(example, ["--accumulate", "0"], "--accumulate must be at least 1, not 0", capsys)
+
+
+@pytest.mark.parametrize("name", ["finetune_llm", "finetune_lora", "finetune_trainer", "train_vision"])
 def test_as_a_program(name: str, tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--devices", "nonsense"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)

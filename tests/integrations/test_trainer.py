@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import Trainer
 
 import roundpipe
-from roundpipe.integrations.transformers import RoundPipeTrainer
+from roundpipe.integrations.transformers import RoundPipeTrainer, RoundPipeTrainerMixin
 from tests.integrations.trainers import (
+    VOCAB,
     assert_same_log,
     assert_same_weights,
+    classified,
     llama,
     make_trainer,
     texts,
@@ -55,3 +58,102 @@ def test_a_decoder_with_padding_is_equal(tmp_path: Path) -> None:
     resumed.train(resume_from_checkpoint=str(tmp_path / "Trainer" / "checkpoint-2"))
     assert_same_log(exchanged, resumed)
     assert_same_weights(exchanged.model, resumed.model)
+
+
+def test_a_resumed_run_is_bit_equal(tmp_path: Path) -> None:
+    """With dropout, in the middle of the training; the checkpoint is the rotation's own."""
+    options = {"devices": 2, "gradient_accumulation_steps": 3, "num_train_epochs": 2, "save_strategy": "epoch"}
+    whole = make_trainer(RoundPipeTrainer, llama(attention_dropout=0.1), tmp_path / "whole", **options)
+    whole.train()
+    resumed = make_trainer(RoundPipeTrainer, llama(attention_dropout=0.1), tmp_path / "resumed", **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert_same_weights(whole.model, resumed.model, within=0)
+    assert_same_log(whole, resumed, within=0)
+
+
+class TwoCalls(Trainer):
+    """Its loss is made of two calls of the model."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **given: Any) -> Any:
+        outputs, again = model(**inputs), model(input_ids=inputs["input_ids"])
+        loss = outputs.loss + 0.1 * (outputs.logits - again.logits).square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+class TwoCallsInRotation(RoundPipeTrainerMixin, TwoCalls):
+    """The same in rotation."""
+
+
+def summed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A loss that is given as `compute_loss_func`."""
+    logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+
+
+def adapted() -> Any:
+    """A model with adapters."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")
+    return peft.get_peft_model(llama(), config)
+
+
+def bert() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = transformers.BertConfig(vocab_size=VOCAB, num_labels=3, **sizes, **dropout)
+    return transformers.BertForSequenceClassification(config)
+
+
+def t5() -> Any:
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
+    config = transformers.T5Config(
+        vocab_size=VOCAB, dropout_rate=0.0, decoder_start_token_id=0, use_cache=False, **sizes
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "encoder classifier, cut by samples": (bert, {"devices": 3, "data_collator": classified, "eval_strategy": "epoch"}),
+    "seq2seq, cut by tokens": (t5, {"devices": 3, "eval_strategy": "epoch"}),
+    "adapters": (adapted, {"devices": 3, "gradient_accumulation_steps": 4}),
+    "label smoothing": (llama, {"devices": 2, "label_smoothing_factor": 0.1, "eval_strategy": "epoch"}),
+    "compute_loss_func": (llama, {"compute_loss_func": summed, "gradient_accumulation_steps": 2}),
+    "bf16": (llama, {"devices": 2, "bf16": True, "gradient_accumulation_steps": 3}),
+    "gradient checkpointing": (llama, {"gradient_checkpointing": True, "gradient_accumulation_steps": 3}),
+    "no clipping": (llama, {"max_grad_norm": 0.0, "gradient_accumulation_steps": 2}),
+    "two calls": (llama, {"kinds": (TwoCalls, TwoCallsInRotation), "devices": 2}),
+}
+LONG = [pytest.param(*CASES[name], id=name, marks=pytest.mark.long) for name in CASES]
+
+
+@pytest.mark.filterwarnings("ignore:.*does not call the model exactly once")
+@pytest.mark.parametrize(("make", "options"), LONG)
+def test_more_models_and_losses_are_equal(make: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    train_both(make, tmp_path, **options)
+
+
+@pytest.mark.long
+def test_updates_that_run_beside_the_next_step(tmp_path: Path) -> None:
+    """The third step trains on the weights after the first: an update later than plain training, and logged so."""
+    options = {"devices": 2, "gradient_accumulation_steps": 2, "rotation": {"is_async": True}}
+    late = make_trainer(RoundPipeTrainer, llama(), tmp_path / "late", save_strategy="epoch", **options)
+    late.train()
+    plain = make_trainer(Trainer, llama(), tmp_path / "plain", gradient_accumulation_steps=2)
+    plain.train()
+    logs = [[entry["loss"] for entry in each.state.log_history if "loss" in entry] for each in (late, plain)]
+    assert logs[0][0] == pytest.approx(logs[1][0], rel=1e-5)
+    assert logs[0][1:] != logs[1][1:]
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "late" / f"checkpoint-{late.state.global_step}")
+    assert_same_weights(late.model, again, within=0)
+
+
+@pytest.mark.long
+def test_half_precision_has_float32_copies(tmp_path: Path) -> None:
+    trainer = make_trainer(RoundPipeTrainer, llama().bfloat16(), tmp_path, gradient_accumulation_steps=3)
+    trainer.train()
+    copies = dict(trainer.pipe.optim_named_parameters())
+    assert {copy.dtype for copy in copies.values()} == {torch.float32}
+    for name, weight in trainer.model.named_parameters():
+        assert torch.equal(weight, copies[name].bfloat16()), name

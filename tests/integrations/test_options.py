@@ -1,0 +1,98 @@
+"""What needs no training: options, refusals, and what a loss is found to be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import TrainingArguments
+
+import roundpipe
+from roundpipe.integrations.microbatches import Batch, LossKind, num_samples
+from roundpipe.integrations.transformers import RoundPipeArguments, RoundPipeTrainer
+from tests.integrations.trainers import llama, padded, texts
+
+
+def test_options_are_read_from_a_command_line() -> None:
+    parser = transformers.HfArgumentParser(RoundPipeArguments)
+    words = ["--devices", "cpu", "cpu", "--is_async", "--run_config", '{"num_microbatch": 4}']
+    (options,) = parser.parse_args_into_dataclasses([*words, "--optim_dtype", "float64"])
+    assert options.devices == ["cpu", "cpu"] and options.is_async and options.dtype is torch.float64
+    assert options.config == roundpipe.RoundPipeRunConfig(num_microbatch=4)
+    for wrong, message in (
+        ({"optim_dtype": "int8"}, "optim_dtype='int8'; give the name of a floating-point dtype"),
+        ({"run_config": {"microbatches": 3}}, "unexpected keyword argument 'microbatches'"),
+        ({"run_config": "{"}, "give fields of RoundPipeRunConfig"),
+    ):
+        with pytest.raises(roundpipe.ConfigError, match=message):
+            RoundPipeArguments(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"torch_compile": True}, "torch_compile"),
+        ({"bf16_full_eval": True}, "bf16_full_eval"),
+        ({"optim": "galore_adamw_layerwise"}, "updates inside the backward"),
+    ],
+)
+def test_what_can_not_work_is_refused_by_name(given: dict[str, object], message: str, tmp_path: Path) -> None:
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **given)
+    with pytest.raises(roundpipe.ConfigError, match=f"can't train with .*{message}"):
+        RoundPipeTrainer(model=llama(), args=arguments)
+
+
+def test_several_processes_and_foreign_options_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(roundpipe.ConfigError, match="roundpipe= is dict; give a RoundPipeArguments"):
+        RoundPipeTrainer(model=llama(), args=arguments, roundpipe={})
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    with pytest.raises(roundpipe.ConfigError, match=r"a launcher with 2 processes .*start the script with python"):
+        RoundPipeTrainer(model=llama(), args=arguments)
+
+
+def losses_of(kind: str, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The cross entropy of some rows, put together in different ways."""
+    if labels.ndim == 1:
+        return torch.nn.functional.cross_entropy(logits[:, 0], labels)
+    each = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    counted = labels.ne(-100)
+    if kind == "shifted":
+        each, counted = each[:, 1:], counted[:, 1:]
+    if kind == "sum":
+        return each.sum() / 7
+    if kind == "samples":
+        return (each.sum(1) / counted.sum(1)).mean()
+    return each.sum() / counted.sum() if kind != "neither" else each.sum().square()
+
+
+@pytest.mark.filterwarnings("ignore:the loss is neither")
+@pytest.mark.parametrize("kind", ["sum", "tokens", "shifted", "samples", "neither", "classes"])
+def test_what_a_loss_is_is_measured(kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    labels = padded(texts(7))["labels"]
+    labels = torch.arange(7) % 3 if kind == "classes" else labels
+    logits = torch.randn(7, 10, 48, generator=generator)
+    batch = Batch((), {"logits": logits, "labels": labels}, {}, num_samples((logits, labels)))
+    measured = []
+
+    def measure(batches: list[Batch]) -> list[float]:
+        measured.append(len(batches))
+        return [float(losses_of(kind, each.kwargs["logits"], each.kwargs["labels"])) for each in batches]
+
+    loss_kind = LossKind(["labels"])
+    for number in (1, 3, 4):
+        pieces = loss_kind.cut(batch, number, measure)
+        assert len(pieces) == (1 if kind == "neither" else number)
+        total = sum(
+            factor * loss for (_, factor), loss in zip(pieces, measure([each for each, _ in pieces]), strict=True)
+        )
+        assert total == pytest.approx(measure([batch])[0], rel=1e-5)
+    assert measured.count(3) == 2 if kind != "neither" else 1  # once to measure, once above
+
+
+def test_batches_whose_first_dimension_is_not_known_are_not_cut() -> None:
+    batch = Batch((torch.zeros(4, 2), torch.zeros(2, 4)), {}, {}, num_samples((torch.zeros(4, 2), torch.zeros(2, 4))))
+    assert LossKind(["labels"]).cut(batch, 2, lambda batches: []) == [(batch, 1.0)]
