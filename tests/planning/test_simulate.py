@@ -14,7 +14,7 @@ from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan, make_schedule
 from roundpipe.planning.machine import HardwareProfile
 from roundpipe.planning.planner import plan, plan_greedy
-from roundpipe.planning.simulator import simulate
+from roundpipe.planning.simulator import simulate, simulate_timeline
 from roundpipe.planning.stage_costs import plan_peak_bytes, plan_seconds
 from tests.runtime.chains import PUBLISHED, published_chain, random_chain
 from tests.runtime.schedule_rules import check
@@ -154,6 +154,21 @@ def test_an_optimizer_that_keeps_up_costs_nothing():
     schedule = make_schedule(PLAN, 2, 3)
     with_step, without = simulate(schedule, UNIFORM, profile), simulate(schedule, UNIFORM)
     assert with_step.seconds_per_step == pytest.approx(without.seconds_per_step)
+
+
+def test_weights_that_go_into_the_model_when_the_step_is_made_are_waited_for():
+    """Of one stage all are read at its start: what the next step lacks comes up between the two, or before."""
+    schedule = make_schedule(ExecutePlan([], (0, 8), []), 1, 3)
+    ready = HardwareProfile(optimizer_bytes_per_s=1e4, optimizer_bytes_per_parameter=44)
+    found, late = (
+        simulate_timeline(schedule, UNIFORM, replace(ready, hand_over_bytes_per_parameter=num_bytes))
+        for num_bytes in (0, 6)
+    )
+    weights_s = 6 * 50 * 8 / 1e4
+    assert late[0].seconds_per_step - found[0].seconds_per_step == pytest.approx(weights_s, rel=0.01)
+    assert late[0].optimizer_bytes == found[0].optimizer_bytes and late[0].mean_idle.optimizer > 0
+    assert found[0].mean_idle.total == pytest.approx(0, abs=1e-3)
+    assert {span.lane for span in late[1].spans if span.device == "optimizer"} == {"update", "hand-over"}
 
 
 def test_prefetch_across_steps_hides_the_first_upload():
