@@ -302,8 +302,10 @@ class Centers(nn.Module):
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.register_buffer("mean", torch.zeros(4))
+        self.num_calls = 0
 
     def forward(self, x):
+        self.num_calls += 1
         self.mean.mul_(0.5).add_(x.detach().mean(0))
         return self.linear(x - self.mean)
 

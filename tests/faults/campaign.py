@@ -1,4 +1,4 @@
-"""Raises faults in users' code at random places, and looks at what is left: ``python -m tests.faults.campaign``.
+"""Raises faults in users' code and in the library, and looks at what is left: ``python -m tests.faults.campaign``.
 
 Each case makes a model in one of four ways (traced, wrapped by hand, wrapped module by module, fallback) for 1 to 3
 workers, runs one clean step to count the visits of every place, and a second one in which one visit raises.
@@ -6,6 +6,7 @@ Afterwards:
 
     type        the caller got the exception that was raised; a visit that is only delayed raises nothing
     note        it says where it was raised: layer, stage, microbatch and phase are right; and if gradients are left
+    checkpoint  one that was written before, or the one that was being written, loads
     leak        as many bytes of tensors are alive as after the clean step
     threads     as many threads as after the clean step
     next call   the next step gives eager's loss and gradients
@@ -21,6 +22,7 @@ import itertools
 import json
 import random
 import sys
+import tempfile
 import threading
 import traceback
 import warnings
@@ -36,6 +38,7 @@ from roundpipe import ExecutePlan, RoundPipeRunConfig
 from roundpipe.runtime.config import RECOMPUTE_GRAINS, RecomputeGrain
 from tests.faults import models
 from tests.faults.deadline import watched
+from tests.faults.library import PREFIX, points_in_library
 from tests.faults.models import KINDS, NUM_LAYERS, loss_of
 from tests.faults.notes import problem_of_gradient_note, problems_of_notes
 from tests.faults.points import POINTS, Delay, FrozenFault, InjectedBaseFault, InjectedFault
@@ -69,6 +72,8 @@ class Case:
     has_function: bool
     has_rules: bool
     """Whether functions of the user's split and merge."""
+    saves: bool
+    """Whether each step ends with a checkpoint."""
     place: str = ""
     visit: int = -1
 
@@ -96,6 +101,7 @@ def draw_case(seed: int) -> Case:
         has_hooks=rng.random() < 0.4,
         has_function=rng.random() < 0.4,
         has_rules=rng.random() < 0.4,
+        saves=rng.random() < 0.15,
     )
 
 
@@ -132,6 +138,7 @@ class Run:
             case.kind, self.model, self.x, devices=["cpu"] * case.num_workers, model_run_config=config, name="faults"
         )
         self.optimizer = torch.optim.SGD(self.pipe.optim_parameters(), lr=0.01)
+        self.folder = tempfile.TemporaryDirectory()
 
     def step(self) -> float:
         """One step of training, with the gradients it began with taken away."""
@@ -145,6 +152,8 @@ class Run:
         else:
             loss = self.pipe.forward_backward((self.x,), label=self.label, loss_fn=loss_of)
         self.pipe.step(self._update, is_async=self.case.is_async)
+        if self.case.saves:
+            self.pipe.save_checkpoint(self.folder.name, optimizer=self.optimizer)
         return float(loss.detach())
 
     def _update(self) -> None:
@@ -163,6 +172,8 @@ class Run:
         is_backward = visit.place.startswith("backward of")
         if case.call == "forward" and (visit.place == "loss_fn" or (is_backward and case.has_function)):
             return []  # the caller's own code, or the host's part of a model, whose backward the caller runs
+        if visit.place.startswith(PREFIX):
+            return []  # no place of the user's
         if visit.place == "step_fn":
             return [] if any("raised in step_fn" in note for note in notes) else [f"note: {notes}"]
         has_gradients = any(parameter.grad is not None for parameter in self.model.parameters())
@@ -179,6 +190,8 @@ class Run:
     def check_next_step(self) -> list[str]:
         """Whether a step on the present weights is eager's."""
         self.settle()
+        if self.case.saves:
+            self.pipe.load_checkpoint(self.folder.name, optimizer=self.optimizer)
         self.clear_gradients()
         self.twin.load_state_dict(self.model.state_dict())
         self.twin.zero_grad()
@@ -226,8 +239,9 @@ def examine(case: Case) -> Outcome:
         POINTS.visits.clear()
         run.step()
         run.settle()
-        visits = sorted((place, number) for place, count in POINTS.visits.items() for number in range(count))
-        place, visit = random.Random(case.seed).choice(visits)
+        choose = random.Random(case.seed)
+        place = choose.choice(sorted(POINTS.visits))
+        visit = choose.choice([0, POINTS.visits[place] - 1, choose.randrange(POINTS.visits[place])])
         case = Case(**{**asdict(case), "place": place, "visit": visit})
         run.clear_gradients()
         run.step()
@@ -291,7 +305,7 @@ def main(arguments: list[str] | None = None) -> int:
     outcomes = []
     for seed in tqdm(range(options.seed, options.seed + options.cases), disable=not sys.stderr.isatty()):
         case = draw_case(seed)
-        with watched(case):
+        with watched(case), points_in_library():
             outcome = examine(case)
         outcomes.append(outcome)
         if outcome.problems:
