@@ -31,6 +31,21 @@ def save(tmp_path):
         piped.save_checkpoint(tmp_path / "c", is_async="no")
 
 
+def training(**given):
+    with roundpipe.RoundPipe(network(), devices=["cpu"]) as piped:
+        piped.forward_backward(**{"input_args": (X,), "loss_fn": lambda outputs, label: outputs.sum(), **given})
+
+
+def wait(timeout):
+    with roundpipe.RoundPipe(network(), devices=["cpu"]) as piped:
+        piped.step(lambda: None).wait(timeout)
+
+
+def stages(model=None, num_stages=2, example_args=(X,)):
+    # here, since it takes as long to import as torch
+    return roundpipe.distributed.partition_stages(model or network(), num_stages, example_args=example_args)
+
+
 def run(**options):
     config = roundpipe.RoundPipeRunConfig(**options)
     with roundpipe.RoundPipe(network(), devices=["cpu"]) as piped:
@@ -48,6 +63,32 @@ CASES = {
     "upload": (lambda: roundpipe.Device("cpu", upload_bytes_per_s=NAN), "upload_bytes_per_s=nan"),
     "download": (lambda: roundpipe.Device("cpu", download_bytes_per_s=float("inf")), "download_bytes_per_s=inf"),
     "timeline": (record, "a timeline is written to a file, not to 3"),
+    "tiles": (lambda: roundpipe.RoundPipeRunConfig(tiles=0), r"tiles: got 0"),
+    "number": (lambda: roundpipe.RoundPipeRunConfig(num_microbatch=NAN), "num_microbatch: got nan"),
+    "reduction": (lambda: training(loss_reduction="avg"), "loss_reduction: got 'avg'"),
+    "scope": (lambda: training(loss_scope=[]), r"loss_scope: got \[\]"),
+    "outputs": (lambda: training(return_outputs="no"), "return_outputs is str"),
+    "arguments": (lambda: training(input_args=X), "input_args is Tensor"),
+    "keywords": (lambda: training(input_kwargs=[1]), "input_kwargs is a list with int"),
+    "loss": (lambda: training(loss_fn=3), "loss_fn is int"),
+    "config": (lambda: training(run_config={}), "run config: got {}"),
+    "timeout": (lambda: wait("x"), "timeout='x'"),
+    "no time": (lambda: wait(NAN), "timeout=nan"),
+    "scale": (lambda: roundpipe.GradScaler("cpu", init_scale=NAN), "init_scale=nan"),
+    "interval": (lambda: roundpipe.GradScaler("cpu", growth_interval=0), "growth_interval"),
+    "plan": (lambda: roundpipe.ExecutePlan([(0, NAN)], (0, 1), []), "nan"),
+    "devices": (lambda: roundpipe.RoundPipe(network(), devices=[None]), "None is NoneType"),
+    "dtype": (lambda: roundpipe.RoundPipe(network(), devices="cpu", optim_dtype=torch.int32), "optim_dtype"),
+    "name": (lambda: roundpipe.RoundPipe(network(), devices="cpu", name=3), "name"),
+    "pin": (lambda: roundpipe.RoundPipe(network(), devices="cpu", pin_model="maybe"), "pin_model"),
+    "balance": (lambda: compiled(balance="weight", example_args=(X,)), "balance"),
+    "threshold": (lambda: compiled(lower_threshold=NAN), "lower_threshold"),
+    "skipped": (lambda: wrapped(skip_modules=[3]), "skip_modules"),
+    "chunks": (lambda: roundpipe.Pipe(network(), chunks=NAN, devices=["cpu"]), "chunks"),
+    "pipe": (lambda: roundpipe.Pipe(3, chunks=2), "Pipe|model"),
+    "stages": (lambda: stages(num_stages=0), "num_stages=0"),
+    "part of one": (lambda: stages(num_stages=NAN), "num_stages=nan"),
+    "example of stages": (lambda: stages(example_args=X), "example_args is Tensor"),
     "graph": (lambda: roundpipe.explain(network(), example_args=(X,), graph=3), "graph=3"),
 }
 

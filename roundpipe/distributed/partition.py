@@ -59,6 +59,8 @@ def partition_stages(
     """
     if not isinstance(num_stages, int) or num_stages < 1:
         raise ConfigError(f"num_stages={num_stages!r}; give a number of at least 1")
+    if not isinstance(example_args, tuple | list):
+        raise ConfigError(f"example_args is {type(example_args).__name__}; give a tuple of the model's arguments")
     traced, chain = _trace(model, example_args, example_kwargs, balance)
     live = _live_values(traced, chain)
     outputs = Boundary.of(live[-1])

@@ -360,7 +360,7 @@ def with_loss_options(
     return replace(options, **given) if given and isinstance(options, RoundPipeRunConfig) else options  # type: ignore[arg-type]
 
 
-def check_training_call(input_args: Any, input_kwargs: Any, loss_fn: Any) -> None:
+def check_training_call(input_args: Any, input_kwargs: Any, loss_fn: Any, return_outputs: Any = False) -> None:
     """Raise `ConfigError` for arguments of ``forward_backward`` that can't be meant."""
     if not isinstance(input_args, (tuple, list)):
         raise ConfigError(
@@ -373,6 +373,8 @@ def check_training_call(input_args: Any, input_kwargs: Any, loss_fn: Any) -> Non
             raise ConfigError(f"input_kwargs: the keyword {key!r} is {type(key).__name__}; keywords are strings")
     if not callable(loss_fn):
         raise ConfigError(f"loss_fn is {type(loss_fn).__name__}; give a function (outputs, label) -> loss")
+    if not isinstance(return_outputs, bool):
+        raise ConfigError(f"return_outputs is {type(return_outputs).__name__}; give True or False")
 
 
 def flow_back(inputs: Sequence[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:

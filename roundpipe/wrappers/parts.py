@@ -26,6 +26,7 @@ from roundpipe.core.errors import ConfigError, NotCopyableError
 from roundpipe.core.layers import FixedChain
 from roundpipe.effects.places import HOOKS, REGISTERED
 from roundpipe.effects.run_once import FirstCall, first_to_run_once, hooks_run_around
+from roundpipe.effects.uses import hooked_modules
 from roundpipe.runtime.config import RoundPipeRunConfig, resolve
 from roundpipe.runtime.microbatch.split import automatic_sizes, is_empty
 from roundpipe.runtime.weights.replica import Replica, redirect
@@ -79,8 +80,9 @@ class Part:
     why_on_host: str | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self._proven_modes: set[tuple[bool, bool]] = set()
-        """In which modes it ran on the devices: whether training, and whether gradients were recorded."""
+        self._proven_modes: dict[tuple[bool, bool], frozenset[int]] = {}
+        """In which modes it ran on the devices, whether training and whether gradients were recorded; with which hooks,
+        by torch's numbers of them."""
         self._is_split = is_sequential(self.module)
         """Whether its children are its layers, and it itself is never called."""
         modules = {self.name or type(self.module).__name__: self.module}
@@ -138,9 +140,11 @@ class Part:
         return _between_hooks(self.module, run, args, kwargs)
 
     def _run_or_undo(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's outputs; in a mode in which it never ran, everything is as it was if they can't be had."""
+        """The module's outputs; in a mode that is new, or with new hooks, all is as it was if they can't be had."""
         mode = (self.module.training, torch.is_grad_enabled())
-        if mode in self._proven_modes:
+        hooked = hooked_modules(self.module)
+        hooks = frozenset(key for inner in hooked for key in (*inner._forward_hooks, *inner._forward_pre_hooks))
+        if mode in self._proven_modes and hooks <= self._proven_modes[mode]:
             return self._run_on_devices(args, kwargs)
         if kind := first_to_run_once(self.module):
             raise SideEffect(f"{kind}'s code remembers something, writes weights or asks for the grad mode")
@@ -154,7 +158,7 @@ class Part:
         except SideEffect:
             before.restore()
             raise
-        self._proven_modes.add(mode)
+        self._proven_modes[mode] = hooks
         return outputs
 
     def _run_on_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -125,3 +125,32 @@ def test_hooks_that_leave_nothing_for_the_loss_change_no_plan():
             (x,), loss_fn=lambda outputs, label: outputs.sum(), run_config=RoundPipeRunConfig(execute_plan=plan)
         )
     assert seen
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.head(self.body(x).tanh())
+
+
+@pytest.mark.filterwarnings("ignore:.*runs on the CPU from now on", "ignore:forward_backward of an AutoRoundPipe")
+def test_a_hook_that_comes_after_the_first_call_of_a_part():
+    torch.manual_seed(0)
+    model = Two().double()
+    twin, x = copy.deepcopy(model), torch.randn(6, WIDTH, dtype=torch.float64)
+    with roundpipe.AutoRoundPipe(model, devices=["cpu"] * 2) as piped:
+        piped.forward_backward((x,), loss_fn=lambda outputs, label: outputs.square().sum())
+        piped.zero_grad()
+        hook, loss_fn = dict_of_features()
+        model.body.register_forward_hook(hook)
+        config = RoundPipeRunConfig(num_microbatch=2)
+        piped.forward_backward((x,), loss_fn=loss_fn, run_config=config)
+        piped.synchronize()
+    hook, loss_fn = dict_of_features()
+    twin.body.register_forward_hook(hook)
+    for half in x.chunk(2):
+        loss_fn(twin(half), None).backward()
+    assert_same_gradients(model, twin, 1e-12)

@@ -13,6 +13,7 @@ three agree, and the scales are those of ``torch.amp.GradScaler``.
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Iterator
@@ -109,7 +110,7 @@ class GradScaler:
             or growth_factor <= 1.0
             or not 0.0 < backoff_factor < 1.0
             or growth_interval < 1
-            or init_scale <= 0.0
+            or not 0.0 < init_scale < math.inf
         ):
             raise ConfigError(
                 f"GradScaler: got init_scale={init_scale!r}, growth_factor={growth_factor!r}, "

@@ -103,11 +103,13 @@ class StepHandle:
         The update is then in the optimizer's copies; `roundpipe.RoundPipe.synchronize` brings it into the model.
 
         Raises:
-            ConfigError: called inside this ``step_fn``.
+            ConfigError: called inside this ``step_fn``, or ``timeout`` is no number of seconds.
         """
         update = self._update
         if self._runner.is_inside and not update.is_done:
             raise ConfigError("a step's handle was asked to wait inside the step_fn that it is about")
+        if not (timeout is None or (isinstance(timeout, int | float) and timeout >= 0)):
+            raise ConfigError(f"timeout={timeout!r}; give seconds, or None to wait until the update is done")
         return self._board.wait(lambda: update.is_done, "a step's handle", update.name, timeout)
 
     def result(self, timeout: float | None = None) -> Any:
