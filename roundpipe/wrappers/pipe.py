@@ -199,7 +199,7 @@ class RoundPipe(ModelReports):
             if isinstance(kwargs, list):
                 microbatches, label, running = given_microbatches(args, kwargs, label, options)
             for each in microbatches:
-                check_training_call(*each, loss_fn)
+                check_training_call(*each, loss_fn, return_outputs)
                 self._session.check_arguments(*each)
             (args, kwargs), *_ = microbatches
             training = TrainingCall(tuple(args), kwargs, label, loss_fn, return_outputs, running, has_backward)
