@@ -13,4 +13,4 @@ from tests.distributed.ranks import Ranks
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     ranks = Ranks(2, tmp_path_factory.mktemp("two"))
     yield ranks
-    ranks.close()
+    ranks.kill()

@@ -21,13 +21,12 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=DEADLINE_S)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
-    while (job := connection.recv()) is not None:
-        function, args = job
+    while True:
+        function, args = connection.recv()
         try:
             connection.send((function(*args), None))
         except BaseException:
             connection.send((None, traceback.format_exc()))
-    dist.destroy_process_group()
 
 
 class Ranks:
@@ -77,14 +76,8 @@ class Ranks:
             self.connections.append(here)
 
     def kill(self) -> None:
+        """End the processes: an orderly end takes seconds, and there is nothing to keep."""
         for process in self.processes:
             process.kill()
             process.join()
         self.processes, self.connections = [], []
-
-    def close(self) -> None:
-        for connection in self.connections:
-            connection.send(None)
-        for process in self.processes:
-            process.join(10)
-        self.kill()

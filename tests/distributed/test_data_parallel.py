@@ -62,7 +62,7 @@ def test_four_ranks(tmp_path_factory: pytest.TempPathFactory) -> None:
     try:
         assert_trained_as_one_process(ranks, KINDS)
     finally:
-        ranks.close()
+        ranks.kill()
 
 
 def test_gradients_are_averaged_while_the_backward_runs(two: Ranks) -> None:

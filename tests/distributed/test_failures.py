@@ -34,4 +34,4 @@ def test_a_killed_rank_ends_the_others_and_a_restart_goes_on(tmp_path: Path, siz
         for found in restarted:
             assert all(torch.equal(found[name], tensor) for name, tensor in undisturbed[0].items())
     finally:
-        ranks.close()
+        ranks.kill()
