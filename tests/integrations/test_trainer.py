@@ -63,12 +63,18 @@ def test_a_decoder_with_padding_is_equal(tmp_path: Path) -> None:
 def test_a_resumed_run_is_bit_equal(tmp_path: Path) -> None:
     """With dropout, in the middle of the training; the checkpoint is the rotation's own."""
     options = {"devices": 2, "gradient_accumulation_steps": 3, "num_train_epochs": 2, "save_strategy": "epoch"}
-    whole = make_trainer(RoundPipeTrainer, llama(attention_dropout=0.1), tmp_path / "whole", **options)
+    whole = make_trainer(
+        RoundPipeTrainer, llama(attention_dropout=0.1, num_hidden_layers=1), tmp_path / "whole", **options
+    )
     whole.train()
-    resumed = make_trainer(RoundPipeTrainer, llama(attention_dropout=0.1), tmp_path / "resumed", **options)
+    resumed = make_trainer(
+        RoundPipeTrainer, llama(attention_dropout=0.1, num_hidden_layers=1), tmp_path / "resumed", **options
+    )
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     assert_same_weights(whole.model, resumed.model, within=0)
-    assert_same_log(whole, resumed, within=0)
+    steps = [trainer.state.log_history[:-1] for trainer in (whole, resumed)]  # the last is of each run as a whole
+    logs = [[(entry["loss"], entry["grad_norm"]) for entry in each] for each in steps]
+    assert logs[0] == logs[1]
 
 
 class TwoCalls(Trainer):
