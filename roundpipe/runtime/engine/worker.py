@@ -249,7 +249,7 @@ class Worker:
                 self._in_flight.add(issued, self.backend.take_uploads())
             step.advance(job.index)
         else:
-            self._release(step, self._open.pop(job.index))
+            self._release(step, self._open[job.index])
 
     def _prefetch(self, step: StepState, job: Job) -> None:
         layers = [self._bound(step, index) for index in job.layers]
@@ -299,6 +299,7 @@ class Worker:
             step.spec.peaks.add(position, self.backend.visit_peak_bytes(), surplus_bytes)
         added = [position for position, index in enumerate(job.layers) if index in step.added]
         pending, events, alive = opened.visit.release(job.phase is not Phase.BACKWARD, added)
+        del self._open[job.index]  # before, an error drops it
         self.arena.end(opened.side, events)
         if pending.moments is not None:
             self.meter.at(job, None)
