@@ -35,6 +35,8 @@ class LateOptimizer(torch.optim.Optimizer):
         clip, self._clip = self._clip, None
         self.pipe.step(self._update, True, options, clip)
 
+    step.hooked = True  # type: ignore[attr-defined]  # torch adds no hooks: it is no update, but asks for one
+
     def _update(self, options: list[dict[str, Any]], clip: Callable[..., Any] | None) -> None:
         for group, values in zip(self.inner.param_groups, options, strict=True):
             group.update(values)

@@ -126,7 +126,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "adapters": (adapted, {"devices": 3, "gradient_accumulation_steps": 4}),
     "label smoothing": (llama, {"devices": 2, "label_smoothing_factor": 0.1, "eval_strategy": "epoch"}),
     "compute_loss_func": (llama, {"compute_loss_func": summed, "gradient_accumulation_steps": 2}),
-    "bf16": (llama, {"devices": 2, "bf16": True, "gradient_accumulation_steps": 3}),
+    "bf16": (llama, {"devices": 2, "bf16": True, "gradient_accumulation_steps": 3, "within": 1e-3}),
     "gradient checkpointing": (llama, {"gradient_checkpointing": True, "gradient_accumulation_steps": 3}),
     "no clipping": (llama, {"max_grad_norm": 0.0, "gradient_accumulation_steps": 2}),
     "two calls": (llama, {"kinds": (TwoCalls, TwoCallsInRotation), "devices": 2}),
@@ -146,6 +146,7 @@ def test_updates_that_run_beside_the_next_step(tmp_path: Path) -> None:
     options = {"devices": 2, "gradient_accumulation_steps": 2, "rotation": {"is_async": True}}
     late = make_trainer(RoundPipeTrainer, llama(), tmp_path / "late", save_strategy="epoch", **options)
     late.train()
+    assert late.pipe._session.optimizer.is_async  # private: no update was waited for as a plain one
     plain = make_trainer(Trainer, llama(), tmp_path / "plain", gradient_accumulation_steps=2)
     plain.train()
     logs = [[entry["loss"] for entry in each.state.log_history if "loss" in entry] for each in (late, plain)]
