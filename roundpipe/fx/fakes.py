@@ -38,7 +38,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDepende
 from roundpipe.core import trees
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import TraceError
-from roundpipe.fx.sizes import ShapeWorld, expression_of
+from roundpipe.fx.sizes import ShapeWorld, SizeSystem, expression_of
 
 NO_FAKE_KERNEL = (DynamicOutputShapeException, UnsupportedOperatorException, NotImplementedError)
 DATA_DEPENDENT = (DataDependentOutputException, GuardOnDataDependentSymNode)
@@ -153,10 +153,14 @@ class FakeWorld:
         model: the user's model, on any device, ``meta`` included.
         arguments: ``(args, kwargs)`` in normal form, real.
         dynamic: dimensions that are symbols although the rule says they are not.
+        also: further arguments that the graph has to serve, which differ in sizes only; None = any.
     """
 
-    def __init__(self, model: nn.Module, arguments: Any, dynamic: Collection[Dimension] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, arguments: Any, dynamic: Collection[Dimension] = (), also: Any = None
+    ) -> None:
         self.model = model
+        self._also = also
         self.shapes = ShapeWorld()
         self.mode = FakeTensorMode(shape_env=self.shapes, allow_non_fake_inputs=True)
         self.mode.cache_enabled = False  # keys with symbolic sizes cost more than running the operator again
@@ -169,6 +173,8 @@ class FakeWorld:
         self._fake_of: dict[torch.Tensor, torch.Tensor] = {}
         self._make_fakes()
         self.twin, self.name_of_module = make_twin(model, self._fake_of)
+        self.real_module = dict(zip(self.twin.modules(), model.modules(), strict=True))
+        """The user's module of each of the twin's."""
         self.inputs: list[InputSizes] = []
         self._num_inputs = 0
         self.arguments = self._fake_arguments(arguments)
@@ -195,6 +201,13 @@ class FakeWorld:
             for dim, size in enumerate(item.sizes)
             if isinstance(size, sympy.Symbol)
         }
+
+    def serves_too(self, assumption: sympy.Basic) -> bool:
+        """Whether an assumption holds at the sizes of those other arguments that the graph has to serve."""
+        if self._also is None:
+            return True
+        shapes = [tensor.shape for tensor in trees.tensors(self._also)]
+        return SizeSystem(self.symbols(), {assumption: ""}).first_failure(shapes) is None
 
     def fake(self, name: str) -> torch.Tensor:
         """The fake of a parameter or buffer."""

@@ -41,6 +41,7 @@ class ShapeWorld(ShapeEnv):
             if self.in_glue():
                 if holds not in self.glue_guards:
                     self.glue_guards[holds] = model_location()
+                    self.on_assumption(holds)
                     if not orig_expr.is_Boolean and not orig_expr.is_Relational:
                         self.on_fixed_size()
             else:
@@ -52,6 +53,8 @@ class ShapeWorld(ShapeEnv):
         self.in_glue: Callable[[], bool] = lambda: False
         self.on_fixed_size: Callable[[], None] = lambda: None
         """Called when glue turns a size into a plain number, such as for a loop over it."""
+        self.on_assumption: Callable[[sympy.Basic], None] = lambda holds: None
+        """Called with what held when glue asked."""
 
     def promote_recent(self) -> None:
         """Counts what the call just made asked as asked by glue: its result was a Python value."""

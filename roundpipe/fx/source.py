@@ -18,7 +18,7 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.caller import warn
-from roundpipe.core.contexts import contextmanager
+from roundpipe.core.contexts import contextmanager, garbage_kept
 from roundpipe.core.errors import TraceCause, TraceError, add_note, enumerated
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.modes import autocast_as_on_accelerator, saved_tensor_hooks_aside
@@ -169,13 +169,14 @@ class TracedSource:
         self.trace_count += 1
         records_gradients = torch.is_grad_enabled()
         try:
-            with torch.enable_grad():
-                traced = self._graph_for(args, kwargs)
-            if not records_gradients and traced.guards.grad_matters:
-                traced = self._graph_for(args, kwargs)  # its code asked
-            guards = traced.guards
-            chain = lower(traced, self._options).chain
-            chain.own_losses = own_losses(traced)
+            with garbage_kept():
+                with torch.enable_grad():
+                    traced = self._graph_for(args, kwargs)
+                if not records_gradients and traced.guards.grad_matters:
+                    traced = self._graph_for(args, kwargs)  # its code asked
+                guards = traced.guards
+                chain = lower(traced, self._options).chain
+                chain.own_losses = own_losses(traced)
             logger.info("traced %s in %.2f s (%s)", kind, time.perf_counter() - began_s, why)
         finally:
             forget_worlds()

@@ -9,7 +9,9 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+from roundpipe.fx.graph.nodes import hint
 from roundpipe.fx.trace.tracer import trace
 from tests.fx.against_eager import check, vectors
 from tests.fx.test_shapes import Layers
@@ -66,3 +68,25 @@ def test_len_is_the_builtin_outside_of_the_trace() -> None:
 
     trace(Asks().double(), (), vectors(4, 6))
     assert [found.get(), found.get()] == [int, 4] and "len" not in vars(file)
+
+
+def test_a_decision_against_a_batch_of_one_is_found_before_layers_run() -> None:
+    """A batch of one is traced as two; the model's own first line tells that this can't serve it."""
+    batches: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    class Looks(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            batches.put(hint(x.shape[0]))
+            return super().forward(x)
+
+    class Decides(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Looks(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) if x.shape[0] == 1 else -self.layer(x)
+
+    graph = trace(Decides(), (torch.ones(1, 3),), {}).graph
+    assert "neg" not in {node.name for node in graph.nodes}
+    assert {batches.get() for _ in range(batches.qsize())} == {1}

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.fx import Node
 
+from roundpipe.core.errors import TraceError
 from roundpipe.fx.graph.nodes import hint, value_of
 from roundpipe.fx.trace.leaves import Unread
 from roundpipe.fx.trace.siblings import arguments_key, module_key
@@ -54,21 +55,21 @@ class Apart(nn.Module):
 
 
 def num_runs(model: nn.Module) -> int:
-    """How often blocks ran while a model was traced, whose traced shapes are those of eager."""
+    """How often blocks ran while a model was traced, whose traced shapes and gradients are those of eager."""
     x = torch.randn(4, SIZE)
-    shapes = [tuple(output.shape) for output in model(x)]
+    forms = [(tuple(output.shape), output.requires_grad) for output in model(x)]
     start = RUNS.number
     traced = trace(model, (x,), {})
     runs = RUNS.number - start
-    assert [_shape(node) for node in traced.graph.nodes if node.op == "call_module"] == shapes
+    assert [_form(node) for node in traced.graph.nodes if node.op == "call_module"] == forms
     return runs
 
 
-def _shape(node: Node) -> tuple[int, ...]:
-    """Of a leaf's output, at the example's sizes."""
+def _form(node: Node) -> tuple[tuple[int, ...], bool]:
+    """Of a leaf's output: the shape at the example's sizes, and whether it requires grad."""
     value = value_of(node)
     assert isinstance(value, torch.Tensor)
-    return tuple(hint(size) for size in value.shape)
+    return tuple(hint(size) for size in value.shape), value.requires_grad
 
 
 def nothing(*_: Any) -> int:
@@ -89,6 +90,44 @@ def test_what_no_run_uses_may_differ(values: Any) -> None:
     """Of twenty blocks the first runs, and the second without what it differs in."""
     same = num_runs(Apart([Block(nothing, which=values[0]) for _ in values]))
     assert num_runs(Apart([Block(nothing, which=value) for value in values])) == same + 1
+
+
+class InTurn(Apart):
+    """Gives every block the output of the one before; the first input requires no grad."""
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        outputs = [x]
+        for block in self.blocks:
+            outputs.append(block(outputs[-1]))
+        return outputs[1:]
+
+
+def test_an_input_without_grad_makes_no_other_run() -> None:
+    """As in the first block behind frozen embeddings."""
+    one = num_runs(InTurn([Block(nothing)]))
+    assert num_runs(InTurn([Block(nothing) for _ in range(20)])) == one
+
+
+def test_an_input_with_grad_makes_another_run_if_outputs_have_none() -> None:
+    """Frozen blocks around one that is trained: those behind it hand gradients on."""
+    blocks = [Block(nothing) for _ in range(20)]
+    for index, block in enumerate(blocks):
+        block.requires_grad_(index == 5)
+    one = num_runs(InTurn([Block(nothing)]))
+    assert num_runs(InTurn(blocks)) == 3 * one  # frozen, trained, frozen behind it
+
+
+def test_what_is_left_in_attributes_makes_another_run() -> None:
+    """The first block keeps an activation without grad; with grad a loss might take it, which is refused."""
+
+    class Keeping(Block):
+        def forward(self, x: torch.Tensor, *further: Any) -> torch.Tensor:
+            self.kept = x * 2
+            return super().forward(x)
+
+    trace(InTurn([Keeping(nothing)]), (torch.randn(4, SIZE),), {})
+    with pytest.raises(TraceError, match="Keeping.kept"):
+        trace(InTurn([Keeping(nothing), Keeping(nothing)]), (torch.randn(4, SIZE),), {})
 
 
 def test_several_attributes_are_learned_one_after_the_other() -> None:
@@ -216,7 +255,7 @@ def test_tensors_among_arguments_make_another_key() -> None:
     one, other = torch.zeros(2, 3), torch.zeros(2, 3)
     assert arguments_key(((one, one), {})) == arguments_key(((other, other), {}))
     assert arguments_key(((one, one), {})) != arguments_key(((one, other), {}))
-    for changed in (one.double(), one.t(), one[:, :2], one.clone().requires_grad_(), torch.zeros(3, 2).t()):
+    for changed in (one.double(), one.t(), one[:, :2], torch.zeros(3, 2).t()):
         assert arguments_key(((one,), {})) != arguments_key(((changed,), {}))
     assert arguments_key(((one,), {})) != arguments_key(((), {"x": one}))
 

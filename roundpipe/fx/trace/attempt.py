@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+import sympy
 import torch
 from torch import nn
 from torch.fx import Node
@@ -43,6 +44,10 @@ from roundpipe.fx.trace.runner import GlueRunner, LeafRunner
 from roundpipe.fx.trace.verify import ShapeVerifier
 
 
+class OtherSizes(BaseException):
+    """The model's own code does something else at sizes that the graph has to serve, too."""
+
+
 class Attempt:
     """One run of the model's Python.
 
@@ -68,11 +73,12 @@ class Attempt:
         readers = Readers([type(module) for module in world.twin.modules()], reach.codes)
         self._leaves = LeafRunner(world, self.recorder, self._policy, knowledge, readers, self._before, outside)
         self.glue = GlueRunner(world, self.recorder, knowledge)
-        self._before_hooks = {  # a module that an earlier forward put into the twin has no name
-            module: hooks_by_code(world.model.get_submodule(names[module]))
+        self._before_hooks = {  # a module that an earlier forward put into the twin is no module of the user's
+            module: hooks_by_code(world.real_module[module])
             for module in world.twin.modules()
-            if module in names
+            if module in world.real_module
         }
+        world.shapes.on_assumption = self._refuse_other_sizes
         self._python_random = python_random_state()
 
     def run(self) -> GuardedGraph:
@@ -160,6 +166,12 @@ class Attempt:
             words = f"the forward puts something into its argument {path[1].key}{inside}"
             raise Retry(TraceError(words, TraceCause.ARGUMENT_CHANGED))
 
+    def _refuse_other_sizes(self, assumption: sympy.Basic) -> None:
+        """Ends what can't serve all sizes that it has to, as soon as code asks that is glue in every attempt."""
+        asking = map(self._world.twin.get_submodule, filter(None, self.recorder.modules))
+        if not self._world.serves_too(assumption) and not any(map(self._policy.may_be_leaf, asking)):
+            raise OtherSizes
+
     def _keep_whole_what_fixes_sizes(self) -> None:
         """A small module that loops over a size serves every size as a leaf, and one as glue."""
         known = self._knowledge
@@ -203,8 +215,7 @@ class Attempt:
             places: what it put into containers, closures and globals.
             counts: what it changes at every call, in words.
         """
-        names = self._world.name_of_module
-        real = {module: self._world.model.get_submodule(names[module]) for module in self._before_hooks}
+        real = {module: self._world.real_module[module] for module in self._before_hooks}
         glue = {real[module] for module in self.glue.modules}
         leaves = [self._world.twin.get_submodule(str(node.target)) for node in self.recorder.findings.origins]
         passing = {real[inner] for leaf in leaves for inner in leaf.modules() if inner in real}

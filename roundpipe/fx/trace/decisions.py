@@ -237,7 +237,7 @@ class LeafPolicy:
         size = _num_parameters(module)
         if not size:
             return is_of_torch(type(module))
-        if not any(_num_parameters(child) for child in module.children()):
+        if not any(map(_has_parameters, module.children())):
             return True
         return self.may_be_leaf(module) and not self.is_too_large(module) and size <= LARGEST_SHARE * self._total
 
@@ -255,9 +255,13 @@ def _num_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
+def _has_parameters(module: nn.Module) -> bool:
+    return any(parameter.numel() for parameter in module.parameters())
+
+
 def _is_block(module: nn.Module) -> bool:
     """Whether a module has parameters in at least two children, or deeper than its children."""
-    with_parameters = [child for child in module.children() if _num_parameters(child)]
+    with_parameters = list(filter(_has_parameters, module.children()))
     return len(with_parameters) > 1 or any(_is_block(child) for child in with_parameters)
 
 

@@ -3,7 +3,8 @@
 A block gets copies of the outputs of one that ran before if their modules, weights, attributes and arguments agree.
 Numbers, strings and containers may also differ (the index of a block, its name in an adapter) where a run
 showed that nothing depends on them: it is repeated with an object in their place that tells when it is used.
-Functions and other objects agree only by identity, and a module with forward hooks runs by itself.
+Functions and other objects agree only by identity, and a module with forward hooks runs by itself. More arguments may
+require grad than in the run that is shared if all that it returned requires grad already.
 
 Invariant: a run that is shared would have gone the same way, statement by statement.
 """
@@ -65,11 +66,24 @@ class _SharedRun:
 
     values: tuple[Any, ...]
     run: LeafRun
+    gradients: tuple[bool, ...]
+    """Which tensors among the arguments require grad."""
     unread: set[int] = field(default_factory=set)
 
     def differing(self, values: tuple[Any, ...]) -> set[int]:
         pairs = enumerate(zip(self.values, values, strict=True))
         return {index for index, (first, second) in pairs if first != second} - self.unread
+
+    def serves(self, gradients: tuple[bool, ...]) -> bool:
+        """Whether it shows a run in which other arguments require grad, too."""
+        if gradients == self.gradients:
+            return True
+        outputs = [tensor for tensor in trees.tensors(self.run.out) if _may_require_grad(tensor)]
+        return (
+            all(now or not then for then, now in zip(self.gradients, gradients, strict=True))
+            and not self.run.not_kept  # what is left in attributes would require grad
+            and all(tensor.requires_grad for tensor in outputs)
+        )
 
 
 @dataclass(slots=True)
@@ -94,8 +108,10 @@ class SiblingCache:
         kin = self._kin.get(key)
         if kin is None or own is None:
             return None
-        alike = (shared for shared in kin.runs[:_MAX_COMPARED] if not shared.differing(own.values))
-        shared = next(alike, None) or _proven(kin, own, module, call)
+        gradients = _gradients((args, kwargs))
+        runs = [shared for shared in kin.runs[:_MAX_COMPARED] if shared.serves(gradients)]
+        alike = (shared for shared in runs if not shared.differing(own.values))
+        shared = next(alike, None) or _proven(runs, kin.read, own, module, call)
         if shared is None:
             return None
         run = shared.run
@@ -112,7 +128,7 @@ class SiblingCache:
         inside = [tensor.untyped_storage()._cdata for tensor in flat_tensors(run.out)]
         outside = {tensor.untyped_storage()._cdata for tensor in flat_tensors(args, kwargs)}
         if len(set(inside)) == len(inside) and not outside & set(inside):
-            self._kin.setdefault(key, _Kin()).runs.append(_SharedRun(own.values, run))
+            self._kin.setdefault(key, _Kin()).runs.append(_SharedRun(own.values, run, _gradients((args, kwargs))))
 
     def forget(self, module: nn.Module) -> None:
         """Shares no run of a module or of its kin from now on."""
@@ -129,17 +145,23 @@ class SiblingCache:
         return (None if own is None else (own.form, arguments_key((args, kwargs)), Modes.current())), own
 
 
-def _proven(kin: _Kin, own: ModuleKey, module: nn.Module, call: Callable[[], Any]) -> _SharedRun | None:
-    """A run that depends on nothing in which the module differs, as running the module without that shows."""
-    for shared in kin.runs[:_MAX_COMPARED]:
+def _proven(
+    runs: list[_SharedRun], read: set[int], own: ModuleKey, module: nn.Module, call: Callable[[], Any]
+) -> _SharedRun | None:
+    """A run that depends on nothing in which the module differs, as running the module without that shows.
+
+    Args:
+        read: values that some run depends on; more may come in.
+    """
+    for shared in runs:
         differing = shared.differing(own.values)
-        if differing & kin.read or shared.run.buffers_written:
+        if differing & read or shared.run.buffers_written:
             continue
         used = _used(module, {index: own.places[index] for index in sorted(differing)}, call)
         if not used:
             shared.unread |= differing
             return shared
-        kin.read |= used
+        read |= used
     return None
 
 
@@ -166,12 +188,21 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
     return fake.requires_grad_().clone() if tensor.requires_grad else fake
 
 
+def _may_require_grad(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _gradients(value: Any) -> tuple[bool, ...]:
+    return tuple(tensor.requires_grad for tensor in trees.tensors(value))
+
+
 def arguments_key(value: Any, seen: dict[torch.Tensor, int] | None = None, depth: int = 0) -> Any:
-    """What of a call's arguments can change its outcome on fakes."""
+    """What of a call's arguments can change its outcome on fakes, but for whether they require grad."""
     seen = {} if seen is None else seen
     if isinstance(value, torch.Tensor):
         stride = tuple(map(expression_of, value.stride()))
-        return _tensor_key(value), stride, seen.setdefault(value, len(seen))
+        *kind, _ = _tensor_key(value)
+        return *kind, stride, seen.setdefault(value, len(seen))
     if isinstance(value, Symbolic):
         return type(value), expression_of(value)
     below = trees.children(value) if depth < trees.MAX_DEPTH else None

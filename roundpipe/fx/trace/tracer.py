@@ -30,7 +30,7 @@ from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.guards.model_guard import kind_and_value
 from roundpipe.fx.locations import raised_at, with_source
 from roundpipe.fx.trace.advice import where_set
-from roundpipe.fx.trace.attempt import Attempt
+from roundpipe.fx.trace.attempt import Attempt, OtherSizes
 from roundpipe.fx.trace.decisions import Knowledge, Retry
 from roundpipe.fx.trace.intercept import TRACING
 
@@ -89,7 +89,9 @@ def _trace_doubled(model: nn.Module, form: CallForm, arguments: Arguments, knowl
     if doubled is None:
         return _trace(model, form, arguments, knowledge)
     try:
-        traced = _trace(model, form, doubled, knowledge)
+        traced = _trace(model, form, doubled, knowledge, also=arguments)
+    except OtherSizes:
+        return _trace(model, form, arguments, knowledge)
     except TraceError as error:
         try:
             return _trace(model, form, arguments, knowledge)
@@ -100,10 +102,12 @@ def _trace_doubled(model: nn.Module, form: CallForm, arguments: Arguments, knowl
     return traced
 
 
-def _trace(model: nn.Module, form: CallForm, arguments: Arguments, knowledge: Knowledge) -> GuardedGraph:
+def _trace(
+    model: nn.Module, form: CallForm, arguments: Arguments, knowledge: Knowledge, also: Arguments | None = None
+) -> GuardedGraph:
     """Attempts until one succeeds; each knows what those before found out."""
     for _ in range(MAX_ATTEMPTS):
-        world = FakeWorld(model, arguments, knowledge.dynamic)
+        world = FakeWorld(model, arguments, knowledge.dynamic, also)
         try:
             traced, traced_parts = _stable_trace(world, form, knowledge)
         except Retry as retry:
