@@ -174,6 +174,8 @@ class LayerChain(nn.Sequential):
         self.exit = exit
         self.example_elements = example_elements
         self.own_losses: tuple[OwnLoss, ...] = ()
+        self.made_in_s: dict[str, float] = {}
+        """Seconds that it took to make it, by part, until a call takes them for its report."""
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs, all layers run in turn where they are."""

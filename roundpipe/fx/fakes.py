@@ -156,9 +156,7 @@ class FakeWorld:
         also: further arguments that the graph has to serve, which differ in sizes only; None = any.
     """
 
-    def __init__(
-        self, model: nn.Module, arguments: Any, dynamic: Collection[Dimension] = (), also: Any = None
-    ) -> None:
+    def __init__(self, model: nn.Module, arguments: Any, dynamic: Collection[Dimension] = (), also: Any = None) -> None:
         self.model = model
         self._also = also
         self.shapes = ShapeWorld()

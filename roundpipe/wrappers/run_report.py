@@ -18,6 +18,7 @@ import torch
 from roundpipe.planning.machine import HardwareProfile
 from roundpipe.planning.simulator import simulate, simulate_timeline, step_alone_s
 from roundpipe.planning.stage_costs import num_trained, plan_peak_bytes
+from roundpipe.reports.limits import ADVICE, Limit, limit_of
 from roundpipe.reports.memory import HostMemory
 from roundpipe.reports.tables import (
     counted,
@@ -106,6 +107,10 @@ class RunReport:
     """Bytes in host memory, by what they are for."""
     predicted: Prediction | None
     """None before the first training round."""
+    start_s: Mapping[str, float]
+    """Seconds by part (``trace``, ``pin weights``, ``first round``) of what came before the second training round."""
+    limit: Limit | None
+    """What decided how long the measured steps took, such as ``compute``, ``up`` or ``update``; None: not measured."""
 
     @property
     def samples_per_s(self) -> float | None:
@@ -160,7 +165,11 @@ class RunReport:
             "host memory": str(self.host_memory),
             "moved": f"{format_bytes(self.uploaded_bytes)} up, {format_bytes(self.downloaded_bytes)} down",
             "optimizer": times or "no step",
+            **({} if self.limit is None else {"limit": f"{self.limit}: {ADVICE[self.limit]}"}),
         }
+        if self.start_s:
+            parts = ", ".join(f"{part} {format_seconds(spent_s)}" for part, spent_s in self.start_s.items())
+            rows["to the first step"] = f"{format_seconds(sum(self.start_s.values()))}: {parts}"
         return f"{self.name}\n\n{summary_table(rows)}\n\n{self._workers()}"
 
     def _speed(self) -> str:
@@ -204,27 +213,46 @@ def make_report(session: Session) -> RunReport:
     if log.meters_before:
         meters = [now.since(then) for now, then in zip(readings, log.meters_before, strict=True)]
     seconds = dict(optimizer.log.seconds)
-    spent = {what: total - log.optimizer_before.get(what, 0.0) for what, total in sorted(seconds.items())}
+    spent = _since(log.optimizer_before, dict(sorted(seconds.items())))
+    start_s = dict(engine.start.seconds)
     num_steps = optimizer.num_steps - log.num_steps_before
     end_s = time.perf_counter() if engine.running() else max(steps.last_over_s, optimizer.log.last_s)
+    wall_s = max(end_s - steps.first_begun_s, 0.0) if steps.first_begun_s else 0.0
+    workers = tuple(map(_worker_report, engine.devices, meters, engine.peak_bytes()))
     report = RunReport(
         name=session.name,
         num_calls=log.num_calls,
         num_rounds=steps.num_begun,
         num_steps=num_steps,
-        wall_s=max(end_s - steps.first_begun_s, 0.0) if steps.first_begun_s else 0.0,
+        wall_s=wall_s,
         num_samples=log.num_samples,
         num_tokens=log.num_tokens if log.tokens_of is not None else None,
         tokens_of=log.tokens_of,
         round_s=steps.seconds_per_step("train"),
-        workers=tuple(map(_worker_report, engine.devices, meters, engine.peak_bytes())),
-        optimizer_s={what: seconds for what, seconds in spent.items() if seconds > 0},
+        workers=workers,
+        optimizer_s=spent,
         host_memory=_host_memory(session.shown, optimizer.parameter_pairs()),
         predicted=_predict(log.latest, engine, readings, spent.get("update", 0.0), num_steps),
+        start_s=_since(log.start_before, start_s),
+        limit=_limit(workers, spent, wall_s),
     )
     steps.reset()
-    session.log = RunLog(optimizer.num_steps, seconds, readings, log.latest)
+    engine.measure_next()
+    session.log = RunLog(optimizer.num_steps, seconds, start_s, readings, log.latest)
     return report
+
+
+def _since(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
+    seconds = {what: total - before.get(what, 0.0) for what, total in now.items()}
+    return {what: spent_s for what, spent_s in seconds.items() if spent_s > 0}
+
+
+def _limit(workers: Sequence[WorkerReport], optimizer_s: Mapping[str, float], wall_s: float) -> Limit | None:
+    measured = [worker for worker in workers if worker.measured_s]
+    if not measured:
+        return None
+    idle = {cause: sum(worker.idle.get(cause, 0.0) for worker in measured) / len(measured) for cause in WAIT_CAUSES}
+    return limit_of(idle, optimizer_s, wall_s)
 
 
 def _worker_report(device: str, meter: MeterReading, peak: int) -> WorkerReport:

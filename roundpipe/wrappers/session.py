@@ -60,6 +60,7 @@ class RunLog:
     num_steps_before: int = 0
     """Steps that were made when the last report was."""
     optimizer_before: Mapping[str, float] = field(default_factory=dict)
+    start_before: Mapping[str, float] = field(default_factory=dict)
     meters_before: Sequence[MeterReading] = ()
     latest: LatestStep | None = None
     """The latest training step."""

@@ -13,6 +13,7 @@ from roundpipe.reports.timeline import WAIT_CAUSES
 from roundpipe.runtime.device import backend as backend_module
 from roundpipe.runtime.device.backend import Device, Lane
 from roundpipe.runtime.device.cpu import CpuBackend
+from roundpipe.runtime.profiling import start_log
 from roundpipe.runtime.profiling.meter import Meter
 from tests.runtime.models import Branches, batch, config, mlp, square_loss
 
@@ -55,7 +56,7 @@ def test_before_the_first_call():
         report = piped.report()
     assert (report.num_calls, report.num_rounds, report.num_steps, report.wall_s) == (0, 0, 0, 0.0)
     assert report.samples_per_s is None and report.tokens_per_s is None
-    assert report.round_s is None and report.predicted is None
+    assert report.round_s is None and report.predicted is None and report.limit is None and not report.start_s
     assert report.workers[0].busy != report.workers[0].busy  # not a number
     assert str(report).startswith("net\n")
 
@@ -186,8 +187,10 @@ def test_time_between_calls_is_the_callers():
         piped.report()
         time.sleep(0.3)
         train(piped, 1)
-        (worker,) = piped.report().workers
+        report = piped.report()
+    (worker,) = report.workers
     assert worker.idle["caller"] * worker.measured_s > 0.25
+    assert report.limit == "caller" and "calls come too late" in str(report)
 
 
 def test_waiting_for_the_optimizer_is_seen():
@@ -221,6 +224,28 @@ def test_a_meter_measures_some_rounds_of_an_accelerator():
     reading = meter.read()
     assert 0.04 <= reading.busy_s < 0.08
     assert sum(reading.idle_s.values()) < 0.04  # what lies between two measured rounds counts for nothing
+    meter.measure_next()  # as a report does
+    meter.begin_step(was_idle=False)
+    with meter.computing("forward", (0, 1)):
+        time.sleep(0.02)
+    assert meter.read().since(reading).busy_s >= 0.02
+
+
+def test_seconds_to_the_first_step_are_logged_and_reported_by_part(caplog, monkeypatch):
+    monkeypatch.setattr(start_log, "LOGGED_S", 0.0)
+    with caplog.at_level("INFO", logger="roundpipe"):
+        with roundpipe.compile(mlp(6), example_args=(batch(),), devices=["cpu"], name="net") as model:
+            model.forward_backward((batch(),), loss_fn=square_loss)
+            started = len(caplog.records)
+            report = model.report()
+            model.forward_backward((batch(),), loss_fn=square_loss)
+            assert not model.report().start_s and len(caplog.records) == started
+    assert list(report.start_s) == ["trace", "cut", "measure memory", "plan", "pin weights", "first round"]
+    assert "to the first step" in str(report)
+    lines = [record.getMessage() for record in caplog.records]
+    for part in list(report.start_s)[2:]:
+        assert [line for line in lines if f"{part} " in line and line.endswith(" s")]
+    assert any("traced Sequential in" in line for line in lines) and any("cut it in" in line for line in lines)
 
 
 # ------------------------------------------------------------------------------------- predictions

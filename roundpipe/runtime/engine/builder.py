@@ -132,10 +132,15 @@ class StepBuilder:
     ) -> tuple[StepSpec, HostValues]:
         chain, config = call.chain, call.config
         self.plans.set_budgets(self._engine.take_budgets())
-        self.plans.costs.measure_memory(call)
-        plan = self.last_plan = self.plans.plan(call)
-        if call.tiles != UNTILED:
-            self._add_tiles(call)
+        start = self._engine.start
+        start.take_in(chain.made_in_s)
+        chain.made_in_s = {}
+        with start.part("measure memory"):
+            self.plans.costs.measure_memory(call)
+        with start.part("plan"):
+            plan = self.last_plan = self.plans.plan(call)
+            if call.tiles != UNTILED:
+                self._add_tiles(call)
         schedule = self._schedule(plan, call, kind)
         synchronize_streams(trees.tensors([call.args, call.kwargs, call.labels]))
         values = [
@@ -195,7 +200,8 @@ class StepBuilder:
     ) -> list[LayerWeights]:
         num_laid_out = self._host.num_laid_out
         try:
-            return self._engine.prepare(chain, self._host, wants_gradients=wants_gradients, earlier=earlier)
+            with self._engine.start.part("pin weights"):
+                return self._engine.prepare(chain, self._host, wants_gradients=wants_gradients, earlier=earlier)
         finally:
             if self._host.num_laid_out != num_laid_out:
                 self._optimizer.weights_moved()

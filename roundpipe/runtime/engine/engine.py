@@ -14,6 +14,7 @@ import torch
 
 from roundpipe.core.errors import ClosedError, ConfigError
 from roundpipe.core.layers import LayerChain
+from roundpipe.core.schedule import Phase
 from roundpipe.runtime.device.backend import Backend
 from roundpipe.runtime.engine.recompute import ForwardRecord
 from roundpipe.runtime.engine.running import RunningSteps, raise_error
@@ -21,6 +22,7 @@ from roundpipe.runtime.engine.spec import StepSpec
 from roundpipe.runtime.engine.step import HostGradients, HostValues, StepState
 from roundpipe.runtime.engine.worker import Worker
 from roundpipe.runtime.profiling.meter import MeterReading, Recorder
+from roundpipe.runtime.profiling.start_log import StartLog
 from roundpipe.runtime.weights.gate import Gates, Steps
 from roundpipe.runtime.weights.host_weights import HostWeights
 from roundpipe.runtime.weights.layer_weights import LayerWeights
@@ -33,6 +35,7 @@ class Engine(Steps):
         self.backends = tuple(backends)
         self.steps = RunningSteps(gates)
         self._gates = gates
+        self.start = StartLog(name)
         self._workers = [
             Worker(i, backend, f"{name} worker {i}", gates, self.steps) for i, backend in enumerate(backends)
         ]
@@ -112,14 +115,15 @@ class Engine(Steps):
         try:
             self.steps.begin(step)
             self.next_job = spec.schedule.next_job
-            for worker in busy:
-                worker.submit(step)
-            if spec.may_outlive_call:
-                step.wait_losses()
-                step.detach()
-                self.steps.leave_alone(step)
-            else:
-                step.wait_over()
+            with self.start.part("first round"):
+                for worker in busy:
+                    worker.submit(step)
+                if spec.may_outlive_call:
+                    step.wait_losses()
+                    step.detach()
+                    self.steps.leave_alone(step)
+                else:
+                    step.wait_over()
         except BaseException as interrupt:
             step.cancel(interrupt)
             for worker in busy:
@@ -129,6 +133,8 @@ class Engine(Steps):
         if step.failed and not step.is_unattended:
             step.wait_over()
             raise_error(step)
+        if any(job.phase is not Phase.FORWARD for job in spec.schedule.jobs):
+            self.start.end()
         return step
 
     @property
@@ -193,6 +199,11 @@ class Engine(Steps):
     def read_meters(self) -> list[MeterReading]:
         """Per worker, where its time went since it began."""
         return [worker.meter.read() for worker in self._workers]
+
+    def measure_next(self) -> None:
+        """Have the next step measured, on accelerators too."""
+        for worker in self._workers:
+            worker.meter.measure_next()
 
     @property
     def devices(self) -> list[str]:

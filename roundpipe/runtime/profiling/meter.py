@@ -2,7 +2,8 @@
 
 Around each computation the worker takes moments on its streams: when the one before ended, until when it waited for
 what, when this one began and ended. They are read later, when they are done; nothing is waited for. A rotation on the
-CPU is always measured; on accelerators, where a moment is an event, one step of several is. For a timeline, moments are
+CPU is always measured; on accelerators, where a moment is an event, one step of several is, and the first after each
+report. For a timeline, moments are
 placed on the host's clock by one moment taken when recording begins.
 
     cause        the worker waited until
@@ -77,6 +78,7 @@ class Meter:
         self._each = 1 if backend.device.type == "cpu" else MEASURED_EACH
         self._is_on = False
         self._num_steps = 0
+        self._is_asked = False
         self._at: tuple[Job, int | None] | None = None
         """What the worker is at: a job, and a microbatch unless all are meant."""
         self._before: Moment | None = None
@@ -89,7 +91,8 @@ class Meter:
 
     def begin_step(self, was_idle: bool) -> None:
         """A step begins; ``was_idle``: the worker had none before."""
-        is_due = self._num_steps < 2 or self._num_steps % self._each == 0
+        is_due = self._num_steps < 2 or self._num_steps % self._each == 0 or self._is_asked
+        self._is_asked = False
         was_on, self._is_on = self._is_on, self.recorder is not None or is_due
         self._num_steps += 1
         if not was_on:
@@ -97,6 +100,10 @@ class Meter:
             self._before = self.backend.moment() if self._is_on else None
         elif was_idle:
             self.until("caller")
+
+    def measure_next(self) -> None:
+        """Measure the next step whether or not it is one of several; from any thread."""
+        self._is_asked = True
 
     def abandon(self) -> None:
         self._marks.clear()
