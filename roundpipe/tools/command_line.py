@@ -14,6 +14,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -32,6 +33,14 @@ from roundpipe.tools.explain import explain
 from roundpipe.tools.forecast import Machine, Training, forecast, simulated_timeline
 from roundpipe.tools.forecast_report import forecast_json, forecast_text
 from roundpipe.tools.largest import largest
+from roundpipe.tools.machine_file import (
+    MeasuredMachine,
+    default_path,
+    measure_machine,
+    measured_text,
+    read_machine,
+    write_machine,
+)
 from roundpipe.tools.target import DEFAULT_SEQ, EXPLAINED_SEQ, Target, check_target, load_target
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -52,8 +61,9 @@ _TARGET_HELP = (
     "keyword arguments of an example call; under torch.device('meta') it needs no memory)"
 )
 _WITH_TARGET = (
-    *("device_profile", "flops", "memory", "link", "bandwidth", "efficiency", "host_memory", "host_bandwidth"),
-    *("timeline", "batch", "seq", "max_length", "max_batch", "dtype", "optimizer", "optim_dtype", "lora"),
+    *("machine", "device_profile", "flops", "memory", "link", "bandwidth", "efficiency"),
+    *("host_memory", "host_bandwidth", "timeline", "batch", "seq", "max_length", "max_batch"),
+    *("dtype", "optimizer", "optim_dtype", "lora"),
 )
 
 _Answer = tuple[str | dict[str, Any], int]
@@ -152,6 +162,7 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     add("--no-replicas", action="store_true", help="with --costs: no stage takes several slots")
     profiles = ", ".join(device.name for device in DEVICES)
     add = parser.add_argument_group("devices, with TARGET", f"profiles: {profiles}").add_argument
+    add("--machine", type=Path, metavar="FILE", help="a machine as doctor --bench measured it; options override it")
     add("--device-profile", metavar="NAME", help="figures of a known device; options override them")
     add("--flops", type=quantity, metavar="RATE", help="dense peak in the model's dtype, such as 165T")
     add("--memory", type=quantity, metavar="SIZE", help="of one device, such as 24GiB")
@@ -224,12 +235,15 @@ def _plan_target(options: argparse.Namespace) -> _Answer:
     for search, given in (("max_length", "seq"), ("max_batch", "batch"), ("max_length", "max_batch")):
         if getattr(options, search) and getattr(options, given):
             raise ConfigError(f"{_option(search)} finds the largest; leave {_option(given)} out")
+    measured = _measured(options)
+    host_memory = options.host_memory or (measured and measured.host_memory_bytes)
     machine = Machine(
-        device=_device(options),
+        device=_device(options, measured),
         num_devices=options.devices,
         efficiency=dataclasses.replace(EFFICIENCY, compute=options.efficiency or EFFICIENCY.compute),
-        host_bytes_per_s=options.host_bandwidth or HOST_BYTES_PER_S,
-        host_memory_bytes=None if options.host_memory is None else int(options.host_memory),
+        host_bytes_per_s=options.host_bandwidth or (measured.host_bytes_per_s if measured else HOST_BYTES_PER_S),
+        host_memory_bytes=int(host_memory) if host_memory else None,
+        update_bytes_per_s=measured.update_bytes_per_s if measured else inf,
     )
     target = _target(options, DEFAULT_SEQ)
     num_microbatches = options.microbatches or options.devices + 1
@@ -261,8 +275,18 @@ def _plan_target(options: argparse.Namespace) -> _Answer:
     return "\n\n".join(parts), exit_code
 
 
-def _device(options: argparse.Namespace) -> DeviceSpec:
-    """The profile, with what the options say in its place."""
+def _measured(options: argparse.Namespace) -> MeasuredMachine | None:
+    """The machine that is planned for, if it was measured; this one if the options name no device."""
+    if options.machine is not None:
+        if options.device_profile is not None:
+            raise ConfigError("--machine and --device-profile both name a device; give one of them")
+        return read_machine(options.machine)
+    names_device = any((options.device_profile, options.flops, options.memory, options.link))
+    return read_machine(default_path()) if not names_device and default_path().exists() else None
+
+
+def _device(options: argparse.Namespace, measured: MeasuredMachine | None) -> DeviceSpec:
+    """The profile, or what was measured, with what the options say in its place."""
     figures: dict[str, Any] = {
         "flops_per_s": options.flops,
         "memory_bytes": None if options.memory is None else int(options.memory),
@@ -270,8 +294,8 @@ def _device(options: argparse.Namespace) -> DeviceSpec:
         "bytes_per_s": options.bandwidth,
     }
     figures = {name: value for name, value in figures.items() if value is not None}
-    if options.device_profile is not None:
-        profile = find_device(options.device_profile)
+    if measured is not None or options.device_profile is not None:
+        profile = measured.spec if measured is not None else find_device(options.device_profile)
         if not figures:
             return profile
         checked = {name: where for name, where in profile.checked.items() if name not in figures}
@@ -281,7 +305,7 @@ def _device(options: argparse.Namespace) -> DeviceSpec:
     if missing:
         raise ConfigError(
             f"which device? {', '.join(missing)} not given; give them, or --device-profile with one of "
-            f"{', '.join(device.name for device in DEVICES)}"
+            f"{', '.join(device.name for device in DEVICES)}; or measure this machine with doctor --bench"
         )
     figures.setdefault("bytes_per_s", options.flops / FLOPS_PER_BYTE)
     return DeviceSpec(name="device", source="options", **figures)
@@ -314,9 +338,28 @@ def _explain(options: argparse.Namespace) -> _Answer:
     return "\n".join((str(explanation), *(f"Note: {note}." for note in target.notes))), exit_code
 
 
+def _add_doctor_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--bench", action="store_true", help="measure more, and write a file that plan reads")
+    add("--machine", type=Path, metavar="FILE", help=f"the file; default: {_shown(default_path())}")
+
+
+def _shown(path: Path) -> str:
+    return str(path).replace(str(Path.home()), "~")
+
+
 def _doctor(options: argparse.Namespace) -> _Answer:
+    if options.machine is not None and not options.bench:
+        raise ConfigError("--machine is the file that --bench writes; give --bench, too")
     diagnosis = diagnose()
-    return dataclasses.asdict(diagnosis) if options.json else diagnosis_text(diagnosis), 0
+    if not options.bench:
+        return dataclasses.asdict(diagnosis) if options.json else diagnosis_text(diagnosis), 0
+    path, machine = options.machine or default_path(), measure_machine(diagnosis)
+    write_machine(machine, path)
+    figures = dataclasses.asdict(machine)
+    if options.json:
+        return dataclasses.asdict(diagnosis) | {"machine": figures, "file": str(path)}, 0
+    return f"{diagnosis_text(diagnosis)}\n\n{measured_text(machine)}\n\nplan reads this from {path}", 0
 
 
 COMMANDS = {
@@ -338,7 +381,7 @@ COMMANDS = {
     "doctor": Command(
         summary="what this machine offers: versions, devices, memory, copies",
         description="Versions, devices, memory, whether memory can be pinned, and how fast copies are.",
-        add_options=lambda parser: None,
+        add_options=_add_doctor_options,
         run=_doctor,
     ),
 }

@@ -142,17 +142,18 @@ def _device(device: torch.device, pinned: bool) -> AcceleratorSpec:
         up, down = _copy_rate(there, here, wait), _copy_rate(here, there, wait)
         bandwidth = 2 * _copy_rate(torch.empty_like(there), there, wait)
         matrix = torch.randn(PRODUCT_SIZE, PRODUCT_SIZE, device=device, dtype=torch.bfloat16)
-        flops = 2 * PRODUCT_SIZE**3 / _least_seconds(lambda: matrix @ matrix, wait)
+        flops = 2 * PRODUCT_SIZE**3 / least_seconds(lambda: matrix @ matrix, wait)
     except RuntimeError:  # what was measured until then counts
         pass
     return AcceleratorSpec(str(device), kind, free_bytes, total_bytes, up, down, flops, bandwidth)
 
 
 def _copy_rate(target: torch.Tensor, source: torch.Tensor, wait: Callable[[], None] = lambda: None) -> float:
-    return source.nbytes / _least_seconds(lambda: target.copy_(source, non_blocking=True), wait)
+    return source.nbytes / least_seconds(lambda: target.copy_(source, non_blocking=True), wait)
 
 
-def _least_seconds(work: Callable[[], object], wait: Callable[[], None]) -> float:
+def least_seconds(work: Callable[[], object], wait: Callable[[], None] = lambda: None) -> float:
+    """The shortest of some repetitions."""
     best_s = float("inf")
     for _ in range(NUM_REPETITIONS):
         wait()

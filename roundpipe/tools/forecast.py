@@ -50,7 +50,7 @@ OptimizerName = Literal["adamw", "sgd"]
 _CPU = torch.device("cpu")
 _STATES = {"adamw": 2, "sgd": 0}
 """Optimizer states per trained parameter, as large as its copy."""
-_COPY_ACCESSES = {"adamw": 8, "sgd": 3}
+COPY_ACCESSES = {"adamw": 8, "sgd": 3}
 """Reads and writes of values of the optimizer's dtype in one update of one parameter: copy, gradient, states."""
 _MODEL_ACCESSES = 2
 """Those of the model's dtype: the gradient read, the weight written."""
@@ -67,6 +67,8 @@ class Machine:
     """Host memory bandwidth that transfers and the optimizer share, sustained."""
     host_memory_bytes: int | None = None
     """None = not asked."""
+    update_bytes_per_s: float = inf
+    """Host memory traffic that updates alone reach, sustained; inf: all that the host's memory has."""
 
     @property
     def budget_bytes(self) -> int:
@@ -271,12 +273,12 @@ def _setting(costs: Sequence[LayerCost], machine: Machine, training: Training) -
     mean_costs = (replace(cost, forward_s=cost.forward_s * share, backward_s=cost.backward_s * share) for cost in costs)
     num_parameters = sum(cost.num_parameters for cost in costs)
     item_bytes = sum(cost.weight_bytes for cost in costs) / num_parameters if num_parameters else 0.0
-    copies_bytes = _COPY_ACCESSES[training.optimizer] * training.optim_dtype.itemsize
+    copies_bytes = COPY_ACCESSES[training.optimizer] * training.optim_dtype.itemsize
     profile = HardwareProfile(
         upload_bytes_per_s=machine.link_bytes_per_s,
         download_bytes_per_s=machine.link_bytes_per_s,
         host_bytes_per_s=machine.host_bytes_per_s,
-        optimizer_bytes_per_s=machine.host_bytes_per_s,
+        optimizer_bytes_per_s=min(machine.host_bytes_per_s, machine.update_bytes_per_s),
         optimizer_bytes_per_parameter=round(copies_bytes + _MODEL_ACCESSES * item_bytes),
         hand_over_bytes_per_parameter=round(training.optim_dtype.itemsize + item_bytes),
     )
