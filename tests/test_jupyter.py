@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -156,3 +158,15 @@ print(all(torch.allclose(a, b, rtol=1e-9) for a, b in pairs))
 """
         assert kernel.run(check) == ("True", None)
     assert kernel.run("model.close(); wanted = 0; print(threads())") == ("0", None)
+
+
+def test_the_notebook_of_the_examples_runs(kernel: Kernel) -> None:
+    notebook = json.loads((Path(__file__).parent.parent / "examples" / "tour.ipynb").read_text())
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    printed = []
+    for cell in cells:
+        text, error = kernel.run(cell)
+        assert error is None, cell
+        printed.append(text)
+    assert any(text.startswith("loss ") for text in printed) and "tour: " in "".join(printed)
+    assert all(not cell.get("outputs") for cell in notebook["cells"]), "outputs don't belong into the repository"

@@ -153,7 +153,8 @@ class Tail(Protocol):
 class LayerChain(nn.Sequential):
     """A model as carry-to-carry layers, in order, with what turns arguments into a carry and back.
 
-    Each layer has a spec, and a cost for a microbatch whose tensors have ``example_elements``.
+    Each layer has a spec, and a cost for a microbatch whose tensors have ``example_elements``; ``example_size`` says it
+    in words.
     """
 
     def __init__(
@@ -164,6 +165,7 @@ class LayerChain(nn.Sequential):
         entry: Entry,
         exit: Exit,
         example_elements: int = 0,
+        example_size: str = "",
     ) -> None:
         if not len(layers) == len(specs) == len(costs):
             raise AssertionError(f"{len(layers)} layers, {len(specs)} specs, {len(costs)} costs")
@@ -173,6 +175,7 @@ class LayerChain(nn.Sequential):
         self.entry = entry
         self.exit = exit
         self.example_elements = example_elements
+        self.example_size = example_size
         self.own_losses: tuple[OwnLoss, ...] = ()
         self.made_in_s: dict[str, float] = {}
         """Seconds that it took to make it, by part, until a call takes them for its report."""

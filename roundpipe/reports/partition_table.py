@@ -82,8 +82,8 @@ def partition_table(
     if optim_dtypes:
         parts.append(f"optimizer in {' and '.join(map(dtype_name, optim_dtypes))}")
     what = "compute and bytes" if measured is None else "measured seconds"
-    if chain.example_elements:
-        parts.append(f"{what} for {chain.example_elements:,} input elements")
+    if chain.example_size:
+        parts.append(f"{what} for {chain.example_size}")
     elif measured is not None:
         parts.append(what)
     headline = (f"{title}: " if title else "") + ", ".join(parts)

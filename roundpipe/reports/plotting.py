@@ -31,6 +31,24 @@ _WAITS = {
     "overhead": "#f1f1f1",
 }
 """By a word of the name; other waits are grey."""
+_LEGEND = {
+    _FORWARD: "forward",
+    _FUSED: "forward, loss and backward",
+    _BACKWARD: "backward",
+    _RECOMPUTED: "recomputation",
+    _COLORS["waits"]: "other waits",
+    **{color: f"wait for {what}" for what, color in _WAITS.items()},
+    _WAITS["overhead"]: "overhead",
+    _COLORS["upload"]: "values up",
+    _COLORS["weights"]: "weights up",
+    _COLORS["download"]: "values down",
+    _COLORS["gradients"]: "gradients down",
+    _COLORS["home"]: "gradients added",
+    _COLORS["update"]: "update",
+    _COLORS["hand-over"]: "hand-over",
+}
+"""What the colours mean, in the order of the legend."""
+_TITLE_INCHES, _LEGEND_INCHES = 0.25, 0.55
 _WIDTH_INCHES, _ROW_INCHES, _DOTS_PER_INCH = 11.0, 0.2, 110
 _LETTER_INCHES = 0.055
 _LABEL_INCHES = 1.7
@@ -48,23 +66,29 @@ def matplotlib_modules(picture: str, otherwise: str, *names: str) -> list[Module
 
 def matplotlib_parts() -> list[ModuleType]:
     """What `draw` needs; errors as for `matplotlib_modules`."""
-    return matplotlib_modules("a timeline", ".json", "figure", "collections", "backends.backend_agg")
+    return matplotlib_modules("a timeline", ".json", "figure", "collections", "patches", "backends.backend_agg")
 
 
-def draw(path: Path, rows: Sequence[Row]) -> None:
-    """Write a picture of a timeline: a row per lane in the given order, a band of rows per device."""
-    figure, collections, agg = matplotlib_parts()
+def draw(path: Path, rows: Sequence[Row], title: str) -> None:
+    """Write a picture of a timeline: a row per lane in the given order, a band of rows per device, a legend below."""
+    figure, collections, patches, agg = matplotlib_parts()
     start_s = min(start for *_, spans in rows for _, start, _ in spans)
     length_s = max(end for *_, spans in rows for *_, end in spans) - start_s or 1.0
     scale, unit = (1.0, "s") if length_s >= 2 else (1e3, "ms") if length_s >= 2e-3 else (1e6, "us")
     places = _places(rows)
-    height = _ROW_INCHES * (places[-1] + 1) + 0.75
+    height = _ROW_INCHES * (places[-1] + 1) + 0.75 + _TITLE_INCHES + _LEGEND_INCHES
     picture = figure.Figure(figsize=(_WIDTH_INCHES, height), dpi=_DOTS_PER_INCH)
     agg.FigureCanvasAgg(picture)
     inner_inches = _WIDTH_INCHES - _LABEL_INCHES - 0.1
     axes = picture.add_axes(
-        (_LABEL_INCHES / _WIDTH_INCHES, 0.42 / height, inner_inches / _WIDTH_INCHES, (height - 0.62) / height)
+        (
+            _LABEL_INCHES / _WIDTH_INCHES,
+            (0.42 + _LEGEND_INCHES) / height,
+            inner_inches / _WIDTH_INCHES,
+            (height - 0.62 - _TITLE_INCHES - _LEGEND_INCHES) / height,
+        )
     )
+    axes.set_title(title, fontsize=9, loc="left")
     axes.set_xlim(0, length_s * scale)
     axes.set_ylim(places[-1] + 0.6, -0.9)
     for place, (_, lane, spans) in zip(places, rows, strict=True):
@@ -90,6 +114,9 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
             -_LABEL_INCHES / inner_inches + 0.005, first - 0.62, device,
             transform=axes.get_yaxis_transform(), fontsize=7, fontweight="bold", va="center",
         )  # fmt: skip
+    shown = {_color(lane, name) for _, lane, spans in rows for name, _, _ in spans}
+    entries = [patches.Patch(color=color, label=what) for color, what in _LEGEND.items() if color in shown]
+    picture.legend(handles=entries, loc="lower center", ncols=8, fontsize=6.5, frameon=False)
     picture.savefig(path, format="png")
 
 

@@ -138,7 +138,7 @@ class Timeline:
                 for device in self.devices
                 for lane in self.lanes(device)
             ]
-            draw(target, rows)
+            draw(target, rows, self.name or "Timeline")
         except OSError as error:
             raise ConfigError(f"{str(path)!r} can't be written: {error.strerror or error}") from error
 

@@ -14,6 +14,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -33,14 +34,8 @@ from roundpipe.tools.explain import explain
 from roundpipe.tools.forecast import Machine, Training, forecast, simulated_timeline
 from roundpipe.tools.forecast_report import forecast_json, forecast_text
 from roundpipe.tools.largest import largest
-from roundpipe.tools.machine_file import (
-    MeasuredMachine,
-    default_path,
-    measure_machine,
-    measured_text,
-    read_machine,
-    write_machine,
-)
+from roundpipe.tools.machine_file import MeasuredMachine, default_path, measure_machine, measured_text
+from roundpipe.tools.sweep import AXES, parse_axes, sweep, sweep_json, sweep_text
 from roundpipe.tools.target import DEFAULT_SEQ, EXPLAINED_SEQ, Target, check_target, load_target
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -57,7 +52,8 @@ MOST_DEVICES, MOST_MICROBATCHES = 256, 4096
 LARGEST_QUANTITY = 1e24
 
 _TARGET_HELP = (
-    "a Hugging Face config.json, a folder that has one, or package.module:factory (returns a model, or model and "
+    "a Hugging Face config.json, a folder that has one, the name of a model in the local Hugging Face cache such as "
+    "Qwen/Qwen3-8B, or package.module:factory (returns a model, or model and "
     "keyword arguments of an example call; under torch.device('meta') it needs no memory)"
 )
 _WITH_TARGET = (
@@ -66,7 +62,7 @@ _WITH_TARGET = (
     *("dtype", "optimizer", "optim_dtype", "lora"),
 )
 
-_Answer = tuple[str | dict[str, Any], int]
+_Answer = tuple[str | dict[str, Any] | list[dict[str, Any]], int]
 """Text, or with ``--json`` a value; and the exit code."""
 
 
@@ -157,6 +153,7 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     add("--devices", type=count(MOST_DEVICES), default=1, metavar="N", help="devices in the rotation (default: 1)")
     add("--microbatches", type=count(MOST_MICROBATCHES), metavar="M", help="default: devices + 1, at most the batch")
     add("--recompute", choices=("stage", "layer"), default="stage", help="layer: less device memory")
+    add("--sweep", metavar="NAMES", help=f"a table over some of {','.join(AXES)}, such as devices,batch,lora")
     add("--compare", action="store_true", help="the same on other schedules: GPipe, 1F1B, ...")
     add("--timeline", type=Path, metavar="FILE", help="write the simulated run: .json for ui.perfetto.dev, .png")
     add("--no-replicas", action="store_true", help="with --costs: no stage takes several slots")
@@ -235,26 +232,25 @@ def _plan_target(options: argparse.Namespace) -> _Answer:
     for search, given in (("max_length", "seq"), ("max_batch", "batch"), ("max_length", "max_batch")):
         if getattr(options, search) and getattr(options, given):
             raise ConfigError(f"{_option(search)} finds the largest; leave {_option(given)} out")
+    axes = parse_axes(options.sweep) if options.sweep is not None else ()
+    if axes and is_search:
+        raise ConfigError("--sweep makes a table, --max-length and --max-batch search; give one of them")
     measured = _measured(options)
     host_memory = options.host_memory or (measured and measured.host_memory_bytes)
     machine = Machine(
-        device=_device(options, measured),
+        device=DEVICES[0] if "cards" in axes else _device(options, measured),
         num_devices=options.devices,
         efficiency=dataclasses.replace(EFFICIENCY, compute=options.efficiency or EFFICIENCY.compute),
         host_bytes_per_s=options.host_bandwidth or (measured.host_bytes_per_s if measured else HOST_BYTES_PER_S),
         host_memory_bytes=int(host_memory) if host_memory else None,
         update_bytes_per_s=measured.update_bytes_per_s if measured else inf,
     )
-    target = _target(options, DEFAULT_SEQ)
-    num_microbatches = options.microbatches or options.devices + 1
-    batch = options.batch or target.batch or num_microbatches
-    training = Training(
-        batch=batch,
-        num_microbatches=options.microbatches or min(num_microbatches, batch),
-        optimizer=options.optimizer or "adamw",
-        optim_dtype=DTYPES[options.optim_dtype] if options.optim_dtype else _default_optim_dtype(target.model),
-        recompute_grain=options.recompute,
-    )
+    if axes:
+        swept = sweep(axes, partial(_target, options, DEFAULT_SEQ), options.lora, machine, partial(_training, options))
+        exit_code = 0 if any(row.result.fits for row in swept) else 1
+        return sweep_json(swept) if options.json else sweep_text(swept), exit_code
+    target = _target(options, DEFAULT_SEQ, options.lora)
+    training = _training(options, target, options.devices)
     found = largest("length" if options.max_length else "batch", target, machine, training) if is_search else None
     result = forecast(target, machine, training) if found is None else found.forecast
     training, target = result.training, result.layers.target
@@ -275,14 +271,28 @@ def _plan_target(options: argparse.Namespace) -> _Answer:
     return "\n\n".join(parts), exit_code
 
 
+def _training(options: argparse.Namespace, target: Target, num_devices: int, times: int = 1) -> Training:
+    """What the options say for a number of devices; with several times the batch, microbatches keep their size."""
+    first = options.microbatches or options.devices + 1
+    batch = options.batch or target.batch or first
+    number = times * min(first, batch) if options.microbatches or times > 1 else num_devices + 1
+    return Training(
+        batch=times * batch,
+        num_microbatches=number if options.microbatches else min(max(number, num_devices + 1), times * batch),
+        optimizer=options.optimizer or "adamw",
+        optim_dtype=DTYPES[options.optim_dtype] if options.optim_dtype else _default_optim_dtype(target.model),
+        recompute_grain=options.recompute,
+    )
+
+
 def _measured(options: argparse.Namespace) -> MeasuredMachine | None:
     """The machine that is planned for, if it was measured; this one if the options name no device."""
     if options.machine is not None:
         if options.device_profile is not None:
             raise ConfigError("--machine and --device-profile both name a device; give one of them")
-        return read_machine(options.machine)
+        return MeasuredMachine.read(options.machine)
     names_device = any((options.device_profile, options.flops, options.memory, options.link))
-    return read_machine(default_path()) if not names_device and default_path().exists() else None
+    return MeasuredMachine.read(default_path()) if not names_device and default_path().exists() else None
 
 
 def _device(options: argparse.Namespace, measured: MeasuredMachine | None) -> DeviceSpec:
@@ -311,9 +321,9 @@ def _device(options: argparse.Namespace, measured: MeasuredMachine | None) -> De
     return DeviceSpec(name="device", source="options", **figures)
 
 
-def _target(options: argparse.Namespace, default_seq: int) -> Target:
+def _target(options: argparse.Namespace, default_seq: int, lora_rank: int | None) -> Target:
     dtype = DTYPES[options.dtype or "bfloat16"]
-    return load_target(options.target, dtype=dtype, seq=options.seq, lora_rank=options.lora, default_seq=default_seq)
+    return load_target(options.target, dtype=dtype, seq=options.seq, lora_rank=lora_rank, default_seq=default_seq)
 
 
 def _add_explain_options(parser: argparse.ArgumentParser) -> None:
@@ -328,7 +338,7 @@ def _add_explain_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _explain(options: argparse.Namespace) -> _Answer:
-    target = _target(options, EXPLAINED_SEQ)
+    target = _target(options, EXPLAINED_SEQ, options.lora)
     target.model.train(not options.eval)
     kwargs = target.kwargs_for(options.batch or target.batch or EXPLAINED_SAMPLES)
     explanation = explain(target.model, example_kwargs=kwargs, graph=options.graph)
@@ -355,7 +365,7 @@ def _doctor(options: argparse.Namespace) -> _Answer:
     if not options.bench:
         return dataclasses.asdict(diagnosis) if options.json else diagnosis_text(diagnosis), 0
     path, machine = options.machine or default_path(), measure_machine(diagnosis)
-    write_machine(machine, path)
+    machine.write(path)
     figures = dataclasses.asdict(machine)
     if options.json:
         return dataclasses.asdict(diagnosis) | {"machine": figures, "file": str(path)}, 0

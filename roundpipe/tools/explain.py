@@ -70,7 +70,7 @@ class Explanation:
                 )
             return "\n\n".join(parts)
         parts = [
-            f"{self.model_name}, traced for {self.traced.example_elements:,} input elements",
+            f"{self.model_name}, traced for {self.traced.example_size}",
             _section("Graph", graph_lines(self.traced)),
             explain_table(self.chain, self.opaque),
             _section("Carried over the cuts", self._cut_lines()),

@@ -27,6 +27,7 @@ from roundpipe.planning.machine import HardwareProfile
 from roundpipe.planning.simulator import Simulation, simulate_timeline, steady
 from roundpipe.planning.stage_costs import StageCosts, device_memory, largest_layer_bytes, training_stages
 from roundpipe.reports.memory import DeviceMemory, HostMemory
+from roundpipe.reports.tables import format_bytes
 from roundpipe.reports.timeline import Timeline
 from roundpipe.runtime.config import RecomputeGrain, RoundPipeRunConfig, resolve
 from roundpipe.runtime.device.accelerator import PLANNED_SHARE
@@ -242,12 +243,14 @@ def forecast_at(layers: Layers, machine: Machine, training: Training, *, simulat
         needed_bytes = max(need.total for need in needs)
         if needed_bytes > machine.budget_bytes:
             reasons.append(
-                f"a device needs {needed_bytes:,} bytes with what comes and goes within layers, and its budget is "
-                f"{machine.budget_bytes:,} bytes"
+                f"a device needs {format_bytes(needed_bytes)} with what comes and goes within layers, and its budget "
+                f"is {format_bytes(machine.budget_bytes)}"
             )
     host = _host_memory(layers.target, training, simulation.peak_carried_bytes if simulation else 0)
     if machine.host_memory_bytes is not None and host.total > machine.host_memory_bytes:
-        reasons.append(f"the host needs {host.total:,} bytes of memory and has {machine.host_memory_bytes:,}")
+        reasons.append(
+            f"the host needs {format_bytes(host.total)} of memory and has {format_bytes(machine.host_memory_bytes)}"
+        )
     return Forecast(layers, costs, machine, training, setting, plan, call.tiles, stages, host, simulation, reasons)
 
 

@@ -61,7 +61,7 @@ def forecast_text(result: Forecast) -> str:
         rows["by stage"] = _by_phase(result)
     host = result.host
     rows["host memory"] = f"{format_bytes(host.total)}: {host}; {format_bytes(host.pinned)} pinned"
-    rows["verdict"] = "fits" if result.fits else f"doesn't fit, because {'; and '.join(result.reasons)}"
+    rows["verdict"] = verdict(result)
     rows |= _rows("to change", result.changes)
     rows["rests on"] = BASIS
     rows["device"] = _figures(machine)
@@ -73,6 +73,15 @@ def forecast_text(result: Forecast) -> str:
     dtypes = [training.optim_dtype] if any(p.requires_grad for p in result.layers.chain.parameters()) else []
     layers = partition_table(result.layers.chain, result.plan, title=title, optim_dtypes=dtypes)
     return "\n\n".join((layers, summary_table(rows)))
+
+
+def verdict(result: Forecast, short: bool = False) -> str:
+    """Whether it fits, and what the host must have for it; ``short``: without the reason that it doesn't."""
+    if result.fits and result.machine.host_memory_bytes is not None:
+        return "fits"
+    if result.fits:
+        return f"fits if the host has {format_bytes(result.host.total)}"
+    return "doesn't fit" if short else f"doesn't fit, because {'; and '.join(result.reasons)}"
 
 
 def _rows(label: str, lines: Sequence[str]) -> dict[str, str]:

@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import chain, groupby, product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -184,7 +184,8 @@ def _draw(path: Path, traced: TracedGraph, parts: Partition) -> None:
     layers = [boxes_of(traced, nodes) for nodes in nodes_by_layer(parts)]
     inputs = [Box((node,), _named(node)) for node in traced.placeholders]
     outputs = Box((), "outputs " + ", ".join(node.name for node in traced.outputs))
-    rows = [*inputs, *chain.from_iterable(layers), outputs]
+    runs = _runs(layers)
+    rows = [*inputs, *chain.from_iterable(layers[run[0]] for run in runs), outputs]
     first, last = len(inputs), len(rows) - 1
     if last - first > MAX_BOXES:
         raise ConfigError(
@@ -192,6 +193,11 @@ def _draw(path: Path, traced: TracedGraph, parts: Partition) -> None:
             "model of fewer blocks"
         )
     row_of = {node: number for number, box in enumerate(rows) for node in box.nodes}
+    run_of = {node: run[0] for run in runs for index in run for box in layers[index] for node in box.nodes}
+    for run in runs:
+        for index, (number, shown) in product(run[1:], enumerate(layers[run[0]])):
+            row_of.update(dict.fromkeys(layers[index][number].nodes, row_of[shown.nodes[0]]))
+    hidden = {node for run in runs for index in run[1:] for box in layers[index] for node in box.nodes}
 
     width, height = _BOX_INCHES
     picture = figure.Figure(figsize=(2.4 * width, height * (last + 2)), dpi=_DOTS_PER_INCH)
@@ -200,27 +206,42 @@ def _draw(path: Path, traced: TracedGraph, parts: Partition) -> None:
     axes.set_axis_off()
     axes.set_xlim(-0.7, 1.7)
     axes.set_ylim(last + 1, -1)
-    for index, (chunk, boxes) in enumerate(zip(parts.chunks, layers, strict=True)):
+    for number, run in enumerate(runs):
+        boxes, name = layers[run[0]], _short(parts.chunks[run[0]].name, 34)
         if boxes:
             top = row_of[boxes[0].nodes[0]] - 0.5
-            colour = "#eef3fa" if index % 2 else "#dfe8f5"
+            colour = "#eef3fa" if number % 2 else "#dfe8f5"
             axes.add_patch(patches.Rectangle((-0.69, top), 1.72, len(boxes), color=colour, zorder=0))
-            axes.text(-0.67, top + 0.5, f"layer {index}: {_short(chunk.name, 34)}", va="center", fontsize=7)
+            axes.text(-0.67, top + 0.5, f"layer {run[0]}: {name}", va="center", fontsize=7)
+            if len(run) > 1:
+                axes.text(-0.67, top + 1.1, f"{len(run)} alike, to layer {run[-1]}", va="center", fontsize=7)
     for row, box in enumerate(rows):
         is_end = row < first or row == last
         axes.add_patch(
             patches.Rectangle((0, row - 0.36), 1, 0.72, facecolor="#fff3d6" if is_end else "white", edgecolor="#666")
         )
         axes.text(0.5, row, _short(box.label, 82), ha="center", va="center", fontsize=6.5, family="monospace")
-    for (start, stop), size in sorted(_arcs(traced, parts, row_of, last).items()):
+    pairs = {
+        (source, row_of[node])
+        for node in traced.body
+        for source in node.all_input_nodes
+        if node in row_of and (node not in hidden or run_of.get(source) != run_of[node])
+    }
+    pairs |= {(node, last) for node in traced.outputs}
+    for (start, stop), size in sorted(_arcs(parts, row_of, pairs).items()):
         _draw_arc(axes, patches, start, stop, size)
     picture.savefig(path, format="png")
 
 
-def _arcs(traced: TracedGraph, parts: Partition, row_of: dict[Node, int], last: int) -> dict[tuple[int, int], int]:
-    """Bytes that go from one row to another, each value counted once per reader."""
-    pairs = {(source, row_of[node]) for node in traced.body if node in row_of for source in node.all_input_nodes}
-    pairs |= {(node, last) for node in traced.outputs}
+def _runs(layers: Sequence[Sequence[Box]]) -> list[range]:
+    """Neighbouring layers of the same boxes but for their numbers, of which a picture shows the first."""
+    keys = [tuple(re.sub(r"\d+", "#", box.label) for box in boxes) for boxes in layers]
+    found = repetitions(keys, max_period=1, min_repeats=2)
+    return [range(start, start + repeats) for start, _, repeats in found]
+
+
+def _arcs(parts: Partition, row_of: dict[Node, int], pairs: set[tuple[Node, int]]) -> dict[tuple[int, int], int]:
+    """Bytes that go from one row to another, each value counted once per reader; pairs are values and readers' rows."""
     arcs: Counter[tuple[int, int]] = Counter()
     for source, stop in pairs:
         start = row_of.get(source, stop)

@@ -67,6 +67,24 @@ class MeasuredMachine:
             self.measured,
         )
 
+    @classmethod
+    def read(cls, path: Path) -> MeasuredMachine:
+        """Raises a `ConfigError` for what ``doctor --bench`` has not written."""
+        try:
+            return cls(**json.loads(path.read_text("utf-8")))
+        except (OSError, ValueError, TypeError, ConfigError) as error:
+            raise ConfigError(
+                f"--machine {path}: {error}; python -m roundpipe doctor --bench writes such a file"
+            ) from error
+
+    def write(self, path: Path) -> None:
+        """Raises a `ConfigError` if the file can't be written."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(asdict(self), indent=1) + "\n", "utf-8")
+        except OSError as error:
+            raise ConfigError(f"{path} can't be written: {error}; give another --machine FILE") from error
+
 
 def default_path() -> Path:
     """``roundpipe/machine.json`` in the user's cache folder."""
@@ -111,25 +129,6 @@ def _update_bytes_per_s() -> float:
     parameter.grad = torch.zeros_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True)
     return UPDATED_PARAMETERS * COPY_ACCESSES["adamw"] * torch.float32.itemsize / least_seconds(optimizer.step)
-
-
-def write_machine(machine: MeasuredMachine, path: Path) -> None:
-    """Raises a `ConfigError` if the file can't be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(machine), indent=1) + "\n", "utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} can't be written: {error}; give another --machine FILE") from error
-
-
-def read_machine(path: Path) -> MeasuredMachine:
-    """Raises a `ConfigError` for what ``doctor --bench`` has not written."""
-    try:
-        return MeasuredMachine(**json.loads(path.read_text("utf-8")))
-    except (OSError, ValueError, TypeError, ConfigError) as error:
-        raise ConfigError(
-            f"--machine {path}: {error}; python -m roundpipe doctor --bench writes such a file"
-        ) from error
 
 
 def measured_text(machine: MeasuredMachine) -> str:

@@ -1,6 +1,7 @@
 """What to plan for, from one word on the command line: a Hugging Face config, or a function of the user's.
 
     config.json, or the folder that has it     the architecture it names, on the meta device, weights not needed
+    Qwen/Qwen3-8B                              the same, from the config in the local Hugging Face cache
     package.module:factory                     called without arguments; gives a model, or (model, kwargs)
 
 Invariant: nothing is downloaded, no code that comes with a checkpoint is run, and no weights are read.
@@ -9,8 +10,10 @@ Invariant: nothing is downloaded, no code that comes with a checkpoint is run, a
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import math
+import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -54,11 +57,23 @@ class Target:
 
 def check_target(text: str) -> None:
     """Raises a `ConfigError` for what is neither a path nor ``module:function``, before anything is loaded."""
-    if not Path(text).expanduser().exists() and ":" not in text:
+    if not Path(text).expanduser().exists() and ":" not in text and _cached_config(text) is None:
+        fetched = f" (hf download {text} config.json fetches it)" if _HUB_NAME.fullmatch(text) else ""
         raise ConfigError(
-            f"{text}: there is no such file or folder; give a Hugging Face config.json, a folder that has one, or "
-            "package.module:factory"
+            f"{text}: there is no such file or folder, nor such a model in the Hugging Face cache{fetched}; give a "
+            "Hugging Face config.json, a folder that has one, or package.module:factory"
         )
+
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def _cached_config(name: str) -> Path | None:
+    """The config of a model of the hub, such as ``Qwen/Qwen3-8B``, if the local cache has it; nothing is downloaded."""
+    if not _HUB_NAME.fullmatch(name) or importlib.util.find_spec("huggingface_hub") is None:
+        return None
+    found = importlib.import_module("huggingface_hub").try_to_load_from_cache(name, "config.json")
+    return Path(found) if isinstance(found, str) else None
 
 
 def load_target(
@@ -71,9 +86,14 @@ def load_target(
     layers are trained instead of the model.
     """
     check_target(text)
-    path = Path(text).expanduser()
-    is_config = path.exists()
-    target = _from_config(path, dtype, seq, default_seq) if is_config else _from_factory(text, seq, default_seq)
+    path, cached = Path(text).expanduser(), None
+    if not path.exists():
+        cached = _cached_config(text)
+    if path.exists() or cached is not None:
+        target = _from_config(cached or path, dtype, seq, default_seq)
+        target = target if cached is None else replace(target, name=text.partition("/")[2])
+    else:
+        target = _from_factory(text, seq, default_seq)
     if lora_rank is not None:
         _add_adapters(target.model, lora_rank, dtype)
     target.model.train()
@@ -182,7 +202,7 @@ def _longest(model: Any) -> int | None:
 def _check_size(num_samples: int, num_elements: int) -> None:
     if num_samples * num_elements > MOST_ELEMENTS:
         raise ConfigError(
-            f"an example of {num_samples:,} samples of {num_elements:,} elements has more than {MOST_ELEMENTS:,} in "
+            f"an example of {num_samples:,} samples of {num_elements:,} values each has more than {MOST_ELEMENTS:,} in "
             "all; give a smaller --batch or --seq, or more --microbatches"
         )
 

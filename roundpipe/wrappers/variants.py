@@ -82,7 +82,8 @@ class JointChain(LayerChain):
         made = {name for spec in specs for name in spec.makes}
         read = dict.fromkeys(name for reads in (*(spec.reads for spec in specs), exit.reads) for name in reads)
         entry = _JointEntry([chain.entry for chain in chains], [name for name in read if name not in made])
-        super().__init__(layers, specs, costs, entry, exit, max(chain.example_elements for chain in chains))
+        largest = max(chains, key=lambda chain: chain.example_elements)
+        super().__init__(layers, specs, costs, entry, exit, largest.example_elements, largest.example_size)
         self.variants = tuple(chains)
         self.own_losses = tuple(_joint_losses(chains))
 

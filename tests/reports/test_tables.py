@@ -199,10 +199,12 @@ def test_headline_counts_shared_parameters_once() -> None:
 
 def test_headline_with_a_plan_and_example_size() -> None:
     plan = ExecutePlan(fused=(0, 4))
-    headline = report.partition_table(stack(2), plan).splitlines()[0]
+    chain = stack(2)
+    chain.example_size = "4,096 tokens"
+    headline = report.partition_table(chain, plan).splitlines()[0]
     assert "1 stages in a round" not in headline
     assert "1 stage in a round" in headline
-    assert headline.endswith("for 4,096 input elements")
+    assert headline.endswith("for 4,096 tokens")
 
 
 def test_covers_names_the_layer_or_its_modules() -> None:

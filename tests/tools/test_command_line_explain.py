@@ -56,7 +56,7 @@ def tiny(tmp_path: Path) -> Path:
 def test_explain_a_config(run: Output, tiny: Path, tmp_path: Path) -> None:
     code, out, err = run("explain", tiny, "--seq", 16, "--batch", 3, "--graph", tmp_path / "tiny.dot")
     assert (code, err) == (0, "")
-    assert out.startswith("Qwen3ForCausalLM, traced for 96 input elements\n")
+    assert out.startswith("Qwen3ForCausalLM, traced for 48 tokens\n")
     assert "inputs input_ids: i64[3, 16], labels: i64[3, 16]" in out
     assert "6 times, the first of them:\n    model.layers.0 (Qwen3DecoderLayer) -> bf16[3, 16, 32]" in out
     hidden = 2 * 3 * 16 * 32 / 1024
@@ -115,7 +115,7 @@ def test_explain_a_factory(run: Output, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.syspath_prepend(str(tmp_path))
     code, out, _ = run("explain", "explained:on_meta", "--batch", 7)
     assert code == 0
-    assert "f32[7, 64]" in out and "traced for 448 input elements" in out
+    assert "f32[7, 64]" in out and "traced for 7 samples" in out
     code, out, _ = run("explain", "explained:untraceable", "--graph", tmp_path / "none.dot")
     assert code == 1
     assert out.startswith("Branches can't be cut into layers.")
@@ -129,7 +129,18 @@ def test_explain_a_factory(run: Output, tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_device_profiles() -> None:
     assert {device.name for device in DEVICES} == {
-        *("RTX-3090", "RTX-4090", "RTX-5090", "A6000", "A100-80G", "H100", "H200", "MI300X"),
+        *(
+            "RTX-3060",
+            "RTX-3080",
+            "RTX-3090",
+            "RTX-4060-Ti",
+            "RTX-4080",
+            "RTX-4090",
+            "RTX-5070-Ti",
+            "RTX-5080",
+            "RTX-5090",
+        ),
+        *("A6000", "L4", "L40S", "A100-80G", "H100", "H200", "B200", "MI300X"),
     }
     for device in DEVICES:
         assert "https://" in device.source
@@ -147,13 +158,22 @@ def test_device_profiles() -> None:
 @pytest.mark.parametrize(
     ("name", "num_units", "clock_hz", "flops_per_clock", "num_bits", "bits_per_s"),
     [  # of a tensor core (AMD: a compute unit), dense, float32 accumulation, which GeForce cards do at half rate
+        ("RTX-3060", 112, 1.777e9, 128, 192, 15e9),
+        ("RTX-3080", 272, 1.710e9, 128, 320, 19e9),
         ("RTX-3090", 328, 1.695e9, 128, 384, 19.5e9),
+        ("RTX-4060-Ti", 136, 2.535e9, 128, 128, 18e9),
+        ("RTX-4080", 304, 2.505e9, 128, 256, 22.4e9),
         ("RTX-4090", 512, 2.520e9, 128, 384, 21e9),
+        ("RTX-5070-Ti", 280, 2.452e9, 128, 256, 28e9),
+        ("RTX-5080", 336, 2.617e9, 128, 256, 30e9),
         ("RTX-5090", 680, 2.407e9, 128, 512, 28e9),
         ("A6000", 336, 1.800e9, 256, 384, 16e9),
+        ("L4", 240, 1.970e9, 256, 192, 12.5e9),
+        ("L40S", 568, 2.490e9, 256, 384, 18e9),
         ("A100-80G", 432, 1.410e9, 512, 5120, 3.186e9),
         ("H100", 528, 1.830e9, 1024, 5120, 5.23e9),
         ("H200", 528, 1.830e9, 1024, 6144, 6.25e9),
+        ("B200", 592, 1.856e9, 2048, 8192, 7.8125e9),
         ("MI300X", 304, 2.100e9, 2048, 8192, 5.2e9),
     ],
 )

@@ -14,7 +14,7 @@ from roundpipe.core.errors import ConfigError
 from roundpipe.tools import machine_file
 from roundpipe.tools.command_line import main
 from roundpipe.tools.device_data import EFFICIENCY
-from roundpipe.tools.machine_file import MeasuredMachine, write_machine
+from roundpipe.tools.machine_file import MeasuredMachine
 from tests.tools.cases_command_line import TINY
 
 MACHINE = MeasuredMachine("card", 8 * 10**9, 8e12, 8e11, 1.6e10, 64 * 10**9, 1e11, 2e10, "measured in a test")
@@ -54,7 +54,7 @@ def test_plans_rest_on_the_measured_figures(folder: Path, capsys: pytest.Capture
     file, plan = folder / "machine.json", ["plan", str(folder / "config.json"), "--seq", "16", "--json"]
 
     def planned(machine: MeasuredMachine) -> dict[str, Any]:
-        write_machine(machine, file)
+        machine.write(file)
         assert main([*plan, "--machine", str(file)]) == 0
         result: dict[str, Any] = json.loads(capsys.readouterr().out)
         return result

@@ -19,6 +19,7 @@ Python object is the writing node's result, so only true views ever name an olde
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ from torch.fx import Node
 from roundpipe.core import trees
 from roundpipe.core.errors import TraceError
 from roundpipe.core.modes import Modes
-from roundpipe.fx.graph.nodes import draws_random, has_effect, modes_of, mutated_by, value_of, writes_buffers
+from roundpipe.fx.graph.nodes import draws_random, has_effect, hint, modes_of, mutated_by, value_of, writes_buffers
 from roundpipe.fx.operations import assign_buffer
 from roundpipe.fx.sizes import Symbolic, expression_of
 
@@ -77,6 +78,18 @@ class TracedGraph:
     """Number of elements of the example's tensor inputs, at the sizes the values are hinted at."""
     opaque: dict[str, str] = field(default_factory=dict)
     """Module name -> why its inside was not traced."""
+
+    @property
+    def example_size(self) -> str:
+        """The size of the example: its tokens, if its first rows are of integers, else its samples."""
+        tensors = (value for value in map(value_of, self.placeholders) if isinstance(value, torch.Tensor))
+        first = next((tensor for tensor in tensors if tensor.ndim), None)
+        if first is None:
+            return ""
+        shape, dtype = first.shape, first.dtype
+        is_text = len(shape) == 2 and not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
+        number, thing = (math.prod(map(hint, shape)), "token") if is_text else (hint(shape[0]), "sample")
+        return f"{number:,} {thing}{'s' if number != 1 else ''}"
 
     @property
     def placeholders(self) -> list[Node]:

@@ -56,7 +56,7 @@ def generate(traced: TracedGraph, partition: Partition, costs: Mapping[Node, Nod
     paths = {name: path for name, path in traced.input_paths.items() if name in needed}
     entry = ArgumentEntry(form, paths)
     sums = layer_costs(traced, partition, layers, costs)
-    return LayerChain(layers, specs, sums, entry, exit, traced.example_elements)
+    return LayerChain(layers, specs, sums, entry, exit, traced.example_elements, traced.example_size)
 
 
 def whole_graph(traced: TracedGraph) -> Layer:

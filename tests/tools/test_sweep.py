@@ -1,0 +1,76 @@
+"""`plan --sweep`, the verdict, and models named as on the hub."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from roundpipe.core.errors import ConfigError
+from roundpipe.tools import command_line as cli
+from roundpipe.tools import sweep
+from roundpipe.tools.forecast_report import step_text
+from roundpipe.tools.target import Target, check_target
+from tests.tools.cases_command_line import H100, TINY
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a model whose config is in a Hugging Face cache of its own."""
+    hub = pytest.importorskip("huggingface_hub")
+    folder = tmp_path / "models--roundpipe--tiny"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("abc")
+    (folder / "snapshots" / "abc").mkdir(parents=True)
+    (folder / "snapshots" / "abc" / "config.json").write_text(json.dumps(TINY))
+    lookup = hub.try_to_load_from_cache
+    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda name, file: lookup(name, file, cache_dir=tmp_path))
+    return "roundpipe/tiny"
+
+
+def test_rows_are_plans_of_their_options(cached: str, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    monkeypatch.setattr(sweep, "NUM_DEVICES", (1, 2))
+    swept: list[sweep.Row] = []
+    monkeypatch.setattr(cli, "sweep", lambda *given: swept.extend(sweep.sweep(*given)) or swept)
+    given = ["plan", cached, *H100, "--batch", "4", "--microbatches", "2"]
+    assert cli.main([*given, "--sweep", "devices"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("tiny, device H100, trains all weights, batch 4, microbatches 2, 64 tokens a sample\n")
+    assert text.count("fits if the host has ") == 2
+    assert cli.main([*given, "--devices", "2", "--host-memory", "1MiB"]) == 1
+    single = capsys.readouterr().out
+    assert "doesn't fit, because the host needs " in single and " of memory and has 1.00 MiB" in single
+    assert [row.result.machine.num_devices for row in swept] == [1, 2]
+    assert step_text(swept[1].result) in single
+
+
+def test_several_times_the_batch_keeps_the_size_of_microbatches() -> None:
+    options = argparse.Namespace(
+        batch=8, microbatches=None, devices=1, optimizer=None, optim_dtype="float32", recompute="stage"
+    )
+    target = Target("none", torch.nn.Identity(), lambda number: {}, None, None, False)
+
+    def sizes(num_devices: int, times: int) -> tuple[int, int]:
+        training = cli._training(options, target, num_devices, times)
+        return training.batch, training.num_microbatches
+
+    assert [sizes(1, 1), sizes(1, 2), sizes(1, 4), sizes(4, 1)] == [(8, 2), (16, 4), (32, 8), (8, 5)]
+    options.microbatches = 4
+    assert [sizes(1, 1), sizes(2, 2)] == [(8, 4), (16, 8)]
+
+
+def test_what_can_not_be_varied() -> None:
+    assert sweep.parse_axes("lora, devices") == ("devices", "lora")
+    with pytest.raises(ConfigError, match="there is no 'nonsense' to vary; there are cards, devices, batch, lora"):
+        sweep.parse_axes("devices,nonsense")
+
+
+def test_a_name_that_is_not_in_the_cache_says_how_to_fetch_it(cached: str) -> None:
+    check_target(cached)
+    with pytest.raises(ConfigError, match="hf download roundpipe/other config.json fetches it"):
+        check_target("roundpipe/other")
