@@ -164,7 +164,7 @@ OUT_OF_MEMORY_TEXT = " out of memory."
 class DeviceMemoryError(RoundPipeError, RuntimeError):
     """A device's memory budget can't hold what must be on it at once.
 
-    The message has the words by which `accelerate` knows that a smaller batch may help.
+    The message has the words by which ``accelerate`` knows that a smaller batch may help.
     """
 
     def __init__(self, message: str) -> None:

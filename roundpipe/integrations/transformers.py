@@ -44,7 +44,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass
 class RoundPipeArguments:
-    """Options of the rotation, for ``RoundPipeTrainer(..., roundpipe=RoundPipeArguments(...))`` or `HfArgumentParser`.
+    """Options of the rotation, for ``RoundPipeTrainer(..., roundpipe=RoundPipeArguments(...))`` or ``HfArgumentParser``.
 
     Raises:
         ConfigError: an option can't be used.
@@ -99,7 +99,7 @@ Microbatch = tuple[Batch, LossInputs]
 
 
 class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
-    """Has a `Trainer` train in rotation; put it in front of `Trainer`, or of a class made from it.
+    """Has a ``Trainer`` train in rotation; put it in front of ``Trainer``, or of a class made from it.
 
     Args:
         *args: the trainer's own.
@@ -343,7 +343,7 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
 
 
 class RoundPipeTrainer(RoundPipeTrainerMixin, Trainer):  # type: ignore[misc]
-    """`transformers.Trainer` in rotation."""
+    """``transformers.Trainer`` in rotation."""
 
 
 def refuse(args: Any, rotation: RoundPipeArguments) -> None:

@@ -246,11 +246,13 @@ def _plan_target(options: argparse.Namespace) -> _Answer:
         update_bytes_per_s=measured.update_bytes_per_s if measured else inf,
     )
     if axes:
-        swept = sweep(axes, partial(_target, options, DEFAULT_SEQ), options.lora, machine, partial(_training, options))
+        swept = sweep(
+            axes, partial(_target, options, DEFAULT_SEQ), options.lora, machine, partial(training_of, options)
+        )
         exit_code = 0 if any(row.result.fits for row in swept) else 1
         return sweep_json(swept) if options.json else sweep_text(swept), exit_code
     target = _target(options, DEFAULT_SEQ, options.lora)
-    training = _training(options, target, options.devices)
+    training = training_of(options, target, options.devices)
     found = largest("length" if options.max_length else "batch", target, machine, training) if is_search else None
     result = forecast(target, machine, training) if found is None else found.forecast
     training, target = result.training, result.layers.target
@@ -271,7 +273,7 @@ def _plan_target(options: argparse.Namespace) -> _Answer:
     return "\n\n".join(parts), exit_code
 
 
-def _training(options: argparse.Namespace, target: Target, num_devices: int, times: int = 1) -> Training:
+def training_of(options: argparse.Namespace, target: Target, num_devices: int, times: int = 1) -> Training:
     """What the options say for a number of devices; with several times the batch, microbatches keep their size."""
     first = options.microbatches or options.devices + 1
     batch = options.batch or target.batch or first

@@ -25,7 +25,7 @@ AXES = ("cards", "devices", "batch", "lora")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SweptPlan:
     """One setting of a sweep, and its forecast."""
 
     lora_rank: int | None
@@ -47,7 +47,7 @@ def sweep(
     lora_rank: int | None,
     machine: Machine,
     training_on: Callable[[Target, int, int], Training],
-) -> list[Row]:
+) -> list[SweptPlan]:
     """A row for each setting, with a progress bar on stderr.
 
     Args:
@@ -71,12 +71,12 @@ def sweep(
                     on = replace(machine, device=card, num_devices=number)
                     training = training_on(target, number, factor)
                     layers = layers or Layers.of(target, training.microbatch, on)
-                    rows.append(Row(rank, forecast_at(layers, on, training)))
+                    rows.append(SweptPlan(rank, forecast_at(layers, on, training)))
                     bar.update()
     return rows
 
 
-def sweep_text(rows: Sequence[Row]) -> str:
+def sweep_text(rows: Sequence[SweptPlan]) -> str:
     """The rows as a table; columns in which all are alike are left to its first line."""
     first = rows[0].result
     tokens = first.layers.target.tokens_per_sample
@@ -107,7 +107,7 @@ def _rate(result: Forecast) -> str:
     return f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}" if rate else "-"
 
 
-def sweep_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def sweep_json(rows: Sequence[SweptPlan]) -> list[dict[str, Any]]:
     """The same as plain values."""
     return [
         {

@@ -35,7 +35,7 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_rows_are_plans_of_their_options(cached: str, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     monkeypatch.setattr(sweep, "NUM_DEVICES", (1, 2))
-    swept: list[sweep.Row] = []
+    swept: list[sweep.SweptPlan] = []
     monkeypatch.setattr(cli, "sweep", lambda *given: swept.extend(sweep.sweep(*given)) or swept)
     given = ["plan", cached, *H100, "--batch", "4", "--microbatches", "2"]
     assert cli.main([*given, "--sweep", "devices"]) == 0
@@ -56,7 +56,7 @@ def test_several_times_the_batch_keeps_the_size_of_microbatches() -> None:
     target = Target("none", torch.nn.Identity(), lambda number: {}, None, None, False)
 
     def sizes(num_devices: int, times: int) -> tuple[int, int]:
-        training = cli._training(options, target, num_devices, times)
+        training = cli.training_of(options, target, num_devices, times)
         return training.batch, training.num_microbatches
 
     assert [sizes(1, 1), sizes(1, 2), sizes(1, 4), sizes(4, 1)] == [(8, 2), (16, 4), (32, 8), (8, 5)]
