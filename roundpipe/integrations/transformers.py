@@ -44,7 +44,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass
 class RoundPipeArguments:
-    """Options of the rotation, for ``RoundPipeTrainer(..., roundpipe=RoundPipeArguments(...))`` or ``HfArgumentParser``.
+    """Options of the rotation, for ``RoundPipeTrainer(..., roundpipe=...)`` or ``HfArgumentParser``.
 
     Raises:
         ConfigError: an option can't be used.
