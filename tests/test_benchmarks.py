@@ -37,6 +37,7 @@ def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "usage:" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_long_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers", reason="trains a Llama")
     code, results = run("long_run", ["--steps", "3", "--batch", "3", "--length", "12"], tmp_path)
@@ -47,6 +48,7 @@ def test_long_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "ratio" in capsys.readouterr().out
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the process's memory from /proc")
 def test_soak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers", reason="trains a Llama")

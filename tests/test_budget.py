@@ -11,6 +11,7 @@ import torch
 import roundpipe
 from roundpipe import Device, DeviceMemoryError, RoundPipeRunConfig
 from tests.equality import assert_same_gradients, difference, eager_forward_backward
+from tests.repeats import repeats
 
 BATCH = NUM_MICROBATCHES = 8
 
@@ -47,7 +48,9 @@ def compiled(model: Any, budget_bytes: int, num_workers: int = 1, grain: Any = "
     return roundpipe.compile(model, devices=devices, model_run_config=config)
 
 
-@pytest.mark.parametrize(("num_workers", "grain"), [(1, "stage"), (1, "layer"), (2, "stage"), (3, "layer")])
+@pytest.mark.parametrize(
+    ("num_workers", "grain"), repeats([(1, "stage"), (1, "layer"), (2, "stage"), (3, "layer")], ["3-layer"])
+)
 def test_a_quarter_of_weights_and_gradients_is_enough(model: Any, num_workers: int, grain: str) -> None:
     model.zero_grad()
     reference = copy.deepcopy(model)

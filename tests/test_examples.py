@@ -131,6 +131,7 @@ def test_trains_the_default_model(finetune: ModuleType, text: Path, capsys: pyte
     assert first_and_last_loss(printed)[0] == pytest.approx(5.55, abs=0.4)
 
 
+@pytest.mark.long
 def test_loss_falls(finetune: ModuleType, checkpoint: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*TINY, "--model", str(checkpoint), "--data", str(text), "--steps", "60", "--lr", "1e-2"]
     assert finetune.main([*arguments, "--sample", "0"]) == 0

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.cases_examples import EXAMPLES, assert_one_line
+from tests.repeats import repeats
 
 pytest.importorskip("transformers", reason="the examples need the extra [hf]")
 
@@ -74,6 +75,7 @@ def lora(on_path: None) -> ModuleType:
     return importlib.import_module("finetune_lora")
 
 
+@pytest.mark.long
 def test_adapters_learn_and_only_they(
     lora: ModuleType, checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,6 +102,7 @@ def test_adapters_learn_and_only_they(
         torch.testing.assert_close(adapted(input_ids=ids).logits, whole(input_ids=ids).logits, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.long
 def test_adapters_of_the_model_that_is_trained_first(
     lora: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +130,7 @@ def test_adapters_wrong_arguments(
     assert_one_line(lora, arguments, message, capsys)
 
 
+@pytest.mark.long
 def test_vision_learns(vision: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     timeline = tmp_path / "run.json"
     assert vision.main(["--devices", "cpu,cpu", "--epochs", "12", "--timeline", str(timeline)]) == 0
@@ -172,7 +176,10 @@ def test_the_trainer_in_rotation_is_the_plain_one(on_path: None, capsys: pytest.
     assert_one_line(example, ["--accumulate", "0"], "--accumulate must be at least 1, not 0", capsys)
 
 
-@pytest.mark.parametrize("name", ["finetune_llm", "finetune_lora", "finetune_trainer", "train_vision"])
+@pytest.mark.parametrize(
+    "name",
+    repeats(["finetune_llm", "finetune_lora", "finetune_trainer", "train_vision"], ["finetune_lora", "train_vision"]),
+)
 def test_as_a_program(name: str, tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--devices", "nonsense"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)

@@ -12,11 +12,12 @@ from roundpipe.core.schedule import make_schedule
 from roundpipe.planning.machine import HardwareProfile
 from roundpipe.planning.simulator import simulate
 from roundpipe.planning.stage_costs import plan_peak_bytes
+from tests.repeats import repeats
 
 NUM_MICROBATCHES = 4
 
 
-@pytest.mark.parametrize(("num_workers", "grain"), [(1, "stage"), (3, "layer")])
+@pytest.mark.parametrize(("num_workers", "grain"), repeats([(1, "stage"), (3, "layer")], ["3-layer"]))
 def test_peak_of_a_compiled_model(num_workers: int, grain: Any) -> None:
     transformers = pytest.importorskip("transformers", reason="trains a Llama")
     config = transformers.LlamaConfig(

@@ -277,10 +277,13 @@ def training_of(options: argparse.Namespace, target: Target, num_devices: int, t
     """What the options say for a number of devices; with several times the batch, microbatches keep their size."""
     first = options.microbatches or options.devices + 1
     batch = options.batch or target.batch or first
-    number = times * min(first, batch) if options.microbatches or times > 1 else num_devices + 1
+    number = times * (options.microbatches or min(first, batch))
+    if not options.microbatches:
+        number = num_devices + 1 if times == 1 else max(number, num_devices + 1)
+        number = min(number, times * batch)
     return Training(
         batch=times * batch,
-        num_microbatches=number if options.microbatches else min(max(number, num_devices + 1), times * batch),
+        num_microbatches=number,
         optimizer=options.optimizer or "adamw",
         optim_dtype=DTYPES[options.optim_dtype] if options.optim_dtype else _default_optim_dtype(target.model),
         recompute_grain=options.recompute,

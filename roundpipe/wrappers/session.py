@@ -271,15 +271,20 @@ class Session:
         """End all threads and give memory back; then raise what the last step or update raised, unless it was seen."""
         if self._is_released or not self.gates.board.is_here:
             return
-        with contextlib.ExitStack() as rest:  # in reverse order, whatever the one before raises
-            if self.host.registrar is not None:
-                rest.callback(self.host.registrar.close)
-            rest.callback(self.engine.close)
-            if self.ranks is not None:
-                rest.callback(self.ranks.close)
-            rest.callback(self.optimizer.close)
+        try:  # nested, so that an error has the one before as its context
             self.watch.end()
             self.reads.end()
+            self.optimizer.close()
+        finally:
+            try:
+                if self.ranks is not None:
+                    self.ranks.close()
+            finally:
+                try:
+                    self.engine.close()
+                finally:
+                    if self.host.registrar is not None:
+                        self.host.registrar.close()
         self._is_released = True
 
     def __del__(self) -> None:

@@ -44,6 +44,7 @@ def save_and_read(folder: str) -> int:
     return compared
 
 
+@pytest.mark.long
 def test_what_all_ranks_save_is_read_by_any_number(two: Ranks, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     assert min(two.run(save_and_read, str(folder))) > 0

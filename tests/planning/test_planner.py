@@ -332,6 +332,7 @@ def test_a_prediction_that_adds_nothing_changes_nothing():
     assert asked == [chosen], "others are slower by the recurrence alone"
 
 
+@pytest.mark.long
 def test_the_same_arguments_give_the_same_plan_in_another_process():
     script = (
         "from random import Random; from tests.runtime.chains import random_chain;"

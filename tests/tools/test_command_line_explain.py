@@ -202,6 +202,7 @@ def test_doctor(run: Output) -> None:
     assert "pinning" in out
 
 
+@pytest.mark.long
 def test_the_module_runs_as_a_program_and_stops_quietly() -> None:
     command = [sys.executable, "-m", "roundpipe", "plan", "--help"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)

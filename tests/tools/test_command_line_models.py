@@ -96,6 +96,7 @@ def test_one_of_each_is_singular(run: Output, tiny: Path) -> None:
     assert re.search(r"^step .*: 1 sample of 1 token in 1 microbatch$", out, re.MULTILINE)
 
 
+@pytest.mark.long
 def test_fewer_devices_are_advised_where_they_are_faster(run: Output, tiny: Path) -> None:
     """Where a slow link binds: fewer stages move fewer weights."""
     slow = ("--flops", "10T", "--memory", "1GiB", "--link", "10MB/s", "--optimizer", "sgd", "--seq", 16)
@@ -113,6 +114,7 @@ def test_fewer_devices_are_advised_where_they_are_faster(run: Output, tiny: Path
         assert step["compute_s"] == pytest.approx(step["seconds"] * (1 - idle["total"]))
 
 
+@pytest.mark.long
 def test_options_change_what_they_say(run: Output, tiny: Path) -> None:
     def of(*options: object) -> Any:
         return json_of(run("plan", tiny, *SMALL, "--batch", 8, "--seq", 16, "--json", *options))
@@ -140,6 +142,7 @@ def test_what_does_not_fit(run: Output, tiny: Path) -> None:
     assert "the host needs" in found["reasons"][0]
 
 
+@pytest.mark.long
 def test_a_suggested_change_holds(run: Output, tiny: Path) -> None:
     command = ("plan", tiny, *SMALL, "--memory", "1300K", "--devices", 1, "--batch", 64, "--seq", 64)
     code, out, _ = run(*command, "--json")

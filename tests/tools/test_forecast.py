@@ -15,6 +15,7 @@ from roundpipe.tools import forecast
 from roundpipe.tools.device_data import EFFICIENCY, DeviceSpec
 from roundpipe.tools.forecast import Forecast, Machine, Training, forecast_at
 from roundpipe.tools.target import Target
+from tests.repeats import repeats
 
 transformers = pytest.importorskip("transformers", reason="plans for a Llama")
 
@@ -70,7 +71,7 @@ def layers() -> Layers:
     return Layers(torch.float32)
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("num_devices", repeats([1, 2], ["2"]))
 def test_device_memory_is_what_a_run_takes(layers: Layers, num_devices: int) -> None:
     """Forecast on meta tensors, for accelerators, which hold the gradients of the visit before and more of the cuts."""
     machine = on(10**9, num_devices)
@@ -88,6 +89,7 @@ def test_device_memory_is_what_a_run_takes(layers: Layers, num_devices: int) -> 
     assert measured <= found.device.total <= 1.1 * (measured + largest)
 
 
+@pytest.mark.long
 def test_what_leaves_too_little_room_does_not_fit(layers: Layers) -> None:
     found = [layers.on(memory_bytes) for memory_bytes in range(300_000, 2_000_000, 100_000)]
     over = [one for one in found if not one.fits_devices]
@@ -100,7 +102,7 @@ def test_what_leaves_too_little_room_does_not_fit(layers: Layers) -> None:
         assert f"does not fit the device budget of {one.machine.budget_bytes:,} bytes" in one.reasons[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", repeats([torch.float32, torch.bfloat16], ["torch.bfloat16"]))
 def test_host_memory_is_what_a_run_with_adamw_holds(layers: Layers, dtype: torch.dtype) -> None:
     """At its most: an optimizer's step is under way while the gradients of the next one come down."""
     predicted = (layers if dtype is torch.float32 else Layers(dtype)).on(10**9).host

@@ -48,6 +48,7 @@ def test_a_few_sizes_tell_the_largest(most: int, fixed: float, bend: float) -> N
     assert largest_size(lambda size: 0.5, 256, 16, 1000) == 1000
 
 
+@pytest.mark.long
 def test_the_longest_sequence(run: Output, tiny: Path) -> None:
     found = json_of(run("plan", tiny, *SMALL, "--max-length"))
     size = found["max_length"]

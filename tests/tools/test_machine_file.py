@@ -49,6 +49,7 @@ def test_bench_writes_what_plan_reads(
     assert figures["device"] in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_plans_rest_on_the_measured_figures(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Updates that are slower than the host's memory make a step longer."""
     file, plan = folder / "machine.json", ["plan", str(folder / "config.json"), "--seq", "16", "--json"]

@@ -33,6 +33,7 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "roundpipe/tiny"
 
 
+@pytest.mark.long
 def test_rows_are_plans_of_their_options(cached: str, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     monkeypatch.setattr(sweep, "NUM_DEVICES", (1, 2))
     swept: list[sweep.SweptPlan] = []

@@ -105,6 +105,7 @@ SAVE_OFTEN = """
 """
 
 
+@pytest.mark.long
 def test_two_processes_save_into_one_folder(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(SAVE_OFTEN), str(tmp_path / "c")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

@@ -155,7 +155,7 @@ def test_bad_options_say_what_is_allowed(options, message):
     "options, message",
     [
         ({"input_args": batch()}, "input_args is Tensor"),
-        ({"input_kwargs": [1]}, "input_kwargs is list"),
+        ({"input_kwargs": [1]}, "input_kwargs is a list with int"),
         ({"loss_fn": None}, "loss_fn is NoneType"),
         ({"run_config": {}}, "RoundPipeRunConfig"),
     ],

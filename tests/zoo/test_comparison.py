@@ -245,6 +245,7 @@ def test_a_row_that_kills_its_process_and_one_that_hangs_cost_a_row_each(
     assert {row["key"]: row for row in run.results_of(keys, written, 4.0)} == found
 
 
+@pytest.mark.long
 def test_the_command_examines_rows_and_writes_json(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the row is a model of transformers")
     file = tmp_path / "zoo.json"

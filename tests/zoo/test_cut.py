@@ -111,6 +111,7 @@ def test_a_large_embedding_and_a_large_head_are_layers_of_their_own() -> None:
     assert not any("layers" in name for name in chain.specs[-1].module_names)
 
 
+@pytest.mark.long
 def test_blocks_larger_than_the_limit_are_looked_into() -> None:
     """Sixteen equal blocks stay whole unless they are too large; then each is several layers."""
     ids = torch.ones(2, 8, dtype=torch.long)

@@ -63,10 +63,15 @@ LONG = {
     "semantic-segmentation/Data2VecVisionForSemanticSegmentation",
     "speech-recognition/HubertForCTC",
     "audio-classification/Wav2Vec2ForSequenceClassification",
+    "image-classification/ResNetForImageClassification",
+    "depth-estimation/DepthAnythingForDepthEstimation",
+    "universal-segmentation/EomtForUniversalSegmentation",
+    "object-detection/YolosForObjectDetection",
+    "speech-seq2seq/WhisperForConditionalGeneration",
     "image-text-to-text/LlavaForConditionalGeneration",
     "time-series-prediction/TimesFm2_5ModelForPrediction",
 }
-"""Rows that take more than four seconds, or are like another."""
+"""Rows that take more than three seconds, or are like another."""
 RETRACED = {
     "image-text-to-text/LlavaForConditionalGeneration": "it compares the numbers of image tokens and features",
     "time-series-prediction/TimesFm2_5ModelForPrediction": "it takes the batch apart into a list of series",
