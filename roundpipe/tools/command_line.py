@@ -277,13 +277,10 @@ def training_of(options: argparse.Namespace, target: Target, num_devices: int, t
     """What the options say for a number of devices; with several times the batch, microbatches keep their size."""
     first = options.microbatches or options.devices + 1
     batch = options.batch or target.batch or first
-    number = times * (options.microbatches or min(first, batch))
-    if not options.microbatches:
-        number = num_devices + 1 if times == 1 else max(number, num_devices + 1)
-        number = min(number, times * batch)
+    number = max(times * min(first, batch) if times > 1 else 1, num_devices + 1)
     return Training(
         batch=times * batch,
-        num_microbatches=number,
+        num_microbatches=times * options.microbatches if options.microbatches else min(number, times * batch),
         optimizer=options.optimizer or "adamw",
         optim_dtype=DTYPES[options.optim_dtype] if options.optim_dtype else _default_optim_dtype(target.model),
         recompute_grain=options.recompute,
