@@ -15,11 +15,19 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from roundpipe.core import trees
 
+_ATTENTION_WORKSPACES = {
+    torch.ops.aten._scaled_dot_product_flash_attention_backward.default: 1,
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward.default: 2,
+    torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default: 2,
+}
+"""Kernels whose workspace is known, in gradients of the query in float32: as many are summed up beside the results."""
+
 
 class Allocations(TorchDispatchMode):
     """Bytes that operators have allocated while it was entered and that are in use; storages of ``known`` don't count.
 
-    Memory that a kernel takes and gives back by itself is not seen. ``rounding``: what sizes are a multiple of.
+    Memory that a kernel takes and gives back by itself is not seen, but for the backward of attention, where it can be
+    the most that a layer takes. ``rounding``: what sizes are a multiple of.
     """
 
     supports_higher_order_operators = True
@@ -32,8 +40,11 @@ class Allocations(TorchDispatchMode):
         self._known = {_key(tensor) for tensor in known if tensor.layout is torch.strided}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        workspace_bytes = _workspace_bytes(func, args)
+        self.grow(workspace_bytes)
         result = func(*args, **(kwargs or {}))
         self.count(result, args, kwargs)
+        self.shrink(workspace_bytes)
         return result
 
     def count(self, result: Any, *arguments: Any) -> None:
@@ -60,6 +71,14 @@ class Allocations(TorchDispatchMode):
 
     def shrink(self, num_bytes: int) -> None:
         self.live_bytes -= num_bytes
+
+
+def _workspace_bytes(func: Any, args: tuple[Any, ...]) -> int:
+    if (number := _ATTENTION_WORKSPACES.get(func)) is None:
+        return 0
+    _, query, key, *_ = args
+    expanded = 0 if key.shape == query.shape else 2 * query.nbytes  # keys and values, for each query's head
+    return int(number * query.numel() * torch.float32.itemsize + expanded)
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -1,0 +1,46 @@
+"""What operators allocate, with the workspaces of kernels that are known to take much."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from roundpipe.core.allocations import Allocations
+
+BATCH, HEADS, LENGTH, WIDTH = 2, 4, 16, 8
+
+
+def backward_peak(name: str, kv_heads: int, **arguments: Any) -> int:
+    """Bytes at the most, in the backward of attention in bfloat16, without running a kernel."""
+    operator = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention_backward")
+    query = torch.empty(BATCH, HEADS, LENGTH, WIDTH, dtype=torch.bfloat16, device="meta")
+    key = torch.empty(BATCH, kv_heads, LENGTH, WIDTH, dtype=torch.bfloat16, device="meta")
+    sums = torch.empty(BATCH, HEADS, LENGTH, device="meta")
+    seed = torch.empty((), dtype=torch.int64, device="meta")
+    values: dict[str, Any] = {
+        **dict.fromkeys(("grad_out", "grad_out_", "query", "out"), query),
+        **dict.fromkeys(("key", "value"), key),
+        **dict.fromkeys(("philox_seed", "philox_offset"), seed),
+        **dict.fromkeys(("cum_seq_q", "cum_seq_k", "attn_bias"), None),
+        **dict.fromkeys(("max_q", "max_k"), LENGTH),
+        **{"logsumexp": sums, "dropout_p": 0.0, "is_causal": True, "grad_input_mask": [True, True, True, False]},
+    }
+    names = [each.name for each in operator.default._schema.arguments if not each.kwarg_only]
+    with Allocations() as memory:
+        operator(*(values[each] for each in names))
+    assert memory.live_bytes == 0
+    return memory.peak_bytes
+
+
+@pytest.mark.parametrize("name, number", [("flash", 1), ("efficient", 2), ("cudnn", 2)])
+def test_the_backward_of_attention_sums_up_in_float32(name: str, number: int) -> None:
+    elements = BATCH * HEADS * LENGTH * WIDTH
+    assert backward_peak(name, HEADS) >= (4 * number + 3 * 2) * elements
+
+
+def test_fewer_heads_of_keys_are_expanded() -> None:
+    elements = BATCH * HEADS * LENGTH * WIDTH
+    results = (1 + 2 / 2) * 2 * elements
+    assert backward_peak("flash", HEADS // 2) == 4 * elements + 2 * 2 * elements + results
