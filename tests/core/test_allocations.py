@@ -25,7 +25,10 @@ def backward_peak(name: str, kv_heads: int, **arguments: Any) -> int:
         **dict.fromkeys(("philox_seed", "philox_offset"), seed),
         **dict.fromkeys(("cum_seq_q", "cum_seq_k", "attn_bias"), None),
         **dict.fromkeys(("max_q", "max_k"), LENGTH),
-        **{"logsumexp": sums, "dropout_p": 0.0, "is_causal": True, "grad_input_mask": [True, True, True, False]},
+        "logsumexp": sums,
+        "dropout_p": 0.0,
+        "is_causal": True,
+        "grad_input_mask": [True, True, True, False],
     }
     names = [each.name for each in operator.default._schema.arguments if not each.kwarg_only]
     with Allocations() as memory:

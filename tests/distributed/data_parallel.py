@@ -203,6 +203,7 @@ def misuse() -> list[str]:
     with RoundPipe(make_model(), devices=["cpu"], process_group="world") as pipe:
         call(pipe)
         note(ConfigError, torch.optim.SGD(pipe.optim_parameters(), lr=0.1).step)
+        note(ConfigError, lambda: pipe.step(lambda: call(pipe), is_async=False))
     with RoundPipe(make_model(), devices=["cpu"], process_group="world", name="calls") as pipe:
         for _ in range(1 + rank):
             call(pipe)

@@ -78,10 +78,11 @@ def test_an_overflow_on_one_rank_skips_the_update_of_all(two: Ranks) -> None:
 def test_wrong_use_is_refused_on_all_ranks(two: Ranks) -> None:
     for rank, messages in enumerate(two.run(misuse)):
         print(rank, *messages, sep="\n")
-        model, options, loop, calls, again, steps, raised, *ended = messages
+        model, options, loop, inside, calls, again, steps, raised, *ended = messages
         assert "theirs are different: rank 1 has 0.0.weight" in model
         assert "torch.float32" in options
         assert "put optimizer.step() into a step_fn" in loop
+        assert "gradients are not averaged over ranks" in inside
         assert "rank 0 makes update 1 of" in calls and "after call 2 of forward_backward" in calls and again == calls
         assert "rank 0 runs call 1 of forward_backward, by samples; rank 1 makes update 1" in steps
         assert "rank 1 has failed" in raised or rank

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe.core.errors import ClosedError, ConfigError
+from roundpipe.core.errors import ClosedError
 from roundpipe.reports.timeline import OPTIMIZER
 from roundpipe.runtime.optimizer import plain_loop
 from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
@@ -236,11 +236,7 @@ class OptimizerSide(plain_loop.PlainSteps):
         if ahead:  # written by the training loop
             self._updates.run(ahead, self._write_now)
         if self._runner.is_inside:  # an optimizer evaluates the loss, on its present weights
-            if has_update:
-                raise ConfigError(
-                    f"{self._name} was called inside an asynchronous step_fn, while the next round may be running. An "
-                    "optimizer that evaluates the loss itself, such as LBFGS, needs step(..., is_async=False)"
-                )
+            self._runner.check_evaluation(has_update, self._ranks is not None and adds_gradients)
             self._weights_changed = True
             self._exchange(self._pairs.with_copies())
         self._is_settled = False

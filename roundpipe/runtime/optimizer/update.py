@@ -160,6 +160,19 @@ class UpdateRunner:
         if self.is_inside:
             raise ConfigError("step() was called inside step_fn; a step can't contain another one")
 
+    def check_evaluation(self, is_async: bool, is_averaged: bool) -> None:
+        """Raise a `ConfigError` if the model can't be called inside this ``step_fn``."""
+        if is_async:
+            raise ConfigError(
+                f"{self._name} was called inside an asynchronous step_fn, while the next round may be running. An "
+                "optimizer that evaluates the loss itself, such as LBFGS, needs step(..., is_async=False)"
+            )
+        if is_averaged:
+            raise ConfigError(
+                f"{self._name} was trained inside step_fn, where gradients are not averaged over ranks: an optimizer "
+                "that evaluates the loss itself, such as LBFGS, needs one process"
+            )
+
     def run(self, step_fn: Callable[[], object], index: int, pairs: Sequence[ParameterPair]) -> Any:
         """What it returns; an error of it gains a note that says in which step it was raised."""
         token = _RUNNING.set(self)
