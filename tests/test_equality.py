@@ -20,7 +20,7 @@ from tests.models import CASES, Case, in_dtype
 from tests.repeats import repeats
 
 NUM_MICROBATCHES = 2
-KEPT = ("llama", "gpt2", "t5", "qwen3_moe", "vit", "resnet", "unet", "shared_twice", "many_outputs")
+KEPT = ("llama", "gpt2", "t5", "vit", "resnet", "unet", "shared_twice", "many_outputs")
 """Cases that are like no other."""
 
 
@@ -119,7 +119,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("optimizer_name", repeats(OPTIMIZERS, ["adamw"]))
-@pytest.mark.parametrize("case", repeats(CASES, KEPT))
+@pytest.mark.parametrize("case", repeats(CASES, [name for name in KEPT if name != "t5"]))
 def test_five_steps_equal_eager(case: Case, optimizer_name: str, is_async: bool) -> None:
     """Sync against plain PyTorch; async against a loop that takes gradients at weights one step old."""
     make_optimizer = OPTIMIZERS[optimizer_name]

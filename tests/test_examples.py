@@ -153,6 +153,7 @@ def test_check_agrees_with_plain_pytorch(
     assert float(found[2]) < 1e-4
 
 
+@pytest.mark.long
 def test_check_fails_when_gradients_differ(
     finetune: ModuleType,
     checkpoint: Path,
@@ -174,6 +175,7 @@ def test_gradient_difference_is_relative_and_sees_a_missing_gradient(finetune: M
         finetune.gradient_difference(one, two)
 
 
+@pytest.mark.long
 def test_adapters_in_bfloat16_are_saved_as_adapters(
     finetune: ModuleType, checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -115,6 +115,7 @@ def random_steps(draw: st.DrawFn) -> list[Step]:
     return draw(st.lists(step, min_size=2, max_size=14))
 
 
+@pytest.mark.long
 @given(random_steps(), st.integers(1, 8), st.booleans())
 @settings(
     max_examples=60,

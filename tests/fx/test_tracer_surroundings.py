@@ -226,6 +226,7 @@ def test_a_users_hook_keeps_its_module_whole() -> None:
     assert fired == ["layer 1"]
 
 
+@pytest.mark.long
 def test_hidden_states_of_whole_blocks() -> None:
     pytest.importorskip("transformers")
     traced = trace(llama(13), (), {**causal_inputs(2, 8), "output_hidden_states": True})

@@ -272,6 +272,7 @@ def test_times_of_all_sizes():
         choose([tiny, huge] * 5, num_workers=3, num_microbatches=4)
 
 
+@pytest.mark.long
 def test_no_simple_plan_is_predicted_to_be_faster():
     random = Random(12)
     for _ in range(25):

@@ -66,6 +66,7 @@ def test_dropped_traces_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(host._packed) <= 3 * per_trace
 
 
+@pytest.mark.long
 def test_layers_that_a_newer_trace_shares_stay_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights of a dropped trace are still the model's: one buffer for both, one copy per upload."""
     monkeypatch.setattr(source, "MAX_TRACES", 1)

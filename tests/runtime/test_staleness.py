@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import roundpipe
+from tests.repeats import repeats
 from tests.runtime.cases_overlap import LR, SINGLES, build, eager, in_asynchronous_steps, train
 from tests.runtime.models import DTYPE, assert_equal_bits, assert_same, batch, config, gradients, square_loss
 
@@ -52,8 +53,9 @@ PLANS = {
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-@pytest.mark.parametrize("calls_per_step", [1, 2])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "calls_per_step, tied", repeats([(1, False), (1, True), (2, False), (2, True)], ["1-False", "2-True"])
+)
 def test_the_trajectory_is_that_of_one_step_of_staleness(plan, calls_per_step, tied):
     ends = []
     for workers in (1, 2, 3, 4):

@@ -70,6 +70,7 @@ def written(folder: Path, costs: Any) -> Path:
     return path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "limit_s", "replicated_limit_s"),
     [("qwen3-1.7b", 1.05, 1.02), ("llama3.1-8b", 2.97, 2.89), ("qwen3-32b", 12.77, 12.60)],

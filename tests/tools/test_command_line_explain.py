@@ -100,6 +100,7 @@ def test_explain_as_json(run: Output, tiny: Path) -> None:
     assert found["opaque"] == {} and any("input_ids" in guard for guard in found["guards"])
 
 
+@pytest.mark.long
 def test_explain_in_evaluation_mode_and_with_adapters(run: Output, tiny: Path) -> None:
     trained = json_of(run("explain", tiny, "--seq", 16, "--json"))
     frozen = json_of(run("explain", tiny, "--seq", 16, "--lora", 2, "--eval", "--json"))
@@ -215,6 +216,7 @@ def test_the_module_runs_as_a_program_and_stops_quietly() -> None:
     assert (result.returncode, result.stderr) == (0, "")
 
 
+@pytest.mark.long
 def test_the_page_shows_what_is_printed(run: Output) -> None:
     out, shown = as_documented(run, "plan")
     printed = out[out.index("\nstep") + 1 :]

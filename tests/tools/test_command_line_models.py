@@ -75,6 +75,7 @@ def test_a_config(run: Output, tiny: Path) -> None:
     assert "not measured" in found["basis"] or "nothing was measured" in found["basis"]
 
 
+@pytest.mark.long
 def test_what_of_a_config_is_not_followed_is_said(run: Output, tiny: Path) -> None:
     assert json_of(run("explain", tiny, "--seq", 8, "--json"))["notes"] == []
     changes = {"architectures": ["FastForCausalLM"], "quantization_config": {"quant_method": "gptq", "bits": 4}}
@@ -90,6 +91,7 @@ def test_what_of_a_config_is_not_followed_is_said(run: Output, tiny: Path) -> No
         assert set(expected) <= set(json_of(run(*command, "--seq", 8, "--json"))["notes"])
 
 
+@pytest.mark.long
 def test_one_of_each_is_singular(run: Output, tiny: Path) -> None:
     code, out, _ = run("plan", tiny, *SMALL, "--seq", 1, "--batch", 1)
     assert code == 0
@@ -165,6 +167,7 @@ def forecast_of(target: Target, on: Machine, training: Training) -> Forecast:
     return found
 
 
+@pytest.mark.long
 def test_a_timeline_is_written(run: Output, tiny: Path, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     command = ("plan", tiny, *SMALL, "--devices", 2, "--batch", 6, "--seq", 16, "--json", "--timeline", path)
@@ -271,6 +274,7 @@ def test_a_factory(run: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "no forecast" in err
 
 
+@pytest.mark.long
 def test_seconds_of_a_block_are_near_published_ones(tmp_path: Path) -> None:
     data = json.loads((DATA / "published_layer_times.json").read_text())
     shape = data["models"]["llama3.1-8b"]

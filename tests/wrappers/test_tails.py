@@ -14,6 +14,7 @@ from torch import nn
 
 import roundpipe
 from roundpipe import RoundPipeRunConfig
+from tests.repeats import repeats
 from tests.wrappers.cases_tails import (
     NUM_MICROBATCHES,
     TILED,
@@ -91,7 +92,7 @@ LOSSES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", repeats(LOSSES, ("sliced", "padded", "smoothed", "z", "criterion", "two", "teacher")))
 def test_a_loss_is_a_part_of_the_last_layer(name: str, runs: Counter[str]) -> None:
     TEMPERATURE.grad = None
     with Pair(language()) as pair:

@@ -52,8 +52,14 @@ ROWS = {
 }
 """Kind -> rows."""
 LONG = {
+    "causal-lm/Gemma2ForCausalLM",
+    "causal-lm/JetMoeForCausalLM",
+    "causal-lm/MambaForCausalLM",
     "causal-lm/BigBirdForCausalLM",
     "masked-lm/PerceiverForMaskedLM",
+    "seq2seq-lm/T5ForConditionalGeneration",
+    "token-classification/BertForTokenClassification",
+    "zero-shot-image-classification/CLIPModel",
     "sequence-classification/RobertaForSequenceClassification",
     "sequence-classification/CanineForSequenceClassification",
     "sequence-classification/XLMForSequenceClassification",
@@ -71,7 +77,7 @@ LONG = {
     "image-text-to-text/LlavaForConditionalGeneration",
     "time-series-prediction/TimesFm2_5ModelForPrediction",
 }
-"""Rows that take more than three seconds, or are like another."""
+"""Rows that take more than two seconds, or are like another."""
 RETRACED = {
     "image-text-to-text/LlavaForConditionalGeneration": "it compares the numbers of image tokens and features",
     "time-series-prediction/TimesFm2_5ModelForPrediction": "it takes the batch apart into a list of series",
