@@ -75,6 +75,7 @@ def test_accelerate_prepares_a_wrapper(pair):
     accelerate = pytest.importorskip("accelerate")
     from accelerate.utils.memory import should_reduce_batch_size
 
+    accelerate.state.AcceleratorState._reset_state(True)  # one for the process, that of whichever test was first
     pipe, plain = pair
     assert inspect.signature(pipe.forward) == inspect.signature(plain.forward)
     before = dict(vars(pipe.model))
@@ -87,3 +88,4 @@ def test_accelerate_prepares_a_wrapper(pair):
     assert accelerator.unwrap_model(prepared, keep_fp32_wrapper=False) is pipe
     assert should_reduce_batch_size(roundpipe.DeviceMemoryError("block 3 does not fit"))
     assert not should_reduce_batch_size(roundpipe.ConfigError("block 3 does not fit"))
+    accelerate.state.AcceleratorState._reset_state(True)
