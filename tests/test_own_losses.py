@@ -12,6 +12,9 @@ import roundpipe
 from roundpipe import RoundPipeRunConfig
 from tests.runtime.models import assert_same, gradients
 from tests.test_losses import VOCABULARY, Tokens, padded
+from tests.wrappers.cases_tails import runs
+
+__all__ = ["runs"]
 
 
 class HasLoss(Tokens):
@@ -70,6 +73,26 @@ def test_a_round_gives_it_by_the_right_reduction_and_warns_of_the_wrong_one(give
             with pytest.warns(UserWarning, match=r"HasLoss computes itself is a mean.*loss_reduction='mean'"):
                 piped.forward_backward(input_kwargs=given, loss_fn=own)
         piped.forward_backward(input_kwargs=given, loss_fn=own)
+
+
+def cast(outputs, label):
+    return outputs["loss"].float().double()
+
+
+@pytest.mark.parametrize(("loss_fn", "is_tail"), [(own, True), (cast, False)])
+def test_a_mean_runs_in_tiles_with_the_loss_as_part_of_the_last_layer(loss_fn, is_tail, runs):
+    """But where only a run tells whether the loss is the model's own; each microbatch counts by its tokens."""
+    given, model = batches()[0], HasLoss().double()
+    reference = copy.deepcopy(model)
+    expected = reference(**given)["loss"]
+    expected.backward()
+    with roundpipe.compile(model, devices="cpu", model_run_config=RoundPipeRunConfig(3, tiles=2)) as piped:
+        loss = piped.forward_backward(input_kwargs=given, loss_fn=loss_fn, loss_reduction="mean")
+        piped.synchronize()
+    assert runs["tiled in tail"] == (3 if is_tail else 0)
+    if is_tail:
+        torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-12)
+        assert_same(gradients(model), gradients(reference), 1e-12)
 
 
 class Scores(nn.Module):

@@ -14,7 +14,7 @@ Tensors in a carry may sit inside a structure (a tuple, a dataclass); see `round
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -142,6 +142,10 @@ class Exit(Protocol):
 
 class Tail(Protocol):
     """The last layer, the chain's exit and the loss function as one; it can run in tiles (`roundpipe.core.tiling`)."""
+
+    @property
+    def first_loss(self) -> Collection[Path]:
+        """Where the first loss is among the model's outputs; empty: it is none of them."""
 
     def __call__(self, layer: nn.Module, carry: Carry, label: Any) -> Any:
         """What the loss function returns, from a copy of the last layer, and all that it and the exit read."""

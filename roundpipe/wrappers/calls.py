@@ -308,7 +308,6 @@ def _note_own_losses(calls: Sequence[Call]) -> None:
             rest = iter(weight / total for weight in weights)
             for call in calls:
                 call.own_shares = {**call.own_shares, path: list(itertools.islice(rest, call.num_microbatches))}
-                call.make_tail = None  # of which nobody knows whose loss it gives
 
 
 def memory_of(device: torch.device, call: Call, tiles: Tiles) -> list[LayerCost] | None:

@@ -92,7 +92,7 @@ class TailSource:
             for position, known in enumerate(self._known):
                 if self._serves(known, call) and _misfit(known.traced, examples) is None:
                     self._known.insert(0, self._known.pop(position))
-                    return _in_tiles(known.tail, call.chain, examples)
+                    return self._in_tiles(known.tail, call, examples)
             try:
                 traced = self._trace(function, examples, self._varying.setdefault(code, {}))
             except TraceError as error:
@@ -104,7 +104,16 @@ class TailSource:
         known = _KnownTail(weakref.ref(call.chain), function, call.total_microbatches, traced, tail)
         others = [other for other in self._known if other.is_light or code_of(other.function) != code]
         self._known = [known, *others][:MAX_TAILS]
-        return _in_tiles(tail, call.chain, examples)
+        return self._in_tiles(tail, call, examples)
+
+    def _in_tiles(self, tail: JoinedTail, call: Call, examples: Collection[Example]) -> Tail | None:
+        means = {loss.path for loss in call.chain.own_losses if loss.weight is not None}
+        if call.config.loss_reduction == "mean" and means and tail.is_cast_output:
+            self._refuse(code_of(call.loss_fn), "whether it gives the model's own mean is known once it has run")
+            return None
+        for example in examples:
+            tail.add_tiles(call.chain[-1], example.carry, example.label)
+        return tail
 
     def _serves(self, known: _KnownTail, call: Call) -> bool:
         return (
@@ -140,12 +149,6 @@ def _misfit(traced: GuardedGraph, examples: Collection[Example]) -> tuple[Exampl
         if failure is not None:
             return example, failure
     return None
-
-
-def _in_tiles(tail: JoinedTail, chain: LayerChain, examples: Collection[Example]) -> Tail:
-    for example in examples:
-        tail.add_tiles(chain[-1], example.carry, example.label)
-    return tail
 
 
 def _examples(call: Call) -> list[Example] | None:

@@ -64,11 +64,18 @@ def _reduction(traced: TracedGraph, node: Node) -> _Reduction | None:
         return _of_loss(traced, node, None)
     if not isinstance(first, Node):
         return None
-    if name in _SAME:
-        return _reduction(traced, first)
+    if (source := source_of_cast(node)) is not node:
+        return _reduction(traced, source)
     if name in _TIMES and len(node.args) == 2 and _is_replicated(node.args[1]):
         return _reduction(traced, first)
     return None
+
+
+def source_of_cast(node: Node) -> Node:
+    """What a scalar was before it was cast or copied."""
+    while getattr(node.target, "__name__", node.target) in _SAME and node.args and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
 
 
 def _is_replicated(value: Any) -> bool:

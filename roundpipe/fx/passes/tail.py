@@ -28,6 +28,7 @@ from roundpipe.core.tiling import num_tiles
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph
 from roundpipe.fx.operations import pass_on
 from roundpipe.fx.passes.codegen import Generated, Layer, OutputExit, sizes_key, whole_graph
+from roundpipe.fx.passes.own_losses import source_of_cast
 from roundpipe.fx.passes.tiles import TiledProgram, tiled_program
 
 _LABEL, _OUTPUTS = "label", "outputs"
@@ -47,6 +48,9 @@ class JoinedTail:
         self._labels: dict[str, trees.Path] = {}
         """By name in the carry, the path into the label."""
         self._loss_names: set[str] = set()
+        self.first_loss: tuple[trees.Path, ...] = ()
+        self.is_cast_output = False
+        """Whether the first loss is one of the model's outputs, cast or copied where that is needed."""
         self.graph = torch.fx.Graph()
         self._join(layer, exit, loss, joined.graph)
         _without_dead_code(self.graph)
@@ -120,6 +124,16 @@ class JoinedTail:
         results = self._copy(loss_graph, carry, "loss", given)
         self._loss_names = {node.name for node in self.graph.nodes if node not in before}
         self.graph.output(results)
+        self._find_first_loss(exit, made, results)
+
+    def _find_first_loss(self, exit: OutputExit, made: dict[str, Node], results: dict[str, Node]) -> None:
+        leaves = [(path, leaf) for path, leaf in trees.walk(exit.template) if isinstance(leaf, OutputValue)]
+        names = [leaf.name for leaf in trees.leaves(self._template) if isinstance(leaf, OutputValue)]
+        if names:
+            first = results[names[0]]
+            self.first_loss = tuple(path for path, leaf in leaves if made.get(leaf.name) is first)
+            source = source_of_cast(first)
+            self.is_cast_output = source is not first and any(made.get(leaf.name) is source for _, leaf in leaves)
 
     def _copy(self, graph: torch.fx.Graph, carry: Node, prefix: str, given: dict[str, Node]) -> dict[str, Node]:
         """Copies a layer's graph, its reads those ``given`` or of the carry; what it makes, by name."""

@@ -107,11 +107,12 @@ class Stage:
 
     def _read_losses(self, loss_fn: Callable[[], Any], microbatch: int, outputs: Any = None) -> Losses:
         """What a loss function returns, as it counts in the step."""
-        own = {} if outputs is None else self.spec.own_shares
-        means = {id(trees.get(outputs, path)): shares for path, shares in own.items()}
+        own, tail = self.spec.own_shares, self.spec.tail
+        means = {} if tail else {id(trees.get(outputs, path)): shares for path, shares in own.items()}
         with RaisedIn(self._place(microbatch, "loss_fn")):
             losses = read_losses(loss_fn(), is_mean=self.spec.mean is not None)
-            self.weights.apply(losses, microbatch, means.get(id(losses.tensors[0])))
+            of_tail = (own[path] for path in own if tail and path in tail.first_loss)
+            self.weights.apply(losses, microbatch, next(of_tail, means.get(id(losses.tensors[0]))))
         if self.spec.check_finite:
             finite.check_losses(losses.tensors, self._place(microbatch, "loss_fn"))
         return losses
