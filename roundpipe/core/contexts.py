@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -62,3 +63,22 @@ def garbage_kept() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
+
+
+@contextmanager
+def interrupts_first() -> Iterator[None]:
+    """An error that hides an interrupt gives way to it.
+
+    Code that an interrupt cuts short between an action and its note, such as `shutil.rmtree` at a file that it has just
+    closed, may fail as it cleans up: what arrives is that error, with the interrupt as its context.
+    """
+    before = sys.exception()  # what the caller is handling is no news
+    try:
+        yield
+    except Exception as error:
+        hidden = error.__context__
+        while hidden is not None and hidden is not before:
+            if not isinstance(hidden, Exception):
+                raise hidden from None
+            hidden = hidden.__context__
+        raise

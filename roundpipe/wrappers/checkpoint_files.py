@@ -309,8 +309,7 @@ def write_state(draft: Draft, state: Mapping[str, Any]) -> None:
     try:
         with draft.open(STATE_FILE) as file:
             torch.save(dict(state), file)  # type: ignore[arg-type]  # it has what torch needs
-    except RuntimeError as error:  # torch's writer, closing after a failed or interrupted write, hides why that ended
-        cause = error.__context__
-        if cause is not None and (isinstance(cause, OSError) or not isinstance(cause, Exception)):
-            raise cause from None
+    except RuntimeError as error:  # torch's writer, closing after a failed write, hides why that ended
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
         raise

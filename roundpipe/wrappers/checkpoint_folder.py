@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from roundpipe.core.contexts import contextmanager
+from roundpipe.core.contexts import contextmanager, interrupts_first
 from roundpipe.core.errors import CheckpointError, ConfigError
 from roundpipe.wrappers.checkpoint_files import OWN_FILES, STATE_FILE, Draft, flush
 
@@ -113,7 +113,7 @@ def replacing(folder: Path) -> Iterator[Draft]:
     check_replaceable(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder):
+        with interrupts_first(), _locked(folder):
             yield from _replacing(folder)
     except OSError as error:
         if isinstance(error, CheckpointError):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import roundpipe
-from roundpipe.core.contexts import contextmanager
+from roundpipe.core.contexts import contextmanager, interrupts_first
 
 PACKAGE = Path(roundpipe.__file__).parent
 
@@ -53,6 +53,32 @@ def test_a_context_may_catch_and_may_raise_another():
     assert log == ["enter", "caught", "exit"]
     with pytest.raises(ValueError, match="another"), noted(log, catches=Frozen, raises=ValueError("another")):
         raise Frozen(1)
+
+
+def test_an_error_that_hides_an_interrupt_gives_way_to_it():
+    interrupt = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt) as caught, interrupts_first():
+        try:
+            raise interrupt
+        finally:
+            try:
+                raise ValueError("of cleaning up")
+            except ValueError:
+                raise OSError("of cleaning up after that")  # noqa: B904
+    assert caught.value is interrupt
+
+
+def test_an_error_that_hides_none_stays():
+    with pytest.raises(KeyError), interrupts_first():
+        try:
+            raise ValueError
+        except ValueError:
+            raise KeyError  # noqa: B904
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:  # as a script that saves after Ctrl-C
+        with pytest.raises(OSError), interrupts_first():
+            raise OSError  # noqa: B904
 
 
 def test_the_library_uses_no_other():

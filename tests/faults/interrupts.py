@@ -72,10 +72,11 @@ def _takes_lock(frame: FrameType) -> bool:
 
 
 class Interrupter:
-    """Counts lines of the library in the calling thread, and interrupts at one of them."""
+    """Counts lines of the library, or of other ``source``, in the calling thread, and interrupts at one of them."""
 
-    def __init__(self, at: int = -1) -> None:
+    def __init__(self, at: int = -1, source: str = LIBRARY) -> None:
         self.count = 0
+        self.source = source
         self.place = ""
         self.at = at
 
@@ -87,12 +88,13 @@ class Interrupter:
         sys.settrace(None)
 
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(LIBRARY):
+        if not frame.f_code.co_filename.startswith(self.source):
             return None
         if event == "line" and not _takes_lock(frame):
             self.count += 1
             if self.count - 1 == self.at:
-                self.place = f"{frame.f_code.co_filename.removeprefix(LIBRARY)}:{frame.f_lineno} {frame.f_code.co_name}"
+                file = frame.f_code.co_filename.removeprefix(self.source)
+                self.place = f"{file}:{frame.f_lineno} {frame.f_code.co_name}"
                 sys.settrace(None)
                 raise KeyboardInterrupt
         return self._trace

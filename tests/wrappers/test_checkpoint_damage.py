@@ -191,6 +191,20 @@ def test_ctrl_c_at_any_moment_of_a_save_is_a_keyboard_interrupt(tmp_path):
     assert num_interrupts == 24
 
 
+def test_ctrl_c_inside_what_removes_the_old_checkpoint_is_a_keyboard_interrupt(tmp_path):
+    """`shutil.rmtree` closes a file again if it is cut short before it has noted that it has."""
+    with piped() as model:
+        model.save_checkpoint(tmp_path / "c", step=0)
+        with Interrupter(source=shutil.__file__) as counter:
+            model.save_checkpoint(tmp_path / "c", step=0)
+        assert counter.count > 20
+        for line in range(counter.count):
+            with pytest.raises(KeyboardInterrupt), Interrupter(line, shutil.__file__):
+                model.save_checkpoint(tmp_path / "c", step=1)
+        model.save_checkpoint(tmp_path / "c", step=2)
+        assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
 def test_an_interrupt_inside_the_writer_of_torch(tmp_path, monkeypatch):
     write = checkpoint_files.SummedFile.write
 
