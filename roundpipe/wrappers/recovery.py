@@ -8,6 +8,7 @@ the next attempt leaves them out.
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable
 
 import torch
@@ -68,6 +69,7 @@ def run_step(
             if before is None:  # nobody asked for a limit: the error is from the user's code
                 raise
             reason = str(error).partition("\n")[0]
+            _release_frames(error)
             session.engine.release_memory()
             plans.set_budgets(session.engine.take_budgets())
             if not plans.shrink(call, plan):
@@ -87,3 +89,19 @@ def run_step(
         else:
             plans.prove(call)
             return spec, step
+
+
+def _release_frames(error: BaseException) -> None:
+    """Let go of the values in the frames that an error and those behind it passed: they are on the device."""
+    seen: set[BaseException] = set()
+    errors: list[BaseException | None] = [error]
+    while errors:
+        each = errors.pop()
+        if each is not None and each not in seen:
+            seen.add(each)
+            traceback.clear_frames(each.__traceback__)
+            for frame, _ in traceback.walk_tb(each.__traceback__):
+                _ = (
+                    frame.f_locals
+                )  # before Python 3.13 a copy, kept once somebody has read it: now it is brought up to date
+            errors += [each.__cause__, each.__context__]

@@ -4,6 +4,7 @@ import copy
 import itertools
 import logging
 import re
+import weakref
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 import roundpipe
 from roundpipe.core.errors import DeviceMemoryError
 from roundpipe.runtime.device.backend import Device
+from roundpipe.runtime.device.cpu import CpuBackend
 from tests.repeats import repeats
 from tests.runtime.models import DTYPE, assert_same, batch, config, eager_round, gradients, mlp, square_loss
 
@@ -91,6 +93,27 @@ def test_a_call_that_runs_out_of_memory_is_run_again(workers, position, caplog):
     assert_same(gradients(model), gradients(reference), atol=1e-9)
     assert_same(dict(model.named_buffers()), dict(reference.named_buffers()), atol=1e-9)
     assert sum("ran out of device memory" in record.message for record in caplog.records) == 1
+
+
+def test_a_budget_is_taken_when_the_attempt_has_let_go_of_its_values(monkeypatch):
+    held, at_budget, runs = [], [], itertools.count(1)
+
+    class Last(nn.Module):
+        def forward(self, x):
+            large = x + 1
+            if type(x) is torch.Tensor and next(runs) == 1:
+                held.append(weakref.ref(large))
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return large
+
+    take_budget = CpuBackend.take_budget
+    monkeypatch.setattr(
+        CpuBackend, "take_budget", lambda self: (at_budget.extend(ref() for ref in held), take_budget(self))[1]
+    )
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)), Last()).to(DTYPE)
+    with roundpipe.RoundPipe(model, devices=[Device("cpu", memory_bytes=ROOM)]) as piped:
+        piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(3))
+    assert at_budget == [None]
 
 
 def test_without_a_smaller_plan_the_error_says_what_was_tried():

@@ -37,12 +37,12 @@ class ValueForms:
     def __init__(self, traced: TracedGraph, form: CallForm, names: Iterable[str]) -> None:
         self._call_form = form
         self._places: dict[str, tuple[trees.Path, int]] = {}
-        """By size symbol: a tensor of the arguments, and its dimension."""
+        """By symbol: a tensor of the arguments, and the position of the symbol in its sizes and strides."""
         for node in traced.placeholders:
-            for dim, size in enumerate(value_of(node).shape):  # type: ignore[union-attr]
+            for position, size in enumerate(_layout(value_of(node))):
                 expression = expression_of(size)
                 if getattr(expression, "is_Symbol", False):
-                    self._places.setdefault(str(expression), (traced.input_paths[node.name], dim))
+                    self._places.setdefault(str(expression), (traced.input_paths[node.name], position))
         wanted = set(names)
         nodes = {node.name: node for node in traced.graph.nodes if node.name in wanted}
         self._forms = {name: self._form(nodes[name]) for name in wanted}
@@ -73,7 +73,8 @@ class ValueForms:
         if None in self._forms.values():
             return None
         arguments = self._call_form.normalise(args, kwargs)
-        sizes = {symbol: trees.get(arguments, path).shape[dim] for symbol, (path, dim) in self._places.items()}
+        places = self._places.items()
+        sizes = {symbol: _layout(trees.get(arguments, path))[position] for symbol, (path, position) in places}
 
         def evaluate(size: _Size) -> Any:
             return size(*map(sizes.__getitem__, size.names)) if isinstance(size, SizeExpression) else size
@@ -86,3 +87,8 @@ class ValueForms:
             return tensor.requires_grad_() if form.requires_grad else tensor
 
         return {name: example(form) for name, form in self._forms.items()}
+
+
+def _layout(value: Any) -> tuple[Any, ...]:
+    """The sizes of a tensor, then its strides if it has any."""
+    return (*value.shape, *value.stride()) if value.layout is torch.strided else tuple(value.shape)
