@@ -20,6 +20,7 @@ from tests.wrappers.cases_tails import (
     TILED,
     VOCABULARY,
     WIDTH,
+    Language,
     Pair,
     cross_entropy,
     language,
@@ -294,6 +295,20 @@ def test_a_model_that_computes_its_own_loss(runs: Counter[str]) -> None:
             run_config=TILED,
         )
     assert runs["tail"] == 4
+
+
+def test_an_example_cut_out_of_longer_tensors(runs: Counter[str]) -> None:
+    class WithLoss(Language):
+        def forward(self, ids: torch.Tensor, label: torch.Tensor) -> Any:  # type: ignore[override]
+            assert ids.shape[0] == 1
+            outputs = super().forward(ids)
+            return {"loss": cross_entropy(outputs, label)}
+
+    torch.manual_seed(0)
+    ids = tokens(batch=2)
+    with roundpipe.compile(WithLoss(), example_args=(ids[:1, :5], ids[:1, :5]), devices=["cpu"]) as pipe:
+        pipe.forward_backward((ids, ids), loss_fn=lambda outputs, _: outputs["loss"], run_config=TILED)
+    assert runs["tail"] == 2
 
 
 # ---------------------------------------------------------------------------------- losses that stay as they are
