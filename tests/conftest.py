@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from tests.clock import clock as clock
+
 torch.set_num_threads(1)
 
 

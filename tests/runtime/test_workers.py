@@ -261,21 +261,21 @@ def singles(num):
     )
 
 
-def test_an_upload_takes_its_time():
+def test_an_upload_takes_its_time(clock):
     model = nn.Sequential(*(Slow(0.0) for _ in range(4)))
     weight_bytes = 256 * 256 * 4
     speed = weight_bytes / 0.03
     with roundpipe.RoundPipe(model, devices=[roundpipe.Device("cpu", upload_bytes_per_s=speed)]) as piped:
-        seconds = quickest(lambda: timed(piped, run_config=config(1, plan=singles(4))), 7 * 0.03 * 2)
-    assert 7 * 0.03 <= seconds < 7 * 0.03 * 2  # F0 F1 F2 U B1 B2 B3
+        seconds = timed(piped, run_config=config(1, plan=singles(4)))
+    assert seconds == pytest.approx(7 * 0.03, rel=1e-3)  # F0 F1 F2 U B1 B2 B3
 
 
-def test_a_download_takes_its_time():
+def test_a_download_takes_its_time(clock):
     model = nn.Sequential(*(Slow(0.0) for _ in range(3)))
     speed = 256 * 256 * 4 / 0.05
     with roundpipe.RoundPipe(model, devices=[roundpipe.Device("cpu", download_bytes_per_s=speed)]) as piped:
-        seconds = quickest(lambda: timed(piped, run_config=config(1, plan=singles(3))), 3 * 0.05 * 2)
-    assert 3 * 0.05 <= seconds < 3 * 0.05 * 2
+        seconds = timed(piped, run_config=config(1, plan=singles(3)))
+    assert seconds == pytest.approx(3 * 0.05, rel=1e-3)
 
 
 def quickest(measure, limit, tries=4):
@@ -304,7 +304,7 @@ def test_uploads_run_beside_the_computation(num_microbatches):
         assert 5 * 0.06 + 0.06 <= quickest(seconds, limit) < limit
 
 
-def test_values_do_not_queue_behind_weights():
+def test_values_do_not_queue_behind_weights(clock):
     """A carried value of the running stage goes up at once, though the next stage's weights are on the way."""
     model = nn.Sequential(Slow(0.0, width=4), Slow(0.0, width=512), Slow(0.0, width=512)).requires_grad_(False)
     times = []
@@ -315,7 +315,7 @@ def test_values_do_not_queue_behind_weights():
         with torch.no_grad():
             piped(torch.ones(4, 4), roundpipe_run_config=config(4, plan=singles(3)))
         assert time.perf_counter() - start >= 1.0
-    assert len(times) == 4 and times[-1] - start < 0.3
+    assert len(times) == 4 and times[-1] - start < 0.01
 
 
 def test_two_workers_compute_at_the_same_time():

