@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as uncounted
 
 from roundpipe.core import trees
+
+__all__ = ["Allocations", "TorchDispatchMode", "uncounted"]  # the last: no dispatch mode sees what is done inside it
 
 _ATTENTION_WORKSPACES = {
     torch.ops.aten._scaled_dot_product_flash_attention_backward.default: 1,

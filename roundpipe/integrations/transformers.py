@@ -20,7 +20,7 @@ import functools
 import json
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from transformers import Trainer
 
 from roundpipe.api import compile
 from roundpipe.core.caller import warn
+from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ConfigError
 from roundpipe.integrations.microbatches import Batch, LossKind, num_samples
 from roundpipe.integrations.optimizers import LateOptimizer
@@ -320,9 +321,10 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
     ) -> Any:
         """The trainer's, with the model in rotation; its own loss is that of the batch, however the batch is cut."""
         evaluate = functools.partial(self._run_forward, prediction_loss_only and self._is_own_loss)
-        return super().prediction_step(
-            ModelStandIn(self.model, evaluate), inputs, prediction_loss_only, *args, **kwargs
-        )
+        with generating(self.model, self.pipe):  # of which a trainer with `predict_with_generate` asks its own model
+            return super().prediction_step(
+                ModelStandIn(self.model, evaluate), inputs, prediction_loss_only, *args, **kwargs
+            )
 
     def _run_forward(self, needs_only_loss: bool, /, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs; of a loss alone, logits stay on the device."""
@@ -344,6 +346,28 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
 
 class RoundPipeTrainer(RoundPipeTrainerMixin, Trainer):  # type: ignore[misc]
     """``transformers.Trainer`` in rotation."""
+
+
+@contextmanager
+def generating(model: nn.Module, pipe: RoundPipe) -> Iterator[None]:
+    """Inside, the ``generate`` of a model is that of its wrapper."""
+    attributes, name = model.__dict__, "generate"
+    own = {name: attributes[name]} if name in attributes else {}
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        del attributes[name]
+        attributes.update(own)
+        try:
+            return pipe.generate(*args, **kwargs)
+        finally:
+            attributes[name] = generate
+
+    attributes[name] = generate
+    try:
+        yield
+    finally:
+        del attributes[name]
+        attributes.update(own)
 
 
 def refuse(args: Any, rotation: RoundPipeArguments) -> None:

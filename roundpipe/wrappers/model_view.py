@@ -14,12 +14,15 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ConfigError
 from roundpipe.runtime.optimizer.update import inside_optimizer
 from roundpipe.wrappers.session import Session
 
 _OWN_ATTRIBUTES = ("training", "forward", "_original_forward", "_is_accelerate_prepared")
 """Set on the wrapper, not on the model: a forward that is put in the place of its own, as `accelerate` does."""
+_ON_DEVICE = frozenset({"generate"})
+"""Methods of models that run on a device when the wrapper is asked for them."""
 
 
 class _BoundForward(functools.partial[Any]):
@@ -65,7 +68,29 @@ class ModelView(nn.Module):
         session = self.__dict__.get("_session")
         if session is None:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return getattr(session.shown, name)
+        value = getattr(session.shown, name)
+        if name in _ON_DEVICE and callable(value) and not session.closed:
+            return functools.update_wrapper(functools.partial(session.run_on_device, name), value)
+        return value
+
+    @contextmanager
+    def streamed(self) -> Iterator[nn.Module]:
+        """The model's own code on the first device, without gradients, as `generate` runs: for loops of your own.
+
+        ::
+
+            with model.streamed() as on_device:
+                outputs = on_device(tokens.to(on_device.device), past_key_values=cache)
+
+        What the context gives is a copy of the model whose weights come to the device as its code reads them, and stay
+        there as far as memory allows. It takes tensors on the device and gives such; the device is current inside.
+
+        Raises:
+            ConfigError: the wrapper is called inside.
+            DeviceMemoryError: what the code makes does not fit beside the largest of its weights.
+        """
+        with self._session.streaming() as streamed, streamed.open() as model:
+            yield model
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_session" not in self.__dict__:

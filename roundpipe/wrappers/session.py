@@ -47,6 +47,7 @@ from roundpipe.runtime.ranks.turns import CallShare, Ranks
 from roundpipe.runtime.weights.gate import Gates
 from roundpipe.runtime.weights.host_weights import HostWeights, PinMode
 from roundpipe.wrappers.background_writer import BackgroundWriter
+from roundpipe.wrappers.streamed import StreamedModel
 
 logger = logging.getLogger(__name__)
 
@@ -153,6 +154,9 @@ class Session:
         self.closed = False
         self._is_released = False
         self._noted_hooks = False
+        self._streamed: StreamedModel | None = None
+        """For the model's own code on a device, until the next call of a layer."""
+        self._is_streaming = False
         _OPEN.add(self)
 
     def check_open(self) -> None:
@@ -220,9 +224,33 @@ class Session:
 
     def begin_call(self, adds_gradients: bool = True, has_backward_later: bool = False) -> None:
         """Prepare for a call of the model, or of a part of it; raises what went wrong in the background."""
+        if self._is_streaming:
+            raise ConfigError(f"{self.name} was called inside streamed(); call the model that streamed() gives")
+        self._streamed = None
         self.engine.raise_pending()
         self.optimizer.begin_call(adds_gradients, has_backward_later)
         self.writer.raise_pending()
+
+    @contextmanager
+    def streaming(self) -> Iterator[StreamedModel]:
+        """Around code of the model's own that runs on a device and reads the latest weights."""
+        with self.call(reads=True):
+            if self._is_streaming:
+                raise ConfigError(f"{self.name}: generate() and streamed() can't be used inside streamed()")
+            if self._streamed is None or not self._streamed.is_of(self.shown):
+                self._streamed = None  # so that the engine forgets the groups of the one before
+                self._streamed = StreamedModel(self.shown, self.name, self.engine, self.host)
+            self._is_streaming = True
+            try:
+                yield self._streamed
+            finally:
+                self._is_streaming = False
+
+    def run_on_device(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the model on a device; its results come to the output device."""
+        config = resolve(RoundPipeRunConfig(), self.config, num_devices=self.engine.num_workers)
+        with self.streaming() as streamed:
+            return streamed.call(name, args, kwargs, config.output_device)
 
     def note_call(self, options: RoundPipeRunConfig, *batches: tuple[tuple[Any, ...], Mapping[str, Any]]) -> None:
         """Count a call that is over, its samples and its tokens; of several batches if they are its microbatches."""

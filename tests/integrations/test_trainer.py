@@ -12,6 +12,7 @@ from transformers import Trainer
 
 import roundpipe
 from roundpipe.integrations.transformers import RoundPipeTrainer, RoundPipeTrainerMixin
+from roundpipe.wrappers.streamed import StreamedModel
 from tests.integrations.trainers import (
     VOCAB,
     assert_same_log,
@@ -19,6 +20,7 @@ from tests.integrations.trainers import (
     classified,
     llama,
     make_trainer,
+    padded,
     texts,
     train_both,
 )
@@ -114,9 +116,7 @@ def bert() -> Any:
 def t5() -> Any:
     torch.manual_seed(0)
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
-    config = transformers.T5Config(
-        vocab_size=VOCAB, dropout_rate=0.0, decoder_start_token_id=0, use_cache=False, **sizes
-    )
+    config = transformers.T5Config(vocab_size=VOCAB, decoder_start_token_id=0, use_cache=False, **sizes)
     return transformers.T5ForConditionalGeneration(config)
 
 
@@ -164,3 +164,26 @@ def test_half_precision_has_float32_copies(tmp_path: Path) -> None:
     assert {copy.dtype for copy in copies.values()} == {torch.float32}
     for name, weight in trainer.model.named_parameters():
         assert torch.equal(weight, copies[name].bfloat16()), name
+
+
+def unlabelled(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    batch = padded(samples)
+    del batch["labels"]
+    return batch
+
+
+class Seq2SeqInRotation(RoundPipeTrainerMixin, transformers.Seq2SeqTrainer):
+    """The same in rotation."""
+
+
+def test_predictions_are_generated_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    call = StreamedModel.call
+    monkeypatch.setattr(StreamedModel, "call", lambda self, name, *args: names.append(name) or call(self, name, *args))
+    predictions = []
+    for kind in (transformers.Seq2SeqTrainer, Seq2SeqInRotation):
+        options = {"predict_with_generate": True, "generation_max_length": 6, "data_collator": unlabelled}
+        trainer = make_trainer(kind, t5(), tmp_path, **options)
+        predictions.append(torch.tensor(trainer.predict(texts(4, 3)).predictions))
+        assert "generate" not in vars(trainer.model)
+    assert torch.equal(*predictions) and names == ["generate"]

@@ -71,7 +71,8 @@ def make_trainer(kind: type[Trainer], model: Any, folder: Path, *, devices: int 
         **given,
     }
     options = {"train_dataset": texts(10), "eval_dataset": texts(5, 2), "data_collator": padded, **options}
-    return kind(model=model, args=TrainingArguments(**settings), **options)
+    arguments = transformers.Seq2SeqTrainingArguments if "predict_with_generate" in settings else TrainingArguments
+    return kind(model=model, args=arguments(**settings), **options)
 
 
 def assert_same_log(plain: Trainer, ours: Trainer, *, within: float = 1e-5) -> None:

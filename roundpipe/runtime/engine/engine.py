@@ -39,8 +39,8 @@ class Engine(Steps):
         self._workers = [
             Worker(i, backend, f"{name} worker {i}", gates, self.steps) for i, backend in enumerate(backends)
         ]
-        self._chains: list[tuple[weakref.ref[LayerChain], list[torch.nn.Module]]] = []
-        """Chains that ran here, and their layers, which the workers and the host's side know something about."""
+        self._owners: list[tuple[weakref.ref[object], list[torch.nn.Module]]] = []
+        """Chains and others that ran here, and their layers, which the workers and the host's side know of."""
         self._closed = False
         self._callers: set[int] = set()
         """Threads that made a call."""
@@ -65,24 +65,30 @@ class Engine(Steps):
         """
         for weights in earlier:
             weights.check_structure()
-        ended = [layers for reference, layers in self._chains if reference() is None]
-        if ended or not all(map(host.is_prepared, chain)):
-            self.steps.wait_idle()  # packing moves the user's tensors, and so does a hand-over
-            self._gates.weights.wait([tensor for layer in chain for tensor in layer.parameters()], "packing of weights")
-            self._forget(ended, host)
-            for spec, layer in zip(chain.specs, chain, strict=True):
-                host.prepare(spec.name, layer)
-        if not any(reference() is chain for reference, _ in self._chains):
-            self._chains.append((weakref.ref(chain), list(chain)))
-        layers = [host.layer(spec.name, layer) for spec, layer in zip(chain.specs, chain, strict=True)]
+        layers = self.lay_out(chain, [spec.name for spec in chain.specs], list(chain), host)
         if wants_gradients:
             host.check_hooks(layers)
         return layers
 
+    def lay_out(
+        self, owner: object, names: Sequence[str], layers: list[torch.nn.Module], host: HostWeights
+    ) -> list[LayerWeights]:
+        """The host's side of layers, packed; known for as long as their owner is there."""
+        ended = [layers for reference, layers in self._owners if reference() is None]
+        if ended or not all(map(host.is_prepared, layers)):
+            self.steps.wait_idle()  # packing moves the user's tensors, and so does a hand-over
+            self._gates.weights.wait([tensor for each in layers for tensor in each.parameters()], "packing of weights")
+            self._forget(ended, host)
+            for name, layer in zip(names, layers, strict=True):
+                host.prepare(name, layer)
+        if not any(reference() is owner for reference, _ in self._owners):
+            self._owners.append((weakref.ref(owner), layers))
+        return [host.layer(name, layer) for name, layer in zip(names, layers, strict=True)]
+
     def _forget(self, ended: Sequence[Sequence[torch.nn.Module]], host: HostWeights) -> None:
-        """Drop what is kept per layer of chains that are gone, such as traces that newer ones replaced."""
-        self._chains = [entry for entry in self._chains if entry[0]() is not None]
-        alive = {id(layer) for _, layers in self._chains for layer in layers}
+        """Drop what is kept per layer of owners that are gone, such as traces that newer ones replaced."""
+        self._owners = [entry for entry in self._owners if entry[0]() is not None]
+        alive = {id(layer) for _, layers in self._owners for layer in layers}
         for layer in (layer for layers in ended for layer in layers if id(layer) not in alive):
             host.forget(layer)
             for worker in self._workers:

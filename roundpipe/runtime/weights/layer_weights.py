@@ -16,7 +16,7 @@ from roundpipe.core.errors import ConfigError
 from roundpipe.core.module_tree import Structure, structure_message
 from roundpipe.effects.uses import codes_of, names_in
 from roundpipe.runtime.device.backend import Backend, Lane
-from roundpipe.runtime.device.host_memory import is_plain
+from roundpipe.runtime.device.host_memory import bytes_of, is_plain
 
 ALIGNMENT = 64
 _UNSEEN_WRITES = frozenset({"data", "batch_norm", "instance_norm"})
@@ -212,6 +212,12 @@ class LayerWeights:
     def packed(self) -> torch.Tensor | None:
         """The buffer of `pack`."""
         return self.banks[0] if self.banks else None
+
+    @property
+    def device_bytes(self) -> int:
+        """What an upload takes, with tensors that have no span."""
+        loose = (slot.tensor for slot in self.slots if slot.is_loose)
+        return aligned(self.num_bytes) + sum(map(bytes_of, loose))
 
     def trained_bytes(self) -> int:
         """Bytes of a second bank."""

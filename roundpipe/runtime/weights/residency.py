@@ -62,7 +62,7 @@ class Download:
                 _add_gradient(parameter, gradient if scale == 1 else gradient.mul_(scale))
             for attributes, value in self.buffers:
                 for attribute in attributes:
-                    _write_buffer(attribute, value)
+                    write_buffer(attribute, value)
 
 
 def _add_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -76,7 +76,8 @@ def _add_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         parameter.grad = parameter.grad + gradient
 
 
-def _write_buffer(attribute: Attribute, value: torch.Tensor | None) -> None:
+def write_buffer(attribute: Attribute, value: torch.Tensor | None) -> None:
+    """Give a buffer of the user's model another value, in place if that is possible and needed."""
     old = attribute.get()
     if old is None or value is None or old.shape != value.shape or old.dtype != value.dtype:
         attribute.set(value)
