@@ -74,6 +74,12 @@ class LayerCost:
     """Bytes of the values live at the cut behind it."""
     temporary_bytes: int = 0
     """Largest number of bytes that come and go while it and its backward run, beside what is kept."""
+    num_tiles: int = 0
+    """In how many tiles it runs, where some of it does; what is known of its memory is that in tiles."""
+    repeats: bool = False
+    """Whether its backward runs its forward again, tile by tile."""
+    has_loss: bool = False
+    """Whether its memory is that with the loss."""
     forward_excess_bytes: int = 0
     """What measured peaks of forward stages with it showed beside what was computed; negative: less."""
     fused_excess_bytes: int = 0
@@ -92,6 +98,9 @@ class LayerCost:
             workspace_bytes=other.workspace_bytes,
             carry_bytes=other.carry_bytes,
             temporary_bytes=other.temporary_bytes,
+            num_tiles=other.num_tiles,
+            repeats=other.repeats,
+            has_loss=other.has_loss,
             forward_excess_bytes=other.forward_excess_bytes,
             fused_excess_bytes=other.fused_excess_bytes,
             backward_excess_bytes=other.backward_excess_bytes,

@@ -42,9 +42,20 @@ class Tiles:
 UNTILED = Tiles()
 
 
+@dataclass(slots=True)
+class TilesRun:
+    """What ran in tiles inside `in_tiles`."""
+
+    number: int = 0
+    """The most tiles of any region; 0: none ran in any."""
+    repeats: bool = False
+    """Whether a backward will run a region's forward again."""
+
+
 class _State(threading.local):
     number = 1
     most: int | None = None
+    run = TilesRun()
 
 
 _state = _State()
@@ -56,18 +67,21 @@ def num_tiles() -> int:
 
 
 @contextmanager
-def in_tiles(number: int, most: int | None = None) -> Iterator[None]:
+def in_tiles(number: int, most: int | None = None) -> Iterator[TilesRun]:
     """Inside, this thread's calls of layers run in this number of tiles (at least; never more than there are rows).
 
     Args:
         most: how many of them run, the largest; results have gaps then, the memory that they take is that of all.
+
+    Yields:
+        What has run, to be read once it has.
     """
-    before = _state.number, _state.most
-    _state.number, _state.most = number, most
+    before = _state.number, _state.most, _state.run
+    _state.number, _state.most, _state.run = number, most, TilesRun()
     try:
-        yield
+        yield _state.run
     finally:
-        _state.number, _state.most = before
+        _state.number, _state.most, _state.run = before
 
 
 # ---------------------------------------------------------------------------------- rows and tiles
@@ -189,6 +203,8 @@ class Region:
 
     def __call__(self, owner: Any, *values: Any) -> tuple[torch.Tensor, ...]:
         tiles = tiles_of(self.sizes, num_tiles())
+        if len(tiles) > 1:
+            _state.run.number = max(_state.run.number, len(tiles))
         if _state.most is not None:
             tiles = sorted(tiles, key=lambda tile: tile.num_rows)[-_state.most :]
         parameters = [parameter for parameter in self.parameters(owner) if parameter.requires_grad]
@@ -201,6 +217,7 @@ class Region:
         leaves = [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
         if not parameters and not leaves:
             return self.run(owner, tiles, values)
+        _state.run.repeats = True
         anchor = torch.empty(0, requires_grad=True)  # results require grad if only a parameter does
         results = _InTiles.apply(self, owner, tiles, anchor, *values)
         return tuple(results)

@@ -270,7 +270,7 @@ def _misfit(search: Search) -> DeviceMemoryError:
     if heaviest != layer_index and layers[heaviest].weight_bytes > stage.own_bytes:
         others += f" (of them {layer_name(heaviest)} has the most: {layers[heaviest].weight_bytes:,})"
     remedies = ["a device with more memory"]
-    if max(memory.weights + memory.gradients for memory in needs) <= budget_bytes:  # there is room without any values
+    if max(memory.of_weights for memory in needs) <= budget_bytes:  # there is room without any values
         remedies = ["more and smaller microbatches (num_microbatch)", "shorter sequences", *remedies]
     return DeviceMemoryError(
         f"{layer_name(layer_index)} does not fit the device budget of {budget_bytes:,} bytes even as a stage "

@@ -52,8 +52,10 @@ class StageCost(NamedTuple):
     """0 in a forward stage."""
     working_bytes: int
     """Activations kept or in use, temporaries, the values at the stage's cuts, and what was measured beside them."""
+    carried_bytes: int = 0
+    """The values at its cuts alone."""
     excess_bytes: int = 0
-    """The last of these: what measured peaks showed beside what was computed; negative: less."""
+    """What measured peaks showed beside what was computed; negative: less."""
 
     @property
     def own_bytes(self) -> int:
@@ -100,17 +102,21 @@ class StageCosts:
         return self._computed_bytes(phase, start, stop) + self.excess_bytes(phase, start, stop)
 
     def _computed_bytes(self, phase: StagePhase, start: int, stop: int) -> int:
-        carry_in, carry_out = self._carry_bytes[start - 1 if start else 0], self._carry_bytes[stop - 1]
-        larger_bytes = carry_in if carry_in > carry_out else carry_out
-        if phase == "F":  # the values of the layer that runs are one of the copies
-            return self._forward_peaks.of(start, stop) + (BOUNDARY_BUFFERS - 1) * larger_bytes
-        if phase == "U":  # what the last layer makes, and its gradients, are counted with that layer
-            boundary_bytes = BOUNDARY_BUFFERS * carry_in
-        else:
-            boundary_bytes = BOUNDARY_BUFFERS * larger_bytes
+        carried_bytes = self.carried_bytes(phase, start, stop)
+        if phase == "F":
+            return self._forward_peaks.of(start, stop) + carried_bytes
         if phase == "B" and self.grain == "layer":
-            return self._most("training_bytes", start, stop) + boundary_bytes
-        return self._peaks.of(start, stop) - self._activation_bytes[start] + boundary_bytes
+            return self._most("training_bytes", start, stop) + carried_bytes
+        return self._peaks.of(start, stop) - self._activation_bytes[start] + carried_bytes
+
+    def carried_bytes(self, phase: StagePhase, start: int, stop: int) -> int:
+        """Of the values at a stage's cuts, and their gradients."""
+        carry_in, carry_out = self._carry_bytes[start - 1 if start else 0], self._carry_bytes[stop - 1]
+        if phase == "U":  # what the last layer makes, and its gradients, are counted with that layer
+            return BOUNDARY_BUFFERS * carry_in
+        larger_bytes = carry_in if carry_in > carry_out else carry_out
+        # in a forward stage the values of the layer that runs are one of the copies
+        return (BOUNDARY_BUFFERS - (phase == "F")) * larger_bytes
 
     def _most(self, name: str, start: int, stop: int) -> int:
         """What the layer needs that needs the most, where only one is active at a time."""
@@ -137,6 +143,7 @@ class StageCosts:
             weight_bytes=self.weight_bytes(start, stop),
             gradient_bytes=self.gradient_bytes(phase, start, stop),
             working_bytes=self.working_bytes(phase, start, stop),
+            carried_bytes=self.carried_bytes(phase, start, stop),
             excess_bytes=self.excess_bytes(phase, start, stop),
         )
         return cost
@@ -185,20 +192,31 @@ def device_memory(stages: Sequence[StageCost], num_workers: int) -> list[DeviceM
     room_bytes = arena_bytes([stage.weight_bytes for stage in stages], num_workers)
     return [
         DeviceMemory(
-            room_bytes,
-            stage.gradient_bytes + stages[(position - num_workers) % len(stages)].gradient_bytes,
-            stage.working_bytes - stage.excess_bytes,
+            stage.weight_bytes,
+            room_bytes - stage.weight_bytes,
+            stage.gradient_bytes,
+            stages[(position - num_workers) % len(stages)].gradient_bytes,
+            stage.working_bytes - stage.carried_bytes - stage.excess_bytes,
+            stage.carried_bytes,
             stage.excess_bytes,
         )
         for position, stage in enumerate(stages)
     ]
 
 
+def stage_memory(
+    plan: ExecutePlan, costs: Sequence[LayerCost], *, num_workers: int, recompute_grain: RecomputeGrain = "stage"
+) -> dict[str, DeviceMemory]:
+    """Device memory while the stages F0, .., U, B1, .. of a training plan run."""
+    needs = device_memory(training_stages(plan, StageCosts(costs, recompute_grain)), num_workers)
+    return {name: need for (name, _), need in zip(plan.named_stages(), needs, strict=True)}
+
+
 def peak_bytes(stages: Sequence[StageCost], num_workers: int, replicas: Sequence[int] | None = None) -> int:
     """The largest total of `device_memory`, which the search asks for thousands of times; for replicas as well."""
     if replicas is not None:
         stages = [stage for stage, count in zip(stages, replicas, strict=True) for _ in range(count)]
-    _, _, weights, gradients, working, _ = zip(*stages, strict=True)
+    _, _, weights, gradients, working, _, _ = zip(*stages, strict=True)
     turn = len(gradients) - num_workers % len(gradients)
     before = (*gradients[turn:], *gradients[:turn])
     return arena_bytes(weights, num_workers) + max(map(add, map(add, gradients, before), working))

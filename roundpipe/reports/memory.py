@@ -2,35 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from roundpipe.reports.tables import format_bytes
+from roundpipe.reports.tables import format_bytes, repetitions, table
 
 
 class DeviceMemory(NamedTuple):
     """Bytes of device memory in use while a stage runs."""
 
     weights: int
-    """Of the worker's two visits that are largest together: it keeps one piece of memory for both."""
+    """Of the visit."""
+    next_weights: int
+    """Room for those of the next visit, which come up meanwhile, or of the one before: as much as any two need."""
     gradients: int
-    """Of the visit, and of the worker's visit before, which are still on their way down."""
+    """Of the visit."""
+    leaving_gradients: int
+    """Of the worker's visit before, still on their way down."""
     activations: int
-    """Activations kept or in use, temporaries, and the values at the stage's cuts."""
+    """Activations kept or in use, temporaries and known workspaces; of the last stage with the loss."""
+    carried: int
+    """Values and gradients at the stage's cuts: in use, and on their way up and down."""
     measured: int = 0
     """What measured peaks showed beside these, such as what kernels take by themselves; negative: less."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.activations + self.measured
+        return sum(self)
+
+    @property
+    def of_weights(self) -> int:
+        """The part that no smaller microbatch makes smaller."""
+        return self.weights + self.next_weights + self.gradients + self.leaving_gradients
 
     def __str__(self) -> str:
-        terms = self._asdict()
-        measured = terms.pop("measured")
-        shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in terms.items())
+        sizes = _named(self)
+        measured = sizes.pop("measured")
+        shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items() if size)
         if not measured:
             return shown
         return f"{shown}, {format_bytes(abs(measured))} {'less' if measured < 0 else 'more'} as measured"
+
+
+def memory_table(stages: Mapping[str, DeviceMemory]) -> str:
+    """Device memory while each stage runs, by term; stages alike are one row."""
+    sizes = [_named(memory) for memory in stages.values()]
+    names = [name for name in sizes[0] if any(each[name] for each in sizes)]
+    labels, memory = list(stages), list(stages.values())
+    keys = [(label[0], *each) for label, each in zip(labels, memory, strict=True)]
+    body = []
+    for start, period, repeats in repetitions(keys, max_period=1, min_repeats=3):
+        stop = start + period * repeats
+        span = labels[start] if stop == start + 1 else f"{labels[start]} .. {labels[stop - 1]}"
+        body.append([span, *(format_bytes(sizes[start][name]) for name in names), format_bytes(memory[start].total)])
+    return table(["stage", *names, "in all"], body)
+
+
+def _named(memory: DeviceMemory) -> dict[str, int]:
+    """The terms under the names that people read."""
+    return {name.replace("_", " "): size for name, size in memory._asdict().items()}
 
 
 @dataclass(frozen=True, slots=True)

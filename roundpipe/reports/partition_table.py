@@ -13,6 +13,7 @@ import torch
 
 from roundpipe.core.layers import LayerChain, LayerCost, LayerSpec
 from roundpipe.core.schedule import ExecutePlan
+from roundpipe.reports.memory import DeviceMemory, memory_table
 from roundpipe.reports.tables import counted, dtype_name, format_bytes, format_count, repetitions, table
 
 MAX_NAMES_IN_FULL = 3
@@ -26,25 +27,36 @@ _FLOP_UNITS = ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "KFLOP"))
 """One for a whole column: the largest that its largest number reaches."""
 
 
-def layer_table(chain: LayerChain, *, measured: Sequence[LayerCost] | None = None) -> str:
+_Column = Callable[[LayerCost], str]
+_NO_COLUMNS: Mapping[str, _Column] = {}
+_MEMORY_COLUMNS: Mapping[str, _Column] = {
+    "working memory": lambda cost: format_bytes(cost.training_bytes) if cost.training_bytes else _NOTHING,
+    "tiles": lambda cost: str(cost.num_tiles) if cost.num_tiles else _NOTHING,
+}
+"""What a layer and its backward take at once, and in how many tiles it runs; where anything is known."""
+
+
+def layer_table(chain: LayerChain, *, costs: Sequence[LayerCost] | None = None, measured: bool = False) -> str:
     """A table with one row per layer, repeated layers folded into one that shows one layer's sizes, and the totals.
 
-    Costs with ``measured`` seconds, one per layer, are shown in place of FLOPs.
+    ``costs``, one per layer, are shown in place of the chain's; if ``measured``, their seconds in place of FLOPs.
     """
     rows = []
-    for index, (spec, cost) in enumerate(zip(chain.specs, chain.costs if measured is None else measured, strict=True)):
-        covers = _covers(spec)
+    for index, (spec, cost) in enumerate(zip(chain.specs, costs or chain.costs, strict=True)):
+        covers = _covers(spec) + (" and the loss" if cost.has_loss else "")
         rows.append(_Row(str(index), covers, covers, ("L", _pattern(covers), *_sizes(cost)), cost))
-    return _cost_table("layer", rows, "total", measured is not None)
+    return _cost_table("layer", rows, "total", measured, _NO_COLUMNS if costs is None else _MEMORY_COLUMNS)
 
 
-def stage_table(chain: LayerChain, plan: ExecutePlan, *, measured: Sequence[LayerCost] | None = None) -> str:
+def stage_table(
+    chain: LayerChain, plan: ExecutePlan, *, costs: Sequence[LayerCost] | None = None, measured: bool = False
+) -> str:
     """A table with one row per stage: F forward only, U fused, B recomputation and backward.
 
     Weights are what each visit uploads, so the total is what one step uploads; compute is per microbatch and includes
-    recomputation. Costs with ``measured`` seconds are shown in place of FLOPs.
+    recomputation. Costs are as for `layer_table`.
     """
-    costs = chain.costs if measured is None else measured
+    costs = costs or chain.costs
     rows = []
     for label, (start, stop) in plan.named_stages():
         phase = label[0]
@@ -54,7 +66,7 @@ def stage_table(chain: LayerChain, plan: ExecutePlan, *, measured: Sequence[Laye
         first, last = _covers(chain.specs[start]), _covers(chain.specs[stop - 1])
         key = (phase, stop - start, _pattern(first), _pattern(last), *_sizes(cost))
         rows.append(_Row(label, first, last, key, cost))
-    return _cost_table("stage", rows, "round", measured is not None)
+    return _cost_table("stage", rows, "round", measured)
 
 
 def partition_table(
@@ -62,31 +74,35 @@ def partition_table(
     plan: ExecutePlan | None = None,
     *,
     title: str = "",
-    measured: Sequence[LayerCost] | None = None,
+    costs: Sequence[LayerCost] | None = None,
+    measured: bool = False,
+    memory: Mapping[str, DeviceMemory] | None = None,
     optim_dtypes: Sequence[torch.dtype] = (),
 ) -> str:
     """What a model was cut into: its layers and, with a plan, its stages; the title is the first line's subject.
 
-    Costs with ``measured`` seconds, one per layer, are shown in place of FLOPs. ``optim_dtypes`` are those of the
+    Costs are as for `layer_table`; ``memory`` is that of a device by stage. ``optim_dtypes`` are those of the
     optimizer's copies.
     """
     num_parameters = sum(parameter.numel() for parameter in chain.parameters())  # shared ones once
     parts = [counted(len(chain.specs), "layer")]
-    tables = [layer_table(chain, measured=measured)]
+    tables = [layer_table(chain, costs=costs, measured=measured)]
     if plan is not None:
         parts.append(f"{counted(plan.num_stages, 'stage')} in a round")
-        tables.append(stage_table(chain, plan, measured=measured))
+        tables.append(stage_table(chain, plan, costs=costs, measured=measured))
     parts.append(f"{format_count(num_parameters)} parameters")
     if num_parameters < sum(cost.num_parameters for cost in chain.costs):
         parts[-1] += " (shared ones counted once)"
     if optim_dtypes:
         parts.append(f"optimizer in {' and '.join(map(dtype_name, optim_dtypes))}")
-    what = "compute and bytes" if measured is None else "measured seconds"
+    what = "measured seconds" if measured else "compute and bytes"
     if chain.example_size:
         parts.append(f"{what} for {chain.example_size}")
-    elif measured is not None:
+    elif measured:
         parts.append(what)
     headline = (f"{title}: " if title else "") + ", ".join(parts)
+    if memory:
+        tables.append(f"device memory in a step, as planned\n\n{memory_table(memory)}")
     return "\n\n".join((headline, *tables))
 
 
@@ -144,7 +160,8 @@ def _pattern(text: str) -> str:
 def _sizes(cost: LayerCost) -> tuple[int, ...]:
     """What repeated layers have in common; seconds are left out, since measured ones never repeat."""
     flops = (cost.forward_flops, cost.backward_flops)
-    return (*flops, cost.num_parameters, cost.weight_bytes, cost.carry_bytes)
+    memory = (cost.training_bytes, cost.num_tiles)
+    return (*flops, cost.num_parameters, cost.weight_bytes, cost.carry_bytes, *memory)
 
 
 def _sum(costs: Sequence[LayerCost], *, backward: bool = True, carry_bytes: int = 0) -> LayerCost:
@@ -184,7 +201,9 @@ def _folded_row(alike: Sequence[_Row]) -> _Row:
     return replace(alike[0], label=label, first=first.first, last=last.last, cost=cost, count=count)
 
 
-def _cost_table(first: str, rows: Sequence[_Row], total_label: str, measured: bool) -> str:
+def _cost_table(
+    first: str, rows: Sequence[_Row], total_label: str, measured: bool, further: Mapping[str, _Column] = _NO_COLUMNS
+) -> str:
     covers = ""
     if rows:
         work = [row.cost.forward_s + row.cost.backward_s for row in rows]
@@ -195,7 +214,8 @@ def _cost_table(first: str, rows: Sequence[_Row], total_label: str, measured: bo
     total = _Row(total_label, covers, covers, (), _sum([row.cost for row in rows]))
     shown = (*_fold(rows), total)
     compute = _compute_columns(shown, measured)
-    headers = [first, "covers", "parameters", "weights", *(title for title, _ in compute), "carries"]
+    memory = {title: cell for title, cell in further.items() if any(cell(row.cost) != _NOTHING for row in rows)}
+    headers = [first, "covers", "parameters", "weights", *(title for title, _ in compute), "carries", *memory]
     body = [
         [
             row.label,
@@ -204,6 +224,7 @@ def _cost_table(first: str, rows: Sequence[_Row], total_label: str, measured: bo
             format_bytes(row.cost.weight_bytes) if row.cost.weight_bytes else _NOTHING,
             *(cell(row.cost) for _, cell in compute),
             format_bytes(row.cost.carry_bytes) if row.cost.carry_bytes else _NOTHING,
+            *(cell(row.cost) for cell in memory.values()),
         ]
         for row in shown
     ]
@@ -211,7 +232,7 @@ def _cost_table(first: str, rows: Sequence[_Row], total_label: str, measured: bo
     return "\n".join((*lines[:-1], lines[1], lines[-1]))
 
 
-def _compute_columns(rows: Sequence[_Row], measured: bool) -> list[tuple[str, Callable[[LayerCost], str]]]:
+def _compute_columns(rows: Sequence[_Row], measured: bool) -> list[tuple[str, _Column]]:
     if measured:
         return [
             ("forward ms", lambda cost: f"{cost.forward_s * 1e3:.2f}"),

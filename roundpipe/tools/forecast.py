@@ -18,14 +18,14 @@ import torch
 from roundpipe.core.errors import ConfigError, DeviceMemoryError, TraceError
 from roundpipe.core.layers import LayerChain, LayerCost
 from roundpipe.core.schedule import ExecutePlan
-from roundpipe.core.tiling import UNTILED, Tiles
+from roundpipe.core.tiling import Tiles
 from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.passes.cost import DeviceProfile
 from roundpipe.fx.passes.lower import LowerOptions, lower
 from roundpipe.fx.trace.tracer import trace
 from roundpipe.planning.machine import HardwareProfile
 from roundpipe.planning.simulator import Simulation, simulate_timeline, steady
-from roundpipe.planning.stage_costs import StageCosts, device_memory, largest_layer_bytes, training_stages
+from roundpipe.planning.stage_costs import largest_layer_bytes, stage_memory
 from roundpipe.reports.memory import DeviceMemory, HostMemory
 from roundpipe.reports.tables import format_bytes
 from roundpipe.reports.timeline import Timeline
@@ -236,11 +236,9 @@ def forecast_at(layers: Layers, machine: Machine, training: Training, *, simulat
     costs = _costs(layers, call)
     setting = _setting(costs, machine, training)
     if plan is not None:
-        stage_costs = StageCosts(costs, training.recompute_grain)
-        needs = device_memory(training_stages(plan, stage_costs), machine.num_devices)
-        stages = {name: need for (name, _), need in zip(plan.named_stages(), needs, strict=True)}
+        stages = stage_memory(plan, costs, num_workers=machine.num_devices, recompute_grain=training.recompute_grain)
         simulation = setting.simulate(plan) if simulated else None
-        needed_bytes = max(need.total for need in needs)
+        needed_bytes = max(need.total for need in stages.values())
         if needed_bytes > machine.budget_bytes:
             reasons.append(
                 f"a device needs {format_bytes(needed_bytes)} with what comes and goes within layers, and its budget "
@@ -263,10 +261,10 @@ def _costs(layers: Layers, call: Call) -> tuple[LayerCost, ...]:
     """Of a call's largest microbatch, in its tiles."""
     factor = times_the_example(call.chain, call.elements())
     costs = [cost.scaled(factor) for cost in layers.device_costs]
-    untiled, memory = layers.memory(call, UNTILED), layers.memory(call, call.tiles)
-    if untiled is None or memory is None:
+    memory = layers.memory(call, call.tiles)
+    if memory is None:
         return tuple(costs)
-    costs = with_repetition(costs, untiled, memory)
+    costs = with_repetition(costs, memory)
     return tuple(cost.with_memory_of(other) for cost, other in zip(costs, memory, strict=True))
 
 

@@ -55,10 +55,11 @@ def forecast_text(result: Forecast) -> str:
             f"{format_bytes(step.optimizer_bytes)} by the optimizer, per step"
         )
     need = "" if result.device is None else f"{format_bytes(result.device.total)}: {result.device}; "
-    usable = f"{format_bytes(machine.budget_bytes)} usable of {format_bytes(machine.device.memory_bytes)}"
+    usable = (
+        f"{format_bytes(machine.budget_bytes)} usable of {format_bytes(machine.device.memory_bytes)}; the rest is for "
+        "torch's context, libraries and fragmentation"
+    )
     rows["device memory"] = need + usable
-    if result.stages:
-        rows["by stage"] = _by_phase(result)
     host = result.host
     rows["host memory"] = f"{format_bytes(host.total)}: {host}; {format_bytes(host.pinned)} pinned"
     rows["verdict"] = verdict(result)
@@ -71,7 +72,14 @@ def forecast_text(result: Forecast) -> str:
     )
     rows |= _rows("note", result.layers.notes)
     dtypes = [training.optim_dtype] if any(p.requires_grad for p in result.layers.chain.parameters()) else []
-    layers = partition_table(result.layers.chain, result.plan, title=title, optim_dtypes=dtypes)
+    layers = partition_table(
+        result.layers.chain,
+        result.plan,
+        title=title,
+        costs=result.costs,
+        memory=result.stages,
+        optim_dtypes=dtypes,
+    )
     return "\n\n".join((layers, summary_table(rows)))
 
 
@@ -103,15 +111,6 @@ def step_text(result: Forecast) -> str:
         rate, unit = rate * tokens, "tokens"
     per_s = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
     return f"{format_seconds(result.simulation.seconds_per_step)}, {per_s} {unit}/s: {size}"
-
-
-def _by_phase(result: Forecast) -> str:
-    """What stages of each phase need: the smallest and the largest total on a device."""
-    totals: dict[str, list[int]] = {}
-    for name, memory in result.stages.items():
-        totals.setdefault(name[0], []).append(memory.total)
-    sizes = {phase: dict.fromkeys((min(own), max(own))) for phase, own in totals.items()}
-    return ", ".join(f"{phase} {' to '.join(map(format_bytes, own))}" for phase, own in sizes.items())
 
 
 def _figures(machine: Machine) -> str:

@@ -192,8 +192,16 @@ class ChainRunner(Runner):
         if self.last_chain is None:
             with contextlib.suppress(DeviceMemoryError):  # the call will say so; the layers can be shown
                 plan = self.builder.plans.plan(Call.like_example(chain, self._resolve(None)))
-        measured, dtypes = self.builder.plans.costs.measured(chain), self.session.optimizer.copy_dtypes()
-        return partition_table(chain, plan, title=self.name, measured=measured, optim_dtypes=dtypes)
+        known, dtypes = self.builder.plans.costs, self.session.optimizer.copy_dtypes()
+        costs, memory, latest = known.measured(chain), None, self.session.log.latest
+        is_measured = costs is not None
+        if latest is not None and latest.chain() is chain and (memory := latest.device_memory()):
+            takes = known.of(chain, latest.elements, latest.tiles)
+            costs = [cost.with_memory_of(other) for cost, other in zip(costs or chain.costs, takes, strict=True)]
+            plan = latest.schedule.plan
+        return partition_table(
+            chain, plan, title=self.name, costs=costs, measured=is_measured, memory=memory, optim_dtypes=dtypes
+        )
 
     def _resolve(self, options: RoundPipeRunConfig | None) -> ResolvedConfig:
         return resolve(options, self.config, num_devices=self.session.engine.num_workers)

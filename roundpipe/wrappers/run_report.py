@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from roundpipe.core.tiling import UNTILED, Tiles
 from roundpipe.planning.machine import HardwareProfile
 from roundpipe.planning.simulator import simulate, simulate_timeline, step_alone_s
-from roundpipe.planning.stage_costs import num_trained, plan_peak_bytes
+from roundpipe.planning.stage_costs import num_trained, stage_memory
 from roundpipe.reports.limits import ADVICE, Limit, limit_of
-from roundpipe.reports.memory import HostMemory
+from roundpipe.reports.memory import DeviceMemory, HostMemory
 from roundpipe.reports.tables import (
     counted,
     format_bytes,
@@ -28,6 +29,7 @@ from roundpipe.reports.tables import (
     format_share,
     summary_table,
     table,
+    tiles_in_words,
 )
 from roundpipe.reports.timeline import WAIT_CAUSES
 from roundpipe.runtime.device.backend import Lane
@@ -68,13 +70,20 @@ class Prediction:
     """Per round, all devices."""
     downloaded_bytes: float | None
     """Per round, all devices."""
-    peak_device_bytes: int | None
-    """What the plan counts with on any device; None: nothing is known of what layers keep for backward, as of a model
-    that was not traced."""
+    device_memory: DeviceMemory | None
+    """What the plan counts with for the stage that needs the most; None: nothing is known of what layers keep for
+    backward, as of a model that was not traced."""
     device_bytes: tuple[int, ...] | None
     """Per worker, the most that is in use at once."""
     rests_on: str
     """Where the costs of layers come from."""
+    tiles: Tiles
+    """Into how many tiles rows were cut."""
+
+    @property
+    def peak_device_bytes(self) -> int | None:
+        """The total of `device_memory`."""
+        return None if self.device_memory is None else self.device_memory.total
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +162,8 @@ class RunReport:
         memory = f"peak {format_bytes(self.peak_device_bytes)}"
         if predicted is not None and predicted.round_s is not None:
             seconds += f", predicted {format_seconds(predicted.round_s)}"
-        if predicted is not None and predicted.peak_device_bytes is not None:
-            memory += f", planned for {format_bytes(predicted.peak_device_bytes)}"
+        if predicted is not None and (planned := predicted.device_memory) is not None:
+            memory += f", planned for {format_bytes(planned.total)}: {planned}"
         times = ", ".join(f"{what} {format_seconds(spent_s)}" for what, spent_s in self.optimizer_s.items())
         rows = {
             "calls": f"{counts} in {format_seconds(self.wall_s)}",
@@ -162,6 +171,7 @@ class RunReport:
             "round": seconds,
             **({} if predicted is None else {"predicted from": predicted.rests_on}),
             "device memory": memory,
+            **({} if predicted is None or predicted.tiles == UNTILED else {"tiles": tiles_in_words(predicted.tiles)}),
             "host memory": str(self.host_memory),
             "moved": f"{format_bytes(self.uploaded_bytes)} up, {format_bytes(self.downloaded_bytes)} down",
             "optimizer": times or "no step",
@@ -292,13 +302,12 @@ def _predict(
     costs = plans.costs.of(chain, latest.elements, latest.tiles)
     knows_memory = any(cost.activation_bytes for cost in costs)
     profile = HardwareProfile.of_devices(engine.has_accelerators, prefetch_across_steps=latest.overlaps)
-    plan_peak = None
-    if knows_memory:
-        plan_peak = plan_peak_bytes(schedule.plan, costs, num_workers=schedule.num_workers, recompute_grain=grain)
+    needs = stage_memory(schedule.plan, costs, num_workers=schedule.num_workers, recompute_grain=grain)
+    memory = max(needs.values(), key=lambda need: need.total) if knows_memory else None
     if not plans.costs.is_measured(chain, latest.tiles):
         device_bytes = simulate(schedule, costs, profile, recompute_grain=grain).peak_bytes if knows_memory else None
         rests_on = "bytes of layers; their seconds are not measured yet"
-        return Prediction(None, None, None, None, plan_peak, device_bytes, rests_on)
+        return Prediction(None, None, None, None, memory, device_bytes, rests_on, latest.tiles)
     up, down = link_speeds(meters)
     trained = sum(num_trained(cost) for cost in costs)
     profile = replace(profile, upload_bytes_per_s=up, download_bytes_per_s=down)
@@ -320,7 +329,8 @@ def _predict(
         idle,
         simulation.uploaded_bytes,
         simulation.downloaded_bytes,
-        plan_peak,
+        memory,
         simulation.peak_bytes if knows_memory else None,
         "measured times of layers, links and the optimizer",
+        latest.tiles,
     )

@@ -32,6 +32,8 @@ from roundpipe.core.layers import LayerChain
 from roundpipe.core.schedule import Schedule
 from roundpipe.core.tiling import Tiles
 from roundpipe.effects.uses import asks_for_inference_mode, compares_arguments
+from roundpipe.planning.stage_costs import stage_memory
+from roundpipe.reports.memory import DeviceMemory
 from roundpipe.runtime.config import RecomputeGrain, ResolvedConfig, RoundPipeRunConfig, resolve
 from roundpipe.runtime.device.resolve import DeviceLike, open_backends, open_registrar, resolve_devices
 from roundpipe.runtime.engine.engine import Engine
@@ -85,6 +87,14 @@ class LatestStep:
     """Whether the next step begins beside it."""
     plans: PlanChooser
     """Know what its layers take."""
+
+    def device_memory(self) -> dict[str, DeviceMemory] | None:
+        """Device memory by stage, as planned; None: what layers take was not computed."""
+        chain, known, schedule = self.chain(), self.plans.costs, self.schedule
+        if chain is None or known.record(chain).memory_at(self.elements, self.tiles) is None:
+            return None
+        costs, grain = known.of(chain, self.elements, self.tiles), self.recompute_grain
+        return stage_memory(schedule.plan, costs, num_workers=schedule.num_workers, recompute_grain=grain)
 
 
 class Session:

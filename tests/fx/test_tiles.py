@@ -71,7 +71,8 @@ class Block(nn.Module):
         super().__init__()
         self.attention, self.norm, self.mlp = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), MLP()
 
-    def forward(self, x):
+    def forward(self, x, turn=1.0):
+        x = x * turn
         x = x + self.attention(F.scaled_dot_product_attention(x, x, x, is_causal=True))
         return x + self.mlp(self.norm(x))
 
@@ -145,8 +146,20 @@ def leaves_of(chain):
     return [tuple(leaf.forwards) for program in programs for leaf in program.leaves]
 
 
-def test_mlps_of_blocks_that_are_leaves():
-    model = Decoder(mean_of_tokens, blocks=8).double()
+class WithPositions(Decoder):
+    """Each block's layer makes factors that have rows of their own: positions, without samples."""
+
+    def forward(self, ids, labels):
+        x, positions = self.embed(ids), torch.arange(ids.shape[1]).double().view(1, -1, 1)
+        turn = (positions * torch.linspace(0.1, 1, WIDTH)).double().cos().mul(1.0)
+        for block in self.blocks:
+            x = block(x, turn)
+        return self.loss(self.head(x), labels)
+
+
+@pytest.mark.parametrize("kind", [Decoder, WithPositions])
+def test_mlps_of_blocks_that_are_leaves(kind):
+    model = kind(mean_of_tokens, blocks=8).double()
     assert_tiles_change_nothing(model, *tokens())
     chain = chain_of(model, *tokens())
     assert leaves_of(chain) == [("mlp",)] * 8

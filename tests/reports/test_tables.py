@@ -147,7 +147,7 @@ def test_flops_are_in_one_unit_that_suits_the_largest(flops: int, unit: str, num
 def test_measured_times_replace_flops_and_folded_rows_show_their_mean() -> None:
     chain = stack(4)
     costs = [replace(cost, forward_s=0.001 * index, backward_s=0.003) for index, cost in enumerate(chain.costs)]
-    rows = cells(report.layer_table(chain_of(list(chain.specs), costs), measured=costs))
+    rows = cells(report.layer_table(chain_of(list(chain.specs), costs), costs=costs, measured=True))
     assert rows[0][4:6] == ["forward ms", "backward ms"]
     assert rows[2][0] == "1 .. 4"
     assert rows[2][4:6] == ["2.50", "3.00"]

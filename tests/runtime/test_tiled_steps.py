@@ -67,14 +67,16 @@ def eager():
     return sum(losses).detach(), gradients(model)
 
 
-def run(model, budget=None, workers=1, **options):
-    """Loss, peak and tiles of a call with two microbatches."""
+def run(model, budget=None, workers=1, texts=None, **options):
+    """Loss, peak and tiles of a call with two microbatches; ``texts`` gets what people are told of it."""
     config = RoundPipeRunConfig(**{"num_microbatch": 2, **options})
     with roundpipe.compile(model, devices=[Device("cpu", memory_bytes=budget)] * workers) as piped:
         loss = piped.forward_backward(batch(), loss_fn=loss_of, run_config=config)
         piped.synchronize()
         # reports show tiles in words
         tiles = piped._runner.session.log.latest.tiles
+        if texts is not None:
+            texts += [piped.partition_table(), str(piped.report())]
         return loss, piped.peak_device_bytes(), tiles
 
 
@@ -116,8 +118,16 @@ def test_tiles_are_chosen_where_nothing_fits_without_them_and_logged_once(caplog
     with pytest.raises(DeviceMemoryError, match="tiles='auto' is predicted to fit"):
         run(model, budget, tiles="off")
     with caplog.at_level(logging.INFO, "roundpipe"):
-        loss, peak, tiles = run(model, budget)
+        loss, peak, tiles = run(model, budget, texts=(texts := []))
     assert tiles.tail > 1 and peak <= budget
+    table, report = texts
+    (last,) = [line for line in table.splitlines() if "and the loss" in line]
+    assert last.split()[-1] == str(tiles.tail) and "working memory" in table
+    _, by_stage = table.split("device memory in a step, as planned\n\n")
+    terms = {"weights", "gradients", "activations", "carried", "in all"}
+    assert terms <= set(re.split("  +", by_stage.splitlines()[0])) and "U" in by_stage
+    assert re.search(rf"tiles +{tiles.tail} in the last layer with the loss", report)
+    assert re.search(r"planned for .*: weights .*, activations .*, carried ", report)
     torch.testing.assert_close(loss, eager[0], rtol=0, atol=1e-12)
     (record,) = [record for record in caplog.records if "runs in tiles" in record.message]
     assert f"{tiles.tail} tiles" in record.message and " instead of " in record.message

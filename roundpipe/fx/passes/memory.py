@@ -24,7 +24,7 @@ from roundpipe.core import trees
 from roundpipe.core.allocations import Allocations
 from roundpipe.core.layers import EXECUTION_DEVICE, Carry, LayerChain, LayerCost, LayerSpec, Tail
 from roundpipe.core.modes import Modes, autocast_as_on_accelerator
-from roundpipe.core.tiling import UNTILED, Tiles, in_tiles, num_tiles
+from roundpipe.core.tiling import UNTILED, Tiles, TilesRun, in_tiles, num_tiles
 from roundpipe.effects.snapshot import python_restored
 from roundpipe.fx.fakes import failures_unlogged, fake_of, is_fake, make_twin, static_mode
 from roundpipe.fx.passes.alike import layer_key, value_key
@@ -62,6 +62,7 @@ class _RunBytes:
     """Between a forward with autograd and its backward, results included."""
     training: int
     """The most at once in both."""
+    tiles: TilesRun
 
 
 _known: WeakKeyDictionary[LayerChain, dict[Hashable, tuple[_RunBytes, list[Any]]]] = WeakKeyDictionary()
@@ -108,23 +109,23 @@ class _ChainRun:
         last_reader.update(dict.fromkeys(chain.exit.reads, len(chain.specs)))
         costs = []
         for index, (spec, layer, cost) in enumerate(zip(chain.specs, chain, chain.costs, strict=True)):
-            with in_tiles(self._tiles.of(index, len(chain)), most=_RUN_TILES):
-                to_loss = self._to_loss(loss, carry) if loss is not None and index == len(chain) - 1 else None
+            with in_tiles(self._tiles.of(index, len(chain)), most=_RUN_TILES) as ran:
+                to_loss = self._to_loss(loss, carry, ran) if loss is not None and index == len(chain) - 1 else None
                 if to_loss is not None:  # nothing goes on from there: what comes in is what is carried
-                    costs.append(_with_memory(replace(cost, carry_bytes=_bytes_of(carry)), to_loss))
+                    costs.append(_with_memory(replace(cost, carry_bytes=_bytes_of(carry), has_loss=True), to_loss))
                     break
-                memory, results = self._layer(layer, spec, {name: carry[name] for name in spec.reads})
+                memory, results = self._layer(layer, spec, {name: carry[name] for name in spec.reads}, ran)
             carry = {name: value for name, value in (carry | results).items() if last_reader.get(name, -1) > index}
             carry_bytes = _bytes_of(carry)
             if loss is not None and index == len(chain) - 1:
-                memory = _with_guessed_loss(memory, carry_bytes)
+                memory, cost = _with_guessed_loss(memory, carry_bytes), replace(cost, has_loss=True)
             costs.append(_with_memory(replace(cost, carry_bytes=carry_bytes), memory))
         return costs
 
     def _faked(self, value: Any) -> Any:
         return trees.map_tensors(value, lambda tensor: fake_of(self._mode, tensor, self._device))
 
-    def _layer(self, layer: nn.Module, spec: LayerSpec, reads: Carry) -> tuple[_RunBytes, Carry]:
+    def _layer(self, layer: nn.Module, spec: LayerSpec, reads: Carry, ran: TilesRun) -> tuple[_RunBytes, Carry]:
         """What a layer takes, and the values that it makes, from those that it reads."""
         key = layer_key(layer, spec), tuple(map(value_key, reads.values())), num_tiles(), self._modes
         if key not in self._known:
@@ -132,7 +133,7 @@ class _ChainRun:
             forward = functools.partial(_forward, twin, spec)
             peak_bytes = self._without_autograd(forward, reads)
             kept_bytes, training_bytes, made = self._with_autograd(forward, reads)
-            self._known[key] = _RunBytes(peak_bytes, kept_bytes, training_bytes), list(made.values())
+            self._known[key] = _RunBytes(peak_bytes, kept_bytes, training_bytes, ran), list(made.values())
         memory, values = self._known[key]
         return memory, {name: self._faked(value) for name, value in zip(spec.makes, values, strict=True)}
 
@@ -150,7 +151,7 @@ class _ChainRun:
             setattr(twin, EXECUTION_DEVICE, self._device)
         return twin
 
-    def _to_loss(self, loss: Loss, reads: Carry) -> _RunBytes | None:
+    def _to_loss(self, loss: Loss, reads: Carry, ran: TilesRun) -> _RunBytes | None:
         """What the last layer and the loss behind it take; None if that can't run."""
         chain, spec, label = self._chain, self._chain.specs[-1], self._faked(loss.label)
         twin, tail = self._twin(chain[-1], spec), loss.tail
@@ -165,7 +166,7 @@ class _ChainRun:
 
         try:
             kept_bytes, training_bytes, _ = self._with_autograd(run, reads)
-            return _RunBytes(self._without_autograd(run, reads), kept_bytes, training_bytes)
+            return _RunBytes(self._without_autograd(run, reads), kept_bytes, training_bytes, ran)
         except Exception as error:  # whatever the user's code raises on fakes
             logger.info("memory of the loss is estimated: %s: %s", type(error).__name__, error)
             return None
@@ -228,7 +229,7 @@ def _bytes_of(carry: Carry) -> int:
 def _with_guessed_loss(last: _RunBytes, output_bytes: int) -> _RunBytes:
     """What the last layer and a loss take, where the loss can't run."""
     kept_bytes = last.kept + GUESSED_LOSS * output_bytes
-    return _RunBytes(last.forward, kept_bytes, max(last.training, kept_bytes))
+    return replace(last, kept=kept_bytes, training=max(last.training, kept_bytes))
 
 
 def _with_memory(cost: LayerCost, memory: _RunBytes) -> LayerCost:
@@ -237,4 +238,6 @@ def _with_memory(cost: LayerCost, memory: _RunBytes) -> LayerCost:
         workspace_bytes=memory.forward,
         activation_bytes=memory.kept,
         temporary_bytes=max(memory.training - memory.kept, 0),
+        num_tiles=memory.tiles.number,
+        repeats=memory.tiles.repeats,
     )

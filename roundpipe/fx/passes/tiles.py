@@ -61,8 +61,10 @@ def plan_tiles(graph: Graph, root: nn.Module, example: Carry) -> TilePlan | None
     plans.sort(key=lambda plan: -plan.saved_bytes)
     best = next((plan for plan in plans if plan.check(root)), plans[0])
     run, inside = best.rows.run, {node for region in best.regions for node in region.nodes}
+    spaces = dict.fromkeys((best.rows.space, *row_spaces(run)[:1]))  # the regions' may be that of positions alone
     for node in run.graph.nodes:
-        if node not in inside and (leaf := tiled_leaf(run, node, best.rows.space)) is not None:
+        leaves = (tiled_leaf(run, node, space) for space in spaces if node not in inside)
+        if (leaf := next(filter(None, leaves), None)) is not None:
             best.leaves[node] = leaf
     return best if best.regions or best.leaves else None
 

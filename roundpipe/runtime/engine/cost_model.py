@@ -118,9 +118,9 @@ class CostModel:
             costs = record.times[basis].costs(elements)
         else:
             costs = [cost.scaled(times_the_example(chain, elements)) for cost in chain.costs]
-        untiled, memory = record.memory_at(elements), record.memory_at(elements, tiles)
-        if basis != tiles and untiled is not None and memory is not None:
-            costs = with_repetition(costs, untiled, memory)
+        memory = record.memory_at(elements, tiles)
+        if basis != tiles and memory is not None:
+            costs = with_repetition(costs, memory)
         if memory is None:
             return costs
         return [cost.with_memory_of(other) for cost, other in zip(costs, memory, strict=True)]
@@ -209,17 +209,15 @@ class CostModel:
         return TASK_S * num_stages * num_microbatches / self.num_workers
 
 
-def with_repetition(
-    costs: Sequence[LayerCost], untiled: Sequence[LayerCost], tiled: Sequence[LayerCost]
-) -> list[LayerCost]:
-    """Costs in tiles: the backward of layers that take other memory in them repeats the forward."""
+def with_repetition(costs: Sequence[LayerCost], tiled: Sequence[LayerCost]) -> list[LayerCost]:
+    """Costs in tiles: with the forward that the backward of some layers repeats."""
     return [
-        cost
-        if before.training_bytes == after.training_bytes
-        else replace(
+        replace(
             cost,
             backward_s=cost.backward_s + cost.forward_s,
             backward_flops=cost.backward_flops + cost.forward_flops,
         )
-        for cost, before, after in zip(costs, untiled, tiled, strict=True)
+        if memory.repeats
+        else cost
+        for cost, memory in zip(costs, tiled, strict=True)
     ]

@@ -69,7 +69,7 @@ class VisitPeaks:
             before_bytes = before.gradient_bytes if position < self.num_workers else 0
             # predictions are of the worker with the largest weights; this one's room may be smaller
             own = [stage.weight_bytes for stage in stages[position % self.num_workers :: self.num_workers]]
-            peak_bytes += predicted[position].weights - arena_bytes(own, 1)
+            peak_bytes += predicted[position].weights + predicted[position].next_weights - arena_bytes(own, 1)
             found.append(MeasuredVisit(phase, layers, predicted[position].total - before_bytes, peak_bytes))
         return found
 
