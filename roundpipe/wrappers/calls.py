@@ -48,7 +48,8 @@ from roundpipe.wrappers.deferred import run_forward
 from roundpipe.wrappers.features import plan_hooks_beside_loss
 from roundpipe.wrappers.model_view import ModelView
 from roundpipe.wrappers.recovery import run_step
-from roundpipe.wrappers.session import LatestStep, Program, Runner, Session, TrainingCall
+from roundpipe.wrappers.run_log import LatestStep
+from roundpipe.wrappers.session import Program, Runner, Session, TrainingCall
 from roundpipe.wrappers.tails import TailSource
 from roundpipe.wrappers.variants import JointChain, JointChains
 

@@ -36,7 +36,8 @@ from roundpipe.runtime.device.backend import Lane
 from roundpipe.runtime.engine.engine import Engine
 from roundpipe.runtime.profiling.meter import MeterReading, link_speeds
 from roundpipe.runtime.weights.parameter_pair import ParameterPair
-from roundpipe.wrappers.session import LatestStep, RunLog, Session
+from roundpipe.wrappers.run_log import LatestStep, RunLog
+from roundpipe.wrappers.session import Session
 
 _UP, _DOWN = (Lane.UPLOAD, Lane.WEIGHTS), (Lane.DOWNLOAD, Lane.GRADIENTS)
 

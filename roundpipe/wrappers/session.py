@@ -1,7 +1,7 @@
 """What everything inside one wrapper shares: workers, host weights, the optimizer's side, checkpoints, counts.
 
     RoundPipe ---- Session             opened with the wrapper, closed with it
-      `- runner ------'  |- RunLog     what calls bring, for `roundpipe.wrappers.run_report`
+      `- runner ------'  |- RunLog     what calls bring: `roundpipe.wrappers.run_log`
                          `- BackgroundWriter
 
 A model in parts has a runner for each of them, all on one session.
@@ -28,73 +28,26 @@ from roundpipe.core import trees
 from roundpipe.core.caller import caller_name, warn
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ClosedError, ConfigError
-from roundpipe.core.layers import LayerChain
-from roundpipe.core.schedule import Schedule
-from roundpipe.core.tiling import Tiles
 from roundpipe.effects.uses import asks_for_inference_mode, compares_arguments
-from roundpipe.planning.stage_costs import stage_memory
-from roundpipe.reports.memory import DeviceMemory
-from roundpipe.runtime.config import RecomputeGrain, ResolvedConfig, RoundPipeRunConfig, resolve
+from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, resolve
 from roundpipe.runtime.device.resolve import DeviceLike, open_backends, open_registrar, resolve_devices
 from roundpipe.runtime.engine.engine import Engine
-from roundpipe.runtime.engine.plan_choice import PlanChooser
 from roundpipe.runtime.engine.spec import LossFunction
 from roundpipe.runtime.microbatch.split import batch_size
 from roundpipe.runtime.optimizer.loading import LoadWatch
 from roundpipe.runtime.optimizer.optimizer import OptimizerSide
 from roundpipe.runtime.optimizer.reads import ReadWatch
-from roundpipe.runtime.profiling.meter import MeterReading
 from roundpipe.runtime.ranks.group import ProcessGroupLike
 from roundpipe.runtime.ranks.turns import CallShare, Ranks
 from roundpipe.runtime.weights.gate import Gates
 from roundpipe.runtime.weights.host_weights import HostWeights, PinMode
 from roundpipe.wrappers.background_writer import BackgroundWriter
+from roundpipe.wrappers.run_log import RunLog
 from roundpipe.wrappers.streamed import StreamedModel
 
 logger = logging.getLogger(__name__)
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
-
-
-@dataclass(slots=True)
-class RunLog:
-    """What calls brought since the last report."""
-
-    num_steps_before: int = 0
-    """Steps that were made when the last report was."""
-    optimizer_before: Mapping[str, float] = field(default_factory=dict)
-    start_before: Mapping[str, float] = field(default_factory=dict)
-    meters_before: Sequence[MeterReading] = ()
-    latest: LatestStep | None = None
-    """The latest training step."""
-    num_calls: int = 0
-    num_samples: int | None = 0
-    num_tokens: int = 0
-    tokens_of: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LatestStep:
-    """What the predictions are about."""
-
-    schedule: Schedule
-    chain: weakref.ref[LayerChain]
-    elements: int
-    """Of the tensor arguments of its largest microbatch."""
-    recompute_grain: RecomputeGrain
-    tiles: Tiles
-    overlaps: bool
-    """Whether the next step begins beside it."""
-    plans: PlanChooser
-    """Know what its layers take."""
-
-    def device_memory(self) -> dict[str, DeviceMemory] | None:
-        """Device memory by stage, as planned; None: what layers take was not computed."""
-        chain, known, schedule = self.chain(), self.plans.costs, self.schedule
-        if chain is None or known.record(chain).memory_at(self.elements, self.tiles) is None:
-            return None
-        costs, grain = known.of(chain, self.elements, self.tiles), self.recompute_grain
-        return stage_memory(schedule.plan, costs, num_workers=schedule.num_workers, recompute_grain=grain)
 
 
 class Session:

@@ -1,0 +1,57 @@
+"""What calls of a model bring, for its report and its tables."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from roundpipe.core.layers import LayerChain
+from roundpipe.core.schedule import Schedule
+from roundpipe.core.tiling import Tiles
+from roundpipe.planning.stage_costs import stage_memory
+from roundpipe.reports.memory import DeviceMemory
+from roundpipe.runtime.config import RecomputeGrain
+from roundpipe.runtime.engine.plan_choice import PlanChooser
+from roundpipe.runtime.profiling.meter import MeterReading
+
+
+@dataclass(slots=True)
+class RunLog:
+    """What calls brought since the last report."""
+
+    num_steps_before: int = 0
+    """Steps that were made when the last report was."""
+    optimizer_before: Mapping[str, float] = field(default_factory=dict)
+    start_before: Mapping[str, float] = field(default_factory=dict)
+    meters_before: Sequence[MeterReading] = ()
+    latest: LatestStep | None = None
+    """The latest training step."""
+    num_calls: int = 0
+    num_samples: int | None = 0
+    num_tokens: int = 0
+    tokens_of: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LatestStep:
+    """What the predictions are about."""
+
+    schedule: Schedule
+    chain: weakref.ref[LayerChain]
+    elements: int
+    """Of the tensor arguments of its largest microbatch."""
+    recompute_grain: RecomputeGrain
+    tiles: Tiles
+    overlaps: bool
+    """Whether the next step begins beside it."""
+    plans: PlanChooser
+    """Know what its layers take."""
+
+    def device_memory(self) -> dict[str, DeviceMemory] | None:
+        """Device memory by stage, as planned; None: what layers take was not computed."""
+        chain, known, schedule = self.chain(), self.plans.costs, self.schedule
+        if chain is None or known.record(chain).memory_at(self.elements, self.tiles) is None:
+            return None
+        costs, grain = known.of(chain, self.elements, self.tiles), self.recompute_grain
+        return stage_memory(schedule.plan, costs, num_workers=schedule.num_workers, recompute_grain=grain)
