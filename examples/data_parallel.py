@@ -5,6 +5,7 @@ rotates it through its own devices; the ranks average their gradients at each st
 
     torchrun --nproc-per-node 2 examples/data_parallel.py
     torchrun --nproc-per-node 2 examples/data_parallel.py --check --steps 5
+    torchrun --nproc-per-node 2 examples/data_parallel.py --shard --check --steps 5
     torchrun --nproc-per-node 2 --max-restarts 3 examples/data_parallel.py --checkpoint trained
 
 GPUs of a host are dealt out to the ranks on it; without, each rank has two workers on the CPU.
@@ -39,6 +40,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=15, help="sequences per step, of all ranks together")
     parser.add_argument("--seq", type=int, default=128, help="tokens per sequence")
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument(
+        "--shard", action="store_true", help="each rank keeps and updates a part of the optimizer's side"
+    )
     parser.add_argument("--check", action="store_true", help="compare losses with one process; steps then wait")
     parser.add_argument("--checkpoint", type=Path, metavar="DIR", help=f"go on from it; saved every {SAVE_EVERY} steps")
     options = parser.parse_args(argv)
@@ -68,7 +72,11 @@ def train(options: argparse.Namespace, tokens: torch.Tensor, model: torch.nn.Mod
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     config = roundpipe.RoundPipeRunConfig(num_microbatch=options.microbatches)
     with roundpipe.compile(
-        model, devices=devices_of_this_rank(options), model_run_config=config, process_group="world"
+        model,
+        devices=devices_of_this_rank(options),
+        model_run_config=config,
+        process_group="world",
+        shard_optimizer=options.shard,
     ) as pipe:
         optimizer = torch.optim.AdamW(pipe.optim_parameters(), lr=options.lr)
         first, losses = 0, []

@@ -41,6 +41,7 @@ from roundpipe.runtime.config import RoundPipeRunConfig, num_microbatches
 from roundpipe.runtime.device.backend import Device
 from roundpipe.runtime.engine.recompute import doing_recompute, get_recompute_data, save_for_recompute
 from roundpipe.runtime.microbatch.merge import RoundPipePackedData
+from roundpipe.runtime.optimizer.clipping import clip_grad_norm_
 from roundpipe.runtime.optimizer.grad_scaler import GradScaler
 from roundpipe.runtime.optimizer.update import OptimizerCtx
 from roundpipe.tools.explain import explain
@@ -86,6 +87,7 @@ __all__ = [
     "TraceError",
     "balance_by_size",
     "balance_by_time",
+    "clip_grad_norm_",
     "compile",
     "distributed",
     "doing_recompute",

@@ -32,7 +32,7 @@ from roundpipe.wrappers.pipe import RoundPipe
 
 logger = logging.getLogger(__name__)
 
-_SETTINGS = ("optim_dtype", "pin_model", "devices", "process_group")
+_SETTINGS = ("optim_dtype", "pin_model", "devices", "process_group", "shard_optimizer")
 _TRACING = ("example_args", "example_kwargs", "balance")
 _PARTS_OPTIONS = ("lower_threshold", "upper_threshold", "skip_modules", "override_config")
 
@@ -50,6 +50,7 @@ def compile(
     balance: Balance = "time",
     fallback: bool = True,
     process_group: ProcessGroupLike | None = None,
+    shard_optimizer: bool = False,
     **wrap_kwargs: Any,
 ) -> RoundPipe | AutoRoundPipe:
     """Cut a model into layers and make it train in rotation.
@@ -74,6 +75,7 @@ def compile(
             that runs this forward on the CPU and its modules on the devices; if only a later call shows it, the
             `RoundPipe` does the same for such calls, with the parameters and optimizers that it has. False: an error.
         process_group: the ranks that train this model, each on its part of every batch; see `RoundPipe`.
+        shard_optimizer: whether each rank has a part of the optimizer's side alone; see `RoundPipe`.
         **wrap_kwargs: options of the fallback: ``lower_threshold``, ``upper_threshold``, ``skip_modules`` and
             ``override_config``, see `roundpipe.wrap_model_to_roundpipe`.
 
@@ -97,7 +99,7 @@ def compile(
     choice = PartsChoice(model, **wrap_kwargs, reaction="warn" if fallback else "refuse")
     program = cut(model, choice, devices, balance, example_args, example_kwargs)
     settings: dict[str, Any] = {"optim_dtype": optim_dtype, "name": name, "pin_model": pin_model, "devices": devices}
-    settings["process_group"] = process_group
+    settings.update(process_group=process_group, shard_optimizer=shard_optimizer)
     if program is None:
         return choice.wrap(model_run_config, **settings)
     pipe = RoundPipe(program, model_run_config=model_run_config, **settings)
@@ -154,8 +156,8 @@ def wrap_model_to_roundpipe(
         override_config: options of single modules that become pipelines.
         model_run_config: defaults for every call.
         name: for logs and traces; None: ``filename:line`` of the caller.
-        **roundpipe_kwargs: ``optim_dtype``, ``pin_model``, ``devices``, ``process_group`` as for `RoundPipe`;
-            ``example_args``, ``example_kwargs``, ``balance`` as for `roundpipe.compile`.
+        **roundpipe_kwargs: ``optim_dtype``, ``pin_model``, ``devices``, ``process_group``, ``shard_optimizer`` as for
+            `RoundPipe`; ``example_args``, ``example_kwargs``, ``balance`` as for `roundpipe.compile`.
 
     Returns:
         A `RoundPipe` if the model is cut by the graph compiler or is an ``nn.Sequential``, else an `AutoRoundPipe`.

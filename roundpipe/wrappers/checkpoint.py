@@ -41,7 +41,6 @@ from roundpipe.wrappers.checkpoint_state import (
     FORMAT,
     OBJECTS,
     by_index,
-    by_name,
     copied,
     is_of_first_version,
     misfits,
@@ -50,6 +49,7 @@ from roundpipe.wrappers.checkpoint_state import (
     raise_misfit,
     read_state,
     shared,
+    whole_state,
 )
 from roundpipe.wrappers.session import Session
 
@@ -83,6 +83,8 @@ def save(
             raise ConfigError(f"step is {step!r}; give an int, or None") from None
     folder = _begin(session, dir, objects)
     done = CheckpointWrite()
+    optimizer, scheduler, scaler = (objects[name] for name in OBJECTS)
+    state_of_optimizer, weights_of_optimizer = whole_state(optimizer, pairs, session.ranks)
     if session.ranks is not None and not session.ranks.is_writer:
         done.set_result(None)
         return done
@@ -92,15 +94,10 @@ def save(
     for name, tensor in tensors.items():
         files.check_storable(name, tensor)
     tensors, aliases = _once_each(tensors, target)
-    optimizer, scheduler, scaler = (objects[name] for name in OBJECTS)
     parts: dict[str, Any] = {
-        "optimizer": None if optimizer is None else by_name(optimizer, pairs),
+        "optimizer": state_of_optimizer,
         **{f"{name}_class": type(value).__qualname__ for name, value in objects.items()},
-        "optimizer_weights": {
-            pair.names[0]: pair.copy
-            for pair in pairs
-            if pair.copy is not None and pair.copy.dtype != pair.parameter.dtype
-        },
+        "optimizer_weights": weights_of_optimizer,
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
         "module_state": {name: value for name, value in weights.items() if name not in tensors | aliases},
@@ -362,7 +359,8 @@ def _fits(value: Any, tensor: torch.Tensor | None) -> bool:
 def _set_copies(masters: Mapping[str, torch.Tensor], pairs: Sequence[ParameterPair]) -> None:
     for pair in pairs:
         if pair.copy is not None and pair.names[0] in masters:
-            pair.copy.copy_(masters[pair.names[0]])
+            whole = masters[pair.names[0]]
+            pair.copy.copy_(pair.part(whole))
             if pair.parameter.requires_grad:  # no change, unless the weights were saved in a narrower dtype
-                pair.parameter.copy_(pair.copy)
+                pair.parameter.copy_(whole.to(pair.copy.dtype))
             pair.agree()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from roundpipe.core.errors import CheckpointError, CheckpointMisfitError, ConfigError, enumerated
+from roundpipe.runtime.ranks.turns import Ranks
 from roundpipe.runtime.weights.parameter_pair import ParameterPair
 
 FORMAT = 1
@@ -111,6 +112,31 @@ def by_name(optimizer: torch.optim.Optimizer, pairs: Sequence[ParameterPair]) ->
     return {**packed, "state": state, "param_groups": groups}
 
 
+def whole_state(
+    optimizer: torch.optim.Optimizer | None, pairs: Sequence[ParameterPair], ranks: Ranks | None
+) -> tuple[dict[str, Any] | None, dict[str, torch.Tensor]]:
+    """The optimizer's state by name, and those of its weights that the model has in another dtype.
+
+    Where each rank has a shard, all ranks call it, and rank 0 gets whole tensors.
+    """
+    packed = None if optimizer is None else by_name(optimizer, pairs)
+    weights: dict[str, torch.Tensor] = {
+        pair.names[0]: pair.copy for pair in pairs if pair.copy is not None and pair.copy.dtype != pair.parameter.dtype
+    }
+    if ranks is None or ranks.shard is None:
+        return packed, weights
+    state = {} if packed is None else {key: dict(value) for key, value in packed["state"].items()}
+    shapes = {pair.names[0]: pair.parameter.shape for pair in pairs}
+    parts: list[tuple[dict[str, torch.Tensor], str, torch.Size]] = [(weights, name, shapes[name]) for name in weights]
+    for name in sorted(state.keys() & shapes.keys()):
+        moments = sorted(ranks.shard.moments(state[name], shapes[name].numel()))
+        parts += [(state[name], key, shapes[name]) for key in moments]
+    whole = ranks.join([values[key].detach() for values, key, _ in parts], [shape.numel() for *_, shape in parts])
+    for (values, key, shape), tensor in zip(parts, whole, strict=False):  # on other ranks there are none
+        values[key] = tensor.view(shape)
+    return (None if packed is None else {**packed, "state": state}), weights
+
+
 def by_index(
     saved: Mapping[str, Any], optimizer: torch.optim.Optimizer, pairs: Sequence[ParameterPair], folder: Path
 ) -> dict[str, Any]:
@@ -135,8 +161,16 @@ def by_index(
         groups.append({**group, "params": list(indices.values())})
         if "param_names" in group:
             groups[-1]["param_names"] = optimizer.param_groups[index].get("param_names", group["param_names"])
-    state = {index_of.get(key, key): value for key, value in saved["state"].items()}
+    pair_of = {pair.names[0]: pair for pair in pairs}
+    state = {
+        index_of.get(key, key): _part(pair_of[key], value) if key in pair_of else value
+        for key, value in saved["state"].items()
+    }
     return {**saved, "state": state, "param_groups": groups}
+
+
+def _part(pair: ParameterPair, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    return state if pair.shard is None else pair.shard.of_state(state, pair.parameter.shape)
 
 
 def _check_fields(saved: Mapping[str, Any], pairs: Sequence[ParameterPair], what: str) -> None:

@@ -47,9 +47,9 @@ class RoundPipe(ModelReports):
             system refuses to pin, memory stays unpinned, and a warning names the limit.
         devices: the rotation: a list of device names and `roundpipe.Device` objects, in which an entry may be
             repeated. None: every accelerator that torch sees, or the CPU if there is none.
-        process_group: data parallel: every rank of this ``torch.distributed`` group wraps the same model and runs the
-            rotation on its own devices and its own part of each batch, and `step` averages the gradients. ``"world"``
-            is the group of all ranks. Weights and buffers start as those of rank 0; see docs/distributed.md.
+        process_group: data parallel: every rank of this ``torch.distributed`` group (``"world"``: of all) wraps the
+            same model and rotates it on its own part of each batch; `step` averages gradients. See docs/distributed.md.
+        shard_optimizer: each rank has and updates a part of the optimizer's side only; see `optim_parameters`.
 
     Raises:
         ConfigError: an argument can't be used.
@@ -65,12 +65,13 @@ class RoundPipe(ModelReports):
         *,
         devices: Sequence[DeviceLike] | DeviceLike | None = None,
         process_group: ProcessGroupLike | None = None,
+        shard_optimizer: bool = False,
     ) -> None:
         super().__init__()
         if not isinstance(model, Program):
             check_wrappable(model, type(self).__name__)
             model = self._program_of(model)
-        options = optim_dtype, name, model_run_config, pin_model, devices, process_group
+        options = optim_dtype, name, model_run_config, pin_model, devices, process_group, shard_optimizer
         session = Session(model.model, *options, widens_half=model.widens_half)
         # past __setattr__, which sets on the model once there is a session
         self.__dict__.update(
@@ -211,7 +212,11 @@ class RoundPipe(ModelReports):
     # The optimizer's side
 
     def optim_parameters(self) -> Iterator[nn.Parameter]:
-        """The optimizer's copies of the trainable parameters, for any torch optimizer."""
+        """The optimizer's copies of the trainable parameters, for any torch optimizer.
+
+        With ``shard_optimizer``, this rank's elements of each, in one dimension, maybe none. docs/distributed.md says
+        what that means for optimizers, groups, clipping, scaling and states.
+        """
         return (parameter for _, parameter in self.optim_named_parameters())
 
     def optim_named_parameters(

@@ -62,6 +62,7 @@ class Session:
         pin_model: PinMode,
         devices: Sequence[DeviceLike] | DeviceLike | None,
         process_group: ProcessGroupLike | None = None,
+        shard_optimizer: bool = False,
         *,
         widens_half: bool = False,
     ) -> None:
@@ -74,6 +75,11 @@ class Session:
             raise ConfigError(f"model_run_config is {type(config).__name__}; give a RoundPipeRunConfig")
         if not isinstance(name, str | None):
             raise ConfigError(f"name is {type(name).__name__}; give a string, or None for the caller's line")
+        if not isinstance(shard_optimizer, bool) or (shard_optimizer and process_group is None):
+            raise ConfigError(
+                f"shard_optimizer={shard_optimizer!r} with process_group={process_group!r}; True divides the "
+                "optimizer's side among the ranks of a process_group; without one, leave it out"
+            )
         self.model = model
         """The user's; it keeps the parameters."""
         self.shown = model
@@ -93,9 +99,10 @@ class Session:
         backends = open_backends(entries)
         registrar = open_registrar(backends) if pin_model == "register" else None
         self.gates = Gates()
-        options = optim_dtype, widens_half
-        board = self.gates.board
-        self.ranks = None if process_group is None else Ranks(process_group, model, name, options, board)
+        options, board = (optim_dtype, widens_half, shard_optimizer), self.gates.board
+        self.ranks = None
+        if process_group is not None:
+            self.ranks = Ranks(process_group, model, name, options, board, shard_optimizer)
         """The others that train this model, each on its part of every batch."""
         self.engine = Engine(backends, name, self.gates)
         parameters = functools.partial(model.named_parameters, remove_duplicate=False)

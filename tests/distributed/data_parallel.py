@@ -17,7 +17,7 @@ from torch import nn
 import roundpipe
 from roundpipe import RoundPipe, RoundPipeRunConfig
 from roundpipe.core.errors import ConfigError, RankError
-from roundpipe.runtime.ranks import averaging
+from roundpipe.runtime.ranks import buckets
 from roundpipe.runtime.ranks.group import RankGroup
 from roundpipe.runtime.weights.residency import Download
 
@@ -58,6 +58,7 @@ class Kind:
     scope: str = "microbatch"
     devices: int = 2
     wrapper: type[RoundPipe] = RoundPipe
+    shard: bool = False
 
     def batches(self, step: int) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
         """Per call, each rank's inputs and targets; ranks have different numbers of samples, the last few at the end.
@@ -113,11 +114,12 @@ def train(kinds: Iterable[Kind]) -> list[dict[str, torch.Tensor]]:
         model = make_model(seed=dist.get_rank())
         config = RoundPipeRunConfig(num_microbatch=2, loss_scope=kind.scope)
         devices = ["cpu"] * (kind.devices + dist.get_rank())
-        with kind.wrapper(model, model_run_config=config, devices=devices, process_group="world") as pipe:
+        options: dict[str, Any] = {"devices": devices, "process_group": "world", "shard_optimizer": kind.shard}
+        with kind.wrapper(model, model_run_config=config, **options) as pipe:
             optimizer = torch.optim.Adam(pipe.optim_parameters(), lr=0.05)
 
             def update(optimizer: torch.optim.Optimizer = optimizer) -> None:
-                nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], MAX_NORM)
+                roundpipe.clip_grad_norm_(optimizer.param_groups[0]["params"], MAX_NORM)
                 optimizer.step()
                 optimizer.zero_grad()
 
@@ -153,7 +155,7 @@ def averages_during_the_backward() -> list[bool]:
         pytest.MonkeyPatch.context() as patch,
         RoundPipe(model, model_run_config=config, devices=["cpu"] * 2, process_group="world") as pipe,
     ):
-        patch.setattr(averaging, "BUCKET_BYTES", 1)
+        patch.setattr(buckets, "BUCKET_BYTES", 1)
         patch.setattr(RankGroup, "add_up", noted)
         patch.setattr(Download, "settle", late)
         optimizer = torch.optim.SGD(pipe.optim_parameters(), lr=0.1)

@@ -32,6 +32,8 @@ KINDS = [
     Kind(loss="weights", scope="batch", num_calls=2),
     Kind(is_async=True, wrapper=roundpipe.AutoRoundPipe),
     Kind(loss="weights", wrapper=roundpipe.AutoRoundPipe),
+    Kind(shard=True, loss="weights", num_calls=2),
+    Kind(shard=True, is_async=True),
 ]
 
 

@@ -15,12 +15,15 @@ pytest.importorskip("transformers", reason="the examples need the extra [hf]")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("example", "num_microbatches"), [("data_parallel", "2"), ("distributed_pipeline", "5")])
-def test_an_example_agrees_with_one_process(tmp_path: Path, example: str, num_microbatches: str) -> None:
+@pytest.mark.parametrize(
+    ("example", "options"),
+    [("data_parallel", ["2"]), ("data_parallel", ["2", "--shard"]), ("distributed_pipeline", ["5"])],
+)
+def test_an_example_agrees_with_one_process(tmp_path: Path, example: str, options: list[str]) -> None:
     text = tmp_path / "data.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 200)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launch, str(EXAMPLES / f"{example}.py"), *TINY, num_microbatches, "--data", str(text)]
+    command = [*launch, str(EXAMPLES / f"{example}.py"), *TINY, *options, "--data", str(text)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "losses differ from one process by at most" in done.stdout

@@ -32,6 +32,9 @@ def adopt(optimizer: torch.optim.Optimizer, pairs: Sequence[ParameterPair]) -> N
         if parameter in optimizer.state:
             state = optimizer.state.pop(parameter)
             optimizer.state[copy] = {name: _of_copy(value, parameter, copy) for name, value in state.items()}
+    for pair in pairs:
+        if pair.shard is not None and pair.copy is not None and pair.copy in optimizer.state:
+            optimizer.state[pair.copy] = pair.shard.of_state(optimizer.state[pair.copy], pair.parameter.shape)
 
 
 def _of_copy(value: Any, parameter: torch.Tensor, copy: torch.Tensor) -> Any:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -29,7 +29,9 @@ from roundpipe.core.errors import ConfigError
 class ScalerScope:
     """The scalers that the ``step_fn``s of one model have used."""
 
-    def __init__(self) -> None:
+    def __init__(self, agree: Callable[[float], Sequence[float]] | None = None) -> None:
+        """``agree`` gives the numbers of all ranks that have a part of the gradients."""
+        self.agree = agree or (lambda value: [value])
         self._scalers: weakref.WeakSet[GradScaler] = weakref.WeakSet()
 
     @property
@@ -155,7 +157,8 @@ class GradScaler:
         inverse = 1.0 / self._scale_used
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         overflows = [_unscale(parameter, inverse) for parameter in parameters if parameter.grad is not None]
-        self._overflowed[optimizer] = any(overflows)
+        scope = _SCOPE.get()
+        self._overflowed[optimizer] = any(overflows if scope is None else scope.agree(any(overflows)))
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """``optimizer.step(*args, **kwargs)`` on unscaled gradients, or nothing if they overflowed.

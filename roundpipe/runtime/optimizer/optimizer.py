@@ -36,7 +36,7 @@ from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
 from roundpipe.runtime.optimizer.update import NOT_MADE, HandOver, StepHandle, Update, UpdateRunner
 from roundpipe.runtime.optimizer.update_thread import UpdateThread
 from roundpipe.runtime.profiling.meter import HostLog
-from roundpipe.runtime.ranks.averaging import Averaging
+from roundpipe.runtime.ranks.exchange import Exchange, begin_exchange
 from roundpipe.runtime.ranks.turns import Ranks
 from roundpipe.runtime.threads import DEADLINE_S
 from roundpipe.runtime.weights.gate import Gates, ParameterUse, Steps
@@ -68,15 +68,16 @@ class OptimizerSide(plain_loop.PlainSteps):
         deadline_s: float = DEADLINE_S,
     ) -> None:
         super().__init__()
-        self._pairs = MasterWeights(named_parameters, optim_dtype, widens_half)
+        self._shard = None if ranks is None else ranks.shard
+        self._pairs = MasterWeights(named_parameters, optim_dtype, widens_half, self._shard)
         self._name = name
         self._gates = gates or Gates(deadline_s)
         self._steps = steps or Steps()
         self._ranks = ranks
-        self._scalers = ScalerScope()
+        self._scalers = ScalerScope(None if ranks is None else ranks.agree)
         self.log = HostLog(OPTIMIZER)
         self._hand_over = HandOver(self._gates, self.log)
-        self._runner = UpdateRunner(name, self.log, self._scalers)
+        self._runner = UpdateRunner(name, self.log, self._scalers, ranks)
         self._updates = UpdateThread(name, self._gates, self._runner, deadline_s)
         self._second_memory = second_memory
         self._gates.came = self._pairs.gradients_came
@@ -127,27 +128,26 @@ class OptimizerSide(plain_loop.PlainSteps):
         pairs = self._pairs.with_copies()
         take_writes(pairs, has_update=self._weights_changed)
         # the first update takes the memory that it needs
-        self._pairs.convert_early(is_async, self._second_memory() if is_async and self.num_steps else ())
+        is_early = is_async and self._shard is None
+        self._pairs.convert_early(is_early, self._second_memory() if is_early and self.num_steps else ())
         call = functools.partial(step_fn, *args, **(kwargs or {}))
         num_steps, scales = self.num_steps, self._scalers.state()
         update = Update(f"update {num_steps + 1}", num_steps + 1)
-        averaging = None if self._ranks is None else Averaging(self._ranks, pairs, num_steps + 1, is_async)
+        ranks: Exchange | None = None
         try:
             self._scalers.begin_step()
             self._gradients_due = self._has_new_gradients = False
             self.num_steps = num_steps + 1
-            if self._ranks is not None and averaging is not None:
-                self._ranks.submit(averaging)
+            ranks = begin_exchange(self._ranks, pairs, self._gates, self._weights_changed, self.num_steps, is_async)
             if is_async:
-                self._updates.submit(
-                    update, self._update_behind, pairs, self._steps.running(), call, self.num_steps, averaging
-                )
+                running = self._steps.running()
+                self._updates.submit(update, self._update_behind, pairs, running, call, self.num_steps, ranks)
             else:
-                self._update_now(update, pairs, call, averaging)
+                self._update_now(update, pairs, call, ranks)
         except BaseException:
             if update.take_back():  # interrupted before `step_fn`: no step was made
-                if averaging is not None:
-                    averaging.change(is_dropped=True)
+                if ranks is not None:
+                    ranks.change(is_dropped=True)
                 self._scalers.restore(scales)
                 self._gradients_due = self._has_new_gradients = True
                 self.num_steps = num_steps
@@ -160,16 +160,19 @@ class OptimizerSide(plain_loop.PlainSteps):
         update: Update,
         pairs: Sequence[ParameterPair],
         step_fn: Callable[[], object],
-        averaging: Averaging | None,
+        ranks: Exchange | None,
     ) -> None:
         """An update in the calling thread."""
-        self._exchange(pairs, averaging=averaging)
+        self._exchange(pairs, ranks=ranks)
         try:
             update.claim.acquire()
             update.result = self._call(step_fn, update.number)
         finally:
             self._weights_changed = True
-            self._updates.run(pairs, self._write_now)
+            if self._shard is None:
+                self._updates.run(pairs, self._write_now)
+            else:
+                self._exchange(pairs, shows_gradients=True)
             self._scalers.publish()
         update.is_done = True
 
@@ -179,10 +182,10 @@ class OptimizerSide(plain_loop.PlainSteps):
         steps: Sequence[ParameterUse],
         step_fn: Callable[[], object],
         number: int,
-        averaging: Averaging | None,
+        ranks: Exchange | None,
     ) -> Any:
         """An asynchronous update, in the optimizer's thread; none on the gradients of a step that failed."""
-        self._exchange_now(pairs, steps, averaging=averaging, swaps=True)
+        self._exchange_now(pairs, steps, ranks=ranks, swaps=True)
         result = NOT_MADE if any(step.failed for step in steps) else self._call(step_fn, number)
         if result is not NOT_MADE:
             self._hand_over.stage(pairs)
@@ -193,11 +196,12 @@ class OptimizerSide(plain_loop.PlainSteps):
         return self._runner.run(step_fn, number, self.parameter_pairs())
 
     def _exchange(
-        self, pairs: Sequence[ParameterPair], shows_gradients: bool = False, averaging: Averaging | None = None
+        self, pairs: Sequence[ParameterPair], shows_gradients: bool = False, ranks: Exchange | None = None
     ) -> None:
         """Latest weights into the model, gradients out of it, or into it again to be shown."""
+        ranks = ranks or begin_exchange(self._ranks, pairs, self._gates, self._weights_changed)
         # inside step_fn a loss of two forwards is evaluated on weights that stay as they are
-        self._updates.run(pairs, self._exchange_now, (), self._runner.is_inside, shows_gradients, averaging)
+        self._updates.run(pairs, self._exchange_now, (), self._runner.is_inside, shows_gradients, ranks)
 
     def _exchange_now(
         self,
@@ -205,14 +209,13 @@ class OptimizerSide(plain_loop.PlainSteps):
         steps: Sequence[ParameterUse] = (),
         only_behind: bool = False,
         shows_gradients: bool = False,
-        averaging: Averaging | None = None,
+        ranks: Exchange | None = None,
         swaps: bool = False,
     ) -> None:
         """The same in the optimizer's thread, once the steps are done with the parameters."""
         changed = self._weights_changed
-        with contextlib.nullcontext() if averaging is None else averaging:
-            on_taken = None if averaging is None else averaging.complete
-            self._hand_over.exchange(pairs, steps, changed, only_behind=only_behind, swaps=swaps, on_taken=on_taken)
+        with contextlib.nullcontext() if ranks is None else ranks:
+            self._hand_over.exchange(pairs, steps, changed, only_behind=only_behind, swaps=swaps, ranks=ranks)
         self._weights_changed = False
         for pair in pairs if shows_gradients else ():
             pair.show_gradient()
@@ -232,11 +235,11 @@ class OptimizerSide(plain_loop.PlainSteps):
         self._updates.wait_interrupted()
         self._caller = threading.get_ident()
         has_update = not self.is_idle
-        ahead = [] if has_update or self._weights_changed else [pair for pair in self._pairs if pair.is_ahead]
+        ahead = [] if has_update or self._weights_changed else self._pairs.ahead()
         if ahead:  # written by the training loop
             self._updates.run(ahead, self._write_now)
         if self._runner.is_inside:  # an optimizer evaluates the loss, on its present weights
-            self._runner.check_evaluation(has_update, self._ranks is not None and adds_gradients)
+            self._runner.check_evaluation(has_update, adds_gradients)
             self._weights_changed = True
             self._exchange(self._pairs.with_copies())
         self._is_settled = False

@@ -30,6 +30,9 @@ from roundpipe.runtime.weights.gate import Gates, Steps
 from roundpipe.runtime.weights.master_weights import MasterWeights, take_writes
 from roundpipe.runtime.weights.parameter_pair import ParameterPair
 
+_BY_TENSOR = ("Adafactor", "LBFGS", "LARS", "Lamb", "LAMB", "Muon", "Shampoo", "SOAP")
+"""Optimizers, by name, whose update of an element depends on the tensor that it is in."""
+
 
 class PlainSteps(ABC):
     """What an `OptimizerSide` does around such a step."""
@@ -65,8 +68,13 @@ class PlainSteps(ABC):
     @abstractmethod
     def _write_now(self, pairs: Sequence[ParameterPair]) -> None: ...
 
-    def before_plain_step(self, parameters: frozenset[int]) -> None:
-        """An optimizer that has these, by id, is about to step; in ``step_fn``, that is nothing new."""
+    def before_plain_step(self, parameters: frozenset[int], kind: str) -> None:
+        """An optimizer of some class that has these, by id, is about to step; in ``step_fn``, that is nothing new."""
+        if self._runner.is_inside and self._ranks is not None and self._ranks.shard is not None and kind in _BY_TENSOR:
+            raise ConfigError(
+                f"{kind} looks at whole tensors, and with shard_optimizer=True {self._name} gives it parts of them; "
+                "take an optimizer that works element by element, such as AdamW, or shard_optimizer=False"
+            )
         if self._closed or self._runner.is_inside or not self._gates.board.is_here:
             return
         stepping = [pair for pair in self._pairs if pair.copy is not None and id(pair.copy) in parameters]
@@ -141,7 +149,7 @@ def _ids(optimizer: torch.optim.Optimizer) -> frozenset[int]:
 def _before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     parameters = _ids(optimizer) if _watching else frozenset[int]()
     for side in _sides():
-        side.before_plain_step(parameters)
+        side.before_plain_step(parameters, type(optimizer).__name__)
 
 
 @torch.compiler.disable(reason="it may wait for threads")

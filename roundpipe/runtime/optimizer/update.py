@@ -23,6 +23,8 @@ from roundpipe.core.errors import ConfigError, RoundPipeError, add_note
 from roundpipe.runtime.device.backend import Event
 from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
 from roundpipe.runtime.profiling.meter import HostLog
+from roundpipe.runtime.ranks.exchange import Exchange
+from roundpipe.runtime.ranks.turns import Ranks
 from roundpipe.runtime.threads import Board
 from roundpipe.runtime.weights.fingerprint import Fingerprint
 from roundpipe.runtime.weights.gate import Gates, ParameterUse
@@ -136,8 +138,9 @@ class StepHandle:
 class UpdateRunner:
     """Runs the ``step_fn`` of one model; until one has written a copy, looks whether it leaves all as they are."""
 
-    def __init__(self, name: str, log: HostLog, scalers: ScalerScope) -> None:
+    def __init__(self, name: str, log: HostLog, scalers: ScalerScope, ranks: Ranks | None = None) -> None:
         self._name = name
+        self.ranks = ranks
         self._log = log
         self._scalers = scalers
         self._looks = True
@@ -147,6 +150,11 @@ class UpdateRunner:
     def is_inside(self) -> bool:
         """Whether the calling code runs in this model's ``step_fn``."""
         return _RUNNING.get() is self
+
+    @staticmethod
+    def running() -> UpdateRunner | None:
+        """The one in whose ``step_fn`` the calling code runs."""
+        return _RUNNING.get()
 
     def check_step(self, step_fn: object, is_async: object) -> None:
         """Raise a `ConfigError` if a step can't be made of these, or here."""
@@ -160,14 +168,19 @@ class UpdateRunner:
         if self.is_inside:
             raise ConfigError("step() was called inside step_fn; a step can't contain another one")
 
-    def check_evaluation(self, is_async: bool, is_averaged: bool) -> None:
+    def check_evaluation(self, is_async: bool, adds_gradients: bool) -> None:
         """Raise a `ConfigError` if the model can't be called inside this ``step_fn``."""
         if is_async:
             raise ConfigError(
                 f"{self._name} was called inside an asynchronous step_fn, while the next round may be running. An "
                 "optimizer that evaluates the loss itself, such as LBFGS, needs step(..., is_async=False)"
             )
-        if is_averaged:
+        if self.ranks is not None and self.ranks.shard is not None:
+            raise ConfigError(
+                f"{self._name} was called inside step_fn, where with shard_optimizer=True this rank has new weights "
+                "of its own shard only; call it after the step"
+            )
+        if self.ranks is not None and adds_gradients:
             raise ConfigError(
                 f"{self._name} was trained inside step_fn, where gradients are not averaged over ranks: an optimizer "
                 "that evaluates the loss itself, such as LBFGS, needs one process"
@@ -186,6 +199,8 @@ class UpdateRunner:
                     self._look(before)
                 return result
         except BaseException as error:
+            if self.ranks is not None:
+                self.ranks.update_failed()
             add_note(error, f"roundpipe: raised in step_fn of step {index} of {self._name}")
             raise
         finally:
@@ -255,11 +270,12 @@ class HandOver:
         *,
         only_behind: bool = False,
         swaps: bool = False,
-        on_taken: Callable[[Sequence[ParameterPair]], None] | None = None,
+        ranks: Exchange | None = None,
     ) -> None:
         """Latest weights into the model, gradients out of it; opens the gates of parameters as they are done.
 
-        ``on_taken`` is told of pairs whose copies have all gradients, unless a step failed.
+        The exchange with other ``ranks`` is told of pairs whose gradients are taken, unless a step failed; if it moves
+        weights, it writes them and opens their gates.
 
         With ``only_behind`` only weights that differ are written, so that others keep their version. Weights that
         `stage` has made ready change places if ``swaps``; else all parameters lie in their own memory then.
@@ -270,6 +286,9 @@ class HandOver:
         while to_write or to_take:
             if to_write and to_write[0].is_uploaded():
                 group = to_write.popleft().pairs
+                if ranks is not None and ranks.moves_weights:
+                    ranks.released(group)
+                    continue
                 if weights_changed:
                     self.write_weights([pair for pair in group if pair.is_behind] if only_behind else group, swaps)
                 for pair in () if swaps else group:
@@ -281,8 +300,8 @@ class HandOver:
                     with self._log.doing("hand-over", "gradients to the optimizer", bytes=_model_bytes(group)):
                         for pair in group:
                             pair.take_gradient()
-                    if on_taken is not None:
-                        on_taken(group)
+                    if ranks is not None:
+                        ranks.complete(group)
                 self._gates.gradients.open(pair.parameter for pair in group)
             else:
                 with self._log.doing("waits", "wait for uploads" if to_write else "wait for gradients"):

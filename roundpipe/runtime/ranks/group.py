@@ -1,7 +1,8 @@
-"""The connection of one model to its ranks: a gloo group that nobody else uses.
+"""The connection of one model to its ranks: gloo groups that nobody else uses.
 
 What travels lies in host memory, so gloo serves, whatever the user's group is. Nothing of the user's comes between its
-collectives. When it is closed, whoever waits for this rank is told at once.
+collectives. When it is closed, whoever waits for this rank is told at once. The second group is for a ``step_fn``,
+which may run while the ranks' thread uses the first one.
 
 Invariant: after `RankGroup` was made, weights and buffers are those of rank 0 on every rank, bit for bit.
 """
@@ -28,7 +29,7 @@ TIMEOUT = datetime.timedelta(minutes=30)
 
 
 class RankGroup:
-    """The ranks of one model; made on all of them at once, used by one thread.
+    """The ranks of one model; made on all of them at once, used by the ranks' thread, `agree` by ``step_fn``.
 
     Raises:
         ConfigError: there is no such group, or a rank has another model.
@@ -43,6 +44,8 @@ class RankGroup:
         _check_same([(options, tensors) for _, options, tensors in found])
         store = dist.PrefixStore(f"roundpipe/{found[0][0]}", dist.distributed_c10d._get_default_store())
         self._group: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=TIMEOUT)
+        second = dist.PrefixStore("step_fn", store)
+        self._second: Any = dist.ProcessGroupGloo(second, self.rank, self.size, timeout=TIMEOUT)
         with torch.no_grad():
             for tensor in _host_tensors(model):
                 whole = tensor.contiguous()
@@ -52,22 +55,58 @@ class RankGroup:
 
     def gather(self, row: Sequence[float]) -> list[list[float]]:
         """The rows of all ranks, equally long."""
+        return self._gathered(self._open(), row)
+
+    def agree(self, row: Sequence[float]) -> list[list[float]]:
+        """The rows of all ranks, for a ``step_fn``."""
+        return self._gathered(_opened(self._second), row)
+
+    def _gathered(self, group: Any, row: Sequence[float]) -> list[list[float]]:
         own = torch.tensor(row, dtype=torch.float64)
         rows = [torch.empty_like(own) for _ in range(self.size)]
-        self._open().allgather([rows], [own]).wait()
+        group.allgather([rows], [own]).wait()
         return [each.tolist() for each in rows]
 
     def add_up(self, tensor: torch.Tensor) -> None:
         """Make a contiguous tensor the sum of all ranks', in place and the same bits everywhere."""
         self._open().allreduce([tensor]).wait()
 
+    def swap(self, received: torch.Tensor, sent: torch.Tensor, lengths: Sequence[int]) -> None:
+        """Send each rank its part of one dimension, of these lengths; receive a row from each, as long as its own."""
+        width = sent.itemsize
+        sizes = [received.shape[1] * width] * self.size, [length * width for length in lengths]
+        self._open().alltoall_base(_bytes(received), _bytes(sent), *sizes).wait()
+
+    def collect(self, found: torch.Tensor, own: torch.Tensor) -> None:
+        """A row from each rank, equally long."""
+        self._open()._allgather_base(_bytes(found), _bytes(own)).wait()
+
+    def send_to_first(self, rows: torch.Tensor, own: torch.Tensor) -> None:
+        """Rank 0 gets a row from each rank, equally long; others get none."""
+        received, sent = [_bytes(rows).numel() // self.size] * self.size, [0] * self.size
+        sent[0] = own.nbytes
+        self._open().alltoall_base(_bytes(rows), _bytes(own), received, sent).wait()
+
+    def close_second(self) -> None:
+        """Let go of the connection of ``step_fn``; other ranks that wait there get an error."""
+        self._second = None
+
     def close(self) -> None:
         """Let go of the connection; ranks that wait for this one get an error."""
-        self._group = None
+        self._group = self._second = None
 
     def _open(self) -> Any:
-        assert self._group is not None, "a rank speaks after it has closed its connection"
-        return self._group
+        return _opened(self._group)
+
+
+def _opened(group: Any) -> Any:
+    assert group is not None, "a rank speaks after it has closed its connection"
+    return group
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor; gloo does not know all dtypes."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _resolved(process_group: ProcessGroupLike) -> dist.ProcessGroup:

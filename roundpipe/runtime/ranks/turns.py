@@ -6,7 +6,9 @@ every rank, by which each finds out whether all are at the same place.
 
     turn          made by               ready once                       gives
     `CallShare`   forward_backward      the losses have their weights    what this rank's gradients count for
-    `Averaging`   step, see there       all have added their gradients   averaged gradients in the copies
+    `Exchange`    step, see there       all have added their gradients   averaged gradients in the copies
+                  step, synchronize     no round reads the old weights   new weights of all shards in the model
+    `Joining`     save_checkpoint       at once                          whole tensors of all shards, on rank 0
 
 Invariant: a rank that fails closes its connection, or says so in its state; the others then raise a `RankError`.
 """
@@ -17,13 +19,16 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, replace
+from enum import IntEnum
 from typing import Any, Self
 
+import torch
 from torch import nn
 
 from roundpipe.core.errors import LossError, RankError, RoundPipeError
 from roundpipe.runtime.ranks.group import ProcessGroupLike, RankGroup
 from roundpipe.runtime.threads import Board, TaskThread
+from roundpipe.runtime.weights.shard import Shard
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +36,17 @@ CLOSE_S = 10.0
 """How long `Ranks.close` waits for a turn that other ranks have not come to."""
 
 
+class Action(IntEnum):
+    """What a turn is about."""
+
+    CALL, STEP, READ, SAVE = range(4)
+
+
 @dataclass(frozen=True, slots=True)
 class RankState:
     """What a rank tells of itself when a turn begins."""
 
-    is_step: bool
+    action: int
     num_calls: int
     """Calls of ``forward_backward`` so far."""
     num_steps: int
@@ -50,10 +61,16 @@ class RankState:
     def __str__(self) -> str:
         if self.has_failed:
             return "has failed"
+        call = f"call {self.num_calls} of forward_backward"
+        if self.action == Action.CALL:
+            return f"runs {call}, {'with weights from loss_fn' if self.gives_weights else 'by samples'}"
         kind = "asynchronous " if self.is_async else ""
-        what = f"makes {kind}update {self.num_steps} of {self.num_elements} elements" if self.is_step else "runs"
-        loss = "" if self.is_step else ", with weights from loss_fn" if self.gives_weights else ", by samples"
-        return f"{what} {'after ' if self.is_step else ''}call {self.num_calls} of forward_backward{loss}"
+        what = {
+            Action.STEP: f"makes {kind}update {self.num_steps} of {self.num_elements} elements",
+            Action.READ: "reads the latest weights, whose shards are on all ranks,",
+            Action.SAVE: f"saves {self.num_elements} elements of the optimizer's state",
+        }[Action(self.action)]
+        return f"{what} after {call}"
 
     @property
     def place(self) -> RankState:
@@ -142,16 +159,48 @@ class CallShare(Turn):
             self.fail(error or RoundPipeError("a call ended without losses"))
 
 
+class Joining(Turn):
+    """Tensors of which each rank has its shards, whole on rank 0."""
+
+    def __init__(self, ranks: Ranks, parts: Sequence[torch.Tensor], lengths: Sequence[int]) -> None:
+        """``lengths`` are the elements of the whole tensors."""
+        super().__init__(ranks.board, RankState(Action.SAVE, ranks.num_calls, 0, sum(lengths)))
+        self._shard = ranks.shard
+        self._parts, self._lengths = parts, lengths
+        self.is_ready = True
+        self.whole: list[torch.Tensor] = []
+        """On rank 0."""
+
+    @torch.no_grad()
+    def talk(self, group: RankGroup, states: Sequence[RankState]) -> None:
+        assert self._shard is not None
+        for part, length in zip(self._parts, self._lengths, strict=True):
+            longest = self._shard.bounds(length, 0).stop
+            own = torch.empty(longest, dtype=part.dtype)
+            own[: len(part)] = part
+            rows = torch.empty(group.size if group.rank == 0 else 0, longest, dtype=part.dtype)
+            group.send_to_first(rows, own)
+            if group.rank == 0:
+                self.whole.append(rows.view(-1)[:length])
+
+
 class Ranks:
-    """The ranks of one model."""
+    """The ranks of one model; with ``shards``, each has a part of the optimizer's side."""
 
     def __init__(
-        self, process_group: ProcessGroupLike, model: nn.Module, name: str, options: Sequence[Any], board: Board
+        self,
+        process_group: ProcessGroupLike,
+        model: nn.Module,
+        name: str,
+        options: Sequence[Any],
+        board: Board,
+        shards: bool = False,
     ) -> None:
         """Connect, check that all have the same model, and take over the weights of rank 0; on all ranks at once."""
         self._name = name
         self.board = board
         self._group = RankGroup(process_group, model, options)
+        self.shard = Shard(self._group.rank, self._group.size) if shards else None
         self._thread = TaskThread(f"roundpipe ranks {name}", board=board)
         self._broken: RankError | None = None
         self._latest: Turn | None = None
@@ -164,7 +213,7 @@ class Ranks:
 
     def share(self, num_samples: int | None) -> CallShare:
         """The turn of a ``forward_backward`` whose loss is a mean; after `num_calls` was counted."""
-        share = CallShare(self.board, RankState(False, self.num_calls, 0), num_samples)
+        share = CallShare(self.board, RankState(Action.CALL, self.num_calls, 0), num_samples)
         self.submit(share)
         return share
 
@@ -172,6 +221,30 @@ class Ranks:
         """Take a turn after those before; in the training thread."""
         self._latest = turn
         self._thread.submit(self._take, turn)
+
+    def join(self, parts: Sequence[torch.Tensor], lengths: Sequence[int]) -> list[torch.Tensor]:
+        """The whole tensors, flat, of which each rank has a shard; on rank 0, on the others none."""
+        joining = Joining(self, parts, lengths)
+        self.submit(joining)
+        joining.wait()
+        return joining.whole
+
+    def agree(self, value: float) -> list[float]:
+        """The numbers that all ranks give inside ``step_fn``, if each has a part of what they are about."""
+        if self.shard is None:
+            return [value]
+        try:
+            return [number for (number,) in self._group.agree([value])]
+        except BaseException as error:
+            raise RankError(
+                f"{self._name}: another rank has ended, failed or raised in its step_fn, as this one clipped or "
+                "unscaled gradients. Its own output says why. Start all ranks again, from the latest checkpoint"
+            ) from error
+
+    def update_failed(self) -> None:
+        """``step_fn`` has raised: ranks that want this one to `agree` are told."""
+        if self.shard is not None:
+            self._group.close_second()
 
     def _take(self, turn: Turn) -> None:
         board = self.board

@@ -14,6 +14,7 @@ from roundpipe.runtime.device.host_limit import HOST_LIMIT
 from roundpipe.runtime.device.host_memory import is_plain
 from roundpipe.runtime.weights.banks import Banks
 from roundpipe.runtime.weights.parameter_pair import ParameterPair
+from roundpipe.runtime.weights.shard import Shard
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
@@ -40,6 +41,7 @@ class MasterWeights:
             were replaced or added since are found.
         optim_dtype: dtype of the copies of floating-point parameters; None keeps each parameter's.
         widens_half: None gives float32 copies to parameters of half precision; else there is a warning of them.
+        shard: the part of each parameter that has a copy; None: all.
     """
 
     def __init__(
@@ -47,7 +49,9 @@ class MasterWeights:
         named_parameters: Callable[[], NamedParameters],
         optim_dtype: torch.dtype | None,
         widens_half: bool = False,
+        shard: Shard | None = None,
     ) -> None:
+        self._shard = shard
         self._named_parameters = named_parameters
         self._optim_dtype = optim_dtype
         self._widens_half = widens_half
@@ -72,7 +76,7 @@ class MasterWeights:
         pairs: dict[torch.Tensor, ParameterPair] = {}
         for name, parameter in now:
             if parameter not in pairs:
-                pairs[parameter] = before.get(parameter) or ParameterPair([], parameter)
+                pairs[parameter] = before.get(parameter) or ParameterPair([], parameter, shard=self._shard)
                 pairs[parameter].names = []
             pairs[parameter].names.append(name)
         self._pairs, self._by_parameter = list(pairs.values()), pairs
@@ -84,7 +88,8 @@ class MasterWeights:
         trainable = [pair for pair in self._pairs if pair.parameter.requires_grad]
         new = [pair for pair in trainable if pair.copy is None]
         copies_bytes = sum(pair.parameter.numel() * self._dtype_of_copy(pair).itemsize for pair in new)
-        HOST_LIMIT.check({"the optimizer's copies of weights": copies_bytes})
+        num_shards = 1 if self._shard is None else self._shard.count
+        HOST_LIMIT.check({"the optimizer's copies of weights": copies_bytes // num_shards})
         for pair in trainable:
             if pair.copy is None:
                 pair.make_copy(self._dtype_of_copy(pair))
@@ -127,6 +132,18 @@ class MasterWeights:
     def with_copies(self) -> list[ParameterPair]:
         """The pairs that the optimizer may have updated; those that are frozen now may have gradients from before."""
         return [pair for pair in self._pairs if pair.copy is not None]
+
+    def ahead(self) -> list[ParameterPair]:
+        """Those whose copies were written since they and the model agreed; a `ConfigError` if each rank has a shard."""
+        ahead = [pair for pair in self._pairs if pair.is_ahead]
+        if ahead and self._shard is not None:
+            for pair in ahead:
+                pair.agree()
+            raise ConfigError(
+                f"{enumerated([pair.names[0] for pair in ahead])}: the optimizer's copies were written outside of "
+                "step_fn. With shard_optimizer=True a rank has a part of each; write them inside step_fn"
+            )
+        return ahead
 
     def convert_early(self, gradients: bool, memory: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """From now on: gradients as they come home, which takes the memory of them all once more; and weights of

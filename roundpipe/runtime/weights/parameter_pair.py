@@ -12,6 +12,7 @@ from roundpipe.runtime.device.host_limit import HOST_LIMIT
 from roundpipe.runtime.device.host_memory import convert, is_plain, on_huge_pages
 from roundpipe.runtime.weights.banks import Banks, EarlyGradient
 from roundpipe.runtime.weights.fingerprint import Fingerprint
+from roundpipe.runtime.weights.shard import Shard
 
 
 @dataclass(slots=True, eq=False)
@@ -21,6 +22,10 @@ class ParameterPair:
     names: list[str]
     parameter: nn.Parameter
     copy: nn.Parameter | None = None
+    """Of all elements, or of those in the ``shard``, in one dimension."""
+    shard: Shard | None = None
+    whole: torch.Tensor | None = None
+    """With a ``shard``: the model's gradient, taken to be averaged over the ranks."""
     spare: torch.Tensor | None = None
     """Memory for the copy's gradient, used at each update where dtypes differ."""
     early: EarlyGradient = field(default_factory=EarlyGradient)
@@ -33,6 +38,10 @@ class ParameterPair:
     """The model's parameter when the copy and it last agreed, or the copy was newer."""
     is_written: bool = False
     """Whether anybody else has written the model's parameter since; see `look`."""
+
+    def part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the copy is of, in a tensor that has the parameter's shape."""
+        return tensor if self.shard is None else self.shard.of(tensor)
 
     def look(self) -> None:
         """Notice whether anybody else has written the model's parameter or given it other memory."""
@@ -67,7 +76,7 @@ class ParameterPair:
     def start_again(self) -> None:
         """The copy takes the model's values."""
         if self.copy is not None:
-            self.copy.copy_(self.parameter)
+            self.copy.copy_(self.part(self.parameter))
         self.is_written = False
         self.agree()
 
@@ -78,6 +87,12 @@ class ParameterPair:
                 f"parameter {self.names[0]} is on the meta device, so the optimizer can't start from it; "
                 "load the model's weights (model.to_empty, from_pretrained) before"
             )
+        if self.shard is not None and not is_plain(source):
+            raise ConfigError(
+                f"shard_optimizer=True: parameter {self.names[0]} is a {type(source).__name__} and can't be divided; "
+                "freeze it, or train without shard_optimizer"
+            )
+        source = self.part(source)
         if is_plain(source):
             copy = on_huge_pages(torch.empty_like(source, device="cpu", dtype=dtype)).copy_(source)
         else:
@@ -98,7 +113,7 @@ class ParameterPair:
         copy, now = self.copy, self.parameter
         if copy is None or not is_plain(copy) or not is_plain(now):
             return copy is not None
-        return not torch.equal(now, copy.to(now.device, now.dtype))
+        return not torch.equal(self.part(now), copy.to(now.device, now.dtype))
 
     def write_weights(self) -> None:
         """Write the copy into the model's parameter, which lies in its own memory then."""
@@ -141,9 +156,12 @@ class ParameterPair:
         early.convert(gradient)
 
     def take_gradient(self) -> None:
-        """Add the model's gradient to the copy's."""
+        """Add the model's gradient to the copy's; with a shard, have it ready for the ranks."""
         copy, gradient, self.parameter.grad = self.copy, self.parameter.grad, None
         if gradient is None or copy is None:
+            return
+        if self.shard is not None:
+            self.whole = gradient
             return
         early = self.early.take(gradient)
         if copy.grad is None and early is not None:
@@ -175,7 +193,10 @@ class ParameterPair:
         return self.spare.copy_(gradient)
 
     def show_gradient(self) -> None:
-        """Let the model's ``.grad`` be the copy's."""
+        """Let the model's ``.grad`` be the copy's; with a shard, it stays this rank's own until it is averaged."""
+        if self.shard is not None:
+            self.parameter.grad, self.whole = self.whole, None
+            return
         if self.copy is None or self.copy.grad is None:
             return
         self.parameter.grad = shown = self.copy.grad.to(self.parameter.device, self.parameter.dtype)
@@ -184,7 +205,7 @@ class ParameterPair:
     @property
     def is_shown(self) -> bool:
         """Whether the model and the copy have the same gradient, or none."""
-        if self.copy is None:
+        if self.copy is None or self.shard is not None:
             return True
         if self.shown is None:
             return self.parameter.grad is None and self.copy.grad is None

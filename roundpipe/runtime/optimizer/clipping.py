@@ -1,0 +1,57 @@
+"""Clipping by the norm of all gradients, of which a rank may have a part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from roundpipe.core.errors import ConfigError
+from roundpipe.runtime.optimizer.update import UpdateRunner
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` by the norm of whole gradients, also where each rank has a part of them.
+
+    For ``step_fn`` with ``shard_optimizer=True``, where torch's own function would take the norm of this rank's part.
+    All ranks call it, with the same parameters and in the same order. Elsewhere it is torch's.
+
+    Args:
+        parameters: those of the optimizer, or some of them.
+        max_norm: the norm that gradients have at most afterwards.
+        norm_type: the exponent, such as 1, 2 or ``math.inf``; more than 0.
+        error_if_nonfinite: raise a `RuntimeError` if the norm is no finite number, on all ranks.
+
+    Returns:
+        The norm before, the same on all ranks.
+    """
+    if not (isinstance(norm_type, int | float) and norm_type > 0):
+        raise ConfigError(f"clip_grad_norm_: norm_type={norm_type!r}; give a number above 0, such as 2 or math.inf")
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    gradients = [each.grad for each in given if each.grad is not None and each.grad.numel()]
+    own = get_total_norm(gradients, norm_type)
+    runner = UpdateRunner.running()
+    norms = [float(own)] if runner is None or runner.ranks is None else runner.ranks.agree(float(own))
+    total = own if len(norms) == 1 else own.new_tensor(_joined(norms, norm_type))
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(f"clip_grad_norm_: the norm of the gradients is {float(total)}; they can't be clipped by it")
+    clip_grads_with_norm_(given, max_norm, total)
+    return total
+
+
+def _joined(norms: list[float], norm_type: float) -> float:
+    """The norm of what has these norms in its parts."""
+    largest = max(norms)
+    if any(math.isnan(norm) for norm in norms):
+        return math.nan
+    if not 0.0 < largest < math.inf or math.isinf(norm_type):
+        return largest
+    return largest * math.fsum((norm / largest) ** norm_type for norm in norms) ** (1 / norm_type)

@@ -1,0 +1,133 @@
+"""What travels at once: the gradients, or the new weights, of a bucket of parameters.
+
+Buckets are of parameters in the reverse of the model's order, so that those come first whose backward ends first, and
+the same on every rank, whatever its devices and its plan. Where no rank has a gradient of a parameter, its copy gets
+none; else ranks that have none count as zero.
+
+    average   each rank has whole copies: their gradients become the mean of all ranks', the same bits everywhere
+    scatter   each rank has a shard of the copies: its gradients get the mean of that shard, which is sent in the
+              model's dtype and added up in the copies'
+    gather    shards of the copies, in the model's dtype, become the model's weights on every rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from roundpipe.core.errors import ConfigError
+from roundpipe.runtime.ranks.group import RankGroup
+from roundpipe.runtime.weights.parameter_pair import ParameterPair
+from roundpipe.runtime.weights.shard import Shard
+
+BUCKET_BYTES = 16 * 1024**2
+
+
+def buckets_of(pairs: Sequence[ParameterPair]) -> Iterator[list[ParameterPair]]:
+    """Of one dtype each, in the model and in the copies, and of about `BUCKET_BYTES`."""
+    bucket: list[ParameterPair] = []
+    num_bytes, dtypes = 0, None
+    for pair in reversed(pairs):
+        assert pair.copy is not None
+        own = pair.parameter.numel() * pair.copy.itemsize
+        if bucket and (num_bytes + own > BUCKET_BYTES or (pair.parameter.dtype, pair.copy.dtype) != dtypes):
+            yield bucket
+            bucket, num_bytes = [], 0
+        bucket.append(pair)
+        num_bytes, dtypes = num_bytes + own, (pair.parameter.dtype, pair.copy.dtype)
+    if bucket:
+        yield bucket
+
+
+def average(bucket: Sequence[ParameterPair], group: RankGroup) -> None:
+    """Let the copies' gradients be the mean of all ranks'."""
+    present = _present(bucket, [None if pair.copy is None else pair.copy.grad for pair in bucket], group)
+    gradients = []
+    for pair in present:
+        assert pair.copy is not None
+        if pair.copy.grad is None:
+            pair.copy.grad = torch.zeros_like(pair.copy)
+        gradients.append(pair.copy.grad)
+    if len(gradients) == 1 and gradients[0].is_contiguous():
+        group.add_up(gradients[0])
+        gradients[0].div_(group.size)
+    elif gradients:
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        group.add_up(flat)
+        flat.div_(group.size)
+        for gradient, mean in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
+            gradient.copy_(mean.view_as(gradient))
+
+
+def scatter(bucket: Sequence[ParameterPair], group: RankGroup, shard: Shard) -> None:
+    """Add the mean of all ranks' gradients to those of the copies."""
+    present = _present(bucket, [pair.whole for pair in bucket], group)
+    flats, totals = [], []
+    for pair in present:
+        assert pair.copy is not None
+        whole, pair.whole = pair.whole, None
+        flats.append(torch.zeros_like(pair.parameter).view(-1) if whole is None else whole.detach().reshape(-1))
+        if pair.copy.grad is None:
+            pair.copy.grad = torch.zeros_like(pair.copy)
+        totals.append(pair.copy.grad)
+    for window in _windows(present, shard):
+        sent = [_parts(flats, shard, rank, window) for rank in range(shard.count)]
+        lengths = [sum(map(len, parts)) for parts in sent]
+        received = torch.empty(shard.count, lengths[shard.index], dtype=flats[0].dtype)
+        group.swap(received, torch.cat([part for parts in sent for part in parts]), lengths)
+        mean = received.sum(0, dtype=totals[0].dtype).div_(shard.count)
+        own = [total[window] for total in totals]
+        for total, part in zip(own, mean.split([len(each) for each in own]), strict=True):
+            total += part
+
+
+def gather(bucket: Sequence[ParameterPair], group: RankGroup, shard: Shard) -> None:
+    """Let the model's weights be the copies'."""
+    copies = [pair.copy.detach() for pair in bucket if pair.copy is not None]
+    flats = [
+        parameter.view(-1) if parameter.is_contiguous() else torch.empty_like(parameter).reshape(-1)
+        for parameter in (pair.parameter.detach() for pair in bucket)
+    ]
+    for window in _windows(bucket, shard):
+        parts_of = [_parts(flats, shard, rank, window) for rank in range(shard.count)]
+        lengths = [sum(map(len, parts)) for parts in parts_of]
+        own = torch.empty(max(lengths), dtype=flats[0].dtype)  # equally long on all ranks
+        own[: lengths[shard.index]] = torch.cat([copy[window] for copy in copies])
+        found = torch.empty(shard.count, max(lengths), dtype=own.dtype)
+        group.collect(found, own)
+        for row, parts, length in zip(found, parts_of, lengths, strict=True):
+            for part, new in zip(parts, row[:length].split([len(part) for part in parts]), strict=True):
+                part.copy_(new)
+    for pair, flat in zip(bucket, flats, strict=True):
+        if not pair.parameter.is_contiguous():
+            pair.parameter.copy_(flat.view(pair.parameter.shape))
+        pair.agree()
+
+
+def _present(
+    bucket: Sequence[ParameterPair], gradients: Sequence[torch.Tensor | None], group: RankGroup
+) -> list[ParameterPair]:
+    """Those of which some rank has a gradient."""
+    for pair, gradient in zip(bucket, gradients, strict=True):
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise ConfigError(
+                f"{pair.names[0]}: its gradient is sparse, and ranks average dense ones only; make the embedding with "
+                "sparse=False, or train without process_group="
+            )
+    holders = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.int32)
+    group.add_up(holders)
+    return [pair for pair, num_holders in zip(bucket, holders.tolist(), strict=True) if num_holders]
+
+
+def _windows(bucket: Sequence[ParameterPair], shard: Shard) -> Iterator[slice]:
+    """Pieces of the shards, so that of parameters larger than a bucket no more than a bucket travels at once."""
+    if bucket:
+        step = max(BUCKET_BYTES // shard.count // bucket[0].parameter.itemsize, 1)
+        longest = max(shard.bounds(pair.parameter.numel(), 0).stop for pair in bucket)
+        yield from (slice(start, start + step) for start in range(0, longest, step))
+
+
+def _parts(flats: Sequence[torch.Tensor], shard: Shard, rank: int, window: slice) -> list[torch.Tensor]:
+    """A piece of a rank's shard of each."""
+    return [flat[shard.bounds(len(flat), rank)][window] for flat in flats]
