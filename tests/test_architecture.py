@@ -59,6 +59,7 @@ PUBLIC_NAMES = {
     "TraceError",
     "balance_by_size",
     "balance_by_time",
+    "clip_grad_norm_",
     "compile",
     "distributed",
     "doing_recompute",
@@ -378,11 +379,11 @@ def test_public_signatures() -> None:
 
     assert names(roundpipe.compile) == [
         *("model", "example_args", "example_kwargs", "optim_dtype", "name", "model_run_config", "pin_model"),
-        *("devices", "balance", "fallback", "process_group", "wrap_kwargs"),
+        *("devices", "balance", "fallback", "process_group", "shard_optimizer", "wrap_kwargs"),
     ]
     pipe = roundpipe.RoundPipe
     assert names(pipe)[:5] == ["model", "optim_dtype", "name", "model_run_config", "pin_model"]
-    assert {"devices", "process_group"} <= set(names(pipe))
+    assert {"devices", "process_group", "shard_optimizer"} <= set(names(pipe))
     assert names(pipe.forward) == ["args", "roundpipe_run_config", "kwargs"]
     of_losses = "input_args input_kwargs label loss_fn return_outputs run_config loss_reduction loss_scope".split()
     assert names(pipe.forward_backward) == names(pipe.forward_loss) == of_losses
