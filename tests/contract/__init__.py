@@ -8,11 +8,12 @@ held by a test; it is empty for a row that holds in full. ``python -m tests.cont
 from __future__ import annotations
 
 from tests.contract.compiler_rows import COMPILER_ROWS
+from tests.contract.distributed_rows import DISTRIBUTED_ROWS
 from tests.contract.row import Row
 from tests.contract.runtime_rows import RUNTIME_ROWS
 from tests.contract.wrap_rows import WRAP_ROWS
 
-TABLE: dict[str, Row] = RUNTIME_ROWS | COMPILER_ROWS | WRAP_ROWS
+TABLE: dict[str, Row] = RUNTIME_ROWS | COMPILER_ROWS | WRAP_ROWS | DISTRIBUTED_ROWS
 
 
 def node_ids() -> list[str]:
