@@ -64,6 +64,7 @@ CASES = {
     "download": (lambda: roundpipe.Device("cpu", download_bytes_per_s=float("inf")), "download_bytes_per_s=inf"),
     "timeline": (record, "a timeline is written to a file, not to 3"),
     "tiles": (lambda: roundpipe.RoundPipeRunConfig(tiles=0), r"tiles: got 0"),
+    "residency": (lambda: roundpipe.RoundPipeRunConfig(residency=True), r"residency: got True"),
     "number": (lambda: roundpipe.RoundPipeRunConfig(num_microbatch=NAN), "num_microbatch: got nan"),
     "reduction": (lambda: training(loss_reduction="avg"), "loss_reduction: got 'avg'"),
     "scope": (lambda: training(loss_scope=[]), r"loss_scope: got \[\]"),

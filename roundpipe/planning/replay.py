@@ -129,8 +129,7 @@ class StepReplay:
         self._up = [Link(profile.upload_bytes_per_s) for _ in range(num_workers)]
         self._down = [Link(profile.download_bytes_per_s) for _ in range(num_workers)]
         self._optimizer = Link(profile.optimizer_bytes_per_s)
-        phases = {Phase.FORWARD: costs.forward, Phase.FUSED: costs.fused, Phase.BACKWARD: costs.backward}
-        self.stages = [phases[job.phase](job.start, job.stop) for job in schedule.jobs]
+        self.stages = costs.of_jobs(schedule)
         self._on_host = values_on_host(schedule, costs)
         trained = sum(num_trained(cost) for cost in costs.layers) if schedule.kind == "train" else 0
         per_parameter = profile.optimizer_bytes_per_parameter - profile.hand_over_bytes_per_parameter

@@ -16,6 +16,7 @@ from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import Phase, Schedule
 from roundpipe.planning.machine import HardwareProfile, LinkTransfer
 from roundpipe.planning.replay import CAUSES, Activity, Cause, StepReplay
+from roundpipe.planning.residency import STREAMED, Residency
 from roundpipe.planning.stage_costs import RecomputeGrain, StageCosts
 from roundpipe.reports.timeline import OPTIMIZER, WAIT_NAMES, Span, Timeline
 
@@ -60,7 +61,8 @@ class Simulation:
     optimizer_bytes: float
     """Host memory traffic of the optimizer, per step."""
     peak_bytes: tuple[int, ...]
-    """Per device: weights, gradients (the visit's and those still on their way down), what the running stage holds."""
+    """Per device: weights, those that stay included, gradients (the visit's and those still on their way down), what
+    the running stage holds."""
     peak_carried_bytes: int
 
     @property
@@ -74,16 +76,18 @@ def simulate(
     profile: HardwareProfile | None = None,
     *,
     recompute_grain: RecomputeGrain = "stage",
+    residency: Residency = STREAMED,
 ) -> Simulation:
     """Replays a step, whose stages may have replicas, again and again until that is steady.
 
     Costs are for one microbatch. Without a profile transfers take no time, and there is no optimizer. A `ConfigError`
-    if the costs are not those of the schedule's layers.
+    if the costs are not those of the schedule's layers. What stays on devices is taken to be there.
     """
-    return _steady_state(StepReplay(schedule, StageCosts(costs, recompute_grain), profile or HardwareProfile()))
+    stage_costs = StageCosts(residency.streamed(costs), recompute_grain)
+    return _steady_state(StepReplay(schedule, stage_costs, profile or HardwareProfile()), residency)
 
 
-def _steady_state(steps: StepReplay) -> Simulation:
+def _steady_state(steps: StepReplay, residency: Residency) -> Simulation:
     """Means over the steps from the one that the last one is like."""
     num_steps = steps.age or max(len(steps.over) // 2, 1)
     last, old = steps.over[-1], steps.over[-1 - num_steps]
@@ -113,7 +117,7 @@ def _steady_state(steps: StepReplay) -> Simulation:
         uploaded_bytes=uploaded,
         downloaded_bytes=downloaded,
         optimizer_bytes=by_optimizer,
-        peak_bytes=tuple(map(sum, zip(arena_bytes, working_bytes, strict=True))),
+        peak_bytes=tuple(residency.num_bytes + sum(each) for each in zip(arena_bytes, working_bytes, strict=True)),
         peak_carried_bytes=steps.peak_carried_bytes,
     )
 
@@ -136,10 +140,12 @@ def simulate_timeline(
     profile: HardwareProfile | None = None,
     *,
     recompute_grain: RecomputeGrain = "stage",
+    residency: Residency = STREAMED,
 ) -> tuple[Simulation, Timeline]:
     """`simulate`, and what it played from the first step on; arguments and errors are the same."""
-    steps = StepReplay(schedule, StageCosts(costs, recompute_grain), profile or HardwareProfile(), record=True)
-    return _steady_state(steps), Timeline(_spans(steps))
+    stage_costs = StageCosts(residency.streamed(costs), recompute_grain)
+    steps = StepReplay(schedule, stage_costs, profile or HardwareProfile(), record=True)
+    return _steady_state(steps, residency), Timeline(_spans(steps))
 
 
 def _spans(steps: StepReplay) -> Iterator[Span]:

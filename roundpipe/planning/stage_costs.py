@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import LayerCost
-from roundpipe.core.schedule import ExecutePlan
+from roundpipe.core.schedule import ExecutePlan, Phase, Schedule
 from roundpipe.reports.memory import DeviceMemory
 
 RecomputeGrain = Literal["stage", "layer"]
@@ -125,6 +125,11 @@ class StageCosts:
             maximum = self._maxima[name] = _RangeMaximum([getattr(layer, name) for layer in self.layers])
         return maximum.of(start, stop)
 
+    def of_jobs(self, schedule: Schedule) -> list[StageCost]:
+        """Of a schedule's jobs, in order."""
+        phases = {Phase.FORWARD: self.forward, Phase.FUSED: self.fused, Phase.BACKWARD: self.backward}
+        return [phases[job.phase](job.start, job.stop) for job in schedule.jobs]
+
     def forward(self, start: int, stop: int) -> StageCost:
         return self._known.get(("F", start, stop)) or self._compute("F", start, stop)
 
@@ -183,8 +188,8 @@ def arena_bytes(weights: Sequence[int], num_workers: int) -> int:
     return max(map(add, weights, (*weights[num_workers:], *repeat(0, min(num_workers, len(weights))))))
 
 
-def device_memory(stages: Sequence[StageCost], num_workers: int) -> list[DeviceMemory]:
-    """Device memory in use while each job of a step runs.
+def device_memory(stages: Sequence[StageCost], num_workers: int, resident_bytes: int = 0) -> list[DeviceMemory]:
+    """Device memory in use while each job of a step runs, with what stays there of weights.
 
     While job K runs, the weights of job K + N come up and the gradients of job K - N, which may be of the step
     before, go down.
@@ -199,17 +204,10 @@ def device_memory(stages: Sequence[StageCost], num_workers: int) -> list[DeviceM
             stage.working_bytes - stage.carried_bytes - stage.excess_bytes,
             stage.carried_bytes,
             stage.excess_bytes,
+            resident_bytes,
         )
         for position, stage in enumerate(stages)
     ]
-
-
-def stage_memory(
-    plan: ExecutePlan, costs: Sequence[LayerCost], *, num_workers: int, recompute_grain: RecomputeGrain = "stage"
-) -> dict[str, DeviceMemory]:
-    """Device memory while the stages F0, .., U, B1, .. of a training plan run."""
-    needs = device_memory(training_stages(plan, StageCosts(costs, recompute_grain)), num_workers)
-    return {name: need for (name, _), need in zip(plan.named_stages(), needs, strict=True)}
 
 
 def peak_bytes(stages: Sequence[StageCost], num_workers: int, replicas: Sequence[int] | None = None) -> int:

@@ -26,6 +26,8 @@ class DeviceMemory(NamedTuple):
     """Values and gradients at the stage's cuts: in use, and on their way up and down."""
     measured: int = 0
     """What measured peaks showed beside these, such as what kernels take by themselves; negative: less."""
+    resident: int = 0
+    """Of weights that stay there, which no visit brings up."""
 
     @property
     def total(self) -> int:

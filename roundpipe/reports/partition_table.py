@@ -22,6 +22,8 @@ MIN_REPEATS = 3
 MAX_PERIOD = 4
 """Longest sequence of unlike rows whose repetition is folded (such as attention, mlp, attention, mlp)."""
 
+NOTHING_STAYS: Mapping[int, int] = {}
+
 _NOTHING = "-"
 _FLOP_UNITS = ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "KFLOP"))
 """One for a whole column: the largest that its largest number reaches."""
@@ -49,14 +51,22 @@ def layer_table(chain: LayerChain, *, costs: Sequence[LayerCost] | None = None, 
 
 
 def stage_table(
-    chain: LayerChain, plan: ExecutePlan, *, costs: Sequence[LayerCost] | None = None, measured: bool = False
+    chain: LayerChain,
+    plan: ExecutePlan,
+    *,
+    costs: Sequence[LayerCost] | None = None,
+    measured: bool = False,
+    resident_bytes: Mapping[int, int] = NOTHING_STAYS,
 ) -> str:
     """A table with one row per stage: F forward only, U fused, B recomputation and backward.
 
-    Weights are what each visit uploads, so the total is what one step uploads; compute is per microbatch and includes
-    recomputation. Costs are as for `layer_table`.
+    Weights are what each visit uploads, so the total is what one step uploads, once ``resident_bytes`` of layers are
+    on the devices; compute is per microbatch and includes recomputation. Costs are as for `layer_table`.
     """
-    costs = costs or chain.costs
+    costs = [
+        replace(cost, weight_bytes=cost.weight_bytes - resident_bytes.get(index, 0))
+        for index, cost in enumerate(costs or chain.costs)
+    ]
     rows = []
     for label, (start, stop) in plan.named_stages():
         phase = label[0]
@@ -78,21 +88,24 @@ def partition_table(
     measured: bool = False,
     memory: Mapping[str, DeviceMemory] | None = None,
     optim_dtypes: Sequence[torch.dtype] = (),
+    resident_bytes: Mapping[int, int] = NOTHING_STAYS,
 ) -> str:
     """What a model was cut into: its layers and, with a plan, its stages; the title is the first line's subject.
 
     Costs are as for `layer_table`; ``memory`` is that of a device by stage. ``optim_dtypes`` are those of the
-    optimizer's copies.
+    optimizer's copies. ``resident_bytes`` are, by layer, those of weights that stay on each device.
     """
     num_parameters = sum(parameter.numel() for parameter in chain.parameters())  # shared ones once
     parts = [counted(len(chain.specs), "layer")]
     tables = [layer_table(chain, costs=costs, measured=measured)]
     if plan is not None:
         parts.append(f"{counted(plan.num_stages, 'stage')} in a round")
-        tables.append(stage_table(chain, plan, costs=costs, measured=measured))
+        tables.append(stage_table(chain, plan, costs=costs, measured=measured, resident_bytes=resident_bytes))
     parts.append(f"{format_count(num_parameters)} parameters")
     if num_parameters < sum(cost.num_parameters for cost in chain.costs):
         parts[-1] += " (shared ones counted once)"
+    if plan is not None and resident_bytes:
+        parts.append(f"{format_bytes(sum(resident_bytes.values()))} of weights stay on each device")
     if optim_dtypes:
         parts.append(f"optimizer in {' and '.join(map(dtype_name, optim_dtypes))}")
     what = "measured seconds" if measured else "compute and bytes"

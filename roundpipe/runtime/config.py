@@ -83,6 +83,10 @@ class RoundPipeRunConfig:
     then repeats the forward of what is tiled. Built-in: ``"auto"``, as many as are needed to fit, none where there is
     room; ``"off"``: none."""
 
+    residency: Literal["auto", "off"] | None = None
+    """Whether weights that are not trained stay on the devices between visits and rounds: ``"auto"`` (built-in), as far
+    as there is room beside what the plan needs; ``"off"``: every visit uploads all of its weights."""
+
     loss_reduction: LossReduction | None = None
     """How the microbatches' losses make up the batch's: ``"sum"`` (built-in) or ``"mean"``; see
     `RoundPipe.forward_backward`."""
@@ -109,6 +113,8 @@ class RoundPipeRunConfig:
                 "a pair (args_spec, kwargs_spec) of a tuple and a dict, either of them None for the automatic "
                 "rule, or a function f(args, kwargs, num_microbatch)",
             )
+        if self.residency not in (None, AUTO, "off"):
+            self._refuse("residency", '"auto" or "off"')
         if self.loss_reduction not in (None, *get_args(LossReduction)):
             self._refuse("loss_reduction", '"sum" or "mean"')
         if self.loss_scope not in (None, *get_args(LossScope)):
@@ -166,6 +172,7 @@ class ResolvedConfig:
     tiles: int | None
     """None leaves the choice to the planner; 1: none."""
 
+    residency: Literal["auto", "off"]
     loss_reduction: LossReduction
     loss_scope: LossScope
     check_finite: bool
@@ -182,6 +189,7 @@ def resolve(call: RoundPipeRunConfig | None, model: RoundPipeRunConfig | None, *
         "merge_output": True,
         "requires_grad": torch.is_grad_enabled(),
         "preserve_rng_state": True,
+        "residency": AUTO,
         "loss_reduction": "sum",
         "loss_scope": "microbatch",
         "check_finite": False,

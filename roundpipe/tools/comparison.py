@@ -20,9 +20,11 @@ from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan, Schedule, make_schedule
 from roundpipe.planning.machine import HardwareProfile
 from roundpipe.planning.planner import PlanArguments, ReplicatedPlan, plan_greedy, plan_replicated
+from roundpipe.planning.residency import Residency, choose_residency
 from roundpipe.planning.simulator import Simulation, simulate
-from roundpipe.planning.stage_costs import RecomputeGrain, plan_peak_bytes
+from roundpipe.planning.stage_costs import RecomputeGrain, StageCosts
 from roundpipe.planning.static_schedules import StaticKind, simulate_static
+from roundpipe.reports.memory import DeviceMemory
 from roundpipe.reports.tables import format_bytes, format_seconds, format_share, table
 
 _STATIC: tuple[tuple[str, StaticKind, int], ...] = (
@@ -75,9 +77,19 @@ class Setting:
     def schedule(self, plan: ExecutePlan, replicas: Sequence[int] | None = None) -> Schedule:
         return make_schedule(plan, self.num_workers, self.num_microbatches, replicas=replicas)
 
+    def residency(self, plan: ExecutePlan, replicas: Sequence[int] | None = None) -> Residency:
+        costs = StageCosts(self.costs, self.recompute_grain)
+        return choose_residency(self.schedule(plan, replicas), costs, self.budget_bytes)
+
+    def device_memory(self, plan: ExecutePlan) -> dict[str, DeviceMemory]:
+        """In use while each stage runs."""
+        workers, grain = self.num_workers, self.recompute_grain
+        return self.residency(plan).stage_memory(plan, self.costs, num_workers=workers, recompute_grain=grain)
+
     def simulate(self, plan: ExecutePlan, replicas: Sequence[int] | None = None) -> Simulation:
         schedule = self.schedule(plan, replicas)
-        return simulate(schedule, self.costs, self.profile, recompute_grain=self.recompute_grain)
+        grain, residency = self.recompute_grain, self.residency(plan, replicas)
+        return simulate(schedule, self.costs, self.profile, recompute_grain=grain, residency=residency)
 
     def has_room_for(self, peak_bytes: int) -> bool:
         return self.budget_bytes is None or peak_bytes <= self.budget_bytes
@@ -97,10 +109,8 @@ def compare_schedules(setting: Setting, chosen: ExecutePlan | None) -> list[Comp
 def _rotation(name: str, setting: Setting, chosen: ExecutePlan | ReplicatedPlan) -> ComparedSchedule:
     plan, replicas = (chosen.plan, chosen.replicas) if isinstance(chosen, ReplicatedPlan) else (chosen, None)
     simulation = setting.simulate(plan, replicas)
-    grain = setting.recompute_grain
-    peak_bytes = plan_peak_bytes(
-        plan, setting.costs, num_workers=setting.num_workers, recompute_grain=grain, replicas=replicas
-    )
+    schedule, costs = setting.schedule(plan, replicas), StageCosts(setting.costs, setting.recompute_grain)
+    peak_bytes = setting.residency(plan, replicas).peak_bytes(schedule, costs)
     remark = f"{plan.num_stages} stages" + (f" in {sum(replicas)} slots" if replicas and max(replicas) > 1 else "")
     seconds, idle, fits = simulation.seconds_per_step, simulation.mean_idle.total, setting.has_room_for(peak_bytes)
     return ComparedSchedule(name, setting.num_microbatches, seconds, idle, peak_bytes, fits, remark)

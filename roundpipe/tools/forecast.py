@@ -25,7 +25,7 @@ from roundpipe.fx.passes.lower import LowerOptions, lower
 from roundpipe.fx.trace.tracer import trace
 from roundpipe.planning.machine import HardwareProfile
 from roundpipe.planning.simulator import Simulation, simulate_timeline, steady
-from roundpipe.planning.stage_costs import largest_layer_bytes, stage_memory
+from roundpipe.planning.stage_costs import largest_layer_bytes
 from roundpipe.reports.memory import DeviceMemory, HostMemory
 from roundpipe.reports.tables import format_bytes
 from roundpipe.reports.timeline import Timeline
@@ -236,7 +236,7 @@ def forecast_at(layers: Layers, machine: Machine, training: Training, *, simulat
     costs = _costs(layers, call)
     setting = _setting(costs, machine, training)
     if plan is not None:
-        stages = stage_memory(plan, costs, num_workers=machine.num_devices, recompute_grain=training.recompute_grain)
+        stages = setting.device_memory(plan)
         simulation = setting.simulate(plan) if simulated else None
         needed_bytes = max(need.total for need in stages.values())
         if needed_bytes > machine.budget_bytes:

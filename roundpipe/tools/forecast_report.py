@@ -72,13 +72,17 @@ def forecast_text(result: Forecast) -> str:
     )
     rows |= _rows("note", result.layers.notes)
     dtypes = [training.optim_dtype] if any(p.requires_grad for p in result.layers.chain.parameters()) else []
+    chain, plan, resident = result.layers.chain, result.plan, {}
+    if plan is not None:
+        resident = result.setting.residency(plan).bytes_of(result.costs)
     layers = partition_table(
-        result.layers.chain,
-        result.plan,
+        chain,
+        plan,
         title=title,
         costs=result.costs,
         memory=result.stages,
         optim_dtypes=dtypes,
+        resident_bytes=resident,
     )
     return "\n\n".join((layers, summary_table(rows)))
 

@@ -175,6 +175,7 @@ class ChainRunner(Runner):
             call.config.recompute_grain,
             call.tiles,
             spec.may_outlive_call,
+            self.builder.last_residency,
             plans,
         )
         plans.costs.learn_from(spec.times, call)
@@ -189,19 +190,26 @@ class ChainRunner(Runner):
             return self.fallback.partition_table()
         if chain is None:
             return f"{self.name}: not traced yet; the first call traces it, or give compile(example_kwargs=...)"
-        plan = self.builder.last_plan
+        plans, plan, residency = self.builder.plans, self.builder.last_plan, self.builder.last_residency
         if self.last_chain is None:
             with contextlib.suppress(DeviceMemoryError):  # the call will say so; the layers can be shown
-                plan = self.builder.plans.plan(Call.like_example(chain, self._resolve(None)))
-        known, dtypes = self.builder.plans.costs, self.session.optimizer.copy_dtypes()
-        costs, memory, latest = known.measured(chain), None, self.session.log.latest
+                plan = plans.plan(call := Call.like_example(chain, self._resolve(None)))
+                residency = plans.room(call, plan).residency
+        costs, memory, latest = plans.costs.measured(chain), None, self.session.log.latest
         is_measured = costs is not None
         if latest is not None and latest.chain() is chain and (memory := latest.device_memory()):
-            takes = known.of(chain, latest.elements, latest.tiles)
+            takes = plans.costs.of(chain, latest.elements, latest.tiles)
             costs = [cost.with_memory_of(other) for cost, other in zip(costs or chain.costs, takes, strict=True)]
-            plan = latest.schedule.plan
+            plan, residency = latest.schedule.plan, latest.residency
         return partition_table(
-            chain, plan, title=self.name, costs=costs, measured=is_measured, memory=memory, optim_dtypes=dtypes
+            chain,
+            plan,
+            title=self.name,
+            costs=costs,
+            measured=is_measured,
+            memory=memory,
+            optim_dtypes=self.session.optimizer.copy_dtypes(),
+            resident_bytes=residency.bytes_of(chain.costs),
         )
 
     def _resolve(self, options: RoundPipeRunConfig | None) -> ResolvedConfig:

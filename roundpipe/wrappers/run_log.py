@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.schedule import Schedule
 from roundpipe.core.tiling import Tiles
-from roundpipe.planning.stage_costs import stage_memory
+from roundpipe.planning.residency import Residency
 from roundpipe.reports.memory import DeviceMemory
 from roundpipe.runtime.config import RecomputeGrain
 from roundpipe.runtime.engine.plan_choice import PlanChooser
@@ -45,6 +45,7 @@ class LatestStep:
     tiles: Tiles
     overlaps: bool
     """Whether the next step begins beside it."""
+    residency: Residency
     plans: PlanChooser
     """Know what its layers take."""
 
@@ -54,4 +55,5 @@ class LatestStep:
         if chain is None or known.record(chain).memory_at(self.elements, self.tiles) is None:
             return None
         costs, grain = known.of(chain, self.elements, self.tiles), self.recompute_grain
-        return stage_memory(schedule.plan, costs, num_workers=schedule.num_workers, recompute_grain=grain)
+        workers = schedule.num_workers
+        return self.residency.stage_memory(schedule.plan, costs, num_workers=workers, recompute_grain=grain)

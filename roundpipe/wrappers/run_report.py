@@ -18,7 +18,7 @@ import torch
 from roundpipe.core.tiling import UNTILED, Tiles
 from roundpipe.planning.machine import HardwareProfile
 from roundpipe.planning.simulator import simulate, simulate_timeline, step_alone_s
-from roundpipe.planning.stage_costs import num_trained, stage_memory
+from roundpipe.planning.stage_costs import num_trained
 from roundpipe.reports.limits import ADVICE, Limit, limit_of
 from roundpipe.reports.memory import DeviceMemory, HostMemory
 from roundpipe.reports.tables import (
@@ -57,6 +57,8 @@ class WorkerReport:
     """By lane: ``upload`` and ``download`` carry values between stages, ``weights`` and ``gradients`` whole stages."""
     peak_bytes: int
     """Most that was in use at once on the device since the model was made, or since it was reset."""
+    resident_bytes: int
+    """Of weights that stay on the device between rounds, now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,8 @@ class RunReport:
             seconds += f", predicted {format_seconds(predicted.round_s)}"
         if predicted is not None and (planned := predicted.device_memory) is not None:
             memory += f", planned for {format_bytes(planned.total)}: {planned}"
+        if resident_bytes := max(worker.resident_bytes for worker in self.workers):
+            memory += f"; {format_bytes(resident_bytes)} of weights stay"
         times = ", ".join(f"{what} {format_seconds(spent_s)}" for what, spent_s in self.optimizer_s.items())
         rows = {
             "calls": f"{counts} in {format_seconds(self.wall_s)}",
@@ -229,7 +233,7 @@ def make_report(session: Session) -> RunReport:
     num_steps = optimizer.num_steps - log.num_steps_before
     end_s = time.perf_counter() if engine.running() else max(steps.last_over_s, optimizer.log.last_s)
     wall_s = max(end_s - steps.first_begun_s, 0.0) if steps.first_begun_s else 0.0
-    workers = tuple(map(_worker_report, engine.devices, meters, engine.peak_bytes()))
+    workers = tuple(map(_worker_report, engine.devices, meters, engine.peak_bytes(), engine.resident_bytes()))
     report = RunReport(
         name=session.name,
         num_calls=log.num_calls,
@@ -266,7 +270,7 @@ def _limit(workers: Sequence[WorkerReport], optimizer_s: Mapping[str, float], wa
     return limit_of(idle, optimizer_s, wall_s)
 
 
-def _worker_report(device: str, meter: MeterReading, peak: int) -> WorkerReport:
+def _worker_report(device: str, meter: MeterReading, peak_bytes: int, resident_bytes: int) -> WorkerReport:
     measured_s = meter.busy_s + sum(meter.idle_s.values())
     return WorkerReport(
         device=device,
@@ -274,7 +278,8 @@ def _worker_report(device: str, meter: MeterReading, peak: int) -> WorkerReport:
         idle={cause: seconds / measured_s for cause, seconds in meter.idle_s.items()} if measured_s else {},
         measured_s=measured_s,
         moved_bytes={str(lane): meter.moved_bytes[lane] for lane in Lane if lane is not Lane.COMPUTE},
-        peak_bytes=peak,
+        peak_bytes=peak_bytes,
+        resident_bytes=resident_bytes,
     )
 
 
@@ -303,10 +308,12 @@ def _predict(
     costs = plans.costs.of(chain, latest.elements, latest.tiles)
     knows_memory = any(cost.activation_bytes for cost in costs)
     profile = HardwareProfile.of_devices(engine.has_accelerators, prefetch_across_steps=latest.overlaps)
-    needs = stage_memory(schedule.plan, costs, num_workers=schedule.num_workers, recompute_grain=grain)
+    residency = latest.residency
+    needs = residency.stage_memory(schedule.plan, costs, num_workers=schedule.num_workers, recompute_grain=grain)
     memory = max(needs.values(), key=lambda need: need.total) if knows_memory else None
     if not plans.costs.is_measured(chain, latest.tiles):
-        device_bytes = simulate(schedule, costs, profile, recompute_grain=grain).peak_bytes if knows_memory else None
+        simulated = simulate(schedule, costs, profile, recompute_grain=grain, residency=residency)
+        device_bytes = simulated.peak_bytes if knows_memory else None
         rests_on = "bytes of layers; their seconds are not measured yet"
         return Prediction(None, None, None, None, memory, device_bytes, rests_on, latest.tiles)
     up, down = link_speeds(meters)
@@ -316,10 +323,10 @@ def _predict(
         rate = trained * num_steps / update_s
         profile = replace(profile, optimizer_bytes_per_parameter=1, optimizer_bytes_per_s=rate)
     if latest.overlaps:
-        simulation = simulate(schedule, costs, profile, recompute_grain=grain)
+        simulation = simulate(schedule, costs, profile, recompute_grain=grain, residency=residency)
         round_s, idle = simulation.seconds_per_step, simulation.mean_idle.total
     else:
-        simulation, timeline = simulate_timeline(schedule, costs, profile, recompute_grain=grain)
+        simulation, timeline = simulate_timeline(schedule, costs, profile, recompute_grain=grain, residency=residency)
         round_s = step_alone_s(timeline, schedule)
         computed_s = sum(
             span.seconds for span in timeline.spans if span.lane == "compute" and span.args["job"] < schedule.next_job

@@ -29,6 +29,7 @@ GIVEN = {
     "preserve_rng_state": (False, True),
     "execute_plan": (PLAN, ExecutePlan([], (0, 2), [])),
     "tiles": (4, 7),
+    "residency": ("off", "auto"),
     "loss_reduction": ("mean", "sum"),
     "loss_scope": ("batch", "microbatch"),
     "check_finite": (True, False),
@@ -49,6 +50,7 @@ def test_nothing_given_is_the_built_in():
         preserve_rng_state=True,
         execute_plan=None,
         tiles=None,
+        residency="auto",
         loss_reduction="sum",
         loss_scope="microbatch",
         check_finite=False,
@@ -132,6 +134,7 @@ def test_device_names_are_devices():
         ("tiles", True, "an int of at least 1"),
         ("tiles", "on", '"auto", "off"'),
         ("tiles", (4, 4), '"auto", "off"'),
+        ("residency", "on", '"auto" or "off"'),
     ],
 )
 def test_bad_values_are_refused_with_what_is_allowed(name, value, allowed):

@@ -340,7 +340,9 @@ def test_a_first_plan_for_accelerators_is_chosen_by_the_simulator(monkeypatch):
     names = "xabcdefghijkl"
     model = chain(["x"], [(nn.Identity(), [a], [b]) for a, b in pairwise(names)], ["l"], draws_random=False)
     model.costs, model.example_elements = tuple(costs), 6
-    call = Call(model, resolve(None, None, num_devices=2), [(torch.ones(6),)] * 3, [{}] * 3, [None] * 3, 3)
+    # without residency, since most of the weights is frozen and would stay
+    streamed = resolve(roundpipe.RoundPipeRunConfig(residency="off"), None, num_devices=2)
+    call = Call(model, streamed, [(torch.ones(6),)] * 3, [{}] * 3, [None] * 3, 3)
     by_recurrence = PlanChooser(2, [None]).plan(call)
     assert not profiles
     chosen = PlanChooser(2, [None], accelerators=True).plan(call)

@@ -62,7 +62,7 @@ def test_a_packed_layer_is_one_copy():
     target._copy = lambda lane, *rest: copies.append(lane) or real(lane, *rest)
     host, _ = host_of()
     weights = host.layer("layer", nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)))
-    weights.upload(target, torch.empty(weights.num_bytes, dtype=torch.uint8))
+    weights.upload(target, torch.empty(weights.num_bytes, dtype=torch.uint8), range(len(weights.slots)))
     assert copies == [Lane.WEIGHTS]
 
 
@@ -197,7 +197,7 @@ def test_visits_lie_at_alternating_ends():
     visits = []
     for position, (layer, size) in enumerate(zip(layers, sizes, strict=True)):
         visit, side = arena.begin([bound(host, target, layer)])
-        start = visit.weights_memory.data_ptr() - base
+        start = visit.memory[0].data_ptr() - base
         assert side == position % 2
         assert start == (0 if side == 0 else total - size)
         visits.append((visit, side))
@@ -205,7 +205,7 @@ def test_visits_lie_at_alternating_ends():
             earlier, earlier_side = visits.pop(0)
             earlier.arrive()
             earlier.ready(with_gradients=False)
-            assert earlier.layers[0].module.weight.data_ptr() == earlier.weights_memory.data_ptr()
+            assert earlier.layers[0].module.weight.data_ptr() == earlier.memory[0].data_ptr()
             arena.end(earlier_side, earlier.release(keep_buffers=False)[1])
             assert earlier.layers[0].module.weight is None
     arena.free()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,6 +19,7 @@ from roundpipe.core.layers import LayerChain
 from roundpipe.core.modes import caller_autocast
 from roundpipe.core.schedule import ExecutePlan, Phase, Schedule, ScheduleKind, make_schedule
 from roundpipe.core.tiling import UNTILED
+from roundpipe.planning.residency import STREAMED
 from roundpipe.runtime.config import microbatch_count
 from roundpipe.runtime.device.backend import synchronize_streams
 from roundpipe.runtime.engine.cost_model import MemoryMeasure
@@ -40,6 +41,7 @@ from roundpipe.runtime.profiling.meter import link_speeds
 from roundpipe.runtime.weights.host_weights import HostWeights
 from roundpipe.runtime.weights.layer_weights import LayerWeights
 from roundpipe.runtime.weights.replica import FrozenLayers
+from roundpipe.runtime.weights.residents import Stay
 
 
 class StepBuilder:
@@ -68,6 +70,7 @@ class StepBuilder:
             measure=measure,
         )
         self.last_plan: ExecutePlan | None = None
+        self.last_residency = STREAMED
         self._shared: weakref.WeakKeyDictionary[LayerChain, list[frozenset[int]]] = weakref.WeakKeyDictionary()
         """Per layer of a chain, other layers that have one of its parameters."""
 
@@ -79,7 +82,7 @@ class StepBuilder:
         spec, values = self._spec(call, "train", keeps_history=True)
         spec = replace(
             self._with_loss(spec, call, return_outputs),
-            spare_bytes=self.plans.spare_bytes(call, spec.schedule.plan),
+            spare_bytes=self.plans.room(call, spec.schedule.plan).spare_bytes,
             tail=call.tail if call.tiles.tail > 1 else None,
             # generators are shared with the caller, who may draw as soon as the call returns; without a step that has
             # run by this plan, the call may have to be run again
@@ -118,9 +121,11 @@ class StepBuilder:
         """The step of the backward of a ``forward``; ``frozen`` are the user's modules as the forward found them."""
         schedule = self._schedule(forward.schedule.plan, call, "backward")
         chain = call.chain
+        weights = self._prepare(chain, wants_gradients=forward.keeps_history, earlier=forward.weights)
         return replace(
             forward,
-            weights=self._prepare(chain, wants_gradients=forward.keeps_history, earlier=forward.weights),
+            weights=weights,
+            stays=_stays(weights, {index for index, stay in enumerate(forward.stays) if stay.parts}),
             schedule=schedule,
             flows=flow(schedule, chain.specs, grain=call.config.recompute_grain, exit_reads=chain.exit.reads),
             tied_jobs=self._tied(chain, schedule),
@@ -156,9 +161,13 @@ class StepBuilder:
         inputs = _inputs(values)
         requiring = {tensor.name for tensor in inputs}
         inputs += _inputs([{LABEL: HostValue(label)} for label in call.labels])
+        room, weights = self.plans.room(call, plan), self._prepare(chain, wants_gradients=keeps_history)
+        self.last_residency = room.residency
         spec = StepSpec(
             chain=chain,
-            weights=self._prepare(chain, wants_gradients=keeps_history),
+            weights=weights,
+            stays=_stays(weights, room.residency.layers),
+            resident_bytes=room.resident_bytes,
             schedule=schedule,
             flows=flow(
                 schedule,
@@ -225,6 +234,11 @@ class StepBuilder:
             ]
             for job in backward
         }
+
+
+def _stays(weights: Sequence[LayerWeights], layers: Collection[int]) -> list[Stay]:
+    """What of each layer stays, where the frozen weights of some do."""
+    return [Stay.of(one, [one.frozen_slots()] if index in layers else ()) for index, one in enumerate(weights)]
 
 
 def _drawing(call: Call) -> Iterator[int]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from roundpipe.core.layers import LayerChain, LayerCost
 from roundpipe.core.schedule import ExecutePlan
 from roundpipe.core.tiling import UNTILED, Tiles
+from roundpipe.planning.residency import Residency
 from roundpipe.runtime.config import RecomputeGrain
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.runtime.engine.visit_peaks import VisitPeaks
@@ -41,16 +42,29 @@ class Limit:
     grain: RecomputeGrain
 
 
+class Room(NamedTuple):
+    """What a step may do with the device memory that its plan leaves over."""
+
+    residency: Residency
+    resident_bytes: int | None
+    """The most that weights which stay may take; None: no limit."""
+    spare_bytes: int | None
+    """What is left beside those that the step keeps; None: there is no limit."""
+
+
 @dataclass(slots=True)
 class ChainRecord:
     """What calls of one chain have shown."""
 
     times: dict[Tiles, LayerTimes] = field(default_factory=dict)
     plans: dict[tuple[Any, ...], KeptPlan] = field(default_factory=dict)
-    spare_bytes: dict[tuple[Any, ...], int] = field(default_factory=dict)
-    """Per plan, recomputation and size, the device memory left over."""
+    rooms: dict[tuple[Any, ...], Room] = field(default_factory=dict)
+    """Per plan, recomputation and size, what to do with the device memory left over."""
     limits: dict[tuple[int, float], Limit] = field(default_factory=dict)
     """By number of microbatches and size."""
+    streaming: set[tuple[int, float]] = field(default_factory=set)
+    """Numbers of microbatches and sizes with which a step ran out of memory while weights stayed: they don't any more.
+    """
     settled: dict[tuple[Any, ...], tuple[int, RecomputeGrain]] = field(default_factory=dict)
     """Per size of batch, the options that were left to choice."""
     computed: dict[tuple[Any, Tiles], dict[int, list[LayerCost] | None]] = field(default_factory=dict)

@@ -15,10 +15,12 @@ import torch
 
 from roundpipe.core import trees
 from roundpipe.core.layers import ESTIMATED_LINK_BYTES_PER_S, LayerChain, LayerCost
-from roundpipe.core.schedule import ExecutePlan, make_schedule
+from roundpipe.core.schedule import ExecutePlan, Schedule, make_schedule
 from roundpipe.core.tiling import UNTILED, Tiles
 from roundpipe.planning.machine import HardwareProfile
+from roundpipe.planning.residency import STREAMED, Residency
 from roundpipe.planning.simulator import simulate
+from roundpipe.planning.stage_costs import StageCosts
 from roundpipe.runtime.engine.chain_record import ChainRecord, code_of, times_the_example
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.runtime.engine.visit_peaks import VisitPeaks
@@ -85,7 +87,7 @@ class CostModel:
             if not peaks.failed:
                 peaks.correct()
                 record.num_corrections += 1
-                record.spare_bytes.clear()
+                record.rooms.clear()
         return record
 
     # Memory
@@ -95,7 +97,8 @@ class CostModel:
         for record in self._records.values():
             record.limits.clear()
             record.settled.clear()
-            record.spare_bytes.clear()
+            record.rooms.clear()
+            record.streaming.clear()
             record.num_corrections += 1
             if is_larger:
                 record.plans.clear()
@@ -188,7 +191,13 @@ class CostModel:
             return ESTIMATED_LINK_BYTES_PER_S, ESTIMATED_LINK_BYTES_PER_S
         return inf, inf
 
-    def prediction(self, call: Call, costs: Sequence[LayerCost], links: tuple[float, float]) -> Prediction | None:
+    def prediction(
+        self,
+        call: Call,
+        costs: Sequence[LayerCost],
+        links: tuple[float, float],
+        choose_residency: Callable[[Schedule, StageCosts], Residency] = lambda schedule, costs: STREAMED,
+    ) -> Prediction | None:
         """The simulator's seconds per step of a plan; None if transfers take no time, or the simulator too much."""
         number, workers, grain = call.num_microbatches, self.num_workers, call.config.recompute_grain
         up, down = links
@@ -197,9 +206,13 @@ class CostModel:
             return None
         profile = HardwareProfile.of_devices(self._accelerators, upload_bytes_per_s=up, download_bytes_per_s=down)
 
+        stage_costs = StageCosts(costs, grain)
+
         @functools.cache
         def seconds(plan: ExecutePlan) -> float:
-            result = simulate(make_schedule(plan, workers, number), costs, profile, recompute_grain=grain)
+            schedule = make_schedule(plan, workers, number)
+            residency = choose_residency(schedule, stage_costs)
+            result = simulate(schedule, costs, profile, recompute_grain=grain, residency=residency)
             return result.seconds_per_step + self.tasks_s(plan.num_stages, number)
 
         return seconds

@@ -220,6 +220,10 @@ class Engine(Steps):
         """Per worker, the largest number of bytes in use on its device at once."""
         return [backend.peak_bytes(reset) for backend in self.backends]
 
+    def resident_bytes(self) -> list[int]:
+        """Per worker, bytes of weights that stay on its device."""
+        return [worker.arena.residents.num_bytes for worker in self._workers]
+
     def close(self) -> None:
         """Cancel what is running, end the threads, give the devices' memory back, raise what is pending.
 

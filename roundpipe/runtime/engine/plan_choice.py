@@ -18,14 +18,15 @@ from typing import Any
 
 from roundpipe.core.errors import DeviceMemoryError
 from roundpipe.core.layers import LayerCost
-from roundpipe.core.schedule import ExecutePlan
+from roundpipe.core.schedule import ExecutePlan, Schedule, ScheduleKind, make_schedule
 from roundpipe.core.tiling import UNTILED, Tiles
 from roundpipe.planning.planner import LeastNeed, PlanArguments, has_plan, least_need, least_seconds
 from roundpipe.planning.planner import plan as choose_plan
-from roundpipe.planning.stage_costs import plan_peak_bytes, plan_seconds
+from roundpipe.planning.residency import STREAMED, Residency, choose_residency
+from roundpipe.planning.stage_costs import StageCosts, plan_peak_bytes, plan_seconds
 from roundpipe.reports.tables import format_bytes
-from roundpipe.runtime.config import RECOMPUTE_GRAINS
-from roundpipe.runtime.engine.chain_record import KeptPlan, Limit, guess_memory, times_the_example
+from roundpipe.runtime.config import AUTO, RECOMPUTE_GRAINS
+from roundpipe.runtime.engine.chain_record import KeptPlan, Limit, Room, guess_memory, times_the_example
 from roundpipe.runtime.engine.cost_model import CostModel, MemoryMeasure, Prediction
 from roundpipe.runtime.engine.option_choice import LADDER, OptionChooser, given_tiles
 from roundpipe.runtime.engine.spec import Call
@@ -121,8 +122,7 @@ class PlanChooser:
             return
         call.tiles = kept.tiles
         needed_bytes = self._needed_bytes(call, kept.plan)
-        place = call.num_microbatches, self._size(call)
-        if (limit := record.limits.get(place)) is not None:
+        if (limit := record.limits.get(place := self._place(call))) is not None:
             record.limits[place] = replace(limit, budget_bytes=max(limit.budget_bytes, needed_bytes))
         elif needed_bytes > self._budget_bytes:
             with contextlib.suppress(DeviceMemoryError):
@@ -155,11 +155,18 @@ class PlanChooser:
             kept.is_proven = True
 
     def shrink(self, call: Call, plan: ExecutePlan) -> bool:
-        """Take in that a step ran out of memory: the next plan needs less. False if none is known that does."""
+        """Take in that a step ran out of memory: the next plan needs less. False if none is known that does.
+
+        At first nothing stays on devices any more; the plan is the same then.
+        """
+        record, place = self.costs.record(call.chain), self._place(call)
+        if self.room(call, plan).residency.layers:
+            record.streaming.add(place)
+            record.rooms.clear()
+            return True
         if call.config.execute_plan is not None:
             return False
-        record, before, tiles_before = self.costs.record(call.chain), call.config, call.tiles
-        place = call.num_microbatches, self._size(call)
+        before, tiles_before = call.config, call.tiles
         limit, needed_bytes = record.limits.get(place), self._needed_bytes(call, plan)
         grains = RECOMPUTE_GRAINS[RECOMPUTE_GRAINS.index(before.recompute_grain) :]
         for tiles, grain in product((tiles_before, *self._finer(call, tiles_before)), grains):
@@ -183,16 +190,43 @@ class PlanChooser:
             record.limits[place] = limit
         return False
 
-    def spare_bytes(self, call: Call, plan: ExecutePlan) -> int | None:
-        """Device memory that a training plan leaves over, as predicted; None: there is no limit."""
+    def room(self, call: Call, plan: ExecutePlan) -> Room:
+        """What to do with the device memory that a plan leaves over, as predicted."""
+        rooms = self.costs.record(call.chain).rooms
+        if (key := (*self._key(call), call.config.residency, call.tiles, plan)) not in rooms:
+            rooms[key] = self._room(call, plan)
+        return rooms[key]
+
+    def _room(self, call: Call, plan: ExecutePlan) -> Room:
+        costs = StageCosts(self.costs.of(call.chain, call.elements(), call.tiles), call.config.recompute_grain)
+        kind: ScheduleKind = "forward" if plan.fused is None else "train"
+        schedule = make_schedule(plan, self._num_workers, call.num_microbatches, kind=kind)
+        residency = self._residency(call, schedule, costs)
         if self._budget_bytes is None:
-            return None
-        if not call.chain.example_elements and not self.costs.record(call.chain).memory():
-            return 0  # nobody knows
-        spare = self.costs.record(call.chain).spare_bytes
-        if (key := (*self._key(call), call.tiles, plan)) not in spare:
-            spare[key] = max(self._budget_bytes - self._needed_bytes(call, plan), 0)
-        return spare[key]
+            return Room(residency, None if self._may_stay(call) else 0, None)
+        if not self._knows_memory(call):
+            return Room(residency, 0, 0)
+        left_bytes = max(self._budget_bytes - residency.peak_bytes(schedule, costs), 0)
+        return Room(residency, residency.num_bytes + left_bytes if self._may_stay(call) else 0, left_bytes)
+
+    def _residency(self, call: Call, schedule: Schedule, costs: StageCosts) -> Residency:
+        """What stays on devices in a call's steps."""
+        if not self._may_stay(call) or not self._knows_memory(call):
+            return STREAMED
+        limit = self.costs.record(call.chain).limits.get(self._place(call))
+        return choose_residency(schedule, costs, self._budget_bytes if limit is None else limit.budget_bytes)
+
+    def _may_stay(self, call: Call) -> bool:
+        return call.config.residency == AUTO and self._place(call) not in self.costs.record(call.chain).streaming
+
+    def _knows_memory(self, call: Call) -> bool:
+        """Whether it is known what layers take, where that matters."""
+        is_known = bool(call.chain.example_elements or self.costs.record(call.chain).memory())
+        return is_known or self._budget_bytes is None
+
+    def _place(self, call: Call) -> tuple[int, float]:
+        """What tells calls apart that ran out of memory."""
+        return call.num_microbatches, self._size(call)
 
     def update_begun(self) -> None:
         """The optimizer was given an update: the next step may have another plan."""
@@ -213,7 +247,7 @@ class PlanChooser:
         choose = functools.partial(
             choose_plan,
             **arguments,
-            predict=self.costs.prediction(call, costs, links),
+            predict=self._prediction(call, costs, links),
             link_bytes_per_s=min(links),
         )
         if arguments["memory_budget_bytes"] is not None and not self.costs.record(call.chain).memory():
@@ -237,7 +271,7 @@ class PlanChooser:
         costs, record = self.costs.of(call.chain, call.elements(), tiles), self.costs.record(call.chain)
         for index in free:
             costs[index] = replace(costs[index], activation_bytes=0, workspace_bytes=0, temporary_bytes=0)
-        limit = record.limits.get((call.num_microbatches, self._size(call)))
+        limit = record.limits.get(self._place(call))
         return costs, PlanArguments(
             num_workers=self._num_workers,
             num_microbatches=call.num_microbatches,
@@ -290,7 +324,7 @@ class PlanChooser:
         """The plan; or one with the tail in tiles, whose room larger stages have, if it is faster by enough."""
         found = plan, UNTILED
         costs, links = self.costs.of(call.chain, call.elements()), self.costs.links(call.chain)
-        predict = self.costs.prediction(call, costs, links)
+        predict = self._prediction(call, costs, links)
         if predict is None or self._budget_bytes is None or call.config.tiles is not None:
             return found
         least_s = (1 - TILES_GAIN) * predict(plan)
@@ -318,9 +352,12 @@ class PlanChooser:
 
     def _seconds(self, call: Call, tiles: Tiles) -> Prediction:
         costs, links = self.costs.of(call.chain, call.elements(), tiles), self.costs.links(call.chain, tiles)
-        return self.costs.prediction(call, costs, links) or functools.partial(  # the latter leaves transfers out
+        return self._prediction(call, costs, links) or functools.partial(  # the latter leaves transfers out
             plan_seconds, costs=costs, num_workers=self._num_workers, num_microbatches=call.num_microbatches
         )
+
+    def _prediction(self, call: Call, costs: list[LayerCost], links: tuple[float, float]) -> Prediction | None:
+        return self.costs.prediction(call, costs, links, functools.partial(self._residency, call))
 
     def _replanned(self, call: Call, kept: KeptPlan) -> ExecutePlan:
         """The best plan by what was measured, if it is better by enough; else the present one."""

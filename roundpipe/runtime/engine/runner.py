@@ -99,7 +99,7 @@ class MicrobatchRunner:
         carry, tensors = self._upload_values(step, segment.takes, microbatch)
         values = step.values[microbatch]
         is_copying = False
-        memory = backend.activations([visit.weights_memory, *tensors])
+        memory = backend.activations([*visit.memory, *tensors])
         with backend.hold(sum(map(bytes_of, tensors)), "carried values"):
             del tensors
             with self._meter.computing("forward", segment.layers), torch.no_grad(), step.spec.autocast():
@@ -145,7 +145,7 @@ class MicrobatchRunner:
         (segment,) = spec.flow_of(job).segments
         carry, tensors = self._upload_values(step, segment.takes, microbatch)
         label, collects_gradients = self._upload_label(spec.labels[microbatch])
-        memory = self._backend.activations([visit.weights_memory, *tensors, *trees.tensors(label)])
+        memory = self._backend.activations([*visit.memory, *tensors, *trees.tensors(label)])
         with self._backend.hold(sum(map(bytes_of, tensors)), "carried values"), spec.microbatch_context():
             del tensors
             with self._meter.computing("fused", segment.layers):
@@ -168,7 +168,7 @@ class MicrobatchRunner:
             if not stage.has_backward(segment):
                 continue
             carry, tensors = self._upload_values(step, segment.takes, microbatch)
-            memory = self._backend.activations([visit.weights_memory, *tensors])
+            memory = self._backend.activations([*visit.memory, *tensors])
             with self._backend.hold(sum(map(bytes_of, tensors)), "carried values"):
                 del tensors
                 with self._meter.computing("recompute", segment.layers), memory:

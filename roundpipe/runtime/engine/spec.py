@@ -31,6 +31,7 @@ from roundpipe.runtime.engine.visit_peaks import VisitPeaks
 from roundpipe.runtime.profiling.layer_times import StepTimes
 from roundpipe.runtime.weights.layer_weights import LayerWeights
 from roundpipe.runtime.weights.replica import FrozenLayers
+from roundpipe.runtime.weights.residents import Stay
 
 LABEL = "the label"
 """What stands for the label among names of carried values, which are identifiers."""
@@ -160,6 +161,8 @@ class StepSpec:
     chain: LayerChain
     weights: Sequence[LayerWeights]
     """Per layer; a backward has its forward's."""
+    stays: Sequence[Stay]
+    """Per layer, which of its weights stay on devices."""
     schedule: Schedule
     flows: Sequence[JobFlow]
     """Per job of the schedule."""
@@ -202,6 +205,8 @@ class StepSpec:
     """Whether the call returns with the losses."""
     spare_bytes: int | None = None
     """Device memory that the plan leaves over; None: there is no limit."""
+    resident_bytes: int | None = None
+    """The most that weights which stay on a device may take there, those of other steps included; None: no limit."""
     frozen: FrozenLayers | None = None
     """The user's modules as the forward found them, for a backward of its own; None: as they are."""
     check_finite: bool = False

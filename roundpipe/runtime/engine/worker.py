@@ -12,15 +12,17 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from roundpipe.core.errors import ClosedError, RoundPipeError
-from roundpipe.core.schedule import Job, Phase, Task, TaskKind
+from roundpipe.core.schedule import Job, Phase, Schedule, Task, TaskKind
 from roundpipe.runtime.device.backend import Backend, Event, Lane
 from roundpipe.runtime.engine.runner import InFlight, MicrobatchRunner
 from roundpipe.runtime.engine.running import RunningSteps
+from roundpipe.runtime.engine.spec import StepSpec
 from roundpipe.runtime.engine.stage import Stage
 from roundpipe.runtime.engine.step import Cancelled, StepState
 from roundpipe.runtime.profiling.meter import HostLog, Meter, Recorder
@@ -28,7 +30,7 @@ from roundpipe.runtime.threads import TaskThread
 from roundpipe.runtime.weights.gate import Gates
 from roundpipe.runtime.weights.layer_weights import LayerWeights
 from roundpipe.runtime.weights.replica import BoundLayer, Replica
-from roundpipe.runtime.weights.residency import Arena, Download, Visit, visit_bytes
+from roundpipe.runtime.weights.residency import Arena, Download, Visit
 
 logger = logging.getLogger(__name__)
 
@@ -98,8 +100,9 @@ class Worker:
         self._steps.leave(step)
 
     def forget(self, layer: torch.nn.Module) -> None:
-        """Drop a layer's replicas; while no step is running only."""
+        """Drop a layer's replicas and what stays of it on the device; while no step is running only."""
         self._replicas.pop(id(layer), None)
+        self.arena.residents.forget(layer)
 
     def record(self, recorder: Recorder | None) -> None:
         """Tell a recorder what is done from now on; None: nobody any more."""
@@ -154,7 +157,7 @@ class Worker:
                 self.backend.note_others(self.arena.num_bytes)
             is_held = step.spec.peaks is not None and step.spec.peaks.is_held and self.backend.device.type != "cpu"
             self._in_flight.held_runs = min(RUNS_AHEAD + 1, step.spec.schedule.num_microbatches) if is_held else 0
-            self.arena.reserve(self._room_for(step), step.spec.spare_bytes)
+            self._make_room(step.spec)
             for position, task in enumerate(tasks):
                 if position > last_prefetch:
                     self._look_ahead()
@@ -191,31 +194,40 @@ class Worker:
         with contextlib.suppress(ClosedError):
             self._thread.submit(self._execute_next)  # in the place of what may be lost
 
-    def _visit_sizes(self, step: StepState) -> list[int]:
-        """Bytes of this worker's visits of a step, in their order."""
-        spec = step.spec
-        own = (job for job in spec.schedule.jobs if job.worker == self.index)
-        return [visit_bytes(spec.weights[index] for index in job.layers) for job in own]
+    def _visit_sizes(self, layer_bytes: Sequence[int], schedule: Schedule) -> list[int]:
+        """Bytes of this worker's visits of a step, in their order, from those of its layers."""
+        own = (job for job in schedule.jobs if job.worker == self.index)
+        return [sum(layer_bytes[index] for index in job.layers) for job in own]
 
-    def _room_for(self, step: StepState) -> list[int]:
-        """The same, and the first once more if a step like this one is likely to follow and memory is plentiful."""
-        sizes, spare_bytes = self._visit_sizes(step), step.spec.spare_bytes
+    def _streamed_sizes(self, spec: StepSpec) -> list[int]:
+        """Bytes that this worker's visits bring up, in their order."""
+        return self._visit_sizes([stay.streamed_bytes for stay in spec.stays], spec.schedule)
+
+    def _make_room(self, spec: StepSpec) -> None:
+        """Let memory for weights be as large as a step needs.
+
+        There is room for its first visit once more, if a step like it is likely to follow and memory is plentiful.
+        """
+        arena, sizes, spare_bytes = self.arena, self._streamed_sizes(spec), spec.spare_bytes
+        other_bytes = arena.residents.make_room(zip(spec.weights, spec.stays, strict=True), spec.resident_bytes)
+        if spare_bytes is not None:
+            spare_bytes -= other_bytes
         more = [*sizes, sizes[0]]
-        extra_bytes = self.arena.room(more) - self.arena.room(sizes)
-        fits = spare_bytes is None or extra_bytes <= spare_bytes
-        return more if step.spec.may_outlive_call and fits else sizes
+        fits = spare_bytes is None or arena.room(more) - arena.room(sizes) <= spare_bytes
+        arena.reserve(more if spec.may_outlive_call and fits else sizes, spare_bytes)
 
     def _look_ahead(self) -> None:
         """Start the upload of the next step's first job, once its weights may be read and if there is room."""
         if not self._upcoming or len(self._open) != 1:
             return
         following = self._upcoming[0]
-        schedule, weights = following.spec.schedule, following.spec.weights
+        schedule, weights, stays = following.spec.schedule, following.spec.weights, following.spec.stays
         job = schedule.job(schedule.tasks(self.index)[0].job_index)
         (running,) = self._open.values()
-        sizes = self._visit_sizes(following)
+        sizes = self._streamed_sizes(following.spec)
         has_room = self.arena.has_room(sizes) and self.arena.has_room([running.visit.num_bytes, sizes[0]])
-        if following.failed or not has_room:
+        is_there = all(self.arena.residents.has_all(weights[index], stays[index]) for index in job.layers)
+        if following.failed or not has_room or not is_there:
             return
         parameters = (tensor for index in job.layers for tensor in weights[index].parameters())
         if not self._gates.weights.is_open(parameters, following.closings[0]):
@@ -259,7 +271,7 @@ class Worker:
                 self.meter.until("overhead")
                 gate.wait(parameters, self.name, closings)
                 self.meter.until("optimizer")
-        visit, side = self.arena.begin(layers)
+        visit, side = self.arena.begin(layers, step.spec.schedule.first_job)
         self.meter.at(job, None)
         self.meter.moved(Lane.WEIGHTS, "weights of", visit.uploaded_bytes, visit.began, visit.arrived)
         self._open[job.index] = _OpenVisit(job, visit, side)
@@ -276,7 +288,7 @@ class Worker:
         if replica is None:
             weights.check_structure()
             known[1].append(replica := Replica(layer, self.backend.device))
-        return BoundLayer(weights, replica)
+        return BoundLayer(weights, replica, step.spec.stays[index])
 
     def _enter(self, step: StepState, opened: _OpenVisit) -> Stage:
         job, visit = opened.job, opened.visit
@@ -294,7 +306,8 @@ class Worker:
     def _release(self, step: StepState, opened: _OpenVisit) -> None:
         job = opened.job
         if step.spec.peaks is not None:
-            surplus_bytes = self.arena.num_bytes - self.arena.room(self._visit_sizes(step))
+            sizes = self._visit_sizes([weights.num_bytes for weights in step.spec.weights], step.spec.schedule)
+            surplus_bytes = self.arena.num_bytes - self.arena.room(sizes)  # as if nothing stayed
             position = job.index - step.spec.schedule.first_job
             step.spec.peaks.add(position, self.backend.visit_peak_bytes(), surplus_bytes)
         added = [position for position, index in enumerate(job.layers) if index in step.added]

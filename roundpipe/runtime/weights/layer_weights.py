@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Literal, NamedTuple
@@ -70,6 +70,11 @@ def tensors_of(layer: nn.Module) -> list[tuple[torch.Tensor, list[Attribute]]]:
     return list(by_id.values())
 
 
+def version_of(tensor: torch.Tensor | None) -> int:
+    """How often a tensor was written; -1 if there is none."""
+    return -1 if tensor is None else tensor._version
+
+
 @dataclass(slots=True)
 class Slot:
     """One parameter or buffer of a layer, and its span in the layer's bytes."""
@@ -116,9 +121,9 @@ class Slot:
         tensor = self.attributes[0].get()
         return all(attribute.get() is tensor for attribute in self.attributes[1:])
 
-    def view(self, region: torch.Tensor) -> torch.Tensor:
+    def view(self, region: torch.Tensor, offset: int) -> torch.Tensor:
         """The slot's part of a byte region, with a version counter of its own."""
-        flat = region[self.offset : self.offset + self.num_bytes].view(self.dtype)
+        flat = region[offset : offset + self.num_bytes].view(self.dtype)
         return torch.as_strided(flat, self.shape, self.strides, flat.storage_offset()).data
 
     def own_view(self, region: torch.Tensor, offset: int | None = None) -> torch.Tensor:
@@ -141,7 +146,7 @@ class Habits:
 
 
 class LayerWeights:
-    """One layer's weights on the host as they are now; those that ``may_pack`` allows come first.
+    """One layer's weights on the host as they are now; those that ``may_pack`` allows first, of these the frozen ones.
 
     Raises:
         ConfigError: a tensor is on the meta device.
@@ -154,8 +159,10 @@ class LayerWeights:
         """The buffer that the first `num_packed` slots were packed into, and what `add_second_bank` made."""
         self.slots: list[Slot] = []
         self.num_packed = self.num_bytes = self.packed_bytes = 0
-        tensors = [(not may_pack(tensor), tensor, attributes) for tensor, attributes in tensors_of(layer)]
-        for is_apart, tensor, attributes in sorted(tensors, key=itemgetter(0)):
+        tensors = [
+            (not may_pack(tensor), tensor.requires_grad, tensor, attributes) for tensor, attributes in tensors_of(layer)
+        ]
+        for is_apart, _, tensor, attributes in sorted(tensors, key=itemgetter(0, 1)):
             if tensor.is_meta:
                 raise ConfigError(
                     f"{name}.{attributes[0].name} is on the meta device, so it has no values to train or run with; "
@@ -267,31 +274,59 @@ class LayerWeights:
     def _habits_now(self) -> Habits:
         return self.habits[any(module.training for module in self.layer.modules())]
 
+    def frozen_slots(self) -> tuple[int, ...]:
+        """What keeps its values from round to round: weights that are not trained, buffers that no forward writes."""
+        writes_buffers = self._habits_now().writes_buffers is not False or self.may_write_unseen
+        return tuple(
+            index
+            for index, slot in enumerate(self.slots)
+            if slot.num_bytes and slot.fits and not (slot.tensor.requires_grad if slot.is_parameter else writes_buffers)
+        )
+
+    def bytes_of(self, indexes: Iterable[int]) -> int:
+        """Device memory for some slots, one after the other."""
+        return sum(aligned(self.slots[index].num_bytes) for index in indexes)
+
     def upload(
-        self, backend: Backend, region: torch.Tensor
+        self, backend: Backend, region: torch.Tensor, indexes: Sequence[int]
     ) -> tuple[dict[int, torch.Tensor | None], list[torch.Tensor]]:
-        """Copy all weights into a device region; returns those outside of it by slot (None: gone), and all copies."""
-        pieces, apart = self.pieces()
+        """Copy slots into a device region, one after the other; returns them (None: gone), and all copies.
+
+        What can't lie in the region has memory of its own.
+        """
+        pieces, apart = self.pieces(indexes)
         copies = [
             backend.upload(bank[start : start + size], region[to : to + size], Lane.WEIGHTS)
             for bank, start, to, size in pieces
         ]
-        outside: dict[int, torch.Tensor | None] = {}
-        for index in apart:
+        found: dict[int, torch.Tensor | None] = {}
+        for index, offset in zip(indexes, self._offsets(indexes), strict=True):
             slot = self.slots[index]
             if slot.is_loose or not slot.fits:  # a buffer may get another shape while a step runs
-                tensor = slot.tensor if slot.is_parameter else slot.current
-                outside[index] = None if tensor is None else backend.upload(tensor, lane=Lane.WEIGHTS)
-            elif slot.num_bytes:
-                copies.append(backend.upload(slot.tensor.detach(), slot.view(region), Lane.WEIGHTS))
-        return outside, copies + [tensor for tensor in outside.values() if tensor is not None]
+                found[index] = tensor = slot.tensor if slot.is_parameter else slot.current
+                if tensor is not None:
+                    copies.append(backend.upload(tensor, lane=Lane.WEIGHTS))
+                    found[index] = copies[-1]
+                continue
+            if slot.num_bytes and index in apart:
+                copies.append(backend.upload(slot.tensor.detach(), slot.view(region, offset), Lane.WEIGHTS))
+            found[index] = slot.view(region, offset)
+        return found, copies
 
-    def pieces(self) -> tuple[list[tuple[torch.Tensor, int, int, int]], list[int]]:
+    def _offsets(self, indexes: Iterable[int]) -> Iterator[int]:
+        """Where slots lie in a region that has them one after the other."""
+        offset = 0
+        for index in indexes:
+            yield offset
+            offset += aligned(self.slots[index].num_bytes)
+
+    def pieces(self, indexes: Sequence[int]) -> tuple[list[tuple[torch.Tensor, int, int, int]], set[int]]:
         """What lies in a bank as it will on the device: bank, start there, start here, bytes; and all other slots."""
         pieces: list[tuple[torch.Tensor, int, int, int]] = []
-        apart: list[int] = []
+        apart: set[int] = set()
         starts = [(bank, bank.data_ptr()) for bank in self.banks]
-        for index, slot in enumerate(self.slots):
+        for index, at in zip(indexes, self._offsets(indexes), strict=True):
+            slot = self.slots[index]
             address = slot.tensor.data_ptr() if index < self.num_packed and slot.fits else -1
             bank, start = next(
                 (
@@ -302,12 +337,12 @@ class LayerWeights:
                 (None, 0),
             )
             if bank is None:
-                apart.append(index)
+                apart.add(index)
                 continue
-            at, size = slot.offset, slot.num_bytes
+            size = slot.num_bytes
             if pieces and pieces[-1][0] is bank and pieces[-1][1] - pieces[-1][2] == start - at:
-                _, start, at, _ = pieces.pop()
-                size += slot.offset - at
+                _, start, first, _ = pieces.pop()
+                at, size = first, size + at - first
             pieces.append((bank, start, at, size))
         return pieces, apart
 

@@ -24,7 +24,8 @@ from torch import nn
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import EXECUTION_DEVICE
 from roundpipe.core.module_tree import structure_message
-from roundpipe.runtime.weights.layer_weights import Attribute, Habits, LayerWeights, Slot
+from roundpipe.runtime.weights.layer_weights import Attribute, Habits, LayerWeights, Slot, version_of
+from roundpipe.runtime.weights.residents import Stay
 
 _OWN = ("_parameters", "_buffers", "_modules")
 _CONTAINERS = (dict, OrderedDict, list, tuple, set)
@@ -180,9 +181,10 @@ class _Buffer(NamedTuple):
 class BoundLayer:
     """A replica whose parameters and buffers are views of device memory, for one visit."""
 
-    def __init__(self, weights: LayerWeights, replica: Replica) -> None:
+    def __init__(self, weights: LayerWeights, replica: Replica, stay: Stay | None = None) -> None:
         self.weights = weights
         self.replica = replica
+        self.stay = stay or Stay.of(weights)
         self.module = replica.module
         self.habits = Habits()
         self.parameters: list[tuple[Slot, nn.Parameter]] = []
@@ -192,22 +194,19 @@ class BoundLayer:
         """Where the replica's modules have what was bound, to be emptied."""
 
     def bind(
-        self,
-        region: torch.Tensor,
-        outside: dict[int, torch.Tensor | None],
-        with_gradients: bool,
-        frozen: FrozenLayers | None = None,
+        self, tensors: Mapping[int, torch.Tensor | None], with_gradients: bool, frozen: FrozenLayers | None = None
     ) -> None:
-        """Point the replica at the weights in ``region``, and at those that lie ``outside`` of it, by slot index."""
+        """Point the replica at the weights on the device, by slot index."""
         bound: list[tuple[Slot, torch.Tensor | None]] = []
         for index, slot in enumerate(self.weights.slots):
-            tensor = outside[index] if index in outside else slot.view(region)
+            tensor = tensors[index]
             if slot.is_parameter and tensor is not None:
                 is_trained = slot.tensor.requires_grad if frozen is None else slot.tensor in frozen.trained
                 tensor = self._as_parameter(tensor, slot, is_trained, with_gradients)
             bound.append((slot, tensor))
-        tensors = {id(slot.tensor): tensor for slot, tensor in bound if tensor is not None and slot.fits}
-        self.replica.refresh(tensors, frozen)
+        self.replica.refresh(
+            {id(slot.tensor): tensor for slot, tensor in bound if tensor is not None and slot.fits}, frozen
+        )
         is_training = any(module.training for module in self.replica.module.modules())
         self.habits = self.weights.habits[is_training]
         filled = [(slot.attributes, tensor) for slot, tensor in bound]
@@ -215,7 +214,7 @@ class BoundLayer:
         for attributes, tensor in filled:
             twins = self._fill(attributes, tensor)
             if attributes[0].table == "_buffers":
-                self._buffers.append(_Buffer(attributes, twins, tensor, _version(tensor)))
+                self._buffers.append(_Buffer(attributes, twins, tensor, version_of(tensor)))
 
     def _as_parameter(self, tensor: torch.Tensor, slot: Slot, is_trained: bool, with_gradients: bool) -> nn.Parameter:
         """The parameter to call with; it requires grad also where no backward follows, for code that asks."""
@@ -252,7 +251,7 @@ class BoundLayer:
         return [buffer.twins[0].get() for buffer in self._buffers]
 
     def buffer_versions(self) -> list[tuple[int, int]]:
-        return [(id(value), _version(value)) for value in self.buffer_values()]
+        return [(id(value), version_of(value)) for value in self.buffer_values()]
 
     def buffers_on_host(self) -> list[torch.Tensor | None]:
         """Copies of the buffers as they were uploaded for this visit."""
@@ -268,7 +267,7 @@ class BoundLayer:
         """Buffers written or replaced during the visit, with the original tree's attributes."""
         may_all_be_written = self.habits.writes_buffers is not False
         for buffer, value in zip(self._buffers, self.buffer_values(), strict=True):
-            is_other = value is not buffer.tensor or _version(value) != buffer.version
+            is_other = value is not buffer.tensor or version_of(value) != buffer.version
             if is_other or (may_all_be_written and value is not None):
                 yield buffer.originals, value
 
@@ -291,7 +290,3 @@ class BoundLayer:
         self.parameters.clear()
         self._buffers.clear()
         self.replica.drop_tensors()
-
-
-def _version(tensor: torch.Tensor | None) -> int:
-    return -1 if tensor is None else tensor._version

@@ -1,7 +1,8 @@
 """Where a layer's weights are on a device, and where its gradients go.
 
 Each worker has one arena, as large as the two largest consecutive visits together. Visits lie at its low and high end
-in turn, so the next one's weights come up while this one runs, without a call of the allocator.
+in turn, so the next one's weights come up while this one runs, without a call of the allocator. What stays on the
+device between visits (`Residents`) has memory of its own.
 
 A visit goes through these calls:
 
@@ -17,7 +18,7 @@ A visit goes through these calls:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,8 +26,9 @@ import torch
 
 from roundpipe.runtime.device.backend import Backend, Event, Lane, Moment
 from roundpipe.runtime.device.host_memory import convert, is_plain
-from roundpipe.runtime.weights.layer_weights import ALIGNMENT, Attribute, LayerWeights, aligned
+from roundpipe.runtime.weights.layer_weights import ALIGNMENT, Attribute, aligned
 from roundpipe.runtime.weights.replica import BoundLayer, FrozenLayers
+from roundpipe.runtime.weights.residents import Part, Residents
 
 
 @dataclass(slots=True)
@@ -85,30 +87,38 @@ def write_buffer(attribute: Attribute, value: torch.Tensor | None) -> None:
         old.copy_(value)
 
 
-def visit_bytes(layers: Iterable[LayerWeights]) -> int:
-    """Device memory for the weights of some layers, one after the other."""
-    return sum(aligned(weights.num_bytes) for weights in layers)
-
-
 class Visit:
     """The weights of one stage on one device, from upload to release; made by `Arena.begin`."""
 
-    def __init__(self, backend: Backend, region: torch.Tensor, layers: list[BoundLayer]) -> None:
+    def __init__(
+        self, backend: Backend, region: torch.Tensor, layers: list[BoundLayer], residents: Residents, step: int
+    ) -> None:
         self._backend = backend
-        self.weights_memory = region
+        self.memory = [region]
+        """All that its weights lie in."""
         self.num_bytes = region.numel()
         self.layers = layers
-        self._parts: list[tuple[torch.Tensor, dict[int, torch.Tensor | None]]] = []
+        self._residents = residents
+        self._parts: list[Part] = []
+        """What it reads of what stays on the device."""
+        self._tensors: list[dict[int, torch.Tensor | None]] = []
+        """Per layer, by slot."""
         self._copies: list[torch.Tensor] = []
         offset = 0
         moved_bytes = backend.moved_bytes[Lane.WEIGHTS]
         self.began = backend.moment(Lane.WEIGHTS)
         for layer in layers:
-            part = region[offset : offset + layer.weights.num_bytes]
-            outside, copies = layer.weights.upload(backend, part)
-            self._parts.append((part, outside))
+            weights, stay = layer.weights, layer.stay
+            tensors, copies = weights.upload(backend, region[offset : offset + stay.streamed_bytes], stay.streamed)
+            for number, indexes in enumerate(stay.parts):
+                part, uploaded = residents.bring(weights, number, indexes, step)
+                copies += uploaded
+                self._parts.append(part)
+                self.memory.append(part.memory)
+                tensors.update(zip(indexes, part.tensors, strict=True))
+            self._tensors.append(tensors)
             self._copies += copies
-            offset += aligned(layer.weights.num_bytes)
+            offset += stay.streamed_bytes
         self.uploaded = backend.record(Lane.WEIGHTS)
         self.uploaded_bytes = backend.moved_bytes[Lane.WEIGHTS] - moved_bytes
         self.arrived = backend.moment(Lane.WEIGHTS)
@@ -120,8 +130,8 @@ class Visit:
 
     def ready(self, with_gradients: bool, frozen: FrozenLayers | None = None) -> None:
         """Bind the weights, behind `arrive`, to modules as they were when ``frozen``; None: as they are now."""
-        for layer, (part, outside) in zip(self.layers, self._parts, strict=True):
-            layer.bind(part, outside, with_gradients, frozen)
+        for layer, tensors in zip(self.layers, self._tensors, strict=True):
+            layer.bind(tensors, with_gradients, frozen)
 
     def release(self, keep_buffers: bool, added: Collection[int] = ()) -> tuple[Download, list[Event], list[Any]]:
         """Download gradients (and, after a forward, changed buffers and attributes); unbind.
@@ -164,7 +174,11 @@ class Visit:
 
     def drop(self) -> None:
         """Let go of all device memory, whatever one of the layers raises."""
+        for part in self._parts:
+            if part.is_written:
+                self._residents.drop(part)
         self._parts.clear()
+        self._tensors.clear()
         self._copies.clear()
         with contextlib.ExitStack() as rest:
             for layer in self.layers:
@@ -172,10 +186,11 @@ class Visit:
 
 
 class Arena:
-    """One worker's memory for weights: two regions that grow toward each other."""
+    """One worker's memory for weights: two regions that grow toward each other, and what stays beside them."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        self.residents = Residents(backend)
         self._buffer: torch.Tensor | None = None
         self._readers: list[list[Event]] = [[], []]
         self._parity = 0
@@ -195,10 +210,10 @@ class Arena:
 
         What was made for larger ones before is kept, as far as there are ``spare_bytes``; None: in any case.
         """
-        surplus_bytes = self.num_bytes - self.room(sizes_bytes)
+        surplus_bytes = -1 if self._buffer is None else self._buffer.numel() - self.room(sizes_bytes)
         if surplus_bytes < 0 or self._buffer is None or (spare_bytes is not None and surplus_bytes > spare_bytes):
             if self._buffer is not None:
-                self.free()
+                self._free_regions()
                 self._backend.release_cached()  # or activations are put where it was, and its room is taken twice
             self._buffer = self._backend.allocate(self.room(sizes_bytes), "weights")
             allocated = self._backend.record(Lane.COMPUTE)  # whoever had the memory before used it on COMPUTE
@@ -206,22 +221,27 @@ class Arena:
 
     @property
     def num_bytes(self) -> int:
-        return 0 if self._buffer is None else self._buffer.numel()
+        return (0 if self._buffer is None else self._buffer.numel()) + self.residents.num_bytes
 
     def free(self) -> None:
+        self._free_regions()
+        self.residents.free()
+
+    def _free_regions(self) -> None:
         if self._buffer is not None:
             self._backend.free(self._buffer, "weights")
             self._buffer = None
 
-    def begin(self, layers: list[BoundLayer]) -> tuple[Visit, int]:
-        """Start uploading a visit's weights; returns it and the side of the arena it lies at."""
+    def begin(self, layers: list[BoundLayer], step: int = 0) -> tuple[Visit, int]:
+        """Start uploading a visit's weights in a step; returns it and the side of the arena it lies at."""
         assert self._buffer is not None
-        num_bytes = visit_bytes(layer.weights for layer in layers)
+        num_bytes = sum(layer.stay.streamed_bytes for layer in layers)
         side, self._parity = self._parity, 1 - self._parity
         start = 0 if side == 0 else (self._buffer.numel() - num_bytes) // ALIGNMENT * ALIGNMENT
         for event in self._readers[side]:
             self._backend.wait(Lane.WEIGHTS, event)
-        return Visit(self._backend, self._buffer.data[start : start + num_bytes], layers), side
+        region = self._buffer.data[start : start + num_bytes]
+        return Visit(self._backend, region, layers, self.residents, step), side
 
     def end(self, side: int, events: list[Event]) -> None:
         """Note the events after which a side may be written again."""

@@ -1,0 +1,114 @@
+"""Which layers' frozen weights stay on the devices, in the memory that a plan leaves over.
+
+Each worker keeps a copy of its own of every such layer: stages go around as without, so no plan gets slower, and any
+worker may run any stage. What stays takes no room in the arena; in a plan of at most three stages on one worker, whose
+arena holds all weights anyway, it costs no memory at all.
+
+Layers are chosen one by one from the stage whose uploads are the most for the time that it computes: what it brings
+is what the stage before it hides the least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from roundpipe.core.layers import LayerCost
+from roundpipe.core.schedule import ExecutePlan, Schedule
+from roundpipe.planning.stage_costs import (
+    RecomputeGrain,
+    StageCost,
+    StageCosts,
+    arena_bytes,
+    device_memory,
+    num_trained,
+    peak_bytes,
+    training_stages,
+)
+from roundpipe.reports.memory import DeviceMemory
+
+LEAST_SHARE = 1 / 16
+"""Layers of which less than this share of the weights is frozen, such as a few buffers, are streamed as a whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """Layers whose frozen weights stay on every worker's device, and the bytes that they take there."""
+
+    layers: frozenset[int] = frozenset()
+    num_bytes: int = 0
+
+    def streamed(self, costs: Sequence[LayerCost]) -> Sequence[LayerCost]:
+        """Costs of layers as each visit uploads them."""
+        if not self.layers:
+            return costs
+        return [
+            replace(cost, weight_bytes=_streamed_bytes(cost), num_parameters=num_trained(cost))
+            if index in self.layers
+            else cost
+            for index, cost in enumerate(costs)
+        ]
+
+    def bytes_of(self, costs: Sequence[LayerCost]) -> dict[int, int]:
+        """What stays of each of its layers."""
+        return {index: costs[index].weight_bytes - _streamed_bytes(costs[index]) for index in sorted(self.layers)}
+
+    def stage_memory(
+        self, plan: ExecutePlan, costs: Sequence[LayerCost], *, num_workers: int, recompute_grain: RecomputeGrain
+    ) -> dict[str, DeviceMemory]:
+        """Device memory while the stages F0, .., U, B1, .. of a training plan run."""
+        stages = training_stages(plan, StageCosts(self.streamed(costs), recompute_grain))
+        needs = device_memory(stages, num_workers, self.num_bytes)
+        return {name: need for (name, _), need in zip(plan.named_stages(), needs, strict=True)}
+
+    def peak_bytes(self, schedule: Schedule, costs: StageCosts) -> int:
+        """Device memory that a schedule takes at most, and what stays."""
+        streamed = StageCosts(self.streamed(costs.layers), costs.grain)
+        return self.num_bytes + peak_bytes(streamed.of_jobs(schedule), schedule.num_workers)
+
+
+STREAMED = Residency()
+"""Nothing stays."""
+
+
+def choose_residency(schedule: Schedule, costs: StageCosts, budget_bytes: int | None) -> Residency:
+    """What may stay beside the peak of a schedule within a budget per device; None: no limit."""
+    frozen = {
+        index: cost.weight_bytes - _streamed_bytes(cost)
+        for index, cost in enumerate(costs.layers)
+        if cost.weight_bytes - _streamed_bytes(cost) > LEAST_SHARE * cost.weight_bytes
+    }
+    if budget_bytes is None:
+        return Residency(frozenset(frozen), sum(frozen.values()))
+    stages = costs.of_jobs(schedule)
+    weights = [stage.weight_bytes for stage in stages]
+    beside_bytes = peak_bytes(stages, schedule.num_workers) - arena_bytes(weights, schedule.num_workers)
+    stays: set[int] = set()
+    stays_bytes = 0
+    while (index := _next(schedule, stages, weights, frozen)) is not None:
+        num_bytes = frozen.pop(index)
+        lighter = [size - num_bytes * (index in job.layers) for size, job in zip(weights, schedule.jobs, strict=True)]
+        needed_bytes = beside_bytes + stays_bytes + num_bytes + arena_bytes(lighter, schedule.num_workers)
+        if needed_bytes <= budget_bytes:
+            weights, stays_bytes = lighter, stays_bytes + num_bytes
+            stays.add(index)
+    return Residency(frozenset(stays), stays_bytes)
+
+
+def _next(
+    schedule: Schedule, stages: Sequence[StageCost], weights: Sequence[int], layers: Collection[int]
+) -> int | None:
+    """The first of these layers in the stage that brings the most for the time that it computes."""
+    jobs = [
+        (weights[position] / max(stages[position].seconds, 1e-12), -position, job)
+        for position, job in enumerate(schedule.jobs)
+        if any(index in layers for index in job.layers)
+    ]
+    if not jobs:
+        return None
+    return next(index for index in max(jobs)[2].layers if index in layers)
+
+
+def _streamed_bytes(cost: LayerCost) -> int:
+    """Bytes of a layer's weights that are trained."""
+    return min(cost.gradient_bytes, cost.weight_bytes)

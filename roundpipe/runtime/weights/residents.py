@@ -1,0 +1,175 @@
+"""Weights that stay on a device from visit to visit, as far as the plan has left room for them.
+
+A layer's frozen weights are a part of their own, uploaded as a whole. A visit takes a part as it lies on the device as
+long as the host's tensors are what was uploaded: the same objects, in the same memory, not written since. Else the part
+is uploaded again, into new memory, since an earlier visit may still read the old.
+
+Invariant: a part that no layer asks for any more is dropped; so is one that a forward has written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import nn
+
+from roundpipe.runtime.device.backend import Backend, Lane
+from roundpipe.runtime.weights.fingerprint import Fingerprint
+from roundpipe.runtime.weights.layer_weights import LayerWeights, version_of
+
+PURPOSE = "resident weights"
+
+Key = tuple[int, ...]
+"""Identities of a part's tensors on the host, which it keeps alive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """What of a layer stays on devices in a step, and what each visit uploads."""
+
+    parts: tuple[tuple[int, ...], ...]
+    """Slots that stay, those together that change together."""
+    streamed: tuple[int, ...]
+    streamed_bytes: int
+
+    @classmethod
+    def of(cls, weights: LayerWeights, parts: Iterable[tuple[int, ...]] = ()) -> Self:
+        kept = tuple(part for part in parts if part)
+        staying = {index for part in kept for index in part}
+        streamed = tuple(index for index in range(len(weights.slots)) if index not in staying)
+        return cls(kept, streamed, weights.bytes_of(streamed))
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """Slots of a layer on a device."""
+
+    key: Key
+    memory: torch.Tensor
+    prints: list[Fingerprint]
+    """Of the host's tensors, taken before they were uploaded."""
+    tensors: list[torch.Tensor | None]
+    versions: list[int]
+    """Of the tensors, when they were uploaded."""
+    checked_in: int
+    """The step in which samples of the host's values were last compared."""
+
+    def is_current(self, step: int) -> bool:
+        """Whether the host's tensors are what was uploaded; samples of their values are compared once per step."""
+        if any(print.is_marked for print in self.prints):
+            return False
+        if self.checked_in != step and any(print.has_other_values for print in self.prints):
+            return False
+        self.checked_in = step
+        return True
+
+    @property
+    def is_written(self) -> bool:
+        """Whether a forward has written the device's tensors."""
+        return [*map(version_of, self.tensors)] != self.versions
+
+
+class Residents:
+    """The parts on one worker's device."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._parts: dict[Key, Part] = {}
+        """The one used last at the end."""
+        self._keys: dict[tuple[int, int], Key] = {}
+        """By the identity of a layer and the number of the part in its stay, what it last asked for."""
+        self.num_bytes = 0
+
+    def make_room(self, stays: Iterable[tuple[LayerWeights, Stay]], most_bytes: int | None) -> int:
+        """Drop what a step does not use where all would take more than ``most_bytes``; returns the bytes that it keeps.
+
+        ``stays`` are those of all layers of the step; without a limit everything is kept.
+        """
+        used, needed_bytes = set(), 0
+        for weights, stay in stays:
+            for indexes in stay.parts:
+                used.add(_key(weights, indexes))
+                needed_bytes += weights.bytes_of(indexes)
+            place = id(weights.layer), 0
+            if not stay.parts and self._keys.get(place, ()) != _key(weights, weights.frozen_slots()):
+                self._let_go(place)  # it is trained by now
+        if most_bytes is None:
+            return 0
+        others = [part for key, part in self._parts.items() if key not in used]
+        other_bytes = sum(part.memory.numel() for part in others)
+        for part in others:
+            if needed_bytes + other_bytes <= most_bytes:
+                break
+            other_bytes -= part.memory.numel()
+            self.drop(part)
+        return other_bytes
+
+    def has_all(self, weights: LayerWeights, stay: Stay) -> bool:
+        """Whether a layer's parts are on the device, as they may have been on the host before."""
+        return all(_key(weights, indexes) in self._parts for indexes in stay.parts)
+
+    def bring(
+        self, weights: LayerWeights, number: int, indexes: tuple[int, ...], step: int
+    ) -> tuple[Part, list[torch.Tensor]]:
+        """A part of a layer as it is on the host now, uploaded if need be, and the copies that were made."""
+        key, place = _key(weights, indexes), (id(weights.layer), number)
+        if self._keys.get(place, key) != key:
+            self._let_go(place)
+        self._keys[place] = key
+        part = self._parts.pop(key, None)
+        copies: list[torch.Tensor] = []
+        if part is None or not part.is_current(step):
+            if part is not None:
+                self._free(part)
+            part, copies = self._upload(key, weights, indexes, step)
+        self._parts[key] = part
+        return part, copies
+
+    def _upload(
+        self, key: Key, weights: LayerWeights, indexes: tuple[int, ...], step: int
+    ) -> tuple[Part, list[torch.Tensor]]:
+        backend = self._backend
+        prints = [Fingerprint.of(weights.slots[index].tensor) for index in indexes]
+        memory = backend.allocate(weights.bytes_of(indexes), PURPOSE)
+        try:
+            backend.wait(Lane.WEIGHTS, backend.record(Lane.COMPUTE))  # whoever had the memory before used it on COMPUTE
+            found, copies = weights.upload(backend, memory.data, indexes)
+        except BaseException:
+            backend.free(memory, PURPOSE)
+            raise
+        self.num_bytes += memory.numel()
+        tensors = [found[index] for index in indexes]
+        return Part(key, memory, prints, tensors, list(map(version_of, tensors)), step), copies
+
+    def forget(self, layer: nn.Module) -> None:
+        """Drop a layer's parts that no other layer has."""
+        for place in [place for place in self._keys if place[0] == id(layer)]:
+            self._let_go(place)
+
+    def _let_go(self, place: tuple[int, int]) -> None:
+        key = self._keys.pop(place, ())
+        if key not in self._keys.values() and (part := self._parts.get(key)) is not None:
+            self.drop(part)
+
+    def drop(self, part: Part) -> None:
+        """Give a part's memory back, behind the visits that read it."""
+        if self._parts.get(part.key) is part:
+            del self._parts[part.key]
+            self._free(part)
+
+    def _free(self, part: Part) -> None:
+        self._backend.free(part.memory, PURPOSE)
+        self.num_bytes -= part.memory.numel()
+
+    def free(self) -> None:
+        """Drop everything."""
+        for part in list(self._parts.values()):
+            self.drop(part)
+        self._keys.clear()
+
+
+def _key(weights: LayerWeights, indexes: Iterable[int]) -> Key:
+    return tuple(id(weights.slots[index].current) for index in indexes)

@@ -1,0 +1,68 @@
+"""What stays on devices: within the budget, as much as fits, and never slower by the simulator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from roundpipe.core.layers import LayerCost
+from roundpipe.core.schedule import ExecutePlan, make_schedule
+from roundpipe.planning.machine import HardwareProfile
+from roundpipe.planning.residency import STREAMED, choose_residency
+from roundpipe.planning.simulator import simulate
+from roundpipe.planning.stage_costs import StageCosts, plan_peak_bytes
+
+COST = LayerCost(
+    forward_s=0.1,
+    backward_s=0.2,
+    num_parameters=100,
+    weight_bytes=200,
+    gradient_bytes=20,
+    activation_bytes=50,
+    carry_bytes=5,
+)
+COSTS = [COST] * 8
+PLAN = ExecutePlan([(0, 2), (2, 4), (4, 6)], (6, 8), [(4, 6), (2, 4), (0, 2)])
+PROFILE = HardwareProfile(upload_bytes_per_s=300.0, download_bytes_per_s=300.0)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_more_room_keeps_more_and_uploads_less(num_workers: int) -> None:
+    schedule, costs = make_schedule(PLAN, num_workers, 3), StageCosts(COSTS)
+    least = plan_peak_bytes(PLAN, COSTS, num_workers=num_workers)
+    before, sizes = simulate(schedule, COSTS, PROFILE), []
+    for budget_bytes in range(least, least + 1700, 100):
+        residency = choose_residency(schedule, costs, budget_bytes)
+        assert residency.num_bytes == 180 * len(residency.layers)
+        assert residency.peak_bytes(schedule, costs) <= budget_bytes
+        found = simulate(schedule, COSTS, PROFILE, residency=residency)
+        assert max(found.peak_bytes) <= budget_bytes
+        assert found.uploaded_bytes <= before.uploaded_bytes
+        assert found.seconds_per_step <= before.seconds_per_step * (1 + 1e-9)
+        before = found
+        sizes.append(len(residency.layers))
+    assert sizes == sorted(sizes) and sizes[-1] == len(COSTS) and sizes[0] < len(COSTS)
+    everything = choose_residency(schedule, costs, None)
+    assert everything.layers == set(range(8)) and everything.num_bytes == 8 * 180
+    streamed = simulate(schedule, COSTS, PROFILE)
+    assert found.uploaded_bytes == pytest.approx(streamed.uploaded_bytes - 180 * 14)  # six layers come up twice
+    assert found.seconds_per_step < 0.9 * streamed.seconds_per_step
+    assert found.optimizer_bytes == streamed.optimizer_bytes
+
+
+def test_in_few_stages_it_costs_no_memory() -> None:
+    plan = ExecutePlan([(0, 4)], (4, 8), [(0, 4)])
+    schedule, costs = make_schedule(plan, 1, 3), StageCosts(COSTS)
+    least = plan_peak_bytes(plan, COSTS, num_workers=1)
+    assert choose_residency(schedule, costs, least).layers == set(range(8))
+
+
+def test_trained_layers_are_streamed() -> None:
+    trained = replace(COST, gradient_bytes=COST.weight_bytes - 8)  # but for a buffer
+    schedule = make_schedule(PLAN, 1, 3)
+    assert choose_residency(schedule, StageCosts([trained] * 8), None) == STREAMED
+    mixed = choose_residency(schedule, StageCosts([COST, trained] * 4), None)
+    assert mixed.layers == {0, 2, 4, 6}
+    wider = replace(COST, weight_bytes=400)
+    assert 5 in choose_residency(schedule, StageCosts([*COSTS[:5], wider, *COSTS[6:]]), 2600).layers
