@@ -35,6 +35,7 @@ class StreamedModel:
     """A model whose code runs on one of an engine's devices."""
 
     def __init__(self, model: nn.Module, name: str, engine: Engine, host: HostWeights) -> None:
+        self._engine = engine
         engine.release_memory()
         self._model = model
         self._backend = engine.backends[0]
@@ -55,6 +56,7 @@ class StreamedModel:
     def open(self) -> Iterator[nn.Module]:
         """The replica; inside, the device is current, and no gradients are recorded."""
         backend = self._backend
+        self._engine.release_memory()  # what stays there between rounds
         weights = OnDemandWeights(backend, self._layers, backend.take_budget())
         replica = Replica(self._model, backend.device)
         with contextlib.ExitStack() as stack:

@@ -215,11 +215,9 @@ class OnDemandWeights:
         backend.begin_visit()
         region = torch.empty(weights.num_bytes, dtype=torch.uint8, device=backend.device)
         backend.wait(Lane.WEIGHTS, backend.record(Lane.COMPUTE))  # which may be at work on what lay there before
-        outside, group.copies = weights.upload(backend, region)
+        found, group.copies = weights.upload(backend, region, range(len(weights.slots)))
         group.uploaded = backend.record(Lane.WEIGHTS)
-        slots = enumerate(weights.slots)
-        tensors = [(slot, outside[index] if index in outside else slot.view(region)) for index, slot in slots]
-        group.tensors = [_as_parameter(slot, tensor) for slot, tensor in tensors]
+        group.tensors = [_as_parameter(slot, found[index]) for index, slot in enumerate(weights.slots)]
         self.num_uploads += 1
 
     def _drop(self, group: _WeightGroup) -> None:
