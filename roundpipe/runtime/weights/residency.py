@@ -28,7 +28,7 @@ from roundpipe.runtime.device.backend import Backend, Event, Lane, Moment
 from roundpipe.runtime.device.host_memory import convert, is_plain
 from roundpipe.runtime.weights.layer_weights import ALIGNMENT, Attribute, aligned
 from roundpipe.runtime.weights.replica import BoundLayer, FrozenLayers
-from roundpipe.runtime.weights.residents import Part, Residents
+from roundpipe.runtime.weights.residents import ResidentPart, Residents
 
 
 @dataclass(slots=True)
@@ -99,7 +99,7 @@ class Visit:
         self.num_bytes = region.numel()
         self.layers = layers
         self._residents = residents
-        self._parts: list[Part] = []
+        self._parts: list[ResidentPart] = []
         """What it reads of what stays on the device."""
         self._tensors: list[dict[int, torch.Tensor | None]] = []
         """Per layer, by slot."""

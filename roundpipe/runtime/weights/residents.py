@@ -44,7 +44,7 @@ class Stay:
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class ResidentPart:
     """Slots of a layer on a device."""
 
     key: Key
@@ -77,7 +77,7 @@ class Residents:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._parts: dict[Key, Part] = {}
+        self._parts: dict[Key, ResidentPart] = {}
         """The one used last at the end."""
         self._keys: dict[tuple[int, int], Key] = {}
         """By the identity of a layer and the number of the part in its stay, what it last asked for."""
@@ -113,7 +113,7 @@ class Residents:
 
     def bring(
         self, weights: LayerWeights, number: int, indexes: tuple[int, ...], step: int
-    ) -> tuple[Part, list[torch.Tensor]]:
+    ) -> tuple[ResidentPart, list[torch.Tensor]]:
         """A part of a layer as it is on the host now, uploaded if need be, and the copies that were made."""
         key, place = _key(weights, indexes), (id(weights.layer), number)
         if self._keys.get(place, key) != key:
@@ -130,7 +130,7 @@ class Residents:
 
     def _upload(
         self, key: Key, weights: LayerWeights, indexes: tuple[int, ...], step: int
-    ) -> tuple[Part, list[torch.Tensor]]:
+    ) -> tuple[ResidentPart, list[torch.Tensor]]:
         backend = self._backend
         prints = [Fingerprint.of(weights.slots[index].tensor) for index in indexes]
         memory = backend.allocate(weights.bytes_of(indexes), PURPOSE)
@@ -142,7 +142,7 @@ class Residents:
             raise
         self.num_bytes += memory.numel()
         tensors = [found[index] for index in indexes]
-        return Part(key, memory, prints, tensors, list(map(version_of, tensors)), step), copies
+        return ResidentPart(key, memory, prints, tensors, list(map(version_of, tensors)), step), copies
 
     def forget(self, layer: nn.Module) -> None:
         """Drop a layer's parts that no other layer has."""
@@ -154,13 +154,13 @@ class Residents:
         if key not in self._keys.values() and (part := self._parts.get(key)) is not None:
             self.drop(part)
 
-    def drop(self, part: Part) -> None:
+    def drop(self, part: ResidentPart) -> None:
         """Give a part's memory back, behind the visits that read it."""
         if self._parts.get(part.key) is part:
             del self._parts[part.key]
             self._free(part)
 
-    def _free(self, part: Part) -> None:
+    def _free(self, part: ResidentPart) -> None:
         self._backend.free(part.memory, PURPOSE)
         self.num_bytes -= part.memory.numel()
 
