@@ -14,7 +14,7 @@ import pytest
 from tests.contract import TABLE, node_ids
 
 ROOT = Path(__file__).parent.parent
-NUMBERED = {"A": 8, "B": 4, "C": 6, "D": 8, "E": 5, "G": 5, "H": 5, "J": 4, "P": 10}
+NUMBERED = {"A": 8, "B": 4, "C": 6, "D": 8, "E": 5, "G": 5, "H": 5, "J": 5, "P": 10}
 
 
 @functools.cache

@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 
 from roundpipe.core.errors import ConfigError, DeviceMemoryError, RoundPipeError
-from roundpipe.core.quantities import parse_quantity
 from roundpipe.reports.tables import format_share
 from roundpipe.reports.timeline import check_path
 from roundpipe.runtime.weights.master_weights import copy_dtype
@@ -33,8 +32,10 @@ from roundpipe.tools.doctor import diagnose, diagnosis_text
 from roundpipe.tools.explain import explain
 from roundpipe.tools.forecast import Machine, Training, forecast, simulated_timeline
 from roundpipe.tools.forecast_report import forecast_json, forecast_text
+from roundpipe.tools.hosts import Network, hosts_json, hosts_text, ways_of
 from roundpipe.tools.largest import largest
 from roundpipe.tools.machine_file import MeasuredMachine, default_path, measure_machine, measured_text
+from roundpipe.tools.option_types import count, quantity, share
 from roundpipe.tools.sweep import AXES, parse_axes, sweep, sweep_json, sweep_text
 from roundpipe.tools.target import DEFAULT_SEQ, EXPLAINED_SEQ, Target, check_target, load_target
 
@@ -47,9 +48,8 @@ FLOPS_PER_BYTE = 150.0
 """Peak compute per memory bandwidth, for a device of which only the compute is given."""
 
 MOST_SAMPLES, MOST_TOKENS, MOST_RANK = 10**9, 10**7, 65536
-MOST_DEVICES, MOST_MICROBATCHES = 256, 4096
-"""More of either than one machine has use for; planning for as many still takes seconds, not minutes."""
-LARGEST_QUANTITY = 1e24
+MOST_DEVICES, MOST_MICROBATCHES, MOST_HOSTS = 256, 4096, 256
+"""More of any than one machine has use for; planning for as many still takes seconds, not minutes."""
 
 _TARGET_HELP = (
     "a Hugging Face config.json, a folder that has one, the name of a model in the local Hugging Face cache such as "
@@ -59,7 +59,7 @@ _TARGET_HELP = (
 _WITH_TARGET = (
     *("machine", "device_profile", "flops", "memory", "link", "bandwidth", "efficiency"),
     *("host_memory", "host_bandwidth", "timeline", "batch", "seq", "max_length", "max_batch"),
-    *("dtype", "optimizer", "optim_dtype", "lora"),
+    *("dtype", "optimizer", "optim_dtype", "lora", "hosts", "network"),
 )
 
 _Answer = tuple[str | dict[str, Any] | list[dict[str, Any]], int]
@@ -105,47 +105,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code
 
 
-_Number = TypeVar("_Number", int, float)
-
-
-def quantity(text: str) -> float:
-    """A number with a unit, such as ``24GiB``, ``25GB/s``, ``165T`` or ``1.65e14``: from 1 to `LARGEST_QUANTITY`."""
-    value = parse_quantity(text)
-    if not 1 <= value <= LARGEST_QUANTITY:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no quantity from 1 to {LARGEST_QUANTITY:.0e}, such as 24GiB, 25GB/s or 165T"
-        )
-    return value
-
-
-def count(most: int) -> Callable[[str], int]:
-    """The type of a number of things: from 1 to ``most``."""
-
-    def parse(text: str) -> int:
-        value = _number(int, text)
-        if not 1 <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to {most:,}")
-        return value
-
-    return parse
-
-
-def share(text: str) -> float:
-    """A share above 0 and up to 1."""
-    value = _number(float, text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share above 0 and up to 1, such as 0.5")
-    return value
-
-
-def _number(kind: Callable[[str], _Number], text: str) -> _Number:
-    """A number; 0 for what is none."""
-    try:
-        return kind(text)
-    except ValueError:
-        return kind("0")
-
-
 def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("target", nargs="?", metavar="TARGET", help=_TARGET_HELP)
@@ -168,6 +127,8 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     add("--efficiency", type=share, metavar="SHARE", help=f"of the FLOPs, sustained; default: {EFFICIENCY.compute}")
     add("--host-memory", type=quantity, metavar="SIZE", help="it fits only within this; default: no limit")
     add("--host-bandwidth", type=quantity, metavar="RATE", help="host memory; default: 100GB/s")
+    add("--hosts", type=count(MOST_HOSTS), metavar="N", help="hosts like this one, with --network: ways to use them")
+    add("--network", type=quantity, metavar="RATE", help="of each host, one direction, such as 25GB/s")
     add = parser.add_argument_group("training, with TARGET").add_argument
     add("--batch", type=count(MOST_SAMPLES), metavar="N", help="samples per step; default: one per microbatch")
     add("--seq", type=count(MOST_TOKENS), metavar="N", help=f"tokens per sample; default: {DEFAULT_SEQ}")
@@ -235,6 +196,8 @@ def _plan_target(options: argparse.Namespace) -> _Answer:
     axes = parse_axes(options.sweep) if options.sweep is not None else ()
     if axes and is_search:
         raise ConfigError("--sweep makes a table, --max-length and --max-batch search; give one of them")
+    if (options.hosts is None) != (options.network is None) or (options.hosts and axes):
+        raise ConfigError("--hosts N and --network RATE go together, and without --sweep")
     measured = _measured(options)
     host_memory = options.host_memory or (measured and measured.host_memory_bytes)
     machine = Machine(
@@ -261,15 +224,22 @@ def _plan_target(options: argparse.Namespace) -> _Answer:
     rows = compare_schedules(result.setting, result.plan) if options.compare else []
     tokens = target.tokens_per_sample
     per_step, exit_code = training.batch * (tokens or 1), 0 if result.fits else 1
+    network = Network(options.hosts or 1, options.network or inf)
+    ways, of_all = ways_of(result, network) if options.hosts else [], network.num_hosts * per_step
+    exit_code = 0 if any(way.fits for way in ways) else exit_code
     if options.json:
         compared = {"schedules": comparison_json(rows, per_step)} if options.compare else {}
         searched = {} if found is None else {f"max_{found.what}": found.size, "limit": found.limit}
-        return forecast_json(result) | compared | searched, exit_code
+        hosts = {"hosts": hosts_json(ways, network, of_all)} if ways else {}
+        return forecast_json(result) | compared | searched | hosts, exit_code
     parts = [forecast_text(result)]
     if found is not None:
         parts.append(f"longest sequence: {found}" if found.what == "length" else f"largest batch: {found}")
+    unit = "samples" if tokens is None else "tokens"
     if options.compare:
-        parts.append(comparison_text(rows, per_step, "samples" if tokens is None else "tokens"))
+        parts.append(comparison_text(rows, per_step, unit))
+    if ways:
+        parts.append(hosts_text(ways, network, of_all, unit))
     return "\n\n".join(parts), exit_code
 
 

@@ -103,7 +103,12 @@ def compare_schedules(setting: Setting, chosen: ExecutePlan | None) -> list[Comp
             rows.append(_rotation(name, setting, planner(setting.costs, **setting.planner_arguments())))
         except DeviceMemoryError:
             rows.append(ComparedSchedule(name, setting.num_microbatches, remark="no plan fits"))
-    return rows + [_static(name, kind, chunks, setting) for name, kind, chunks in _STATIC]
+    return rows + compare_static(setting)
+
+
+def compare_static(setting: Setting) -> list[ComparedSchedule]:
+    """The schedules in which each device owns a part of the model."""
+    return [_static(name, kind, chunks, setting) for name, kind, chunks in _STATIC]
 
 
 def _rotation(name: str, setting: Setting, chosen: ExecutePlan | ReplicatedPlan) -> ComparedSchedule:

@@ -52,4 +52,11 @@ DISTRIBUTED_ROWS: dict[str, Row] = {
         SHARDED + "test_shards_need_ranks",
         SHARDED + "test_clipping_in_one_process_is_torchs",
     ),
+    "J5": row(
+        "`plan --hosts N --network RATE`: step time, what the network adds, host memory, and the fastest way",
+        "tools/test_hosts.py::test_ways_to_use_more_hosts",
+        "tools/test_hosts.py::test_ways_in_words",
+        "distributed/test_throttled.py::test_a_throttled_link_takes_the_time_that_is_planned",
+        gap="stages over a slow link are planned, and not checked against a run",
+    ),
 }

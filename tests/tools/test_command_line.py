@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from roundpipe.tools import command_line as cli
-from roundpipe.tools.command_line import quantity
 from roundpipe.tools.cost_file import parse_costs, plan_costs
+from roundpipe.tools.option_types import quantity
 from tests.tools.cases_command_line import (
     DATA,
     H100,

@@ -1,0 +1,51 @@
+"""Types of options: text from the command line as numbers that make sense."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import TypeVar
+
+from roundpipe.core.quantities import parse_quantity
+
+LARGEST_QUANTITY = 1e24
+
+_Number = TypeVar("_Number", int, float)
+
+
+def quantity(text: str) -> float:
+    """A number with a unit, such as ``24GiB``, ``25GB/s``, ``165T`` or ``1.65e14``: from 1 to `LARGEST_QUANTITY`."""
+    value = parse_quantity(text)
+    if not 1 <= value <= LARGEST_QUANTITY:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no quantity from 1 to {LARGEST_QUANTITY:.0e}, such as 24GiB, 25GB/s or 165T"
+        )
+    return value
+
+
+def count(most: int) -> Callable[[str], int]:
+    """The type of a number of things: from 1 to ``most``."""
+
+    def parse(text: str) -> int:
+        value = _number(int, text)
+        if not 1 <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to {most:,}")
+        return value
+
+    return parse
+
+
+def share(text: str) -> float:
+    """A share above 0 and up to 1."""
+    value = _number(float, text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share above 0 and up to 1, such as 0.5")
+    return value
+
+
+def _number(kind: Callable[[str], _Number], text: str) -> _Number:
+    """A number; 0 for what is none."""
+    try:
+        return kind(text)
+    except ValueError:
+        return kind("0")
