@@ -29,7 +29,9 @@ def run(name: str, arguments: list[str], folder: Path) -> tuple[int, dict[str, A
     return code, document["results"]
 
 
-@pytest.mark.parametrize("name", ["handover", "long_run", "memory", "optimizer", "simulator", "soak", "timeline"])
+@pytest.mark.parametrize(
+    "name", ["handover", "long_run", "memory", "optimizer", "residency", "simulator", "soak", "timeline"]
+)
 def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         importlib.import_module(name).main(["--help"])
@@ -112,3 +114,13 @@ def test_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert found["then"]["low"] <= 0.02 and found["then"]["high"] <= 0.05
         assert found["peak_bytes"] > 0 and len(found["rounds"]) == 2
     assert table.read_text().count("\n") == 4 + len(results["cases"])
+
+
+@pytest.mark.long
+def test_residency(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, results = run("residency", ["--device", "cpu", "--small"], tmp_path)
+    assert code == 0 and results.keys() == {"lora", "full"}
+    assert all(found["ways"].keys() == {"off", "auto", "plain"} for found in results.values())
+    off, auto = (results["lora"]["ways"][way] for way in ("off", "auto"))
+    assert auto["uploaded_bytes"] < 0.5 * off["uploaded_bytes"] and auto["resident_bytes"] > 0
+    assert "of plain" in capsys.readouterr().out
