@@ -21,7 +21,7 @@ from benchmarks.environment import report
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan
 from roundpipe.planning import search as plan_search
-from roundpipe.planning.planner import plan, plan_replicated
+from roundpipe.planning.planner import plan
 from roundpipe.planning.stage_costs import plan_peak_bytes, plan_seconds
 from tests.runtime.chains import (
     PUBLISHED,
@@ -37,11 +37,9 @@ MACHINE = {"num_workers": PUBLISHED["num_workers"], "num_microbatches": PUBLISHE
 LARGEST_STAGE = {"qwen3-1.7b": 12, "llama3.1-8b": 10, "qwen3-32b": 4}
 
 
-def describe(
-    chosen: ExecutePlan, costs: Sequence[LayerCost], took_s: float, replicas: Sequence[int] | None = None
-) -> dict[str, Any]:
+def describe(chosen: ExecutePlan, costs: Sequence[LayerCost], took_s: float) -> dict[str, Any]:
     """One row: time of a round, idle share, peak, and the time it took to find."""
-    seconds = plan_seconds(chosen, costs, **MACHINE, replicas=replicas)
+    seconds = plan_seconds(chosen, costs, **MACHINE)
     compute_s = sum(total for total, _ in stage_times(chosen, costs))
     work_s = compute_s * MACHINE["num_microbatches"] / MACHINE["num_workers"]
     return {
@@ -63,11 +61,11 @@ def published() -> dict[str, Any]:
         greedy_s = time.process_time()
         chosen = plan(costs, **MACHINE, memory_budget_bytes=budget_bytes)
         chosen_s = time.process_time()
-        replicated = plan_replicated(costs, **MACHINE, memory_budget_bytes=budget_bytes)
+        replicated = plan(costs, replicate=True, **MACHINE, memory_budget_bytes=budget_bytes)
         replicated_s = time.process_time()
         rows[f"{name} greedy"] = describe(greedy, costs, greedy_s - start_s)
         rows[f"{name} planned"] = describe(chosen, costs, chosen_s - greedy_s)
-        rows[f"{name} replicated"] = describe(replicated.plan, costs, replicated_s - chosen_s, replicated.replicas)
+        rows[f"{name} replicated"] = describe(replicated, costs, replicated_s - chosen_s)
     return rows
 
 

@@ -10,7 +10,7 @@ two jobs on a worker, and can't deadlock. `tests/runtime/schedule_rules.py` has 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -58,13 +58,19 @@ class ExecutePlan:
     A plan without a fused tail has forward ranges over all layers and backward ranges over all layers: it
     serves ``forward`` and ``backward`` as separate calls, but not ``forward_backward``.
 
+    Several workers may share the microbatches of a stage; each brings the stage's weights up and its gradients down:
+
+        ExecutePlan(fused=range(0, 6), replicas=[2])
+
     Args:
         forward: ranges of layers, ascending; each a ``range`` or a pair ``(start, stop)``.
         fused: the range that runs forward, loss and backward in one visit, or None.
         backward: ranges of layers, descending.
+        replicas: per stage of a training step, in order, how many workers share its microbatches, as far as there are
+            workers and microbatches for them; empty: one each.
 
     Raises:
-        ScheduleError: something given is not a range.
+        ScheduleError: something given is not a range, or the replicas are not one count per stage.
     """
 
     forward: tuple[LayerRange, ...]
@@ -73,12 +79,15 @@ class ExecutePlan:
     """The stage that runs forward, loss and backward in one visit; None: the plan has none."""
     backward: tuple[LayerRange, ...]
     """Backward stages, deep to shallow, without the fused tail."""
+    replicas: tuple[int, ...]
+    """Per stage of a training step, how many workers share its microbatches; empty: one each."""
 
     def __init__(
         self,
         forward: Iterable[range | LayerRange] = (),
         fused: range | LayerRange | None = None,
         backward: Iterable[range | LayerRange] = (),
+        replicas: Iterable[int] = (),
     ) -> None:
         forward_ranges = _parse_ranges("forward", forward)
         backward_ranges = _parse_ranges("backward", backward)
@@ -89,6 +98,12 @@ class ExecutePlan:
         object.__setattr__(self, "forward", forward_ranges)
         object.__setattr__(self, "fused", fused_range)
         object.__setattr__(self, "backward", backward_ranges)
+        counts = tuple(replicas)
+        if counts and (len(counts) != self.num_stages or not all(type(count) is int and count > 0 for count in counts)):
+            raise ScheduleError(
+                f"replicas={list(counts)} for {self.num_stages} stages: give one count of at least 1 per stage, or none"
+            )
+        object.__setattr__(self, "replicas", counts if any(count > 1 for count in counts) else ())
 
     @property
     def num_layers(self) -> int:
@@ -117,6 +132,18 @@ class ExecutePlan:
             *([] if self.fused is None else [("U", self.fused)]),
             *((f"B{index}", layers) for index, layers in enumerate(self.backward, 1)),
         ]
+
+    def shares(self, kind: ScheduleKind, most: int) -> list[int]:
+        """Per stage of such a step, how many workers share its microbatches, each at most so many."""
+        counts = [min(count, most) for count in self.replicas or (1,) * self.num_stages]
+        first = len(self.forward)
+        return {"train": counts, "forward": counts[: len(self.forward_stages)], "backward": counts[first:]}[kind]
+
+    def with_fewer_replicas(self, most: int, alone: Container[int]) -> ExecutePlan:
+        """The same with at most so many per stage, and without for stages that have one of the layers in ``alone``."""
+        stages = zip(self.named_stages(), self.replicas, strict=False)
+        counts = [1 if any(i in alone for i in range(*layers)) else min(n, most) for (_, layers), n in stages]
+        return ExecutePlan(self.forward, self.fused, self.backward, counts)
 
     def validate(self, num_layers: int) -> None:
         """Check that the plan covers each layer of a model once in forward and once in backward.
@@ -239,11 +266,6 @@ class Schedule:
         return self.plan.num_layers
 
     @property
-    def replicas(self) -> tuple[int, ...]:
-        """Per stage, how many consecutive jobs share its microbatches."""
-        return tuple(job.num_replicas for job in self.jobs if job.replica == 0)
-
-    @property
     def next_job(self) -> int:
         """Index that the first job of the next step gets."""
         return self.first_job + len(self.jobs)
@@ -251,7 +273,7 @@ class Schedule:
     def following(self) -> Schedule:
         """The schedule of the same step again, with the rotation going on."""
         counts = self.num_workers, self.num_microbatches
-        return make_schedule(self.plan, *counts, first_job=self.next_job, kind=self.kind, replicas=self.replicas)
+        return make_schedule(self.plan, *counts, first_job=self.next_job, kind=self.kind)
 
     def job(self, job_index: int) -> Job:
         if not self.has_job(job_index):
@@ -263,6 +285,19 @@ class Schedule:
 
     def microbatches(self, job: Job) -> range:
         return range(job.replica, self.num_microbatches, job.num_replicas)
+
+    def sharer(self, job_index: int, microbatch: int) -> int:
+        """Of the jobs that share a job's stage, the one that runs a microbatch."""
+        job = self.job(job_index)
+        return job_index - job.replica + microbatch % job.num_replicas
+
+    def before(self, job: Job, microbatch: int) -> int | None:
+        """The job of the stage before that runs a microbatch; None for the first stage."""
+        behind = job.index - job.replica - 1
+        return self.sharer(behind, microbatch) if self.has_job(behind) else None
+
+    def is_of_last_stage(self, job: Job) -> bool:
+        return job.index >= self.next_job - job.num_replicas
 
     def tasks(self, worker: int) -> tuple[Task, ...]:
         return self.worker_tasks[worker]
@@ -287,7 +322,6 @@ def make_schedule(
     *,
     first_job: int = 0,
     kind: ScheduleKind = "train",
-    replicas: Sequence[int] | None = None,
 ) -> Schedule:
     """The schedule of one step of a plan.
 
@@ -306,11 +340,9 @@ def make_schedule(
         num_microbatches: microbatches of every job.
         first_job: index of the step's first job; the previous step's `Schedule.next_job` keeps the rotation going.
         kind: which jobs; ``"forward"`` and ``"backward"`` go over all layers and treat the fused tail as any stage.
-        replicas: per stage, how many consecutive jobs share its microbatches; None = one, as the engine needs it.
 
     Raises:
-        ScheduleError: the plan does not cover its layers, has no fused tail to train with, a count is
-            not positive, or a stage has more replicas than there are workers or microbatches.
+        ScheduleError: the plan does not cover its layers, has no fused tail to train with, or a count is not positive.
     """
     if num_workers < 1 or num_microbatches < 1 or first_job < 0:
         raise ScheduleError(
@@ -333,13 +365,7 @@ def make_schedule(
         stages = [(f"B{index}", layers) for index, layers in enumerate(plan.backward_stages, 1)]
     else:
         raise ScheduleError(f"kind is {kind!r}; allowed are 'train', 'forward' and 'backward'")
-    counts = [1] * len(stages) if replicas is None else list(replicas)
-    most = min(num_workers, num_microbatches)
-    if len(counts) != len(stages) or any(not 1 <= count <= most for count in counts):
-        raise ScheduleError(
-            f"replicas={counts} for {len(stages)} stages: give one count per stage, from 1 to {most}, the smaller of "
-            "the numbers of workers and of microbatches"
-        )
+    counts = plan.shares(kind, min(num_workers, num_microbatches))
     slots = [(*stage, replica, count) for stage, count in zip(stages, counts, strict=True) for replica in range(count)]
     jobs = tuple(
         Job(index, Phase(name[0]), start, stop, index % num_workers, name, replica, count)

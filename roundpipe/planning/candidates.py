@@ -93,18 +93,22 @@ class Candidate(NamedTuple):
         return self.forward.edges[-1]
 
     @property
-    def shape(self) -> tuple[int, int, int]:
+    def shape(self) -> tuple[int, int, int, int]:
         """What sets plans apart that are more than a few moved edges from each other."""
-        return self.fused_start, len(self.forward.edges), len(self.backward.edges)
+        return self.fused_start, len(self.forward.edges), len(self.backward.edges), sum(self.replicas)
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """Per job, in the order of the step."""
+        """Per stage, in the order of the step."""
         return (*self.forward.replicas, self.fused_replicas, *reversed(self.backward.replicas))
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.replicas)
 
     def plan(self, num_layers: int) -> ExecutePlan:
         backward = reversed(list(pairwise(self.backward.edges)))
-        return ExecutePlan(pairwise(self.forward.edges), (self.fused_start, num_layers), backward)
+        return ExecutePlan(pairwise(self.forward.edges), (self.fused_start, num_layers), backward, self.replicas)
 
     def moves(self, num_layers: int, most_replicas: int) -> list[Move]:
         """The moves to other candidates of at most so many replicas per stage."""

@@ -36,15 +36,6 @@ _ROUNDING = 1 + 1e-8
 """Factor within which a time keeps a limit."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicatedPlan:
-    """A plan whose stages may take several consecutive slots of the rotation."""
-
-    plan: ExecutePlan
-    replicas: tuple[int, ...]
-    """Per job of a training step; microbatch m runs on replica m mod r."""
-
-
 class PlanArguments(TypedDict, total=False):
     """What every planner takes beside the costs of the layers."""
 
@@ -60,6 +51,7 @@ class PlanArguments(TypedDict, total=False):
 def plan(
     costs: Sequence[LayerCost],
     *,
+    replicate: bool = False,
     predict: Callable[[ExecutePlan], float] | None = None,
     link_bytes_per_s: float = inf,
     **arguments: Unpack[PlanArguments],
@@ -68,6 +60,8 @@ def plan(
 
     Args:
         costs: for one microbatch.
+        replicate: whether stages may have replicas. A stage heavier than the rest then gets several consecutive slots,
+            at the price of as many uploads of its weights and downloads of its gradients.
         predict: seconds per step of a plan by a finer model, such as the simulator; it chooses among the most likely
             plans of different shape. By it no simple plan, of one or three stages, is faster than the chosen one, nor,
             if the chain is not too long, the greedy plan. Without it, transfers are left out.
@@ -76,26 +70,13 @@ def plan(
     Raises:
         DeviceMemoryError: no plan fits; the message names the layer that is too large.
     """
-    search = Search(costs, keep_slower=predict is not None, **arguments)
+    search = Search(costs, keep_slower=predict is not None, replicate=replicate, **arguments)
     candidates = search.run()
     if not candidates:
         raise _misfit(search)
     if predict is None:
         return candidates[0].plan(len(costs))
     return _best_predicted(search, candidates, predict, link_bytes_per_s)
-
-
-def plan_replicated(costs: Sequence[LayerCost], **arguments: Unpack[PlanArguments]) -> ReplicatedPlan:
-    """The fastest plan found whose stages may have replicas; errors as for `plan`.
-
-    A stage heavier than the rest gets r consecutive slots, at the price of r uploads of its weights and r
-    downloads of its gradients. The runtime doesn't run such plans; they are simulated.
-    """
-    search = Search(costs, replicate=True, **arguments)
-    candidates = search.run()
-    if not candidates:
-        raise _misfit(search)
-    return ReplicatedPlan(candidates[0].plan(len(costs)), candidates[0].replicas)
 
 
 def plan_greedy(costs: Sequence[LayerCost], **arguments: Unpack[PlanArguments]) -> ExecutePlan:
@@ -144,7 +125,7 @@ def _best_predicted(
     A prediction only adds to what the recurrence says, so plans that are slower by the recurrence alone are left out.
     """
     simple = _simple(search, link_bytes_per_s)
-    shapes: dict[tuple[int, int, int], Candidate] = {}
+    shapes: dict[tuple[int, int, int, int], Candidate] = {}
     for candidate in candidates:
         shapes.setdefault(candidate.shape, candidate)
     likely_s = {candidate: search.with_transfers_s(candidate, link_bytes_per_s) for candidate in shapes.values()}
@@ -154,7 +135,7 @@ def _best_predicted(
         if candidate in predicted_s or search.values[candidate] >= best_s:
             continue
         if candidate not in simple:
-            visits_left -= len(candidate.replicas) * search.num_microbatches
+            visits_left -= candidate.num_stages * search.num_microbatches
             if visits_left < 0 and len(predicted_s) >= _LEAST_PREDICTED:
                 continue
         predicted_s[candidate] = predict(candidate.plan(search.num_layers))
@@ -172,6 +153,10 @@ def _simple(search: Search, link_bytes_per_s: float) -> list[Candidate]:
     simple = [split for split in splits if not split.fused_start]
     three_stages = [split for split in splits if split.fused_start]
     simple += sorted(three_stages, key=lambda split: search.with_transfers_s(split, link_bytes_per_s))[:1]
+    if search.replicate:
+        most = min(search.num_workers, search.num_microbatches)
+        shared = [Candidate.split_at(0)._replace(fused_replicas=count) for count in {*search.fused_counts, most}]
+        simple += [candidate for candidate in shared if search.evaluate(candidate) < inf]
     if search.num_layers * len(_target_times_s(search)) <= _MOST_GREEDY:
         greedy = _greedy(search)
         if greedy is not None and search.evaluate(greedy) < inf:
@@ -219,14 +204,14 @@ def _best_greedy(
             continue
         # The work alone, and as many stages as memory demands, take so much longer the longer the target is.
         work_s = (packing.times_s["F"][start] + packing.times_s["B"][start]) / _ROUNDING
-        least_slots = max(len(fewest.replicas), num_workers)
+        least_slots = max(fewest.num_stages, num_workers)
         for target_s in targets_s[bisect_left(targets_s, fused_s / _ROUNDING) :]:
             if best is not None and max(work_s + target_s, least_slots * target_s) >= best[0]:
                 break
             candidate = _filled(search, start, target_s, cap_bytes)
             if candidate is None:
                 continue
-            value = max(len(candidate.replicas), num_workers) * target_s
+            value = max(candidate.num_stages, num_workers) * target_s
             if (best is None or value < best[0]) and search.fits(candidate, search.stages(candidate)):
                 best = value, candidate
     return best
@@ -238,7 +223,7 @@ def _fewest_stages_first(seconds: Mapping[Candidate, float]) -> list[Candidate]:
 
     def key(candidate: Candidate) -> tuple[float, int, float, Candidate]:
         apart = (seconds[candidate] - least_s) // (least_s * _ALIKE) if least_s else seconds[candidate]
-        return apart, len(candidate.replicas), seconds[candidate], candidate
+        return apart, sum(candidate.replicas), seconds[candidate], candidate
 
     return sorted(seconds, key=key)
 

@@ -182,8 +182,7 @@ class StepReplay:
             )
             last = self._add_ops(step, position, waits, inputs, outputs)
             step.ends.append(last)
-            is_last = job.index >= schedule.next_job - job.num_replicas
-            if job.phase is Phase.FUSED or (schedule.kind != "train" and is_last):
+            if job.phase is Phase.FUSED or (schedule.kind != "train" and schedule.is_of_last_stage(job)):
                 losses.append(last)
             gradients, gradient_bytes = None, self.stages[position].gradient_bytes
             if gradient_bytes:

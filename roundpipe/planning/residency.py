@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan, Schedule
@@ -23,7 +24,7 @@ from roundpipe.planning.stage_costs import (
     device_memory,
     num_trained,
     peak_bytes,
-    training_stages,
+    training_jobs,
 )
 from roundpipe.reports.memory import DeviceMemory
 
@@ -57,9 +58,10 @@ class Residency:
         self, plan: ExecutePlan, costs: Sequence[LayerCost], *, num_workers: int, recompute_grain: RecomputeGrain
     ) -> dict[str, DeviceMemory]:
         """Device memory while the stages F0, .., U, B1, .. of a training plan run."""
-        stages = training_stages(plan, StageCosts(self.streamed(costs), recompute_grain))
-        needs = device_memory(stages, num_workers, self.num_bytes)
-        return {name: need for (name, _), need in zip(plan.named_stages(), needs, strict=True)}
+        jobs = training_jobs(plan, StageCosts(self.streamed(costs), recompute_grain), num_workers)
+        needs = iter(device_memory(jobs, num_workers, self.num_bytes))
+        stages = zip(plan.named_stages(), plan.shares("train", num_workers), strict=True)
+        return {name: max(islice(needs, count), key=lambda need: need.total) for (name, _), count in stages}
 
     def peak_bytes(self, schedule: Schedule, costs: StageCosts) -> int:
         """Device memory that a schedule takes at most, and what stays."""

@@ -106,7 +106,7 @@ class Search:
         self.packing = Packing(self.costs, memory_budget_bytes, self.effort)
         self._short_within = inf if keep_slower else _AS_FAST
         self._most_replicas = min(_MAX_REPLICAS, num_workers, num_microbatches) if replicate else 1
-        self._fused_counts = range(1, self._most_replicas + 1)
+        self.fused_counts = range(1, self._most_replicas + 1)
         self._refuted: dict[Candidate, float] = {}
         self._forward: tuple[tuple[int, ...] | None, list[StageCost]] = (None, [])
         self._backward: tuple[tuple[int, ...] | None, list[StageCost]] = (None, [])
@@ -167,12 +167,12 @@ class Search:
 
         While a job runs, the weights of its worker's next job come up and the gradients of the one before go down.
         """
-        stages, total_s = self.stages(candidate), 0.0
-        turn = self.num_workers % len(stages)
-        for position, stage in enumerate(stages):
-            following, before = stages[position - len(stages) + turn], stages[position - turn]
-            moved_bytes = max(following.weight_bytes, before.gradient_bytes)
-            total_s += max(self.num_microbatches * stage.seconds, moved_bytes / link_bytes_per_s)
+        pairs, total_s = zip(self.stages(candidate), candidate.replicas, strict=True), 0.0
+        jobs = [(stage, stage.seconds * self.num_microbatches / count) for stage, count in pairs for _ in range(count)]
+        turn = self.num_workers % len(jobs)
+        for position, (_, seconds) in enumerate(jobs):
+            following, before = jobs[position - len(jobs) + turn][0], jobs[position - turn][0]
+            total_s += max(seconds, max(following.weight_bytes, before.gradient_bytes) / link_bytes_per_s)
         return max(total_s / self.num_workers, self.values[candidate])
 
     def fits(self, candidate: Candidate, stages: list[StageCost]) -> bool:
@@ -237,7 +237,7 @@ class Search:
                 break
             ops_after = self.effort.ops_left - share
             for forward, backward in self._packings(start):
-                for count in self._fused_counts:
+                for count in self.fused_counts:
                     candidate = Candidate(Cuts.single(forward), Cuts.single(backward), count)
                     self.evaluate(candidate, self.best_s * _PACKING_WITHIN)
                 if self.effort.ops_left < ops_after:
@@ -262,7 +262,7 @@ class Search:
         The bound is for as many replicas of the tail as the search tries, if no other number is given.
         """
         bounds = []
-        most, times_s = most_replicas or max(self._fused_counts), self.packing.times_s
+        most, times_s = most_replicas or max(self.fused_counts), self.packing.times_s
         for start in range(self.num_layers):
             stage = self.costs.fused(start, self.num_layers)
             if self.budget_bytes is not None and stage.own_bytes > self.budget_bytes:
@@ -279,12 +279,12 @@ class Search:
             counts = sorted({round(start ** (step / _NUM_TARGETS)) for step in range(_NUM_TARGETS + 1)})
         fused_s = self.costs.fused(start, self.num_layers).seconds
         even_s = [self.packing.times_s["B"][start] / count * 1.0001 for count in counts]
-        alike_s = [fused_s / count for count in self._fused_counts]
+        alike_s = [fused_s / count for count in self.fused_counts]
         return sorted([*alike_s, *even_s], key=lambda target_s: min(_distance(target_s, time_s) for time_s in alike_s))
 
     def _leaders(self) -> list[Candidate]:
         """The best plan of each of the best shapes."""
-        leaders: dict[tuple[int, int, int], Candidate] = {}
+        leaders: dict[tuple[int, int, int, int], Candidate] = {}
         for candidate in sorted(self.values, key=self.rank):
             leaders.setdefault(candidate.shape, candidate)
             if len(leaders) == _NUM_LEADERS:

@@ -235,7 +235,7 @@ def step_seconds(
     the steady state, and the least gain is a lower bound before.
 
     Args:
-        stages: of the jobs of a step, in order.
+        stages: of a step, in order.
         num_forward: how many of them are forward stages; the fused one is next.
         num_workers: workers in the rotation.
         num_microbatches: microbatches of every job.
@@ -316,8 +316,15 @@ def _run_replicated_step(
     return [losses_known, *free[slot:], *free[:slot]]
 
 
+def training_jobs(plan: ExecutePlan, costs: StageCosts, most_replicas: int) -> list[StageCost]:
+    """Costs of the jobs of a training step, in order; of at most so many per stage."""
+    counts = plan.shares("train", most_replicas)
+    stages = zip(training_stages(plan, costs), counts, strict=True)
+    return [stage for stage, count in stages for _ in range(count)]
+
+
 def training_stages(plan: ExecutePlan, costs: StageCosts) -> list[StageCost]:
-    """Costs of the jobs of a training step, in order."""
+    """Costs of the stages of a training step, in order."""
     plan.validate(len(costs.layers))
     if plan.fused is None:
         raise ConfigError("the plan has no fused range: only plans that train in one call have a round")
@@ -334,10 +341,10 @@ def plan_seconds(
     *,
     num_workers: int,
     num_microbatches: int,
-    replicas: Sequence[int] | None = None,
 ) -> float:
     """Seconds per step of a training plan in steady state, transfers left out."""
     stages = training_stages(plan, StageCosts(costs))
+    replicas = plan.shares("train", min(num_workers, num_microbatches)) if plan.replicas else None
     return step_seconds(stages, len(plan.forward), num_workers, num_microbatches, replicas)
 
 
@@ -347,7 +354,6 @@ def plan_peak_bytes(
     *,
     num_workers: int,
     recompute_grain: RecomputeGrain = "stage",
-    replicas: Sequence[int] | None = None,
 ) -> int:
     """Peak of device memory of a training plan: that of the job that needs the most."""
-    return peak_bytes(training_stages(plan, StageCosts(costs, recompute_grain)), num_workers, replicas)
+    return peak_bytes(training_jobs(plan, StageCosts(costs, recompute_grain), num_workers), num_workers)

@@ -23,6 +23,7 @@ RECOMPUTE_GRAINS: tuple[RecomputeGrain, ...] = ("stage", "layer")
 
 LossReduction = Literal["sum", "mean"]
 LossScope = Literal["microbatch", "batch"]
+Replicas = Literal["auto", "off"]
 
 AUTO: Literal["auto"] = "auto"
 """Leaves an option to choice: the fastest setting that is predicted to fit."""
@@ -77,6 +78,12 @@ class RoundPipeRunConfig:
     execute_plan: ExecutePlan | None = None
     """Which layers form a stage, in forward and in backward; built-in: chosen by the planner."""
 
+    replicas: Replicas | None = None
+    """Whether several workers may run a stage at the same time, each with a share of the microbatches: ``"auto"``
+    (built-in on accelerators), where that is predicted to be faster by enough, or ``"off"`` (built-in on CPU workers,
+    which share the host's cores). A stage's gradients are then sums of the workers' sums, the same in every run of the
+    same plan; with other numbers of devices they are rounded otherwise."""
+
     tiles: int | Literal["auto", "off"] | None = None
     """Number of tiles in which what is computed for each token from itself alone runs, forward and backward, such as
     the logits with their loss and an MLP. The numbers are the same; more tiles need less device memory, and a backward
@@ -117,6 +124,8 @@ class RoundPipeRunConfig:
             self._refuse("residency", '"auto" or "off"')
         if self.loss_reduction not in (None, *get_args(LossReduction)):
             self._refuse("loss_reduction", '"sum" or "mean"')
+        if self.replicas not in (None, *get_args(Replicas)):
+            self._refuse("replicas", '"auto" or "off"')
         if self.loss_scope not in (None, *get_args(LossScope)):
             self._refuse("loss_scope", '"microbatch" or "batch"')
         for name in ("requires_grad", "preserve_rng_state", "check_finite"):
@@ -169,6 +178,8 @@ class ResolvedConfig:
     preserve_rng_state: bool
     execute_plan: ExecutePlan | None
     """None leaves the choice to the planner."""
+    replicas: Replicas | None
+    """None: ``"auto"`` on accelerators."""
     tiles: int | None
     """None leaves the choice to the planner; 1: none."""
 

@@ -1,7 +1,7 @@
 """Schedules side by side for the same layers, devices and links: why the rotation, and what replicas would bring.
 
     rotation               the plan that a run uses
-    rotation, replicas     heavy stages in several consecutive slots (simulated; the runtime gives every stage one slot)
+    rotation, replicas     heavy stages in several consecutive slots, where their microbatches run at the same time
     rotation, greedy       the simplest plan: as few stages as the heaviest allows
     GPipe, 1F1B, interleaved
                            each device owns a part of the model, with gradients and optimizer states
@@ -11,6 +11,7 @@ Invariant: rows differ in the schedule alone; all of them do the same samples in
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,7 +20,8 @@ from roundpipe.core.errors import ConfigError, DeviceMemoryError
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan, Schedule, make_schedule
 from roundpipe.planning.machine import HardwareProfile
-from roundpipe.planning.planner import PlanArguments, ReplicatedPlan, plan_greedy, plan_replicated
+from roundpipe.planning.planner import PlanArguments, plan_greedy
+from roundpipe.planning.planner import plan as choose_plan
 from roundpipe.planning.residency import Residency, choose_residency
 from roundpipe.planning.simulator import Simulation, simulate
 from roundpipe.planning.stage_costs import RecomputeGrain, StageCosts
@@ -74,22 +76,21 @@ class Setting:
             "names": self.names,
         }
 
-    def schedule(self, plan: ExecutePlan, replicas: Sequence[int] | None = None) -> Schedule:
-        return make_schedule(plan, self.num_workers, self.num_microbatches, replicas=replicas)
+    def schedule(self, plan: ExecutePlan) -> Schedule:
+        return make_schedule(plan, self.num_workers, self.num_microbatches)
 
-    def residency(self, plan: ExecutePlan, replicas: Sequence[int] | None = None) -> Residency:
+    def residency(self, plan: ExecutePlan) -> Residency:
         costs = StageCosts(self.costs, self.recompute_grain)
-        return choose_residency(self.schedule(plan, replicas), costs, self.budget_bytes)
+        return choose_residency(self.schedule(plan), costs, self.budget_bytes)
 
     def device_memory(self, plan: ExecutePlan) -> dict[str, DeviceMemory]:
         """In use while each stage runs."""
         workers, grain = self.num_workers, self.recompute_grain
         return self.residency(plan).stage_memory(plan, self.costs, num_workers=workers, recompute_grain=grain)
 
-    def simulate(self, plan: ExecutePlan, replicas: Sequence[int] | None = None) -> Simulation:
-        schedule = self.schedule(plan, replicas)
-        grain, residency = self.recompute_grain, self.residency(plan, replicas)
-        return simulate(schedule, self.costs, self.profile, recompute_grain=grain, residency=residency)
+    def simulate(self, plan: ExecutePlan) -> Simulation:
+        grain, residency = self.recompute_grain, self.residency(plan)
+        return simulate(self.schedule(plan), self.costs, self.profile, recompute_grain=grain, residency=residency)
 
     def has_room_for(self, peak_bytes: int) -> bool:
         return self.budget_bytes is None or peak_bytes <= self.budget_bytes
@@ -98,7 +99,8 @@ class Setting:
 def compare_schedules(setting: Setting, chosen: ExecutePlan | None) -> list[ComparedSchedule]:
     """All schedules on the same setting; ``chosen`` is the plan of a run, None: none fits."""
     rows = [] if chosen is None else [_rotation("rotation", setting, chosen)]
-    for name, planner in (("rotation, replicas", plan_replicated), ("rotation, greedy", plan_greedy)):
+    replicated = functools.partial(choose_plan, replicate=True)
+    for name, planner in (("rotation, replicas", replicated), ("rotation, greedy", plan_greedy)):
         try:
             rows.append(_rotation(name, setting, planner(setting.costs, **setting.planner_arguments())))
         except DeviceMemoryError:
@@ -111,12 +113,10 @@ def compare_static(setting: Setting) -> list[ComparedSchedule]:
     return [_static(name, kind, chunks, setting) for name, kind, chunks in _STATIC]
 
 
-def _rotation(name: str, setting: Setting, chosen: ExecutePlan | ReplicatedPlan) -> ComparedSchedule:
-    plan, replicas = (chosen.plan, chosen.replicas) if isinstance(chosen, ReplicatedPlan) else (chosen, None)
-    simulation = setting.simulate(plan, replicas)
-    schedule, costs = setting.schedule(plan, replicas), StageCosts(setting.costs, setting.recompute_grain)
-    peak_bytes = setting.residency(plan, replicas).peak_bytes(schedule, costs)
-    remark = f"{plan.num_stages} stages" + (f" in {sum(replicas)} slots" if replicas and max(replicas) > 1 else "")
+def _rotation(name: str, setting: Setting, plan: ExecutePlan) -> ComparedSchedule:
+    simulation, costs = setting.simulate(plan), StageCosts(setting.costs, setting.recompute_grain)
+    peak_bytes = setting.residency(plan).peak_bytes(setting.schedule(plan), costs)
+    remark = f"{plan.num_stages} stages" + (f" in {sum(plan.replicas)} slots" if plan.replicas else "")
     seconds, idle, fits = simulation.seconds_per_step, simulation.mean_idle.total, setting.has_room_for(peak_bytes)
     return ComparedSchedule(name, setting.num_microbatches, seconds, idle, peak_bytes, fits, remark)
 

@@ -22,7 +22,7 @@ from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan
 from roundpipe.planning.machine import HardwareProfile
-from roundpipe.planning.planner import least_seconds, plan_replicated
+from roundpipe.planning.planner import least_seconds
 from roundpipe.planning.planner import plan as choose_plan
 from roundpipe.planning.stage_costs import RecomputeGrain, plan_seconds
 from roundpipe.tools.comparison import Setting
@@ -104,18 +104,12 @@ def plan_costs(setting: Setting, *, replicate: bool = True) -> dict[str, Any]:
     weights several times.
     """
     costs, num_workers, num_microbatches = setting.costs, setting.num_workers, setting.num_microbatches
-    is_free, replicas = _has_free_transfers(setting), None
+    is_free = _has_free_transfers(setting)
     replicate = replicate and is_free
     since = time.perf_counter()
-    if replicate:
-        replicated = plan_replicated(costs, **setting.planner_arguments())
-        plan, replicas = replicated.plan, replicated.replicas
-    else:
-        plan = fastest_plan(setting)
+    plan = choose_plan(costs, replicate=True, **setting.planner_arguments()) if replicate else fastest_plan(setting)
     if is_free:
-        step_s = plan_seconds(
-            plan, costs, num_workers=num_workers, num_microbatches=num_microbatches, replicas=replicas
-        )
+        step_s = plan_seconds(plan, costs, num_workers=num_workers, num_microbatches=num_microbatches)
     else:
         step_s = setting.simulate(plan).seconds_per_step
     planning_s = time.perf_counter() - since
@@ -124,7 +118,7 @@ def plan_costs(setting: Setting, *, replicate: bool = True) -> dict[str, Any]:
     work_s += sum(cost.forward_s for cost in costs[: plan.fused[0]])  # recomputation
     return {
         **asdict(plan),
-        "replicas": replicas or (1,) * plan.num_stages,
+        "replicas": plan.replicas or (1,) * plan.num_stages,
         "round_s": step_s,
         "idle": max(1.0 - work_s * num_microbatches / num_workers / step_s, 0.0) if step_s else 0.0,
         "lower_bound_s": least_seconds(costs, replicate=replicate, **setting.planner_arguments()),

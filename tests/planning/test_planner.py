@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from random import Random
 
 import pytest
@@ -17,7 +18,7 @@ from roundpipe.core.schedule import ExecutePlan, make_schedule
 from roundpipe.planning import planner, stage_costs
 from roundpipe.planning import search as plan_search
 from roundpipe.planning.machine import HardwareProfile
-from roundpipe.planning.planner import plan, plan_replicated
+from roundpipe.planning.planner import plan
 from roundpipe.planning.simulator import simulate
 from roundpipe.planning.stage_costs import plan_peak_bytes, plan_seconds
 from tests.runtime.chains import (
@@ -52,10 +53,10 @@ def test_round_seconds_is_the_steady_state_of_the_recurrence(replicate):
         num_workers, num_microbatches = random.randint(1, 6), random.randint(1, 9)
         chosen = random_plan(random, len(costs))
         most = min(3, num_workers, num_microbatches)
-        replicas = [random.randint(1, most) for _ in range(chosen.num_stages)] if replicate else None
+        replicas = [random.randint(1, most) for _ in range(chosen.num_stages)] if replicate else ()
         machine = {"num_workers": num_workers, "num_microbatches": num_microbatches}
         plain_s = plain_round_seconds(chosen, costs, **machine, replicas=replicas, num_rounds=300, window=120)
-        assert plan_seconds(chosen, costs, **machine, replicas=replicas) == pytest.approx(plain_s, rel=1e-6)
+        assert plan_seconds(replace(chosen, replicas=replicas), costs, **machine) == pytest.approx(plain_s, rel=1e-6)
 
 
 def test_a_limit_gives_the_value_or_a_bound_above_the_limit():
@@ -86,12 +87,9 @@ def test_published_models(name, most_s, most_replicated_s, largest_stage):
     greedy = greedy_plan(costs, 8, largest_stage)
     assert plan_peak_bytes(greedy, costs, num_workers=8) <= BUDGET_BYTES
     assert seconds <= plain_round_seconds(greedy, costs, **MACHINE, num_rounds=64)
-    replicated = plan_replicated(costs, **MACHINE, memory_budget_bytes=BUDGET_BYTES)
-    assert len(replicated.replicas) == replicated.plan.num_stages
-    assert (
-        plain_round_seconds(replicated.plan, costs, **MACHINE, replicas=replicated.replicas, num_rounds=64)
-        <= most_replicated_s
-    )
+    replicated = plan(costs, replicate=True, **MACHINE, memory_budget_bytes=BUDGET_BYTES)
+    seconds = plain_round_seconds(replicated, costs, **MACHINE, replicas=replicated.replicas, num_rounds=64)
+    assert seconds <= most_replicated_s
 
 
 @pytest.mark.parametrize(("exhaustive", "num_chains", "most_mean"), [(True, 25, 1e-9), (False, 20, 0.005)])
@@ -251,24 +249,24 @@ def test_replicas_are_at_most_as_many_as_workers_and_microbatches():
         costs = random_chain(random, random.randint(2, 10))
         costs[-1] = replace(costs[-1], forward_s=random.choice([1.0, 9.0]))
         machine = {"num_workers": 1 + number % 5, "num_microbatches": random.randint(1, 6)}
-        found = plan_replicated(costs, **machine)
-        assert max(found.replicas) <= min(machine.values())
-        check(make_schedule(found.plan, **machine, replicas=found.replicas))
+        found = plan(costs, replicate=True, **machine)
+        assert max(found.replicas, default=1) <= min(machine.values())
+        check(make_schedule(found, **machine))
 
 
-@pytest.mark.parametrize("choose", [plan, plan_replicated, planner.plan_greedy])
+@pytest.mark.parametrize("choose", [plan, partial(plan, replicate=True), planner.plan_greedy])
 def test_layers_that_take_no_time(choose):
     idle = LayerCost(weight_bytes=10, gradient_bytes=10, activation_bytes=1)
     busy = replace(idle, forward_s=1.0, backward_s=2.0)
     for costs in ([idle] * 3, [idle] * 9, [busy] * 6 + [idle] * 4, [idle] * 4 + [busy] * 6, [idle, busy, idle] * 4):
         for budget_bytes in (None, 60):
             found = choose(costs, num_workers=3, num_microbatches=4, memory_budget_bytes=budget_bytes)
-            (found if isinstance(found, ExecutePlan) else found.plan).validate(len(costs))
+            found.validate(len(costs))
 
 
 def test_times_of_all_sizes():
     tiny, huge = LayerCost(forward_s=1e-300, backward_s=1e-300), LayerCost(forward_s=1e24, backward_s=1e24)
-    for choose in (plan, plan_replicated, planner.plan_greedy):
+    for choose in (plan, partial(plan, replicate=True), planner.plan_greedy):
         choose([tiny, huge] * 5, num_workers=3, num_microbatches=4)
 
 

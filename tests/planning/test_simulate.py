@@ -238,14 +238,15 @@ def test_replicas_without_transfers_are_the_recurrence(seed):
     machine = {"num_workers": random.randint(2, 4), "num_microbatches": random.randint(4, 7)}
     chosen = ExecutePlan([(0, 2), (2, 5)], (5, 8), [(3, 5), (0, 3)])
     replicas = [random.randint(1, 2) for _ in range(5)]
-    schedule = make_schedule(chosen, **machine, replicas=replicas)
+    shared = replace(chosen, replicas=replicas)
+    schedule = make_schedule(shared, **machine)
     check(schedule)
     found = simulate(schedule, costs)
-    assert found.seconds_per_step == pytest.approx(plan_seconds(chosen, costs, **machine, replicas=replicas), rel=0.002)
+    assert found.seconds_per_step == pytest.approx(plan_seconds(shared, costs, **machine), rel=0.002)
 
 
 def test_replicas_bring_weights_and_gradients_several_times():
-    replicated = make_schedule(PLAN, 4, 6, replicas=[1, 1, 2, 1, 1, 2])
+    replicated = make_schedule(replace(PLAN, replicas=[1, 1, 2, 1, 1, 2]), 4, 6)
     once, twice = simulate(make_schedule(PLAN, 4, 6), UNIFORM), simulate(replicated, UNIFORM)
     assert twice.uploaded_bytes - once.uploaded_bytes == 200 + 200
     assert twice.downloaded_bytes - once.downloaded_bytes == 200 + 200
@@ -260,10 +261,10 @@ def test_frozen_layers_are_not_updated():
     assert simulate(make_schedule(PLAN, 2, 3), frozen, profile).optimizer_bytes == 0
 
 
-@pytest.mark.parametrize("replicas", [None, [1, 2, 1, 1, 2, 1]])
+@pytest.mark.parametrize("replicas", [(), [1, 2, 1, 1, 2, 1]])
 def test_idle_causes_and_work_are_all_the_time_of_every_device(replicas):
     profile = HardwareProfile(60.0, 50.0, 150.0, 2000.0, 44)
-    schedule = make_schedule(PLAN, 3, 4, replicas=replicas)
+    schedule = make_schedule(replace(PLAN, replicas=replicas), 3, 4)
     found = simulate(schedule, UNIFORM, profile)
     work_s = 4 * (6 * 1.0 + 2 * 3.0 + 6 * 3.0) / 3
     assert found.mean_idle.total + work_s / found.seconds_per_step == pytest.approx(1.0, abs=0.01)
@@ -272,7 +273,8 @@ def test_idle_causes_and_work_are_all_the_time_of_every_device(replicas):
 def test_misuse_is_told():
     with pytest.raises(ConfigError, match="costs of 7 layers for a schedule of 8"):
         simulate(make_schedule(PLAN, 2, 3), UNIFORM[:7])
-    with pytest.raises(ScheduleError, match="one count per stage, from 1 to 2"):
-        make_schedule(PLAN, 2, 3, replicas=[3] + [1] * 5)
+    for replicas in ([2] * 5, [0] + [1] * 5, [True] * 6):
+        with pytest.raises(ScheduleError, match="for 6 stages: give one count of at least 1 per stage"):
+            replace(PLAN, replicas=replicas)
     with pytest.raises(ConfigError, match="upload_bytes_per_s is 0"):
         HardwareProfile(upload_bytes_per_s=0)

@@ -6,7 +6,7 @@ import pytest
 
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import LayerCost
-from roundpipe.planning.planner import plan, plan_replicated
+from roundpipe.planning.planner import plan
 from roundpipe.planning.stage_costs import plan_seconds
 from roundpipe.planning.static_schedules import simulate_static, static_actions
 
@@ -102,8 +102,7 @@ def test_rotation_wins_over_what_the_microbatches_allow_a_static_schedule():
     machine = {"num_workers": 8, "num_microbatches": 9}
     costs = [EVEN] * 40
     rotation_s = plan_seconds(plan(costs, **machine), costs, **machine)
-    replicated = plan_replicated(costs, **machine)
-    replicated_s = plan_seconds(replicated.plan, costs, **machine, replicas=replicated.replicas)
+    replicated_s = plan_seconds(plan(costs, replicate=True, **machine), costs, **machine)
     static_s = simulate_static("1f1b", costs, **machine).seconds_per_step
     assert max(rotation_s, replicated_s) < static_s
 

@@ -142,10 +142,16 @@ class StepBuilder:
         chain.made_in_s = {}
         with start.part("measure memory"):
             self.plans.costs.measure_memory(call)
+        if call.config.replicas == "auto" or (call.config.replicas is None and self._engine.has_accelerators):
+            call.may_replicate = not any(self._in_order(call))
         with start.part("plan"):
-            plan = self.last_plan = self.plans.plan(call)
+            plan = self.plans.plan(call)
             if call.tiles != UNTILED:
                 self._add_tiles(call)
+        if plan.replicas:
+            most = min(self._engine.num_workers, call.num_microbatches)
+            plan = plan.with_fewer_replicas(most, set(self._in_order(call)))
+        self.last_plan = plan
         schedule = self._schedule(plan, call, kind)
         synchronize_streams(trees.tensors([call.args, call.kwargs, call.labels]))
         values = [
@@ -200,6 +206,18 @@ class StepBuilder:
         )
         return spec, values
 
+    def _in_order(self, call: Call) -> Iterator[int]:
+        """Layers whose microbatches must run one after the other: they leave something behind, for all that is known.
+
+        That a forward leaves nothing behind is known once one has run.
+        """
+        hooked = {index for index, _, _ in call.hooks}
+        for index, (layer, spec) in enumerate(zip(call.chain, call.chain.specs, strict=True)):
+            if index in hooked or not self._host.is_prepared(layer):
+                yield index
+            elif self._host.layer(spec.name, layer).may_have_side_effects():
+                yield index
+
     def _schedule(self, plan: ExecutePlan, call: Call, kind: ScheduleKind) -> Schedule:
         engine = self._engine
         return make_schedule(plan, engine.num_workers, call.num_microbatches, first_job=engine.next_job, kind=kind)
@@ -230,7 +248,7 @@ class StepBuilder:
             job.index: [
                 earlier.index
                 for earlier in backward
-                if earlier.index < job.index and any(shared[i] & set(earlier.layers) for i in job.layers)
+                if earlier.index < job.index - job.replica and any(shared[i] & set(earlier.layers) for i in job.layers)
             ]
             for job in backward
         }

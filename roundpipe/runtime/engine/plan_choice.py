@@ -48,6 +48,9 @@ MOST_TRIES = 16
 TILES_GAIN = 0.1
 """Share of a step's time that tiles of the tail must be predicted to save where a plan fits without them."""
 
+REPLICAS_GAIN = 0.05
+"""Share of a step's time that replicas must be predicted to save: they move more, and gradients depend on how many."""
+
 TAIL_RUNGS = tuple(tiles for tiles in LADDER if tiles.layers == 1)
 
 
@@ -141,7 +144,8 @@ class PlanChooser:
         record, number, size = self.costs.record(call.chain), call.num_microbatches, self._size(call)
         limit = record.limits.get((number, size))
         loss = record.loss if record.memory() else None
-        return number, call.config.recompute_grain if limit is None else limit.grain, size, loss, call.config.tiles
+        grain = call.config.recompute_grain if limit is None else limit.grain
+        return number, grain, size, loss, call.config.tiles, call.may_replicate
 
     def is_proven(self, call: Call) -> bool:
         """Whether a step like a call's has run by its plan, or can't get another one."""
@@ -250,10 +254,16 @@ class PlanChooser:
             predict=self._prediction(call, costs, links),
             link_bytes_per_s=min(links),
         )
+        plan = None
         if arguments["memory_budget_bytes"] is not None and not self.costs.record(call.chain).memory():
             with contextlib.suppress(DeviceMemoryError):  # a guess must not refuse what may fit
-                return choose(guess_memory(costs, call))
-        return choose(costs)
+                guessed = guess_memory(costs, call)
+                plan, costs = choose(guessed), guessed
+        plan = plan or choose(costs)
+        if not call.may_replicate or min(self._num_workers, call.num_microbatches) == 1:
+            return plan
+        shared, seconds = choose(costs, replicate=True), self._seconds(call, tiles)
+        return shared if seconds(shared) <= (1 - REPLICAS_GAIN) * seconds(plan) else plan
 
     def fits(self, call: Call, tiles: Tiles, free: Iterable[int] = ()) -> bool:
         """Whether a plan fits in tiles, as if what runs in ``free`` layers took no memory; quicker than a plan."""

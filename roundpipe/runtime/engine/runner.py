@@ -80,7 +80,7 @@ class MicrobatchRunner:
         if job.phase is Phase.BACKWARD:
             self._run_backward(step, job, stage, visit, microbatch)
         else:
-            self._wait_done(step, job.index - 1, microbatch)
+            self._wait_before(step, job, microbatch)
             if job.phase is Phase.FORWARD:
                 self._run_forward(step, job, stage, visit, microbatch)
             else:
@@ -88,9 +88,9 @@ class MicrobatchRunner:
         for name in step.spec.flow_of(job).drops:
             step.values[microbatch].pop(name, None)
 
-    def _wait_done(self, step: StepState, job_index: int, microbatch: int) -> None:
-        """Until another worker has given a microbatch of a job to its device."""
-        step.wait_done(job_index, microbatch, self._name)
+    def _wait_before(self, step: StepState, job: Job, microbatch: int) -> None:
+        """Until another worker has given a microbatch of the stage before to its device."""
+        step.wait_done(step.spec.schedule.before(job, microbatch), microbatch, self._name)
         self._meter.until("no_work")
 
     def _run_forward(self, step: StepState, job: Job, stage: Stage, visit: Visit, microbatch: int) -> None:
@@ -114,7 +114,7 @@ class MicrobatchRunner:
                     is_copying = bool(read_later)
                     del outputs
                     self._in_flight.release()
-            if step.spec.loss_fn is not None and job is step.spec.schedule.jobs[-1]:
+            if step.spec.loss_fn is not None and step.spec.schedule.is_of_last_stage(job):
                 self._run_loss(step, job, stage, memory, carry, microbatch)
 
     def _run_loss(
@@ -162,7 +162,8 @@ class MicrobatchRunner:
     def _run_backward(self, step: StepState, job: Job, stage: Stage, visit: Visit, microbatch: int) -> None:
         flow = step.spec.flow_of(job)
         if flow.last_source is not None:  # recomputation waits for its inputs, not for the incoming gradient
-            self._wait_done(step, step.spec.schedule.first_job + flow.last_source, microbatch)
+            step.wait_done(step.spec.schedule.sharer(flow.last_source, microbatch), microbatch, self._name)
+            self._meter.until("no_work")
         has_waited = False
         for segment in flow.segments:
             if not stage.has_backward(segment):
@@ -175,7 +176,7 @@ class MicrobatchRunner:
                     recorded = stage.recompute(segment, carry, microbatch)
                 carry.clear()
                 if not has_waited:
-                    self._wait_done(step, job.index - 1, microbatch)
+                    self._wait_before(step, job, microbatch)
                     has_waited = True
                 incoming = self._upload_gradients(step, segment, microbatch)
                 with self._meter.computing("backward", segment.layers), memory:
@@ -184,7 +185,7 @@ class MicrobatchRunner:
             self._download_gradients(step, gradients, microbatch)
             self._in_flight.release()
         if not has_waited:
-            self._wait_done(step, job.index - 1, microbatch)
+            self._wait_before(step, job, microbatch)
 
     # Transfers
 

@@ -61,6 +61,8 @@ class Call:
     """By place in the outputs of a mean that the model computes itself, each microbatch's share, for a `mean`."""
     tiles: Tiles = UNTILED
     """What the planner has chosen."""
+    may_replicate: bool = False
+    """Whether the planner may have several workers share a stage's microbatches."""
     has_arguments: bool = True
     """Whether layers could run with its arguments."""
     make_tail: MakeTail | None = None
@@ -138,8 +140,8 @@ class JobFlow:
     drops: tuple[str, ...]
     """Names that nobody reads after it."""
     last_source: int | None
-    """Position in the step of the last job that makes a value it takes, or that ran one of its layers forward
-    and so left the buffers for its recomputation; None: all were there before."""
+    """The job of the last stage that makes a value it takes, or that ran one of its layers forward and so left the
+    buffers for its recomputation, or one that shares that stage; None: all were there before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +202,7 @@ class StepSpec:
     microbatch_context: Context = contextlib.nullcontext
     """Entered around the fused stage of each microbatch."""
     tied_jobs: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    """Per job: earlier jobs that bring gradients of the same parameters; they are added first."""
+    """Per job: jobs of earlier stages that bring gradients of the same parameters; they are added first."""
     may_outlive_call: bool = False
     """Whether the call returns with the losses."""
     spare_bytes: int | None = None
@@ -255,33 +257,34 @@ def flow(
     stay: Iterable[str] = (),
     ends_in_loss: bool = False,
 ) -> tuple[JobFlow, ...]:
-    """The flow of each job of a schedule.
+    """The flow of each job of a schedule, the same for those that share a stage.
 
     The model's outputs need the names in ``exit_reads``, on the device where a job goes on to the loss; those in
     ``stay`` stay on the host after the step.
     """
-    loss_job = schedule.jobs[-1] if ends_in_loss else None
+    stages = [job for job in schedule.jobs if job.replica == 0]
+    loss_stage = stages[-1] if ends_in_loss else None
     segments = [
-        segments_of(job, specs, grain, exit_reads if job.phase is Phase.FUSED or job is loss_job else ())
-        for job in schedule.jobs
+        segments_of(job, specs, grain, exit_reads if job.phase is Phase.FUSED or job is loss_stage else ())
+        for job in stages
     ]
     last_reader = {name: position for position, parts in enumerate(segments) for part in parts for name in part.takes}
     stays = {*stay, *(exit_reads if schedule.kind == "forward" and not ends_in_loss else ())}
-    flows = []
+    flows: list[JobFlow] = []
     maker: dict[str, int] = {}
     forward_job: dict[int, int] = {}
-    for position, (job, parts) in enumerate(zip(schedule.jobs, segments, strict=True)):
+    for position, (job, parts) in enumerate(zip(stages, segments, strict=True)):
         gives: frozenset[str] = frozenset()
         drops = tuple(name for name, last in last_reader.items() if last == position and name not in stays)
         earlier = [maker[name] for part in parts for name in part.takes if name in maker]
         if job.phase is Phase.FORWARD:
             names = (name for part in parts for name in part.makes)
             gives = frozenset(name for name in names if name in stays or last_reader.get(name, -1) > position)
-            forward_job.update(dict.fromkeys(job.layers, position))
+            forward_job.update(dict.fromkeys(job.layers, job.index))
         else:
             earlier += [forward_job[index] for index in job.layers if index in forward_job]
-        flows.append(JobFlow(parts, gives, drops, max(earlier, default=None)))
-        maker.update(dict.fromkeys(gives, position))
+        flows += [JobFlow(parts, gives, drops, max(earlier, default=None))] * job.num_replicas
+        maker.update(dict.fromkeys(gives, job.index))
     return tuple(flows)
 
 

@@ -59,6 +59,8 @@ class Stage:
     spec: StepSpec
     record: ForwardRecord
     weights: LossWeights
+    loss_turn: Callable[[int], contextlib.AbstractContextManager[None]]
+    """Entered around the ``loss_fn`` of a microbatch."""
 
     def forward(self, segment: Segment, index: int, carry: Carry, microbatch: int) -> Carry:
         """Run one layer without autograd, which the caller has turned off; returns all values that it makes.
@@ -109,7 +111,7 @@ class Stage:
         """What a loss function returns, as it counts in the step."""
         own, tail = self.spec.own_shares, self.spec.tail
         means = {} if tail else {id(trees.get(outputs, path)): shares for path, shares in own.items()}
-        with RaisedIn(self._place(microbatch, "loss_fn")):
+        with self.loss_turn(microbatch), RaisedIn(self._place(microbatch, "loss_fn")):
             losses = read_losses(loss_fn(), is_mean=self.spec.mean is not None)
             of_tail = (own[path] for path in own if tail and path in tail.first_loss)
             self.weights.apply(losses, microbatch, next(of_tail, means.get(id(losses.tensors[0]))))

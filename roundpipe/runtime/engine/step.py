@@ -13,20 +13,22 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from roundpipe.core import trees
-from roundpipe.core.schedule import Phase
+from roundpipe.core.contexts import contextmanager
+from roundpipe.core.schedule import Job, Phase
 from roundpipe.runtime.device.backend import Event, synchronize_streams
 from roundpipe.runtime.engine.losses import LossWeights
 from roundpipe.runtime.engine.recompute import ForwardRecord
 from roundpipe.runtime.engine.spec import StepSpec
 from roundpipe.runtime.threads import Board
 from roundpipe.runtime.weights.replica import FrozenLayers
+from roundpipe.runtime.weights.residency import Download
 
 Gradients = list[torch.Tensor | None]
 """One entry per tensor of a carried value."""
@@ -103,7 +105,12 @@ class StepState:
         self._settled = [False] * num_jobs
         self.leaves_gradients = schedule.kind == "backward" or (schedule.kind == "train" and spec.first_microbatch > 0)
         """Whether gradients may have been added, by this step or by others of the same call or backward."""
-        self._num_losses = 0
+        self._num_losses = self._num_judged = 0
+        """Losses that are left on the host; and microbatches whose ``loss_fn`` has returned."""
+        stages = [job for job in schedule.jobs if job.phase is not Phase.BACKWARD]
+        self._loss_replicas = stages[-1].num_replicas if stages else 1
+        self._downloads: dict[int, Download] = {}
+        """By job, gradients that wait for those of the jobs that share its stage."""
         self._lent = spec.arguments if spec.may_outlive_call else frozenset[str]()
         """Names whose values are the caller's own, which he may change once the call has returned."""
         self._num_reading = 0
@@ -113,14 +120,34 @@ class StepState:
 
     # Workers
 
-    def wait_done(self, job_index: int, microbatch: int, who: str) -> None:
-        """Return when a microbatch of a job is done; those of earlier steps are. Raises `Cancelled` if it failed."""
-        position, runs = job_index - self._first_job, self._runs
-        if position >= 0 and runs[position] <= microbatch:
-            what = f"microbatch {microbatch} of job {job_index}"
-            self.board.wait(lambda: self.failed or runs[position] > microbatch, who, what)
+    def wait_done(self, job_index: int | None, microbatch: int, who: str) -> None:
+        """Return when a microbatch of its job, if there is one, is done. Raises `Cancelled` if the step failed."""
+        if job_index is not None:
+            position, runs = job_index - self._first_job, self._runs
+            turn = microbatch // self.spec.schedule.jobs[position].num_replicas
+            if runs[position] <= turn:
+                what = f"microbatch {microbatch} of job {job_index}"
+                self.board.wait(lambda: self.failed or runs[position] > turn, who, what)
         if self.failed:
             raise Cancelled
+
+    @contextmanager
+    def loss_turn(self, microbatch: int) -> Iterator[None]:
+        """Around a microbatch's ``loss_fn``, where several workers have losses: one at a time, in order.
+
+        Losses then count by the same weights in every run, and code of the user's needs no lock.
+        """
+        if self._loss_replicas == 1:
+            yield
+            return
+        who, what = f"loss_fn for microbatch {microbatch}", "those before"
+        self.board.wait(lambda: self.failed or self._num_judged >= microbatch, who, what)
+        if self.failed:
+            raise Cancelled
+        yield
+        with self.board.lock:
+            self._num_judged += 1
+            self.board.notify()
 
     def advance(self, job_index: int) -> None:
         """One more microbatch of a job is done."""
@@ -147,6 +174,23 @@ class StepState:
             job = self.spec.schedule.job(job_index)
             self.added.update(job.layers if job.phase is not Phase.FORWARD else ())
             self.board.notify()
+
+    def hand_in(self, job: Job, download: Download, who: str) -> list[tuple[int, Download]]:
+        """What to add when a job's gradients come: those of all jobs that share its stage, once the last one asks.
+
+        Until then none is added: the model has a stage's gradients of all microbatches, or of none.
+        """
+        if job.phase is Phase.FORWARD:
+            return [(job.index, download)]
+        with self.board.lock:
+            self._downloads[job.index] = download
+            self.board.notify()
+        if job.replica < job.num_replicas - 1:
+            return []
+        sharers = range(job.index - job.replica, job.index + 1)
+        what = "gradients of other workers"
+        self.board.wait(lambda: self.failed or all(index in self._downloads for index in sharers), who, what)
+        return [] if self.failed else [(index, self._downloads.pop(index)) for index in sharers]
 
     def wait_settled(self, jobs: Iterable[int], who: str) -> None:
         """Return when the gradients and buffers of these jobs are in host memory, or the step has failed."""

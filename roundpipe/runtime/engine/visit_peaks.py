@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan
-from roundpipe.planning.stage_costs import EXCESS, StageCosts, StagePhase, arena_bytes, device_memory, training_stages
+from roundpipe.planning.stage_costs import EXCESS, StageCosts, StagePhase, arena_bytes, device_memory, training_jobs
 from roundpipe.runtime.config import RecomputeGrain
 
 Kind = tuple[int, ...]
@@ -58,10 +58,10 @@ class VisitPeaks:
 
     def compared(self) -> list[MeasuredVisit]:
         """The visits, as predicted by the costs as they are and as measured."""
-        stages = training_stages(self.plan, StageCosts(self.costs, self.grain))
+        stages = training_jobs(self.plan, StageCosts(self.costs, self.grain), self.num_workers)
         predicted = device_memory(stages, self.num_workers)
         found = []
-        for position, (phase, layers) in enumerate(_visits(self.plan)):
+        for position, (phase, layers) in enumerate(_visits(self.plan, self.num_workers)):
             if (peak_bytes := self._bytes.get(position)) is None:
                 continue
             # the step begins with nothing on its way, as there may be from the step before
@@ -100,12 +100,14 @@ class VisitPeaks:
             self.costs[index] = replace(self.costs[index], **{EXCESS[phase]: present + num_bytes})
 
 
-def _visits(plan: ExecutePlan) -> Iterator[tuple[StagePhase, range]]:
+def _visits(plan: ExecutePlan, num_workers: int) -> Iterator[tuple[StagePhase, range]]:
     """The visits of a training step, in order."""
     assert plan.fused is not None
-    yield from (("F", range(*layers)) for layers in plan.forward)
-    yield "U", range(*plan.fused)
-    yield from (("B", range(*layers)) for layers in plan.backward)
+    stages: list[tuple[StagePhase, range]] = [("F", range(*layers)) for layers in plan.forward]
+    stages.append(("U", range(*plan.fused)))
+    stages += [("B", range(*layers)) for layers in plan.backward]
+    for stage, count in zip(stages, plan.shares("train", num_workers), strict=True):
+        yield from [stage] * count
 
 
 def _kind(cost: LayerCost) -> Kind:

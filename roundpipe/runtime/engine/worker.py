@@ -299,7 +299,7 @@ class Worker:
             visit.ready(job.phase is not Phase.FORWARD, step.frozen)
         self.meter.until("weights", visit.arrived)
         layers = dict(zip(job.layers, visit.layers, strict=True))
-        return Stage(str(job), self.backend, layers, step.spec, step.forward, step.weights)
+        return Stage(str(job), self.backend, layers, step.spec, step.forward, step.weights, step.loss_turn)
 
     # Gradients of weights
 
@@ -323,7 +323,8 @@ class Worker:
             self.meter.until("overhead")
             self._gates.board.wait(lambda: not self._is_settling, self.name, "gradients of the job before")
             self.meter.until("gradients")
-        if pending.is_empty:
+        is_shared = job.num_replicas > 1 and job.phase is not Phase.FORWARD
+        if pending.is_empty and not is_shared:
             step.settle(job.index)
             return
         self._is_settling = True
@@ -339,21 +340,26 @@ class Worker:
     def _settle(self, step: StepState, job: Job, pending: Download) -> None:
         """Add what a release brought down to the host's gradients; runs in the other thread, never raises."""
         try:
-            if pending.gradients:
-                self._steps.wait_earlier(step, f"{self.name} gradients")
-                touched = (parameter for parameter, _ in pending.gradients)
+            who = f"{self.name} gradients"
+            group = step.hand_in(job, pending, who)
+            touched = [parameter for _, each in group for parameter, _ in each.gradients]
+            if touched:
+                self._steps.wait_earlier(step, who)
                 self._gates.gradients.wait(touched, self.name, step.closings[1])
-            step.wait_settled(step.spec.tied_jobs.get(job.index, ()), f"{self.name} gradients")
+            if group:
+                step.wait_settled(step.spec.tied_jobs.get(job.index, ()), who)
             # forward stages are before the losses
-            scale = step.wait_scale(f"{self.name} gradients") if pending.gradients else 1.0
+            scale = step.wait_scale(who) if touched else 1.0
             if not step.failed:
-                pending.wait()
-                step.leaves_gradients = step.leaves_gradients or bool(pending.gradients)
-                what, size = f"add gradients of {job}", pending.num_bytes
-                with self._gradients_log.doing("home", what, bytes=size, job=job.index):
-                    pending.settle(scale)
-                    self._gates.came(parameter for parameter, _ in pending.gradients)
-                step.settle(job.index)
+                for _, each in group:
+                    each.wait()
+                step.leaves_gradients = step.leaves_gradients or bool(touched)
+                for index, each in group:
+                    with self._gradients_log.doing("home", f"add gradients of {job}", bytes=each.num_bytes, job=index):
+                        each.settle(scale)
+                self._gates.came(touched)
+                for index, _ in group:
+                    step.settle(index)
         except BaseException as error:
             step.cancel(error)
         finally:
