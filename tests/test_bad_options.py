@@ -67,6 +67,7 @@ CASES = {
     "residency": (lambda: roundpipe.RoundPipeRunConfig(residency=True), r"residency: got True"),
     "number": (lambda: roundpipe.RoundPipeRunConfig(num_microbatch=NAN), "num_microbatch: got nan"),
     "reduction": (lambda: training(loss_reduction="avg"), "loss_reduction: got 'avg'"),
+    "replicas": (lambda: roundpipe.RoundPipeRunConfig(replicas=2), r"replicas: got 2; allowed: \"auto\" or \"off\""),
     "scope": (lambda: training(loss_scope=[]), r"loss_scope: got \[\]"),
     "outputs": (lambda: training(return_outputs="no"), "return_outputs is str"),
     "arguments": (lambda: training(input_args=X), "input_args is Tensor"),

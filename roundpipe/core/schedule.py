@@ -296,6 +296,11 @@ class Schedule:
         behind = job.index - job.replica - 1
         return self.sharer(behind, microbatch) if self.has_job(behind) else None
 
+    def stage_titles(self) -> tuple[str, ...]:
+        """The stages by name, with the number of workers that share each, if there are several."""
+        counts = [(job.name, job.num_replicas) for job in self.jobs if job.replica == 0]
+        return tuple(name if count == 1 else f"{name} x{count}" for name, count in counts)
+
     def is_of_last_stage(self, job: Job) -> bool:
         return job.index >= self.next_job - job.num_replicas
 

@@ -60,22 +60,24 @@ def stage_table(
 ) -> str:
     """A table with one row per stage: F forward only, U fused, B recomputation and backward.
 
-    Weights are what each visit uploads, so the total is what one step uploads, once ``resident_bytes`` of layers are
-    on the devices; compute is per microbatch and includes recomputation. Costs are as for `layer_table`.
+    A stage whose microbatches several workers share is marked with their number, such as U x2. Weights are what each
+    visit uploads, so the total is what one step uploads, once ``resident_bytes`` of layers are on the devices; compute
+    is per microbatch and includes recomputation. Costs are as for `layer_table`.
     """
     costs = [
         replace(cost, weight_bytes=cost.weight_bytes - resident_bytes.get(index, 0))
         for index, cost in enumerate(costs or chain.costs)
     ]
     rows = []
-    for label, (start, stop) in plan.named_stages():
+    shares = plan.replicas or (1,) * plan.num_stages
+    for (label, (start, stop)), workers in zip(plan.named_stages(), shares, strict=True):
         phase = label[0]
         cut = stop - 1 if phase == "F" else start - 1  # backward hands on the gradient of the cut in front
         carry_bytes = costs[cut].carry_bytes if cut >= 0 else 0
         cost = _sum(costs[start:stop], backward=phase != "F", carry_bytes=carry_bytes)
         first, last = _covers(chain.specs[start]), _covers(chain.specs[stop - 1])
-        key = (phase, stop - start, _pattern(first), _pattern(last), *_sizes(cost))
-        rows.append(_Row(label, first, last, key, cost))
+        key = (phase, stop - start, workers, _pattern(first), _pattern(last), *_sizes(cost))
+        rows.append(_Row(label, first, last, key, cost, workers=workers))
     return _cost_table("stage", rows, "round", measured)
 
 
@@ -146,6 +148,12 @@ class _Row:
     cost: LayerCost
     """Of a stage: the sums over its layers, and the bytes of the cut that it hands on to the next job."""
     count: int = 1
+    workers: int = 1
+    """That share a stage's microbatches."""
+
+    @property
+    def title(self) -> str:
+        return self.label + (f" x{self.workers}" if self.workers > 1 else "")
 
     @property
     def covers(self) -> str:
@@ -219,19 +227,21 @@ def _cost_table(
 ) -> str:
     covers = ""
     if rows:
-        work = [row.cost.forward_s + row.cost.backward_s for row in rows]
+        jobs = [row for row in rows for _ in range(row.workers)]
+        work = [(row.cost.forward_s + row.cost.backward_s) / row.workers for row in jobs]
         if not any(work):
-            work = [float(row.cost.weight_bytes) for row in rows]
+            work = [float(row.cost.weight_bytes) for row in jobs]
         balance = max(work) * len(work) / sum(work) if any(work) else 1.0
         covers = f"balance (heaviest / mean) {balance:.2f}"
-    total = _Row(total_label, covers, covers, (), _sum([row.cost for row in rows]))
+    weight_bytes = sum(row.cost.weight_bytes * row.workers for row in rows)
+    total = _Row(total_label, covers, covers, (), replace(_sum([row.cost for row in rows]), weight_bytes=weight_bytes))
     shown = (*_fold(rows), total)
     compute = _compute_columns(shown, measured)
     memory = {title: cell for title, cell in further.items() if any(cell(row.cost) != _NOTHING for row in rows)}
     headers = [first, "covers", "parameters", "weights", *(title for title, _ in compute), "carries", *memory]
     body = [
         [
-            row.label,
+            row.title,
             row.covers,
             format_count(row.cost.num_parameters) if row.cost.num_parameters else _NOTHING,
             format_bytes(row.cost.weight_bytes) if row.cost.weight_bytes else _NOTHING,

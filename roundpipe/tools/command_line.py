@@ -156,7 +156,7 @@ def _plan(options: argparse.Namespace) -> _Answer:
             raise ConfigError(f"{_option(wrong[0])} has no meaning with --costs; the file says it all")
         return _plan_costs(options)
     if options.no_replicas:
-        raise ConfigError("--no-replicas is for --costs; the runtime gives every stage one slot")
+        raise ConfigError("--no-replicas is for --costs")
     return _plan_target(options)
 
 

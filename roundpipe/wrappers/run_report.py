@@ -119,6 +119,8 @@ class RunReport:
     """Bytes in host memory, by what they are for."""
     predicted: Prediction | None
     """None before the first training round."""
+    stages: tuple[str, ...]
+    """Of the latest training round, in order; U x2: two workers share the microbatches of U. Empty before it."""
     start_s: Mapping[str, float]
     """Seconds by part (``trace``, ``pin weights``, ``first round``) of what came before the second training round."""
     limit: Limit | None
@@ -175,6 +177,7 @@ class RunReport:
             "speed": self._speed(),
             "round": seconds,
             **({} if predicted is None else {"predicted from": predicted.rests_on}),
+            **({"stages": ", ".join(self.stages)} if self.stages else {}),
             "device memory": memory,
             **({} if predicted is None or predicted.tiles == UNTILED else {"tiles": tiles_in_words(predicted.tiles)}),
             "host memory": str(self.host_memory),
@@ -248,6 +251,7 @@ def make_report(session: Session) -> RunReport:
         optimizer_s=spent,
         host_memory=_host_memory(session.shown, optimizer.parameter_pairs()),
         predicted=_predict(log.latest, engine, readings, spent.get("update", 0.0), num_steps),
+        stages=() if log.latest is None else log.latest.schedule.stage_titles(),
         start_s=_since(log.start_before, start_s),
         limit=_limit(workers, spent, wall_s),
     )

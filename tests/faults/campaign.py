@@ -28,7 +28,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import nn
@@ -125,7 +125,10 @@ class Run:
         self.model = models.make_model(case.kind, has_hooks=case.has_hooks, has_function=case.has_function).double()
         self.twin = copy.deepcopy(self.model)
         self.x, self.label = models.make_batch()
-        self.plan = draw_plan(random.Random(case.seed)) if case.kind == "by hand" else None
+        self.plan = None
+        if case.kind == "by hand":
+            plan = draw_plan(rng := random.Random(case.seed))
+            self.plan = replace(plan, replicas=rng.choices((1, 1, 2, 3), k=plan.num_stages))
         config = RoundPipeRunConfig(
             num_microbatch=case.num_microbatches,
             recompute_grain=case.grain,

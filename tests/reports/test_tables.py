@@ -165,6 +165,17 @@ def test_stages() -> None:
     assert [row[6] for row in rows[1:-1]] == ["1.00 MiB"] * 4 + ["-"]
 
 
+def test_stages_that_workers_share() -> None:
+    plan = ExecutePlan([(0, 2)], (2, 6), [(0, 2)], replicas=[1, 3, 2])
+    alone, shared = (cells(report.stage_table(stack(4), each)) for each in (replace(plan, replicas=()), plan))
+    assert [row[0] for row in shared] == ["stage", "F0", "U x3", "B1 x2", "round"]
+    for row, other in zip(alone[:-1], shared[:-1], strict=True):
+        assert row[1:] == other[1:]
+    # 416 MiB + 3 * 1600 MiB + 2 * 416 MiB: each worker brings the weights up
+    assert shared[-1][3] == "5.91 GiB"
+    assert alone[-1][4:] == shared[-1][4:]
+
+
 def test_repeated_stages_fold_and_backward_names_ascend() -> None:
     chain = stack()
     plan = ExecutePlan(

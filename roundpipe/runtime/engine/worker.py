@@ -323,6 +323,13 @@ class Worker:
             self.meter.until("overhead")
             self._gates.board.wait(lambda: not self._is_settling, self.name, "gradients of the job before")
             self.meter.until("gradients")
+        if pending.buffers and job.num_replicas > 1:
+            logger.warning(
+                "%s wrote buffers while %d devices shared its microbatches, after rounds in which it wrote none: the "
+                "model has those of the last device. From now on one device runs it",
+                job,
+                job.num_replicas,
+            )
         is_shared = job.num_replicas > 1 and job.phase is not Phase.FORWARD
         if pending.is_empty and not is_shared:
             step.settle(job.index)
@@ -342,7 +349,7 @@ class Worker:
         try:
             who = f"{self.name} gradients"
             group = step.hand_in(job, pending, who)
-            touched = [parameter for _, each in group for parameter, _ in each.gradients]
+            touched = [*dict.fromkeys(parameter for _, each in group for parameter, _ in each.gradients)]
             if touched:
                 self._steps.wait_earlier(step, who)
                 self._gates.gradients.wait(touched, self.name, step.closings[1])
