@@ -47,7 +47,6 @@ MOST_TRIES = 16
 
 TILES_GAIN = 0.1
 """Share of a step's time that tiles of the tail must be predicted to save where a plan fits without them."""
-
 REPLICAS_GAIN = 0.05
 """Share of a step's time that replicas must be predicted to save: they move more, and gradients depend on how many."""
 
@@ -248,12 +247,8 @@ class PlanChooser:
         """
         costs, arguments = self._problem(call, tiles, free)
         links = self.costs.links(call.chain, tiles)
-        choose = functools.partial(
-            choose_plan,
-            **arguments,
-            predict=self._prediction(call, costs, links),
-            link_bytes_per_s=min(links),
-        )
+        predict = self._prediction(call, costs, links)
+        choose = functools.partial(choose_plan, **arguments, predict=predict, link_bytes_per_s=min(links))
         plan = None
         if arguments["memory_budget_bytes"] is not None and not self.costs.record(call.chain).memory():
             with contextlib.suppress(DeviceMemoryError):  # a guess must not refuse what may fit
