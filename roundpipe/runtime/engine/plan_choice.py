@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import product
 from math import inf
 from typing import Any
 
@@ -51,6 +51,7 @@ REPLICAS_GAIN = 0.05
 """Share of a step's time that replicas must be predicted to save: they move more, and gradients depend on how many."""
 
 TAIL_RUNGS = tuple(tiles for tiles in LADDER if tiles.layers == 1)
+LAYER_RUNGS = LADDER[len(TAIL_RUNGS) :]
 
 
 class PlanChooser:
@@ -172,7 +173,8 @@ class PlanChooser:
         before, tiles_before = call.config, call.tiles
         limit, needed_bytes = record.limits.get(place), self._needed_bytes(call, plan)
         grains = RECOMPUTE_GRAINS[RECOMPUTE_GRAINS.index(before.recompute_grain) :]
-        for tiles, grain in product((tiles_before, *self._finer(call, tiles_before)), grains):
+        rungs = itertools.chain([tiles_before], itertools.chain.from_iterable(self._finer(call, tiles_before)))
+        for tiles, grain in ((tiles, grain) for tiles in rungs for grain in grains):
             call.config, call.tiles = replace(before, recompute_grain=grain), tiles
             budget_bytes = float(needed_bytes)
             for _ in range(MOST_TRIES):
@@ -292,19 +294,26 @@ class PlanChooser:
         try:
             plan, tiles = self._faster_in_tiles(call, self._choose(call, UNTILED))
         except DeviceMemoryError:
-            if not self.fits(call, UNTILED, free=range(len(call.chain))) or not (rungs := self._finer(call, UNTILED)):
+            if not self.fits(call, UNTILED, free=range(len(call.chain))):
                 raise
-            plan, tiles = self._with_fewest_tiles(call, rungs)
+            if (found := self._with_fewest_tiles(call)) is None:
+                raise
+            plan, tiles = found
         if tiles != UNTILED:
             self._log_tiles(call, tiles)
         return plan, tiles
 
-    def _finer(self, call: Call, tiles: Tiles) -> Sequence[Tiles]:
-        """Tiles in which a call may need less memory; none if the user has chosen, or nothing runs in tiles."""
+    def _finer(self, call: Call, tiles: Tiles) -> Iterator[Sequence[Tiles]]:
+        """Tiles in which a call may need less memory: of the tail, then of other layers, which take long to measure.
+
+        None if the user has chosen, or nothing runs in tiles.
+        """
         rungs = LADDER[LADDER.index(tiles) + 1 if tiles in LADDER else 0 :]
-        if call.config.tiles is not None or self._budget_bytes is None or not rungs:
-            return ()
-        return rungs if self._is_less(call, tiles, rungs[-1]) else ()
+        if call.config.tiles is not None or self._budget_bytes is None:
+            return
+        for finer in ([each for each in rungs if each in group] for group in (TAIL_RUNGS, LAYER_RUNGS)):
+            if finer and self._is_less(call, tiles, finer[-1]):
+                yield finer
 
     def _is_less(self, call: Call, tiles: Tiles, finer: Tiles) -> bool:
         """Whether some layer takes another amount of memory in finer tiles."""
@@ -317,9 +326,16 @@ class PlanChooser:
         memory = self.costs.record(call.chain).memory_at(call.elements(), tiles)
         return None if memory is None else [cost.training_bytes for cost in memory]
 
-    def _with_fewest_tiles(self, call: Call, rungs: Sequence[Tiles]) -> tuple[ExecutePlan, Tiles]:
-        fits, last = functools.partial(self.fits, call), len(rungs) - 1
-        tiles = rungs[bisect_left(rungs, True, hi=last, key=fits) if fits(rungs[last]) else last]
+    def _with_fewest_tiles(self, call: Call) -> tuple[ExecutePlan, Tiles] | None:
+        """A plan in tiles; None if nothing runs in tiles."""
+        fits, tiles = functools.partial(self.fits, call), UNTILED
+        for rungs in self._finer(call, UNTILED):
+            tiles = rungs[-1]
+            if fits(tiles):
+                tiles = rungs[bisect_left(rungs, True, hi=len(rungs) - 1, key=fits)]
+                break
+        if tiles == UNTILED:
+            return None
         try:
             return self._choose(call, tiles), tiles
         except DeviceMemoryError as error:
