@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from roundpipe.runtime.device import allocator
-from roundpipe.runtime.device.allocator import SETTING, VARIABLES, expand_segments
+from roundpipe.runtime.device.allocator import SETTING, VARIABLES, expand_segments, pinning
 
 CUDA = torch.device("cuda", 0)
 
@@ -34,12 +34,20 @@ def as_if_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def test_torch_has_the_functions() -> None:
     """What broke, should torch rename them: `change` and `code_settings`."""
     code = (
-        "from roundpipe.runtime.device.allocator import change, code_settings\n"
-        "change('expandable_segments:True')\n"
+        "from roundpipe.runtime.device.allocator import change, code_settings, pinning\n"
+        "change(f'expandable_segments:True,{pinning()}')\n"
         "print(code_settings())"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert result.stdout.strip() in ("expandable_segments:True", "")  # torch 2.9 can't tell
+    assert result.stdout.strip() in (f"expandable_segments:True,{pinning()}", "")  # torch 2.9 can't tell
+
+
+@pytest.mark.parametrize(("num_cores", "num_threads"), [(None, 1), (1, 1), (2, 2), (12, 8), (16, 16), (192, 16)])
+def test_pages_are_pinned_by_a_power_of_two_of_threads(
+    monkeypatch: pytest.MonkeyPatch, num_cores: int | None, num_threads: int
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: num_cores)
+    assert pinning().endswith(f"pinned_num_register_threads:{num_threads}")
 
 
 def test_other_devices_are_left_alone(as_if_cuda: list[str]) -> None:
@@ -81,7 +89,7 @@ def test_a_driver_that_refuses_leaves_things_as_they_were(
 
     monkeypatch.setattr(torch.cuda, "Stream", refuse)
     assert not expand_segments(CUDA)
-    assert as_if_cuda == [f"{SETTING}:True", f"{SETTING}:False"]
+    assert as_if_cuda == [f"{SETTING}:True,{pinning()}", f"{SETTING}:False,{pinning()}"]
     assert capfd.readouterr() == ("", "")
 
 

@@ -22,21 +22,27 @@ import ctypes
 import functools
 import logging
 import mmap
+import os
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from roundpipe.core.caller import warn
+from roundpipe.runtime.device.allocator import MAX_PINNING_THREADS
 
 logger = logging.getLogger(__name__)
 
 HUGE_PAGE_BYTES = 2 * 1024**2
 """Blocks below this size are left alone; the usual size of a huge page."""
+TAKEN_BYTES = 16 * 1024**2
+"""Of a new buffer, taken by a thread at a time."""
 MIN_REGISTERED_BYTES = 64 * 1024
 """Tensors below this size are packed into a buffer instead: many registrations and copies would cost more."""
 
@@ -68,6 +74,14 @@ def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     stop = (tensor.data_ptr() + tensor.nbytes) // page * page
     madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_HUGEPAGE)  # refused: ordinary pages
     return tensor
+
+
+def take_pages(buffer: torch.Tensor) -> None:
+    """Have the system give the pages of a new byte buffer to several threads; to one, or a driver, it does so slowly."""
+    if buffer.nbytes < 2 * TAKEN_BYTES:
+        return
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_PINNING_THREADS)) as pool:
+        deque(pool.map(lambda piece: piece[:: mmap.PAGESIZE].zero_(), buffer.split(TAKEN_BYTES)), maxlen=0)
 
 
 def convert(parameter: torch.Tensor, dtype: torch.dtype) -> None:
