@@ -77,7 +77,7 @@ def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def take_pages(buffer: torch.Tensor) -> None:
-    """Have the system give the pages of a new byte buffer to several threads; to one, or a driver, it does so slowly."""
+    """Have the system give the pages of a new byte buffer to several threads; to one it does so slowly."""
     if buffer.nbytes < 2 * TAKEN_BYTES:
         return
     with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_PINNING_THREADS)) as pool:
