@@ -17,6 +17,7 @@ from roundpipe.core.tiling import UNTILED, Tiles
 from roundpipe.planning.planner import least_seconds
 from roundpipe.planning.planner import plan as choose_plan
 from roundpipe.planning.stage_costs import plan_seconds
+from roundpipe.reports.tables import format_bytes
 from roundpipe.runtime.config import RECOMPUTE_GRAINS, RecomputeGrain, ResolvedConfig
 from roundpipe.runtime.engine.cost_model import CostModel
 from roundpipe.runtime.engine.spec import Call
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 LADDER = (Tiles(1, 4), Tiles(1, 16), Tiles(1, 64), Tiles(4, 64), Tiles(16, 64), Tiles(64, 256))
 """Tiles to try, in turn. The tail is first: logits are what is largest, and one layer of many is cheap to repeat."""
+TAIL_RUNGS = tuple(tiles for tiles in LADDER if tiles.layers == 1)
+LAYER_RUNGS = LADDER[len(TAIL_RUNGS) :]
 
 
 def given_tiles(config: ResolvedConfig) -> Tiles | None:
@@ -150,3 +153,13 @@ def _numbers_of_microbatches(num_workers: int, batch_size: int) -> list[int]:
         numbers.add(number)
         number *= 2
     return sorted({min(number, batch_size) for number in (*numbers, batch_size)})
+
+
+def what_tiles_save(tiles: Tiles, before: Sequence[int], after: Sequence[int]) -> str:
+    """A message of the bytes that layers take without tiles and in them, those of the layer that takes the most."""
+
+    def less(part: slice) -> str:
+        return " instead of ".join(format_bytes(max(each[part], default=0)) for each in (after, before))
+
+    text = f"the last layer and the loss in {tiles.tail} tiles: {less(slice(-1, None))}"
+    return f"{text}; other layers in {tiles.layers}: {less(slice(-1))}" if tiles.layers > 1 else text

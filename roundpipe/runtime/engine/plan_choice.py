@@ -28,7 +28,14 @@ from roundpipe.reports.tables import format_bytes
 from roundpipe.runtime.config import AUTO, RECOMPUTE_GRAINS
 from roundpipe.runtime.engine.chain_record import KeptPlan, Limit, Room, guess_memory, times_the_example
 from roundpipe.runtime.engine.cost_model import CostModel, MemoryMeasure, Prediction
-from roundpipe.runtime.engine.option_choice import LADDER, OptionChooser, given_tiles
+from roundpipe.runtime.engine.option_choice import (
+    LADDER,
+    LAYER_RUNGS,
+    TAIL_RUNGS,
+    OptionChooser,
+    given_tiles,
+    what_tiles_save,
+)
 from roundpipe.runtime.engine.spec import Call
 
 logger = logging.getLogger(__name__)
@@ -49,9 +56,6 @@ TILES_GAIN = 0.1
 """Share of a step's time that tiles of the tail must be predicted to save where a plan fits without them."""
 REPLICAS_GAIN = 0.05
 """Share of a step's time that replicas must be predicted to save: they move more, and gradients depend on how many."""
-
-TAIL_RUNGS = tuple(tiles for tiles in LADDER if tiles.layers == 1)
-LAYER_RUNGS = LADDER[len(TAIL_RUNGS) :]
 
 
 class PlanChooser:
@@ -366,10 +370,7 @@ class PlanChooser:
         before, after = self._training_bytes(call, UNTILED), self._training_bytes(call, tiles)
         if before is None or after is None:
             return
-        parts = [f"the last layer and the loss in {tiles.tail} tiles: {_less(before[-1:], after[-1:])}"]
-        if tiles.layers > 1:
-            parts.append(f"other layers in {tiles.layers}: {_less(before[:-1], after[:-1])}")
-        logger.info("what is computed for each token alone runs in tiles; %s", "; ".join(parts))
+        logger.info("what is computed for each token alone runs in tiles; %s", what_tiles_save(tiles, before, after))
 
     def _seconds(self, call: Call, tiles: Tiles) -> Prediction:
         costs, links = self.costs.of(call.chain, call.elements(), tiles), self.costs.links(call.chain, tiles)
@@ -404,11 +405,6 @@ class PlanChooser:
             present_s,
         )
         return plan
-
-
-def _less(before: Sequence[int], after: Sequence[int]) -> str:
-    """What the layer takes that takes the most, for a message."""
-    return f"{format_bytes(max(after, default=0))} instead of {format_bytes(max(before, default=0))}"
 
 
 def _least(budgets_bytes: Iterable[int | None]) -> int | None:
