@@ -155,7 +155,7 @@ def _numbers_of_microbatches(num_workers: int, batch_size: int) -> list[int]:
     return sorted({min(number, batch_size) for number in (*numbers, batch_size)})
 
 
-def what_tiles_save(tiles: Tiles, before: Sequence[int], after: Sequence[int]) -> str:
+def savings(tiles: Tiles, before: Sequence[int], after: Sequence[int]) -> str:
     """A message of the bytes that layers take without tiles and in them, those of the layer that takes the most."""
 
     def less(part: slice) -> str:

@@ -28,14 +28,7 @@ from roundpipe.reports.tables import format_bytes
 from roundpipe.runtime.config import AUTO, RECOMPUTE_GRAINS
 from roundpipe.runtime.engine.chain_record import KeptPlan, Limit, Room, guess_memory, times_the_example
 from roundpipe.runtime.engine.cost_model import CostModel, MemoryMeasure, Prediction
-from roundpipe.runtime.engine.option_choice import (
-    LADDER,
-    LAYER_RUNGS,
-    TAIL_RUNGS,
-    OptionChooser,
-    given_tiles,
-    what_tiles_save,
-)
+from roundpipe.runtime.engine.option_choice import LADDER, LAYER_RUNGS, TAIL_RUNGS, OptionChooser, given_tiles, savings
 from roundpipe.runtime.engine.spec import Call
 
 logger = logging.getLogger(__name__)
@@ -308,10 +301,7 @@ class PlanChooser:
         return plan, tiles
 
     def _finer(self, call: Call, tiles: Tiles) -> Iterator[Sequence[Tiles]]:
-        """Tiles in which a call may need less memory: of the tail, then of other layers, which take long to measure.
-
-        None if the user has chosen, or nothing runs in tiles.
-        """
+        """Tiles in which a call may need less memory: of the tail, then of other layers, which take long to measure."""
         rungs = LADDER[LADDER.index(tiles) + 1 if tiles in LADDER else 0 :]
         if call.config.tiles is not None or self._budget_bytes is None:
             return
@@ -370,7 +360,7 @@ class PlanChooser:
         before, after = self._training_bytes(call, UNTILED), self._training_bytes(call, tiles)
         if before is None or after is None:
             return
-        logger.info("what is computed for each token alone runs in tiles; %s", what_tiles_save(tiles, before, after))
+        logger.info("what is computed for each token alone runs in tiles; %s", savings(tiles, before, after))
 
     def _seconds(self, call: Call, tiles: Tiles) -> Prediction:
         costs, links = self.costs.of(call.chain, call.elements(), tiles), self.costs.links(call.chain, tiles)
