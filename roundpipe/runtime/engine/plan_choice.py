@@ -44,7 +44,6 @@ BUDGET_CHANGE = 0.03
 SHRINK = 0.85
 """Share of what a plan was predicted to need that the next one may, after a step ran out of memory."""
 MOST_TRIES = 16
-
 TILES_GAIN = 0.1
 """Share of a step's time that tiles of the tail must be predicted to save where a plan fits without them."""
 REPLICAS_GAIN = 0.05
@@ -291,9 +290,8 @@ class PlanChooser:
         try:
             plan, tiles = self._faster_in_tiles(call, self._choose(call, UNTILED))
         except DeviceMemoryError:
-            if not self.fits(call, UNTILED, free=range(len(call.chain))):
-                raise
-            if (found := self._with_fewest_tiles(call)) is None:
+            may_fit = self.fits(call, UNTILED, free=range(len(call.chain)))
+            if not may_fit or (found := self._with_fewest_tiles(call)) is None:
                 raise
             plan, tiles = found
         if tiles != UNTILED:
