@@ -55,8 +55,8 @@ def failures_unlogged() -> Iterator[None]:
     with ExitStack() as stack:
         for name in _NOISY_LOGGERS:
             log = logging.getLogger(name)
-            stack.callback(log.setLevel, log.level)
-            log.setLevel(logging.CRITICAL)
+            stack.callback(setattr, log, "disabled", log.disabled)
+            log.disabled = True  # a change of level would empty the caches of all loggers
         yield
 
 

@@ -156,7 +156,7 @@ def _patch_grad_mode(stack: ExitStack, cells: Iterable[types.CellType]) -> None:
         namespace = getattr(module, "__dict__", None)
         if type(namespace) is not dict or file.partition(".")[0] in _OTHERS:
             continue
-        if id(original) in set(map(id, list(namespace.values()))):
+        if id(original) in map(id, list(namespace.values())):
             for name in [name for name, value in list(namespace.items()) if value is original]:
                 stack.callback(namespace.__setitem__, name, original)
                 namespace[name] = noting
