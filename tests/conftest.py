@@ -1,6 +1,7 @@
 """One operator thread and one seed for every test, so that results repeat bit for bit."""
 
 import logging
+import signal
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ import torch
 from tests.clock import clock as clock
 
 torch.set_num_threads(1)
-# pytest listens to loggers that do not propagate; of this one, torch writes records with stacks only if anybody listens.
+# pytest listens to loggers that do not propagate; into this one torch writes records with stacks if anybody listens.
 logging.getLogger("torch.__trace").propagate = True
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in a shell's background; some tests send Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,7 @@ def model() -> Any:
         vocab_size=260,
         hidden_size=128,
         intermediate_size=384,
-        num_hidden_layers=12,
+        num_hidden_layers=8,
         num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=64,

@@ -178,7 +178,7 @@ def test_the_trainer_in_rotation_is_the_plain_one(on_path: None, capsys: pytest.
 
 @pytest.mark.parametrize(
     "name",
-    repeats(["finetune_llm", "finetune_lora", "finetune_trainer", "train_vision"], ["finetune_lora"]),
+    repeats(["finetune_llm", "finetune_lora", "finetune_trainer", "train_vision"], []),
 )
 def test_as_a_program(name: str, tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--devices", "nonsense"]

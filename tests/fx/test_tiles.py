@@ -11,6 +11,7 @@ from roundpipe.core.tiling import Tiles, in_tiles
 from roundpipe.fx.passes.lower import lower
 from roundpipe.fx.passes.tiles import add_tiles
 from roundpipe.fx.trace.tracer import trace
+from tests.repeats import repeats
 
 VOCABULARY, WIDTH = 32, 8
 
@@ -132,8 +133,9 @@ def old_shift(logits, labels):
 LOSSES = [old_shift, mean_of_tokens, soft_capped, sum_by_number, with_z_loss, masked]
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_losses_of_a_decoder(loss):
+@pytest.mark.parametrize("name", repeats([loss.__name__ for loss in LOSSES], ["soft_capped", "with_z_loss", "masked"]))
+def test_losses_of_a_decoder(name):
+    (loss,) = (loss for loss in LOSSES if loss.__name__ == name)
     regions = assert_tiles_change_nothing(Decoder(loss).double(), *tokens())
     assert sum(any("up" in target for target in region) for region in regions) == 3
     assert any("head" in region for region in regions)

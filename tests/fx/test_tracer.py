@@ -35,7 +35,7 @@ BATCHES = (6, 3, 1)
 
 
 @pytest.mark.parametrize(
-    "name", repeats(CASES, set(CASES) - {"llama", "llama_padded", "qwen3", "qwen3_moe", "gpt2_tied", "bert"})
+    "name", repeats(CASES, set(CASES) - {"llama", "llama_padded", "qwen3", "qwen3_moe", "gpt2_tied", "bert", "t5"})
 )
 def test_one_trace_equals_eager_at_other_sizes(name: str) -> None:
     if name in ("llama", "llama_padded", "llama_with_cache", "qwen3", "gpt2_tied", "bert", "t5", "vit", "qwen3_moe"):

@@ -22,6 +22,7 @@ from tests.fx.inputs import causal_inputs, vectors
 from tests.fx.models import CASES, llama
 from tests.fx.modules import BranchAtRoot, ManyOutputs, linears
 from tests.fx.replay import eager_difference, replay
+from tests.repeats import repeats
 
 
 def test_module_names_the_forward() -> None:
@@ -38,7 +39,13 @@ def _snapshot(model: nn.Module) -> list[Any]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "assigns_buffer", "branch_inside", "resnet"])
+@pytest.mark.parametrize(
+    "name",
+    repeats(
+        ["llama", "qwen3_moe", "assigns_buffer", "branch_inside", "resnet"],
+        ["assigns_buffer", "branch_inside", "resnet", "llama"],
+    ),
+)
 def test_the_model_and_random_states_are_untouched(name: str) -> None:
     case = CASES[name]
     model = built(case)

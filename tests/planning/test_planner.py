@@ -21,6 +21,7 @@ from roundpipe.planning.machine import HardwareProfile
 from roundpipe.planning.planner import plan
 from roundpipe.planning.simulator import simulate
 from roundpipe.planning.stage_costs import plan_peak_bytes, plan_seconds
+from tests.repeats import repeats
 from tests.runtime.chains import (
     PUBLISHED,
     all_plans,
@@ -75,7 +76,10 @@ def test_a_limit_gives_the_value_or_a_bound_above_the_limit():
 
 @pytest.mark.parametrize(
     ("name", "most_s", "most_replicated_s", "largest_stage"),
-    [("qwen3-1.7b", 1.05, 1.02, 12), ("llama3.1-8b", 2.97, 2.89, 10), ("qwen3-32b", 12.77, 12.60, 4)],
+    repeats(
+        [("qwen3-1.7b", 1.05, 1.02, 12), ("llama3.1-8b", 2.97, 2.89, 10), ("qwen3-32b", 12.77, 12.60, 4)],
+        ["qwen3-1.7b-1.05-1.02-12"],
+    ),
 )
 def test_published_models(name, most_s, most_replicated_s, largest_stage):
     costs = published_chain(name)

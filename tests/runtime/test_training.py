@@ -1,6 +1,7 @@
 """Steps of training beside plain PyTorch: every kind of optimizer, low precision, buffers, frozen parameters."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -56,8 +57,9 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@modes
-@workers
+@pytest.mark.parametrize(
+    "workers, is_async", repeats(itertools.product((1, 2, 3, 4), (True, False)), ["2-True", "1-False"])
+)
 def test_any_optimizer_trains_as_in_eager(workers, is_async, kind):
     model = mlp()
     plain = Behind(copy.deepcopy(model), OPTIMIZERS[kind], is_async)
@@ -170,8 +172,10 @@ class StaleScaler:
         return self.scales[1]
 
 
-@modes
-@pytest.mark.parametrize("dtype", repeats([torch.bfloat16, torch.float16], ["torch.float16"]))
+@pytest.mark.parametrize(
+    "dtype, is_async",
+    repeats(itertools.product((torch.bfloat16, torch.float16), (True, False)), ["torch.float16-True"]),
+)
 def test_mixed_precision_tracks_plain_pytorch_for_200_steps(dtype, is_async):
     """Float32 master weights and gradients beside a model in low precision; float16 with a scaler that backs off."""
     num_steps = 200

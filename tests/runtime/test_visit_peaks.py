@@ -20,6 +20,7 @@ from roundpipe.runtime.engine.runner import InFlight
 from roundpipe.runtime.engine.visit_peaks import MeasuredVisit, VisitPeaks
 from roundpipe.wrappers import calls
 from tests.fx.test_memory import Block, cross_entropy
+from tests.repeats import repeats
 
 NUM_MICROBATCHES = 4
 IDS = torch.randint(0, 2048, (8, 64), generator=torch.Generator().manual_seed(0))
@@ -93,7 +94,7 @@ WRONG: dict[str, Change] = {
 
 @pytest.mark.parametrize("grain", ["stage", pytest.param("layer", marks=pytest.mark.long)])
 @pytest.mark.parametrize("num_stages", [pytest.param(1, marks=pytest.mark.long), 3])
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("wrong", repeats(WRONG, ["half", "an unseen temporary"]))
 def test_after_a_round_predictions_are_right(
     monkeypatch: pytest.MonkeyPatch, rounds: list[list[int]], wrong: str, num_stages: int, grain: Any
 ) -> None:

@@ -188,7 +188,7 @@ def test_the_graph_as_a_picture(tmp_path: Path) -> None:
             graph=file,
         )
         pixels = image.imread(file)
-        assert len(np.unique(pixels.reshape(-1, pixels.shape[-1]), axis=0)) > 20, "it is blank"
+        assert len(np.unique(pixels)) > 20, "it is blank"
         sizes.append(pixels.shape)
     assert sizes[1][0] > sizes[0][0] and sizes[1][1] == sizes[0][1]
 

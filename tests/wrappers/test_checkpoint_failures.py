@@ -150,7 +150,7 @@ def test_after_ctrl_c_in_a_wait_for_a_background_save_the_next_wait_is_one(tmp_p
 
 
 def test_killed_at_any_moment_the_last_complete_checkpoint_loads():
-    assert not kills(20, seed=5)
+    assert not kills(12, seed=5)
 
 
 RENAME_CALLS = ["the old one away", "the new one in", "the old one to be removed"]

@@ -12,6 +12,7 @@ from torch import nn
 import roundpipe
 from roundpipe import ConfigError
 from tests.equality import assert_same_gradients
+from tests.repeats import repeats
 from tests.wrappers.cases_forwarding import DEVICES, Model, assert_trains_like, inputs, made
 
 
@@ -28,7 +29,7 @@ def test_torch_compile_of_the_original() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", repeats(["eager", "aot_eager"], ["aot_eager"]))
 def test_torch_compile_of_the_wrapper_runs_it_as_it_is(backend: str) -> None:
     """Called by itself, and in the middle of a compiled function."""
     model, pipe = made("compiled")

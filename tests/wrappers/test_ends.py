@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import subprocess
 import sys
@@ -173,10 +174,15 @@ def _wrapped(kind: str) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:forward_backward of an AutoRoundPipe", "ignore:.*can't be traced")
-@pytest.mark.parametrize("closes", [False, True], ids=["dropped", "closed"])
-@pytest.mark.parametrize("reference", ["attribute", "hook", "gradient hook"])
+@pytest.mark.parametrize(
+    "reference, end",
+    repeats(
+        itertools.product(["attribute", "hook", "gradient hook"], ["dropped", "closed"]),
+        ["attribute-closed", "hook-dropped", "gradient hook-dropped"],
+    ),
+)
 @pytest.mark.parametrize("kind", repeats(["RoundPipe", "compile", "fallback"], ["RoundPipe", "fallback"]))
-def test_a_model_that_refers_to_its_wrapper_is_collected(kind: str, reference: str, closes: bool) -> None:
+def test_a_model_that_refers_to_its_wrapper_is_collected(kind: str, reference: str, end: str) -> None:
     before = threads()
     pipe = _wrapped(kind)
     model = pipe.model
@@ -192,7 +198,7 @@ def test_a_model_that_refers_to_its_wrapper_is_collected(kind: str, reference: s
     else:
         next(iter(model.parameters())).register_hook(lambda gradient, pipe=pipe: None)
     train_once(pipe)
-    if closes:
+    if end == "closed":
         pipe.close()
         assert threads() <= before, "close() waits for no collection"
     gone = weakref.ref(pipe), weakref.ref(model), weakref.ref(next(iter(model.parameters())))

@@ -15,6 +15,7 @@ from roundpipe.fx.passes.codegen import generate
 from roundpipe.fx.passes.cost import measure
 from roundpipe.fx.passes.partition import partition
 from roundpipe.fx.trace.tracer import trace
+from tests.repeats import repeats
 from tests.zoo.build import build
 from tests.zoo.catalog import Row, transformers_rows
 from tests.zoo.compare import EXAMPLE
@@ -44,14 +45,21 @@ def carried(traced: TracedGraph, chain: LayerChain, cut: int) -> list[str]:
 
 @pytest.mark.parametrize(
     "key",
-    [
-        "causal-lm/LlamaForCausalLM",
-        "causal-lm/Gemma3ForCausalLM",
-        "causal-lm/MixtralForCausalLM",
-        "masked-lm/BertForMaskedLM",
-        "masked-lm/ModernBertForMaskedLM",
-        "image-classification/ViTForImageClassification",
-    ],
+    repeats(
+        [
+            "causal-lm/LlamaForCausalLM",
+            "causal-lm/Gemma3ForCausalLM",
+            "causal-lm/MixtralForCausalLM",
+            "masked-lm/BertForMaskedLM",
+            "masked-lm/ModernBertForMaskedLM",
+            "image-classification/ViTForImageClassification",
+        ],
+        [
+            "causal-lm/Gemma3ForCausalLM",
+            "masked-lm/ModernBertForMaskedLM",
+            "image-classification/ViTForImageClassification",
+        ],
+    ),
 )
 def test_one_hidden_tensor_crosses_from_block_to_block(key: str) -> None:
     """No mask, no rotary table and no second copy of the hidden state, and at least a layer per block."""

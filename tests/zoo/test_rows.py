@@ -52,6 +52,10 @@ ROWS = {
 }
 """Kind -> rows."""
 LONG = {
+    "causal-lm/GPT2LMHeadModel",
+    "peft/lora-LlamaForCausalLM",
+    "seq2seq-lm/BartForConditionalGeneration",
+    "sequence-classification/GPT2ForSequenceClassification",
     "causal-lm/Gemma2ForCausalLM",
     "causal-lm/JetMoeForCausalLM",
     "causal-lm/MambaForCausalLM",
