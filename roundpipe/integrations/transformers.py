@@ -344,7 +344,7 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
             return outputs
 
 
-class RoundPipeTrainer(RoundPipeTrainerMixin, Trainer):  # type: ignore[misc]
+class RoundPipeTrainer(RoundPipeTrainerMixin, Trainer):
     """``transformers.Trainer`` in rotation."""
 
 
