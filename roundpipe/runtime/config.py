@@ -80,9 +80,9 @@ class RoundPipeRunConfig:
 
     replicas: Replicas | None = None
     """Whether several workers may run a stage at the same time, each with a share of the microbatches: ``"auto"``
-    (built-in on accelerators), where that is predicted to be faster by enough, or ``"off"`` (built-in on CPU workers,
-    which share the host's cores). A stage's gradients are then sums of the workers' sums, the same in every run of the
-    same plan; with other numbers of devices they are rounded otherwise."""
+    (built-in where each worker has an accelerator of its own), where that is predicted to be faster by enough, or
+    ``"off"`` (built-in elsewhere: CPU workers share the host's cores). A stage's gradients are then sums of the
+    workers' sums, the same in every run of the same plan; with other numbers of devices they are rounded otherwise."""
 
     tiles: int | Literal["auto", "off"] | None = None
     """Number of tiles in which what is computed for each token from itself alone runs, forward and backward, such as
@@ -179,7 +179,7 @@ class ResolvedConfig:
     execute_plan: ExecutePlan | None
     """None leaves the choice to the planner."""
     replicas: Replicas | None
-    """None: ``"auto"`` on accelerators."""
+    """None: ``"auto"`` where each worker has an accelerator of its own."""
     tiles: int | None
     """None leaves the choice to the planner; 1: none."""
 

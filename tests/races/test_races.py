@@ -29,10 +29,11 @@ WAITS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "gradients that an update takes": (_Group, "is_added", lambda group: True),
     "copies of the caller's tensors": (StepState, "detach", passes),
     "buffers": (StepState, "wait_settled", passes),
-    "gradients of other workers": (StepState, "hand_in", lambda step, job, download, who: [(job.index, download)]),
 }
 RARE: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "the gates of an update": (Gate, "wait", passes),
+    "random draws": (StepState, "wait_draws", passes),
+    "gradients of other workers": (StepState, "hand_in", lambda step, job, download, who: [(job.index, download)]),
     "uploads before an update writes": (_Group, "uploads", lambda group: []),
 }
 

@@ -28,6 +28,7 @@ GIVEN = {
     "requires_grad": (False, True),
     "preserve_rng_state": (False, True),
     "execute_plan": (PLAN, ExecutePlan([], (0, 2), [])),
+    "replicas": ("off", "auto"),
     "tiles": (4, 7),
     "residency": ("off", "auto"),
     "loss_reduction": ("mean", "sum"),
@@ -49,6 +50,7 @@ def test_nothing_given_is_the_built_in():
         requires_grad=True,
         preserve_rng_state=True,
         execute_plan=None,
+        replicas=None,
         tiles=None,
         residency="auto",
         loss_reduction="sum",
@@ -135,6 +137,7 @@ def test_device_names_are_devices():
         ("tiles", "on", '"auto", "off"'),
         ("tiles", (4, 4), '"auto", "off"'),
         ("residency", "on", '"auto" or "off"'),
+        ("replicas", 2, '"auto" or "off"'),
     ],
 )
 def test_bad_values_are_refused_with_what_is_allowed(name, value, allowed):

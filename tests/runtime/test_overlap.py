@@ -218,3 +218,26 @@ def test_an_interrupted_call_leaves_the_round_before_alone(monkeypatch):
         train(piped, batch())
         piped.synchronize()
         assert_same(gradients(model), reference)
+
+
+def test_rounds_with_random_draws_overlap_and_the_callers_draws_are_its_own():
+    """A call returns once all is drawn, when gradients are still on their way."""
+
+    def rounds(waits):
+        torch.manual_seed(4)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.4)) for _ in range(4))).to(DTYPE)
+        devices, found, running = [roundpipe.Device("cpu", download_bytes_per_s=2e4)] * 2, [], []
+        with roundpipe.RoundPipe(model, devices=devices, model_run_config=config(3, plan=SINGLES)) as piped:
+            optimizer = torch.optim.SGD(piped.optim_parameters(), lr=LR)
+            for seed in range(4):
+                found.append(piped.forward_backward((batch(seed=seed),), loss_fn=square_loss))
+                running.append(len(piped._session.engine.running()))  # nothing public tells
+                if waits:
+                    piped.synchronize()
+                found.append(torch.rand(3))
+                piped.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+            piped.synchronize()
+        assert running[0] == 0 and all(running[1:])
+        return dict(enumerate(found)) | gradients(model)
+
+    assert_equal_bits(rounds(waits=False), rounds(waits=True))

@@ -84,11 +84,9 @@ class StepBuilder:
             self._with_loss(spec, call, return_outputs),
             spare_bytes=self.plans.room(call, spec.schedule.plan).spare_bytes,
             tail=call.tail if call.tiles.tail > 1 else None,
-            # generators are shared with the caller, who may draw as soon as the call returns; without a step that has
-            # run by this plan, the call may have to be run again
+            # without a step that has run by this plan, the call may have to be run again
             may_outlive_call=may_overlap
             and not spec.inputs
-            and not spec.drawing
             and not torch.is_anomaly_enabled()  # a mode of the process, which may end with the call
             and self.plans.is_proven(call),
             times=self.plans.costs.times_of(call),
@@ -142,7 +140,7 @@ class StepBuilder:
         chain.made_in_s = {}
         with start.part("measure memory"):
             self.plans.costs.measure_memory(call)
-        if call.config.replicas == "auto" or (call.config.replicas is None and self._engine.has_accelerators):
+        if call.config.replicas == "auto" or (call.config.replicas is None and self._engine.computes_apart):
             call.may_replicate = not any(self._in_order(call))
         with start.part("plan"):
             plan = self.plans.plan(call)

@@ -1,7 +1,8 @@
 """Runs steps on the workers: deals them out and waits for them.
 
-A step may outlive the call that made it (`StepSpec.may_outlive_call`): the call returns with the losses, and the next
-step's first jobs run beside its last ones. What it raises then is raised at the next call.
+A step may outlive the call that made it (`StepSpec.may_outlive_call`): the call returns with the losses, or with the
+last run of a layer that draws random numbers, and the next step's first jobs run beside its last ones. What it raises
+then is raised at the next call.
 """
 
 from __future__ import annotations
@@ -55,6 +56,12 @@ class Engine(Steps):
     def has_accelerators(self) -> bool:
         return any(backend.device.type != "cpu" for backend in self.backends)
 
+    @property
+    def computes_apart(self) -> bool:
+        """Whether each worker has an accelerator of its own, so that one takes no time from another."""
+        devices = {backend.device for backend in self.backends}
+        return self.has_accelerators and len(devices) == len(self.backends)
+
     def prepare(
         self, chain: LayerChain, host: HostWeights, *, wants_gradients: bool, earlier: Sequence[LayerWeights] = ()
     ) -> list[LayerWeights]:
@@ -102,7 +109,7 @@ class Engine(Steps):
         forward: ForwardRecord | None = None,
         added: set[int] | None = None,
     ) -> StepState:
-        """Run a step to its end, or until its losses are known if it may outlive the call.
+        """Run a step to its end, or until its losses are known and all is drawn if it may outlive the call.
 
         A backward gets the gradients of the outputs, and what its forward left: values and a record. Values are used
         up. ``added`` are layers whose gradients an attempt before has added, and takes in those of this one. The first
@@ -126,6 +133,7 @@ class Engine(Steps):
                     worker.submit(step)
                 if spec.may_outlive_call:
                     step.wait_losses()
+                    step.wait_draws()
                     step.detach()
                     self.steps.leave_alone(step)
                 else:

@@ -204,7 +204,7 @@ class StepSpec:
     tied_jobs: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """Per job: jobs of earlier stages that bring gradients of the same parameters; they are added first."""
     may_outlive_call: bool = False
-    """Whether the call returns with the losses."""
+    """Whether the call returns with the losses, or once all is drawn."""
     spare_bytes: int | None = None
     """Device memory that the plan leaves over; None: there is no limit."""
     resident_bytes: int | None = None

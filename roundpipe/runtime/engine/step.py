@@ -235,6 +235,20 @@ class StepState:
         for value in (*self.losses, *self.outputs):
             value.synchronize()
 
+    def wait_draws(self) -> None:
+        """Return when no job will draw random numbers any more, or the step has failed.
+
+        Generators are shared with the caller. Accelerators may be behind: who draws what is settled when kernels are
+        given to them.
+        """
+        schedule, drawing = self.spec.schedule, self.spec.drawing
+        jobs = [job for job in schedule.jobs if not drawing.isdisjoint(job.layers)]
+        counts = [(job.index - self._first_job, len(schedule.microbatches(job))) for job in jobs]
+        runs = self._runs
+        if counts:
+            is_done = lambda: all(runs[position] >= count for position, count in counts)  # noqa: E731
+            self.board.wait(lambda: self.failed or is_done(), "the call", "random draws")
+
     def wait_scale(self, who: str) -> float:
         """What a job's gradients are to be multiplied by; waits for losses, of another worker at most."""
         if self.spec.mean is not None:
