@@ -61,6 +61,7 @@ class ReplayedWait(NamedTuple):
 class _EarlierJob(NamedTuple):
     """A job as the later jobs on its worker see it."""
 
+    job: Job
     last_op: Node
     gradients: Node | None
     gradient_bytes: int
@@ -188,7 +189,7 @@ class StepReplay:
             if gradient_bytes:
                 gradients = self._add_transfer("gradients", self._down[job.worker], gradient_bytes, job, None, 2, last)
                 others.append(gradients)
-            earlier.append(_EarlierJob(last, gradients, gradient_bytes))
+            earlier.append(_EarlierJob(job, last, gradients, gradient_bytes))
         self._queue.add(step.losses, *losses)
         if self._update_bytes:
             after = (*others, *self._updates[-1:])
@@ -238,9 +239,13 @@ class StepReplay:
         return gate
 
     def _add_weights(self, step: ReplayedStep, position: int, gate: Node | None) -> Node:
-        """The upload of a job's weights, into the memory of the worker's visit before last."""
+        """The upload of a job's weights, into the memory of the worker's visit before last.
+
+        One of the worker's last two visits may have brought them: of the same layers, in the same step.
+        """
         job = step.schedule.jobs[position]
         earlier = list(self._earlier[job.worker])
+        are_there = any(step.schedule.has_job(one.job.index) and one.job.layers == job.layers for one in earlier)
         waits = [] if gate is None else [gate]
         is_first = position < step.schedule.num_workers
         if is_first:  # a step's weights are asked for when it is made, with the losses of the step before
@@ -249,7 +254,7 @@ class StepReplay:
             earlier = earlier[:-1] if len(earlier) == 2 else []
         for visit in earlier:
             waits += [visit.last_op, *([visit.gradients] if visit.gradients is not None else [])]
-        weight_bytes = self.stages[position].weight_bytes
+        weight_bytes = 0 if are_there else self.stages[position].weight_bytes
         weights = self._add_transfer("weights", self._up[job.worker], weight_bytes, job, None, 1, *waits)
         for layer in job.layers:
             step.uploads.setdefault(layer, []).append(weights)

@@ -102,7 +102,7 @@ class Worker:
     def forget(self, layer: torch.nn.Module) -> None:
         """Drop a layer's replicas and what stays of it on the device; while no step is running only."""
         self._replicas.pop(id(layer), None)
-        self.arena.residents.forget(layer)
+        self.arena.forget(layer)
 
     def record(self, recorder: Recorder | None) -> None:
         """Tell a recorder what is done from now on; None: nobody any more."""
@@ -171,6 +171,7 @@ class Worker:
             self.backend.synchronize,
             *(opened.visit.drop for opened in self._open.values()),
             self._open.clear,
+            self.arena.forget_visits,
             self.meter.abandon,
             self._in_flight.clear,
             self._issued.clear,

@@ -24,8 +24,8 @@ class Fingerprint:
     """Bits of some elements: a write through ``.data`` leaves no other mark."""
 
     @classmethod
-    def of(cls, parameter: torch.Tensor) -> Fingerprint:
-        sample = _sample(parameter)
+    def of(cls, parameter: torch.Tensor, *, with_sample: bool = True) -> Fingerprint:
+        sample = _sample(parameter) if with_sample else None
         return cls(parameter, *_marks(parameter), None if sample is None else sample.clone())
 
     @property

@@ -276,12 +276,24 @@ class LayerWeights:
 
     def frozen_slots(self) -> tuple[int, ...]:
         """What keeps its values from round to round: weights that are not trained, buffers that no forward writes."""
-        writes_buffers = self._habits_now().writes_buffers is not False or self.may_write_unseen
+        slots = ((index, self.slots[index]) for index in self.steady_slots())
         return tuple(
+            index for index, slot in slots if slot.num_bytes and not (slot.is_parameter and slot.tensor.requires_grad)
+        )
+
+    @property
+    def has_loose(self) -> bool:
+        """Whether some of it has memory of its own on a device."""
+        return any(slot.is_loose or not slot.fits for slot in self.slots)
+
+    def steady_slots(self) -> list[int]:
+        """What has the host's values still after a visit, and lies in one piece of memory with the rest."""
+        writes_buffers = self._habits_now().writes_buffers is not False or self.may_write_unseen
+        return [
             index
             for index, slot in enumerate(self.slots)
-            if slot.num_bytes and slot.fits and not (slot.tensor.requires_grad if slot.is_parameter else writes_buffers)
-        )
+            if not slot.is_loose and slot.fits and (slot.is_parameter or not writes_buffers)
+        ]
 
     def bytes_of(self, indexes: Iterable[int]) -> int:
         """Device memory for some slots, one after the other."""

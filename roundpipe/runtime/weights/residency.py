@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from roundpipe.runtime.device.backend import Backend, Event, Lane, Moment
 from roundpipe.runtime.device.host_memory import convert, is_plain
@@ -91,7 +92,14 @@ class Visit:
     """The weights of one stage on one device, from upload to release; made by `Arena.begin`."""
 
     def __init__(
-        self, backend: Backend, region: torch.Tensor, layers: list[BoundLayer], residents: Residents, step: int
+        self,
+        backend: Backend,
+        region: torch.Tensor,
+        layers: list[BoundLayer],
+        residents: Residents,
+        step: int,
+        there: Sequence[ResidentPart] = (),
+        with_samples: bool = False,
     ) -> None:
         self._backend = backend
         self.memory = [region]
@@ -99,17 +107,28 @@ class Visit:
         self.num_bytes = region.numel()
         self.layers = layers
         self._residents = residents
+        self.streamed = list(there)
+        """Per layer, what lies in the region."""
         self._parts: list[ResidentPart] = []
-        """What it reads of what stays on the device."""
+        """All that it reads."""
         self._tensors: list[dict[int, torch.Tensor | None]] = []
         """Per layer, by slot."""
         self._copies: list[torch.Tensor] = []
         offset = 0
         moved_bytes = backend.moved_bytes[Lane.WEIGHTS]
         self.began = backend.moment(Lane.WEIGHTS)
-        for layer in layers:
+        for position, layer in enumerate(layers):
             weights, stay = layer.weights, layer.stay
-            tensors, copies = weights.upload(backend, region[offset : offset + stay.streamed_bytes], stay.streamed)
+            copies: list[torch.Tensor] = []
+            if not there:
+                part_of = region[offset : offset + stay.streamed_bytes]
+                part, copies = ResidentPart.upload(
+                    backend, weights, stay.streamed, part_of, step, with_samples=with_samples
+                )
+                self.streamed.append(part)
+            part = self.streamed[position]
+            self._parts.append(part)
+            tensors = dict(zip(stay.streamed, part.tensors, strict=True))
             for number, indexes in enumerate(stay.parts):
                 part, uploaded = residents.bring(weights, number, indexes, step)
                 copies += uploaded
@@ -177,7 +196,9 @@ class Visit:
         for part in self._parts:
             if part.is_written:
                 self._residents.drop(part)
+                part.key = ()
         self._parts.clear()
+        self.streamed = []
         self._tensors.clear()
         self._copies.clear()
         with contextlib.ExitStack() as rest:
@@ -185,15 +206,44 @@ class Visit:
                 rest.callback(layer.unbind)
 
 
+@dataclass(slots=True)
+class _Content:
+    """What a visit has brought to one side of an arena."""
+
+    start: int
+    region: torch.Tensor
+    parts: list[ResidentPart]
+    has_samples: bool
+    """Whether samples of the host's values were taken, by which a write through ``.data`` shows."""
+    was_taken: bool = False
+    """Whether a visit of a later step has taken it."""
+
+    def is_of(self, layers: Sequence[BoundLayer]) -> bool:
+        """Whether it is of these layers as they are now, none of which writes what a visit has brought."""
+        return len(self.parts) == len(layers) and all(
+            part.is_of(layer.weights, layer.stay.streamed)
+            and set(layer.stay.streamed).issubset(layer.weights.steady_slots())
+            for part, layer in zip(self.parts, layers, strict=True)
+        )
+
+
 class Arena:
-    """One worker's memory for weights: two regions that grow toward each other, and what stays beside them."""
+    """One worker's memory for weights: two regions that grow toward each other, and what stays beside them.
+
+    What a visit has brought lies there until another overwrites it; a visit of the same layers takes it as it is, if
+    the host has not changed since: a backward behind its forward, a round behind one without an update.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self.residents = Residents(backend)
         self._buffer: torch.Tensor | None = None
         self._readers: list[list[Event]] = [[], []]
-        self._parity = 0
+        self._latest = 1
+        """The side of the visit that was begun last."""
+        self._there: list[_Content | None] = [None, None]
+        self._takes_samples = False
+        """Whether weights outlast steps, so that samples of what is brought are worth their time."""
 
     @staticmethod
     def room(sizes_bytes: Sequence[int]) -> int:
@@ -231,17 +281,53 @@ class Arena:
         if self._buffer is not None:
             self._backend.free(self._buffer, "weights")
             self._buffer = None
+            self.forget_visits()
+
+    def forget(self, layer: nn.Module) -> None:
+        """Drop what is known of a layer."""
+        self.residents.forget(layer)
+        self.forget_visits()
+
+    def forget_visits(self) -> None:
+        """Let no visit take what one before has brought."""
+        self._there = [None, None]
 
     def begin(self, layers: list[BoundLayer], step: int = 0) -> tuple[Visit, int]:
         """Start uploading a visit's weights in a step; returns it and the side of the arena it lies at."""
         assert self._buffer is not None
+        if (side := self._side_with(layers, step)) is not None and (content := self._there[side]) is not None:
+            self._latest = side
+            return Visit(self._backend, content.region, layers, self.residents, step, content.parts), side
         num_bytes = sum(layer.stay.streamed_bytes for layer in layers)
-        side, self._parity = self._parity, 1 - self._parity
+        side = self._latest = 1 - self._latest
         start = 0 if side == 0 else (self._buffer.numel() - num_bytes) // ALIGNMENT * ALIGNMENT
+        other = self._there[1 - side]
+        self._there[side] = None
+        if other is not None and other.start < start + num_bytes and start < other.start + other.region.numel():
+            self._there[1 - side] = None
         for event in self._readers[side]:
             self._backend.wait(Lane.WEIGHTS, event)
         region = self._buffer.data[start : start + num_bytes]
-        return Visit(self._backend, region, layers, self.residents, step), side
+        visit = Visit(self._backend, region, layers, self.residents, step, with_samples=self._takes_samples)
+        if not any(layer.weights.has_loose for layer in layers):  # whose memory would not be given back
+            self._there[side] = _Content(start, region, visit.streamed, self._takes_samples)
+        return visit, side
+
+    def _side_with(self, layers: Sequence[BoundLayer], step: int) -> int | None:
+        """The side that has what a visit would bring, if there is one."""
+        for side, content in enumerate(self._there):
+            if content is None or not content.is_of(layers):
+                continue
+            is_later = any(part.checked_in != step for part in content.parts)
+            is_marked = any(part.is_marked for part in content.parts)
+            if is_later:
+                self._takes_samples = content.was_taken or not is_marked
+            if is_marked or (is_later and not content.has_samples):
+                continue
+            if all(part.is_current(step) for part in content.parts):
+                content.was_taken = content.was_taken or is_later
+                return side
+        return None
 
     def end(self, side: int, events: list[Event]) -> None:
         """Note the events after which a side may be written again."""

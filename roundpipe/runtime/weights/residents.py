@@ -9,7 +9,7 @@ Invariant: a part that no layer asks for any more is dropped; so is one that a f
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -48,6 +48,7 @@ class ResidentPart:
     """Slots of a layer on a device."""
 
     key: Key
+    """Of its tensors; empty if it must not be taken again."""
     memory: torch.Tensor
     prints: list[Fingerprint]
     """Of the host's tensors, taken before they were uploaded."""
@@ -57,14 +58,40 @@ class ResidentPart:
     checked_in: int
     """The step in which samples of the host's values were last compared."""
 
+    @classmethod
+    def upload(
+        cls,
+        backend: Backend,
+        weights: LayerWeights,
+        indexes: Sequence[int],
+        memory: torch.Tensor,
+        step: int,
+        *,
+        with_samples: bool,
+    ) -> tuple[Self, list[torch.Tensor]]:
+        """Slots of a layer, brought into some memory in a step; and the copies that were made."""
+        tensors = (weights.slots[index].current for index in indexes)
+        prints = [Fingerprint.of(each, with_sample=with_samples) for each in tensors if each is not None]
+        found, copies = weights.upload(backend, memory, indexes)
+        on_device = [found[index] for index in indexes]
+        versions = [*map(version_of, on_device)]
+        return cls(_key(weights, indexes), memory, prints, on_device, versions, step), copies
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether the host's tensors were written since, as far as versions and memory tell."""
+        return any(print.is_marked for print in self.prints)
+
     def is_current(self, step: int) -> bool:
         """Whether the host's tensors are what was uploaded; samples of their values are compared once per step."""
-        if any(print.is_marked for print in self.prints):
-            return False
-        if self.checked_in != step and any(print.has_other_values for print in self.prints):
+        if self.is_marked or (self.checked_in != step and any(print.has_other_values for print in self.prints)):
             return False
         self.checked_in = step
         return True
+
+    def is_of(self, weights: LayerWeights, indexes: Sequence[int]) -> bool:
+        """Whether it has these slots of a layer, as the layer is now."""
+        return bool(self.key or not indexes) and self.key == _key(weights, indexes)
 
     @property
     def is_written(self) -> bool:
@@ -124,25 +151,23 @@ class Residents:
         if part is None or not part.is_current(step):
             if part is not None:
                 self._free(part)
-            part, copies = self._upload(key, weights, indexes, step)
+            part, copies = self._upload(weights, indexes, step)
         self._parts[key] = part
         return part, copies
 
     def _upload(
-        self, key: Key, weights: LayerWeights, indexes: tuple[int, ...], step: int
+        self, weights: LayerWeights, indexes: tuple[int, ...], step: int
     ) -> tuple[ResidentPart, list[torch.Tensor]]:
         backend = self._backend
-        prints = [Fingerprint.of(weights.slots[index].tensor) for index in indexes]
         memory = backend.allocate(weights.bytes_of(indexes), PURPOSE)
         try:
             backend.wait(Lane.WEIGHTS, backend.record(Lane.COMPUTE))  # whoever had the memory before used it on COMPUTE
-            found, copies = weights.upload(backend, memory.data, indexes)
+            part, copies = ResidentPart.upload(backend, weights, indexes, memory.data, step, with_samples=True)
         except BaseException:
             backend.free(memory, PURPOSE)
             raise
         self.num_bytes += memory.numel()
-        tensors = [found[index] for index in indexes]
-        return ResidentPart(key, memory, prints, tensors, list(map(version_of, tensors)), step), copies
+        return part, copies
 
     def forget(self, layer: nn.Module) -> None:
         """Drop a layer's parts that no other layer has."""
