@@ -92,7 +92,7 @@ class RoundPipeRunConfig:
 
     residency: Literal["auto", "off"] | None = None
     """Whether weights that are not trained stay on the devices between visits and rounds: ``"auto"`` (built-in), as far
-    as there is room beside what the plan needs; ``"off"``: every visit uploads all of its weights."""
+    as there is room beside what the plan needs; ``"off"``: each round uploads them again."""
 
     loss_reduction: LossReduction | None = None
     """How the microbatches' losses make up the batch's: ``"sum"`` (built-in) or ``"mean"``; see
