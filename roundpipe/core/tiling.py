@@ -1,28 +1,22 @@
-"""Runs functions that compute every row of their results from the same row of their inputs, a tile of rows at a time.
+"""Tiles of rows: into how many a thread's calls are cut, and where each lies in tensors.
 
 Rows are counted by axes: those of activations [B, S, D] by two, of sizes B and S. A tile is a rectangle of the axes
 that is contiguous in B * S: a range of S in one sample, or several whole samples. Where a dimension of a tensor counts
 rows is told by `Rows`, so that [B, heads, S, D], [B * S, V] and [1, S, D] take part as they are.
 
-Invariant: results and gradients are those of the whole function, to rounding; of what the function holds inside, never
-more than one tile exists. Gradients of parameters are added to their ``.grad``, once per tile.
+What runs in tiles: `roundpipe.core.tiled_regions`.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from roundpipe.core.contexts import contextmanager
-from roundpipe.core.modes import Modes
-from roundpipe.core.random_state import SeededTorch, default_generator
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +27,9 @@ class Tiles:
     """In each region of the layers."""
     tail: int = 1
     """In those of the tail: the last layer, and the loss behind it."""
+    at_once: bool = True
+    """Whether a region that ends in a loss has its gradients computed with it: faster, and takes as much memory more as
+    they do until the backward."""
 
     def of(self, layer_index: int, num_layers: int) -> int:
         """Into how many tiles a layer's rows are cut."""
@@ -52,36 +49,50 @@ class TilesRun:
     """Whether a backward will run a region's forward again."""
 
 
-class _State(threading.local):
-    number = 1
+@dataclass(slots=True)
+class Tiling:
+    """How a thread's calls of layers run; see `in_tiles`."""
+
+    number: int = 1
     most: int | None = None
-    run = TilesRun()
+    at_once: bool = True
+    run: TilesRun = field(default_factory=TilesRun)
+
+
+class _State(threading.local):
+    def __init__(self) -> None:
+        self.tiling = Tiling()
 
 
 _state = _State()
 
 
+def present_tiling() -> Tiling:
+    """That of this thread."""
+    return _state.tiling
+
+
 def num_tiles() -> int:
     """The number of tiles that this thread's calls of layers run in; 1 = they run as they are."""
-    return _state.number
+    return _state.tiling.number
 
 
 @contextmanager
-def in_tiles(number: int, most: int | None = None) -> Iterator[TilesRun]:
+def in_tiles(number: int, most: int | None = None, at_once: bool = True) -> Iterator[TilesRun]:
     """Inside, this thread's calls of layers run in this number of tiles (at least; never more than there are rows).
 
     Args:
         most: how many of them run, the largest; results have gaps then, the memory that they take is that of all.
+        at_once: see `Tiles`.
 
     Yields:
         What has run, to be read once it has.
     """
-    before = _state.number, _state.most, _state.run
-    _state.number, _state.most, _state.run = number, most, TilesRun()
+    before, _state.tiling = _state.tiling, Tiling(number, most, at_once)
     try:
-        yield _state.run
+        yield _state.tiling.run
     finally:
-        _state.number, _state.most, _state.run = before
+        _state.tiling = before
 
 
 # ---------------------------------------------------------------------------------- rows and tiles
@@ -151,234 +162,3 @@ def narrow(tensor: torch.Tensor, rows: Rows, tile: Tile, sizes: Sequence[int]) -
     for dim, start, size in rows_in(rows, tile, sizes):
         tensor = tensor.narrow(dim, start, size)
     return tensor
-
-
-# ---------------------------------------------------------------------------------- regions
-
-
-@dataclass(frozen=True, slots=True)
-class RowResult:
-    """A result with rows."""
-
-    rows: Rows
-    order: tuple[int, ...] = ()
-    """Its dimensions as they lie in memory, the slowest first; empty: as they are counted."""
-    differentiable: bool = True
-
-    @classmethod
-    def like(cls, result: torch.Tensor, rows: Rows) -> RowResult:
-        """One that lies in memory as a result that was not made in tiles."""
-        strides = result.stride()
-        order = sorted(range(result.dim()), key=lambda dim: (-strides[dim], dim))
-        return cls(rows, tuple(order), result.requires_grad)
-
-
-@dataclass(frozen=True, slots=True)
-class SumResult:
-    """A result that is the sum over all rows, or their mean."""
-
-    is_mean: bool = False
-    dtype: torch.dtype | None = None
-    """What the sum is cast to; None: that of the function's results."""
-    differentiable: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """A function of rows that can run in tiles.
-
-    Called as ``region(owner, *values)``; calls ``function(owner, sizes, *values)`` with a tile's sizes of the row axes
-    and its rows of the values, and expects a tuple.
-    """
-
-    function: Callable[..., tuple[torch.Tensor, ...]]
-    sizes: tuple[int, ...]
-    """Of the row axes."""
-    inputs: tuple[Rows | None, ...]
-    """Of each value; None: it is taken whole."""
-    results: tuple[RowResult | SumResult, ...]
-    parameters: Callable[[Any], list[torch.Tensor]] = lambda owner: []
-    """The parameters of an owner that the function uses."""
-    draws_random: bool = False
-
-    def __call__(self, owner: Any, *values: Any) -> tuple[torch.Tensor, ...]:
-        tiles = tiles_of(self.sizes, num_tiles())
-        if len(tiles) > 1:
-            _state.run.number = max(_state.run.number, len(tiles))
-        if _state.most is not None:
-            tiles = sorted(tiles, key=lambda tile: tile.num_rows)[-_state.most :]
-        parameters = [parameter for parameter in self.parameters(owner) if parameter.requires_grad]
-        # a hook expects the whole gradient
-        if len(tiles) == 1 or (torch.is_grad_enabled() and any(tensor._backward_hooks for tensor in parameters)):
-            results = self.function(owner, self.sizes, *values)
-            return tuple(map(_cast, results, self.results))
-        if not torch.is_grad_enabled():
-            return self.run(owner, tiles, values)
-        leaves = [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
-        if not parameters and not leaves:
-            return self.run(owner, tiles, values)
-        _state.run.repeats = True
-        anchor = torch.empty(0, requires_grad=True)  # results require grad if only a parameter does
-        results = _InTiles.apply(self, owner, tiles, anchor, *values)
-        return tuple(results)
-
-    def run(self, owner: Any, tiles: Sequence[Tile], values: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-        """All results, without autograd."""
-        whole: list[torch.Tensor] = []
-        for tile in tiles:
-            results = self._run_tile(owner, tile, values)
-            if not whole:
-                whole = [self._whole(*pair) for pair in zip(results, self.results, strict=True)]
-            for index, (result, kind) in enumerate(zip(results, self.results, strict=True)):
-                if isinstance(kind, RowResult):
-                    part = narrow(whole[index], kind.rows, tile, self.sizes)
-                    assert part.shape == result.shape, f"a tile of {part.shape} has a result of {result.shape}"
-                    part.copy_(result)
-                else:
-                    whole[index] += self._share_of(result, kind, tile)
-            del results, result
-        return tuple(map(_cast, whole, self.results))
-
-    def _run_tile(self, owner: Any, tile: Tile, values: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-        parts = [
-            value if rows is None else narrow(value, rows, tile, self.sizes)
-            for value, rows in zip(values, self.inputs, strict=True)
-        ]
-        return self.function(owner, tile.sizes, *parts)
-
-    def _whole(self, result: torch.Tensor, kind: RowResult | SumResult) -> torch.Tensor:
-        """Where the tiles' results go; the first tile's says what size the other dimensions have."""
-        if isinstance(kind, SumResult):
-            return torch.zeros_like(result)
-        shape = [
-            size if axes is None else math.prod(self.sizes[slice(*axes)])
-            for size, axes in zip(result.shape, kind.rows, strict=True)
-        ]
-        strides, stride = [0] * len(shape), 1
-        for dim in reversed(kind.order or range(len(shape))):
-            strides[dim] = stride
-            stride *= shape[dim]
-        return torch.empty_strided(shape, strides, dtype=result.dtype, device=result.device)
-
-    def _share_of(self, result: torch.Tensor, kind: SumResult, tile: Tile) -> torch.Tensor:
-        return result * (tile.num_rows / math.prod(self.sizes)) if kind.is_mean else result
-
-    def backward(
-        self,
-        owner: Any,
-        tiles: Sequence[Tile],
-        values: Sequence[Any],
-        needs_gradient: Sequence[bool],
-        gradients: Sequence[torch.Tensor | None],
-    ) -> list[torch.Tensor | None]:
-        """Run again with autograd, and backward, tile by tile; the gradients of the values that need one."""
-        whole: list[torch.Tensor | None] = [None] * len(values)
-        shared = {
-            index: value.detach().requires_grad_()
-            for index, (value, rows) in enumerate(zip(values, self.inputs, strict=True))
-            if needs_gradient[index] and rows is None
-        }
-        for tile in tiles:
-            leaves = dict(shared)
-            for index, rows in enumerate(self.inputs):
-                if needs_gradient[index] and rows is not None:
-                    part = narrow(values[index].detach(), rows, tile, self.sizes)
-                    leaves[index] = part.requires_grad_()
-            self._backward_tile(owner, tile, values, leaves, gradients)
-            for index, leaf in leaves.items():
-                if index not in shared and leaf.grad is not None:
-                    if (sum_of_tiles := whole[index]) is None:
-                        whole[index] = sum_of_tiles = torch.zeros_like(values[index])
-                    rows = self.inputs[index]
-                    assert rows is not None
-                    narrow(sum_of_tiles, rows, tile, self.sizes).add_(leaf.grad)
-        for index, leaf in shared.items():
-            whole[index] = leaf.grad
-        return whole
-
-    def _backward_tile(
-        self,
-        owner: Any,
-        tile: Tile,
-        values: Sequence[Any],
-        leaves: dict[int, torch.Tensor],
-        gradients: Sequence[torch.Tensor | None],
-    ) -> None:
-        parts = [
-            leaves[index] if index in leaves else value if rows is None else narrow(value, rows, tile, self.sizes)
-            for index, (value, rows) in enumerate(zip(values, self.inputs, strict=True))
-        ]
-        with torch.enable_grad():
-            results = self.function(owner, tile.sizes, *parts)
-        del parts
-        roots, root_gradients = [], []
-        for result, kind, gradient in zip(results, self.results, gradients, strict=True):
-            if gradient is not None and result.requires_grad:
-                roots.append(result)
-                if isinstance(kind, RowResult):
-                    part = narrow(gradient, kind.rows, tile, self.sizes)
-                else:
-                    part = self._share_of(gradient.to(result.dtype), kind, tile)
-                root_gradients.append(part)
-        del results, result
-        if roots:
-            torch.autograd.backward(roots, root_gradients)
-
-
-def _cast(result: torch.Tensor, kind: RowResult | SumResult) -> torch.Tensor:
-    return result if isinstance(kind, RowResult) or kind.dtype is None else result.to(kind.dtype)
-
-
-class _InTiles(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, region: Region, owner: Any, tiles: list[Tile], anchor: torch.Tensor, *values: Any
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.region, ctx.owner, ctx.tiles = region, owner, tiles
-        ctx.autocast = replace(Modes.current(), grad=None, attention_kernels=None)
-        ctx.is_tensor = [isinstance(value, torch.Tensor) for value in values]
-        ctx.plain = [None if is_tensor else value for value, is_tensor in zip(values, ctx.is_tensor, strict=True)]
-        tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        ctx.save_for_backward(*tensors)
-        ctx.random = []
-        if region.draws_random:
-            devices = dict.fromkeys([torch.device("cpu"), *(tensor.device for tensor in tensors)])
-            ctx.random = [(device, default_generator(device).get_state()) for device in devices]
-        with _weights_cast_anew():
-            results = region.run(owner, tiles, values)
-        pairs = zip(results, region.results, strict=True)
-        ctx.mark_non_differentiable(*(result for result, kind in pairs if not kind.differentiable))
-        return results
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        if all(gradient is None for gradient in gradients):
-            return (None,) * len(ctx.needs_input_grad)
-        tensors = iter(ctx.saved_tensors)
-        pairs = zip(ctx.is_tensor, ctx.plain, strict=True)
-        values = [next(tensors) if is_tensor else value for is_tensor, value in pairs]
-        with ExitStack() as stack:
-            stack.enter_context(ctx.autocast.enter())
-            stack.enter_context(_weights_cast_anew())
-            for device, state in ctx.random:
-                stack.enter_context(SeededTorch(state, device))
-            needs_gradient = ctx.needs_input_grad[4:]
-            return None, None, None, None, *ctx.region.backward(ctx.owner, ctx.tiles, values, needs_gradient, gradients)
-
-
-def _weights_cast_anew() -> AbstractContextManager[object]:
-    """Autocast without its cache: what it keeps of a weight without autograd would be taken with it."""
-    if not torch.is_autocast_cache_enabled():
-        return nullcontext()
-    return _without_cache()
-
-
-@contextmanager
-def _without_cache() -> Iterator[None]:
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(True)

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from roundpipe.core.allocations import Allocations
-from roundpipe.core.tiling import Region, RowResult, SumResult, in_tiles, num_tiles, tiles_of
+from roundpipe.core.tiled_regions import Region, RowResult, SumResult
+from roundpipe.core.tiling import in_tiles, num_tiles, tiles_of
 
 BATCH, LENGTH, WIDTH, VOCABULARY = 2, 7, 8, 32
 ROWS = ((0, 1), (1, 2), None)
@@ -86,6 +87,49 @@ def test_results_and_gradients_are_those_of_the_whole(number, needs_grad):
     values = inputs()
     whole = train(head_region(), head, values, 1, needs_grad)
     assert_alike(train(head_region(), head, values, number, needs_grad), whole)
+
+
+@pytest.mark.parametrize("is_mean", [False, True])
+@pytest.mark.parametrize("trained", ["all", "input", "weights"])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_one_sum_and_its_gradients_at_once(is_mean, trained, at_once):
+    """The function runs once for each tile, and the gradients wait for a factor; else once more in the backward."""
+    head, (x, labels, _) = Head().double().requires_grad_(trained != "input"), inputs()
+    calls, scale = [], torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+
+    def function(head, sizes, x, labels, scale):
+        calls.append(sizes)
+        losses = head.losses(x, labels)[1] * scale
+        return (losses.mean() if is_mean else losses.sum(),)
+
+    region = head_region(function=function, results=(SumResult(is_mean=is_mean),))
+    found = []
+    for number in (1, 5):
+        for p in (scale, *head.parameters()):
+            p.grad = torch.ones_like(p) if p.requires_grad else None
+        leaf = x.clone().requires_grad_(trained != "weights")
+        calls.clear()
+        with in_tiles(number, at_once=at_once) as ran:
+            (loss,) = region(head, leaf, labels, scale)
+        (loss.exp() / 3).backward()  # any function of the sum
+        found.append([loss.detach(), leaf.grad, *(p.grad for p in (scale, *head.parameters()))])
+    assert_alike(found[1], found[0])
+    num_tiles = len(tiles_of((BATCH, LENGTH), 5))
+    assert (ran.repeats, len(calls)) == (not at_once, num_tiles * (1 if at_once else 2))
+
+
+def test_a_loss_whose_gradients_may_need_scaling_runs_again():
+    """Those of float16 vanish where the factor comes in at the end."""
+    head, (x, labels, _) = Head().half(), inputs(torch.float16)
+    region = head_region(
+        function=lambda head, sizes, x, labels: (head.losses(x, labels)[1].float().sum() * 1e-6,),
+        inputs=(ROWS, ROWS[:2]),
+        results=(SumResult(),),
+    )
+    with in_tiles(5) as ran:
+        (loss,) = region(head, x, labels)
+    (loss * 1e6).backward()
+    assert ran.repeats and head.norm.weight.grad.abs().min() > 0
 
 
 def test_gradients_are_added_to_those_that_are_there():

@@ -17,7 +17,8 @@ from torch.fx import Node
 
 from roundpipe.core import trees
 from roundpipe.core.modes import has_saved_tensor_hooks
-from roundpipe.core.tiling import Region, RowResult, Rows
+from roundpipe.core.tiled_regions import Region, RowResult
+from roundpipe.core.tiling import Rows
 from roundpipe.effects.snapshot import ModuleSnapshot
 from roundpipe.fx.operations import NamedCall, call_leaf
 from roundpipe.fx.passes.graph_run import GraphRun, OperatorEffects, attribute, has_own_function, why_opaque

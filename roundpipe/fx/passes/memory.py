@@ -100,7 +100,7 @@ class _ChainRun:
         self._rounding = 1 if device.type == "cpu" else _ROUNDING
         self._mode = static_mode()
         self._known = _known.setdefault(chain, {})
-        self._modes = device, Modes.current()
+        self._modes = device, Modes.current(), tiles.at_once
 
     def costs(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss | None) -> list[LayerCost]:
         chain = self._chain
@@ -109,7 +109,8 @@ class _ChainRun:
         last_reader.update(dict.fromkeys(chain.exit.reads, len(chain.specs)))
         costs = []
         for index, (spec, layer, cost) in enumerate(zip(chain.specs, chain, chain.costs, strict=True)):
-            with in_tiles(self._tiles.of(index, len(chain)), most=_RUN_TILES) as ran:
+            number = self._tiles.of(index, len(chain))
+            with in_tiles(number, most=_RUN_TILES, at_once=self._tiles.at_once) as ran:
                 to_loss = self._to_loss(loss, carry, ran) if loss is not None and index == len(chain) - 1 else None
                 if to_loss is not None:  # nothing goes on from there: what comes in is what is carried
                     costs.append(_with_memory(replace(cost, carry_bytes=_bytes_of(carry), has_loss=True), to_loss))

@@ -10,7 +10,8 @@ import torch
 
 from roundpipe.core import trees
 from roundpipe.core.allocations import TorchDispatchMode
-from roundpipe.core.tiling import Region, RowResult, each_tile, in_tiles, narrow, rows_in
+from roundpipe.core.tiled_regions import Region, RowResult
+from roundpipe.core.tiling import each_tile, in_tiles, narrow, rows_in
 from roundpipe.fx.sizes import flat_tensors
 
 _LAYOUT = frozenset("clone view _unsafe_view _reshape_alias reshape alias detach expand".split())

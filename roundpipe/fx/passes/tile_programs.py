@@ -1,7 +1,7 @@
 """Writes programs that run a layer's regions in tiles.
 
-A program is the layer's graph with a call in place of each region (`roundpipe.core.tiling.Region`), whose function is
-generated from the region's nodes. It takes the layer as an argument, so that it serves all copies of the layer.
+A program is the layer's graph with a call in place of each region (`roundpipe.core.tiled_regions.Region`), whose
+function is generated from the region's nodes. It takes the layer as an argument, so that it serves all copies of it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from roundpipe.core.layers import Carry
-from roundpipe.core.tiling import Region, RowResult, Rows, SumResult
+from roundpipe.core.tiled_regions import Region, RowResult, SumResult
+from roundpipe.core.tiling import Rows
 from roundpipe.fx.operations import NamedCall
 from roundpipe.fx.passes.codegen import Generated
 from roundpipe.fx.passes.inner_tiles import TiledLeaf

@@ -6,7 +6,7 @@ Invariant: what is chosen or proposed was planned for, by the costs that calls a
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, product
 from math import inf
@@ -26,15 +26,27 @@ from roundpipe.runtime.microbatch.split import batch_size
 logger = logging.getLogger(__name__)
 
 
-LADDER = (Tiles(1, 4), Tiles(1, 16), Tiles(1, 64), Tiles(4, 64), Tiles(16, 64), Tiles(64, 256))
-"""Tiles to try, in turn. The tail is first: logits are what is largest, and one layer of many is cheap to repeat."""
-TAIL_RUNGS = tuple(tiles for tiles in LADDER if tiles.layers == 1)
-LAYER_RUNGS = LADDER[len(TAIL_RUNGS) :]
+TAIL_RUNGS = (Tiles(1, 4), Tiles(1, 16), Tiles(1, 64), Tiles(1, 64, at_once=False))
+LAYER_RUNGS = (Tiles(4, 64), Tiles(16, 64), Tiles(64, 256), Tiles(64, 256, at_once=False))
+LADDER = (*TAIL_RUNGS, *LAYER_RUNGS)
+"""Tiles to try, in turn. The tail is first: logits are what is largest, and its gradients are computed with it."""
 
 
-def given_tiles(config: ResolvedConfig) -> Tiles | None:
-    """Those that the user has chosen; None: the choice is the planner's."""
-    return None if config.tiles is None else Tiles(config.tiles, config.tiles)
+def given_tiles(config: ResolvedConfig) -> Sequence[Tiles]:
+    """Those that the user has chosen, to try in turn; empty: the choice is the planner's."""
+    if config.tiles is None:
+        return ()
+    given = Tiles(config.tiles, config.tiles)
+    return (given,) if given == UNTILED else (given, replace(given, at_once=False))
+
+
+def finer_tiles(config: ResolvedConfig, tiles: Tiles) -> Iterator[Sequence[Tiles]]:
+    """Those behind some, in groups of which each takes longer to measure than the one before."""
+    given = given_tiles(config)
+    groups = (given,) if given else (TAIL_RUNGS, LAYER_RUNGS)
+    rungs = [each for group in groups for each in group]
+    left = rungs[rungs.index(tiles) + 1 :] if tiles in rungs else rungs
+    yield from filter(None, ([each for each in group if each in left] for group in groups))
 
 
 class OptionChooser:
@@ -105,8 +117,8 @@ class OptionChooser:
 
     def _tiles(self, config: ResolvedConfig) -> Sequence[Tiles]:
         """Those that a call may have, the fewest first."""
-        if (given := given_tiles(config)) is not None:
-            return (given,)
+        if given := given_tiles(config):
+            return given
         return (UNTILED,) if self.budget_bytes is None else (UNTILED, *LADDER)
 
     def _fastest(
@@ -114,7 +126,7 @@ class OptionChooser:
     ) -> tuple[int, RecomputeGrain] | None:
         """The fastest options that are predicted to fit in tiles, the first of equals; None if none does."""
         self._costs.measure_memory(call, tiles)
-        is_asked = tiles in (UNTILED, given_tiles(call.config))
+        is_asked = tiles in (UNTILED, *given_tiles(call.config))
         if not is_asked and not self._costs.record(call.chain).memory(tiles):
             return None
         pairs, num_workers, tasks_s = list(product(numbers, grains)), self._costs.num_workers, self._costs.tasks_s

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import operator
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -28,7 +29,7 @@ from roundpipe.reports.tables import format_bytes
 from roundpipe.runtime.config import AUTO, RECOMPUTE_GRAINS
 from roundpipe.runtime.engine.chain_record import KeptPlan, Limit, Room, guess_memory, times_the_example
 from roundpipe.runtime.engine.cost_model import CostModel, MemoryMeasure, Prediction
-from roundpipe.runtime.engine.option_choice import LADDER, LAYER_RUNGS, TAIL_RUNGS, OptionChooser, given_tiles, savings
+from roundpipe.runtime.engine.option_choice import LADDER, TAIL_RUNGS, OptionChooser, finer_tiles, given_tiles, savings
 from roundpipe.runtime.engine.spec import Call
 
 logger = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ class PlanChooser:
         chain, config = call.chain, call.config
         if config.execute_plan is not None:
             config.execute_plan.validate(len(chain))
-            call.tiles = given_tiles(config) or UNTILED
+            call.tiles = next(iter(given_tiles(config)), UNTILED)
             return config.execute_plan
         record, key = self.costs.record(chain), self._key(call)
         call.config = replace(config, recompute_grain=key[1])
@@ -265,7 +266,7 @@ class PlanChooser:
 
     def least_need(self, call: Call) -> LeastNeed:
         """The least device memory that a call can do with, in the finest tiles that it may have."""
-        costs, arguments = self._problem(call, given_tiles(call.config) or LADDER[-1])
+        costs, arguments = self._problem(call, (given_tiles(call.config) or LADDER)[-1])
         return least_need(costs, **arguments)
 
     def _problem(self, call: Call, tiles: Tiles, free: Iterable[int] = ()) -> tuple[list[LayerCost], PlanArguments]:
@@ -285,8 +286,11 @@ class PlanChooser:
 
     def _choose_with_tiles(self, call: Call) -> tuple[ExecutePlan, Tiles]:
         """The best plan, and the tiles it is for: none where one fits, unless it is much slower; else few."""
-        if (given := given_tiles(call.config)) is not None:
-            return self._choose(call, given), given
+        if given := given_tiles(call.config):
+            for tiles in given[:-1]:
+                with contextlib.suppress(DeviceMemoryError):
+                    return self._choose(call, tiles), tiles
+            return self._choose(call, given[-1]), given[-1]
         try:
             plan, tiles = self._faster_in_tiles(call, self._choose(call, UNTILED))
         except DeviceMemoryError:
@@ -300,11 +304,8 @@ class PlanChooser:
 
     def _finer(self, call: Call, tiles: Tiles) -> Iterator[Sequence[Tiles]]:
         """Tiles in which a call may need less memory: of the tail, then of other layers, which take long to measure."""
-        rungs = LADDER[LADDER.index(tiles) + 1 if tiles in LADDER else 0 :]
-        if call.config.tiles is not None or self._budget_bytes is None:
-            return
-        for finer in ([each for each in rungs if each in group] for group in (TAIL_RUNGS, LAYER_RUNGS)):
-            if finer and self._is_less(call, tiles, finer[-1]):
+        for finer in finer_tiles(call.config, tiles):
+            if self._budget_bytes is not None and self._is_less(call, tiles, finer[-1]):
                 yield finer
 
     def _is_less(self, call: Call, tiles: Tiles, finer: Tiles) -> bool:
@@ -347,7 +348,7 @@ class PlanChooser:
             return found
         if not self._is_less(call, UNTILED, TAIL_RUNGS[0]):
             return found
-        for tiles in TAIL_RUNGS:
+        for tiles in filter(operator.attrgetter("at_once"), TAIL_RUNGS):
             other = self._choose(call, tiles)
             seconds = self._seconds(call, tiles)(other)
             if seconds <= least_s:

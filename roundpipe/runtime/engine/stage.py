@@ -242,7 +242,7 @@ class Stage:
         """What a function that runs a layer returns; seeded, timed and annotated."""
         bound, spec, times = self.layers[index], self.spec.chain.specs[index], self.spec.times
         num_tiles = self.spec.tiles_of(index)
-        tiling = in_tiles(num_tiles) if num_tiles > 1 else _NOTHING
+        tiling = in_tiles(num_tiles, at_once=self.spec.tiles.at_once) if num_tiles > 1 else _NOTHING
         with self._annotation(f"layer {index} ({spec.name}) m{microbatch} {phase}"), tiling:
             began = None if times is None else self.backend.moment()
             try:
