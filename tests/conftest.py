@@ -9,8 +9,10 @@ import torch
 from tests.clock import clock as clock
 
 torch.set_num_threads(1)
-# pytest listens to loggers that do not propagate; into this one torch writes records with stacks if anybody listens.
-logging.getLogger("torch.__trace").propagate = True
+# Torch writes records with stacks into this logger if anybody listens; pytest listens to those that do not propagate.
+trace_log = logging.getLogger("torch.__trace")
+trace_log.propagate = True
+trace_log.handlers.clear()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in a shell's background; some tests send Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import roundpipe
 from roundpipe import RoundPipeRunConfig
+from tests.repeats import repeats
 from tests.runtime.models import assert_same, gradients
 
 VOCABULARY = 11
@@ -80,7 +81,7 @@ KINDS = ["traced", "one layer", "parts"]
 
 @pytest.mark.filterwarnings("ignore:forward_backward of an AutoRoundPipe")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num", [1, 3, 4])
+@pytest.mark.parametrize("num", repeats([1, 3, 4], ["1", "3"]))
 @pytest.mark.parametrize(
     ("whole", "each"),
     [

@@ -18,6 +18,7 @@ from tests.equality import assert_same_gradients
 from tests.fx.against_eager import check, vectors
 from tests.fx.cases_hidden_state import TWO, HandsOut
 from tests.fx.test_traps import Holds
+from tests.repeats import repeats
 
 
 class GrowsWithData(nn.Module):
@@ -158,8 +159,10 @@ class Hides(nn.Module):
 HOW = ["list", "dict in an object", "closure"]
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    "how, inside",
+    repeats([(how, inside) for how in HOW for inside in (False, True)], [f"{how}-{how == 'list'}" for how in HOW]),
+)
 def test_what_a_hidden_module_reads_is_looked_at_before_every_call(how: str, inside: bool) -> None:
     switched = Switched()
     hides = Hides(nn.Sequential(nn.Tanh(), switched) if inside else switched, how)

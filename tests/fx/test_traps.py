@@ -39,6 +39,7 @@ from tests.fx.inputs import vectors as flat_vectors
 from tests.fx.models import llama
 from tests.fx.modules import CustomFunction, VmapMask, attention_inputs
 from tests.fx.test_shapes import Layers
+from tests.repeats import repeats
 
 Kernel = tuple[bool, bool]
 
@@ -59,17 +60,19 @@ def kernels(monkeypatch: pytest.MonkeyPatch, call: Any) -> set[Kernel]:
     return seen
 
 
-@pytest.mark.parametrize("num_layers", [4, 13])  # blocks that are looked into, and blocks kept whole
-@pytest.mark.parametrize("inputs", [causal_inputs, padded_inputs])
+@pytest.mark.parametrize(
+    "num_layers, is_padded",  # blocks that are looked into, and blocks kept whole
+    repeats([(4, False), (4, True), (13, False), (13, True)], ["4-False", "13-True"]),
+)
 def test_attention_runs_the_same_kernels_as_eager(
-    monkeypatch: pytest.MonkeyPatch, num_layers: int, inputs: Any
+    monkeypatch: pytest.MonkeyPatch, num_layers: int, is_padded: bool
 ) -> None:
     pytest.importorskip("transformers")
-    model, given = llama(num_layers), inputs(4, 16)
+    model, given = llama(num_layers), (padded_inputs if is_padded else causal_inputs)(4, 16)
     chain = TracedSource(model, LowerOptions(), on_failure=_raise).chain_for((), given)
     assert chain is not None and len(chain) > 3
     eager = kernels(monkeypatch, lambda: model(**given))
-    assert eager == {(False, True) if inputs is causal_inputs else (True, False)}
+    assert eager == {(True, False) if is_padded else (False, True)}
     assert kernels(monkeypatch, lambda: chain.run(**given)) == eager
 
 

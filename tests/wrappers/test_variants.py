@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import roundpipe
+from tests.repeats import repeats
 from tests.runtime.models import assert_same, buffers, config, gradients, pieces
 
 WIDTH = 6
@@ -55,7 +56,9 @@ def each(reference, given, num):
     return [(reference(**piece)) for piece in pieces(given, num)]
 
 
-@pytest.mark.parametrize(("workers", "grain"), [(1, "stage"), (2, "layer"), (3, "stage")])
+@pytest.mark.parametrize(
+    ("workers", "grain"), repeats([(1, "stage"), (2, "layer"), (3, "stage")], ["2-layer", "3-stage"])
+)
 def test_a_call_is_one_round(workers, grain, caplog):
     model = Masked().double()
     reference, given = copy.deepcopy(model), arguments()
