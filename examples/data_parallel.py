@@ -1,4 +1,4 @@
-"""Train a small Llama over several processes, each on its own part of every batch.
+r"""Train a small Llama over several processes, each on its own part of every batch.
 
 Every process is a rank of ``torch.distributed``, usually one per host. It holds the whole model in host memory and
 rotates it through its own devices; the ranks average their gradients at each step.
@@ -6,7 +6,8 @@ rotates it through its own devices; the ranks average their gradients at each st
     torchrun --nproc-per-node 2 examples/data_parallel.py
     torchrun --nproc-per-node 2 examples/data_parallel.py --check --steps 5
     torchrun --nproc-per-node 2 examples/data_parallel.py --shard --check --steps 5
-    torchrun --nproc-per-node 2 --max-restarts 3 examples/data_parallel.py --checkpoint trained
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 \
+        torchrun --nproc-per-node 2 --max-restarts 3 examples/data_parallel.py --checkpoint trained
 
 GPUs of a host are dealt out to the ranks on it; without, each rank has two workers on the CPU.
 """

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -180,6 +182,23 @@ def overflow_on_one_rank() -> tuple[float, torch.Tensor]:
             pipe.forward_backward((x,), label=x, loss_fn=lambda out, label: scaler.scale(out.sum()))
             pipe.step(lambda: (scaler.step(optimizer), scaler.update(), optimizer.zero_grad()), is_async=False)
         return scaler.get_scale(), model.state_dict()["0.weight"].clone()
+
+
+def hangs(timeout_s: float, hang_s: float) -> tuple[str, float]:
+    """The error of each rank, and its seconds, where the last one hangs in its loop for longer than the timeout."""
+    group = dist.new_group(range(dist.get_world_size()), timeout=datetime.timedelta(seconds=timeout_s))
+    x = torch.ones(2, WIDTH, dtype=torch.float64)
+    with RoundPipe(make_model(), devices=["cpu"], process_group=group) as pipe:
+        for step in range(2):
+            began_s = time.monotonic()
+            pipe.forward_backward((x,), label=x, loss_fn=F.mse_loss)
+            if step and dist.get_rank() == dist.get_world_size() - 1:
+                time.sleep(hang_s)
+            if not step:
+                pipe.step(lambda: None, is_async=False)
+        with pytest.raises(RankError) as raised:
+            pipe.step(lambda: None, is_async=False)
+    return str(raised.value), time.monotonic() - began_s
 
 
 def misuse() -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,12 @@ SAVE_EVERY = 3
 def train_with_checkpoints(folder: str, is_async: bool, killed_at: int | None = None) -> dict[str, torch.Tensor]:
     """Train from the latest checkpoint there is to the end; the last rank is killed in the middle of a backward.
 
-    The other ranks write the seconds until their error, and the error, into the folder.
+    The other ranks write the seconds until their error, and the error, into the folder; all write the steps they begin.
     """
     kind, model, rank = Kind(is_async=is_async), make_model(), dist.get_rank()
     checkpoint, last = Path(folder) / "checkpoint", dist.get_world_size() - 1
     began_s = time.monotonic()
+    Path(folder).mkdir(exist_ok=True)
     try:
         with RoundPipe(model, devices=["cpu"] * 2, process_group="world") as pipe:
             optimizer = torch.optim.Adam(pipe.optim_parameters(), lr=0.05)
@@ -42,6 +44,8 @@ def train_with_checkpoints(folder: str, is_async: bool, killed_at: int | None = 
 
             for step in range(first, NUM_STEPS):
                 began_s = time.monotonic()
+                with (Path(folder) / f"steps of rank {rank}").open("a") as steps:
+                    steps.write(f"{step} ")
                 inputs, target = kind.batches(step)[0][rank]
 
                 def loss_fn(outputs: Any, label: Any, step: int = step) -> Any:
@@ -58,3 +62,10 @@ def train_with_checkpoints(folder: str, is_async: bool, killed_at: int | None = 
     except RankError as error:
         (Path(folder) / f"rank {rank}").write_text(f"{time.monotonic() - began_s} {error}")
         raise
+
+
+if __name__ == "__main__":  # as torchrun starts it: in the first attempt the last rank is killed
+    dist.init_process_group("gloo")
+    state = train_with_checkpoints(sys.argv[1], False, 7 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else None)
+    if dist.get_rank() == 0:
+        torch.save(state, Path(sys.argv[1]) / "weights.pt")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +14,11 @@ from torch import nn
 
 import roundpipe
 from roundpipe.core.errors import ConfigError
+from roundpipe.runtime.ranks.group import _timeout_of
 from tests.distributed.data_parallel import (
     Kind,
     averages_during_the_backward,
+    hangs,
     misuse,
     overflow_on_one_rank,
     reference,
@@ -77,6 +82,12 @@ def test_an_overflow_on_one_rank_skips_the_update_of_all(two: Ranks) -> None:
     assert weight.isfinite().all() and torch.equal(weight, other_weight)
 
 
+def test_a_rank_that_hangs_ends_the_others_after_the_group_s_timeout(two: Ranks) -> None:
+    (message, seconds), (late, _) = two.run(hangs, 1.5, 4.0)
+    assert "hangs for longer than the timeout" in message and 1.5 <= seconds < 4.0
+    assert "another rank has ended, failed or closed its model" in late
+
+
 def test_wrong_use_is_refused_on_all_ranks(two: Ranks) -> None:
     for rank, messages in enumerate(two.run(misuse)):
         print(rank, *messages, sep="\n")
@@ -102,3 +113,18 @@ def test_torch_has_what_ranks_are_connected_by() -> None:
     assert callable(dist.distributed_c10d._get_default_store)  # private: where new groups meet
     assert callable(dist.distributed_c10d._get_default_group)  # private: that of "world"
     assert dist.GroupMember.NON_GROUP_MEMBER == -100
+
+
+def test_torch_tells_the_timeout_of_a_group(tmp_path: Path) -> None:
+    """If this fails: `_timeout_of` must find it another way; until then ranks wait for 30 minutes."""
+    timeout = datetime.timedelta(seconds=77)
+    store = f"file://{tmp_path / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1, timeout=timeout)
+    try:
+        group: Any = dist.distributed_c10d._get_default_group()
+        # private: what `RankGroup` takes of torch
+        assert [group._get_backend(device).options._timeout for device in group._device_types] == [timeout] * 2
+        shorter = dist.new_group([0], timeout=timeout / 7)
+        assert _timeout_of(shorter) == timeout / 7  # private: what `RankGroup` takes
+    finally:
+        dist.destroy_process_group()

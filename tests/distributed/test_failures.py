@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.distributed.data_parallel import NUM_STEPS
 from tests.distributed.failures import train_with_checkpoints
 from tests.distributed.ranks import Ranks
 
@@ -35,3 +39,18 @@ def test_a_killed_rank_ends_the_others_and_a_restart_goes_on(tmp_path: Path, siz
             assert all(torch.equal(found[name], tensor) for name, tensor in undisturbed[0].items())
     finally:
         ranks.kill()
+
+
+def test_torchrun_restarts_from_the_last_whole_checkpoint(two: Ranks, tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts"]
+    command = [*launch, "1", "-m", "tests.distributed.failures", str(tmp_path / "restarted")]
+    # a store for each attempt: torch 2.13 else finds the addresses of ranks that have ended
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    undisturbed = two.run(train_with_checkpoints, str(tmp_path / "undisturbed"), False)[0]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    steps = (tmp_path / "restarted" / "steps of rank 0").read_text().split()
+    assert steps == [*map(str, range(8)), *map(str, range(6, NUM_STEPS))]
+    found = torch.load(tmp_path / "restarted" / "weights.pt")
+    assert found.keys() == undisturbed.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in undisturbed.items())

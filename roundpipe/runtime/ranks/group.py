@@ -25,7 +25,7 @@ ProcessGroupLike: TypeAlias = "dist.ProcessGroup | Literal['world']"
 """Whose ranks train together; ``"world"`` is the default group."""
 
 TIMEOUT = datetime.timedelta(minutes=30)
-"""How long a rank waits for a slower one, as in torch."""
+"""How long a rank waits for a slower one, if the user's group does not say."""
 
 
 class RankGroup:
@@ -38,14 +38,15 @@ class RankGroup:
     def __init__(self, process_group: ProcessGroupLike, model: nn.Module, options: Sequence[Any]) -> None:
         group = _resolved(process_group)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        timeout = _timeout_of(group)
         own = (uuid.uuid4().hex, [f"the option {each!r}" for each in options], _described(model))
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, own, group=group)
         _check_same([(options, tensors) for _, options, tensors in found])
         store = dist.PrefixStore(f"roundpipe/{found[0][0]}", dist.distributed_c10d._get_default_store())
-        self._group: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=TIMEOUT)
+        self._group: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=timeout)
         second = dist.PrefixStore("step_fn", store)
-        self._second: Any = dist.ProcessGroupGloo(second, self.rank, self.size, timeout=TIMEOUT)
+        self._second: Any = dist.ProcessGroupGloo(second, self.rank, self.size, timeout=timeout)
         with torch.no_grad():
             for tensor in _host_tensors(model):
                 whole = tensor.contiguous()
@@ -125,6 +126,13 @@ def _resolved(process_group: ProcessGroupLike) -> dist.ProcessGroup:
             "torch.distributed.init_process_group('gloo') before the model is wrapped"
         )
     return process_group if isinstance(process_group, dist.ProcessGroup) else dist.distributed_c10d._get_default_group()
+
+
+def _timeout_of(group: Any) -> datetime.timedelta:
+    """That of the user's group, the shortest if it has several backends."""
+    backends = [group._get_backend(device) for device in group._device_types]
+    options = [options for backend in backends if (options := getattr(backend, "options", None)) is not None]
+    return min((each._timeout for each in options if hasattr(each, "_timeout")), default=TIMEOUT)
 
 
 def _named_tensors(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:

@@ -237,7 +237,7 @@ class Ranks:
             return [number for (number,) in self._group.agree([value])]
         except BaseException as error:
             raise RankError(
-                f"{self._name}: another rank has ended, failed or raised in its step_fn, as this one clipped or "
+                f"{self._name}: another rank has ended, hangs or raised in its step_fn, as this one clipped or "
                 "unscaled gradients. Its own output says why. Start all ranks again, from the latest checkpoint"
             ) from error
 
@@ -286,9 +286,9 @@ class Ranks:
         if error is turn.error or isinstance(error, RoundPipeError):
             return RankError(f"{self._name}: this rank has failed ({reason}), and the others can't go on without it")
         return RankError(
-            f"{self._name}: another rank has ended, failed or closed its model, as rank {self._group.rank} of "
-            f"{self._group.size} {state} ({reason}). Its own output says why. Start all ranks again, from the latest "
-            "checkpoint"
+            f"{self._name}: another rank has ended, failed or closed its model, or hangs for longer than the timeout "
+            f"of the group, as rank {self._group.rank} of {self._group.size} {state} ({reason}). Its own output "
+            "says why. Start all ranks again, from the latest checkpoint"
         )
 
     def close(self) -> None:
