@@ -6,6 +6,7 @@ from the standard library's own source. With ``--model DIR``: any Hugging Face c
     python examples/finetune_llm.py
     python examples/finetune_llm.py --model ~/models/Qwen3-1.7B --data notes.txt --dtype bfloat16 --lora 16
     python examples/finetune_llm.py --check --steps 5
+    python examples/finetune_llm.py --check --steps 5 --lora 8 --quantize int8 --dtype bfloat16
 
 The part about roundpipe is `train`: an ordinary loop for one device.
 """
@@ -49,6 +50,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seq", type=int, default=128, help="tokens per sequence")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
     parser.add_argument("--lora", type=int, metavar="RANK", help="train low-rank adapters only")
+    parser.add_argument("--quantize", choices=["int8"], help="with --lora: the weights below the adapters (torchao)")
     parser.add_argument("--recompute", choices=["stage", "layer"], help="layer: less memory, more transfers")
     parser.add_argument("--lr", type=float, help="default: 1e-3 from scratch, 2e-4 for adapters, else 1e-5")
     parser.add_argument("--save", type=Path, metavar="DIR", help="write the trained model here")
@@ -58,6 +60,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if options.lr is None:
         options.lr = 2e-4 if options.lora else 1e-3 if options.model is None else 1e-5
     parser.require_positive(options, "steps", "batch", "seq", "microbatches", "lora")
+    if options.quantize is not None and options.lora is None:
+        parser.error("--quantize needs --lora: quantized weights can't be trained")
     if options.save is not None and options.save.is_file():
         parser.error(f"--save {options.save} is a file; give a folder")
     return options
@@ -166,6 +170,15 @@ def with_adapters(model: nn.Module, rank: int) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft asks by a name that transformers gives up
         return peft.get_peft_model(model, config)
+
+
+def quantize(model: nn.Module) -> None:
+    """Turn the weights below adapters into int8, a scale per row; torchao's linear layers compute with them."""
+    try:
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    except ImportError as error:
+        raise Refused("--quantize needs the package torchao: pip install 'roundpipe[quantized]'") from error
+    quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda module, name: name.endswith(".base_layer"))
 
 
 def eager_bytes(model: nn.Module, options: argparse.Namespace) -> int:
@@ -314,6 +327,8 @@ def run(argv: list[str] | None) -> int:
     if options.lora is not None:
         llm = with_adapters(llm, options.lora).to(dtype)
     plain_bytes = eager_bytes(llm, options)
+    if options.quantize is not None:
+        quantize(llm)
     data = batches(tokens, options.batch, options.seq, options.seed)
 
     model = roundpipe.compile(

@@ -132,7 +132,7 @@ def evaluate(model: Any, data: Iterator[torch.Tensor]) -> float:
 
 
 def generate(model: Any, tokenizer: Any, prompt: torch.Tensor, options: argparse.Namespace) -> str:
-    """What the model writes after a prompt, `[T]`; ``generate`` is the original model's, in plain PyTorch."""
+    """What the model writes after a prompt, `[T]`; ``generate`` is the model's own, on a device."""
     torch.manual_seed(options.seed)
     model.eval()
     text = model.generate(

@@ -182,6 +182,17 @@ def test_adapters_in_bfloat16_are_saved_as_adapters(
 
 
 @pytest.mark.long
+def test_adapters_on_quantized_weights_train_like_plain_pytorch(
+    finetune: ModuleType, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torchao", reason="quantization needs torchao")
+    pytest.importorskip("peft", reason="adapters need peft")
+    arguments = [*TINY, "--data", str(text), "--lora", "2", "--quantize", "int8", "--check", "--sample", "0"]
+    assert finetune.main(arguments) == 0
+    assert "check: largest loss difference" in capsys.readouterr().out
+
+
+@pytest.mark.long
 def test_a_saved_model_trains_on(
     finetune: ModuleType, checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,16 +8,18 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from roundpipe.core.storages import bytes_of
+
 
 def weight_bytes_of(module: nn.Module) -> int:
     """Bytes of a module's parameters and buffers, shared ones once."""
     unique = {id(t): t for t in (*module.parameters(), *module.buffers())}
-    return sum(t.numel() * t.element_size() for t in unique.values())
+    return sum(map(bytes_of, unique.values()))
 
 
 def training_bytes_of(module: nn.Module) -> int:
     """Bytes of a module's parameters and buffers and of the gradients of those that are trained, shared ones once."""
-    return weight_bytes_of(module) + sum(t.numel() * t.element_size() for t in module.parameters() if t.requires_grad)
+    return weight_bytes_of(module) + sum(bytes_of(t) for t in module.parameters() if t.requires_grad)
 
 
 def common_path(names: Sequence[str]) -> list[str]:

@@ -20,10 +20,10 @@ from roundpipe.core.module_tree import weight_bytes_of
 from roundpipe.runtime.device.backend import Backend, Lane
 from roundpipe.runtime.engine.engine import Engine
 from roundpipe.runtime.weights.host_weights import HostWeights
-from roundpipe.runtime.weights.layer_weights import attributes_of
 from roundpipe.runtime.weights.on_demand import AbsentWeight, OnDemandWeights, groups_of
 from roundpipe.runtime.weights.replica import Replica
 from roundpipe.runtime.weights.residency import write_buffer
+from roundpipe.runtime.weights.slots import attributes_of
 
 SMALL_BYTES = 1 << 16
 """Buffers up to this size stay on the device, where the code may write them."""

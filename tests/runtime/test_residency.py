@@ -15,9 +15,9 @@ from roundpipe.core.errors import ConfigError
 from roundpipe.runtime.device.backend import Device, Lane
 from roundpipe.runtime.device.cpu import CpuBackend
 from roundpipe.runtime.weights.host_weights import HostWeights
-from roundpipe.runtime.weights.layer_weights import ALIGNMENT
 from roundpipe.runtime.weights.replica import BoundLayer, Replica
 from roundpipe.runtime.weights.residency import Arena
+from roundpipe.runtime.weights.slots import ALIGNMENT
 from tests.runtime.models import DTYPE, assert_round_is_eager, batch, config, mlp, square_loss
 
 

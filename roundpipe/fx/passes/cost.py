@@ -20,6 +20,7 @@ from torch import nn
 from torch.fx import Node
 
 from roundpipe.core import trees
+from roundpipe.core.storages import bytes_of
 from roundpipe.effects.snapshot import python_restored
 from roundpipe.fx.counting import Tally, counted
 from roundpipe.fx.fakes import failures_unlogged, make_twin
@@ -310,7 +311,7 @@ def _weights_of(traced: TracedGraph, node: Node) -> NodeCost:
         weights = [*attribute.parameters(), *attribute.buffers()]
     elif isinstance(attribute, torch.Tensor):
         weights = [attribute]
-    sizes = {weight: weight.numel() * weight.element_size() for weight in weights}
+    sizes = {weight: bytes_of(weight) for weight in weights}
     parameters = [weight for weight in weights if isinstance(weight, nn.Parameter)]
     return NodeCost(
         num_parameters=sum(parameter.numel() for parameter in parameters),

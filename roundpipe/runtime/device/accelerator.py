@@ -22,10 +22,11 @@ import torch
 
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.random_state import SeededTorch
+from roundpipe.core.storages import bytes_of
 from roundpipe.runtime.device.allocator import expand_segments
 from roundpipe.runtime.device.backend import ON_ITS_WAY, Backend, Device, Event, Lane, Moment
 from roundpipe.runtime.device.host_limit import HOST_LIMIT
-from roundpipe.runtime.device.host_memory import Registrar, bytes_of, on_huge_pages, take_pages, warn_unpinned
+from roundpipe.runtime.device.host_memory import Registrar, on_huge_pages, take_pages, warn_unpinned
 
 PLANNED_SHARE = 0.9
 """Share of a device's memory that plans are made for; the rest is for libraries and for transfers in flight."""

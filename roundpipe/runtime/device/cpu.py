@@ -30,9 +30,10 @@ import torch
 from roundpipe.core.allocations import Allocations
 from roundpipe.core.errors import DeviceMemoryError, SynchronizationError
 from roundpipe.core.random_state import SeededTorch
+from roundpipe.core.storages import bytes_of
 from roundpipe.runtime.device.backend import ON_ITS_WAY, Backend, Device, Event, Lane
 from roundpipe.runtime.device.host_limit import HOST_LIMIT
-from roundpipe.runtime.device.host_memory import bytes_of, on_huge_pages
+from roundpipe.runtime.device.host_memory import on_huge_pages
 
 _STAMP = "_roundpipe_stamp"
 _stream_ids = itertools.count()
@@ -164,7 +165,7 @@ class CpuBackend(Backend):
         else:
             target.copy_(source)
         clock.ticks += 1
-        speed, num_bytes = self._speeds[lane], target.numel() * target.element_size()
+        speed, num_bytes = self._speeds[lane], bytes_of(target)
         self.moved_bytes[lane] += num_bytes
         if speed is not None:
             self._occupy_link(lane, num_bytes / speed, began_s)

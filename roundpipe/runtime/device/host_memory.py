@@ -32,7 +32,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 
 from roundpipe.core.caller import warn
 from roundpipe.runtime.device.allocator import MAX_PINNING_THREADS
@@ -90,22 +89,6 @@ def convert(parameter: torch.Tensor, dtype: torch.dtype) -> None:
     parameter.data = parameter.data.to(dtype)
     if gradient is not None:
         parameter.grad = gradient.to(dtype)
-
-
-def bytes_of(tensor: torch.Tensor) -> int:
-    """Bytes of the elements that a tensor stores."""
-    if tensor.layout is torch.strided:
-        return tensor.nbytes
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices().nbytes + tensor._values().nbytes
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices().nbytes + tensor.col_indices().nbytes + tensor.values().nbytes
-    return tensor.ccol_indices().nbytes + tensor.row_indices().nbytes + tensor.values().nbytes
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is no subclass and has strided memory, so that it may be packed and copied with others."""
-    return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
 
 
 def locked_memory_limit() -> str:

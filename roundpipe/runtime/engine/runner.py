@@ -18,8 +18,8 @@ import torch
 from roundpipe.core import trees
 from roundpipe.core.layers import Carry
 from roundpipe.core.schedule import Job, Phase
+from roundpipe.core.storages import bytes_of
 from roundpipe.runtime.device.backend import Backend, Event, Lane
-from roundpipe.runtime.device.host_memory import bytes_of
 from roundpipe.runtime.engine.spec import LABEL, Segment
 from roundpipe.runtime.engine.stage import Stage
 from roundpipe.runtime.engine.step import Gradients, HostValue, StepState, sum_gradients

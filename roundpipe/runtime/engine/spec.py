@@ -21,11 +21,11 @@ from torch import nn
 from roundpipe.core import trees
 from roundpipe.core.layers import LayerChain, LayerSpec, Tail
 from roundpipe.core.schedule import Job, Phase, Schedule
+from roundpipe.core.storages import bytes_of
 from roundpipe.core.tiling import UNTILED, Tiles
 from roundpipe.core.trees import Path
 from roundpipe.effects.uses import forward_hooks, hooked_modules
 from roundpipe.runtime.config import RecomputeGrain, ResolvedConfig
-from roundpipe.runtime.device.host_memory import bytes_of
 from roundpipe.runtime.engine.losses import Mean
 from roundpipe.runtime.engine.visit_peaks import VisitPeaks
 from roundpipe.runtime.profiling.layer_times import StepTimes

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from roundpipe.core.errors import ConfigError, enumerated, quoted
-from roundpipe.runtime.device.host_memory import is_plain
+from roundpipe.core.storages import is_plain
 
 ProcessGroupLike: TypeAlias = "dist.ProcessGroup | Literal['world']"
 """Whose ranks train together; ``"world"`` is the default group."""

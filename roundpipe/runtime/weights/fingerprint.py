@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from roundpipe.runtime.device.host_memory import is_plain
+from roundpipe.core.storages import is_plain
 
 SAMPLED = 128
 """Elements of each parameter that are compared before an update."""

@@ -20,9 +20,11 @@ from torch import nn
 
 from roundpipe.core.aliasing import overlapping
 from roundpipe.core.errors import ConfigError
+from roundpipe.core.storages import is_plain, stored_tensors
 from roundpipe.runtime.device.host_limit import HOST_LIMIT
-from roundpipe.runtime.device.host_memory import Registrar, is_plain
-from roundpipe.runtime.weights.layer_weights import LayerWeights, tensors_of
+from roundpipe.runtime.device.host_memory import Registrar
+from roundpipe.runtime.weights.layer_weights import LayerWeights
+from roundpipe.runtime.weights.slots import tensors_of
 
 logger = logging.getLogger(__name__)
 
@@ -136,9 +138,10 @@ class HostWeights:
 
     def _may_pack(self, key: Key, tensor: torch.Tensor) -> bool:
         """Whether a tensor may lie in the buffer of a layer: not if it lies in another's, or is pinned by itself."""
-        if self._pin == "off" or not is_plain(tensor):
+        parts = stored_tensors(tensor)
+        if self._pin == "off" or not parts or (tensor.requires_grad and not is_plain(tensor)):
             return False
-        if self.registrar is not None and self.registrar.suits(tensor):
+        if self.registrar is not None and any(map(self.registrar.suits, parts)):
             return False
         return self._owners.get(id(tensor), key) == key
 
@@ -184,4 +187,4 @@ class HostWeights:
         if self.registrar is not None:
             model = self._model if whole_model else None
             whole = () if model is None else (*model.parameters(), *model.buffers())
-            self.registrar.register(tensor for tensor in (*whole, *tensors) if is_plain(tensor))
+            self.registrar.register(part for tensor in (*whole, *tensors) for part in stored_tensors(tensor))

@@ -1,4 +1,4 @@
-"""One layer's weights on the host: who holds them, where they lie in the layer's bytes; packed, uploaded."""
+"""One layer's weights on the host: laid out in the layer's bytes, packed, uploaded."""
 
 from __future__ import annotations
 
@@ -7,130 +7,19 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
 
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.module_tree import Structure, structure_message
+from roundpipe.core.storages import bytes_of, is_plain
 from roundpipe.effects.uses import codes_of, names_in
 from roundpipe.runtime.device.backend import Backend, Lane
-from roundpipe.runtime.device.host_memory import bytes_of, is_plain
+from roundpipe.runtime.weights.slots import Slot, SlotSpan, aligned, attributes_of, tensors_of
 
-ALIGNMENT = 64
 _UNSEEN_WRITES = frozenset({"data", "batch_norm", "instance_norm"})
 """What Python code calls or reads to write a tensor without a change of its version."""
-
-
-def aligned(num_bytes: int) -> int:
-    """The next multiple of `ALIGNMENT`."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
-class Attribute(NamedTuple):
-    """A name under which a module holds a parameter or buffer."""
-
-    module: nn.Module
-    table: Literal["_parameters", "_buffers"]
-    name: str
-
-    def get(self) -> torch.Tensor | None:
-        """The tensor there now; None if there is none, or no such name."""
-        tensors: dict[str, torch.Tensor | None] = getattr(self.module, self.table)
-        return tensors[self.name] if self.name in tensors else None  # script modules' have no get
-
-    @property
-    def is_none(self) -> bool:
-        """Whether the module has the name, and no tensor under it."""
-        tensors = getattr(self.module, self.table)
-        return self.name in tensors and tensors[self.name] is None
-
-    def set(self, tensor: torch.Tensor | None) -> None:
-        getattr(self.module, self.table)[self.name] = tensor
-
-
-def attributes_of(layer: nn.Module) -> list[Attribute]:
-    """All parameters and buffers of a layer, also those that are None."""
-    return [
-        Attribute(module, table, name)
-        for module in layer.modules()
-        for table in ("_parameters", "_buffers")
-        for name, _ in getattr(module, table).items()
-    ]
-
-
-def tensors_of(layer: nn.Module) -> list[tuple[torch.Tensor, list[Attribute]]]:
-    """The tensors of a layer, tied ones once, each with all attributes that hold it."""
-    by_id: dict[int, tuple[torch.Tensor, list[Attribute]]] = {}
-    for attribute in attributes_of(layer):
-        tensor = attribute.get()
-        if tensor is not None:
-            by_id.setdefault(id(tensor), (tensor, []))[1].append(attribute)
-    return list(by_id.values())
-
-
-def version_of(tensor: torch.Tensor | None) -> int:
-    """How often a tensor was written; -1 if there is none."""
-    return -1 if tensor is None else tensor._version
-
-
-@dataclass(slots=True)
-class Slot:
-    """One parameter or buffer of a layer, and its span in the layer's bytes."""
-
-    attributes: list[Attribute]
-    """All that hold it, in modules of the original tree."""
-    is_parameter: bool
-    offset: int
-    num_bytes: int
-    shape: torch.Size
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    is_loose: bool
-    """A tensor subclass: has no span, is moved as a whole."""
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, attributes: list[Attribute], offset: int) -> Slot:
-        is_parameter, is_loose = attributes[0].table == "_parameters", not is_plain(tensor)
-        num_bytes = 0 if is_loose else tensor.numel() * tensor.element_size()
-        strides = () if is_loose else torch.empty_like(tensor, device="meta").stride()  # the same if it is dense
-        return cls(attributes, is_parameter, offset, num_bytes, tensor.shape, strides, tensor.dtype, is_loose)
-
-    @property
-    def current(self) -> torch.Tensor | None:
-        return self.attributes[0].get()
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """`current`; `ConfigError` if there is none."""
-        tensor = self.attributes[0].get()
-        if tensor is None:
-            raise ConfigError(structure_message(self.attributes[0].module, self.attributes[0].name))
-        return tensor
-
-    @property
-    def fits(self) -> bool:
-        """Whether the original module still has a tensor there that goes into the span."""
-        tensor = self.attributes[0].get()
-        return tensor is not None and tensor.shape == self.shape and tensor.dtype == self.dtype
-
-    @property
-    def is_tied(self) -> bool:
-        """Whether all modules that held it still hold one and the same tensor."""
-        tensor = self.attributes[0].get()
-        return all(attribute.get() is tensor for attribute in self.attributes[1:])
-
-    def view(self, region: torch.Tensor, offset: int) -> torch.Tensor:
-        """The slot's part of a byte region, with a version counter of its own."""
-        flat = region[offset : offset + self.num_bytes].view(self.dtype)
-        return torch.as_strided(flat, self.shape, self.strides, flat.storage_offset()).data
-
-    def own_view(self, region: torch.Tensor, offset: int | None = None) -> torch.Tensor:
-        """The same, with a storage of its own too: what saves or copies a tensor takes the whole storage."""
-        start = region.storage_offset() + (self.offset if offset is None else offset)
-        storage = region.untyped_storage()[start : start + self.num_bytes]
-        return torch.empty(0, dtype=self.dtype).set_(storage, 0, self.shape, self.strides)
 
 
 @dataclass(slots=True)
@@ -211,8 +100,8 @@ class LayerWeights:
         """Move the packed tensors into ``buffer`` and make the user's objects views of it."""
         with torch.no_grad():
             for slot in self.slots[: self.num_packed]:
-                tensor = slot.tensor
-                tensor.data = slot.own_view(buffer).copy_(tensor)
+                for span, part in slot.parts():
+                    part.data = span.own_view(buffer, slot.offset).copy_(part)
         self.banks = [buffer]
 
     @property
@@ -238,7 +127,7 @@ class LayerWeights:
         bank, start = allocate(self.trained_bytes()), 0
         self.banks.append(bank)
         for slot in self._trained():
-            yield slot.tensor, slot.own_view(bank, start)
+            yield slot.tensor, slot.spans[0].own_view(bank, start)
             start += aligned(slot.num_bytes)
 
     def is_packed(self) -> bool:
@@ -247,7 +136,10 @@ class LayerWeights:
             return False
         base = self.packed.data_ptr()
         return all(
-            slot.fits and (slot.tensor.data_ptr() == base + slot.offset or not slot.num_bytes)
+            slot.fits
+            and all(
+                part.data_ptr() - base == slot.offset + span.offset for span, part in slot.parts() if span.num_bytes
+            )
             for slot in self.slots[: self.num_packed]
         )
 
@@ -320,8 +212,11 @@ class LayerWeights:
                     copies.append(backend.upload(tensor, lane=Lane.WEIGHTS))
                     found[index] = copies[-1]
                 continue
-            if slot.num_bytes and index in apart:
-                copies.append(backend.upload(slot.tensor.detach(), slot.view(region, offset), Lane.WEIGHTS))
+            if index in apart:
+                parts = [(span, part) for span, part in slot.parts() if span.num_bytes]
+                copies += [
+                    backend.upload(part.detach(), span.view(region, offset), Lane.WEIGHTS) for span, part in parts
+                ]
             found[index] = slot.view(region, offset)
         return found, copies
 
@@ -337,26 +232,32 @@ class LayerWeights:
         pieces: list[tuple[torch.Tensor, int, int, int]] = []
         apart: set[int] = set()
         starts = [(bank, bank.data_ptr()) for bank in self.banks]
-        for index, at in zip(indexes, self._offsets(indexes), strict=True):
+        for index, offset in zip(indexes, self._offsets(indexes), strict=True):
             slot = self.slots[index]
-            address = slot.tensor.data_ptr() if index < self.num_packed and slot.fits else -1
-            bank, start = next(
-                (
-                    (bank, address - first)
-                    for bank, first in starts
-                    if 0 <= address - first <= bank.numel() - slot.num_bytes
-                ),
-                (None, 0),
-            )
-            if bank is None:
+            is_here = index < self.num_packed and slot.fits
+            found = [(span, self._in_bank(starts, span, part)) for span, part in slot.parts()] if is_here else []
+            if not is_here or any(place is None for _, place in found):
                 apart.add(index)
                 continue
-            size = slot.num_bytes
-            if pieces and pieces[-1][0] is bank and pieces[-1][1] - pieces[-1][2] == start - at:
-                _, start, first, _ = pieces.pop()
-                at, size = first, size + at - first
-            pieces.append((bank, start, at, size))
+            for span, place in found:
+                assert place is not None
+                (bank, start), at, size = place, offset + span.offset, span.num_bytes
+                if pieces and pieces[-1][0] is bank and pieces[-1][1] - pieces[-1][2] == start - at:
+                    _, start, first, _ = pieces.pop()
+                    at, size = first, size + at - first
+                pieces.append((bank, start, at, size))
         return pieces, apart
+
+    @staticmethod
+    def _in_bank(
+        banks: list[tuple[torch.Tensor, int]], span: SlotSpan, part: torch.Tensor
+    ) -> tuple[torch.Tensor, int] | None:
+        """The bank that a tensor lies in, of banks and their addresses, and where in it."""
+        address = part.data_ptr()
+        for bank, first in banks:
+            if 0 <= address - first <= bank.numel() - span.num_bytes:
+                return bank, address - first
+        return None
 
 
 def _has_statistics(module: nn.Module) -> bool:

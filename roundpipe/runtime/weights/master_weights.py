@@ -10,8 +10,8 @@ from torch import nn
 from roundpipe.core.caller import warn
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ConfigError, enumerated
+from roundpipe.core.storages import is_plain
 from roundpipe.runtime.device.host_limit import HOST_LIMIT
-from roundpipe.runtime.device.host_memory import is_plain
 from roundpipe.runtime.weights.banks import Banks
 from roundpipe.runtime.weights.parameter_pair import ParameterPair
 from roundpipe.runtime.weights.shard import Shard

@@ -28,7 +28,8 @@ from roundpipe.core import trees
 from roundpipe.core.allocations import uncounted
 from roundpipe.core.module_tree import weight_bytes_of
 from roundpipe.runtime.device.backend import Backend, Event, Lane
-from roundpipe.runtime.weights.layer_weights import LayerWeights, Slot
+from roundpipe.runtime.weights.layer_weights import LayerWeights
+from roundpipe.runtime.weights.slots import Slot
 
 LOOKAHEAD = 2
 """Groups that are brought before they are read."""

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from roundpipe.core.errors import ConfigError
+from roundpipe.core.storages import is_plain
 from roundpipe.runtime.device.host_limit import HOST_LIMIT
-from roundpipe.runtime.device.host_memory import convert, is_plain, on_huge_pages
+from roundpipe.runtime.device.host_memory import convert, on_huge_pages
 from roundpipe.runtime.weights.banks import Banks, EarlyGradient
 from roundpipe.runtime.weights.fingerprint import Fingerprint
 from roundpipe.runtime.weights.shard import Shard

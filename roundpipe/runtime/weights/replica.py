@@ -24,8 +24,9 @@ from torch import nn
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import EXECUTION_DEVICE
 from roundpipe.core.module_tree import structure_message
-from roundpipe.runtime.weights.layer_weights import Attribute, Habits, LayerWeights, Slot, version_of
+from roundpipe.runtime.weights.layer_weights import Habits, LayerWeights
 from roundpipe.runtime.weights.residents import Stay
+from roundpipe.runtime.weights.slots import Attribute, Slot, version_of
 
 _OWN = ("_parameters", "_buffers", "_modules")
 _CONTAINERS = (dict, OrderedDict, list, tuple, set)

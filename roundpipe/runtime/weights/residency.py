@@ -25,11 +25,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe.core.storages import is_plain
 from roundpipe.runtime.device.backend import Backend, Event, Lane, Moment
-from roundpipe.runtime.device.host_memory import convert, is_plain
-from roundpipe.runtime.weights.layer_weights import ALIGNMENT, Attribute, aligned
+from roundpipe.runtime.device.host_memory import convert
 from roundpipe.runtime.weights.replica import BoundLayer, FrozenLayers
 from roundpipe.runtime.weights.residents import ResidentPart, Residents
+from roundpipe.runtime.weights.slots import ALIGNMENT, Attribute, aligned
 
 
 @dataclass(slots=True)

@@ -16,9 +16,11 @@ from typing import Self
 import torch
 from torch import nn
 
+from roundpipe.core.storages import stored_tensors
 from roundpipe.runtime.device.backend import Backend, Lane
 from roundpipe.runtime.weights.fingerprint import Fingerprint
-from roundpipe.runtime.weights.layer_weights import LayerWeights, version_of
+from roundpipe.runtime.weights.layer_weights import LayerWeights
+from roundpipe.runtime.weights.slots import version_of
 
 PURPOSE = "resident weights"
 
@@ -71,7 +73,8 @@ class ResidentPart:
     ) -> tuple[Self, list[torch.Tensor]]:
         """Slots of a layer, brought into some memory in a step; and the copies that were made."""
         tensors = (weights.slots[index].current for index in indexes)
-        prints = [Fingerprint.of(each, with_sample=with_samples) for each in tensors if each is not None]
+        stored = (part for each in tensors if each is not None for part in stored_tensors(each) or [each])
+        prints = [Fingerprint.of(part, with_sample=with_samples) for part in stored]
         found, copies = weights.upload(backend, memory, indexes)
         on_device = [found[index] for index in indexes]
         versions = [*map(version_of, on_device)]
