@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import datetime
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -22,6 +24,7 @@ from roundpipe.core.errors import ConfigError, RankError
 from roundpipe.runtime.ranks import buckets
 from roundpipe.runtime.ranks.group import RankGroup
 from roundpipe.runtime.weights.residency import Download
+from tests.equality import difference
 
 NUM_STEPS = 10
 MAX_NORM = 0.3
@@ -115,7 +118,8 @@ def train(kinds: Iterable[Kind]) -> list[dict[str, torch.Tensor]]:
     for kind in kinds:
         model = make_model(seed=dist.get_rank())
         config = RoundPipeRunConfig(num_microbatch=2, loss_scope=kind.scope)
-        devices = ["cpu"] * (kind.devices + dist.get_rank())
+        has_gpu = dist.get_backend() == "nccl"
+        devices = [f"cuda:{torch.cuda.current_device()}"] if has_gpu else ["cpu"] * (kind.devices + dist.get_rank())
         options: dict[str, Any] = {"devices": devices, "process_group": "world", "shard_optimizer": kind.shard}
         with kind.wrapper(model, model_run_config=config, **options) as pipe:
             optimizer = torch.optim.Adam(pipe.optim_parameters(), lr=0.05)
@@ -247,3 +251,14 @@ def misuse() -> list[str]:
             pipe.step(lambda: None)
             note(RankError, pipe.synchronize)
     return messages
+
+
+if __name__ == "__main__":  # under torchrun, with the backend of the user's group: gloo, or nccl with a GPU per rank
+    if sys.argv[1] == "nccl":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(sys.argv[1])
+    kinds = [Kind(), Kind(is_async=True, loss="weights"), Kind(shard=True), Kind(shard=True, is_async=True)]
+    for kind, state in zip(kinds, train(kinds), strict=True):
+        worst = max(difference(state[name], tensor) for name, tensor in reference(kind).items())
+        print(f"rank {dist.get_rank()}, {kind}: differs from one process by {worst:.1e}")
+        assert worst <= 1e-5
