@@ -19,9 +19,9 @@ from roundpipe.core import trees
 __all__ = ["Allocations", "TorchDispatchMode", "uncounted"]  # the last: no dispatch mode sees what is done inside it
 
 _ATTENTION_WORKSPACES = {
-    torch.ops.aten._scaled_dot_product_flash_attention_backward.default: 1,
-    torch.ops.aten._scaled_dot_product_efficient_attention_backward.default: 2,
-    torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default: 2,
+    torch.ops.aten._scaled_dot_product_flash_attention_backward.default: 2,
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward.default: 1,
+    torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default: 1,
 }
 """Kernels whose workspace is known, in gradients of the query in float32: as many are summed up beside the results."""
 

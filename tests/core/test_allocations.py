@@ -37,7 +37,7 @@ def backward_peak(name: str, kv_heads: int, **arguments: Any) -> int:
     return memory.peak_bytes
 
 
-@pytest.mark.parametrize("name, number", [("flash", 1), ("efficient", 2), ("cudnn", 2)])
+@pytest.mark.parametrize("name, number", [("flash", 2), ("efficient", 1), ("cudnn", 1)])
 def test_the_backward_of_attention_sums_up_in_float32(name: str, number: int) -> None:
     elements = BATCH * HEADS * LENGTH * WIDTH
     assert backward_peak(name, HEADS) >= (4 * number + 3 * 2) * elements
@@ -46,4 +46,4 @@ def test_the_backward_of_attention_sums_up_in_float32(name: str, number: int) ->
 def test_fewer_heads_of_keys_are_expanded() -> None:
     elements = BATCH * HEADS * LENGTH * WIDTH
     results = (1 + 2 / 2) * 2 * elements
-    assert backward_peak("flash", HEADS // 2) == 4 * elements + 2 * 2 * elements + results
+    assert backward_peak("cudnn", HEADS // 2) == 4 * elements + 2 * 2 * elements + results

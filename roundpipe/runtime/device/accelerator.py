@@ -26,7 +26,7 @@ from roundpipe.core.storages import bytes_of
 from roundpipe.runtime.device.allocator import expand_segments
 from roundpipe.runtime.device.backend import ON_ITS_WAY, Backend, Device, Event, Lane, Moment
 from roundpipe.runtime.device.host_limit import HOST_LIMIT
-from roundpipe.runtime.device.host_memory import Registrar, on_huge_pages, take_pages, warn_unpinned
+from roundpipe.runtime.device.host_memory import Registrar, new_pages, on_huge_pages, take_pages, warn_unpinned
 
 PLANNED_SHARE = 0.9
 """Share of a device's memory that plans are made for; the rest is for libraries and for transfers in flight."""
@@ -259,7 +259,7 @@ def _pinned(make: Callable[..., torch.Tensor], *args: Any, **options: Any) -> to
 def _registered(num_bytes: int) -> torch.Tensor:
     """A byte buffer on pages of its own, since no page can be registered twice; pinned if the system allows."""
     on_pages = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    buffer = on_huge_pages(torch.frombuffer(mmap.mmap(-1, on_pages), dtype=torch.uint8, count=num_bytes))
+    buffer = on_huge_pages(torch.frombuffer(new_pages(on_pages), dtype=torch.uint8, count=num_bytes))
     take_pages(buffer)
     reason = _register(None, buffer.data_ptr(), on_pages)
     if reason is not None:

@@ -63,6 +63,13 @@ def _madvise() -> Callable[[ctypes.c_void_p, ctypes.c_size_t, int], int] | None:
     return None
 
 
+def new_pages(num_bytes: int) -> mmap.mmap:
+    """Memory on pages of its own, which may be huge ones: those that processes share are not."""
+    if sys.platform == "win32":
+        return mmap.mmap(-1, num_bytes)
+    return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
 def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, dense and not touched yet, after asking for huge pages below it."""
     madvise = _madvise()
