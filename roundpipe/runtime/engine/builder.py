@@ -165,13 +165,16 @@ class StepBuilder:
         inputs = _inputs(values)
         requiring = {tensor.name for tensor in inputs}
         inputs += _inputs([{LABEL: HostValue(label)} for label in call.labels])
+        call.is_evaluation = kind == "forward" and not keeps_history
         room, weights = self.plans.room(call, plan), self._prepare(chain, wants_gradients=keeps_history)
-        self.last_residency = room.residency
+        if not call.is_evaluation:
+            self.last_residency = room.residency
         spec = StepSpec(
             chain=chain,
             weights=weights,
-            stays=_stays(weights, room.residency.layers),
+            stays=_stays(weights, room.residency.layers, with_trained=call.is_evaluation),
             resident_bytes=room.resident_bytes,
+            spare_bytes=room.spare_bytes if call.is_evaluation else None,
             schedule=schedule,
             flows=flow(
                 schedule,
@@ -252,9 +255,15 @@ class StepBuilder:
         }
 
 
-def _stays(weights: Sequence[LayerWeights], layers: Collection[int]) -> list[Stay]:
-    """What of each layer stays, where the frozen weights of some do."""
-    return [Stay.of(one, [one.frozen_slots()] if index in layers else ()) for index, one in enumerate(weights)]
+def _stays(weights: Sequence[LayerWeights], layers: Collection[int], *, with_trained: bool = False) -> list[Stay]:
+    """What of each layer stays, where the frozen weights of some do, or those that are trained as well."""
+    stays = []
+    for index, one in enumerate(weights):
+        parts = [one.frozen_slots()] if index in layers else []
+        if index in layers and with_trained:
+            parts.append(tuple(sorted({*one.steady_slots()}.difference(parts[0]))))
+        stays.append(Stay.of(one, parts))
+    return stays
 
 
 def _drawing(call: Call) -> Iterator[int]:

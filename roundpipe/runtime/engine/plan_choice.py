@@ -195,20 +195,21 @@ class PlanChooser:
     def room(self, call: Call, plan: ExecutePlan) -> Room:
         """What to do with the device memory that a plan leaves over, as predicted."""
         rooms = self.costs.record(call.chain).rooms
-        if (key := (*self._key(call), call.config.residency, call.tiles, plan)) not in rooms:
+        if (key := (*self._key(call), call.config.residency, call.is_evaluation, call.tiles, plan)) not in rooms:
             rooms[key] = self._room(call, plan)
         return rooms[key]
 
     def _room(self, call: Call, plan: ExecutePlan) -> Room:
-        costs = StageCosts(self.costs.of(call.chain, call.elements(), call.tiles), call.config.recompute_grain)
-        kind: ScheduleKind = "forward" if plan.fused is None else "train"
+        of_layers = self.costs.of(call.chain, call.elements(), call.tiles)
+        if call.is_evaluation:
+            of_layers = [replace(cost, gradient_bytes=0) for cost in of_layers]
+        costs = StageCosts(of_layers, call.config.recompute_grain)
+        kind: ScheduleKind = "forward" if call.is_evaluation or plan.fused is None else "train"
         schedule = make_schedule(plan, self._num_workers, call.num_microbatches, kind=kind)
         residency = self._residency(call, schedule, costs)
         if self._budget_bytes is None:
             return Room(residency, None if self._may_stay(call) else 0, None)
-        if not self._knows_memory(call):
-            return Room(residency, 0, 0)
-        left_bytes = max(self._budget_bytes - residency.peak_bytes(schedule, costs), 0)
+        left_bytes = max(self._budget_bytes - residency.peak_bytes(schedule, costs), 0) * self._knows_memory(call)
         return Room(residency, residency.num_bytes + left_bytes if self._may_stay(call) else 0, left_bytes)
 
     def _residency(self, call: Call, schedule: Schedule, costs: StageCosts) -> Residency:
@@ -223,8 +224,7 @@ class PlanChooser:
 
     def _knows_memory(self, call: Call) -> bool:
         """Whether it is known what layers take, where that matters."""
-        is_known = bool(call.chain.example_elements or self.costs.record(call.chain).memory())
-        return is_known or self._budget_bytes is None
+        return self._budget_bytes is None or bool(call.chain.example_elements or self.costs.record(call.chain).memory())
 
     def _place(self, call: Call) -> tuple[int, float]:
         """What tells calls apart that ran out of memory."""

@@ -65,6 +65,8 @@ class Call:
     """Whether the planner may have several workers share a stage's microbatches."""
     has_arguments: bool = True
     """Whether layers could run with its arguments."""
+    is_evaluation: bool = False
+    """Whether no backward follows, so that nothing is trained."""
     make_tail: MakeTail | None = None
     """Makes the loss a part of the last layer, if it can be."""
     _tail: tuple[Tail | None] | None = None
