@@ -109,7 +109,7 @@ def squares(outputs: torch.Tensor, label: Any = None) -> torch.Tensor:
     return outputs.square().sum()
 
 
-@pytest.mark.parametrize(("num_workers", "has_example"), [(1, True), (2, False)])
+@pytest.mark.parametrize(("num_workers", "has_example"), repeats([(1, True), (2, False)], ["2-False"]))
 def test_a_block_that_is_too_large_for_the_device_is_cut_inside(num_workers: int, has_example: bool) -> None:
     model = wide()
     reference = copy.deepcopy(model)

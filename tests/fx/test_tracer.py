@@ -35,7 +35,8 @@ BATCHES = (6, 3, 1)
 
 
 @pytest.mark.parametrize(
-    "name", repeats(CASES, set(CASES) - {"llama", "llama_padded", "qwen3", "qwen3_moe", "gpt2_tied", "bert", "t5"})
+    "name",
+    repeats(CASES, set(CASES) - {"llama", "llama_padded", "qwen3", "qwen3_moe", "gpt2_tied", "bert", "t5", "vit"}),
 )
 def test_one_trace_equals_eager_at_other_sizes(name: str) -> None:
     if name in ("llama", "llama_padded", "llama_with_cache", "qwen3", "gpt2_tied", "bert", "t5", "vit", "qwen3_moe"):
@@ -53,7 +54,7 @@ def test_one_trace_equals_eager_at_other_sizes(name: str) -> None:
             assert difference < 1e-5, (batch, length, where)
 
 
-@pytest.mark.parametrize("name", repeats(["llama", "bert", "resnet", "in_place"], ["bert", "resnet", "in_place"]))
+@pytest.mark.parametrize("name", repeats(["llama", "bert", "resnet", "in_place"], ["resnet", "in_place"]))
 def test_an_example_of_one_sample_serves_more(name: str) -> None:
     case = CASES[name]
     traced = trace(built(case), (), case.inputs(1, case.lengths[0]))

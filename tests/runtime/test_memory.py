@@ -12,6 +12,7 @@ import roundpipe
 from roundpipe.core.errors import DeviceMemoryError
 from roundpipe.runtime.device.backend import Device
 from roundpipe.runtime.device.cpu import Ledger
+from tests.repeats import repeats
 from tests.runtime.models import (
     DTYPE,
     assert_same,
@@ -116,7 +117,7 @@ def test_layer_grain_peaks_below_stage_grain():
     assert layer < 0.75 * stage
 
 
-@grains
+@pytest.mark.parametrize("grain", repeats(["stage", "layer"], ["layer"]))
 def test_more_microbatches_peak_lower(grain):
     plan = roundpipe.ExecutePlan([(0, 4)], (4, 8), [(0, 4)])
     given = batch(256, 16)
@@ -190,7 +191,7 @@ def test_nothing_is_counted_after_forward_and_backward_apart():
         assert_only_the_arenas_are_counted(piped)
 
 
-@grains
+@pytest.mark.parametrize("grain", repeats(["stage", "layer"], ["layer"]))
 def test_nothing_is_counted_after_an_error(grain):
     class Fails(nn.Module):
         phase = None

@@ -54,7 +54,11 @@ def test_each_task_is_there_once(workers, is_async):
     found = Counter((s.device, s.name, s.args["job"], s.args["microbatch"]) for s in computed(timeline))
     assert found == expected + recomputed
     bulk = [span for span in timeline.spans if span.lane in ("weights", "gradients")]
-    assert Counter((s.device, s.lane, s.name, s.args["job"]) for s in bulk) == moved
+    seen = Counter((s.device, s.lane, s.name, s.args["job"]) for s in bulk)
+    assert not seen - moved
+    for device, lane, name, _ in moved - seen:  # a backward may find the weights of its forward
+        assert lane == "weights" and name.startswith("weights of B"), name
+        assert any(name.partition("[")[2] == other.partition("[")[2] for where, _, other, _ in seen if where == device)
 
 
 def test_layer_grain_computes_each_layer_of_a_backward_stage_by_itself():
@@ -90,7 +94,8 @@ def test_the_order_is_the_schedules(workers):
                 first = own.get("recompute", own["main"])
                 for before in waits(one, task):
                     if before.kind is TaskKind.PREFETCH:
-                        assert uploads[before.job_index].end_s <= first.start_s + 1e-9
+                        if before.job_index in uploads:  # a backward may find the weights of its forward
+                            assert uploads[before.job_index].end_s <= first.start_s + 1e-9
                     elif before.job_index == task.job_index - 1:  # what it recomputes it has already
                         assert spans[before]["main"].end_s <= own["main"].start_s
                     else:

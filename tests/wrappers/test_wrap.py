@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 import roundpipe
 from roundpipe import AutoRoundPipe, ConfigError, RoundPipe
 from tests.equality import assert_same_gradients, eager_forward_backward
+from tests.repeats import repeats
 from tests.wrappers.cases_wrap import (
     DEVICES,
     TOLERANCE,
@@ -80,9 +82,15 @@ def test_options_of_the_fallback() -> None:
         roundpipe.compile(model, use_sequential_preset=True)
 
 
-@pytest.mark.parametrize("make", [Branching, Nested])
-@pytest.mark.parametrize("upper_threshold", [None, 0, 20_000])
-def test_recursion_trains_like_eager(make: type[nn.Module], upper_threshold: int | None) -> None:
+@pytest.mark.parametrize(
+    ("kind", "upper_threshold"),
+    repeats(
+        itertools.product(("branching", "nested"), (None, 0, 20_000)),
+        ["branching-None", "nested-0", "nested-20000"],
+    ),
+)
+def test_recursion_trains_like_eager(kind: str, upper_threshold: int | None) -> None:
+    make = Branching if kind == "branching" else Nested
     train_like_eager(make().double(), lambda model: wrapped(model, upper_threshold=upper_threshold))
 
 

@@ -52,6 +52,9 @@ ROWS = {
 }
 """Kind -> rows."""
 LONG = {
+    "masked-lm/DistilBertForMaskedLM",
+    "time-series-regression/PatchTSTForRegression",
+    "video-classification/VivitForVideoClassification",
     "causal-lm/GPT2LMHeadModel",
     "peft/lora-LlamaForCausalLM",
     "seq2seq-lm/BartForConditionalGeneration",
