@@ -82,11 +82,11 @@ class RankGroup:
         """A row from each rank, equally long."""
         self._open()._allgather_base(_bytes(found), _bytes(own)).wait()
 
-    def send_to_first(self, rows: torch.Tensor, own: torch.Tensor) -> None:
-        """Rank 0 gets a row from each rank, equally long; others get none."""
-        received, sent = [_bytes(rows).numel() // self.size] * self.size, [0] * self.size
-        sent[0] = own.nbytes
-        self._open().alltoall_base(_bytes(rows), _bytes(own), received, sent).wait()
+    def send_to_first(self, whole: torch.Tensor, own: torch.Tensor, lengths: Sequence[int]) -> None:
+        """Rank 0 gets the parts of all ranks, of these lengths, one after the other; others get none."""
+        received = [length * own.itemsize if self.rank == 0 else 0 for length in lengths]
+        sent = [own.nbytes, *[0] * (self.size - 1)]
+        self._open().alltoall_base(_bytes(whole), _bytes(own), received, sent).wait()
 
     def close_second(self) -> None:
         """Let go of the connection of ``step_fn``; other ranks that wait there get an error."""

@@ -175,13 +175,11 @@ class Joining(Turn):
     def talk(self, group: RankGroup, states: Sequence[RankState]) -> None:
         assert self._shard is not None
         for part, length in zip(self._parts, self._lengths, strict=True):
-            longest = self._shard.bounds(length, 0).stop
-            own = torch.empty(longest, dtype=part.dtype)
-            own[: len(part)] = part
-            rows = torch.empty(group.size if group.rank == 0 else 0, longest, dtype=part.dtype)
-            group.send_to_first(rows, own)
+            bounds = [self._shard.bounds(length, rank) for rank in range(group.size)]
+            whole = torch.empty(length if group.rank == 0 else 0, dtype=part.dtype)
+            group.send_to_first(whole, part.contiguous(), [each.stop - each.start for each in bounds])
             if group.rank == 0:
-                self.whole.append(rows.view(-1)[:length])
+                self.whole.append(whole)
 
 
 class Ranks:
