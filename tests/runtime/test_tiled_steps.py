@@ -12,6 +12,7 @@ import roundpipe
 from roundpipe import Device, RoundPipeRunConfig
 from roundpipe.core.errors import DeviceMemoryError
 from roundpipe.core.tiling import UNTILED
+from roundpipe.runtime.engine.plan_choice import PlanChooser
 from roundpipe.wrappers import calls
 from tests.runtime.models import assert_same, gradients
 
@@ -111,6 +112,37 @@ def test_budgets(share, eager, untiled_peak):
     assert_same(gradients(model), eager[1], atol=1e-12)
     assert peak <= budget
     assert share < 0.9 or tiles == UNTILED
+
+
+@pytest.mark.parametrize(
+    "share", [pytest.param(share, marks=pytest.mark.long if share != 0.45 else ()) for share in (0.3, 0.45, 0.6)]
+)
+def test_each_plan_of_a_recovery_is_within_the_budget(share, eager, untiled_peak, monkeypatch):
+    """Where layers take more than was predicted: eager's numbers, or settings that train."""
+    real, shrink, needs = calls.measure_memory, PlanChooser.shrink, []
+    monkeypatch.setattr(calls, "measure_memory", lambda *args: [cost.scaled(0.6) for cost in real(*args)])
+    model, budget = decoder(), int(share * untiled_peak)
+
+    def noted(plans, call, plan):
+        before = plans._needed_bytes(call, plan)
+        if found := shrink(plans, call, plan):
+            needs.append((before, plans._needed_bytes(call, plans.plan(call))))
+        return found
+
+    monkeypatch.setattr(PlanChooser, "shrink", noted)
+    try:
+        loss, peak, _ = run(model, budget, residency="off")
+    except DeviceMemoryError as error:
+        assert all(p.grad is None for p in model.parameters())
+        found = re.search(r"num_microbatch=(\d+) with recompute_grain='(\w+)'( and tiles='auto')?", str(error))
+        assert found, error
+        monkeypatch.undo()
+        run(model, budget, num_microbatch=int(found[1]), recompute_grain=found[2])
+    else:
+        torch.testing.assert_close(loss, eager[0], rtol=0, atol=1e-12)
+        assert_same(gradients(model), eager[1], atol=1e-12)
+        assert peak <= budget
+    assert needs and all(after <= 0.85 * before <= budget for before, after in needs), needs
 
 
 def test_tiles_are_chosen_where_nothing_fits_without_them_and_logged_once(caplog, eager, untiled_peak):
