@@ -24,13 +24,21 @@ _ATTENTION_WORKSPACES = {
     torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default: 1,
 }
 """Kernels whose workspace is known, in gradients of the query in float32: as many are summed up beside the results."""
+_EMBEDDING_BACKWARD = torch.ops.aten.embedding_dense_backward.default
+_MOST_UNSORTED = 3072
+"""Indices up to which the backward of an embedding sums up in place."""
+_ROWS_PER_SUM = 10
+"""Of equal indices, the rows that are summed up in one part, on accelerators."""
 
 
 class Allocations(TorchDispatchMode):
     """Bytes that operators have allocated while it was entered and that are in use; storages of ``known`` don't count.
 
-    Memory that a kernel takes and gives back by itself is not seen, but for the backward of attention, where it can be
-    the most that a layer takes. ``rounding``: what sizes are a multiple of.
+    Memory that a kernel takes and gives back by itself is not seen, but for the backward of attention and, on
+    accelerators, of embeddings, where it can be the most that a layer takes.
+
+    Args:
+        rounding: what sizes are a multiple of.
     """
 
     supports_higher_order_operators = True
@@ -77,11 +85,23 @@ class Allocations(TorchDispatchMode):
 
 
 def _workspace_bytes(func: Any, args: tuple[Any, ...]) -> int:
+    if func is _EMBEDDING_BACKWARD:
+        return _embedding_bytes(*args[:3])
     if (number := _ATTENTION_WORKSPACES.get(func)) is None:
         return 0
     _, query, key, *_ = args
     expanded = 0 if key.shape == query.shape else 2 * query.nbytes  # keys and values, for each query's head
     return int(number * query.numel() * torch.float32.itemsize + expanded)
+
+
+def _embedding_bytes(gradient: torch.Tensor, indices: torch.Tensor, num_weights: int) -> int:
+    """Of parts of sums, in float32 at least, of the rows for each distinct index; and of the indices, sorted."""
+    if gradient.device.type == "cpu" or indices.numel() <= _MOST_UNSORTED:
+        return 0
+    number = indices.numel()
+    parts = number // _ROWS_PER_SUM + min(number, num_weights)
+    part_bytes = gradient.shape[-1] * max(gradient.itemsize, torch.float32.itemsize)
+    return int(parts * part_bytes + 2 * indices.nbytes)
 
 
 def _key(tensor: torch.Tensor) -> int:

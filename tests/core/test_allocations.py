@@ -47,3 +47,15 @@ def test_fewer_heads_of_keys_are_expanded() -> None:
     elements = BATCH * HEADS * LENGTH * WIDTH
     results = (1 + 2 / 2) * 2 * elements
     assert backward_peak("cudnn", HEADS // 2) == 4 * elements + 2 * 2 * elements + results
+
+
+@pytest.mark.parametrize(
+    ("device", "number", "parts"), [("meta", 4000, 400 + 1000), ("meta", 3000, 0), ("cpu", 4000, 0)]
+)
+def test_the_backward_of_an_embedding_sums_up_parts_in_float32(device: str, number: int, parts: int) -> None:
+    gradient = torch.zeros(number, WIDTH, dtype=torch.bfloat16, device=device)
+    indices = torch.zeros(number, dtype=torch.int64, device=device)
+    with Allocations() as memory:
+        result = torch.ops.aten.embedding_dense_backward(gradient, indices, 1000, -1, False)
+    workspace_bytes = parts * WIDTH * 4 + 2 * indices.nbytes if parts else 0
+    assert memory.peak_bytes == result.nbytes + workspace_bytes

@@ -124,9 +124,10 @@ def test_each_plan_of_a_recovery_is_within_the_budget(share, eager, untiled_peak
     model, budget = decoder(), int(share * untiled_peak)
 
     def noted(plans, call, plan):
+        # what a plan was predicted to need is shown once it has run, which these plans have not
         before = plans._needed_bytes(call, plan)
         if found := shrink(plans, call, plan):
-            needs.append((before, plans._needed_bytes(call, plans.plan(call))))
+            needs.append((before, plans._needed_bytes(call, plans.plan(call))))  # as above
         return found
 
     monkeypatch.setattr(PlanChooser, "shrink", noted)
