@@ -8,10 +8,12 @@ Four ways to train the same model on the same batches, one after the other in on
     budget         the same within ``--budget`` GB, as on a smaller card
 
 Plain trains bfloat16 weights with bfloat16 AdamW states; roundpipe keeps float32 copies on the host, one step behind.
-With several numbers of devices the last two ways run on each of them, on the same batches; plain stays on one.
+With several numbers of devices the last two ways run on each of them, on the same batches; plain stays on one. One
+more way, ``alone``, is ``roundpipe`` without stages that several devices share, to see what those gain.
 
     python benchmarks/throughput.py --json benchmarks/results/throughput.json
     python benchmarks/throughput.py --num-devices 1,2,4 --ways plain,roundpipe
+    python benchmarks/throughput.py --num-devices 1,2 --ways plain,roundpipe,alone --microbatches 16
 """
 
 from __future__ import annotations
@@ -86,13 +88,15 @@ def plain(model: nn.Module, ids: torch.Tensor, options: argparse.Namespace, chec
 
 
 def rotated(
-    model: nn.Module, ids: torch.Tensor, options: argparse.Namespace, budget: int | None, num_devices: int
+    model: nn.Module, ids: torch.Tensor, options: argparse.Namespace, way: str, num_devices: int
 ) -> dict[str, Any]:
     """Stages in rotation, the optimizer on the host."""
+    budget = int(options.budget * 1e9) if way == "budget" else None
     kind = torch.device(options.device).type
     names = [options.device] if num_devices == 1 else [f"{kind}:{index}" for index in range(num_devices)]
     devices = [roundpipe.Device(name, memory_bytes=budget) for name in names]
-    config = roundpipe.RoundPipeRunConfig(num_microbatch=options.microbatches)
+    replicas: Any = "off" if way == "alone" else "auto"
+    config = roundpipe.RoundPipeRunConfig(num_microbatch=options.microbatches, replicas=replicas)
     start = time.perf_counter()
     with roundpipe.compile(
         model, devices=devices, model_run_config=config, optim_dtype=torch.float32, name="llama"
@@ -115,11 +119,15 @@ def rotated(
 
         step()
         first_s = time.perf_counter() - start
+        step()  # what layers leave behind is known by now, so that devices may share stages
         pipe.peak_device_bytes(reset=True)
         seconds = timed(step, pipe.synchronize, options.warmups, options.steps)
         print(pipe.partition_table())
+        found = pipe.report()
         return {
             "seconds": seconds,
+            "stages": ", ".join(found.stages),
+            "predicted": None if found.predicted is None else found.predicted.round_s,
             "tokens_per_s": ids.numel() / seconds,
             "peak_device_bytes": pipe.peak_device_bytes(),
             "update_s": sum(update_s) / len(update_s),
@@ -149,7 +157,7 @@ def main() -> None:
     runs = [
         (way, way if number == 1 else f"{way}_x{number}", number)
         for way in options.ways.split(",")
-        for number in (numbers if way in ("roundpipe", "budget") else [1])
+        for number in ([1] if way in ("plain", "checkpointed") else numbers)
     ]
     for way, name, number in runs:
         model = build(options.size)
@@ -157,7 +165,7 @@ def main() -> None:
         if way in ("plain", "checkpointed"):
             found = plain(model, ids, options, checkpointed=way == "checkpointed")
         else:
-            found = rotated(model, ids, options, int(options.budget * 1e9) if way == "budget" else None, number)
+            found = rotated(model, ids, options, way, number)
         results[name] = found
         print(
             f"{name:13} {found['tokens_per_s']:,.0f} tokens/s, {found['seconds']:.2f} s per step, "
