@@ -14,6 +14,7 @@ from torch import nn
 import roundpipe
 from roundpipe import Device, ExecutePlan
 from roundpipe.core.schedule import make_schedule
+from roundpipe.planning.simulator import simulate
 from tests.repeats import repeats
 from tests.runtime.models import (
     DTYPE,
@@ -219,6 +220,22 @@ def test_an_error_of_one_worker_ends_the_round():
         piped.forward_backward((batch(4),), label=torch.zeros(4), loss_fn=loss_fn)
         piped.synchronize()
         assert_same(gradients(model), {name: 2 * gradient for name, gradient in before.items()})
+
+
+def test_each_worker_moves_the_stage_as_simulated():
+    model, num_rounds = mlp(width=8), 3  # whose tensors need no padding
+    with roundpipe.RoundPipe(model, devices=["cpu"] * 2, model_run_config=config(4, plan=PLANS["one"])) as piped:
+        for _ in range(num_rounds + 1):
+            piped.forward_backward((batch(8, width=8),), loss_fn=square_loss)
+            if replicas_of(piped) == ():
+                piped.report()  # counts begin anew: in the first round one worker has all
+        report, latest = piped.report(), piped._session.log.latest
+        costs = [replace(cost, carry_bytes=0) for cost in latest.plans.costs.of(latest.chain(), latest.elements)]
+        found = simulate(latest.schedule, costs)
+    moved = [worker.moved_bytes["weights"] for worker in report.workers]
+    assert moved[0] == moved[1] and sum(moved) == num_rounds * found.uploaded_bytes
+    moved = [worker.moved_bytes["gradients"] for worker in report.workers]
+    assert moved[0] == moved[1] and sum(moved) == num_rounds * found.downloaded_bytes
 
 
 def test_schedules_keep_the_rules():
