@@ -225,10 +225,13 @@ def test_an_error_of_one_worker_ends_the_round():
 def test_each_worker_moves_the_stage_as_simulated():
     model, num_rounds = mlp(width=8), 3  # whose tensors need no padding
     with roundpipe.RoundPipe(model, devices=["cpu"] * 2, model_run_config=config(4, plan=PLANS["one"])) as piped:
+        optimizer = torch.optim.SGD(piped.optim_parameters(), lr=0.01)
         for _ in range(num_rounds + 1):
             piped.forward_backward((batch(8, width=8),), loss_fn=square_loss)
+            piped.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
             if replicas_of(piped) == ():
                 piped.report()  # counts begin anew: in the first round one worker has all
+        # the schedule and the costs as values: a report's prediction has them in sums with values between stages
         report, latest = piped.report(), piped._session.log.latest
         costs = [replace(cost, carry_bytes=0) for cost in latest.plans.costs.of(latest.chain(), latest.elements)]
         found = simulate(latest.schedule, costs)

@@ -204,6 +204,7 @@ def test_the_plan_is_the_one_that_runs(tiny: Path) -> None:
     inputs = target.kwargs_for(6)
     options = roundpipe.RoundPipeRunConfig(replicas="auto")  # built in on accelerators, which forecasts are for
     with roundpipe.compile(real, example_kwargs=inputs, devices=devices, model_run_config=options) as pipe:
+        # what is measured on CPU workers would change the plan
         pipe._runner.builder.plans = PlanChooser(2, [on.budget_bytes], accelerators=True)
         table = pipe.partition_table()
         pipe.forward_backward(input_kwargs=inputs, loss_fn=lambda out, _: out.loss)
