@@ -100,6 +100,7 @@ def train_with_checkpoint(
 
 def bytes_per_parameter(shards: bool) -> tuple[float, float]:
     """Bytes of all tensors of this process, per parameter, inside ``step_fn`` and where all gradients have come."""
+    before = _live_bytes()
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8))).bfloat16()
     num_parameters = sum(each.numel() for each in model.parameters())
     x = torch.ones(2, 256, dtype=torch.bfloat16)
@@ -113,14 +114,14 @@ def bytes_per_parameter(shards: bool) -> tuple[float, float]:
 
         def update() -> None:
             optimizer.step()
-            found.append(_live_bytes() / num_parameters)
+            found.append((_live_bytes() - before) / num_parameters)
             optimizer.zero_grad()
 
         for _ in range(3):
             pipe.forward_backward((x,), label=x, loss_fn=F.mse_loss)
             pipe.step(update, is_async=False)
         pipe.forward_backward((x,), label=x, loss_fn=F.mse_loss)
-        return found[-1], _live_bytes() / num_parameters
+        return found[-1], (_live_bytes() - before) / num_parameters
 
 
 def _live_bytes() -> int:
