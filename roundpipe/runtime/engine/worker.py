@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 RUNS_AHEAD = 3
 """Microbatches given to an accelerator before the first of them is done: they keep it busy, and take its memory."""
+LARGE_BYTES = 64 * 1024**2
+"""Of values that these bring: with more, only as many microbatches are ahead as plans count with."""
 
 
 @dataclass(slots=True)
@@ -74,7 +76,8 @@ class Worker:
         """Whether the gradients of a job are on their way; changed under the board's lock."""
         self._in_flight = InFlight()
         self._runner = MicrobatchRunner(backend, name, self.meter, self._in_flight)
-        self._issued: deque[Event] = deque()
+        self._issued: deque[tuple[Event, int]] = deque()
+        """Runs that the device may not be past, with the bytes of what came up for each."""
         """After each of the latest runs; stays empty where they are done when they are issued."""
         self._was_idle = True
 
@@ -155,8 +158,7 @@ class Worker:
             self.meter.begin_step(self._was_idle)
             if self._was_idle and not self._in_flight:
                 self.backend.note_others(self.arena.num_bytes)
-            is_held = step.spec.peaks is not None and step.spec.peaks.is_held and self.backend.device.type != "cpu"
-            self._in_flight.held_runs = min(RUNS_AHEAD + 1, step.spec.schedule.num_microbatches) if is_held else 0
+            self._in_flight.held_runs = 0
             self._make_room(step.spec)
             for position, task in enumerate(tasks):
                 if position > last_prefetch:
@@ -250,19 +252,29 @@ class Worker:
             opened = self._open[job.index]
             self.meter.at(job, task.microbatch)
             self.meter.until("overhead")
-            while len(self._issued) > RUNS_AHEAD:  # the device is further behind than it should be
-                self._issued.popleft().synchronize()
+            self._wait_behind(step)
             self._in_flight.num_runs += 1
             self._in_flight.release()
             if opened.stage is None:
                 opened.stage = self._enter(step, opened)
             self._runner.run(step, job, opened.stage, opened.visit, task.microbatch)
             if self.backend.device.type != "cpu":  # what came up for the run is kept until the device is past it
-                self._issued.append(issued := self.backend.record(Lane.COMPUTE))
-                self._in_flight.add(issued, self.backend.take_uploads())
+                issued, uploads = self.backend.record(Lane.COMPUTE), self.backend.take_uploads()
+                self._issued.append((issued, sum(upload.nbytes for upload in uploads)))
+                self._in_flight.add(issued, uploads)
             step.advance(job.index)
         else:
             self._release(step, self._open[job.index])
+
+    def _wait_behind(self, step: StepState) -> None:
+        """Until the device is not further behind than it should be; a measured step takes what it may take then."""
+        num_microbatches, peaks = step.spec.schedule.num_microbatches, step.spec.peaks
+        are_large = sum(num_bytes for _, num_bytes in self._issued) > LARGE_BYTES
+        num_ahead = min(1, num_microbatches - 1) if are_large else RUNS_AHEAD
+        while len(self._issued) > num_ahead:
+            self._issued.popleft()[0].synchronize()
+        if peaks is not None and peaks.is_held and self.backend.device.type != "cpu":
+            self._in_flight.held_runs = min(num_ahead + 1, num_microbatches)
 
     def _prefetch(self, step: StepState, job: Job) -> None:
         layers = [self._bound(step, index) for index in job.layers]
