@@ -79,9 +79,8 @@ class RoundPipeRunConfig:
     """Which layers form a stage, in forward and in backward; built-in: chosen by the planner."""
 
     replicas: Replicas | None = None
-    """Whether several workers may run a stage at the same time, each with a share of the microbatches: ``"auto"``
-    (built-in where each worker has an accelerator of its own), where that is predicted to be faster by enough, or
-    ``"off"`` (built-in elsewhere: CPU workers share the host's cores). A stage's gradients are then sums of the
+    """Whether several workers may run a stage at the same time, each with a share of the microbatches: ``"auto"``,
+    where that is predicted to be faster by enough, or ``"off"`` (built-in). A stage's gradients are then sums of the
     workers' sums, the same in every run of the same plan; with other numbers of devices they are rounded otherwise."""
 
     tiles: int | Literal["auto", "off"] | None = None

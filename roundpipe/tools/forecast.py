@@ -19,7 +19,6 @@ from roundpipe.core.errors import ConfigError, DeviceMemoryError, TraceError
 from roundpipe.core.layers import LayerChain, LayerCost
 from roundpipe.core.schedule import ExecutePlan
 from roundpipe.core.tiling import Tiles
-from roundpipe.fx.graph.nodes import writes_buffers
 from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.passes.cost import DeviceProfile
 from roundpipe.fx.passes.lower import LowerOptions, lower
@@ -139,8 +138,7 @@ class Layers:
         number = training.num_microbatches
         options = RoundPipeRunConfig(num_microbatch=number, recompute_grain=training.recompute_grain)
         config, kwargs = resolve(options, None, num_devices=num_devices), self.target.kwargs_for(training.microbatch)
-        free = not any(map(writes_buffers, self.traced.graph.nodes))  # of an order of microbatches
-        call = Call(self.chain, config, [()] * number, [kwargs] * number, [None] * number, number, may_replicate=free)
+        call = Call(self.chain, config, [()] * number, [kwargs] * number, [None] * number, number)
         return replace(call, loss_fn=_own_loss, make_tail=self.tails.tail) if self.target.has_loss else call
 
     @classmethod

@@ -140,7 +140,7 @@ class StepBuilder:
         chain.made_in_s = {}
         with start.part("measure memory"):
             self.plans.costs.measure_memory(call)
-        if call.config.replicas == "auto" or (call.config.replicas is None and self._engine.computes_apart):
+        if call.config.replicas == "auto":
             call.may_replicate = not any(self._in_order(call))
         with start.part("plan"):
             plan = self.plans.plan(call)

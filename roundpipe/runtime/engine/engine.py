@@ -56,12 +56,6 @@ class Engine(Steps):
     def has_accelerators(self) -> bool:
         return any(backend.device.type != "cpu" for backend in self.backends)
 
-    @property
-    def computes_apart(self) -> bool:
-        """Whether each worker has an accelerator of its own, so that one takes no time from another."""
-        devices = {backend.device for backend in self.backends}
-        return self.has_accelerators and len(devices) == len(self.backends)
-
     def prepare(
         self, chain: LayerChain, host: HostWeights, *, wants_gradients: bool, earlier: Sequence[LayerWeights] = ()
     ) -> list[LayerWeights]:
