@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -171,6 +173,31 @@ def test_a_buffer_that_decides_is_read_again() -> None:
     assert guards.check((), vectors(3, 0)) is None
     model.left.fill_(False)
     assert "data of a buffer" in str(failure_of(guards, vectors(3, 0)))
+
+
+ASKS: dict[str, Callable[[nn.Module], bool]] = {
+    "hasattr": lambda module: hasattr(module, "offset"),
+    "getattr": lambda module: getattr(module, "offset", None) is not None,
+    "in": lambda module: "offset" in module._buffers,
+}
+
+
+@pytest.mark.parametrize("asks", ASKS.values(), ids=ASKS)
+def test_a_buffer_that_comes_later_is_seen(asks: Callable[[nn.Module], bool]) -> None:
+    class Shifts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = linears()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layers[0](x)
+            return x + self.offset if asks(self) else x
+
+    model = nn.Sequential(Shifts(), Shifts())
+    guards = trace(model, (vectors(4, 0)["x"],), {}).guards
+    assert guards is not None and guards.check((vectors(3, 0)["x"],), {}) is None
+    model[1].register_buffer("offset", torch.ones(16))
+    assert "1.offset, a buffer, is new" in str(guards.check((vectors(3, 0)["x"],), {}))
 
 
 def test_reads_see_earlier_writes_in_place_and_not_later_ones() -> None:
