@@ -321,9 +321,9 @@ class RoundPipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: igno
     ) -> Any:
         """The trainer's, with the model in rotation; its own loss is that of the batch, however the batch is cut."""
         evaluate = functools.partial(self._run_forward, prediction_loss_only and self._is_own_loss)
-        with generating(self.model, self.pipe):  # of which a trainer with `predict_with_generate` asks its own model
+        with generating(self.model, self.pipe) as plain:  # a trainer with `predict_with_generate` asks its own model
             return super().prediction_step(
-                ModelStandIn(self.model, evaluate), inputs, prediction_loss_only, *args, **kwargs
+                ModelStandIn(self.model, plain(evaluate)), inputs, prediction_loss_only, *args, **kwargs
             )
 
     def _run_forward(self, needs_only_loss: bool, /, *args: Any, **kwargs: Any) -> Any:
@@ -349,22 +349,25 @@ class RoundPipeTrainer(RoundPipeTrainerMixin, Trainer):
 
 
 @contextmanager
-def generating(model: nn.Module, pipe: RoundPipe) -> Iterator[None]:
-    """Inside, the ``generate`` of a model is that of its wrapper."""
+def generating(model: nn.Module, pipe: RoundPipe) -> Iterator[Callable[[Callable[..., Any]], Callable[..., Any]]]:
+    """Inside, the ``generate`` of a model is that of its wrapper; a function that is wrapped sees the model's own."""
     attributes, name = model.__dict__, "generate"
     own = {name: attributes[name]} if name in attributes else {}
 
-    def generate(*args: Any, **kwargs: Any) -> Any:
-        del attributes[name]
-        attributes.update(own)
-        try:
-            return pipe.generate(*args, **kwargs)
-        finally:
-            attributes[name] = generate
+    def plain(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            del attributes[name]
+            attributes.update(own)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                attributes[name] = generate
 
-    attributes[name] = generate
+        return call
+
+    attributes[name] = generate = plain(pipe.generate)
     try:
-        yield
+        yield plain
     finally:
         del attributes[name]
         attributes.update(own)
