@@ -30,7 +30,7 @@ def run(name: str, arguments: list[str], folder: Path) -> tuple[int, dict[str, A
 
 
 @pytest.mark.parametrize(
-    "name", ["handover", "long_run", "memory", "optimizer", "residency", "simulator", "soak", "timeline"]
+    "name", ["fits", "handover", "long_run", "memory", "optimizer", "residency", "simulator", "soak", "timeline"]
 )
 def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
@@ -48,6 +48,15 @@ def test_long_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert len(results[mode]["ours"]) == len(results[mode]["plain"]) == 3
         assert results[mode]["difference"] <= results[mode]["target"]
     assert "ratio" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("peft", reason="trains adapters")
+    for case in ("plain-1.7b", "qwen3-8b-lora"):
+        code, results = run("fits", [case, "--device", "cpu", "--small", "--length", "64", "--steps", "1"], tmp_path)
+        assert code == 0 and results["steps"][0]["peak_bytes"] > 0
+    assert "tokens/s" in capsys.readouterr().out
 
 
 @pytest.mark.long

@@ -1,0 +1,182 @@
+"""Whether a model trains within a hard cap of device memory: peak, seconds and tokens per second of each step.
+
+Qwen3's shapes with random weights and its vocabulary of 151,936, in bfloat16, with AdamW in float32:
+
+    plain-1.7b, plain-3.6b    blocks in a Sequential; cross-entropy of the logits in float32, in ``loss_fn``
+    qwen3-1.7b                transformers' model, which computes its loss itself
+    qwen3-8b-lora             the same of 8 B with LoRA 16 on every linear layer
+
+    python benchmarks/fits.py plain-3.6b --cap 24 --batch 32 --microbatches 8
+    python benchmarks/fits.py qwen3-8b-lora --cap 24 --length 131072 --grain layer --json benchmarks/results/fits.json
+    python benchmarks/fits.py plain-1.7b --device cpu --small --length 64
+
+A cap is the process's share of an accelerator, as torch's allocator holds it; a CPU worker has a ledger.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from environment import report
+from memory import capped, card
+from torch import nn
+
+import roundpipe
+
+VOCABULARY = 151_936
+NOISE = 50_000_017
+"""Random numbers that weights are filled with, over and over: to draw billions takes a minute."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a decoder."""
+
+    width: int
+    inner: int
+    heads: int
+    depth: int
+
+
+SHAPES = {"1.7b": Shape(2048, 6144, 16, 28), "3.6b": Shape(2560, 9728, 20, 36), "8b": Shape(4096, 12288, 32, 36)}
+SMALL = Shape(64, 96, 2, 2)
+CASES = ("plain-1.7b", "plain-3.6b", "qwen3-1.7b", "qwen3-8b-lora")
+
+
+class Block(nn.Module):
+    """Pre-norm attention and a gated MLP."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        width, inner = shape.width, shape.inner
+        self.heads = shape.heads
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.gate, self.up = nn.Linear(width, inner, bias=False), nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norms[0](value)).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        value = value + self.out(mixed.transpose(1, 2).flatten(2))
+        normal = self.norms[1](value)
+        return value + self.down(F.silu(self.gate(normal)) * self.up(normal))
+
+
+def build(case: str, shape: Shape, vocabulary: int) -> nn.Module:
+    """A model with random weights in bfloat16, on the host."""
+    with torch.device("meta"):
+        if case.startswith("plain"):
+            blocks = [Block(shape) for _ in range(shape.depth)]
+            head = nn.Linear(shape.width, vocabulary, bias=False)
+            model: nn.Module = nn.Sequential(
+                nn.Embedding(vocabulary, shape.width), *blocks, nn.RMSNorm(shape.width), head
+            )
+        else:
+            model = qwen3(shape, vocabulary, lora=case.endswith("lora"))
+    model = model.to(torch.bfloat16).to_empty(device="cpu")
+    noise = torch.empty(NOISE if vocabulary == VOCABULARY else 1009, dtype=torch.bfloat16).uniform_(-0.02, 0.02)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1.0)
+                continue
+            for piece in parameter.view(-1).split(noise.numel()):
+                piece.copy_(noise[: piece.numel()])
+        for name, buffer in model.named_buffers():
+            assert name.endswith("inv_freq"), f"nobody has said what {name} holds"
+            buffer.copy_(1e6 ** -(torch.arange(buffer.numel()) / buffer.numel()))
+    return model
+
+
+def qwen3(shape: Shape, vocabulary: int, *, lora: bool) -> nn.Module:
+    """Transformers' model on the device that is set."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=shape.width,
+        intermediate_size=shape.inner,
+        num_hidden_layers=shape.depth,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=max(shape.heads // 4, 1),
+        head_dim=128,
+        max_position_embeddings=1 << 20,
+        tie_word_embeddings=not lora,
+        use_cache=False,
+    )
+    model = Qwen3ForCausalLM(config)
+    if not lora:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
+
+
+def train(pipe: roundpipe.RoundPipe, case: str, ids: torch.Tensor) -> float:
+    """One call; the loss."""
+    if case.startswith("plain"):
+        found = pipe.forward_backward(
+            (ids,),
+            label=ids,
+            loss_fn=lambda logits, label: F.cross_entropy(logits.float().flatten(0, 1), label.flatten()),
+        )
+    else:
+        found = pipe.forward_backward(
+            input_kwargs={"input_ids": ids, "labels": ids}, loss_fn=lambda outputs, _: outputs.loss
+        )
+    return float(found)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Trains the case for some steps; 1 if it does not fit."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case", choices=CASES)
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--cap", default="24", help="in GB, or all")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--batch", type=int, default=1, help="sequences in a step")
+    parser.add_argument("--microbatches", type=int, default=1)
+    parser.add_argument("--grain", choices=("stage", "layer"), default="stage", help="of recomputation")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--small", action="store_true", help="a small model, to try the script")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    torch.manual_seed(0)
+    shape, vocabulary = SHAPES[options.case.split("-")[1]], VOCABULARY
+    if options.small:
+        shape, vocabulary = SMALL, 1000
+    model, device = build(options.case, shape, vocabulary), capped(options.device, options.cap, options.small)
+    ids = torch.randint(0, vocabulary, (options.batch, options.length))
+    config = roundpipe.RoundPipeRunConfig(num_microbatch=options.microbatches, recompute_grain=options.grain)
+    steps: list[dict[str, float]] = []
+    results: dict[str, Any] = {"card": card(options.device), "steps": steps}
+    with roundpipe.compile(model, devices=[device], model_run_config=config, name=options.case) as pipe:
+        optimizer = torch.optim.AdamW(pipe.optim_parameters(), lr=1e-5, fused=True)
+        for _ in range(options.steps):
+            begun_s = time.perf_counter()
+            try:
+                loss = train(pipe, options.case, ids)
+            except roundpipe.DeviceMemoryError as error:
+                results["error"] = str(error)
+                print(error)
+                break
+            pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+            seconds = time.perf_counter() - begun_s
+            steps.append({"loss": loss, "seconds": seconds, "peak_bytes": pipe.peak_device_bytes(reset=True)})
+            speed = f"{seconds:8.2f} s, {ids.numel() / seconds:10,.0f} tokens/s"
+            print(f"loss {loss:10.4f}, {speed}, peak {steps[-1]['peak_bytes'] / 1e9:7.3f} GB", flush=True)
+        print(pipe.partition_table(), pipe.report(), sep="\n\n")
+    report(options.json, results)
+    return int("error" in results)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
