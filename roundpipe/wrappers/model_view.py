@@ -75,7 +75,7 @@ class ModelView(nn.Module):
 
     @contextmanager
     def streamed(self) -> Iterator[nn.Module]:
-        """The model's own code on the first device, without gradients, as `generate` runs: for loops of your own.
+        """The model's own code on the first device, without gradients, as ``generate`` runs: for loops of your own.
 
         ::
 

@@ -217,7 +217,10 @@ class Run:
 
 
 def alive_bytes() -> int:
-    """Bytes of all tensors that Python can reach, but for workers' room for weights: plans follow measured times."""
+    """Bytes of all tensors that Python can reach, but for workers' room for weights, since plans follow measured times.
+
+    Samples of weights that stay on devices (int64) do not count either: they are taken once, in some step.
+    """
     gc.collect()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -226,7 +229,7 @@ def alive_bytes() -> int:
             for tensor in gc.get_objects()
             if isinstance(tensor, torch.Tensor)
             and tensor.device.type == "cpu"
-            and tensor.dtype is not torch.uint8
+            and tensor.dtype not in (torch.uint8, torch.int64)
             and type(tensor) in (torch.Tensor, nn.Parameter)
         }
     return sum(storages.values())
