@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.clock import clock as clock
+from tests.repeats import mark_long_cases
 
 torch.set_num_threads(1)
 # Torch writes records with stacks into this logger if anybody listens; pytest listens to those that do not propagate.
@@ -20,3 +21,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in a shell's ba
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    mark_long_cases(items)

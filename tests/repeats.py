@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+LONG_CASES = Path(__file__).with_name("long_cases.txt")
 
 
 def repeats(values: Iterable[Any], kept: Collection[str]) -> list[Any]:
@@ -17,3 +20,14 @@ def repeats(values: Iterable[Any], kept: Collection[str]) -> list[Any]:
         parameters.append(pytest.param(*parts, id=name, marks=() if name in kept else pytest.mark.long))
     assert set(kept) <= {parameter.id for parameter in parameters}, f"not all of {kept} exist"
     return parameters
+
+
+def mark_long_cases(items: Sequence[pytest.Item]) -> None:
+    """Mark the cases of `LONG_CASES` as long; all of them must be there if all test files are."""
+    listed = {line for line in LONG_CASES.read_text().splitlines() if not line.startswith("#")}
+    by_name = {item.nodeid.removeprefix("tests/"): item for item in items}
+    for name in listed & by_name.keys():
+        by_name[name].add_marker(pytest.mark.long)
+    files = {item.path for item in items}
+    if files >= set(LONG_CASES.parent.rglob("test_*.py")) and (gone := sorted(listed - by_name.keys())):
+        raise pytest.UsageError(f"{LONG_CASES.name} names cases that are gone: {', '.join(gone)}")
