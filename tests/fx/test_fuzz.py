@@ -15,7 +15,7 @@ from hypothesis import strategies
 from tests.fx.fuzz.cases import Case, Scenario, Step, make_case
 from tests.fx.fuzz.outcomes import Outcome, run
 
-NUM_CASES = 6
+NUM_CASES = 4
 """Half a second or so each; more with the script."""
 
 SEEN: collections.Counter[str] = collections.Counter()
