@@ -101,7 +101,5 @@ def _release_frames(error: BaseException) -> None:
             seen.add(each)
             traceback.clear_frames(each.__traceback__)
             for frame, _ in traceback.walk_tb(each.__traceback__):
-                _ = (
-                    frame.f_locals
-                )  # before Python 3.13 a copy, kept once somebody has read it: now it is brought up to date
+                _ = frame.f_locals  # before Python 3.13 a copy that lives on once it was read; reading renews it
             errors += [each.__cause__, each.__context__]

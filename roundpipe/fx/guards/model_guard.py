@@ -232,7 +232,8 @@ class _WeightForms:
         uses = {kind: uses_of_forward(kind) for kind in set(map(type, modules.values()))}
         set_anywhere: frozenset[str] = frozenset().union(*(use.sets for use in uses.values()))
         parameters, buffers = [], []
-        tables = []
+        self._tables: list[tuple[str, Any, int, set[str]]] = []
+        """Of buffers: the module's prefix, how many there were, and the names that may be there."""
         for path, module in modules.items():
             use, prefix, get = uses[type(module)], f"{path}." if path else "", _getter(module._parameters)
             for name in module._parameters.keys():  # without keys(), those of scripted modules can't be iterated
@@ -240,10 +241,7 @@ class _WeightForms:
             if "register_buffer" not in use.reads:
                 get, names = _getter(module._buffers), module._buffers.keys()
                 buffers += [(prefix + name, get, name, _BUFFER) for name in names if name not in set_anywhere]
-                tables.append((prefix, module._buffers, {*names, *set_anywhere}))
-        self._tables = [table for _, table, _ in tables]
-        self._num_buffers = list(map(len, self._tables))
-        self._expected = [(prefix, names) for prefix, _, names in tables]
+                self._tables.append((prefix, module._buffers, len(names), {*names, *set_anywhere}))
         places = parameters + buffers
         self._absent = [(get, name) for _, get, name, _ in places if get(name) is None]
         self._places = [place for place in places if place[1](place[2]) is not None and place[0] not in replaced]
@@ -251,10 +249,9 @@ class _WeightForms:
 
     def change(self) -> str | None:
         """What is otherwise now, in words."""
-        if list(map(len, self._tables)) != self._num_buffers:
-            for table, (prefix, names) in zip(self._tables, self._expected, strict=True):
-                if new := sorted(set(table.keys()) - names):
-                    return f"{prefix}{new[0]}, a buffer, is new"
+        for prefix, table, number, names in self._tables:
+            if len(table) != number and (new := sorted(set(table.keys()) - names)):
+                return f"{prefix}{new[0]}, a buffer, is new"
         for get, name in self._absent:
             if get(name) is not None:
                 return f"{name}, which was None, is a tensor now"

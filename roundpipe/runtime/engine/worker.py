@@ -77,8 +77,7 @@ class Worker:
         self._in_flight = InFlight()
         self._runner = MicrobatchRunner(backend, name, self.meter, self._in_flight)
         self._issued: deque[tuple[Event, int]] = deque()
-        """Runs that the device may not be past, with the bytes of what came up for each."""
-        """After each of the latest runs; stays empty where they are done when they are issued."""
+        """After each of the latest runs, and bytes of what came up for it; empty where they are done when issued."""
         self._was_idle = True
 
     # The engine
