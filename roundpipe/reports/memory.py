@@ -82,6 +82,10 @@ class HostMemory:
     carried: int = 0
     """Values and gradients between stages, most at once; forecast only."""
 
+    def fits(self, room_bytes: int | None) -> bool:
+        """Whether a host has it; None: nobody asks."""
+        return room_bytes is None or self.total <= room_bytes
+
     @property
     def total(self) -> int:
         return sum(getattr(self, field.name) for field in fields(self))

@@ -324,8 +324,7 @@ def forecast(target: Target, machine: Machine, training: Training) -> Forecast:
     result.changes += _with_fewer_devices(result)
     if not result.fits_devices and not result.changes:
         result.changes.append("shorter sequences, a device with more memory, or --lora (no gradients of the weights)")
-    host_bytes = machine.host_memory_bytes
-    if host_bytes is not None and result.host.total > host_bytes:
+    if not result.host.fits(machine.host_memory_bytes):
         result.changes.append("host memory: --lora, --optimizer sgd or --optim-dtype bfloat16 need less of it")
     return result
 

@@ -90,9 +90,7 @@ def _one_host(result: Forecast, network: Network) -> ScaleOut:
         return ScaleOut("one host", remark="no plan fits on the devices")
     step = replace(result.setting, num_microbatches=training.num_microbatches).simulate(plan)
     host = replace(result.host, carried=step.peak_carried_bytes)
-    return ScaleOut(
-        "one host", step.seconds_per_step, 0.0, 0.0, host.total, _has_room(result, host) and result.fits_devices
-    )
+    return ScaleOut("one host", step.seconds_per_step, 0.0, 0.0, host.total, _fits(result, host))
 
 
 def _data_parallel(result: Forecast, network: Network) -> list[ScaleOut]:
@@ -117,13 +115,12 @@ def _ranks(
 ) -> ScaleOut:
     update_s = step.optimizer_bytes / result.setting.profile.optimizer_bytes_per_s
     seconds = network.step_s(step.seconds_per_step, update_s, sent_bytes)
-    fits = result.fits_devices and _has_room(result, host)
-    return ScaleOut(name, seconds, seconds - step.seconds_per_step, sent_bytes, host.total, fits)
+    added = seconds - step.seconds_per_step
+    return ScaleOut(name, seconds, added, sent_bytes, host.total, _fits(result, host))
 
 
-def _has_room(result: Forecast, host: HostMemory) -> bool:
-    room = result.machine.host_memory_bytes
-    return room is None or host.total <= room
+def _fits(result: Forecast, host: HostMemory) -> bool:
+    return result.fits_devices and host.fits(result.machine.host_memory_bytes)
 
 
 def _static_schedules(result: Forecast, network: Network) -> list[ScaleOut]:

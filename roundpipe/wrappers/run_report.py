@@ -312,12 +312,14 @@ def _predict(
     costs = plans.costs.of(chain, latest.elements, latest.tiles)
     knows_memory = any(cost.activation_bytes for cost in costs)
     profile = HardwareProfile.of_devices(engine.has_accelerators, prefetch_across_steps=latest.overlaps)
-    residency = latest.residency
-    needs = residency.stage_memory(schedule.plan, costs, num_workers=schedule.num_workers, recompute_grain=grain)
-    memory = max(needs.values(), key=lambda need: need.total) if knows_memory else None
+    residency, memory = latest.residency, None
+    if knows_memory:
+        needs = residency.stage_memory(schedule.plan, costs, num_workers=schedule.num_workers, recompute_grain=grain)
+        memory = max(needs.values(), key=lambda need: need.total)
     if not plans.costs.is_measured(chain, latest.tiles):
-        simulated = simulate(schedule, costs, profile, recompute_grain=grain, residency=residency)
-        device_bytes = simulated.peak_bytes if knows_memory else None
+        device_bytes = None
+        if knows_memory:
+            device_bytes = simulate(schedule, costs, profile, recompute_grain=grain, residency=residency).peak_bytes
         rests_on = "bytes of layers; their seconds are not measured yet"
         return Prediction(None, None, None, None, memory, device_bytes, rests_on, latest.tiles)
     up, down = link_speeds(meters)

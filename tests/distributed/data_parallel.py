@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import functools
 import os
 import sys
 import threading
@@ -205,15 +206,17 @@ def hangs(timeout_s: float, hang_s: float) -> tuple[str, float]:
     return str(raised.value), time.monotonic() - began_s
 
 
+def note_error(messages: list[str], kind: type[BaseException], do: Callable[[], object]) -> None:
+    """Add the message of the error that ``do`` must raise."""
+    with pytest.raises(kind) as raised:
+        do()
+    messages.append(str(raised.value))
+
+
 def misuse() -> list[str]:
     """The errors that wrong use raises; each rank has a wrapper that works before and after."""
-    messages = []
-
-    def note(kind: type[BaseException], do: Callable[[], object]) -> None:
-        with pytest.raises(kind) as raised:
-            do()
-        messages.append(str(raised.value))
-
+    messages: list[str] = []
+    note = functools.partial(note_error, messages)
     rank, x = dist.get_rank(), torch.ones(2, WIDTH, dtype=torch.float64)
 
     def call(pipe: RoundPipe, **options: Any) -> None:

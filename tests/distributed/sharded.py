@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import math
 from collections.abc import Callable, Iterable
@@ -18,7 +19,7 @@ import roundpipe
 from roundpipe import RoundPipe
 from roundpipe.core.errors import ConfigError, RankError
 from roundpipe.runtime.ranks import buckets
-from tests.distributed.data_parallel import WIDTH, make_model
+from tests.distributed.data_parallel import WIDTH, make_model, note_error
 
 NUM_STEPS = 6
 
@@ -156,13 +157,8 @@ def overflow_in_one_shard() -> tuple[float, torch.Tensor]:
 
 def misuse() -> list[str]:
     """The errors that wrong use of shards raises; training goes on behind those that change nothing."""
-    messages = []
-
-    def note(kind: type[BaseException], do: Callable[[], object]) -> None:
-        with pytest.raises(kind) as raised:
-            do()
-        messages.append(str(raised.value))
-
+    messages: list[str] = []
+    note = functools.partial(note_error, messages)
     rank, x = dist.get_rank(), torch.ones(2, WIDTH, dtype=torch.float64)
     options: dict[str, Any] = {"devices": ["cpu"], "process_group": "world", "shard_optimizer": True}
 
