@@ -22,4 +22,4 @@ def test_a_throttled_link_takes_the_time_that_is_planned(two: Ranks, shards: boo
     assert measured.sent_bytes == pytest.approx(planned_bytes, rel=0.01)
     planned_s = network.step_s(free.seconds_per_step, 0.0, planned_bytes)
     assert planned_s == planned_bytes / network.bytes_per_s
-    assert planned_s <= measured.seconds_per_step <= 1.4 * planned_s
+    assert planned_s <= measured.seconds_per_step <= 2 * planned_s
