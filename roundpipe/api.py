@@ -8,19 +8,18 @@ PartsChoice    for a model that can't be traced: which modules run on the device
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from roundpipe.core.errors import ConfigError
+from roundpipe.core.options import with_options
 from roundpipe.fx.passes.cuts import Balance
 from roundpipe.fx.passes.lower import LowerOptions
 from roundpipe.fx.source import TracedSource, own_example
 from roundpipe.runtime.config import RoundPipeRunConfig
-from roundpipe.runtime.device.backend import Device
 from roundpipe.runtime.device.resolve import DeviceLike, largest_layer_bytes
 from roundpipe.runtime.ranks.group import ProcessGroupLike
 from roundpipe.runtime.weights.host_weights import PinMode
@@ -37,6 +36,7 @@ _TRACING = ("example_args", "example_kwargs", "balance")
 _PARTS_OPTIONS = ("lower_threshold", "upper_threshold", "skip_modules", "override_config")
 
 
+@with_options("compile(model, {0}=...)", *_PARTS_OPTIONS)
 def compile(
     model: nn.Module,
     *,
@@ -95,7 +95,6 @@ def compile(
         raise ConfigError(f"example_kwargs is {type(example_kwargs).__name__}; give a dict of keyword arguments")
     if not isinstance(fallback, bool):
         raise ConfigError(f"fallback={fallback!r}; give True or False")
-    _check_options("compile", wrap_kwargs, _PARTS_OPTIONS)
     choice = PartsChoice(model, **wrap_kwargs, reaction="warn" if fallback else "refuse")
     program = cut(model, choice, devices, balance, example_args, example_kwargs)
     settings: dict[str, Any] = {"optim_dtype": optim_dtype, "name": name, "pin_model": pin_model, "devices": devices}
@@ -108,6 +107,7 @@ def compile(
     return pipe
 
 
+@with_options("wrap_model_to_roundpipe(model, {0}=...)", *_SETTINGS, *_TRACING)
 def wrap_model_to_roundpipe(
     model: nn.Module,
     use_sequential_preset: bool | None = None,
@@ -166,7 +166,6 @@ def wrap_model_to_roundpipe(
         ConfigError: an argument can't be used as given.
         NotImplementedError: ``use_sequential_preset=True``, and the model can't be traced.
     """
-    _check_options("wrap_model_to_roundpipe", roundpipe_kwargs, (*_SETTINGS, *_TRACING))
     check_wrappable(model, "wrap_model_to_roundpipe")
     if use_sequential_preset not in (None, True, False):
         raise ConfigError(f"use_sequential_preset={use_sequential_preset!r}; give True, False or None")
@@ -206,24 +205,3 @@ def cut(
     if has_example and source.chain_for(example_args, example_kwargs or {}) is None:
         return None
     return ChainProgram(model, source, choice.make_fallback)
-
-
-def _check_options(function: str, given: Iterable[str], allowed: Sequence[str]) -> None:
-    unknown = [option for option in given if option not in allowed]
-    if unknown:
-        names = ", ".join(map(repr, unknown))
-        raise ConfigError(
-            f"{function} has no option {names}; further ones are {', '.join(allowed)}{_where_instead(unknown[0])}"
-        )
-
-
-def _where_instead(option: str) -> str:
-    """Where an option belongs, if it is one of something else."""
-    if option in {field.name for field in fields(RoundPipeRunConfig)}:
-        example = f"RoundPipeRunConfig({option}=...)"
-        return f". {option} is an option of runs: model_run_config={example}, or run_config={example} of one call"
-    if option in {field.name for field in fields(Device)}:
-        return f". {option} is an option of a device: devices=[Device('cuda:0', {option}=...)]"
-    if option in ("loss_fn", "label", "return_outputs"):
-        return f". {option} is an argument of forward_backward"
-    return ""

@@ -1,6 +1,8 @@
 """What a user who is nearly right is told: options in the wrong place, sizes as text, names and fields that show."""
 
+import inspect
 import pydoc
+import re
 
 import pytest
 import torch
@@ -14,22 +16,48 @@ from roundpipe.core.caller import caller_name
 @pytest.mark.parametrize(
     ("option", "advice"),
     [
-        ({"num_microbatch": 4}, r"model_run_config=RoundPipeRunConfig\(num_microbatch=\.\.\.\)"),
-        ({"loss_reduction": "mean"}, r"run_config=RoundPipeRunConfig\(loss_reduction"),
-        ({"memory_bytes": 1}, r"devices=\[Device\('cuda:0', memory_bytes"),
-        ({"loss_fn": print}, "an argument of forward_backward"),
+        ("num_microbatch", "model_run_config=RoundPipeRunConfig(num_microbatch=...), or run_config="),
+        ("loss_fn", "it is given as forward_backward(loss_fn=...)"),
+        ("memory_bytes", "it is given as devices=[Device('cuda:0', memory_bytes=...)]"),
+        ("is_async", "it is given as step(step_fn, is_async=...)"),
+        ("device", "did you mean 'devices'?"),
+        ("dtype", "there are "),
     ],
 )
-@pytest.mark.parametrize("function", [roundpipe.compile, roundpipe.wrap_model_to_roundpipe])
-def test_an_option_in_the_wrong_place_gets_a_hint(function, option, advice):
-    with pytest.raises(roundpipe.ConfigError, match=advice):
-        function(nn.Linear(2, 2), **option)
+def test_an_option_in_the_wrong_place_gets_a_hint(option, advice):
+    for function in (
+        roundpipe.compile,
+        roundpipe.wrap_model_to_roundpipe,
+        roundpipe.RoundPipe,
+        roundpipe.AutoRoundPipe,
+    ):
+        with pytest.raises(roundpipe.ConfigError, match=re.escape(advice)) as caught:
+            function(nn.Linear(2, 2), **{option: 4})
+        assert isinstance(caught.value, TypeError), "as Python's own is"
+
+
+def test_options_of_calls_and_values_get_hints_too():
+    with pytest.raises(TypeError, match="RoundPipeRunConfig has no option 'num_microbatches'; did you mean 'num_micro"):
+        RoundPipeRunConfig(num_microbatches=2)
+    with pytest.raises(TypeError, match="Device has no option 'num_microbatch'; it is given as model_run_config="):
+        Device("cpu", num_microbatch=2)
+    with roundpipe.RoundPipe(nn.Sequential(nn.Linear(3, 3)), devices="cpu") as piped:
+        with pytest.raises(TypeError, match="forward_backward has no option 'labels'; did you mean 'label'"):
+            piped.forward_backward(labels=1)
+        with pytest.raises(TypeError, match="forward_loss has no option 'devices'; it is given as compile"):
+            piped.forward_loss(devices="cpu")
+        with pytest.raises(TypeError, match="save_checkpoint has no option 'optim'; there are dir, optimizer, "):
+            piped.save_checkpoint("there", optim=1)
+        with pytest.raises(roundpipe.ConfigError, match=r"step_fn is an optimizer, SGD; .* lambda: \(optimizer.step"):
+            piped.step(torch.optim.SGD(piped.optim_parameters(), 0.1))
+    signature = inspect.signature(roundpipe.RoundPipe.forward_backward)
+    assert list(signature.parameters)[:3] == ["self", "input_args", "input_kwargs"], "help() shows the options"
 
 
 def test_memory_may_be_given_as_text():
     assert Device("cpu", memory_bytes="24GiB").memory_bytes == 24 << 30
     assert Device("cpu", memory_bytes="500 MB").memory_bytes == 500_000_000
-    with pytest.raises(roundpipe.ConfigError, match="memory_bytes='much'"):
+    with pytest.raises(roundpipe.ConfigError, match=r"memory_bytes='much'.* a text such as '24GiB'"):
         Device("cpu", memory_bytes="much")
 
 
@@ -73,7 +101,9 @@ def test_a_microbatch_of_one_sample_is_named_as_the_cause():
     with roundpipe.compile(model, devices="cpu") as piped:
         with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
             piped.forward_backward(**given, run_config=RoundPipeRunConfig(3))
-        assert any("this microbatch has one sample left; set num_microbatch lower" in n for n in caught.value.__notes__)
+        first, last = caught.value.__notes__
+        assert "given these arguments (of one microbatch, if the batch was split)" in first
+        assert "this microbatch has one sample left; set num_microbatch lower" in last
         with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
             piped.forward_backward((torch.randn(1, 3),), loss_fn=given["loss_fn"], run_config=RoundPipeRunConfig(1))
         assert not any("left" in note for note in caught.value.__notes__)

@@ -102,6 +102,10 @@ class ConfigError(RoundPipeError, ValueError):
     """An option or argument can't be used as given."""
 
 
+class OptionError(ConfigError, TypeError):
+    """There is no option of this name here."""
+
+
 class TraceCause(enum.Enum):
     """What in a model's code stands in the way of a graph."""
 

@@ -16,6 +16,7 @@ import torch
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ConfigError, MicrobatchError, quoted
 from roundpipe.core.field_docs import with_field_docs
+from roundpipe.core.options import with_options
 from roundpipe.core.schedule import ExecutePlan
 
 RecomputeGrain = Literal["stage", "layer"]
@@ -32,6 +33,7 @@ SplitInput = tuple[Any, Any] | Callable[[tuple[Any, ...], dict[str, Any], int], 
 """A pair of specs, or ``f(args, kwargs, num_microbatch) -> (args_list, kwargs_list)``."""
 
 
+@with_options("model_run_config=RoundPipeRunConfig({0}=...), or run_config=RoundPipeRunConfig({0}=...) of one call")
 @with_field_docs
 @dataclass(frozen=True, slots=True)
 class RoundPipeRunConfig:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from roundpipe.core.errors import ConfigError, NotCopyableError
+from roundpipe.core.options import with_options
 from roundpipe.runtime.config import LossReduction, LossScope, RoundPipeRunConfig
 from roundpipe.runtime.device.resolve import DeviceLike
 from roundpipe.runtime.engine.spec import LossFunction
@@ -55,6 +56,7 @@ class RoundPipe(ModelReports):
         ConfigError: an argument can't be used.
     """
 
+    @with_options("compile(model, {0}=...)")
     def __init__(
         self,
         model: nn.Module | Program,
@@ -116,6 +118,7 @@ class RoundPipe(ModelReports):
         self._session.note_call(roundpipe_run_config, (args, kwargs))
         return outputs
 
+    @with_options("forward_backward({0}=...)")
     def forward_backward(
         self,
         input_args: Sequence[Any] = (),
@@ -162,6 +165,7 @@ class RoundPipe(ModelReports):
         options = with_loss_options(run_config, loss_reduction, loss_scope)
         return self._train(input_args, input_kwargs, label, loss_fn, return_outputs, options)
 
+    @with_options("forward_loss({0}=...)")
     def forward_loss(
         self,
         input_args: Sequence[Any] = (),
@@ -272,6 +276,7 @@ class RoundPipe(ModelReports):
 
     # Checkpoints
 
+    @with_options("save_checkpoint(dir, {0}=...)")
     def save_checkpoint(
         self,
         dir: str | os.PathLike[str],
@@ -295,8 +300,7 @@ class RoundPipe(ModelReports):
         Args:
             dir: replaced as a whole; what else lies in an earlier checkpoint's folder, such as a tokenizer, stays.
             optimizer: made from `optim_parameters`.
-            scheduler: has ``state_dict``, as has ``scaler``.
-            scaler: `roundpipe.GradScaler` or torch's.
+            scheduler: has ``state_dict``, as has ``scaler``: `roundpipe.GradScaler` or torch's.
             step: to be given back by the load.
             extra: likewise; numbers, strings, plain tensors, and dicts, lists, tuples and sets of them.
             is_async: copy all of it in host memory (as many bytes as the checkpoint has), return, and write in
@@ -318,6 +322,7 @@ class RoundPipe(ModelReports):
             raise ConfigError(f"is_async is {type(is_async).__name__}; give True or False")
         return checkpoint.save(self._session, dir, objects, step, extra, is_async)
 
+    @with_options("load_checkpoint(dir, {0}=...)")
     def load_checkpoint(
         self,
         dir: str | os.PathLike[str],
@@ -332,8 +337,6 @@ class RoundPipe(ModelReports):
         Args:
             dir: as given to the save; after a crash in the middle of a save, the latest whole checkpoint.
             optimizer: if one was saved; likewise ``scheduler`` and ``scaler``.
-            scheduler: see ``optimizer``.
-            scaler: see ``optimizer``.
             weights_only: read the weights and nothing else, also from a folder that ``save_pretrained`` wrote.
 
         Returns:
@@ -349,7 +352,7 @@ class RoundPipe(ModelReports):
         objects = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
         return checkpoint.load(self._session, dir, objects, weights_only)
 
-    # Life
+    # Life and copies
 
     def close(self) -> None:
         """Wait for what is running, end all threads and give device memory back; safe to call twice.
@@ -359,9 +362,8 @@ class RoundPipe(ModelReports):
 
         Raises:
             Exception: what the last round or update raised after its call had returned, once everything is closed. If
-                another exception ends the context, that one is raised, with a note of this one. If the wrapper is
-                dropped, or the program ends, it can't be raised any more: Python prints it, or it is logged as an
-                error, and the program's exit code does not show it. So close a wrapper whose last step counts.
+                another exception ends the context, that one is raised, with a note of this one. Where nobody closes,
+                Python prints it, or it is logged as an error, and the program's exit code does not show it.
         """
         self._session.close()
 
@@ -375,8 +377,6 @@ class RoundPipe(ModelReports):
             if error is None:
                 raise
             error.add_note("roundpipe: close() raised after it:\n" + "".join(traceback.format_exception(pending)))
-
-    # Copies
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Another wrapper, of a copy of the model, on the same devices with workers of its own.

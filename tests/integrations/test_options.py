@@ -23,7 +23,7 @@ def test_options_are_read_from_a_command_line() -> None:
     assert options.config == roundpipe.RoundPipeRunConfig(num_microbatch=4)
     for wrong, message in (
         ({"optim_dtype": "int8"}, "optim_dtype='int8'; give the name of a floating-point dtype"),
-        ({"run_config": {"microbatches": 3}}, "unexpected keyword argument 'microbatches'"),
+        ({"run_config": {"microbatches": 3}}, "has no option 'microbatches'; did you mean 'num_microbatch'"),
         ({"run_config": "{"}, "give fields of RoundPipeRunConfig"),
     ):
         with pytest.raises(roundpipe.ConfigError, match=message):

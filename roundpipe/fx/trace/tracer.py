@@ -240,7 +240,8 @@ def _as_the_models_own(
         return None
     words = (
         f"the forward of {type(model).__name__} raises {type(own).__name__} at {with_source(place) or 'its call'}: "
-        f"{str(own).strip()}. It does so without roundpipe too, with these arguments: correct them, or the model"
+        f"{str(own).strip()}. Plain PyTorch raises it, too, given these arguments (of one microbatch, if the batch was "
+        "split): correct them, or the model"
     )
     result = TraceError(words, TraceCause.MODEL_ERROR, error.facts)
     result.__cause__ = own

@@ -25,6 +25,7 @@ import torch
 
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.field_docs import with_field_docs
+from roundpipe.core.options import with_options
 from roundpipe.core.quantities import parse_quantity
 
 
@@ -45,6 +46,7 @@ ON_ITS_WAY = {Lane.DOWNLOAD: "values and gradients between stages", Lane.GRADIEN
 """What downloads take host memory for."""
 
 
+@with_options("devices=[Device('cuda:0', {0}=...)]")
 @with_field_docs
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -77,8 +79,9 @@ class Device:
         for field in ("memory_bytes", "upload_bytes_per_s", "download_bytes_per_s"):
             limit = getattr(self, field)
             is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
+            text = ", or a text such as '24GiB'" if field == "memory_bytes" else ""
             if limit is not None and not (is_number and 0 < limit < inf):
-                raise ConfigError(f"Device({field}={limit!r}): give a positive number, or None for no limit")
+                raise ConfigError(f"Device({field}={limit!r}): give a positive number{text}, or None for no limit")
 
 
 class Event(Protocol):

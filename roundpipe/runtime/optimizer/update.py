@@ -159,7 +159,12 @@ class UpdateRunner:
     def check_step(self, step_fn: object, is_async: object) -> None:
         """Raise a `ConfigError` if a step can't be made of these, or here."""
         if not callable(step_fn):
-            raise ConfigError(f"step_fn is {step_fn!r}; give a function that does one optimizer step")
+            is_optimizer = isinstance(step_fn, torch.optim.Optimizer)
+            given = f"an optimizer, {type(step_fn).__name__}" if is_optimizer else repr(step_fn)
+            raise ConfigError(
+                f"step_fn is {given}; give a function that does one optimizer step, such as "
+                "lambda: (optimizer.step(), optimizer.zero_grad())"
+            )
         if not isinstance(is_async, bool):
             raise ConfigError(
                 f"is_async is {type(is_async).__name__}; give True or False. What step_fn takes comes behind it: "

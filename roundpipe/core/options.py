@@ -1,0 +1,58 @@
+"""Where an option belongs: what is given one that it does not have names the one that was meant, or its place."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+from roundpipe.core.errors import OptionError
+
+Owner = TypeVar("Owner", bound=Callable[..., Any])
+
+_PLACES = {"is_async": "step(step_fn, is_async=...)"}
+"""How each known option is given. (`step` itself can't check: what it does not know is for ``step_fn``.)"""
+
+
+def with_options(example: str, *further: str) -> Callable[[Owner], Owner]:
+    """A function or class that refuses unknown options and tells others where its own ones belong.
+
+    Args:
+        example: how one of its options is given, with ``{0}`` in place of the name.
+        *further: options that it takes as ``**kwargs``.
+    """
+
+    def decorate(owner: Owner) -> Owner:
+        function = owner.__init__ if isinstance(owner, type) else owner  # type: ignore[misc]
+        kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+        named = [name for name, one in inspect.signature(function).parameters.items() if one.kind in kinds]
+        options = [name for name in (*named, *further) if name not in ("self", "model")]
+        for option in options:
+            _PLACES.setdefault(option, example.format(option))
+        known = {*named, *further}
+
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            if not known.issuperset(kwargs):
+                raise _unknown(function, next(name for name in kwargs if name not in known), options)
+            return function(*args, **kwargs)
+
+        if not isinstance(owner, type):
+            return checked  # type: ignore[return-value]
+        owner.__init__ = checked  # type: ignore[misc]
+        return owner
+
+    return decorate
+
+
+def _unknown(function: Callable[..., Any], option: str, options: Sequence[str]) -> OptionError:
+    meant = get_close_matches(option, options, 1, cutoff=0.75)
+    if meant:
+        advice = f"did you mean {meant[0]!r}?"
+    elif option in _PLACES:
+        advice = f"it is given as {_PLACES[option]}"
+    else:
+        advice = f"there are {', '.join(options)}"
+    return OptionError(f"{function.__qualname__.removesuffix('.__init__')} has no option {option!r}; {advice}")
