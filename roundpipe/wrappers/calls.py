@@ -240,8 +240,7 @@ class ChainRunner(Runner):
         if self.fallback is not None and self.source.latest is None:
             return None, options  # there never was one
         if config.auto and (chain := self.last_chain or self.source.latest) is not None:
-            make = None if isinstance(chain, JointChain) else make_tail
-            whole = Call(chain, config, [args], [kwargs], [label], 1, loss_fn=loss_fn, make_tail=make)
+            whole = Call(chain, config, [args], [kwargs], [label], 1, loss_fn=loss_fn, make_tail=make_tail)
             config = self.builder.plans.options.settle(whole, batch_size(args, kwargs, config))
         pieces = split(args, kwargs, label, config)
         chains: list[LayerChain] = []
@@ -263,8 +262,7 @@ class ChainRunner(Runner):
         for position, (chain, piece_kwargs, piece_args, piece_label) in enumerate(joined, first_microbatch):
             if not calls or calls[-1].chain is not chain:
                 number = pieces.num_microbatches
-                make = None if isinstance(chain, JointChain) else make_tail
-                calls.append(Call(chain, config, [], [], [], number, position, loss_fn, make_tail=make))
+                calls.append(Call(chain, config, [], [], [], number, position, loss_fn, make_tail=make_tail))
             calls[-1].args.append(piece_args)
             calls[-1].kwargs.append(piece_kwargs)
             calls[-1].labels.append(piece_label)
@@ -329,8 +327,12 @@ def _note_own_losses(calls: Sequence[Call]) -> None:
 
 def memory_of(device: torch.device, call: Call, tiles: Tiles) -> list[LayerCost] | None:
     """Costs with the memory that layers take in tiles for the largest microbatch of a call, its loss included."""
+    chain = call.chain
+    if isinstance(chain, JointChain):
+        own = {number: memory_of(device, each, tiles) for number, each in chain.calls(call).items()}
+        known = {number: costs for number, costs in own.items() if costs is not None}
+        return chain.joint_costs(known) if len(known) == len(own) else None
     args, kwargs, label = call.largest()
-    chain, kwargs = _chain_of(call, kwargs)
     tail = call.tail if tiles.tail > 1 else None
     loss = None if call.loss_fn is None else Loss(call.loss_fn, label, tail)
     with microbatch_count(call.total_microbatches):
@@ -339,14 +341,9 @@ def memory_of(device: torch.device, call: Call, tiles: Tiles) -> list[LayerCost]
 
 def _add_tiles(call: Call) -> None:
     """Let a call's layers run in tiles, whatever the sizes of its microbatches."""
-    for args, kwargs in zip(call.args, call.kwargs, strict=True):
-        chain, kwargs = _chain_of(call, kwargs)
-        add_tiles(chain, args, kwargs, call.tiles)
-
-
-def _chain_of(call: Call, kwargs: dict[str, Any]) -> tuple[LayerChain, dict[str, Any]]:
-    """The chain of one microbatch, and its own keyword arguments."""
-    return call.chain.of(kwargs) if isinstance(call.chain, JointChain) else (call.chain, kwargs)
+    for each in call.chain.calls(call).values() if isinstance(call.chain, JointChain) else (call,):
+        for args, kwargs in zip(each.args, each.kwargs, strict=True):
+            add_tiles(each.chain, args, kwargs, call.tiles)
 
 
 @dataclass(slots=True)

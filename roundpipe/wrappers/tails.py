@@ -30,6 +30,7 @@ from roundpipe.runtime.config import microbatch_count
 from roundpipe.runtime.engine.chain_record import code_of
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.wrappers.features import hooked_for_loss
+from roundpipe.wrappers.variants import JointChain, JointTail
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,11 @@ class TailSource:
 
     def tail(self, call: Call) -> Tail | None:
         """The tail for all microbatches of a call; None if its loss can't be a part of the last layer."""
+        if isinstance(call.chain, JointChain):
+            calls = call.chain.calls(call)
+            tails = {number: own for number, each in calls.items() if (own := each.tail) is not None}
+            is_alike = len({tuple(own.first_loss) for own in tails.values()}) == 1
+            return JointTail(tails) if len(tails) == len(calls) and is_alike else None
         function, code = call.loss_fn, code_of(call.loss_fn)
         if function is None or code in self._refused:
             return None

@@ -10,14 +10,15 @@ one chain has them all: each of its layers has a layer of every chain, and runs 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
 
 from torch import nn
 
-from roundpipe.core.layers import Carry, LayerChain, LayerCost, LayerSpec, OwnLoss
+from roundpipe.core.layers import Carry, LayerChain, LayerCost, LayerSpec, OwnLoss, Tail
+from roundpipe.runtime.engine.spec import Call
 
 logger = logging.getLogger(__name__)
 
@@ -71,14 +72,14 @@ class JointChain(LayerChain):
 
     def __init__(self, chains: Sequence[LayerChain], groups: Sequence[Sequence[range]]) -> None:
         exit = _JointExit([chain.exit for chain in chains])
-        specs, layers, costs = [], [], []
+        self._groups = groups
+        specs, layers = [], []
         for group in groups:
             own = [_merged_spec(chain, positions) for chain, positions in zip(chains, group, strict=True)]
             specs.append(_joint_spec(own))
             parts = [[chain[i] for i in positions] for chain, positions in zip(chains, group, strict=True)]
             layers.append(JointLayer(parts, specs[-1].makes))
-            sums = [_sum([chain.costs[i] for i in own]) for chain, own in zip(chains, group, strict=True)]
-            costs.append(LayerCost(**{name: max(getattr(each, name) for each in sums) for name in _COSTS}))
+        costs = self.joint_costs({number: chain.costs for number, chain in enumerate(chains)})
         made = {name for spec in specs for name in spec.makes}
         read = dict.fromkeys(name for reads in (*(spec.reads for spec in specs), exit.reads) for name in reads)
         entry = _JointEntry([chain.entry for chain in chains], [name for name in read if name not in made])
@@ -87,10 +88,23 @@ class JointChain(LayerChain):
         self.variants = tuple(chains)
         self.own_losses = tuple(_joint_losses(chains))
 
-    def of(self, kwargs: dict[str, Any]) -> tuple[LayerChain, dict[str, Any]]:
-        """The chain of a microbatch, and its own keyword arguments."""
-        kwargs = dict(kwargs)
-        return self.variants[kwargs.pop(VARIANT, 0)], kwargs
+    def calls(self, call: Call) -> dict[int, Call]:
+        """By number of a chain, a call of those microbatches that run by it; one without a number runs by the first."""
+        calls: dict[int, Call] = {}
+        for args, kwargs, label in zip(call.args, call.kwargs, call.labels, strict=True):
+            number = (kwargs := dict(kwargs)).pop(VARIANT, 0)
+            if number not in calls:
+                own = self.variants[number]
+                calls[number] = replace(call, chain=own, args=[], kwargs=[], labels=[], _tail=None, _hooks=None)
+            calls[number].args.append(args)
+            calls[number].kwargs.append(kwargs)
+            calls[number].labels.append(label)
+        return calls
+
+    def joint_costs(self, costs: Mapping[int, Sequence[LayerCost]]) -> list[LayerCost]:
+        """Costs of its layers, from those of some of its chains, by their numbers: the most that one takes."""
+        sums = [[_sum([own[i] for i in group[number]]) for number, own in costs.items()] for group in self._groups]
+        return [LayerCost(**{name: max(getattr(each, name) for each in own) for name in _COSTS}) for own in sums]
 
 
 class JointChains:
@@ -150,14 +164,19 @@ class JointLayer(nn.Module):
         self._makes = tuple(makes)
 
     def forward(self, carry: Carry) -> Carry:
+        last, own = self.up_to_last(carry)
+        own.update(last(own))
+        made = _inside(carry[VARIANT], own)
+        return {name: made.get(name) for name in self._makes}
+
+    def up_to_last(self, carry: Carry) -> tuple[nn.Module, Carry]:
+        """Of the layers of a microbatch's own chain, the last one, and what the chain carries once the others ran."""
         number = carry[VARIANT]
         own = _outside(number, carry)
-        for name in self._parts[number]:
-            layer = self._modules[name]
-            assert layer is not None
+        *first, last = (getattr(self, name) for name in self._parts[number])
+        for layer in first:
             own.update(layer(own))
-        made = _inside(number, own)
-        return {name: made.get(name) for name in self._makes}
+        return last, own
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -169,6 +188,21 @@ class JointLayer(nn.Module):
         for layer in self._modules.values():
             assert layer is not None
             yield from layer.named_modules(memo, prefix, remove_duplicate)
+
+
+class JointTail:
+    """Tails of several chains, by their numbers, as one of their joint chain; their first losses are at one place."""
+
+    def __init__(self, tails: Mapping[int, Tail]) -> None:
+        self._tails = tails
+        self.first_loss = next(iter(tails.values())).first_loss
+
+    def __call__(self, layer: nn.Module, carry: Carry, label: Any) -> Any:
+        assert isinstance(layer, JointLayer)
+        return self._tails[carry[VARIANT]](*layer.up_to_last(carry), label)
+
+    def is_of_loss(self, error: BaseException) -> bool:
+        return any(tail.is_of_loss(error) for tail in self._tails.values())
 
 
 class _JointEntry:
@@ -245,7 +279,9 @@ _COSTS = tuple(field.name for field in fields(LayerCost))
 def _sum(costs: Sequence[LayerCost]) -> LayerCost:
     """The cost of layers that have become one."""
     total = LayerCost(**{name: sum(getattr(cost, name) for cost in costs) for name in _COSTS})
-    return replace(total, carry_bytes=costs[-1].carry_bytes)
+    last = costs[-1]
+    repeats, num_tiles = any(cost.repeats for cost in costs), max(cost.num_tiles for cost in costs)
+    return replace(total, carry_bytes=last.carry_bytes, num_tiles=num_tiles, repeats=repeats, has_loss=last.has_loss)
 
 
 def _merged_spec(chain: LayerChain, positions: range) -> LayerSpec:

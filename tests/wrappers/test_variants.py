@@ -5,11 +5,15 @@ import logging
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import roundpipe
 from tests.repeats import repeats
 from tests.runtime.models import assert_same, buffers, config, gradients, pieces
+from tests.wrappers.cases_tails import runs
+
+__all__ = ["runs"]
 
 WIDTH = 6
 
@@ -167,3 +171,32 @@ def test_several_rounds_are_logged_once(caplog):
         for _ in range(2):
             piped.forward_backward(input_kwargs=given, loss_fn=total, run_config=config(4))
     assert caplog.text.count("one call runs as 3 rounds") == 1
+
+
+class Classifier(Masked):
+    """Computes its own loss, of many more classes than it is wide."""
+
+    def __init__(self):
+        super().__init__(depth=2)
+        self.head = nn.Linear(WIDTH, 4096)
+
+    def forward(self, x, mask, target):
+        logits = super().forward(x, mask)
+        return {"loss": F.cross_entropy(logits, target), "logits": logits}
+
+
+def test_the_loss_is_a_part_of_the_last_layer_of_each(runs):
+    model, given = Classifier().double(), arguments(128)
+    given["target"] = torch.arange(128).masked_fill(given["x"][:, 0] > 1, -100)
+    reference = copy.deepcopy(model)
+    expected = reference(**given)["loss"]
+    expected.backward()
+    logits_bytes = 64 * 4096 * 8
+    with roundpipe.compile(model, devices=[roundpipe.Device("cpu", memory_bytes=logits_bytes // 2)]) as piped:
+        found = piped.forward_backward(
+            input_kwargs=given, loss_fn=lambda outputs, _: outputs["loss"], run_config=config(2), loss_reduction="mean"
+        )
+        assert runs["tiled in tail"] >= 2 and piped.trace_count == 2
+        assert piped.peak_device_bytes() <= logits_bytes // 2
+    torch.testing.assert_close(found, expected.detach(), rtol=0, atol=1e-12)
+    assert_same(gradients(model), gradients(reference), 1e-12)
