@@ -9,17 +9,23 @@ from roundpipe.tools.hosts import Network
 from tests.distributed.ranks import Ranks
 from tests.distributed.throttled import NUM_PARAMETERS, train
 
+TRIES = 5
+
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch is built without gloo")
 
 
 @pytest.mark.parametrize("shards", [False, True])
 def test_a_throttled_link_takes_the_time_that_is_planned(two: Ranks, shards: bool) -> None:
-    """The link is so slow that a step on this machine, whatever runs beside it, is short beside it."""
+    """The link is so slow that a step on this machine is short beside it; other processes may take the cores."""
     network = Network(2, 6e6)
-    free, measured = (two.run(train, shards, rate)[0] for rate in (None, network.bytes_per_s))
     size = 4 * NUM_PARAMETERS
     planned_bytes = network.sharding_bytes(size, size) if shards else network.averaging_bytes(size)
-    assert measured.sent_bytes == pytest.approx(planned_bytes, rel=0.01)
-    planned_s = network.step_s(free.seconds_per_step, 0.0, planned_bytes)
+    planned_s = network.step_s(0.0, 0.0, planned_bytes)
     assert planned_s == planned_bytes / network.bytes_per_s
-    assert planned_s <= measured.seconds_per_step <= 2 * planned_s
+    for _ in range(TRIES):
+        measured = two.run(train, shards, network.bytes_per_s)[0]
+        assert measured.sent_bytes == pytest.approx(planned_bytes, rel=0.01)
+        assert measured.seconds_per_step >= planned_s
+        if measured.seconds_per_step <= 2 * planned_s:
+            return
+    pytest.fail(f"{planned_s} s planned, {measured.seconds_per_step} s measured, {TRIES} times")

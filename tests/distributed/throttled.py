@@ -27,15 +27,14 @@ class Measured:
     """Per step, to other ranks."""
 
 
-def train(shards: bool, bytes_per_s: float | None) -> Measured:
-    """Asynchronous steps, from the first whose exchange waits for another one; None: links as they are."""
+def train(shards: bool, bytes_per_s: float) -> Measured:
+    """Asynchronous steps, from the first whose exchange waits for another one."""
     size, sent = dist.get_world_size(), [0.0]
     add_up, swap, collect = RankGroup.add_up, RankGroup.swap, RankGroup.collect
 
     def travel(num_bytes: float) -> None:
         sent[0] += num_bytes
-        if bytes_per_s is not None:
-            time.sleep(num_bytes / bytes_per_s)
+        time.sleep(num_bytes / bytes_per_s)
 
     def slow_add_up(group: RankGroup, tensor: torch.Tensor) -> None:
         add_up(group, tensor)
