@@ -6,7 +6,7 @@ It tells the assumptions of the model's own Python ("glue") from those that an o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,16 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
 
 from roundpipe.core import trees
+from roundpipe.core.contexts import contextmanager
 from roundpipe.fx.locations import model_location
 from roundpipe.fx.operations import SizeExpression
 
 Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _VALUES = (torch.Tensor, *Symbolic)
+
+
+class SizeFixed(BaseException):
+    """Code asked for a size as a plain number, such as for a loop over it; no `Exception`, which it may catch."""
 
 
 class ShapeWorld(ShapeEnv):
@@ -33,20 +38,39 @@ class ShapeWorld(ShapeEnv):
         """What held when glue asked, in the order asked, and where it asked."""
         self.recent: list[sympy.Basic] = []
         """What held when the call in progress asked; for `promote_recent`."""
+        self._numbers_given: set[sympy.Basic] = set()
+        self._keeps_open = False
 
     def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._keeps_open and _gives_number(orig_expr):
+            raise SizeFixed
         answer = super().evaluate_expr(orig_expr, *args, **kwargs)
+        if _gives_number(orig_expr):
+            self._numbers_given.add(orig_expr)
         if getattr(orig_expr, "free_symbols", None):
             holds = _that(orig_expr, answer)
             if self.in_glue():
                 if holds not in self.glue_guards:
                     self.glue_guards[holds] = model_location()
                     self.on_assumption(holds)
-                    if not orig_expr.is_Boolean and not orig_expr.is_Relational:
+                    if _gives_number(orig_expr):
                         self.on_fixed_size()
             else:
                 self.recent.append(holds)
         return answer
+
+    @contextmanager
+    def kept_open(self) -> Iterator[None]:
+        """Inside, no size becomes a plain number.
+
+        Raises:
+            SizeFixed: one would.
+        """
+        self._keeps_open = True
+        try:
+            yield
+        finally:
+            self._keeps_open = False
 
     def forget_listeners(self) -> None:
         """Tracing is over; torch's caches keep this object, which must not keep the model."""
@@ -62,8 +86,8 @@ class ShapeWorld(ShapeEnv):
             self.glue_guards.setdefault(holds, model_location())
 
     def num_fixed_sizes(self) -> int:
-        """Number of size symbols that turned out to be one number."""
-        return sum(bool(value.is_number) for value in self.replacements.values())
+        """Number of sizes that turned out to be one number, or were asked for as one."""
+        return len(self._numbers_given) + sum(bool(value.is_number) for value in self.replacements.values())
 
     def glue_assumptions(self) -> dict[sympy.Basic, str]:
         """What the model's own Python asked, with where, and the sizes that were taken for equal."""
@@ -93,6 +117,12 @@ def _that(expression: sympy.Basic, answer: Any) -> sympy.Basic:
     if answer in (False, sympy.false):
         return sympy.Not(expression)
     return sympy.Eq(expression, answer, evaluate=False)
+
+
+def _gives_number(expression: Any) -> bool:
+    """Whether the answer to an expression is a size itself, and not whether something holds."""
+    is_open = bool(getattr(expression, "free_symbols", None)) and not is_data_dependent(expression)
+    return is_open and not expression.is_Boolean and not expression.is_Relational
 
 
 def expression_of(size: Any) -> Any:

@@ -1,6 +1,7 @@
-"""Output sizes of code that can't run on fakes, found by running it on random data.
+"""Output sizes of code that can't run on fakes of any size, found by running it at two.
 
-A copy of the module runs twice, at the example's sizes and at others; an output dimension that
+A copy of a module runs twice on random data, a function that loops over a size on fakes of plain sizes: at the
+example's sizes and at others. An output dimension that
 changes is matched with the input dimension, or the product of two, that changes in the same way.
 
 Invariant: neither the user's module nor any random state changes.
@@ -9,8 +10,9 @@ Invariant: neither the user's module nor any random state changes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import sympy
 import torch
@@ -20,9 +22,11 @@ from roundpipe.core import trees
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import TraceError
 from roundpipe.effects.snapshot import ModuleSnapshot, PythonSnapshot
-from roundpipe.fx.fakes import FakeWorld, real_world
+from roundpipe.fx.fakes import FakeWorld, real_world, static_mode
 from roundpipe.fx.sizes import Symbolic, expression_of, flat_sizes, flat_tensors, flat_values, size_function
 from roundpipe.fx.trace.leaves import LeafRun, containers_mutated, contents_of
+
+Probed = TypeVar("Probed")
 
 MAX_DIVISOR = 64
 """Sizes are looked for up to this part of another size, as pooling and striding make them."""
@@ -108,27 +112,31 @@ def probe_module(world: FakeWorld, name: str, twin: nn.Module, args: Any, kwargs
         TraceError: an output dimension can't be told from the input's dimensions.
         Exception: what the module raised.
     """
+    probe = partial(_probe_module, world, name, twin, args, kwargs)
+    return _at_sizes_that_fit(flat_values(args, kwargs), (partial(probe, False), partial(probe, True)))
+
+
+def _at_sizes_that_fit(values: list[Any], probes: Sequence[Callable[[], Probed]]) -> Probed:
+    """What the first probe that does not fail finds; at sizes that are alike in the example, if need be."""
     while True:
         errors: list[Exception] = []
-        for in_steps in (False, True):
+        for probe in probes:
             try:
-                return _probe_module(world, name, twin, args, kwargs, in_steps)
+                return probe()
             except Exception as error:
                 errors.append(error)
-        if not _equate(flat_values(args, kwargs)):
+        if not _equate(values):
             raise errors[0]
 
 
 def _equate(values: list[Any]) -> bool:
-    """Takes sizes for equal that are different symbols with one number in the example; whether there were any."""
-    known: dict[int, Any] = {}
-    hints = _hints_of(values)
+    """Takes symbols for equal that have one number in the example; whether there were any."""
+    environments = [size.node.shape_env for size in flat_sizes(values) if isinstance(size, torch.SymInt)]
+    known: dict[int, sympy.Symbol] = {}
     has_equal = False
-    for size in flat_sizes(values):
-        expression = expression_of(size)
-        if isinstance(size, torch.SymInt) and expression in hints:
-            first = known.setdefault(hints[expression], size)
-            has_equal |= expression_of(first) != expression and bool(first == size)
+    for symbol, number in sorted(_hints_of(values).items(), key=str):
+        first = known.setdefault(number, symbol)
+        has_equal |= first != symbol and bool(environments[0].evaluate_expr(sympy.Eq(first, symbol)))
     return has_equal
 
 
@@ -194,6 +202,39 @@ def _call(module: nn.Module, args: Any, kwargs: Any, numbers: _Sizes) -> Any:
     if is_written or containers_mutated(before, positional, keywords):
         raise TraceError("it changes a tensor, list, dict or object that it takes as an argument")
     return out
+
+
+def probe_sizes(func: Any, args: Any, kwargs: Any) -> Any:
+    """The output, with fakes, of a function that runs on fakes whose sizes are plain numbers; nothing is computed.
+
+    Raises:
+        TraceError: an output dimension can't be told from the input's, or it changes or returns an argument.
+        Exception: what the function raised.
+    """
+    values = flat_values(args, kwargs)
+
+    def result(numbers: _Sizes) -> Any:
+        positional, keywords = _map_values(args, numbers.real), _map_values(kwargs, numbers.real)
+        given = flat_tensors(positional, keywords)
+        versions = [tensor._version for tensor in given]
+        out = func(*positional, **keywords)
+        places = {tensor.untyped_storage()._cdata for tensor in given}
+        if versions != [tensor._version for tensor in given] or any(
+            tensor.untyped_storage()._cdata in places for tensor in flat_tensors(out)
+        ):
+            raise TraceError("it changes a tensor that it takes as an argument, or returns one")
+        return out
+
+    def probe() -> Any:
+        sizes = [_Sizes(values, enlarged) for enlarged in (0, 1, 2)]
+        with _real_world(), static_mode():
+            *results, last = map(result, sizes)
+        has_grad = any(tensor.requires_grad for tensor in flat_tensors(values))
+        out = _fit(results, sizes[:2], values, has_grad)
+        _check(out, last, sizes[2])
+        return out
+
+    return _at_sizes_that_fit(values, [probe])
 
 
 def probe_function(func: Any, args: Any, kwargs: Any, data_of: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:

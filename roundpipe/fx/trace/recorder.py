@@ -9,6 +9,7 @@ Invariant: a call that changes the graph's meaning is either recorded or ends th
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -37,11 +38,19 @@ from roundpipe.fx.guards.model_guard import Write
 from roundpipe.fx.guards.values import UNKNOWN
 from roundpipe.fx.locations import asked_by_operator, model_location
 from roundpipe.fx.operations import NamedCall, as_traced, call_method, set_item, set_property, with_requires_grad
-from roundpipe.fx.sizes import Symbolic, expression_of, flat_sizes, flat_tensors, flat_values, is_data_dependent
+from roundpipe.fx.sizes import (
+    SizeFixed,
+    Symbolic,
+    expression_of,
+    flat_sizes,
+    flat_tensors,
+    flat_values,
+    is_data_dependent,
+)
 from roundpipe.fx.trace.builder import ExampleData, GraphBuilder, node_form
 from roundpipe.fx.trace.decisions import Decision, Need, Retry
 from roundpipe.fx.trace.operator_watch import PLACES, QUESTIONS, LayoutLog, OperatorWatch, dense_strides, written_by
-from roundpipe.fx.trace.probe import probe_function
+from roundpipe.fx.trace.probe import probe_function, probe_sizes
 
 DATA_READS = frozenset(
     "__bool__ __int__ __float__ __complex__ __index__ item tolist equal is_nonzero allclose numpy __array__"
@@ -263,7 +272,7 @@ class CallRecorder(TorchFunctionMode):
             if known is not None:
                 return known, False
         try:
-            out = func(*args, **kwargs)
+            out, is_probed = self._call_at_any_size(func, args, kwargs)
         except TraceError:
             raise
         except Exception as error:
@@ -273,7 +282,7 @@ class CallRecorder(TorchFunctionMode):
             known = self.data.fake_of_answer(func, args, kwargs)
             if known is not None:
                 return known, False
-        return out, False
+        return out, is_probed
 
     def _call_without_fakes(self, func: Any, args: Any, kwargs: Any, error: Exception) -> tuple[Any, bool]:
         name = getattr(func, "__name__", str(func))
@@ -341,6 +350,15 @@ class CallRecorder(TorchFunctionMode):
             raise self.give_up(TraceError(f"{function.__name__}.apply takes a module as an argument"))
         apply = NamedCall(f"apply_{function.__name__}", partial(call_method, function, "apply"))
         return self.__torch_function__(apply, (), args, kwargs)
+
+    def _call_at_any_size(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
+        """See `_call`; a custom autograd function may loop over a size, which stays open all the same."""
+        if isinstance(func, NamedCall):
+            with suppress(SizeFixed), self.world.shapes.kept_open():
+                return func(*args, **kwargs), False
+            with suppress(Exception):
+                return probe_sizes(func, args, kwargs), True
+        return func(*args, **kwargs), False
 
     def _record_operator(self, func: Any, args: Any, kwargs: Any, out: Any, random: bool) -> None:
         """One node for an operator below a function transform."""
