@@ -1,8 +1,8 @@
-"""Raises faults in users' code and in the library, and looks at what is left: ``python -m tests.faults.campaign``.
+"""Raises faults in users' code and in the library, and looks at what is left: ``python -m tests.campaigns faults``.
 
 Each case makes a model in one of four ways (traced, wrapped by hand, wrapped module by module, fallback) for 1 to 3
-workers, runs one clean step to count the visits of every place, and a second one in which one visit raises.
-Afterwards:
+workers, runs a clean step to count the visits of every place, and then another one in which one visit raises, several
+times. After each:
 
     type        the caller got the exception that was raised; a visit that is only delayed raises nothing
     note        it says where it was raised: layer, stage, microbatch and phase are right; and if gradients are left
@@ -15,34 +15,32 @@ Afterwards:
 
 from __future__ import annotations
 
-import argparse
 import copy
 import gc
 import itertools
-import json
 import random
-import sys
 import tempfile
 import threading
+import time
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from roundpipe import ExecutePlan, RoundPipeRunConfig
 from roundpipe.runtime.config import RECOMPUTE_GRAINS, RecomputeGrain
 from tests.faults import models
-from tests.faults.deadline import watched
-from tests.faults.library import PREFIX, points_in_library
+from tests.faults.library import PREFIX
 from tests.faults.models import KINDS, NUM_LAYERS, loss_of
 from tests.faults.notes import problem_of_gradient_note, problems_of_notes
 from tests.faults.points import POINTS, Delay, FrozenFault, InjectedBaseFault, InjectedFault
 
+FAULTS_PER_CASE = 4
+"""One after the other in one model, which is traced once."""
 FAULTS: dict[str, Callable[[], BaseException]] = {
     "Exception": lambda: InjectedFault("injected"),
     "MemoryError": lambda: MemoryError("injected"),
@@ -80,10 +78,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A case and what was wrong with it; empty: as promised."""
+    """A case, what was wrong with it (empty: as promised), and how many faults it had."""
 
     case: Case
     problems: tuple[str, ...]
+    num_faults: int
 
 
 def draw_case(seed: int) -> Case:
@@ -142,6 +141,8 @@ class Run:
         )
         self.optimizer = torch.optim.SGD(self.pipe.optim_parameters(), lr=0.01)
         self.folder = tempfile.TemporaryDirectory()
+        self.visits: Counter[str] = Counter()
+        """Of each place in the last clean step."""
 
     def step(self) -> float:
         """One step of training, with the gradients it began with taken away."""
@@ -163,6 +164,16 @@ class Run:
         POINTS.visit("step_fn")
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def clean_step(self) -> None:
+        """A step without a fault, whose visits are counted."""
+        self.settle()
+        self.clear_gradients()
+        self.twin.zero_grad()
+        POINTS.visits.clear()
+        self.step()
+        self.settle()
+        self.visits = POINTS.visits.copy()
 
     def settle(self) -> None:
         """Wait until nothing is under way; raises what was raised meanwhile."""
@@ -217,57 +228,60 @@ class Run:
 
 
 def alive_bytes() -> int:
-    """Bytes of all tensors that Python can reach, but for workers' room for weights, since plans follow measured times.
+    """Bytes of all tensors that Python can reach and that were made since the last ``gc.freeze()``.
 
-    Samples of weights that stay on devices (int64) do not count either: they are taken once, in some step.
+    Workers' room for weights does not count, since plans follow measured times, nor do samples of weights that stay on
+    devices (int64), which are taken once, in some step.
     """
     gc.collect()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for tensor in gc.get_objects()
-            if isinstance(tensor, torch.Tensor)
-            and tensor.device.type == "cpu"
-            and tensor.dtype not in (torch.uint8, torch.int64)
-            and type(tensor) in (torch.Tensor, nn.Parameter)
-        }
-    return sum(storages.values())
+        tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
+    storages = [(tensor.dtype, tensor.untyped_storage()) for tensor in tensors if tensor.device.type == "cpu"]
+    uncounted = {storage.data_ptr() for dtype, storage in storages if dtype in (torch.uint8, torch.int64)}
+    sizes = {storage.data_ptr(): storage.nbytes() for _, storage in storages}
+    return sum(size for address, size in sizes.items() if address not in uncounted)
+
+
+def leaks(bytes_before: int, threads_before: int) -> list[str]:
+    """What is more than before, once the workers have let go of the last step."""
+    for _ in range(20):
+        num_bytes, num_threads = alive_bytes(), threading.active_count()
+        if num_bytes <= bytes_before and num_threads <= threads_before:
+            return []
+        time.sleep(0.05)
+    return [f"leak: {num_bytes} bytes for {bytes_before}, {num_threads} threads for {threads_before}"]
 
 
 def examine(case: Case) -> Outcome:
-    """Run a case; its place and visit are drawn from those that a clean step shows."""
-    run = Run(case)
+    """Run a case: faults one after the other, each at a visit drawn from those that a clean step shows.
+
+    Its first fault is the case's own; the outcome's is the last one.
+    """
+    run, choose = Run(case), random.Random(case.seed)
     problems: list[str] = []
+    number = 0
     try:
         run.step()
-        run.settle()
-        POINTS.visits.clear()
-        run.step()
-        run.settle()
-        choose = random.Random(case.seed)
-        place = choose.choice(sorted(POINTS.visits))
-        visit = choose.choice([0, POINTS.visits[place] - 1, choose.randrange(POINTS.visits[place])])
-        case = Case(**{**asdict(case), "place": place, "visit": visit})
-        run.clear_gradients()
-        run.step()
-        run.settle()
-        alive_before, threads_before = alive_bytes(), threading.active_count()
-        problems += _raise_and_look(run, case)
-        run.step()  # buffers that an update needs are there again
-        run.settle()
-        alive, threads = alive_bytes(), threading.active_count()
-        if alive > alive_before:
-            problems.append(f"leak: {alive - alive_before} bytes more are alive")
-        if threads > threads_before:
-            problems.append(f"threads: {threads} for {threads_before}")
-        problems += run.check_next_step()
+        run.clean_step()
+        bytes_before, threads_before = alive_bytes(), threading.active_count()
+        while number < FAULTS_PER_CASE and not problems:
+            place = choose.choice(sorted(run.visits))
+            visit = choose.choice([0, run.visits[place] - 1, choose.randrange(run.visits[place])])
+            case = replace(case, place=place, visit=visit, fault=choose.choice(list(FAULTS)) if number else case.fault)
+            problems += _raise_and_look(run, case)
+            if POINTS.raised is None and place.startswith(PREFIX):
+                continue  # how often weights go up depends on what stays
+            number += 1
+            run.clean_step()  # buffers that an update needs are there again
+            problems += leaks(bytes_before, threads_before)
+            problems += run.check_next_step()
     except BaseException as error:
         problems.append(f"unexpected: {type(error).__name__}: {error}")
         traceback.clear_frames(error.__traceback__)
     finally:
         run.pipe.close()
-    return Outcome(case, tuple(problems))
+    return Outcome(case, tuple(problems), number)
 
 
 def _raise_and_look(run: Run, case: Case) -> list[str]:
@@ -283,7 +297,7 @@ def _raise_and_look(run: Run, case: Case) -> list[str]:
             caught = error
         if caught is None and POINTS.raised and expected is not Delay:
             problems.append("type: nothing was raised")
-        if POINTS.raised is None:
+        if POINTS.raised is None and not case.place.startswith(PREFIX):
             problems.append("type: the place was not visited again")
     if caught is not None:
         if type(caught) is not expected:
@@ -298,32 +312,3 @@ def _raise_and_look(run: Run, case: Case) -> list[str]:
         problems.append(f"again: synchronize raised {type(error).__name__}: {error}")
     run.clear_gradients()
     return problems
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run a campaign; returns how many cases were not as promised."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0, help="of the first case; the others follow")
-    parser.add_argument("--json", help="write the outcomes to this file")
-    options = parser.parse_args(arguments)
-    warnings.simplefilter("ignore")
-    outcomes = []
-    for seed in tqdm(range(options.seed, options.seed + options.cases), disable=not sys.stderr.isatty()):
-        case = draw_case(seed)
-        with watched(case), points_in_library():
-            outcome = examine(case)
-        outcomes.append(outcome)
-        if outcome.problems:
-            print(f"{outcome.case}: {'; '.join(outcome.problems)}", flush=True)
-    wrong = [outcome for outcome in outcomes if outcome.problems]
-    classes = Counter(problem.split(":")[0] for outcome in wrong for problem in outcome.problems)
-    print(f"{len(outcomes)} cases, {len(outcomes) - len(wrong)} as promised; {dict(classes)}")
-    if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump([asdict(outcome) for outcome in outcomes], file)
-    return len(wrong)
-
-
-if __name__ == "__main__":
-    sys.exit(1 if main() else 0)

@@ -1,4 +1,4 @@
-"""Damages checkpoints and kills saves: ``python -m tests.faults.checkpoints --kills 500 --flips 10000``.
+"""Damages checkpoints and kills saves: ``python -m tests.campaigns kills``, ``flips`` and ``cuts``.
 
 kills     a process that saves over and over is killed; the last checkpoint that it told of, or the next, loads
 flips     one bit of one file is another; the load is refused, names the file and has changed nothing
@@ -9,9 +9,7 @@ paths     an index or a manifest that names files elsewhere; refused, nothing ch
 
 from __future__ import annotations
 
-import argparse
 import json
-import logging
 import os
 import random
 import shutil
@@ -27,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 import roundpipe
 from roundpipe import CheckpointError
@@ -133,32 +130,35 @@ def _restored(path: Path) -> Iterator[bytes]:
         path.write_bytes(content)
 
 
-def damage(num_flips: int, num_cuts: int, seed: int = 0) -> list[str]:
-    """Flip bits and cut files; returns what was not as promised."""
-    rng, problems = random.Random(seed), []
-    with tempfile.TemporaryDirectory() as root:
-        folder = Path(root) / "c"
-        saved, trained = Trained(1), Trained(2)
-        with saved.pipe, trained.pipe:
-            for each in (saved, trained):
-                each.step()
-            saved.save(folder)
-            paths = sorted(folder.iterdir())
-            for number in tqdm(range(num_flips + num_cuts), disable=not sys.stderr.isatty()):
-                path = paths[number % len(paths)]
-                with _restored(path) as content:
-                    if number < num_flips:
-                        bit = rng.randrange(8 * len(content))
-                        what, damaged = f"bit {bit} of {path.name}", bytearray(content)
-                        damaged[bit // 8] ^= 1 << bit % 8
-                    else:
-                        end = rng.randrange(len(content))
-                        what, damaged = f"{path.name} cut to {end} bytes", bytearray(content[:end])
-                    path.write_bytes(damaged)
-                    if problem := refusal(trained, folder, path.name):
-                        problems.append(f"{what}: {problem}")
-            saved.load(folder)  # the files are as they were
-    return problems
+class Damager:
+    """Flips bits and cuts files of a checkpoint, and looks at how it is refused."""
+
+    def __enter__(self) -> Damager:
+        self._root = tempfile.TemporaryDirectory()
+        self._folder = Path(self._root.name) / "c"
+        self._saved, self._trained = Trained(1), Trained(2)
+        for each in (self._saved, self._trained):
+            each.step()
+        self._saved.save(self._folder)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with self._saved.pipe, self._trained.pipe, self._root:
+            self._saved.load(self._folder)  # the files are as they were
+
+    def damage(self, seed: int, *, cuts: bool = False) -> list[str]:
+        """Flip one bit, or cut one file; what was not as promised."""
+        rng = random.Random(seed)
+        path = rng.choice(sorted(self._folder.iterdir()))
+        with _restored(path) as content:
+            position = rng.randrange(len(content) if cuts else 8 * len(content))
+            damaged = bytearray(content[:position] if cuts else content)
+            if not cuts:
+                damaged[position // 8] ^= 1 << position % 8
+            path.write_bytes(damaged)
+            problem = refusal(self._trained, self._folder, path.name)
+        what = f"{path.name} cut to {position} bytes" if cuts else f"bit {position} of {path.name}"
+        return [f"{what}: {problem}"] if problem else []
 
 
 def as_first_version(folder: Path, edit: Callable[[dict[str, Any]], Any] = lambda state: None) -> None:
@@ -250,13 +250,15 @@ for line in sys.stdin:
 """
 
 
-def kills(num_kills: int, seed: int = 0) -> list[str]:
-    """Kill processes in the middle of saves; returns what was not as promised."""
-    rng, problems, last = random.Random(seed), [], 0
-    model = roundpipe.RoundPipe(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), devices=["cpu"])
-    with tempfile.TemporaryDirectory() as root, model:
-        folder = Path(root) / "c"
-        process = subprocess.Popen(
+class Killer:
+    """Kills processes in the middle of saves."""
+
+    def __enter__(self) -> Killer:
+        self._root = tempfile.TemporaryDirectory()
+        self._folder = Path(self._root.name) / "c"
+        self._last = 0
+        self._model = roundpipe.RoundPipe(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), devices=["cpu"])
+        self._saver = subprocess.Popen(
             [sys.executable, "-c", SAVE_UNTIL_KILLED],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -264,55 +266,40 @@ def kills(num_kills: int, seed: int = 0) -> list[str]:
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         )
-        assert process.stdin is not None and process.stdout is not None
-        with process:
-            for number in tqdm(range(num_kills), disable=not sys.stderr.isatty()):
-                process.stdin.write(f"{folder} {last + 1}\n")
-                process.stdin.flush()
-                pid = int(process.stdout.readline().split()[1])
-                last = int(process.stdout.readline())
-                time.sleep(rng.uniform(0, 0.04))
-                os.kill(pid, signal.SIGKILL)
-                while (line := process.stdout.readline()) != "dead\n":
-                    last = int(line)
-                try:
-                    loaded = model.load_checkpoint(folder)
-                except Exception as error:
-                    problems.append(f"kill {number}: {type(error).__name__}: {error}")
-                    continue
-                whole = torch.equal(loaded.extra[0], torch.full((100,), loaded.step))
-                if not whole or not all((parameter == loaded.step).all() for parameter in model.parameters()):
-                    problems.append(f"kill {number}: a mixture of checkpoints")
-                if not last <= loaded.step <= last + 1:
-                    problems.append(f"kill {number}: the checkpoint of step {loaded.step} after that of {last}")
-                last = loaded.step
-            process.stdin.close()
-        model.save_checkpoint(folder)
-        if (names := [path.name for path in Path(root).iterdir()]) != ["c"]:
-            problems.append(f"left behind: {names}")
-    return problems
+        return self
 
+    def __exit__(self, *exception: object) -> None:
+        assert self._saver.stdin is not None
+        self._saver.stdin.close()
+        self._saver.wait()
+        self._model.close()
+        self._root.cleanup()
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run a campaign; returns how many were not as promised."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--flips", type=int, default=1000)
-    parser.add_argument("--cuts", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    logging.disable(logging.ERROR)
-    results = {
-        f"{options.flips} flipped bits and {options.cuts} cut files": damage(options.flips, options.cuts, options.seed),
-        f"{len(EDITS)} wrong fields and {len(ELSEWHERE)} paths": fields(),
-        f"{options.kills} kills": kills(options.kills, options.seed),
-    }
-    for what, problems in results.items():
-        for problem in problems:
-            print(problem[:300])
-        print(f"{what}: {len(problems)} not as promised")
-    return sum(map(len, results.values()))
+    def kill(self, seed: int) -> list[str]:
+        """Kill one at some moment; what was not as promised."""
+        given, told = self._saver.stdin, self._saver.stdout
+        assert given is not None and told is not None
+        print(self._folder, self._last + 1, file=given, flush=True)
+        pid = int(told.readline().split()[1])
+        self._last = int(told.readline())
+        time.sleep(random.Random(seed).uniform(0, 0.04))
+        os.kill(pid, signal.SIGKILL)
+        while (line := told.readline()) != "dead\n":
+            self._last = int(line)
+        try:
+            loaded = self._model.load_checkpoint(self._folder)
+        except Exception as error:
+            return [f"{type(error).__name__}: {error}"]
+        problems, last, self._last = [], self._last, loaded.step
+        whole = torch.equal(loaded.extra[0], torch.full((100,), loaded.step))
+        if not whole or not all((parameter == loaded.step).all() for parameter in self._model.parameters()):
+            problems.append("a mixture of checkpoints")
+        if not last <= loaded.step <= last + 1:
+            problems.append(f"the checkpoint of step {loaded.step} after that of {last}")
+        return problems
 
-
-if __name__ == "__main__":
-    sys.exit(1 if main() else 0)
+    def what_is_left(self) -> list[str]:
+        """What is beside the checkpoint after one more save."""
+        self._model.save_checkpoint(self._folder)
+        names = [path.name for path in Path(self._root.name).iterdir()]
+        return [] if names == ["c"] else [f"left behind: {names}"]

@@ -1,4 +1,4 @@
-"""The end of a process at any moment of training: ``python -m tests.faults.exits --moments 20``.
+"""The end of a process at any moment of training: ``python -m tests.campaigns exits``.
 
 Each case is a child process that trains until a signal ends it: SIGTERM with a handler that calls ``sys.exit``, SIGINT
 as Ctrl-C sends it, or SIGTERM as the system handles it. Afterwards:
@@ -10,7 +10,6 @@ as Ctrl-C sends it, or SIGTERM as the system handles it. Afterwards:
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import os
 import random
@@ -18,7 +17,6 @@ import signal
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from typing import IO
 
@@ -103,24 +101,3 @@ def examine(seed: int) -> list[str]:
     if "Fatal" in text or "terminate called" in text or (text and (end != "SIGINT" or "KeyboardInterrupt" not in text)):
         problems.append(f"stderr: {text}")
     return [f"seed {seed}, {end}: {problem}" for problem in problems]
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run it; returns how many ends were not as promised."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--moments", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    warnings.simplefilter("ignore")
-    wrong = 0
-    for seed in range(options.seed, options.seed + options.moments):
-        problems = examine(seed)
-        wrong += bool(problems)
-        for problem in problems:
-            print(problem, flush=True)
-    print(f"{options.moments} ends, {options.moments - wrong} as promised")
-    return wrong
-
-
-if __name__ == "__main__":
-    sys.exit(1 if main() else 0)

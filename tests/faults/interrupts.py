@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of a step: ``python -m tests.faults.interrupts``.
+"""Ctrl-C at any moment of a step: ``python -m tests.campaigns interrupts``.
 
 Each case interrupts one step of training somewhere, then lets the caller go on. Of a small model, a trace function
 raises KeyboardInterrupt in the calling thread at one line of the library. Of one with some tens of megabytes of
@@ -15,7 +15,6 @@ torn in eager mode, too. Afterwards:
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import linecache
@@ -25,8 +24,6 @@ import signal
 import sys
 import threading
 import time
-import warnings
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,11 +32,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 import roundpipe
-from tests.faults.campaign import alive_bytes
-from tests.faults.deadline import watched
+from tests.faults.campaign import alive_bytes, leaks
 
 LIBRARY = str(Path(roundpipe.__file__).parent) + os.sep
 WIDTH = 6
@@ -263,44 +258,10 @@ def examine(case: Case) -> tuple[Case, list[str]]:
         run.step()  # takes the gradients, and makes again what an update needs
         run.twin.zero_grad()
         run.eager_step()
-        problems += _leaks(bytes_before, threads_before)
+        problems += leaks(bytes_before, threads_before)
     except BaseException as error:
         problems.append(f"unexpected: {type(error).__name__}: {error}")
     finally:
         sys.settrace(None)
         run.pipe.close()
     return case, problems
-
-
-def _leaks(bytes_before: int, threads_before: int) -> list[str]:
-    """What is more than before, once the workers have let go of the last step."""
-    for _ in range(20):
-        num_bytes, num_threads = alive_bytes(), threading.active_count()
-        if num_bytes <= bytes_before and num_threads <= threads_before:
-            return []
-        time.sleep(0.05)
-    return [f"leak: {num_bytes} bytes for {bytes_before}, {num_threads} threads for {threads_before}"]
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run a campaign; returns how many cases were not as promised."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    warnings.simplefilter("ignore")
-    classes: Counter[str] = Counter()
-    wrong = 0
-    for seed in tqdm(range(options.seed, options.seed + options.cases), disable=not sys.stderr.isatty()):
-        with watched(f"seed {seed}"):
-            case, problems = examine(draw_case(seed))
-        wrong += bool(problems)
-        classes.update(problem.split(":")[0] for problem in problems)
-        if problems:
-            print(f"{case}: {'; '.join(problems)}", flush=True)
-    print(f"{options.cases} interrupts, {options.cases - wrong} as promised; {dict(classes)}")
-    return wrong
-
-
-if __name__ == "__main__":
-    sys.exit(1 if main() else 0)

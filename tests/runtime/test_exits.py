@@ -1,4 +1,4 @@
-"""A process ends whenever it is told to; the long run is `tests.faults.exits`."""
+"""A process ends whenever it is told to; the long run is ``python -m tests.campaigns exits``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ import pytest
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
 def test_signals_at_any_moment_end_a_process_cleanly() -> None:
-    command = [sys.executable, "-m", "tests.faults.exits", "--moments", "3"]
+    command = [sys.executable, "-m", "tests.campaigns", "exits", "--cases", "3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0 and "3 as promised" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "'as promised': 3" in done.stdout, done.stdout + done.stderr

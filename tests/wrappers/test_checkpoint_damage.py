@@ -16,7 +16,7 @@ import torch
 
 from roundpipe import CheckpointError
 from roundpipe.wrappers import checkpoint_files, checkpoint_folder
-from tests.faults.checkpoints import damage, fields
+from tests.faults.checkpoints import Damager, fields
 from tests.faults.interrupts import Interrupter
 from tests.wrappers.cases_checkpoint import WIDTH, adamw, assert_equal, clones, piped, train
 
@@ -24,7 +24,9 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def test_flipped_bits_and_cut_files_are_refused_by_name():
-    assert not damage(num_flips=60, num_cuts=20)
+    with Damager() as damager:
+        assert not [problem for seed in range(60) for problem in damager.damage(seed)]
+        assert not [problem for seed in range(20) for problem in damager.damage(seed, cuts=True)]
 
 
 def test_wrong_fields_and_files_elsewhere_are_refused():

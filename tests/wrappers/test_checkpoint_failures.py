@@ -18,7 +18,7 @@ from torch import nn
 import roundpipe
 from roundpipe import CheckpointError
 from roundpipe.wrappers import checkpoint_files
-from tests.faults.checkpoints import kills
+from tests.faults.checkpoints import Killer
 from tests.wrappers.cases_checkpoint import WIDTH, adamw, assert_equal, clones, loss, piped, train
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -150,7 +150,9 @@ def test_after_ctrl_c_in_a_wait_for_a_background_save_the_next_wait_is_one(tmp_p
 
 
 def test_killed_at_any_moment_the_last_complete_checkpoint_loads():
-    assert not kills(12, seed=5)
+    with Killer() as killer:
+        assert not [problem for seed in range(12) for problem in killer.kill(seed)]
+        assert not killer.what_is_left()
 
 
 RENAME_CALLS = ["the old one away", "the new one in", "the old one to be removed"]
