@@ -68,6 +68,7 @@ class StreamedModel:
             buffers = self._bind(replica, weights, stack)
             with backend.activations([]):
                 yield replica.module
+            weights.let_go()
             self._hand_back(replica, buffers)
             for slot, buffer in weights.written_buffers():
                 for attribute in slot.attributes:

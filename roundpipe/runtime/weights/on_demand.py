@@ -8,7 +8,9 @@ tables in which a replica's modules hold their parameters bring them:
                                      the computation, and those that are needed last give way
 
 Groups stay as long as there is room. Their share of the device is small in the first pass, which has the whole prompt;
-then it is the budget less the most that was in use beside them.
+then it is the budget less the most that was in use beside them. Once nothing comes or goes any more, the tables hold
+the tensors themselves, so that a read is a dict's: all of them without a budget, else all but one, whose reads see to it
+that there still is room.
 
 Invariant: the memory of weights goes with the last reference to them, so none that code still holds is overwritten.
 """
@@ -106,6 +108,11 @@ class OnDemandWeights:
         self._following: dict[tuple[int, int], int] = {}
         """By a group and the one before it, the one that came behind them the last time."""
         self._countdown = len(layers)
+        self._tables: list[_Table] = []
+        self._calm: list[int] = []
+        """The groups read since one came or went."""
+        self._held: set[int] = set()
+        """Groups whose tensors the tables hold."""
         self.num_uploads = 0
         backend.begin_visit()
 
@@ -117,16 +124,22 @@ class OnDemandWeights:
             entries[name] = tensor if tensor is None else stand_ins.get(id(tensor), tensor)
             if isinstance(entries[name], AbsentWeight):
                 places[name] = self._places[id(tensor)]
-        return _Table(entries, places, self) if places else entries
+        if not places:
+            return entries
+        self._tables.append(_Table(entries, places, self))
+        return self._tables[-1]
 
     def stand_in(self, tensor: torch.Tensor) -> AbsentWeight:
         return AbsentWeight.of(tensor, self._backend.device, self, self._places[id(tensor)])
 
     def read(self, index: int, position: int) -> torch.Tensor:
         """A tensor on the device, by its group and slot."""
-        if index != self._current:
-            with uncounted(), torch.inference_mode(False), torch.no_grad():
-                self._enter(index)
+        if self._held and not (index in self._held and self._has_room()):
+            self.let_go()
+        if index != self._current and not self._held:
+            self._enter(index)
+            if len(self._calm) > 2 * len(self._groups):
+                self._hold(but=(index, position))
         tensor = self._groups[index].tensors[position]
         assert tensor is not None
         return tensor
@@ -136,8 +149,31 @@ class OnDemandWeights:
         return itertools.chain.from_iterable(group.written() for group in self._groups)
 
     def close(self) -> None:
+        self.let_go()
         for group in self._groups:
             self._drop(group)
+
+    def _hold(self, but: tuple[int, int]) -> None:
+        """Have the tables hold what they were asked for; under a budget not the one that was asked for ``but``."""
+        self._held.update(self._calm)
+        for table in self._tables:
+            is_watched = self._budget_bytes is not None and but in table.places.values()
+            if not is_watched and all(index in self._held for index, _ in table.places.values()):
+                table.hold({name: self._groups[index].tensors[at] for name, (index, at) in table.places.items()})
+
+    def let_go(self) -> None:
+        """Have the tables ask again."""
+        self._held.clear()
+        self._calm.clear()
+        for table in self._tables:
+            table.let_go()
+
+    def _has_room(self) -> bool:
+        """Whether all weights that are there may stay."""
+        self._note_others()
+        if self._budget_bytes is not None:
+            self._backend.begin_visit()
+        return self._held_bytes <= self._allowed_bytes()
 
     def _enter(self, index: int) -> None:
         """The code reads another group than before."""
@@ -148,6 +184,7 @@ class OnDemandWeights:
         elif self._before < 0:
             self._first = index
         group = self._groups[index]
+        self._calm.append(index)
         self._countdown -= 1
         if not group.tensors or self._countdown <= 0:
             self._countdown = len(self._groups)
@@ -214,12 +251,14 @@ class OnDemandWeights:
         group.memory.enter_context(backend.hold(group.num_bytes, "weights"))
         self._held_bytes += group.num_bytes
         backend.begin_visit()
-        region = torch.empty(weights.num_bytes, dtype=torch.uint8, device=backend.device)
-        backend.wait(Lane.WEIGHTS, backend.record(Lane.COMPUTE))  # which may be at work on what lay there before
-        found, group.copies = weights.upload(backend, region, range(len(weights.slots)))
-        group.uploaded = backend.record(Lane.WEIGHTS)
-        group.tensors = [_as_parameter(slot, found[index]) for index, slot in enumerate(weights.slots)]
+        with uncounted(), torch.inference_mode(False), torch.no_grad():
+            region = torch.empty(weights.num_bytes, dtype=torch.uint8, device=backend.device)
+            backend.wait(Lane.WEIGHTS, backend.record(Lane.COMPUTE))  # which may be at work on what lay there before
+            found, group.copies = weights.upload(backend, region, range(len(weights.slots)))
+            group.uploaded = backend.record(Lane.WEIGHTS)
+            group.tensors = [_as_parameter(slot, found[index]) for index, slot in enumerate(weights.slots)]
         self.num_uploads += 1
+        self._calm.clear()
 
     def _drop(self, group: _WeightGroup) -> None:
         if not group.tensors:
@@ -231,6 +270,7 @@ class OnDemandWeights:
         self._held_bytes -= group.num_bytes
         group.memory.close()
         self._backend.begin_visit()
+        self._calm.clear()
 
 
 def _is_written(slot: Slot, tensor: torch.Tensor) -> bool:
@@ -243,22 +283,44 @@ def _as_parameter(slot: Slot, tensor: torch.Tensor | None) -> torch.Tensor | Non
     return nn.Parameter(tensor, requires_grad=slot.tensor.requires_grad)
 
 
-class _Table(dict[str, Any]):
-    """A module's parameters or buffers; those at ``places`` come when they are read by name."""
+class _Entries(dict[str, Any]):
+    """A module's parameters or buffers; those at ``places`` are held, and `_Table` lets them go."""
 
     def __init__(
         self, entries: Mapping[str, Any], places: dict[str, tuple[int, int]], weights: OnDemandWeights
     ) -> None:
         super().__init__(entries)
-        self._places = places
+        self.places = places
         self._weights = weights
+        self._held: dict[str, tuple[Any, Any]] = {}
+        """By name, what is held and what stands for it."""
+
+    def hold(self, tensors: Mapping[str, Any]) -> None:
+        """Have these tensors as entries, until `let_go`."""
+        self._held = {name: (tensor, self.get(name)) for name, tensor in tensors.items()}
+        self.__class__ = _Entries
+        self.update(tensors)
+
+    def let_go(self) -> None:
+        """Have none of the tensors of `hold`; what the code has put in their places stays."""
+        for name, (tensor, stand_in) in self._held.items():
+            if self.get(name) is tensor:
+                self[name] = stand_in
+            else:
+                del self.places[name]
+        self._held = {}
+        self.__class__ = _Table
+
+
+class _Table(_Entries):
+    """Entries that come when they are read by name."""
 
     def __getitem__(self, name: str) -> Any:
-        place = self._places.get(name)
+        place = self.places.get(name)
         return super().__getitem__(name) if place is None else self._weights.read(*place)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self._places.pop(name, None)
+        self.places.pop(name, None)
         super().__setitem__(name, value)
 
 
