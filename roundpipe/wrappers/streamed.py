@@ -16,18 +16,18 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.contexts import contextmanager
-from roundpipe.core.module_tree import weight_bytes_of
+from roundpipe.core.module_tree import Structure, weight_bytes_of
 from roundpipe.runtime.device.backend import Backend, Lane
 from roundpipe.runtime.engine.engine import Engine
 from roundpipe.runtime.weights.host_weights import HostWeights
-from roundpipe.runtime.weights.on_demand import AbsentWeight, OnDemandWeights, groups_of
+from roundpipe.runtime.weights.on_demand import AbsentWeight, OnDemandWeights, as_parameter, groups_of
 from roundpipe.runtime.weights.replica import Replica
 from roundpipe.runtime.weights.residency import write_buffer
 from roundpipe.runtime.weights.slots import attributes_of
 
 SMALL_BYTES = 1 << 16
 """Buffers up to this size stay on the device, where the code may write them."""
-GROUPS, GROUPS_IN_BUDGET = 24, 12
+GROUPS, GROUPS_IN_BUDGET = 64, 24
 """At least so many groups have the model's weights; at least so many fit the device."""
 
 
@@ -38,19 +38,21 @@ class StreamedModel:
         self._engine = engine
         engine.release_memory()
         self._model = model
+        self._structure = Structure(model.modules())
         self._backend = engine.backends[0]
         budget_bytes = self._backend.take_budget()
         target_bytes = weight_bytes_of(model) // GROUPS
         if budget_bytes is not None:
             target_bytes = min(target_bytes, budget_bytes // GROUPS_IN_BUDGET)
-        groups = groups_of(model, target_bytes)
+        groups, self._small = groups_of(model, target_bytes)
         names = [f"{name} weights {index}" for index in range(len(groups))]
         with torch.inference_mode(False):
             self._layers = engine.lay_out(self, names, groups, host)
 
     def is_of(self, model: nn.Module) -> bool:
         """Whether this is for a model as it is now."""
-        return model is self._model and all(weights.is_current() for weights in self._layers)
+        is_same = model is self._model and self._structure.changed() is None
+        return is_same and all(weights.is_current() for weights in self._layers)
 
     @contextmanager
     def open(self) -> Iterator[nn.Module]:
@@ -69,23 +71,24 @@ class StreamedModel:
             with backend.activations([]):
                 yield replica.module
             weights.let_go()
-            self._hand_back(replica, buffers)
             for slot, buffer in weights.written_buffers():
                 for attribute in slot.attributes:
                     write_buffer(attribute, fetch(buffer, backend))
+            self._hand_back(replica, buffers)
 
     def _bind(
         self, replica: Replica, weights: OnDemandWeights, stack: contextlib.ExitStack
     ) -> dict[int, tuple[torch.Tensor, int]]:
-        """Point the replica at weights on demand and at small buffers on the device; these, each with its version."""
+        """Point the replica at weights on demand and at small ones on the device; these, each with its version."""
         backend, stand_ins = self._backend, dict[int, torch.Tensor]()
         for attribute in attributes_of(self._model):
             tensor = attribute.get()
             if tensor is None or id(tensor) in stand_ins or isinstance(attribute.module, torch.jit.ScriptModule):
                 continue
-            if attribute.table == "_buffers" and tensor.nbytes <= SMALL_BYTES:
+            is_small_buffer = attribute.table == "_buffers" and tensor.nbytes <= SMALL_BYTES
+            if is_small_buffer or attribute.module in self._small:
                 stack.enter_context(backend.hold(tensor.nbytes, "weights"))
-                stand_ins[id(tensor)] = backend.upload(tensor)
+                stand_ins[id(tensor)] = as_parameter(backend.upload(tensor), tensor)
             else:
                 stand_ins[id(tensor)] = weights.stand_in(tensor)
         backend.wait(Lane.COMPUTE, backend.record(Lane.UPLOAD))

@@ -28,7 +28,7 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.allocations import uncounted
-from roundpipe.core.module_tree import weight_bytes_of
+from roundpipe.core.storages import bytes_of, is_plain
 from roundpipe.runtime.device.backend import Backend, Event, Lane
 from roundpipe.runtime.weights.layer_weights import LayerWeights
 from roundpipe.runtime.weights.slots import Slot
@@ -41,32 +41,53 @@ LATER_SHARE, OTHERS_GROWTH = 0.95, 1.25
 """What is shared later; how much more than the most so far the code's own tensors may take until that is seen."""
 
 
-def groups_of(model: nn.Module, target_bytes: int) -> list[nn.Module]:
-    """A model's modules in groups of about so many bytes, in their order; no module without weights is in one."""
+def groups_of(model: nn.Module, target_bytes: int) -> tuple[list[nn.Module], set[nn.Module]]:
+    """A model's modules in groups of about so many bytes, in their order; and those with the smallest weights.
+
+    These, such as norms, lie between all others and are worth no group: they have a quarter of one's bytes at most.
+    """
+    sizes = dict(_sizes_of(model))
+    smallest = sorted((module for module in sizes if _has_plain(module)), key=sizes.__getitem__)
+    totals = itertools.accumulate(sizes[module] for module in smallest)
+    small = {module for module, total in zip(smallest, totals, strict=True) if total <= target_bytes // 4}
     groups: list[list[nn.Module]] = []
     room_bytes = 0
-
-    def add(module: nn.Module, num_bytes: int) -> None:
-        nonlocal room_bytes
+    for module, num_bytes in sizes.items():
+        if module in small:
+            continue
         if num_bytes > room_bytes:
             groups.append([])
             room_bytes = target_bytes
-        groups[-1].append(module)
+        groups[-1].append(_without_submodules(module))
         room_bytes -= num_bytes
+    return [nn.ModuleList(group) for group in groups], small
 
-    def visit(module: nn.Module) -> None:
-        if not (num_bytes := weight_bytes_of(module)) or isinstance(module, torch.jit.ScriptModule):
-            return
-        if num_bytes <= target_bytes or not module._modules:
-            add(module, num_bytes)
-            return
-        own = nn.Module()
-        own.__dict__.update(_parameters=module._parameters, _buffers=module._buffers)  # without its submodules
-        for part in (own, *module.children()):
-            visit(part)
 
-    visit(model)
-    return [nn.ModuleList(group) for group in groups]
+def _sizes_of(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
+    """The modules that hold weights, and bytes of these; of those that hold none but others' only the first."""
+    seen = set[int]()
+    for module in model.modules():
+        tensors = _tensors_in(module)
+        if not tensors.keys() <= seen and not isinstance(module, torch.jit.ScriptModule):
+            seen |= tensors.keys()
+            yield module, sum(map(bytes_of, tensors.values()))
+
+
+def _tensors_in(module: nn.Module) -> dict[int, torch.Tensor]:
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return {id(tensor): tensor for tensor in tensors if tensor is not None}
+
+
+def _has_plain(module: nn.Module) -> bool:
+    return all(map(is_plain, _tensors_in(module).values()))
+
+
+def _without_submodules(module: nn.Module) -> nn.Module:
+    if not module._modules:
+        return module
+    own = nn.Module()
+    own.__dict__.update(_parameters=module._parameters, _buffers=module._buffers)
+    return own
 
 
 @dataclass(slots=True)
@@ -256,7 +277,7 @@ class OnDemandWeights:
             backend.wait(Lane.WEIGHTS, backend.record(Lane.COMPUTE))  # which may be at work on what lay there before
             found, group.copies = weights.upload(backend, region, range(len(weights.slots)))
             group.uploaded = backend.record(Lane.WEIGHTS)
-            group.tensors = [_as_parameter(slot, found[index]) for index, slot in enumerate(weights.slots)]
+            group.tensors = [as_parameter(found[index], slot.current) for index, slot in enumerate(weights.slots)]
         self.num_uploads += 1
         self._calm.clear()
 
@@ -277,10 +298,11 @@ def _is_written(slot: Slot, tensor: torch.Tensor) -> bool:
     return not slot.is_parameter and tensor._version > 0
 
 
-def _as_parameter(slot: Slot, tensor: torch.Tensor | None) -> torch.Tensor | None:
-    if tensor is None or not slot.is_parameter or isinstance(tensor, nn.Parameter):
+def as_parameter(tensor: torch.Tensor | None, original: torch.Tensor | None) -> torch.Tensor | None:
+    """A tensor on the device, as a parameter if the original is one."""
+    if tensor is None or isinstance(tensor, nn.Parameter) or not isinstance(original, nn.Parameter):
         return tensor
-    return nn.Parameter(tensor, requires_grad=slot.tensor.requires_grad)
+    return nn.Parameter(tensor, requires_grad=original.requires_grad)
 
 
 class _Entries(dict[str, Any]):
