@@ -9,8 +9,8 @@ tables in which a replica's modules hold their parameters bring them:
 
 Groups stay as long as there is room. Their share of the device is small in the first pass, which has the whole prompt;
 then it is the budget less the most that was in use beside them. Once nothing comes or goes any more, the tables hold
-the tensors themselves, so that a read is a dict's: all of them without a budget, else all but one, whose reads see to it
-that there still is room.
+the tensors themselves, so that a read is a dict's: all tables without a budget, else all but one, whose reads see to
+it that there still is room.
 
 Invariant: the memory of weights goes with the last reference to them, so none that code still holds is overwritten.
 """
@@ -277,7 +277,10 @@ class OnDemandWeights:
             backend.wait(Lane.WEIGHTS, backend.record(Lane.COMPUTE))  # which may be at work on what lay there before
             found, group.copies = weights.upload(backend, region, range(len(weights.slots)))
             group.uploaded = backend.record(Lane.WEIGHTS)
-            group.tensors = [as_parameter(found[index], slot.current) for index, slot in enumerate(weights.slots)]
+            group.tensors = [
+                tensor if tensor is None else as_parameter(tensor, slot.current)
+                for slot, tensor in zip(weights.slots, found.values(), strict=True)
+            ]
         self.num_uploads += 1
         self._calm.clear()
 
@@ -298,9 +301,9 @@ def _is_written(slot: Slot, tensor: torch.Tensor) -> bool:
     return not slot.is_parameter and tensor._version > 0
 
 
-def as_parameter(tensor: torch.Tensor | None, original: torch.Tensor | None) -> torch.Tensor | None:
+def as_parameter(tensor: torch.Tensor, original: torch.Tensor | None) -> torch.Tensor:
     """A tensor on the device, as a parameter if the original is one."""
-    if tensor is None or isinstance(tensor, nn.Parameter) or not isinstance(original, nn.Parameter):
+    if isinstance(tensor, nn.Parameter) or not isinstance(original, nn.Parameter):
         return tensor
     return nn.Parameter(tensor, requires_grad=original.requires_grad)
 
