@@ -36,12 +36,21 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--devices", help='such as "cuda:0" or "cpu,cpu"; default: all accelerators')
         self.add_argument("--microbatches", type=int, metavar="N", help="default: number of devices + 1")
         self.add_argument("--seed", type=int, default=0)
+        self.add_argument("--check", action="store_true", help="compare with plain PyTorch")
         self.add_argument(
             "--timeline",
             type=timeline_path,
             metavar="FILE",
             help=f"record {RECORDED_STEPS} steps: .json for ui.perfetto.dev, .png",
         )
+
+    def add_text_options(self, steps: int, batch: int, lr: float | None, rate: str = "") -> None:
+        """What examples that train on a text have."""
+        self.add_argument("--data", type=Path, metavar="FILE", help="UTF-8 text to train on")
+        self.add_argument("--steps", type=int, default=steps)
+        self.add_argument("--batch", type=int, default=batch, help="sequences per step")
+        self.add_argument("--seq", type=int, default=128, help="tokens per sequence")
+        self.add_argument("--lr", type=float, default=lr, help=rate or None)
 
     def error(self, message: str) -> NoReturn:
         raise Refused(f"{message} (--help shows the options)")
@@ -70,6 +79,13 @@ def parse_devices(text: str | None) -> list[roundpipe.Device] | None:
     return [roundpipe.Device(name, memory_bytes=CPU_MEMORY_BYTES if name == "cpu" else None) for name in names]
 
 
+def folder_path(text: str) -> Path:
+    """A folder that something can be written to."""
+    if Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"{text} is a file; give a folder")
+    return Path(text)
+
+
 def timeline_path(text: str) -> Path:
     """A file that a timeline can be written to."""
     try:
@@ -96,4 +112,7 @@ def main(name: str, program: Callable[[list[str] | None], int], argv: list[str] 
         return program(argv)
     except (Refused, RoundPipeError) as error:
         print(f"{name}: error: {str(error).strip().splitlines()[0]}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        print(f"{name}: error: {error}; pip install {(error.name or '').partition('.')[0]}", file=sys.stderr)
         return 2

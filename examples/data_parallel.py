@@ -23,28 +23,21 @@ from pathlib import Path
 import command_line
 import torch
 import torch.distributed as dist
-from command_line import Parser, Refused, parse_devices
-from distributed_pipeline import llama, next_token_loss
-from finetune_llm import batches, byte_tokenizer, load_tokens
+from command_line import parse_devices
+from language import batches, byte_tokenizer, load_tokens, next_token_loss
+from ranks import compare, llama, options_of
 
 import roundpipe
 
-CHECK_TOLERANCE = 1e-4
 SAVE_EVERY = 10
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """The options, checked."""
-    parser = Parser(__doc__)
-    parser.add_argument("--data", type=Path, metavar="FILE", help="UTF-8 text to train on")
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--batch", type=int, default=15, help="sequences per step, of all ranks together")
-    parser.add_argument("--seq", type=int, default=128, help="tokens per sequence")
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser = options_of(__doc__, batch=15)
     parser.add_argument(
         "--shard", action="store_true", help="each rank keeps and updates a part of the optimizer's side"
     )
-    parser.add_argument("--check", action="store_true", help="compare losses with one process; steps then wait")
     parser.add_argument("--checkpoint", type=Path, metavar="DIR", help=f"go on from it; saved every {SAVE_EVERY} steps")
     options = parser.parse_args(argv)
     parser.require_positive(options, "steps", "batch", "seq", "microbatches")
@@ -89,18 +82,15 @@ def train(options: argparse.Namespace, tokens: torch.Tensor, model: torch.nn.Mod
             optimizer.zero_grad()
 
         data = batches(tokens, options.batch, options.seq, options.seed)
-        for step, batch in zip(range(options.steps), data, strict=False):
+        for step, (inputs, labels) in zip(range(options.steps), data, strict=False):
             if step < first:
                 continue
-            part = batch.tensor_split(num_ranks)[rank]
+            ids, own = (whole.tensor_split(num_ranks)[rank] for whole in (inputs["input_ids"], labels))
             loss = pipe.forward_backward(
-                input_kwargs={"input_ids": part[:, :-1]},
-                label=part[:, 1:],
-                loss_fn=lambda outputs, labels: next_token_loss(outputs.logits, labels),
-                loss_reduction="mean",
+                input_kwargs={**inputs, "input_ids": ids}, label=own, loss_fn=next_token_loss, loss_reduction="mean"
             )
             pipe.step(update, is_async=not options.check)
-            losses.append(float(loss) * len(part) / len(batch))
+            losses.append(float(loss) * len(own) / len(labels))
             if rank == 0 and (step % 10 == 0 or step == options.steps - 1):
                 print(f"step {step:4d}  loss of rank 0 {float(loss):.4f}", flush=True)
             if options.checkpoint is not None and (step + 1) % SAVE_EVERY == 0:
@@ -111,36 +101,18 @@ def train(options: argparse.Namespace, tokens: torch.Tensor, model: torch.nn.Mod
     return of_all.tolist()
 
 
-def train_in_one_process(options: argparse.Namespace, tokens: torch.Tensor, model: torch.nn.Module) -> list[float]:
-    """Losses of the same steps, in plain PyTorch."""
-    optimizer = torch.optim.AdamW(model.train().parameters(), lr=options.lr)
-    losses = []
-    for _, batch in zip(range(options.steps), batches(tokens, options.batch, options.seq, options.seed), strict=False):
-        loss = next_token_loss(model(input_ids=batch[:, :-1]).logits, batch[:, 1:])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
-
-
 def run(argv: list[str] | None) -> int:
     """Trains on this rank."""
     options = parse_arguments(argv)
-    tokenizer = byte_tokenizer()
-    tokens = load_tokens(options.data, tokenizer, options.seq)
+    tokens = load_tokens(options.data, byte_tokenizer(), options.seq)
     dist.init_process_group("gloo")
     try:
         torch.manual_seed(options.seed)
-        model = llama(len(tokenizer))
+        model = llama()
         plain = copy.deepcopy(model) if options.check and dist.get_rank() == 0 else None
         losses = train(options, tokens, model)
         if plain is not None:
-            expected = train_in_one_process(options, tokens, plain)
-            worst = max(abs(loss - other) for loss, other in zip(losses, expected, strict=True))
-            print(f"losses differ from one process by at most {worst:.1e}")
-            if not worst <= CHECK_TOLERANCE:
-                raise Refused(f"the check failed: the tolerance is {CHECK_TOLERANCE:.0e}")
+            compare(options, tokens, plain, losses)
     finally:
         dist.destroy_process_group()
     return 0

@@ -23,27 +23,17 @@ from pathlib import Path
 import command_line
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 import transformers
-from command_line import Parser, Refused
-from finetune_llm import batches, byte_tokenizer, load_tokens
-from torch import nn
+from language import batches, byte_tokenizer, load_tokens, next_token_loss
+from ranks import compare, llama, options_of
 from torch.distributed.pipelining import Schedule1F1B
 
 import roundpipe
 
-CHECK_TOLERANCE = 1e-4
-
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """The options, checked."""
-    parser = Parser(__doc__)
-    parser.add_argument("--data", type=Path, metavar="FILE", help="UTF-8 text to train on")
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--batch", type=int, default=16, help="sequences per step")
-    parser.add_argument("--seq", type=int, default=128, help="tokens per sequence")
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--check", action="store_true", help="compare losses with one process at the end")
+    parser = options_of(__doc__, batch=16)
     parser.add_argument("--save", type=Path, metavar="DIR", help="write the weights of all ranks there")
     options = parser.parse_args(argv)
     parser.require_positive(options, "steps", "batch", "seq", "microbatches")
@@ -73,30 +63,12 @@ def process_group() -> Iterator[torch.device]:
         dist.destroy_process_group()
 
 
-def llama(vocabulary: int) -> nn.Module:
-    """A small Llama with random weights."""
-    config = transformers.LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=128,
-        intermediate_size=352,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        use_cache=False,
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
-def next_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of logits `[B, S, V]` and labels `[B, S]`."""
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-def first_weights(vocabulary: int, seed: int) -> Path:
+def first_weights(seed: int) -> Path:
     """A folder with the weights that training begins with, made by rank 0."""
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     if dist.get_rank() == 0:
         torch.manual_seed(seed)
-        llama(vocabulary).save_pretrained(folder[0])
+        llama().save_pretrained(folder[0])
     dist.broadcast_object_list(folder)
     return Path(folder[0])
 
@@ -105,7 +77,7 @@ def train(options: argparse.Namespace, tokens: torch.Tensor, weights: Path, devi
     """Losses of all steps, on the rank of the last stage; empty elsewhere."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     with roundpipe.distributed.parameters_on_meta():
-        model = llama(len(byte_tokenizer()))
+        model = llama()
     example = torch.zeros(options.batch // options.microbatches, options.seq, dtype=torch.long)
     stage = roundpipe.distributed.pipeline_stage(
         model, rank, num_ranks, device, example_kwargs={"input_ids": example}, weights=weights
@@ -113,17 +85,14 @@ def train(options: argparse.Namespace, tokens: torch.Tensor, weights: Path, devi
     schedule = Schedule1F1B(
         stage,
         options.microbatches,
-        loss_fn=lambda tensors, labels: next_token_loss(
-            roundpipe.distributed.model_outputs(stage, tensors).logits, labels
-        ),
+        loss_fn=lambda tensors, labels: next_token_loss(roundpipe.distributed.model_outputs(stage, tensors), labels),
     )
     optimizer = torch.optim.AdamW(stage.submod.parameters(), lr=options.lr)
     history = []
-    for step, batch in zip(
-        range(options.steps), batches(tokens, options.batch, options.seq, options.seed), strict=False
-    ):
-        inputs = {"input_ids": batch[:, :-1].to(device)} if stage.is_first else {}
-        labels = batch[:, 1:].to(device) if stage.is_last else None
+    data = batches(tokens, options.batch, options.seq, options.seed)
+    for step, (given, following) in zip(range(options.steps), data, strict=False):
+        inputs = {"input_ids": given["input_ids"].to(device)} if stage.is_first else {}
+        labels = following.to(device) if stage.is_last else None
         losses: list[torch.Tensor] = []
         schedule.step(**inputs, target=labels, losses=losses, return_outputs=False)
         roundpipe.distributed.sum_tied_gradients(stage)
@@ -138,34 +107,15 @@ def train(options: argparse.Namespace, tokens: torch.Tensor, weights: Path, devi
     return history
 
 
-def train_in_one_process(options: argparse.Namespace, tokens: torch.Tensor, weights: Path) -> list[float]:
-    """Losses of the same steps, in plain PyTorch."""
-    model = transformers.LlamaForCausalLM.from_pretrained(weights).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
-    history = []
-    for _, batch in zip(range(options.steps), batches(tokens, options.batch, options.seq, options.seed), strict=False):
-        loss = next_token_loss(model(input_ids=batch[:, :-1]).logits, batch[:, 1:])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        history.append(float(loss.detach()))
-    return history
-
-
 def run(argv: list[str] | None) -> int:
     """Trains on this rank."""
     options = parse_arguments(argv)
-    tokenizer = byte_tokenizer()
-    tokens = load_tokens(options.data, tokenizer, options.seq)
+    tokens = load_tokens(options.data, byte_tokenizer(), options.seq)
     with process_group() as device:
-        weights = first_weights(len(tokenizer), options.seed)
+        weights = first_weights(options.seed)
         history = train(options, tokens, weights, device)
         if options.check and history:
-            expected = train_in_one_process(options, tokens, weights)
-            worst = max(abs(loss - other) for loss, other in zip(history, expected, strict=True))
-            print(f"losses differ from one process by at most {worst:.1e}")
-            if worst > CHECK_TOLERANCE:
-                raise Refused(f"the check failed: the tolerance is {CHECK_TOLERANCE:.0e}")
+            compare(options, tokens, transformers.LlamaForCausalLM.from_pretrained(weights), history)
     return 0
 
 

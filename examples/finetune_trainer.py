@@ -40,7 +40,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seq", type=int, default=128, help="bytes of a paragraph at most")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--check", action="store_true", help="train the plain Trainer too, and compare")
     options = parser.parse_args(argv)
     parser.require_positive(options, "steps", "batch", "accumulate", "seq", "layers", "microbatches")
     return options

@@ -5,6 +5,7 @@ Skip connections that reach over several stages, BatchNorm and a model written a
 
     python examples/train_vision.py
     python examples/train_vision.py --devices cpu,cpu,cpu --microbatches 6 --epochs 10
+    python examples/train_vision.py --check --epochs 1
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 import command_line
 import torch
 import torch.nn.functional as F
+from against_plain import agrees
 from command_line import Parser, Refused, parse_devices, recorded
 from torch import nn
 from tqdm import tqdm
@@ -98,19 +100,14 @@ def run(argv: list[str] | None) -> int:
     if options.batch > len(images):
         raise Refused(f"--batch {options.batch} is more than the {len(images)} training images")
 
-    model = roundpipe.compile(
-        DigitsNet(options.channels),
-        example_args=(images[: options.batch],),
-        devices=devices,
-        model_run_config=roundpipe.RoundPipeRunConfig(num_microbatch=options.microbatches),
-    )
-    with model:
+    net, config = DigitsNet(options.channels), roundpipe.RoundPipeRunConfig(num_microbatch=options.microbatches)
+    with roundpipe.compile(net, devices=devices, model_run_config=config) as model:
+        if options.check:
+            pieces = zip(images.split(options.batch), classes.split(options.batch), strict=True)
+            data = (({"images": piece}, labels) for piece, labels in pieces)
+            if not agrees(model, net, data, F.cross_entropy, options.lr):
+                return 1
         optimizer = torch.optim.AdamW(model.optim_parameters(), lr=options.lr)
-
-        def update() -> None:
-            optimizer.step()
-            optimizer.zero_grad()
-
         started = time.perf_counter()
         num_steps = len(images) // options.batch
         for epoch in range(options.epochs):
@@ -118,11 +115,9 @@ def run(argv: list[str] | None) -> int:
             timeline = options.timeline if epoch == 0 else None
             for rows in recorded(bar, model, timeline, num_steps):
                 loss = model.forward_backward(
-                    input_args=(images[rows],),
-                    label=classes[rows],
-                    loss_fn=lambda logits, labels: F.cross_entropy(logits, labels, reduction="sum") / options.batch,
+                    input_args=(images[rows],), label=classes[rows], loss_fn=F.cross_entropy, loss_reduction="mean"
                 )
-                model.step(update)
+                model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
                 bar.set_postfix(loss=f"{float(loss):.3f}")
         model.synchronize()
         seconds = time.perf_counter() - started

@@ -32,8 +32,8 @@ def on_path() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def finetune(on_path: None) -> ModuleType:
-    return importlib.import_module("finetune_llm")
+def language(on_path: None) -> ModuleType:
+    return importlib.import_module("language")
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +49,12 @@ def text(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(finetune: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(language: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A causal language model and its tokenizer on disk, smaller than the example's own."""
     import transformers
 
     folder = tmp_path_factory.mktemp("checkpoint")
-    tokenizer = finetune.byte_tokenizer()
+    tokenizer = language.byte_tokenizer()
     config = transformers.LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,
@@ -104,16 +104,44 @@ def test_adapters_learn_and_only_they(
 
 @pytest.mark.long
 def test_adapters_of_the_model_that_is_trained_first(
-    lora: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    lora: ModuleType, language: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reference, source = lora.language_reference(), lora.finetune_llm.standard_library()[:2000]
+    reference, source = language.language_reference(), language.standard_library()[:2000]
     assert len(reference) > 300_000
-    monkeypatch.setattr(lora, "NUM_EVALUATED", 1)
-    monkeypatch.setattr(lora, "language_reference", lambda: reference[:2000])
-    monkeypatch.setattr(lora.finetune_llm, "standard_library", lambda: source)
+    monkeypatch.setattr(lora, "NUM_EVALUATED", 2)
+    monkeypatch.setattr(language, "language_reference", lambda: reference[:2000])
+    monkeypatch.setattr(language, "standard_library", lambda: source)
     arguments = ["--pretrain", "2", "--steps", "2", "--batch", "2", "--seq", "16", "--sample", "3", "--devices", "cpu"]
     assert lora.main(arguments) == 0
     assert "parameters of rank 16" in capsys.readouterr().out
+
+
+TINY_ADAPTERS = ["--steps", "1", "--batch", "4", "--seq", "16", "--sample", "1", "--rank", "2", "--devices", "cpu,cpu"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", ["", "--dtype bfloat16 --microbatches 2", "--dtype bfloat16 --quantize int8"])
+def test_adapters_agree_with_plain_pytorch(
+    lora: ModuleType,
+    checkpoint: Path,
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: str,
+) -> None:
+    if "quantize" in options:
+        pytest.importorskip("torchao", reason="quantization needs torchao")
+    arguments = ["--model", str(checkpoint), "--data", str(text), "--save", str(tmp_path), *options.split()]
+    assert lora.main([*TINY_ADAPTERS, "--check", *arguments]) == 0
+    assert (tmp_path / "adapter_model.safetensors").is_file()
+    printed = capsys.readouterr().out
+    assert "check: largest loss difference" in printed and str(tmp_path) in printed
+
+
+def test_a_missing_package_is_named(on_path: None, capsys: pytest.CaptureFixture[str]) -> None:
+    command_line = importlib.import_module("command_line")
+    assert command_line.main("one.py", lambda argv: importlib.import_module("nowhere.found"), None) == 2
+    assert capsys.readouterr().err == "one.py: error: No module named 'nowhere'; pip install nowhere\n"
 
 
 @pytest.mark.parametrize(
@@ -158,6 +186,13 @@ def test_vision_wrong_arguments(
     vision: ModuleType, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert_one_line(vision, arguments, message, capsys)
+
+
+def test_vision_agrees_with_plain_pytorch(vision: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--epochs", "1", "--batch", "400", "--channels", "2"]
+    assert vision.main(["--check", "--devices", "cpu,cpu", *sizes]) == 0
+    printed = capsys.readouterr().out
+    assert "check: largest loss difference" in printed and "FAILED" not in printed and "test accuracy" in printed
 
 
 def test_vision_without_its_data(
