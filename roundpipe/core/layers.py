@@ -154,7 +154,7 @@ class Tail(Protocol):
 
     @property
     def first_loss(self) -> Collection[Path]:
-        """Where the first loss is among the model's outputs; empty: it is none of them."""
+        """Where the first loss is among the model's outputs, cast or copied at most; empty: it is none of them."""
 
     def __call__(self, layer: nn.Module, carry: Carry, label: Any) -> Any:
         """What the loss function returns, from a copy of the last layer, and all that it and the exit read."""

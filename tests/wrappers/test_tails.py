@@ -100,8 +100,7 @@ def test_a_loss_is_a_part_of_the_last_layer(name: str, runs: Counter[str]) -> No
         for seed in range(2):
             pair.step(LOSSES[name], tokens(), tokens(seed=seed), 1e-9)
         assert pair.trace_count == 1
-    assert runs["tail"] == 2 * NUM_MICROBATCHES
-    assert runs["tiled in tail"] == (0 if name == "teacher" else runs["tail"])  # the teacher's caller is not row-wise
+    assert runs["tail"] == runs["tiled in tail"] == 2 * NUM_MICROBATCHES
 
 
 def test_trainable_tensors_of_a_loss_get_their_gradients() -> None:

@@ -7,7 +7,7 @@ microbatch counts for can be computed from its arguments alone, before it runs. 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,18 +64,20 @@ def _reduction(traced: TracedGraph, node: Node) -> _Reduction | None:
         return _of_loss(traced, node, None)
     if not isinstance(first, Node):
         return None
-    if (source := source_of_cast(node)) is not node:
+    *_, source = sources(node)
+    if source is not node:
         return _reduction(traced, source)
     if name in _TIMES and len(node.args) == 2 and _is_replicated(node.args[1]):
         return _reduction(traced, first)
     return None
 
 
-def source_of_cast(node: Node) -> Node:
-    """What a scalar was before it was cast or copied."""
+def sources(node: Node) -> Iterator[Node]:
+    """A scalar, and what it was before it was cast or copied."""
+    yield node
     while getattr(node.target, "__name__", node.target) in _SAME and node.args and isinstance(node.args[0], Node):
         node = node.args[0]
-    return node
+        yield node
 
 
 def _is_replicated(value: Any) -> bool:

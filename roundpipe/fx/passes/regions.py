@@ -180,8 +180,8 @@ class RowGraph:
             arguments, _ = run.operands(loss.arguments, {})
             with watch:
                 losses = loss.per_row(**arguments)
-            kind = "sum" if not loss.is_mean or loss.is_by_weight(run.values.get(target)) else "mean"
-            found: list[Found] = [kind if isinstance(watch.found(losses), tuple) else None]
+            is_of_rows = isinstance(watch.found(losses), tuple)
+            found: list[Found] = [loss.kind(run.values.get(target)) if is_of_rows else None]
         else:
             with watch:
                 value = run.run_node(node)

@@ -48,7 +48,8 @@ class RowLoss:
     function: Any
     arguments: dict[str, Any]
     """By name, for one value per row; nodes among them."""
-    is_mean: bool
+    reduction: str
+    """``"sum"``, ``"mean"``, or ``"batchmean"``: the sum over the first dimension's size."""
     modes: Modes | None = None
 
     @classmethod
@@ -70,14 +71,14 @@ class RowLoss:
             return None
         arguments = dict(inspect.signature(target).bind(*node.args, **kwargs).arguments)
         reduction = arguments.pop("reduction", "mean")
-        if reduction not in ("sum", "mean") or any(arguments.pop(name, None) is not None for name in _OLD):
+        if reduction not in ("sum", "mean", "batchmean") or any(arguments.pop(name, None) is not None for name in _OLD):
             return None
-        return cls(target, arguments, reduction == "mean", modes)
+        return cls(target, arguments, reduction, modes)
 
     def is_by_weight(self, target: Any) -> bool:
         """Whether it is a mean by the weights of classes, given its target's value."""
         is_index = isinstance(target, torch.Tensor) and not target.is_floating_point()
-        return self.is_mean and self.function in BY_WEIGHT and is_index
+        return self.reduction == "mean" and self.function in BY_WEIGHT and is_index
 
     @property
     def target(self) -> Any:
@@ -88,10 +89,14 @@ class RowLoss:
         """The function that gives one value per row, of the `arguments`."""
         return NamedCall(self.function.__name__, _Unreduced(self.function), self.modes)
 
-    def write(self, graph: Graph, arguments: dict[str, Any], total: Node | None, name: str) -> Node:
-        """The nodes of one tile's part; ``total``: the weight of all rows."""
+    def kind(self, target: Any) -> str:
+        """Whether parts of tiles are added up, or averaged, given the target's value."""
+        return "mean" if self.reduction == "mean" and not self.is_by_weight(target) else "sum"
+
+    def write(self, graph: Graph, arguments: dict[str, Any], total: Node | int | None, name: str) -> Node:
+        """The nodes of one tile's part; ``total``: what the sum over all rows is divided by."""
         losses = graph.call_function(self.per_row, (), arguments)
-        kind = "sum" if not self.is_mean or total is not None else "mean"
+        kind = "mean" if self.reduction == "mean" and total is None else "sum"
         return graph.create_node("call_function", end_of, (losses, kind, total), name=name)
 
     @property
@@ -113,8 +118,8 @@ class _Unreduced:
         return losses
 
 
-def end_of(losses: torch.Tensor, kind: str, total: torch.Tensor | None) -> torch.Tensor:
-    """The sum or mean of losses in a tile, in at least single precision, or their part of a mean by weight."""
+def end_of(losses: torch.Tensor, kind: str, total: torch.Tensor | int | None) -> torch.Tensor:
+    """The sum or mean of losses in a tile, in at least single precision, or their part of a mean over all rows."""
     dtype = torch.promote_types(losses.dtype, torch.float32)
     if kind == "mean":
         return losses.mean(dtype=dtype)

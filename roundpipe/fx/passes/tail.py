@@ -28,7 +28,7 @@ from roundpipe.core.tiling import num_tiles
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph
 from roundpipe.fx.operations import pass_on
 from roundpipe.fx.passes.codegen import Generated, Layer, OutputExit, sizes_key, whole_graph
-from roundpipe.fx.passes.own_losses import source_of_cast
+from roundpipe.fx.passes.own_losses import sources
 from roundpipe.fx.passes.tiles import TiledProgram, tiled_program
 
 _LABEL, _OUTPUTS = "label", "outputs"
@@ -49,8 +49,6 @@ class JoinedTail:
         """By name in the carry, the path into the label."""
         self._loss_names: set[str] = set()
         self.first_loss: tuple[trees.Path, ...] = ()
-        self.is_cast_output = False
-        """Whether the first loss is one of the model's outputs, cast or copied where that is needed."""
         self.graph = torch.fx.Graph()
         self._join(layer, exit, loss, joined.graph)
         _without_dead_code(self.graph)
@@ -130,10 +128,8 @@ class JoinedTail:
         leaves = [(path, leaf) for path, leaf in trees.walk(exit.template) if isinstance(leaf, OutputValue)]
         names = [leaf.name for leaf in trees.leaves(self._template) if isinstance(leaf, OutputValue)]
         if names:
-            first = results[names[0]]
-            self.first_loss = tuple(path for path, leaf in leaves if made.get(leaf.name) is first)
-            source = source_of_cast(first)
-            self.is_cast_output = source is not first and any(made.get(leaf.name) is source for _, leaf in leaves)
+            first = set(sources(results[names[0]]))
+            self.first_loss = tuple(path for path, leaf in leaves if made.get(leaf.name) in first)
 
     def _copy(self, graph: torch.fx.Graph, carry: Node, prefix: str, given: dict[str, Node]) -> dict[str, Node]:
         """Copies a layer's graph, its reads those ``given`` or of the carry; what it makes, by name."""

@@ -224,8 +224,11 @@ class _BodyWriter:
             return self.values[source, rows]
 
         if row_node.loss is not None:
-            arguments = map_arg(row_node.loss.arguments, operand)
-            return row_node.loss.write(self.graph, arguments, self.values.get(("weight", node)), node.name)
+            loss = row_node.loss
+            total = self.values.get(("weight", node))
+            if loss.reduction == "batchmean":
+                total = self._value(loss.arguments["input"]).shape[0]
+            return loss.write(self.graph, map_arg(loss.arguments, operand), total, node.name)
         args, kwargs = map_arg((node.args, node.kwargs), operand)
         if node.op == "call_module":
             self.targets.append(str(node.target))

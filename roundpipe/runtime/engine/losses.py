@@ -197,6 +197,21 @@ def read_losses(result: Any, *, is_mean: bool) -> Losses:
     return Losses(list(losses), is_list=not isinstance(result, torch.Tensor), weight=weight)
 
 
+_COPIES = frozenset("ToCopyBackward0 CloneBackward0 AliasBackward0 SqueezeBackward0".split())
+
+
+def is_copy(loss: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a loss is another scalar, cast or copied at most, as far as autograd knows."""
+    if loss is other:
+        return True
+    node, position = loss.grad_fn, loss.output_nr
+    while node is not None and (node is not other.grad_fn or position != other.output_nr):
+        if node.name() not in _COPIES:
+            return getattr(node, "variable", None) is other
+        node, position = node.next_functions[0]
+    return node is not None
+
+
 def _as_weight(weight: Any) -> float:
     if isinstance(weight, torch.Tensor) and weight.requires_grad:
         raise LossError(

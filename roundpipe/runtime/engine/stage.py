@@ -24,7 +24,7 @@ from roundpipe.core.random_state import SeededPython
 from roundpipe.core.tiling import in_tiles
 from roundpipe.runtime.device.backend import Backend, is_profiled
 from roundpipe.runtime.engine import finite
-from roundpipe.runtime.engine.losses import Losses, LossWeights, read_losses
+from roundpipe.runtime.engine.losses import Losses, LossWeights, is_copy, read_losses
 from roundpipe.runtime.engine.recompute import ForwardRecord, LayerScope, layer_seed, learn_writes
 from roundpipe.runtime.engine.spec import Segment, StepSpec
 from roundpipe.runtime.engine.step import Gradients
@@ -110,11 +110,11 @@ class Stage:
     def _read_losses(self, loss_fn: Callable[[], Any], microbatch: int, outputs: Any = None) -> Losses:
         """What a loss function returns, as it counts in the step."""
         own, tail = self.spec.own_shares, self.spec.tail
-        means = {} if tail else {id(trees.get(outputs, path)): shares for path, shares in own.items()}
+        means = {} if tail else {path: trees.get(outputs, path) for path in own}
         with self.loss_turn(microbatch), RaisedIn(self._place(microbatch, "loss_fn")):
             losses = read_losses(loss_fn(), is_mean=self.spec.mean is not None)
-            of_tail = (own[path] for path in own if tail and path in tail.first_loss)
-            self.weights.apply(losses, microbatch, next(of_tail, means.get(id(losses.tensors[0]))))
+            first = tail.first_loss if tail else [path for path in means if is_copy(losses.tensors[0], means[path])]
+            self.weights.apply(losses, microbatch, next((own[path] for path in own if path in first), None))
         if self.spec.check_finite:
             finite.check_losses(losses.tensors, self._place(microbatch, "loss_fn"))
         return losses
