@@ -27,7 +27,6 @@ from roundpipe.fx.graph.nodes import value_bytes
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph
 from roundpipe.fx.guards.guards import Failure, GuardedGraph
 from roundpipe.fx.passes.lower import LowerOptions, lower
-from roundpipe.fx.passes.own_losses import own_losses
 from roundpipe.fx.sizes import forget_worlds
 from roundpipe.fx.trace.progress import progress
 from roundpipe.fx.trace.tracer import trace
@@ -178,7 +177,6 @@ class TracedSource:
                 logger.info("traced %s in %.2f s (%s)", kind, traced_s, why)
                 guards = traced.guards
                 chain = lower(traced, self._options).chain
-                chain.own_losses = own_losses(traced)
             chain.made_in_s = {"trace": traced_s, "cut": time.perf_counter() - began_s - traced_s}
             logger.info("measured %s on fakes and cut it in %.2f s", kind, chain.made_in_s["cut"])
         finally:

@@ -121,8 +121,11 @@ def partition_table(
     return "\n\n".join((headline, *tables))
 
 
-def explain_table(chain: LayerChain | None, opaque: Mapping[str, str]) -> str:
-    """What was traced, None: nothing; and which modules, by qualified name, stayed opaque and why."""
+def explain_table(chain: LayerChain | None, opaque: Mapping[str, str], costs: Sequence[LayerCost] | None = None) -> str:
+    """What was traced, None: nothing; and which modules, by qualified name, stayed opaque and why.
+
+    Costs are as for `layer_table`.
+    """
     if chain is None:
         parts = ["The model's own forward could not be traced, so it is not cut."]
     else:
@@ -132,7 +135,7 @@ def explain_table(chain: LayerChain | None, opaque: Mapping[str, str]) -> str:
         rows = [(name or "(the model)", reason) for name, reason in opaque.items()]
         parts.append(table(("module", "why"), rows, text_columns=2))
     if chain is not None:
-        parts.append(layer_table(chain))
+        parts.append(layer_table(chain, costs=costs))
     return "\n\n".join(parts)
 
 

@@ -7,6 +7,7 @@ Everything is worked out from one trace on fakes: no weights are read, no thread
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,19 +17,24 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe.core import trees
 from roundpipe.core.errors import ConfigError, TraceCause, TraceError, enumerated
-from roundpipe.core.layers import LayerChain
+from roundpipe.core.layers import LayerChain, LayerCost
 from roundpipe.core.modes import autocast_as_on_accelerator
 from roundpipe.fx.graph.nodes import module_of, value_bytes
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.passes.cuts import Balance
 from roundpipe.fx.passes.lower import LowerOptions, lower
+from roundpipe.fx.passes.memory import Loss, measure_memory
 from roundpipe.fx.source import own_example
 from roundpipe.fx.trace.tracer import trace
+from roundpipe.planning.candidates import Candidate
+from roundpipe.planning.residency import STREAMED
+from roundpipe.reports.memory import DeviceMemory, memory_table
 from roundpipe.reports.partition_table import explain_table
 from roundpipe.reports.tables import format_bytes
-from roundpipe.runtime.device.resolve import DeviceLike, largest_layer_bytes
+from roundpipe.runtime.device.resolve import DeviceLike, largest_layer_bytes, resolve_devices
 from roundpipe.tools.graph_report import check_format, folded, function_name, graph_lines, shape_text, write_graph
 from roundpipe.wrappers.pipe import RoundPipe
 
@@ -49,6 +55,9 @@ class Explanation:
     error: TraceError | None = None
     own_example: tuple[str, ...] = ()
     """Names of the model's ``dummy_inputs``, if those were the example."""
+    costs: tuple[LayerCost, ...] | None = None
+    """Of the layers, with the memory that they take for the example as one microbatch, the model's own loss included;
+    None: they can't run on fakes."""
 
     @property
     def opaque(self) -> dict[str, str]:
@@ -59,6 +68,14 @@ class Explanation:
     def guards(self) -> list[str]:
         """What must hold for the trace to serve a call, in words."""
         return [] if self.traced is None else self.traced.guards.describe()
+
+    @property
+    def device_memory(self) -> dict[str, DeviceMemory]:
+        """What a device needs while each layer runs as a stage of its own, by stage; empty if that is not known."""
+        if self.costs is None:
+            return {}
+        plan = Candidate.singles(len(self.costs)).plan(len(self.costs))
+        return STREAMED.stage_memory(plan, self.costs, num_workers=1, recompute_grain="stage")
 
     def __str__(self) -> str:
         if self.traced is None or self.chain is None:
@@ -72,7 +89,8 @@ class Explanation:
         parts = [
             f"{self.model_name}, traced for {self.traced.example_size}",
             _section("Graph", graph_lines(self.traced)),
-            explain_table(self.chain, self.opaque),
+            explain_table(self.chain, self.opaque, self.costs),
+            *self._memory_sections(),
             _section("Carried over the cuts", self._cut_lines()),
             _section("A call traces again unless", self._guard_lines()),
         ]
@@ -116,12 +134,17 @@ class Explanation:
             "outputs": [node.name for node in self.traced.outputs],
             "layers": [
                 {"name": spec.name, "modules": list(spec.module_names), **dataclasses.asdict(cost)}
-                for spec, cost in zip(self.chain.specs, self.chain.costs, strict=True)
+                for spec, cost in zip(self.chain.specs, self.costs or self.chain.costs, strict=True)
             ],
+            "device_memory": {name: memory._asdict() for name, memory in self.device_memory.items()},
             "cuts": [{"bytes": sum(size for _, size in values), "values": dict(values)} for values in self.cuts],
             "opaque": self.opaque,
             "guards": self.guards,
         }
+
+    def _memory_sections(self) -> Iterator[str]:
+        if stages := self.device_memory:
+            yield _section("Device memory where each layer is a stage, untiled", memory_table(stages).splitlines())
 
     def _cut_lines(self) -> Iterator[str]:
         assert self.chain is not None
@@ -196,6 +219,7 @@ def explain(
         with torch.inference_mode(False), torch.enable_grad(), autocast_as_on_accelerator():
             traced = trace(model, example_args, example_kwargs or {}, max_leaf_bytes=options.max_layer_bytes)
             lowered = lower(traced, options)
+            costs = _with_memory(lowered.chain, example_args, example_kwargs or {}, devices)
     except TypeError as error:
         if own is None:
             raise
@@ -207,7 +231,24 @@ def explain(
         return Explanation(name, None, None, (), error, () if own is None else tuple(own[1]))
     if path is not None:
         write_graph(path, traced, lowered.partition)
-    return Explanation(name, traced, lowered.chain, _cuts(traced, lowered.chain))
+    return Explanation(name, traced, lowered.chain, _cuts(traced, lowered.chain), costs=costs)
+
+
+def _with_memory(
+    chain: LayerChain,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    devices: Sequence[DeviceLike] | DeviceLike | None,
+) -> tuple[LayerCost, ...] | None:
+    """Costs of a chain's layers with the memory that they take on the first device."""
+    losses = (Loss(functools.partial(_output, own.path), None) for own in chain.own_losses)
+    costs = measure_memory(chain, args, kwargs, next(losses, None), torch.device(resolve_devices(devices)[0].device))
+    return None if costs is None else tuple(costs)
+
+
+def _output(path: trees.Path, outputs: Any, label: Any) -> Any:
+    """The loss that the model has computed."""
+    return trees.get(outputs, path)
 
 
 def _cuts(traced: TracedGraph, chain: LayerChain) -> tuple[tuple[tuple[str, int], ...], ...]:

@@ -15,6 +15,7 @@ from torch import nn
 
 import roundpipe
 from roundpipe import ConfigError, TraceError, explain
+from roundpipe.reports.tables import format_bytes
 from roundpipe.tools.graph_report import folded
 
 
@@ -92,6 +93,33 @@ def test_the_layers_are_those_that_compile_makes(balance: str) -> None:
         assert explained.specs == compiled.specs and explained.costs == compiled.costs
         num_layers.append(len(compiled))
     assert num_layers[0] < num_layers[1]
+
+
+def test_memory_is_that_of_a_run_and_of_each_layer_as_a_stage() -> None:
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 16)) for _ in range(3)))
+
+        def forward(self, x: torch.Tensor, target: torch.Tensor) -> Any:
+            return {"loss": nn.functional.mse_loss(self.blocks(x), target)}
+
+    model, inputs = WithLoss(), {"x": torch.randn(32, 16), "target": torch.randn(32, 16)}
+    found = explain(model, example_kwargs=inputs, devices="cpu")
+    config = roundpipe.RoundPipeRunConfig(num_microbatch=1)
+    with roundpipe.compile(model, devices=roundpipe.Device("cpu", memory_bytes=10**9)) as pipe:
+        pipe.forward_backward(input_kwargs=inputs, loss_fn=lambda outputs, _: outputs["loss"], run_config=config)
+        table = pipe.partition_table().split("\n\n")[1]
+    assert "and the loss" in table and "working memory" in table and table in str(found)
+    assert found.costs is not None
+    last, stage = found.costs[-1], found.device_memory["U"]
+    assert (stage.weights, stage.gradients, stage.activations) == (
+        last.weight_bytes,
+        last.gradient_bytes,
+        last.training_bytes,
+    )
+    assert re.search(rf"  U .* {re.escape(format_bytes(stage.activations))} ", str(found))
+    assert found.as_json()["device_memory"]["U"]["activations"] == last.training_bytes
 
 
 def test_a_model_that_can_not_be_traced() -> None:

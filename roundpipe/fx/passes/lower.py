@@ -16,6 +16,7 @@ from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes.codegen import generate
 from roundpipe.fx.passes.cost import DEFAULT_PROFILE, DeviceProfile, NodeCost, measure
 from roundpipe.fx.passes.cuts import Balance
+from roundpipe.fx.passes.own_losses import own_losses
 from roundpipe.fx.passes.partition import Partition, layer_costs, partition
 
 
@@ -61,4 +62,6 @@ def lower(traced: TracedGraph, options: LowerOptions = LowerOptions()) -> Lowere
     with torch.enable_grad():
         costs = measure(traced, options.profile)
         parts = partition(traced, costs, balance=options.balance, max_layer_bytes=options.max_layer_bytes)
-        return LoweredGraph(traced, costs, parts, generate(traced, parts, costs))
+        chain = generate(traced, parts, costs)
+        chain.own_losses = own_losses(traced)
+        return LoweredGraph(traced, costs, parts, chain)
