@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,11 @@ import torch
 
 from roundpipe.core.errors import ConfigError
 from roundpipe.tools import command_line as cli
-from roundpipe.tools import sweep
+from roundpipe.tools import device_data, sweep
 from roundpipe.tools.forecast_report import step_text
 from roundpipe.tools.target import Target, check_target
-from tests.tools.cases_command_line import H100, TINY
+from tests.documents import ROOT
+from tests.tools.cases_command_line import H100, QWEN, TINY
 
 pytest.importorskip("transformers")
 
@@ -75,3 +77,24 @@ def test_a_name_that_is_not_in_the_cache_says_how_to_fetch_it(cached: str) -> No
     check_target(cached)
     with pytest.raises(ConfigError, match="hf download roundpipe/other config.json fetches it"):
         check_target("roundpipe/other")
+
+
+def documented_cards() -> dict[str, list[str]]:
+    """The cells of the table of cards, by the card's name."""
+    rows = [line.strip("| ").split(" | ") for line in (ROOT / "docs" / "hardware.md").read_text().splitlines()]
+    return {row[0]: row[1:] for row in rows if len(row) == 9 and row[0] not in ("card", "---")}
+
+
+def test_the_table_of_cards_has_every_profile() -> None:
+    assert list(documented_cards()) == [device.name for device in device_data.DEVICES]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("options", "column"), [(("--lora", "16"), 1), ((), 5)])
+def test_the_table_of_cards_is_what_plan_says(
+    capsys: pytest.CaptureFixture[str], options: tuple[str, ...], column: int
+) -> None:
+    assert cli.main(["plan", str(QWEN), "--batch", "16", "--device-profile", "RTX-4090", *options]) == 0
+    (found,) = re.findall(r"^step .* ([\d,]+) tokens/s", capsys.readouterr().out, re.MULTILINE)
+    speeds = [float(text.replace(",", "")) for text in (found, documented_cards()["RTX-4090"][column])]
+    assert speeds[0] == pytest.approx(speeds[1], rel=0.03), "make the table anew: plan ... --sweep cards"
