@@ -38,11 +38,15 @@ class Residency:
 
     layers: frozenset[int] = frozenset()
     num_bytes: int = 0
+    is_full: bool = False
+    """Whether trained weights stay, too, and all that is theirs: gradients, the optimizer's copies and states."""
 
     def streamed(self, costs: Sequence[LayerCost]) -> Sequence[LayerCost]:
         """Costs of layers as each visit uploads them."""
         if not self.layers:
             return costs
+        if self.is_full:
+            return [replace(cost, weight_bytes=0, gradient_bytes=0, num_parameters=0) for cost in costs]
         return [
             replace(cost, weight_bytes=_streamed_bytes(cost), num_parameters=num_trained(cost))
             if index in self.layers
@@ -52,7 +56,8 @@ class Residency:
 
     def bytes_of(self, costs: Sequence[LayerCost]) -> dict[int, int]:
         """What stays of each of its layers."""
-        return {index: costs[index].weight_bytes - _streamed_bytes(costs[index]) for index in sorted(self.layers)}
+        streamed = self.streamed(costs)
+        return {index: costs[index].weight_bytes - streamed[index].weight_bytes for index in sorted(self.layers)}
 
     def stage_memory(
         self, plan: ExecutePlan, costs: Sequence[LayerCost], *, num_workers: int, recompute_grain: RecomputeGrain
@@ -71,6 +76,12 @@ class Residency:
 
 STREAMED = Residency()
 """Nothing stays."""
+
+
+def full_residency(costs: Sequence[LayerCost], optimizer_bytes: int) -> Residency:
+    """Everything stays, ``optimizer_bytes`` of the optimizer's side among it; gradients twice, while they add up."""
+    num_bytes = sum(cost.weight_bytes + 2 * cost.gradient_bytes for cost in costs) + optimizer_bytes
+    return Residency(frozenset(range(len(costs))), num_bytes, is_full=True)
 
 
 def choose_residency(schedule: Schedule, costs: StageCosts, budget_bytes: int | None) -> Residency:

@@ -25,6 +25,7 @@ RECOMPUTE_GRAINS: tuple[RecomputeGrain, ...] = ("stage", "layer")
 LossReduction = Literal["sum", "mean"]
 LossScope = Literal["microbatch", "batch"]
 Replicas = Literal["auto", "off"]
+Residency = Literal["auto", "full", "off"]
 
 AUTO: Literal["auto"] = "auto"
 """Leaves an option to choice: the fastest setting that is predicted to fit."""
@@ -91,9 +92,10 @@ class RoundPipeRunConfig:
     then repeats the forward of what is tiled. Built-in: ``"auto"``, as many as are needed to fit, none where there is
     room; ``"off"``: none."""
 
-    residency: Literal["auto", "off"] | None = None
+    residency: Residency | None = None
     """Whether weights that are not trained stay on the devices between visits and rounds: ``"auto"`` (built-in), as far
-    as there is room beside what the plan needs; ``"off"``: each round uploads them again."""
+    as there is room beside what the plan needs; ``"off"``: each round uploads them again. ``"full"``: trained weights,
+    too, with gradients and the optimizer's side, on one device that has room for all; see docs/tuning.md."""
 
     loss_reduction: LossReduction | None = None
     """How the microbatches' losses make up the batch's: ``"sum"`` (built-in) or ``"mean"``; see
@@ -121,8 +123,8 @@ class RoundPipeRunConfig:
                 "a pair (args_spec, kwargs_spec) of a tuple and a dict, either of them None for the automatic "
                 "rule, or a function f(args, kwargs, num_microbatch)",
             )
-        if self.residency not in (None, AUTO, "off"):
-            self._refuse("residency", '"auto" or "off"')
+        if self.residency not in (None, *get_args(Residency)):
+            self._refuse("residency", '"auto", "full" or "off"')
         if self.loss_reduction not in (None, *get_args(LossReduction)):
             self._refuse("loss_reduction", '"sum" or "mean"')
         if self.replicas not in (None, *get_args(Replicas)):
@@ -184,7 +186,7 @@ class ResolvedConfig:
     tiles: int | None
     """None leaves the choice to the planner; 1: none."""
 
-    residency: Literal["auto", "off"]
+    residency: Residency
     loss_reduction: LossReduction
     loss_scope: LossScope
     check_finite: bool

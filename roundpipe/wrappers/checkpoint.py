@@ -141,6 +141,7 @@ def _begin(session: Session, dir: str | os.PathLike[str], objects: Mapping[str, 
     files.safetensors_library()
     session.writer.wait()
     session.optimizer.synchronize()
+    session.optimizer.come_home()
     if not isinstance(dir, str | os.PathLike) or not os.fspath(dir):
         raise ConfigError(f"dir is {dir!r}; give the path of a folder")
     return Path(os.path.realpath(dir))

@@ -23,12 +23,13 @@ import torch
 from roundpipe.core import trees
 from roundpipe.core.errors import BackwardError, enumerated
 from roundpipe.core.layers import is_differentiable
+from roundpipe.runtime.device.backend import OUT_OF_MEMORY
 from roundpipe.runtime.engine.builder import StepBuilder
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.runtime.engine.step import HostGradients, HostValue, StepState
 from roundpipe.runtime.microbatch.split import tensors_of_inputs
 from roundpipe.runtime.weights.replica import FrozenLayers
-from roundpipe.wrappers.recovery import OUT_OF_MEMORY, run_step
+from roundpipe.wrappers.recovery import run_step
 from roundpipe.wrappers.session import Session
 
 _OutputPlace = tuple[int, str, int]

@@ -16,14 +16,13 @@ import torch
 from roundpipe.core.errors import DeviceMemoryError
 from roundpipe.effects.run_once import FirstCall
 from roundpipe.effects.snapshot import CodeSnapshot
+from roundpipe.runtime.device.backend import OUT_OF_MEMORY
 from roundpipe.runtime.engine.plan_choice import PlanChooser
 from roundpipe.runtime.engine.spec import Call, StepSpec
 from roundpipe.runtime.engine.step import HostValues, StepState
 from roundpipe.wrappers.session import Session
 
 logger = logging.getLogger(__name__)
-
-OUT_OF_MEMORY = (torch.OutOfMemoryError, DeviceMemoryError)
 
 
 class CallSnapshot:
@@ -70,6 +69,7 @@ def run_step(
                 raise
             reason = str(error).partition("\n")[0]
             _release_frames(error)
+            session.optimizer.come_home()
             session.engine.release_memory()
             plans.set_budgets(session.engine.take_budgets())
             if not plans.shrink(call, plan):

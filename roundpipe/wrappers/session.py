@@ -116,7 +116,9 @@ class Session:
             steps=self.engine,
             ranks=self.ranks,
             second_memory=self.host.add_second_banks,
+            twins=self.engine.twins if self.engine.num_workers == 1 else None,
         )
+        self.engine.before_packing = self.optimizer.come_home
         self.watch = LoadWatch(model, self.optimizer)
         self.reads = ReadWatch(model, self.optimizer)
         self.writer = BackgroundWriter()
@@ -205,6 +207,7 @@ class Session:
     def streaming(self) -> Iterator[StreamedModel]:
         """Around code of the model's own that runs on a device and reads the latest weights."""
         with self.call(reads=True):
+            self.optimizer.come_home()
             if self._is_streaming:
                 raise ConfigError(f"{self.name}: generate() and streamed() can't be used inside streamed()")
             if self._streamed is None or not self._streamed.is_of(self.shown):

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
-from roundpipe.core.errors import ConfigError
+from roundpipe.core.errors import ConfigError, DeviceMemoryError
 from roundpipe.core.field_docs import with_field_docs
 from roundpipe.core.options import with_options
 from roundpipe.core.quantities import parse_quantity
@@ -41,6 +41,8 @@ class Lane(enum.IntEnum):
     def __str__(self) -> str:
         return self.name.lower()
 
+
+OUT_OF_MEMORY = (torch.OutOfMemoryError, DeviceMemoryError)
 
 ON_ITS_WAY = {Lane.DOWNLOAD: "values and gradients between stages", Lane.GRADIENTS: "gradients of weights"}
 """What downloads take host memory for."""

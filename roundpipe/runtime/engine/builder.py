@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
@@ -21,9 +22,10 @@ from roundpipe.core.schedule import ExecutePlan, Phase, Schedule, ScheduleKind, 
 from roundpipe.core.tiling import UNTILED
 from roundpipe.planning.residency import STREAMED
 from roundpipe.runtime.config import microbatch_count
-from roundpipe.runtime.device.backend import synchronize_streams
+from roundpipe.runtime.device.backend import OUT_OF_MEMORY, synchronize_streams
 from roundpipe.runtime.engine.cost_model import MemoryMeasure
 from roundpipe.runtime.engine.engine import Engine
+from roundpipe.runtime.engine.full_plans import FULL
 from roundpipe.runtime.engine.plan_choice import PlanChooser
 from roundpipe.runtime.engine.recompute import draw_base_seed
 from roundpipe.runtime.engine.spec import (
@@ -42,6 +44,8 @@ from roundpipe.runtime.weights.host_weights import HostWeights
 from roundpipe.runtime.weights.layer_weights import LayerWeights
 from roundpipe.runtime.weights.replica import FrozenLayers
 from roundpipe.runtime.weights.residents import Stay
+
+logger = logging.getLogger(__name__)
 
 
 class StepBuilder:
@@ -69,6 +73,7 @@ class StepBuilder:
             accelerators=engine.has_accelerators,
             measure=measure,
         )
+        self.plans.full.allow(self._may_live_there, optimizer.device_bytes)
         self.last_plan: ExecutePlan | None = None
         self.last_residency = STREAMED
         self._shared: weakref.WeakKeyDictionary[LayerChain, list[frozenset[int]]] = weakref.WeakKeyDictionary()
@@ -90,7 +95,7 @@ class StepBuilder:
             and not torch.is_anomaly_enabled()  # a mode of the process, which may end with the call
             and self.plans.is_proven(call),
             times=self.plans.costs.times_of(call),
-            peaks=self.plans.costs.peaks_of(call, spec.schedule.plan),
+            peaks=None if call.is_full else self.plans.costs.peaks_of(call, spec.schedule.plan),
         )
         return spec, values
 
@@ -117,6 +122,7 @@ class StepBuilder:
 
     def backward_step(self, forward: StepSpec, call: Call, frozen: FrozenLayers) -> StepSpec:
         """The step of the backward of a ``forward``; ``frozen`` are the user's modules as the forward found them."""
+        self._optimizer.come_home()
         schedule = self._schedule(forward.schedule.plan, call, "backward")
         chain = call.chain
         weights = self._prepare(chain, wants_gradients=forward.keeps_history, earlier=forward.weights)
@@ -134,6 +140,7 @@ class StepBuilder:
         self, call: Call, kind: ScheduleKind, *, keeps_history: bool, ends_in_loss: bool = False
     ) -> tuple[StepSpec, HostValues]:
         chain, config = call.chain, call.config
+        call.is_evaluation = kind == "forward" and not keeps_history
         self.plans.set_budgets(self._engine.take_budgets())
         start = self._engine.start
         start.take_in(chain.made_in_s)
@@ -165,14 +172,15 @@ class StepBuilder:
         inputs = _inputs(values)
         requiring = {tensor.name for tensor in inputs}
         inputs += _inputs([{LABEL: HostValue(label)} for label in call.labels])
-        call.is_evaluation = kind == "forward" and not keeps_history
         room, weights = self.plans.room(call, plan), self._prepare(chain, wants_gradients=keeps_history)
+        if not self._live(call, weights):
+            return self._spec(call, kind, keeps_history=keeps_history, ends_in_loss=ends_in_loss)
         if not call.is_evaluation:
             self.last_residency = room.residency
         spec = StepSpec(
             chain=chain,
             weights=weights,
-            stays=_stays(weights, room.residency.layers, with_trained=call.is_evaluation),
+            stays=_stays(weights, room.residency.layers, with_trained=call.is_evaluation, are_twins=call.is_full),
             resident_bytes=room.resident_bytes,
             spare_bytes=room.spare_bytes if call.is_evaluation else None,
             schedule=schedule,
@@ -206,6 +214,34 @@ class StepBuilder:
             tied_jobs=self._tied(chain, schedule),
         )
         return spec, values
+
+    def _may_live_there(self, call: Call) -> bool:
+        """Whether a call's trained weights may live on the device: not if its backward comes later."""
+        if call.loss_fn is None:
+            return self._optimizer.has_twins and not call.config.requires_grad
+        return self._optimizer.may_have_twins
+
+    def _live(self, call: Call, weights: Sequence[LayerWeights]) -> bool:
+        """Let trained weights be on the device, or at home, as a call's plan has it; False: there is no room."""
+        optimizer, twins = self._optimizer, self._engine.twins
+        parameters = [slot.tensor for one in weights for slot in one.slots if slot.is_parameter]
+        if twins and not (call.is_full and twins.are_of(parameters)):
+            optimizer.come_home()
+            if not (call.is_full or call.is_evaluation):
+                self.plans.full.is_over |= call.config.residency == FULL  # or they might come and go with each call
+        if not call.is_full or twins:
+            return True
+        trained = list(dict.fromkeys(parameter for parameter in parameters if parameter.requires_grad))
+        try:
+            if twins.suit(trained):
+                optimizer.begin_twins(trained, optimizer.device_bytes())
+                return True
+            reason = "some trained weights are of a kind that stays on the host"
+        except OUT_OF_MEMORY as error:
+            reason = str(error).partition("\n")[0]
+        self.plans.full.is_over = True
+        logger.warning("residency='full': weights are streamed as with 'auto' (%s)", reason)
+        return False
 
     def _in_order(self, call: Call) -> Iterator[int]:
         """Layers whose microbatches must run one after the other: they leave something behind, for all that is known.
@@ -255,14 +291,16 @@ class StepBuilder:
         }
 
 
-def _stays(weights: Sequence[LayerWeights], layers: Collection[int], *, with_trained: bool = False) -> list[Stay]:
+def _stays(
+    weights: Sequence[LayerWeights], layers: Collection[int], *, with_trained: bool = False, are_twins: bool = False
+) -> list[Stay]:
     """What of each layer stays, where the frozen weights of some do, or those that are trained as well."""
     stays = []
     for index, one in enumerate(weights):
-        parts = [one.frozen_slots()] if index in layers else []
+        parts, twins = [one.frozen_slots()] if index in layers else [], one.trained_slots() if are_twins else ()
         if index in layers and with_trained:
-            parts.append(tuple(sorted({*one.steady_slots()}.difference(parts[0]))))
-        stays.append(Stay.of(one, parts))
+            parts.append(tuple(sorted({*one.steady_slots()}.difference(parts[0], twins))))
+        stays.append(Stay.of(one, parts, twins))
     return stays
 
 

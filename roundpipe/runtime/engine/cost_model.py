@@ -128,6 +128,17 @@ class CostModel:
             return costs
         return [cost.with_memory_of(other) for cost, other in zip(costs, memory, strict=True)]
 
+    def training_bytes(self, call: Call, tiles: Tiles) -> list[int] | None:
+        """What each layer takes in tiles; None: that is not known."""
+        self.measure_memory(call, tiles)
+        memory = self.record(call.chain).memory_at(call.elements(), tiles)
+        return None if memory is None else [cost.training_bytes for cost in memory]
+
+    def is_less(self, call: Call, tiles: Tiles, finer: Tiles) -> bool:
+        """Whether some layer takes another amount of memory in finer tiles."""
+        before, after = (self.training_bytes(call, each) for each in (tiles, finer))
+        return before is not None and after is not None and before != after
+
     # Time
 
     def num_steps(self, chain: LayerChain, tiles: Tiles = UNTILED) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -27,6 +27,7 @@ from roundpipe.runtime.profiling.start_log import StartLog
 from roundpipe.runtime.weights.gate import Gates, Steps
 from roundpipe.runtime.weights.host_weights import HostWeights
 from roundpipe.runtime.weights.layer_weights import LayerWeights
+from roundpipe.runtime.weights.twins import Twins
 
 
 class Engine(Steps):
@@ -37,8 +38,10 @@ class Engine(Steps):
         self.steps = RunningSteps(gates)
         self._gates = gates
         self.start = StartLog(name)
+        self.twins = Twins(backends[0])
         self._workers = [
-            Worker(i, backend, f"{name} worker {i}", gates, self.steps) for i, backend in enumerate(backends)
+            Worker(i, backend, f"{name} worker {i}", gates, self.steps, self.twins if i == 0 else Twins(backend))
+            for i, backend in enumerate(backends)
         ]
         self._owners: list[tuple[weakref.ref[object], list[torch.nn.Module]]] = []
         """Chains and others that ran here, and their layers, which the workers and the host's side know of."""
@@ -47,6 +50,8 @@ class Engine(Steps):
         """Threads that made a call."""
         self._recorder: Recorder | None = None
         self.next_job = 0
+        self.before_packing: Callable[[], None] = lambda: None
+        """Called before weights are moved."""
 
     @property
     def num_workers(self) -> int:
@@ -77,6 +82,7 @@ class Engine(Steps):
         """The host's side of layers, packed; known for as long as their owner is there."""
         ended = [layers for reference, layers in self._owners if reference() is None]
         if ended or not all(map(host.is_prepared, layers)):
+            self.before_packing()
             self.steps.wait_idle()  # packing moves the user's tensors, and so does a hand-over
             self._gates.weights.wait([tensor for each in layers for tensor in each.parameters()], "packing of weights")
             self._forget(ended, host)
@@ -177,7 +183,7 @@ class Engine(Steps):
         for worker in self._workers:
             worker.arena.free()
             worker.backend.release_cached()
-            worker.backend.note_others(0)
+            worker.backend.note_others(worker.arena.num_bytes)
 
     def take_budgets(self) -> list[int | None]:
         """Per worker, the device memory to plan for now; None: no limit."""

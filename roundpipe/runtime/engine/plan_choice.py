@@ -26,9 +26,10 @@ from roundpipe.planning.planner import plan as choose_plan
 from roundpipe.planning.residency import STREAMED, Residency, choose_residency
 from roundpipe.planning.stage_costs import StageCosts, plan_peak_bytes, plan_seconds
 from roundpipe.reports.tables import format_bytes
-from roundpipe.runtime.config import AUTO, RECOMPUTE_GRAINS
+from roundpipe.runtime.config import RECOMPUTE_GRAINS
 from roundpipe.runtime.engine.chain_record import KeptPlan, Limit, Room, guess_memory, times_the_example
 from roundpipe.runtime.engine.cost_model import CostModel, MemoryMeasure, Prediction
+from roundpipe.runtime.engine.full_plans import FullPlans
 from roundpipe.runtime.engine.option_choice import LADDER, TAIL_RUNGS, OptionChooser, finer_tiles, given_tiles, savings
 from roundpipe.runtime.engine.spec import Call
 
@@ -71,6 +72,7 @@ class PlanChooser:
         self._budget_bytes = _least(budgets_bytes)
         self.costs = CostModel(num_workers, link_speeds, accelerators, measure if self.has_budget else None)
         self.options = OptionChooser(self.costs, self._budget_bytes)
+        self.full = FullPlans(self.costs)
         self._may_replan = False
 
     def set_budgets(self, budgets_bytes: Iterable[int | None]) -> None:
@@ -90,6 +92,10 @@ class PlanChooser:
 
     def plan(self, call: Call) -> ExecutePlan:
         """The plan of a call: the user's, or the planner's for microbatches of this size."""
+        plan = self._streaming(call)
+        return self.full.instead(call, plan, lambda: self._seconds(call, call.tiles)(plan), self._budget_bytes)
+
+    def _streaming(self, call: Call) -> ExecutePlan:
         chain, config = call.chain, call.config
         if config.execute_plan is not None:
             config.execute_plan.validate(len(chain))
@@ -146,13 +152,17 @@ class PlanChooser:
 
     def is_proven(self, call: Call) -> bool:
         """Whether a step like a call's has run by its plan, or can't get another one."""
+        if self.full.wants(call) and not self.full.is_proven(call):
+            return False
         kept = self.costs.record(call.chain).plans.get(self._key(call))
         is_free = self._budget_bytes is not None and call.config.execute_plan is None
         return not is_free or (kept is not None and kept.is_proven)
 
     def prove(self, call: Call) -> None:
         """A call's step has run."""
-        if (kept := self.costs.record(call.chain).plans.get(self._key(call))) is not None:
+        if call.is_full:
+            self.full.prove(call)
+        elif (kept := self.costs.record(call.chain).plans.get(self._key(call))) is not None:
             kept.is_proven = True
 
     def shrink(self, call: Call, plan: ExecutePlan) -> bool:
@@ -161,6 +171,9 @@ class PlanChooser:
         At first nothing stays on devices any more; the plan is the same then.
         """
         record, place = self.costs.record(call.chain), self._place(call)
+        if call.is_full:
+            self.full.is_over = True
+            return True
         if self.room(call, plan).residency.layers:
             record.streaming.add(place)
             record.rooms.clear()
@@ -195,6 +208,8 @@ class PlanChooser:
     def room(self, call: Call, plan: ExecutePlan) -> Room:
         """What to do with the device memory that a plan leaves over, as predicted."""
         rooms = self.costs.record(call.chain).rooms
+        if call.is_full:
+            return self.full.room(call)
         if (key := (*self._key(call), call.config.residency, call.is_evaluation, call.tiles, plan)) not in rooms:
             rooms[key] = self._room(call, plan)
         return rooms[key]
@@ -220,7 +235,7 @@ class PlanChooser:
         return choose_residency(schedule, costs, self._budget_bytes if limit is None else limit.budget_bytes)
 
     def _may_stay(self, call: Call) -> bool:
-        return call.config.residency == AUTO and self._place(call) not in self.costs.record(call.chain).streaming
+        return call.config.residency != "off" and self._place(call) not in self.costs.record(call.chain).streaming
 
     def _knows_memory(self, call: Call) -> bool:
         """Whether it is known what layers take, where that matters."""
@@ -298,26 +313,16 @@ class PlanChooser:
             if not may_fit or (found := self._with_fewest_tiles(call)) is None:
                 raise
             plan, tiles = found
-        if tiles != UNTILED:
-            self._log_tiles(call, tiles)
+        before, after = (self.costs.training_bytes(call, each) for each in (UNTILED, tiles))
+        if tiles != UNTILED and before is not None and after is not None:
+            logger.info("what is computed for each token alone runs in tiles; %s", savings(tiles, before, after))
         return plan, tiles
 
     def _finer(self, call: Call, tiles: Tiles) -> Iterator[Sequence[Tiles]]:
         """Tiles in which a call may need less memory: of the tail, then of other layers, which take long to measure."""
         for finer in finer_tiles(call.config, tiles):
-            if self._budget_bytes is not None and self._is_less(call, tiles, finer[-1]):
+            if self._budget_bytes is not None and self.costs.is_less(call, tiles, finer[-1]):
                 yield finer
-
-    def _is_less(self, call: Call, tiles: Tiles, finer: Tiles) -> bool:
-        """Whether some layer takes another amount of memory in finer tiles."""
-        before, after = (self._training_bytes(call, each) for each in (tiles, finer))
-        return before is not None and after is not None and before != after
-
-    def _training_bytes(self, call: Call, tiles: Tiles) -> list[int] | None:
-        """What each layer takes in tiles; None: that is not known."""
-        self.costs.measure_memory(call, tiles)
-        memory = self.costs.record(call.chain).memory_at(call.elements(), tiles)
-        return None if memory is None else [cost.training_bytes for cost in memory]
 
     def _with_fewest_tiles(self, call: Call) -> tuple[ExecutePlan, Tiles] | None:
         """A plan in tiles; None if nothing runs in tiles."""
@@ -346,7 +351,7 @@ class PlanChooser:
         free_costs, arguments = self._problem(call, UNTILED, tail)
         if least_seconds(free_costs, **arguments) > least_s or predict(self._choose(call, UNTILED, tail)) > least_s:
             return found
-        if not self._is_less(call, UNTILED, TAIL_RUNGS[0]):
+        if not self.costs.is_less(call, UNTILED, TAIL_RUNGS[0]):
             return found
         for tiles in filter(operator.attrgetter("at_once"), TAIL_RUNGS):
             other = self._choose(call, tiles)
@@ -354,12 +359,6 @@ class PlanChooser:
             if seconds <= least_s:
                 found, least_s = (other, tiles), (1 - TILES_GAIN) * seconds
         return found
-
-    def _log_tiles(self, call: Call, tiles: Tiles) -> None:
-        before, after = self._training_bytes(call, UNTILED), self._training_bytes(call, tiles)
-        if before is None or after is None:
-            return
-        logger.info("what is computed for each token alone runs in tiles; %s", savings(tiles, before, after))
 
     def _seconds(self, call: Call, tiles: Tiles) -> Prediction:
         costs, links = self.costs.of(call.chain, call.elements(), tiles), self.costs.links(call.chain, tiles)

@@ -67,6 +67,8 @@ class Call:
     """Whether layers could run with its arguments."""
     is_evaluation: bool = False
     """Whether no backward follows, so that nothing is trained."""
+    is_full: bool = False
+    """Whether its trained weights live on the device."""
     make_tail: MakeTail | None = None
     """Makes the loss a part of the last layer, if it can be."""
     _tail: tuple[Tail | None] | None = None

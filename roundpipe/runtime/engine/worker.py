@@ -31,6 +31,7 @@ from roundpipe.runtime.weights.gate import Gates
 from roundpipe.runtime.weights.layer_weights import LayerWeights
 from roundpipe.runtime.weights.replica import BoundLayer, Replica
 from roundpipe.runtime.weights.residency import Arena, Download, Visit
+from roundpipe.runtime.weights.twins import Twins
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +52,13 @@ class _OpenVisit:
 class Worker:
     """One worker, at a place in the rotation; tells the model's running steps when it leaves one."""
 
-    def __init__(self, index: int, backend: Backend, name: str, gates: Gates, steps: RunningSteps) -> None:
+    def __init__(
+        self, index: int, backend: Backend, name: str, gates: Gates, steps: RunningSteps, twins: Twins
+    ) -> None:
         self.index = index
         self.backend = backend
         self.name = name
-        self.arena = Arena(backend)
+        self.arena = Arena(backend, twins)
         self.device = f"{backend.device} (worker {index})"
         """Its name in timelines."""
         self.meter = Meter(backend, self.device)
@@ -361,7 +364,7 @@ class Worker:
         try:
             who = f"{self.name} gradients"
             group = step.hand_in(job, pending, who)
-            touched = [*dict.fromkeys(parameter for _, each in group for parameter, _ in each.gradients)]
+            touched = [*dict.fromkeys(parameter for _, each in group for parameter, _, _ in each.gradients)]
             if touched:
                 self._steps.wait_earlier(step, who)
                 self._gates.gradients.wait(touched, self.name, step.closings[1])

@@ -32,6 +32,7 @@ from torch import nn
 from roundpipe.core.errors import ClosedError
 from roundpipe.reports.timeline import OPTIMIZER
 from roundpipe.runtime.optimizer import plain_loop
+from roundpipe.runtime.optimizer.device_side import DeviceSteps
 from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
 from roundpipe.runtime.optimizer.update import NOT_MADE, HandOver, StepHandle, Update, UpdateRunner
 from roundpipe.runtime.optimizer.update_thread import UpdateThread
@@ -42,9 +43,10 @@ from roundpipe.runtime.threads import DEADLINE_S
 from roundpipe.runtime.weights.gate import Gates, ParameterUse, Steps
 from roundpipe.runtime.weights.master_weights import MasterWeights, NamedParameters, take_writes
 from roundpipe.runtime.weights.parameter_pair import ParameterPair
+from roundpipe.runtime.weights.twins import Twins
 
 
-class OptimizerSide(plain_loop.PlainSteps):
+class OptimizerSide(DeviceSteps):
     """Copies of a model's trainable parameters, and the updates of them; used from the training thread.
 
     ``step_fn`` may do anything with the copies, and should leave the rest of the model alone; optimizers that evaluate
@@ -65,9 +67,10 @@ class OptimizerSide(plain_loop.PlainSteps):
         steps: Steps | None = None,
         ranks: Ranks | None = None,
         second_memory: Callable[[], Iterable[tuple[torch.Tensor, torch.Tensor]]] = tuple,
+        twins: Twins | None = None,
         deadline_s: float = DEADLINE_S,
     ) -> None:
-        super().__init__()
+        super().__init__(twins)
         self._shard = None if ranks is None else ranks.shard
         self._pairs = MasterWeights(named_parameters, optim_dtype, widens_half, self._shard)
         self._name = name
@@ -126,7 +129,7 @@ class OptimizerSide(plain_loop.PlainSteps):
         self.is_async, self._loop, self._stepping = is_async, "steps", []
         self._pairs.trainable()
         pairs = self._pairs.with_copies()
-        take_writes(pairs, has_update=self._weights_changed)
+        take_writes(pairs, has_update=self._weights_changed or self.is_ahead)
         # the first update takes the memory that it needs
         is_early = is_async and self._shard is None
         self._pairs.convert_early(is_early, self._second_memory() if is_early and self.num_steps else ())
@@ -193,7 +196,7 @@ class OptimizerSide(plain_loop.PlainSteps):
 
     def _call(self, step_fn: Callable[[], object], number: int) -> Any:
         self._weights_changed = True
-        return self._runner.run(step_fn, number, self.parameter_pairs())
+        return self._run_there(functools.partial(self._runner.run, step_fn, number, self.parameter_pairs()))
 
     def _exchange(
         self, pairs: Sequence[ParameterPair], shows_gradients: bool = False, ranks: Exchange | None = None
@@ -214,14 +217,18 @@ class OptimizerSide(plain_loop.PlainSteps):
     ) -> None:
         """The same in the optimizer's thread, once the steps are done with the parameters."""
         changed = self._weights_changed
-        with contextlib.nullcontext() if ranks is None else ranks:
+        with contextlib.nullcontext() if ranks is None else ranks, self._on_device():
+            self._take_copies(pairs)
             self._hand_over.exchange(pairs, steps, changed, only_behind=only_behind, swaps=swaps, ranks=ranks)
         self._weights_changed = False
-        for pair in pairs if shows_gradients else ():
-            pair.show_gradient()
+        with self._on_device(), torch.no_grad():
+            for pair in pairs if shows_gradients else ():
+                pair.write_host()
+                pair.show_gradient()
 
     def _write_now(self, pairs: Sequence[ParameterPair]) -> None:
-        self._hand_over.write_weights(pairs)
+        with self._on_device():
+            self._hand_over.write_weights(pairs)
         self._weights_changed = False
 
     def begin_call(self, adds_gradients: bool = True, has_backward_later: bool = False) -> None:
@@ -240,7 +247,7 @@ class OptimizerSide(plain_loop.PlainSteps):
             self._updates.run(ahead, self._write_now)
         if self._runner.is_inside:  # an optimizer evaluates the loss, on its present weights
             self._runner.check_evaluation(has_update, adds_gradients)
-            self._weights_changed = True
+            self._weights_changed = self._evaluates = True
             self._exchange(self._pairs.with_copies())
         self._is_settled = False
         self._has_new_gradients |= adds_gradients
@@ -252,6 +259,7 @@ class OptimizerSide(plain_loop.PlainSteps):
                 pair.take_back()
             if not has_update:  # it writes the parameters itself
                 pair.look()
+        self._refuse_writes()
 
     def weights_moved(self) -> None:
         """The model's weights lie elsewhere now, such as packed; their values are the same."""
@@ -277,20 +285,6 @@ class OptimizerSide(plain_loop.PlainSteps):
                     pair.take_back()
                 self._gradients_due = True
                 self._exchange(pairs, shows_gradients=True)
-
-    def gradients_aside(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which gradients that come home are thrown away; those that are there stay as they are."""
-        self._wait_for_gradients("a backward for inputs alone")
-        return self._pairs.gradients_aside()
-
-    def gradients_scaled(self, scale: Callable[[], float]) -> contextlib.AbstractContextManager[None]:
-        """A context whose gradients are multiplied by ``scale()`` at its end, when they join those that are there."""
-        self._wait_for_gradients("a mean over several rounds")
-        return self._pairs.gradients_scaled(scale)
-
-    def _wait_for_gradients(self, who: str) -> None:
-        self._steps.finish()
-        self._gates.gradients.wait([pair.parameter for pair in self._pairs], who)
 
     @property
     def is_idle(self) -> bool:
@@ -335,7 +329,7 @@ class OptimizerSide(plain_loop.PlainSteps):
         if self._runner.is_inside:
             self._weights_changed = True
         pairs = self._pairs.with_copies()
-        self._gradients_due |= any(pair.parameter.grad is not None for pair in pairs)
+        self._gradients_due |= any(pair.holder.grad is not None for pair in pairs)
         self._exchange(pairs, shows_gradients=True)
         if not self._gradients_due:
             self._scalers.publish()
@@ -343,12 +337,12 @@ class OptimizerSide(plain_loop.PlainSteps):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, those on the model's side too; behind the running update if it has all there are."""
-        clear = functools.partial(self._pairs.zero_grad, set_to_none, of_copies=True)
+        clear = functools.partial(self._clear, set_to_none, of_copies=True)
         if not self._has_new_gradients and not self._runner.is_inside and self._updates.after_update(clear):
             self._steps.raise_pending()
-            return self._pairs.zero_grad(set_to_none, of_copies=False)
+            return self._clear(set_to_none, of_copies=False)
         self._ready("zero_grad()")
-        self._pairs.zero_grad(set_to_none)
+        self._clear(set_to_none)
         self._gradients_due = False
 
     def refresh(self) -> None:
@@ -364,7 +358,9 @@ class OptimizerSide(plain_loop.PlainSteps):
     @property
     def is_stale(self) -> bool:
         """Whether the model lacks an update, or a round is under way."""
-        return not self._is_settled and (not self.is_idle or self._weights_changed or bool(self._steps.running()))
+        return not self._is_settled and (
+            not self.is_idle or self._weights_changed or self.is_ahead or bool(self._steps.running())
+        )
 
     @property
     def is_callers(self) -> bool:
@@ -393,6 +389,7 @@ class OptimizerSide(plain_loop.PlainSteps):
     def close(self) -> None:
         """Wait for the running update, end the thread, raise what is pending; safe to call twice."""
         self.wait("close()")
+        self.come_home()
         self._closed = True
         plain_loop.unwatch(self)
         self._updates.close()

@@ -59,11 +59,19 @@ class PlainSteps(ABC):
         """Pairs whose copies a loop's own optimizer is about to change, or was when it raised."""
         self._has_new_gradients = False
         """Whether a call may have brought gradients since the last step."""
+        self._evaluates = False
+        """Whether a ``step_fn`` has called the model."""
         self._caller: int | None = None
         """The thread of the latest call."""
 
     @abstractmethod
     def synchronize(self) -> None: ...
+
+    @abstractmethod
+    def come_home(self) -> None: ...
+
+    @abstractmethod
+    def before_step_of(self, optimizer: torch.optim.Optimizer) -> None: ...
 
     @abstractmethod
     def _write_now(self, pairs: Sequence[ParameterPair]) -> None: ...
@@ -91,6 +99,7 @@ class PlainSteps(ABC):
                 "calls of this one; give each model a step of its own, or use step(..., is_async=False)"
             )
         self._steps.refuse_inside("optimizer.step()")
+        self.come_home()
         is_late = any(self._loop == "steps" or pair.shown is None for pair in stepping) and self._has_new_gradients
         self.is_async, self._loop = False, "copies" if stepping else "own"
         is_quiet = self._updates.is_idle and not self._weights_changed and not self._steps.running()
@@ -149,6 +158,7 @@ def _ids(optimizer: torch.optim.Optimizer) -> frozenset[int]:
 def _before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     parameters = _ids(optimizer) if _watching else frozenset[int]()
     for side in _sides():
+        side.before_step_of(optimizer)
         side.before_plain_step(parameters, type(optimizer).__name__)
 
 

@@ -243,8 +243,10 @@ class _Group:
     """Per step, the jobs that upload them and those that add to their gradients."""
 
     def uploads(self) -> list[Event] | None:
-        """The events after which they are on their devices; None: not all uploads were begun."""
+        """The events after which they are on their devices, or not read any more; None: there are not all of them."""
         events: list[Event] = []
+        if any(pair.twin is not None for pair in self.pairs):  # read where they are, to the end of each job
+            return events if all(step.has_added(uploads) for step, uploads, _ in self.jobs) else None
         for step, uploads, _ in self.jobs:
             if (of_step := step.uploads(uploads)) is None:
                 return None

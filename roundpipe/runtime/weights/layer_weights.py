@@ -173,6 +173,10 @@ class LayerWeights:
             index for index, slot in slots if slot.num_bytes and not (slot.is_parameter and slot.tensor.requires_grad)
         )
 
+    def trained_slots(self) -> tuple[int, ...]:
+        """The parameters that are trained now."""
+        return tuple(index for index, slot in enumerate(self.slots) if slot.is_parameter and slot.tensor.requires_grad)
+
     @property
     def has_loose(self) -> bool:
         """Whether some of it has memory of its own on a device."""

@@ -200,7 +200,7 @@ class MasterWeights:
             holders += [pair.copy for pair in self._pairs]
         if of_copies is not True:
             stays = of_copies is None
-            holders += [pair.parameter for pair in self._pairs if stays or pair.copy is None]
+            holders += [pair.holder for pair in self._pairs if stays or pair.copy is None]
         for holder in holders:
             if holder is not None and holder.grad is not None:
                 holder.grad = None if set_to_none else holder.grad.detach().zero_()
@@ -211,7 +211,7 @@ class MasterWeights:
             if pair.parameter is not parameter:
                 self._by_parameter.pop(pair.parameter)
                 self._by_parameter[parameter] = pair
-                pair.parameter, pair.shown, pair.banks = parameter, None, None
+                pair.parameter, pair.shown, pair.banks, pair.twin = parameter, None, None, None
                 if pair.copy is not None:
                     pair.copy.grad = None  # that of the other one
             pair.start_again()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.storages import is_plain
@@ -14,6 +15,7 @@ from roundpipe.runtime.device.host_memory import convert, on_huge_pages
 from roundpipe.runtime.weights.banks import Banks, EarlyGradient
 from roundpipe.runtime.weights.fingerprint import Fingerprint
 from roundpipe.runtime.weights.shard import Shard
+from roundpipe.runtime.weights.twins import Twin
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +33,10 @@ class ParameterPair:
     """Memory for the copy's gradient, used at each update where dtypes differ."""
     early: EarlyGradient = field(default_factory=EarlyGradient)
     banks: Banks | None = None
+    twin: Twin | None = None
+    """Where the model's weights and gradient are, if not in the parameter."""
+    is_away: bool = False
+    """Whether the copy is on the twin's device."""
     shown: tuple[torch.Tensor, int, torch.Tensor, int] | None = None
     """What `show_gradient` put into the model's ``.grad``, and the copy's gradient then, each with its version."""
     copy_version: int = 0
@@ -43,6 +49,11 @@ class ParameterPair:
     def part(self, tensor: torch.Tensor) -> torch.Tensor:
         """What the copy is of, in a tensor that has the parameter's shape."""
         return tensor if self.shard is None else self.shard.of(tensor)
+
+    @property
+    def holder(self) -> nn.Parameter:
+        """What has the model's gradient, and the weights that rounds run on."""
+        return self.parameter if self.twin is None else self.twin.weights
 
     def look(self) -> None:
         """Notice whether anybody else has written the model's parameter or given it other memory."""
@@ -111,28 +122,78 @@ class ParameterPair:
     @property
     def is_behind(self) -> bool:
         """Whether the model's weights are not the copy's, in the model's precision."""
-        copy, now = self.copy, self.parameter
+        copy, now = self.copy, self.holder
         if copy is None or not is_plain(copy) or not is_plain(now):
             return copy is not None
         return not torch.equal(self.part(now), copy.to(now.device, now.dtype))
 
     def write_weights(self) -> None:
-        """Write the copy into the model's parameter, which lies in its own memory then."""
+        """Write the copy into the model's parameter, which lies in its own memory then; or into its twin."""
+        if self.twin is not None:
+            self._write_twin(self.twin)
+            return
         if self.banks is not None:
             self.banks.go_home(keeps_values=self.copy is None)
         if self.copy is not None:
             self.parameter.copy_(self.copy)
         self.agree()
 
+    def _write_twin(self, twin: Twin) -> None:
+        if self.copy is None:
+            return
+        if not twin.is_ahead:
+            twin.is_ahead = True
+            increment_version(self.parameter)  # for the backward of a forward before
+            self.fingerprint = Fingerprint.of(self.parameter)
+        twin.weights.copy_(self.copy)
+        self.copy_version = self.copy._version
+
+    def write_host(self) -> None:
+        """Write the twin into the model's parameter, if that is behind."""
+        if self.twin is not None and self.twin.is_ahead:
+            if self.banks is not None:
+                self.banks.go_home(keeps_values=False)
+            self.parameter.copy_(self.twin.weights)
+            self.twin.agree(self.parameter)
+            self.fingerprint = self.twin.print
+
+    def begin_twin(self, twin: Twin | None) -> None:
+        """From now on the model's gradient is the twin's, if there is one."""
+        if twin is not None:
+            self.twin, gradient, self.parameter.grad = twin, self.parameter.grad, None
+            twin.weights.grad = None if gradient is None else gradient.to(twin.weights.device, copy=True)
+
+    def end_twin(self) -> None:
+        """The model's weights and gradient are those of the parameter again."""
+        self.write_host()
+        if self.twin is not None:
+            gradient, self.twin = self.twin.weights.grad, None
+            if gradient is not None:
+                self.parameter.grad = gradient.to(self.parameter.device, self.parameter.dtype)
+
+    def move_copy(self, device: torch.device, *, is_away: bool) -> None:
+        """Bring the copy and its gradient to a device, or home."""
+        if self.copy is None or self.is_away == is_away:
+            return
+        was_shown = self.shown is not None
+        self.take_back()
+        gradient, self.copy.grad = self.copy.grad, None
+        self.spare, self.early = None, EarlyGradient()
+        self.copy.data = self.copy.data.to(device, copy=True)
+        self.copy.grad = None if gradient is None else gradient.to(device)
+        self.is_away = is_away
+        if was_shown:
+            self.show_gradient()
+
     def stage_weights(self) -> None:
         """Write the copy where `swap_weights` will find it, if there is memory for it."""
-        if self.banks is not None and self.copy is not None:
+        if self.banks is not None and self.copy is not None and self.twin is None:
             self.banks.stage(self.copy)
 
     @property
     def is_staged(self) -> bool:
         """Whether `swap_weights` would do what `write_weights` does."""
-        return self.banks is not None and self.banks.is_ready(self.copy)
+        return self.banks is not None and self.twin is None and self.banks.is_ready(self.copy)
 
     def swap_weights(self) -> None:
         """Give the model's parameter the memory that `stage_weights` has written."""
@@ -148,9 +209,11 @@ class ParameterPair:
 
     def gradient_came(self) -> None:
         """Something was added to the model's gradient: convert it if that seems to be all."""
-        early, copy, gradient = self.early, self.copy, self.parameter.grad
+        early, copy, gradient = self.early, self.copy, self.holder.grad
         early.num_came += 1
-        if early.num_came != early.num_expected or copy is None or gradient is None or self._suits_copy(gradient):
+        if early.num_came != early.num_expected or copy is None or gradient is None or self.twin is not None:
+            return
+        if self._suits_copy(gradient):
             return
         if early.memory is None and HOST_LIMIT.has_room(copy.nbytes):
             early.memory = on_huge_pages(torch.empty_like(copy.detach()))
@@ -158,7 +221,7 @@ class ParameterPair:
 
     def take_gradient(self) -> None:
         """Add the model's gradient to the copy's; with a shard, have it ready for the ranks."""
-        copy, gradient, self.parameter.grad = self.copy, self.parameter.grad, None
+        copy, gradient, self.holder.grad = self.copy, self.holder.grad, None
         if gradient is None or copy is None:
             return
         if self.shard is not None:
@@ -189,7 +252,8 @@ class ParameterPair:
         if gradient.layout is not torch.strided:
             return gradient.to(self.copy.device, self.copy.dtype)
         if self.spare is None:
-            HOST_LIMIT.check({"gradients in the optimizer's dtype": self.copy.nbytes})
+            if not self.is_away:
+                HOST_LIMIT.check({"gradients in the optimizer's dtype": self.copy.nbytes})
             self.spare = on_huge_pages(torch.empty_like(self.copy.detach()))
         return self.spare.copy_(gradient)
 

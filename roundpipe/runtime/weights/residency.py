@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,7 @@ from roundpipe.runtime.device.host_memory import convert
 from roundpipe.runtime.weights.replica import BoundLayer, FrozenLayers
 from roundpipe.runtime.weights.residents import ResidentPart, Residents
 from roundpipe.runtime.weights.slots import ALIGNMENT, Attribute, aligned
+from roundpipe.runtime.weights.twins import Twins
 
 
 @dataclass(slots=True)
@@ -41,8 +43,10 @@ class Download:
     moments: tuple[Moment, Moment] | None = None
     """When the copies began, and when they were done."""
     num_bytes: int = 0
-    gradients: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """Host parameter, downloaded gradient."""
+    gradients: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """Host parameter, who has its gradient, which is the twin if it has one, and what to add to that."""
+    on_device: AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
+    """For what is done to twins."""
     buffers: list[tuple[list[Attribute], torch.Tensor | None]] = field(default_factory=list)
     """Attributes of the original tree, downloaded value."""
     dtypes: list[tuple[torch.Tensor, torch.dtype]] = field(default_factory=list)
@@ -59,11 +63,11 @@ class Download:
     def settle(self, scale: float = 1.0) -> None:
         """Wait for the copies, add gradients times ``scale`` to ``.grad`` and write buffers back."""
         self.wait()
-        with torch.no_grad():
+        with self.on_device, torch.no_grad():
             for parameter, dtype in self.dtypes:
                 convert(parameter, dtype)
-            for parameter, gradient in self.gradients:
-                _add_gradient(parameter, gradient if scale == 1 else gradient.mul_(scale))
+            for _, holder, gradient in self.gradients:
+                _add_gradient(holder, gradient if scale == 1 else gradient.mul_(scale))
             for attributes, value in self.buffers:
                 for attribute in attributes:
                     write_buffer(attribute, value)
@@ -136,6 +140,9 @@ class Visit:
                 self._parts.append(part)
                 self.memory.append(part.memory)
                 tensors.update(zip(indexes, part.tensors, strict=True))
+            for index in stay.twins:
+                tensors[index], uploaded = residents.twins.bring(weights.slots[index].tensor, step)
+                copies += uploaded
             self._tensors.append(tensors)
             self._copies += copies
             offset += stay.streamed_bytes
@@ -162,7 +169,7 @@ class Visit:
         must live until then.
         """
         backend = self._backend
-        download = Download()
+        download = Download(on_device=self._residents.twins.activate())
         computed = backend.record(Lane.COMPUTE)
         events = [computed]
         sources: list[Any] = []
@@ -176,7 +183,9 @@ class Visit:
         for position, layer in enumerate(self.layers):
             for slot, parameter in layer.parameters:
                 if parameter.grad is not None and position not in added:
-                    download.gradients.append((slot.tensor, copy(parameter.grad)))
+                    twin = self._residents.twins.get(slot.tensor)
+                    gradient = copy(parameter.grad) if twin is None else parameter.grad
+                    download.gradients.append((slot.tensor, slot.tensor if twin is None else twin.weights, gradient))
             if keep_buffers:
                 buffers = list(layer.changed_buffers())
                 download.buffers += [(places, None if value is None else copy(value)) for places, value in buffers]
@@ -235,9 +244,9 @@ class Arena:
     the host has not changed since: a backward behind its forward, a round behind one without an update.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, twins: Twins | None = None) -> None:
         self._backend = backend
-        self.residents = Residents(backend)
+        self.residents = Residents(backend, Twins(backend) if twins is None else twins)
         self._buffer: torch.Tensor | None = None
         self._readers: list[list[Event]] = [[], []]
         self._latest = 1
@@ -272,7 +281,8 @@ class Arena:
 
     @property
     def num_bytes(self) -> int:
-        return (0 if self._buffer is None else self._buffer.numel()) + self.residents.num_bytes
+        own_bytes = 0 if self._buffer is None else self._buffer.numel()
+        return own_bytes + self.residents.num_bytes + self.residents.twins.num_bytes
 
     def free(self) -> None:
         self._free_regions()

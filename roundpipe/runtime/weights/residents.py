@@ -21,6 +21,7 @@ from roundpipe.runtime.device.backend import Backend, Lane
 from roundpipe.runtime.weights.fingerprint import Fingerprint
 from roundpipe.runtime.weights.layer_weights import LayerWeights
 from roundpipe.runtime.weights.slots import version_of
+from roundpipe.runtime.weights.twins import Twins
 
 PURPOSE = "resident weights"
 
@@ -36,13 +37,15 @@ class Stay:
     """Slots that stay, those together that change together."""
     streamed: tuple[int, ...]
     streamed_bytes: int
+    twins: tuple[int, ...] = ()
+    """Slots of parameters that live there."""
 
     @classmethod
-    def of(cls, weights: LayerWeights, parts: Iterable[tuple[int, ...]] = ()) -> Self:
+    def of(cls, weights: LayerWeights, parts: Iterable[tuple[int, ...]] = (), twins: tuple[int, ...] = ()) -> Self:
         kept = tuple(part for part in parts if part)
-        staying = {index for part in kept for index in part}
+        staying = {*twins, *(index for part in kept for index in part)}
         streamed = tuple(index for index in range(len(weights.slots)) if index not in staying)
-        return cls(kept, streamed, weights.bytes_of(streamed))
+        return cls(kept, streamed, weights.bytes_of(streamed), twins)
 
 
 @dataclass(slots=True, eq=False)
@@ -105,8 +108,9 @@ class ResidentPart:
 class Residents:
     """The parts on one worker's device."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, twins: Twins) -> None:
         self._backend = backend
+        self.twins = twins
         self._parts: dict[Key, ResidentPart] = {}
         """The one used last at the end."""
         self._keys: dict[tuple[int, int], Key] = {}

@@ -1,0 +1,185 @@
+"""The optimizer's side on a device, while the weights of a model live there (`roundpipe.runtime.weights.twins`).
+
+The copies stay the same objects, since the user's optimizer has them: only their memory moves, and the states that
+torch's optimizers have of them follow. An update then gives its work to the device, behind the round's; the next
+weights are written into the twins between two rounds, as they are into the host's weights otherwise, so that staleness
+is the same. The host's weights follow when somebody is about to read them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from roundpipe.core import trees
+from roundpipe.core.errors import ConfigError, enumerated
+from roundpipe.runtime.optimizer.plain_loop import PlainSteps
+from roundpipe.runtime.weights.parameter_pair import ParameterPair
+from roundpipe.runtime.weights.twins import Twins
+
+
+class DeviceSteps(PlainSteps):
+    """What an `OptimizerSide` does to bring its copies to a device, and home."""
+
+    _twins: Twins | None
+
+    def __init__(self, twins: Twins | None) -> None:
+        super().__init__()
+        self._twins = twins
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Those that have stepped in ``step_fn``."""
+
+    @property
+    def has_twins(self) -> bool:
+        """Whether the model's weights live on a device."""
+        return self._twins is not None and bool(self._twins)
+
+    @property
+    def may_have_twins(self) -> bool:
+        """Whether they could: the loop updates by `RoundPipe.step`, by optimizers that leave the model alone."""
+        is_plain = self._twins is not None and self._ranks is None and self._loop == "steps"
+        return is_plain and not (self._closed or self._evaluates or self._runner.is_inside or self._pairs.is_aside)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the host's weights are behind those on the device."""
+        return any(pair.twin is not None and pair.twin.is_ahead for pair in self._pairs)
+
+    def device_bytes(self) -> int:
+        """What copies with their gradients and states would take of a device, and an update besides; or do."""
+        self._rest("a plan")
+        copies = {id(pair.copy): pair for pair in self._pairs if pair.copy is not None}
+        num_bytes = 0
+        for pair in copies.values():
+            assert pair.copy is not None
+            is_other = pair.copy.dtype != pair.parameter.dtype
+            num_bytes += pair.copy.nbytes * (2 + is_other)
+        for optimizer in self._optimizers:
+            for parameter, state in optimizer.state.items():
+                if id(parameter) in copies:
+                    num_bytes += sum(tensor.nbytes for tensor in trees.tensors(state))
+        return num_bytes
+
+    def begin_twins(self, parameters: Sequence[torch.Tensor], num_bytes: int) -> None:
+        """Let these live on the device from now on; ``num_bytes`` are `device_bytes`. What is raised changes nothing.
+
+        Raises:
+            DeviceMemoryError: there is no room, also a `torch.OutOfMemoryError`.
+        """
+        assert self._twins is not None
+        self._rest("a step")
+        self._twins.begin(parameters, num_bytes)
+        try:
+            self._updates.run(list(self._pairs), self._begin_now)
+        except BaseException:
+            self.come_home()
+            raise
+
+    def _begin_now(self, pairs: Sequence[ParameterPair]) -> None:
+        assert self._twins is not None
+        with self._twins.activate(), torch.no_grad():
+            self._take_copies(pairs)
+            for pair in pairs:
+                pair.begin_twin(self._twins.get(pair.parameter))
+            for optimizer in self._optimizers:
+                self._move_states(optimizer)
+
+    def _take_copies(self, pairs: Sequence[ParameterPair]) -> None:
+        """Bring the copies to the device that are not there yet."""
+        if self._twins is not None and self._twins:
+            for pair in pairs:
+                pair.move_copy(self._twins.backend.device, is_away=True)
+
+    def come_home(self) -> None:
+        """Let the host have everything again: the weights of the last round, the copies, gradients and states."""
+        if self.has_twins:
+            self._rest("a step on the host")
+            self._updates.run(list(self._pairs), self._come_home_now)
+
+    def _come_home_now(self, pairs: Sequence[ParameterPair]) -> None:
+        assert self._twins is not None
+        with self._twins.activate(), torch.no_grad():
+            for pair in pairs:
+                pair.end_twin()
+                pair.move_copy(pair.parameter.device, is_away=False)
+            for optimizer in self._optimizers:
+                self._move_states(optimizer)
+        self._twins.end()
+
+    def _on_device(self) -> contextlib.AbstractContextManager[object]:
+        """A context for work on copies and twins."""
+        return contextlib.nullcontext() if self._twins is None else self._twins.activate()
+
+    def _run_there(self, update: Callable[[], Any]) -> Any:
+        """Run an update; what it makes can be read then."""
+        with self._on_device():
+            try:
+                return update()
+            finally:
+                if self._twins is not None:
+                    self._twins.synchronize()
+
+    def _clear(self, set_to_none: bool, of_copies: bool | None = None) -> None:
+        with self._on_device():
+            self._pairs.zero_grad(set_to_none, of_copies)
+
+    def _rest(self, waiter: str) -> None:
+        """Return when no round and no update is under way."""
+        self._steps.finish()
+        self._updates.wait(waiter)
+
+    def before_step_of(self, optimizer: torch.optim.Optimizer) -> None:
+        """It is about to step; its states may have been loaded or made where its parameters are no more."""
+        if self._runner.is_inside:
+            self._optimizers.add(optimizer)
+            if self.has_twins:
+                self._move_states(optimizer)
+
+    def _move_states(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring an optimizer's states of copies to where these are."""
+        copies = {id(pair.copy) for pair in self._pairs if pair.copy is not None}
+        for group in optimizer.param_groups:
+            counts_there = bool(group.get("fused") or group.get("capturable"))
+            for parameter in group["params"]:
+                if id(parameter) in copies and parameter in optimizer.state:
+                    state, device = optimizer.state[parameter], parameter.device
+                    for name, value in state.items():
+                        place = device if name != "step" or counts_there else torch.device("cpu")
+                        state[name] = _moved(value, place)
+
+    def gradients_aside(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which gradients that come home are thrown away; those that are there stay as they are."""
+        self._wait_for_gradients("a backward for inputs alone")
+        return self._pairs.gradients_aside()
+
+    def gradients_scaled(self, scale: Callable[[], float]) -> contextlib.AbstractContextManager[None]:
+        """A context whose gradients are multiplied by ``scale()`` at its end, when they join those that are there."""
+        self._wait_for_gradients("a mean over several rounds")
+        return self._pairs.gradients_scaled(scale)
+
+    def _wait_for_gradients(self, who: str) -> None:
+        self._steps.finish()
+        self.come_home()
+        self._gates.gradients.wait([pair.parameter for pair in self._pairs], who)
+
+    def _refuse_writes(self) -> None:
+        """Raise a `ConfigError` if the host's weights were written while they were behind."""
+        written = [pair for pair in self._pairs if pair.is_written] if self.is_ahead else []
+        for pair in written:
+            pair.is_written = False
+        if written:
+            raise ConfigError(
+                f"{enumerated([pair.names[0] for pair in written])}: written while the latest weights were on the "
+                "device, with residency='full'. Call synchronize() before weights are read or written one by one"
+            )
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """A state with its tensors on a device."""
+    if not any(tensor.device != device for tensor in trees.tensors(value)):
+        return value
+    return trees.map_tensors(value, lambda tensor: tensor.to(device))

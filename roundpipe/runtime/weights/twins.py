@@ -1,0 +1,130 @@
+"""Trained weights that live on one device: each parameter has a twin there, on which layers run.
+
+    the user's parameter   on the host; behind its twin until somebody is about to read it
+    its twin               on the device, with the model's gradient
+    the optimizer's copy   on the device while there are twins, as are its gradient and the optimizer's states
+
+Invariant: all that is done to twins and copies is given to the device's COMPUTE stream (`Twins.activate`), so that the
+order in which threads give it is the order in which it is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from roundpipe.core.storages import is_plain
+from roundpipe.runtime.device.backend import Backend, Lane
+from roundpipe.runtime.weights.fingerprint import Fingerprint
+from roundpipe.runtime.weights.slots import SlotSpan, aligned
+
+PURPOSE = "weights that live here"
+BESIDE = "the optimizer's copies and states"
+
+
+@dataclass(slots=True, eq=False)
+class Twin:
+    """A parameter on the device."""
+
+    weights: nn.Parameter
+    """With the model's gradient."""
+    print: Fingerprint | None = None
+    """Of the host's parameter when the two last agreed; None: nothing was uploaded yet."""
+    is_ahead: bool = False
+    """Whether it was written since, so that the host's parameter is behind."""
+    checked_in: int = -1
+    """The step in which a sample of the host's values was last compared."""
+
+    def is_current(self, step: int) -> bool:
+        """Whether the host's parameter has nothing newer; a sample of its values is compared once per step."""
+        if self.is_ahead:
+            return True
+        if self.print is None or self.print.is_marked:
+            return False
+        is_due, self.checked_in = self.checked_in != step, step
+        return not (is_due and self.print.has_other_values)
+
+    def agree(self, parameter: torch.Tensor) -> None:
+        """The host's parameter has the twin's values now, or the other way round."""
+        self.print, self.is_ahead = Fingerprint.of(parameter), False
+
+
+class Twins:
+    """The twins of one model, on the device of one worker; there are none until `begin`."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self._twins: dict[torch.Tensor, Twin] = {}
+        self._memory: torch.Tensor | None = None
+        self._beside = contextlib.ExitStack()
+        self._beside_bytes = 0
+
+    def __bool__(self) -> bool:
+        return self._memory is not None
+
+    def get(self, parameter: torch.Tensor) -> Twin | None:
+        return self._twins.get(parameter)
+
+    def are_of(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether of these parameters those have twins that are trained now."""
+        return all((each in self._twins) == each.requires_grad for each in parameters)
+
+    @staticmethod
+    def suit(parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether these parameters can have twins."""
+        return all(is_plain(each) and each.layout is torch.strided and not each.is_inference() for each in parameters)
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes of the device, the optimizer's side included."""
+        return (0 if self._memory is None else self._memory.numel()) + self._beside_bytes
+
+    def begin(self, parameters: Sequence[torch.Tensor], beside_bytes: int) -> None:
+        """Make room for twins of these; they get their values when a visit asks for them.
+
+        ``beside_bytes`` are counted for what the optimizer's side will take. What is raised leaves nothing behind.
+        """
+        backend = self.backend
+        with backend.activate():  # for memory that is COMPUTE's
+            memory = backend.allocate(sum(aligned(each.nbytes) for each in parameters), PURPOSE)
+        try:
+            self._beside.enter_context(backend.hold(beside_bytes, BESIDE))
+        except BaseException:
+            backend.free(memory, PURPOSE)
+            raise
+        self._memory, self._beside_bytes, start = memory, beside_bytes, 0
+        for each in parameters:
+            self._twins[each] = Twin(nn.Parameter(SlotSpan.of(each, 0).view(memory.data, start)))
+            start += aligned(each.nbytes)
+
+    def end(self) -> None:
+        """Give the memory back."""
+        memory, self._memory = self._memory, None
+        self._twins.clear()
+        self._beside.close()
+        self._beside_bytes = 0
+        if memory is not None:
+            self.backend.free(memory, PURPOSE)
+
+    def bring(self, parameter: torch.Tensor, step: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """What a visit in a step runs on, uploaded if the host has something newer, and the copies that were made."""
+        twin, backend = self._twins[parameter], self.backend
+        weights, copies = twin.weights.data, []
+        if not twin.is_current(step):
+            backend.wait(Lane.WEIGHTS, backend.record(Lane.COMPUTE))  # behind the visits that read it
+            twin.agree(parameter)
+            copies = [backend.upload(parameter, weights, Lane.WEIGHTS)]
+        return weights, copies
+
+    def activate(self) -> contextlib.AbstractContextManager[object]:
+        """A context for work on twins and copies; nothing without twins."""
+        return self.backend.activate() if self else contextlib.nullcontext()
+
+    def synchronize(self) -> None:
+        """Wait until what was given to the device before is done; on the CPU it is."""
+        if self and self.backend.device.type != "cpu":
+            self.backend.record(Lane.COMPUTE).synchronize()
