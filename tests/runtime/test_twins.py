@@ -10,6 +10,7 @@ import roundpipe
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.schedule import ExecutePlan
 from roundpipe.runtime.device.backend import Device
+from roundpipe.runtime.optimizer.optimizer import OptimizerSide
 from tests.runtime.models import DTYPE, assert_equal_bits, batch, config, mlp, square_loss
 
 WIDTH, NUM, DEPTH = 8, 2, 3
@@ -49,8 +50,10 @@ OPTIMIZERS = {
 }
 
 
-def run(residency, *, is_async, optimizer="AdamW", steps=6, accumulate=1, plan=None, between=lambda *state: None, **options):
-    """Losses, and the weights after each step that reads them, of a run in which ``between`` happens after each step."""
+def run(
+    residency, *, is_async, optimizer="AdamW", steps=6, accumulate=1, plan=None, between=lambda *state: None, **options
+):
+    """What a run gives if ``between`` happens after each step, where weights were, and bytes of the last round."""
     model = model_of()
     found, where = [], []
     with wrapped(model, residency, PLANS[plan] if plan else None, **options) as piped:
@@ -84,14 +87,14 @@ def run(residency, *, is_async, optimizer="AdamW", steps=6, accumulate=1, plan=N
 @pytest.mark.parametrize("plan", [None, *PLANS])
 @pytest.mark.parametrize("is_async", [False, True])
 def test_numbers_are_those_of_streamed_weights_and_nothing_moves(is_async, plan):
-    for accumulate in (1, 2):
-        options = {"is_async": is_async, "accumulate": accumulate, "plan": plan}
-        streamed, where, moved_bytes = run("auto", **options)
-        assert not any(where) and all(moved_bytes)
-        found, where, moved_bytes = run("full", **options)
-        assert where == [False] + [True] * 5
-        assert moved_bytes == (0, 0)
-        assert_equal_bits(found, streamed)
+    optimizer = "momentum" if plan else "AdamW"
+    options = {"is_async": is_async, "accumulate": 1 if plan is None else 2, "plan": plan, "optimizer": optimizer}
+    streamed, where, moved_bytes = run("auto", **options)
+    assert not any(where) and all(moved_bytes)
+    found, where, moved_bytes = run("full", **options)
+    assert where == [False] + [True] * 5
+    assert moved_bytes == (0, 0)
+    assert_equal_bits(found, streamed)
 
 
 def evaluate(piped, model, ours, found):
@@ -181,3 +184,149 @@ def test_whatever_happens_between_steps(is_async, tmp_path):
     assert where == [False] + [True] * (len(ACTIONS) - 1)
     assert moved_bytes == (0, 0)
     assert_equal_bits(found, streamed)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_when_memory_runs_out_weights_come_home_and_the_call_goes_on_streamed(is_async, caplog):
+    def between(step, piped, *state):
+        if step == 2:
+            piped.synchronize()
+        if step == 2 and lives_there(piped):
+            (backend,) = piped._session.engine.backends  # by the ledger: public numbers are sums
+            backend.ledger.budget_bytes = backend.ledger.total_bytes + 64
+
+    options = {"is_async": is_async, "plan": "stages", "accumulate": 2, "between": between}
+    streamed, _, _ = run("auto", **options)
+    found, where, moved_bytes = run("full", **options)
+    assert where == [False, True, True, False, False, False] and all(moved_bytes)
+    assert sum("ran out of device memory" in record.message for record in caplog.records) == 1
+    assert_equal_bits(found, streamed)
+
+
+class Mixed(nn.Module):
+    """Tied, frozen and shared weights, buffers that a forward writes and one that it reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.register_buffer("shift", torch.full((WIDTH,), 0.5))
+        self.unused = nn.Parameter(torch.ones(3))
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.last.weight = self.first.weight
+
+    def forward(self, value):
+        value = torch.tanh(self.frozen(self.norm(self.first(value))) + self.shift)
+        return self.last(value)
+
+
+def test_two_optimizers_a_scaler_tied_frozen_and_half_weights():
+    def train(residency):
+        torch.manual_seed(0)
+        model, scaler = Mixed().bfloat16(), roundpipe.GradScaler(init_scale=256.0, growth_interval=2)
+        run_config = config(NUM, residency=residency)
+        devices = [Device("cpu", memory_bytes=ROOM)]
+        with roundpipe.compile(model, devices=devices, model_run_config=run_config) as piped:
+            copies = dict(piped.optim_named_parameters())
+            assert {copy.dtype for copy in copies.values()} == {torch.float32}
+            weights, biases = (
+                [copy for name, copy in copies.items() if ("bias" in name) is it] for it in (False, True)
+            )
+            both = torch.optim.AdamW(weights, lr=0.05), torch.optim.SGD(biases, lr=0.1, momentum=0.9)
+
+            def update(step):
+                for one in both if step % 3 else both[:1]:
+                    scaler.unscale_(one)
+                    nn.utils.clip_grad_norm_(one.param_groups[0]["params"], 1.0)
+                    scaler.step(one)
+                    one.zero_grad()
+                scaler.update()
+
+            losses = []
+            for step in range(6):
+                x = batch(6, width=WIDTH, seed=step).bfloat16()
+                loss_fn = lambda out, _: scaler.scale(out.float().square().sum())  # noqa: E731
+                losses.append(piped.forward_backward((x,), loss_fn=loss_fn))
+                piped.step(update, True, step)
+            assert lives_there(piped) == (residency == "full")
+            last = moved(piped)
+            piped.forward_backward((x,), loss_fn=square_loss)
+            last = moved(piped)
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        return {**state, **dict(enumerate(losses))}, last
+
+    (streamed, _), (found, last) = train("auto"), train("full")
+    buffer_bytes = 2 * 2 * WIDTH + 8  # statistics, which each visit may write
+    assert last[0] <= buffer_bytes + 3 * 64 and last[1] <= buffer_bytes
+    assert_equal_bits(found, streamed)
+
+
+def test_what_can_not_live_there_is_streamed():
+    model, x = model_of(), batch(5, width=WIDTH)
+
+    def train(piped, step_fn, num=3):
+        for _ in range(num):
+            piped.forward_backward((x,), loss_fn=square_loss)
+            piped.step(step_fn, is_async=False)
+        return lives_there(piped)
+
+    with wrapped(model, memory_bytes=6000) as piped:  # too little, but enough to stream
+        assert not train(piped, lambda: None)
+    with roundpipe.RoundPipe(model, devices="cpu", model_run_config=config(NUM, residency="full")) as piped:
+        assert not train(piped, lambda: None)  # a device with the host's memory
+    with wrapped(model) as piped:  # which evaluates the loss itself
+        ours = torch.optim.LBFGS(piped.optim_parameters(), max_iter=2)
+
+        def closure():
+            ours.zero_grad()
+            return piped.forward_backward((x,), loss_fn=square_loss)
+
+        assert not train(piped, lambda: ours.step(closure))
+    with wrapped(model) as piped:
+        ours = optimizer_of(piped, OPTIMIZERS["AdamW"])
+        assert train(piped, lambda: (ours.step(), ours.zero_grad()))
+        piped(x).sum().backward()
+        assert not lives_there(piped)
+        assert not train(piped, lambda: (ours.step(), ours.zero_grad()))  # once and for all
+
+
+def test_weights_written_one_by_one_while_they_are_behind_are_refused():
+    model, x = model_of(), batch(5, width=WIDTH)
+    with wrapped(model) as piped:
+        ours = optimizer_of(piped, OPTIMIZERS["AdamW"])
+        for _ in range(2):
+            piped.forward_backward((x,), loss_fn=square_loss)
+            piped.step(ours.step, is_async=False)
+        with torch.no_grad():
+            model[0][0].weight.clamp_(-0.1, 0.1)
+        with pytest.raises(ConfigError, match=r"0\.0\.weight: written while the latest weights were on the device"):
+            piped.forward_backward((x,), loss_fn=square_loss)
+        piped.synchronize()
+        with torch.no_grad():
+            model[0][0].weight.clamp_(-0.1, 0.1)
+        piped.forward_backward((x,), loss_fn=square_loss)
+        piped.step(lambda: None, is_async=False)
+        piped.synchronize()
+        assert float(model[0][0].weight.detach().abs().max()) <= 0.1
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_states_are_where_the_copies_are(fused):
+    model = nn.Linear(2, 2, bias=False)
+    side = OptimizerSide(model.named_parameters)
+    ours = torch.optim.AdamW(side.optim_parameters(), fused=fused)
+    (pair,) = side.parameter_pairs()
+    pair.copy.grad = torch.ones(2, 2)
+    side.step(ours.step, is_async=False)
+    state, there = ours.state[pair.copy], nn.Parameter(torch.empty(2, 2, device="meta"))
+    ours.state[there], ours.param_groups[0]["params"] = ours.state.pop(pair.copy), [there]
+    pair.copy = there
+    # what the engine does around it needs a device that is not the CPU
+    side._move_states(ours)
+    assert {name: value.device.type for name, value in state.items()} == {
+        "step": "meta" if fused else "cpu",
+        "exp_avg": "meta",
+        "exp_avg_sq": "meta",
+    }
+    side.close()

@@ -170,8 +170,11 @@ class Engine(Steps):
     def running(self) -> list[StepState]:
         return self.steps.now()
 
-    def finish(self) -> None:
+    def wait_idle(self) -> None:
         self.steps.wait_idle()
+
+    def finish(self) -> None:
+        self.wait_idle()
         self.raise_pending()
 
     def raise_pending(self) -> None:

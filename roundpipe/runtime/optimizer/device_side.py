@@ -17,8 +17,10 @@ import torch
 
 from roundpipe.core import trees
 from roundpipe.core.errors import ConfigError, enumerated
+from roundpipe.runtime.device.backend import synchronize_streams
 from roundpipe.runtime.optimizer.plain_loop import PlainSteps
 from roundpipe.runtime.weights.parameter_pair import ParameterPair
+from roundpipe.runtime.weights.shard import OF_THE_WHOLE
 from roundpipe.runtime.weights.twins import Twins
 
 
@@ -94,18 +96,19 @@ class DeviceSteps(PlainSteps):
             for pair in pairs:
                 pair.move_copy(self._twins.backend.device, is_away=True)
 
-    def come_home(self) -> None:
-        """Let the host have everything again: the weights of the last round, the copies, gradients and states."""
+    def come_home(self, *, with_copies: bool = True) -> None:
+        """Let the host have everything again: the weights of the last round, gradients, the copies and their states."""
         if self.has_twins:
             self._rest("a step on the host")
-            self._updates.run(list(self._pairs), self._come_home_now)
+            self._updates.run(list(self._pairs), self._come_home_now, with_copies)
 
-    def _come_home_now(self, pairs: Sequence[ParameterPair]) -> None:
+    def _come_home_now(self, pairs: Sequence[ParameterPair], with_copies: bool) -> None:
         assert self._twins is not None
         with self._twins.activate(), torch.no_grad():
             for pair in pairs:
                 pair.end_twin()
-                pair.move_copy(pair.parameter.device, is_away=False)
+                if with_copies:
+                    pair.move_copy(pair.parameter.device, is_away=False)
             for optimizer in self._optimizers:
                 self._move_states(optimizer)
         self._twins.end()
@@ -120,8 +123,11 @@ class DeviceSteps(PlainSteps):
             try:
                 return update()
             finally:
-                if self._twins is not None:
-                    self._twins.synchronize()
+                self._wait_there()
+
+    def _wait_there(self) -> None:
+        if self._twins is not None:
+            self._twins.synchronize()
 
     def _clear(self, set_to_none: bool, of_copies: bool | None = None) -> None:
         with self._on_device():
@@ -129,7 +135,7 @@ class DeviceSteps(PlainSteps):
 
     def _rest(self, waiter: str) -> None:
         """Return when no round and no update is under way."""
-        self._steps.finish()
+        self._steps.wait_idle()
         self._updates.wait(waiter)
 
     def before_step_of(self, optimizer: torch.optim.Optimizer) -> None:
@@ -148,8 +154,8 @@ class DeviceSteps(PlainSteps):
                 if id(parameter) in copies and parameter in optimizer.state:
                     state, device = optimizer.state[parameter], parameter.device
                     for name, value in state.items():
-                        place = device if name != "step" or counts_there else torch.device("cpu")
-                        state[name] = _moved(value, place)
+                        stays = name in OF_THE_WHOLE and not counts_there
+                        state[name] = _moved(value, torch.device("cpu") if stays else device)
 
     def gradients_aside(self) -> contextlib.AbstractContextManager[None]:
         """A context in which gradients that come home are thrown away; those that are there stay as they are."""
@@ -166,8 +172,13 @@ class DeviceSteps(PlainSteps):
         self.come_home()
         self._gates.gradients.wait([pair.parameter for pair in self._pairs], who)
 
-    def _refuse_writes(self) -> None:
-        """Raise a `ConfigError` if the host's weights were written while they were behind."""
+    def _begin_there(self) -> None:
+        """A call begins: what the caller's thread has given to the device, such as clipping, is done first.
+
+        Raises a `ConfigError` if the host's weights were written while they were behind.
+        """
+        if self.has_twins:
+            synchronize_streams(pair.holder for pair in self._pairs)
         written = [pair for pair in self._pairs if pair.is_written] if self.is_ahead else []
         for pair in written:
             pair.is_written = False

@@ -225,6 +225,7 @@ class OptimizerSide(DeviceSteps):
             for pair in pairs if shows_gradients else ():
                 pair.write_host()
                 pair.show_gradient()
+            self._wait_there()
 
     def _write_now(self, pairs: Sequence[ParameterPair]) -> None:
         with self._on_device():
@@ -259,7 +260,7 @@ class OptimizerSide(DeviceSteps):
                 pair.take_back()
             if not has_update:  # it writes the parameters itself
                 pair.look()
-        self._refuse_writes()
+        self._begin_there()
 
     def weights_moved(self) -> None:
         """The model's weights lie elsewhere now, such as packed; their values are the same."""
@@ -389,8 +390,10 @@ class OptimizerSide(DeviceSteps):
     def close(self) -> None:
         """Wait for the running update, end the thread, raise what is pending; safe to call twice."""
         self.wait("close()")
-        self.come_home()
-        self._closed = True
-        plain_loop.unwatch(self)
-        self._updates.close()
+        try:
+            self.come_home(with_copies=False)
+        finally:
+            self._closed = True
+            plain_loop.unwatch(self)
+            self._updates.close()
         self.raise_pending()

@@ -124,5 +124,8 @@ class Steps:
     def raise_pending(self) -> None:
         """Raise what one that is over raised that nobody has seen yet."""
 
+    def wait_idle(self) -> None:
+        """Wait until none is running."""
+
     def finish(self) -> None:
         """Wait until none is running; raises what one of them raised that nobody has seen yet."""

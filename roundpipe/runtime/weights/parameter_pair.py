@@ -179,7 +179,7 @@ class ParameterPair:
         self.take_back()
         gradient, self.copy.grad = self.copy.grad, None
         self.spare, self.early = None, EarlyGradient()
-        self.copy.data = self.copy.data.to(device, copy=True)
+        self.copy.data = on_huge_pages(torch.empty_like(self.copy.data, device=device)).copy_(self.copy.data)
         self.copy.grad = None if gradient is None else gradient.to(device)
         self.is_away = is_away
         if was_shown:

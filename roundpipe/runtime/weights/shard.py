@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-_OF_THE_WHOLE = ("step", "mu_product", "eta", "mu")
+OF_THE_WHOLE = ("step", "mu_product", "eta", "mu")
 """Fields in the states of torch's optimizers that have one value per parameter, whatever its shape."""
 
 
@@ -44,4 +44,4 @@ class Shard:
 
 
 def _is_moment(key: str, value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and key not in _OF_THE_WHOLE
+    return isinstance(value, torch.Tensor) and key not in OF_THE_WHOLE
