@@ -9,7 +9,7 @@ import pytest
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan, make_schedule
 from roundpipe.planning.machine import HardwareProfile
-from roundpipe.planning.residency import STREAMED, choose_residency
+from roundpipe.planning.residency import STREAMED, choose_residency, full_residency
 from roundpipe.planning.simulator import simulate
 from roundpipe.planning.stage_costs import StageCosts, plan_peak_bytes
 
@@ -67,3 +67,16 @@ def test_trained_layers_are_streamed() -> None:
     assert mixed.layers == {0, 2, 4, 6}
     wider = replace(COST, weight_bytes=400)
     assert 5 in choose_residency(schedule, StageCosts([*COSTS[:5], wider, *COSTS[6:]]), 2600).layers
+
+
+def test_where_everything_stays_only_values_are_moved() -> None:
+    schedule, costs = make_schedule(PLAN, 1, 3), StageCosts(COSTS)
+    residency = full_residency(COSTS, 1000)
+    assert residency.num_bytes == 8 * (200 + 2 * 20) + 1000
+    assert residency.bytes_of(COSTS) == dict.fromkeys(range(8), 200)
+    working_bytes = plan_peak_bytes(PLAN, residency.streamed(COSTS), num_workers=1)
+    assert residency.peak_bytes(schedule, costs) == residency.num_bytes + working_bytes
+    found, streamed = (simulate(schedule, COSTS, PROFILE, residency=each) for each in (residency, STREAMED))
+    num_visits, num_trained = 12, 8  # of layers; two more find their weights there
+    assert found.uploaded_bytes == pytest.approx(streamed.uploaded_bytes - 200 * num_visits)
+    assert found.downloaded_bytes == pytest.approx(streamed.downloaded_bytes - 20 * num_trained)

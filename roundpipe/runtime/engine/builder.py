@@ -234,7 +234,9 @@ class StepBuilder:
         trained = list(dict.fromkeys(parameter for parameter in parameters if parameter.requires_grad))
         try:
             if twins.suit(trained):
-                optimizer.begin_twins(trained, optimizer.device_bytes())
+                beside_bytes = optimizer.device_bytes()
+                self._engine.release_memory()  # of streamed weights
+                optimizer.begin_twins(trained, beside_bytes)
                 return True
             reason = "some trained weights are of a kind that stays on the host"
         except OUT_OF_MEMORY as error:

@@ -233,7 +233,7 @@ class Engine(Steps):
 
     def resident_bytes(self) -> list[int]:
         """Per worker, bytes of weights that stay on its device."""
-        return [worker.arena.residents.num_bytes for worker in self._workers]
+        return [worker.arena.resident_bytes for worker in self._workers]
 
     def close(self) -> None:
         """Cancel what is running, end the threads, give the devices' memory back, raise what is pending.

@@ -281,8 +281,13 @@ class Arena:
 
     @property
     def num_bytes(self) -> int:
-        own_bytes = 0 if self._buffer is None else self._buffer.numel()
-        return own_bytes + self.residents.num_bytes + self.residents.twins.num_bytes
+        buffer_bytes = 0 if self._buffer is None else self._buffer.numel()
+        return buffer_bytes + self.residents.num_bytes + self.residents.twins.num_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """Of weights that stay."""
+        return self.residents.num_bytes + self.residents.twins.weights_bytes
 
     def free(self) -> None:
         self._free_regions()

@@ -81,7 +81,11 @@ class Twins:
     @property
     def num_bytes(self) -> int:
         """What it takes of the device, the optimizer's side included."""
-        return (0 if self._memory is None else self._memory.numel()) + self._beside_bytes
+        return self.weights_bytes + self._beside_bytes
+
+    @property
+    def weights_bytes(self) -> int:
+        return 0 if self._memory is None else self._memory.numel()
 
     def begin(self, parameters: Sequence[torch.Tensor], beside_bytes: int) -> None:
         """Make room for twins of these; they get their values when a visit asks for them.
