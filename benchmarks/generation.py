@@ -11,6 +11,7 @@ Greedy, for a Qwen3 of random weights, by medians of runs in turns; all ways mus
     tight loop  the same with the budget of ``streamed``
 
 The loops begin in the middle of the new tokens, where a token costs what it does on average, and make some of them.
+Where other processes share the machine, only the ratios by processor time say something.
 
     python benchmarks/generation.py --json benchmarks/results/generation.json
 """
@@ -99,11 +100,10 @@ class Measurement:
         }
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def measure(model: Any, batch: int, options: argparse.Namespace) -> dict[str, Any]:
     """Medians of all ways."""
-    model = qwen3(options)
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    tokens = torch.randint(1, options.vocabulary, (options.batch, options.prompt))
+    tokens = torch.randint(1, options.vocabulary, (batch, options.prompt))
     budget = int(options.share * weight_bytes + options.room * 2**20)
     limits: dict[str, dict[str, Any]] = {
         "generate": {},
@@ -136,6 +136,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for _ in range(options.runs):
             way = lambda model, tokens, count: generated(model, tokens.to(options.device), count).cpu()  # noqa: E731
             measurement.run("plain", way, on_device, tokens, expected)
+        model.to("cpu")
     return {"weight_bytes": weight_bytes, "budget_bytes": budget, "per_token": measurement.medians()}
 
 
@@ -145,7 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--batch", type=int, default=1, help="prompts")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="prompts")
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--prompt", type=int, default=256, help="tokens")
     parser.add_argument("--tokens", type=int, default=128, help="new ones")
@@ -157,21 +158,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--strict", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    results = measure(options)
-    results["sizes"] = {name: value for name, value in vars(options).items() if name not in ("json", "strict")}
-    ways = results["per_token"]
-    for name, way in ways.items():
-        way["tokens_per_s"] = options.batch / way["s"]
-        way["of_plain"] = ways["plain"]["s"] / way["s"]
-        print(f"{name:12} {way['tokens_per_s']:9.2f} tokens/s {way['of_plain']:8.3f} of plain", end="")
-        print(f" {way['cpu_s'] * 1e3:9.1f} ms of processors per token", end="")
-        print(f" {way['uploaded_bytes'] / results['weight_bytes']:8.2f} uploads of all weights")
-    pairs = (("generate", "loop"), ("streamed", "tight loop"))
-    results["of_loop"] = {name: ways[of]["s"] / ways[name]["s"] for name, of in pairs}
-    results["target_of_loop"] = TARGET
-    for name, ratio in results["of_loop"].items():
-        print(f"{name:12} {ratio:9.1f} times the loop {'ok' if ratio >= TARGET else 'MISSED'} (target {TARGET})")
-    missed = min(results["of_loop"].values()) < TARGET
+    sizes = {name: value for name, value in vars(options).items() if name not in ("json", "strict")}
+    results: dict[str, Any] = {"sizes": sizes, "target_of_loop": TARGET, "batches": {}}
+    model, missed = qwen3(options), False
+    for batch in options.batches:
+        results["batches"][batch] = found = measure(model, batch, options)
+        ways = found["per_token"]
+        print(f"{batch} prompts, {found['weight_bytes']:,} bytes of weights")
+        for name, way in ways.items():
+            way["tokens_per_s"] = batch / way["s"]
+            way["of_plain"], way["of_plain_by_cpu"] = (ways["plain"][key] / way[key] for key in ("s", "cpu_s"))
+            print(f"{name:12} {way['tokens_per_s']:9.2f} tokens/s, {way['of_plain']:6.3f} of plain", end="")
+            print(f" ({way['of_plain_by_cpu']:6.3f} by {way['cpu_s'] * 1e3:8.1f} ms of processors per token)", end="")
+            print(f" {way['uploaded_bytes'] / found['weight_bytes']:6.2f} uploads of all weights")
+        found["of_loop"] = {
+            name: {"s": ways[of]["s"] / ways[name]["s"], "cpu_s": ways[of]["cpu_s"] / ways[name]["cpu_s"]}
+            for name, of in (("generate", "loop"), ("plain", "loop"), ("streamed", "tight loop"))
+        }
+        for name, ratios in found["of_loop"].items():
+            missed |= name == "generate" and ratios["s"] < TARGET
+            print(f"{name:12} {ratios['s']:9.1f} times the loop, {ratios['cpu_s']:9.1f} by processor time")
     report(options.json, results)
     return int(missed and options.strict)
 
