@@ -1,13 +1,15 @@
 """What holds a tensor's elements: its own memory or, of a subclass such as a quantized weight, other tensors' memory.
 
 Such a subclass follows torch's protocol of ``__tensor_flatten__`` and ``__tensor_unflatten__``; its dtype, and the
-number of its elements, are those that it stands for and say nothing of its bytes.
+number of its elements, are those that it stands for and say nothing of its bytes. The parameters of bitsandbytes do not
+follow it: they are packed bytes, and an object in their ``quant_state`` has the tensors that say what these stand for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,21 +21,44 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def is_made_of_others(tensor: torch.Tensor) -> bool:
-    """Whether it is of a subclass that says which tensors it holds."""
-    return hasattr(tensor, "__tensor_flatten__")
+    """Whether it is of a subclass that says which tensors it holds, beside its own memory or instead of it."""
+    return hasattr(tensor, "__tensor_flatten__") or quant_state_of(tensor) is not None
+
+
+def quant_state_of(tensor: torch.Tensor) -> Any:
+    """The object with the tensors that a packed parameter needs; None if it is none."""
+    is_other = is_plain(tensor) or hasattr(tensor, "__tensor_flatten__")
+    return None if is_other else getattr(tensor, "quant_state", None)
 
 
 def stored_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors that hold a tensor's elements, maybe itself; none if there is another that does."""
+    """The dense tensors that hold a tensor's elements, maybe itself first; none if there is another that does."""
     if is_plain(tensor):
         return [tensor]
     parts = _held_by(tensor) if is_made_of_others(tensor) else []
-    return parts if all(map(is_plain, parts)) else []
+    return parts if all(part is tensor or is_plain(part) for part in parts) else []
 
 
 def _held_by(tensor: Any) -> list[torch.Tensor]:
+    if (state := quant_state_of(tensor)) is not None:
+        return [tensor, *(part for _, _, part in _places_in(state))]
     names, _ = tensor.__tensor_flatten__()
     return [getattr(tensor, name) for name in names]
+
+
+def _places_in(state: Any) -> Iterator[tuple[Any, str, torch.Tensor]]:
+    """An object, an attribute of it, and the tensor there; scales that are quantized too have a state of their own."""
+    for name, value in vars(state).items():
+        if isinstance(value, torch.Tensor):
+            yield state, name, value
+        elif type(value) is type(state):
+            yield from _places_in(value)
+
+
+def _copy_of(state: Any) -> Any:
+    made = copy.copy(state)
+    vars(made).update({name: _copy_of(value) for name, value in vars(state).items() if type(value) is type(state)})
+    return made
 
 
 def rebuilt(tensor: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -41,16 +66,30 @@ def rebuilt(tensor: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor
     if is_plain(tensor):
         return parts[0]
     subclass: Any = type(tensor)
-    names, context = subclass.__tensor_flatten__(tensor)
-    inner = dict(zip(names, parts, strict=True))
-    made: torch.Tensor = subclass.__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
-    return made
+    made: Any
+    if (state := quant_state_of(tensor)) is not None:
+        made = torch.Tensor._make_subclass(subclass, parts[0], tensor.requires_grad)
+        made.__dict__.update(vars(tensor), quant_state=_copy_of(state))
+        for (owner, name, _), part in zip(list(_places_in(made.quant_state)), parts[1:], strict=True):
+            setattr(owner, name, part)
+    else:
+        names, context = subclass.__tensor_flatten__(tensor)
+        inner = dict(zip(names, parts, strict=True))
+        made = subclass.__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+    return cast(torch.Tensor, made)
+
+
+def unshare(tensor: torch.Tensor) -> None:
+    """Give a packed parameter objects of its own for its tensors, of which several may share one: a table of codes."""
+    if (state := quant_state_of(tensor)) is not None:
+        for owner, name, part in list(_places_in(state)):
+            setattr(owner, name, part.detach())
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
     """Bytes of the elements that a tensor stores."""
     if is_made_of_others(tensor):
-        return sum(map(bytes_of, _held_by(tensor)))
+        return sum(part.nbytes if part is tensor else bytes_of(part) for part in _held_by(tensor))
     if tensor.layout is torch.strided:
         return tensor.nbytes
     if tensor.layout is torch.sparse_coo:

@@ -38,6 +38,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDepende
 from roundpipe.core import trees
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import TraceError
+from roundpipe.core.storages import quant_state_of
 from roundpipe.fx.sizes import ShapeWorld, SizeSystem, expression_of
 
 NO_FAKE_KERNEL = (DynamicOutputShapeException, UnsupportedOperatorException, NotImplementedError)
@@ -292,6 +293,8 @@ def fake_of(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) ->
         fake.requires_grad_()
     if isinstance(tensor, nn.Parameter):
         fake._is_param = True  # what isinstance(fake, nn.Parameter) asks
+    if (state := quant_state_of(tensor)) is not None:
+        fake.quant_state = state  # type: ignore[attr-defined]
     return fake
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from tests.contract.compiler_rows import COMPILER_ROWS
 from tests.contract.distributed_rows import DISTRIBUTED_ROWS
+from tests.contract.inference_rows import INFERENCE_ROWS
 from tests.contract.row import Row
 from tests.contract.runtime_rows import RUNTIME_ROWS
 from tests.contract.wrap_rows import WRAP_ROWS
 
-TABLE: dict[str, Row] = RUNTIME_ROWS | COMPILER_ROWS | WRAP_ROWS | DISTRIBUTED_ROWS
+TABLE: dict[str, Row] = RUNTIME_ROWS | COMPILER_ROWS | WRAP_ROWS | DISTRIBUTED_ROWS | INFERENCE_ROWS
 
 
 def node_ids() -> list[str]:

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import roundpipe
+from roundpipe.core.storages import stored_tensors
 from roundpipe.runtime.device.backend import Lane
 from tests.runtime.models import assert_same, config, gradients, square_loss
 
@@ -56,6 +57,56 @@ def int8_of_torchao(linear):
     quantization.quantize_(linear, quantization.Int8WeightOnlyConfig())
 
 
+class ScaleState:
+    """What says what the bytes of a `PackedWeight` stand for; scales have scales of their own."""
+
+    def __init__(self, scale, shape, state2=None):
+        self.scale, self.shape, self.levels, self.state2 = scale, shape, LEVELS, state2
+
+
+LEVELS = torch.arange(-8.0, 8.0)
+"""All states have this one tensor."""
+
+
+class PackedWeight(nn.Parameter):
+    """A parameter of bytes beside a state, as bitsandbytes has them."""
+
+    def __new__(cls, packed, quant_state):
+        self = torch.Tensor._make_subclass(cls, packed, False)
+        self.quant_state = quant_state
+        return self
+
+
+class PackedLinear(nn.Linear):
+    def forward(self, x):
+        packed, state = self.weight.flatten().long(), self.weight.quant_state
+        scale = state.scale * state.state2.scale
+        values = state.levels[torch.stack([packed // 16, packed % 16], -1)].reshape(state.shape)
+        return nn.functional.linear(x, values * scale)
+
+
+def packed_beside_a_state(linear):
+    four_bits = FourBit.of(linear.weight)
+    linear.__class__ = PackedLinear
+    second = ScaleState(torch.tensor([0.5]), None)
+    state = ScaleState(2 * four_bits.scale, linear.weight.shape, second)
+    linear.weight = PackedWeight(four_bits.nibbles.reshape(-1, 1), state)
+
+
+def nf4_of_bitsandbytes(linear, nested=False):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    packed = bitsandbytes.nn.Linear4bit(
+        WIDTH, WIDTH, bias=False, compute_dtype=torch.float32, quant_type="nf4", compress_statistics=nested
+    )
+    packed.load_state_dict(linear.state_dict())
+    linear.__class__ = bitsandbytes.nn.Linear4bit
+    linear.__dict__ = packed.to("cpu").__dict__
+
+
+def nested_nf4_of_bitsandbytes(linear):
+    nf4_of_bitsandbytes(linear, nested=True)
+
+
 class Adapted(nn.Module):
     """A frozen quantized map and a trained one of low rank."""
 
@@ -82,12 +133,15 @@ def moved_bytes(piped):
     return sum(backend.moved_bytes[Lane.WEIGHTS] for backend in piped._session.engine.backends)  # shown nowhere else
 
 
-@pytest.mark.parametrize(("quantize", "share"), [(four_bit, 1 / 6), (int8_of_torchao, 1 / 3)])
+@pytest.mark.parametrize(
+    ("quantize", "share"),
+    [(four_bit, 1 / 6), (packed_beside_a_state, 1 / 6), (int8_of_torchao, 1 / 3), (nf4_of_bitsandbytes, 1 / 6)],
+)
 @pytest.mark.parametrize("wrap", [roundpipe.compile, roundpipe.RoundPipe])
 def test_quantized_weights_are_streamed_packed(quantize, share, wrap):
     plain, model = (network(quantize) for _ in range(2))
     x = torch.randn(6, WIDTH)
-    packed_bytes = sum(inner.nbytes for part in model for inner in parts_of(part.base.weight))
+    packed_bytes = sum(inner.nbytes for part in model for inner in stored_tensors(part.base.weight))
     trained_bytes = sum(each.nbytes for each in model.parameters() if each.requires_grad)
     whole_bytes = 4 * 6 * WIDTH**2
     assert packed_bytes < share * whole_bytes
@@ -101,16 +155,36 @@ def test_quantized_weights_are_streamed_packed(quantize, share, wrap):
         piped.synchronize()
         assert_close(gradients(model), gradients(plain))
         for part in model:  # one behind the other in the layer's buffer
-            values, scale, *_ = parts_of(part.base.weight)
+            values, scale, *_ = stored_tensors(part.base.weight)
             assert scale.data_ptr() == values.data_ptr() + values.nbytes
 
         with piped.streamed() as on_device:
             assert_close({"outputs": on_device(x)}, {"outputs": plain(x)})
         with torch.no_grad():
             for ours, theirs in zip(model, plain, strict=True):
-                for scale in (parts_of(ours.base.weight)[1], parts_of(theirs.base.weight)[1]):
+                for scale in (stored_tensors(ours.base.weight)[1], stored_tensors(theirs.base.weight)[1]):
                     scale.mul_(1.5)
             assert_close({"outputs": piped(x)}, {"outputs": plain(x)})
+    assert_close({"outputs": model(x)}, {"outputs": plain(x)})
+
+
+@pytest.mark.parametrize("quantize", [packed_beside_a_state, nf4_of_bitsandbytes, nested_nf4_of_bitsandbytes])
+def test_parameters_with_a_state_go_up_once_with_it_and_packed(quantize):
+    plain, model = (network(quantize, depth=3) for _ in range(2))
+    x, levels = torch.randn(6, WIDTH), LEVELS.data_ptr()
+    stored = [inner for part in model for inner in stored_tensors(part.base.weight)]
+    trained = [each for each in model.parameters() if each.requires_grad]
+    expected_bytes = sum(each.nbytes for each in stored + trained)
+    assert expected_bytes < 4 * 3 * WIDTH**2 / 3
+    with roundpipe.RoundPipe(model, devices=["cpu"]) as piped:
+        piped.forward_backward((x,), loss_fn=square_loss)
+        assert 0 <= moved_bytes(piped) - expected_bytes < 64 * len(stored + trained)  # each begins at 64 bytes
+        square_loss(plain(x), None).backward()
+        piped.synchronize()
+        assert_close(gradients(model), gradients(plain))
+        with piped.streamed() as on_device:
+            assert_close({"outputs": on_device(x)}, {"outputs": plain(x)})
+    assert LEVELS.data_ptr() == levels
     assert_close({"outputs": model(x)}, {"outputs": plain(x)})
 
 
@@ -128,7 +202,3 @@ def test_a_model_that_is_quantized_later_and_weights_left_where_they_are():
         square_loss(plain(x), None).backward()
         piped.synchronize()
         assert_close(gradients(model), gradients(plain))
-
-
-def parts_of(weight):
-    return [getattr(weight, name) for name in weight.__tensor_flatten__()[0]]

@@ -13,7 +13,7 @@ from torch import nn
 
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.module_tree import Structure, structure_message
-from roundpipe.core.storages import bytes_of, is_plain
+from roundpipe.core.storages import bytes_of, is_plain, unshare
 from roundpipe.effects.uses import codes_of, names_in
 from roundpipe.runtime.device.backend import Backend, Lane
 from roundpipe.runtime.weights.slots import Slot, SlotSpan, aligned, attributes_of, tensors_of
@@ -100,6 +100,7 @@ class LayerWeights:
         """Move the packed tensors into ``buffer`` and make the user's objects views of it."""
         with torch.no_grad():
             for slot in self.slots[: self.num_packed]:
+                unshare(slot.tensor)
                 for span, part in slot.parts():
                     part.data = span.own_view(buffer, slot.offset).copy_(part)
         self.banks = [buffer]
