@@ -68,7 +68,7 @@ def rebuilt(tensor: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor
     subclass: Any = type(tensor)
     made: Any
     if (state := quant_state_of(tensor)) is not None:
-        made = torch.Tensor._make_subclass(subclass, parts[0], tensor.requires_grad)
+        made = parts[0].detach().as_subclass(subclass).requires_grad_(tensor.requires_grad)
         made.__dict__.update(vars(tensor), quant_state=_copy_of(state))
         for (owner, name, _), part in zip(list(_places_in(made.quant_state)), parts[1:], strict=True):
             setattr(owner, name, part)
