@@ -32,7 +32,7 @@ from roundpipe.reports.tables import (
     tiles_in_words,
 )
 from roundpipe.reports.timeline import WAIT_CAUSES
-from roundpipe.runtime.device.backend import Lane
+from roundpipe.runtime.device.backend import Lane, UnplannedMemory
 from roundpipe.runtime.engine.engine import Engine
 from roundpipe.runtime.profiling.meter import MeterReading, link_speeds
 from roundpipe.runtime.weights.parameter_pair import ParameterPair
@@ -59,6 +59,10 @@ class WorkerReport:
     """Most that was in use at once on the device since the model was made, or since it was reset."""
     resident_bytes: int
     """Of weights that stay on the device between rounds, now."""
+    context_bytes: int = 0
+    """In use on the device beyond torch's allocator, now: the context, libraries and other processes."""
+    fragmentation_bytes: int = 0
+    """The most that the allocator held and could not give, as measured rounds have shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +209,9 @@ class RunReport:
         expected = None if self.predicted is None else self.predicted.device_bytes
         if expected is not None:
             headers.append("predicted")
+        beside = any(worker.context_bytes or worker.fragmentation_bytes for worker in self.workers)
+        if beside:
+            headers += ["context", "fragmentation"]
         body = [
             [
                 worker.device,
@@ -213,6 +220,7 @@ class RunReport:
                 *(format_bytes(worker.moved_bytes[lane]) for lane in lanes),
                 format_bytes(worker.peak_bytes),
                 *([] if expected is None else [format_bytes(expected[index])]),
+                *map(format_bytes, (worker.context_bytes, worker.fragmentation_bytes) if beside else ()),
             ]
             for index, worker in enumerate(self.workers)
         ]
@@ -236,7 +244,8 @@ def make_report(session: Session) -> RunReport:
     num_steps = optimizer.num_steps - log.num_steps_before
     end_s = time.perf_counter() if engine.running() else max(steps.last_over_s, optimizer.log.last_s)
     wall_s = max(end_s - steps.first_begun_s, 0.0) if steps.first_begun_s else 0.0
-    workers = tuple(map(_worker_report, engine.devices, meters, engine.peak_bytes(), engine.resident_bytes()))
+    memory = engine.peak_bytes(), engine.resident_bytes(), engine.unplanned()
+    workers = tuple(map(_worker_report, engine.devices, meters, *memory))
     report = RunReport(
         name=session.name,
         num_calls=log.num_calls,
@@ -274,7 +283,9 @@ def _limit(workers: Sequence[WorkerReport], optimizer_s: Mapping[str, float], wa
     return limit_of(idle, optimizer_s, wall_s)
 
 
-def _worker_report(device: str, meter: MeterReading, peak_bytes: int, resident_bytes: int) -> WorkerReport:
+def _worker_report(
+    device: str, meter: MeterReading, peak_bytes: int, resident_bytes: int, unplanned: UnplannedMemory
+) -> WorkerReport:
     measured_s = meter.busy_s + sum(meter.idle_s.values())
     return WorkerReport(
         device=device,
@@ -284,6 +295,8 @@ def _worker_report(device: str, meter: MeterReading, peak_bytes: int, resident_b
         moved_bytes={str(lane): meter.moved_bytes[lane] for lane in Lane if lane is not Lane.COMPUTE},
         peak_bytes=peak_bytes,
         resident_bytes=resident_bytes,
+        context_bytes=unplanned.context,
+        fragmentation_bytes=unplanned.fragmentation,
     )
 
 

@@ -24,7 +24,7 @@ from roundpipe.core.contexts import contextmanager
 from roundpipe.core.random_state import SeededTorch
 from roundpipe.core.storages import bytes_of
 from roundpipe.runtime.device.allocator import expand_segments
-from roundpipe.runtime.device.backend import ON_ITS_WAY, Backend, Device, Event, Lane, Moment
+from roundpipe.runtime.device.backend import ON_ITS_WAY, Backend, Device, Event, Lane, Moment, UnplannedMemory
 from roundpipe.runtime.device.host_limit import HOST_LIMIT
 from roundpipe.runtime.device.host_memory import Registrar, new_pages, on_huge_pages, take_pages, warn_unpinned
 
@@ -62,10 +62,13 @@ class AcceleratorEvent:
         return float(earlier.event.elapsed_time(self.event)) * 1e-3
 
 
-def memory_budget_bytes(entry: Device, num_sharing: int = 1, others_bytes: int | None = None) -> int:
+def memory_budget_bytes(
+    entry: Device, num_sharing: int = 1, others_bytes: int | None = None, fragmentation_bytes: int = 0
+) -> int:
     """The memory to plan for: a share of what this process may take of the device now, and of the entry's limit.
 
-    ``others_bytes`` of what the process has allocated are not the runtime's; None: all of it.
+    ``others_bytes`` of what the process has allocated are not the runtime's; None: all of it. Where fragmentation is
+    known to take more than the plans leave, they leave that.
     """
     device = torch.device(entry.device)
     module = torch.get_device_module(device)
@@ -78,7 +81,7 @@ def memory_budget_bytes(entry: Device, num_sharing: int = 1, others_bytes: int |
     usable_bytes //= num_sharing
     if entry.memory_bytes is not None:
         usable_bytes = min(usable_bytes, entry.memory_bytes)
-    return int(usable_bytes * PLANNED_SHARE)
+    return min(int(usable_bytes * PLANNED_SHARE), max(usable_bytes - fragmentation_bytes, 0))
 
 
 class AcceleratorBackend(Backend):
@@ -94,6 +97,8 @@ class AcceleratorBackend(Backend):
         self._others_bytes = torch.accelerator.memory_allocated(self.device)
         self._peak_bytes = 0
         """The largest before torch's own mark was last reset."""
+        self._reserved_bytes = self._fragmentation_bytes = 0
+        """By the allocator when the visit began; see `UnplannedMemory`."""
         _on_device.setdefault(self.device, weakref.WeakSet()).add(self)
         self._streams = idle.pop() if idle else tuple(torch.Stream(self.device) for _ in Lane)
         weakref.finalize(self, idle.append, self._streams)
@@ -154,16 +159,28 @@ class AcceleratorBackend(Backend):
             self._others_bytes = torch.accelerator.memory_allocated(self.device) - own_bytes
 
     def take_budget(self) -> int:
-        self.memory_budget_bytes = memory_budget_bytes(self._entry, self._num_sharing, self._others_bytes)
+        self.memory_budget_bytes = memory_budget_bytes(
+            self._entry, self._num_sharing, self._others_bytes, self._fragmentation_bytes
+        )
         return self.memory_budget_bytes
+
+    def unplanned(self) -> UnplannedMemory:
+        free_bytes, total_bytes = torch.get_device_module(self.device).mem_get_info(self.device.index)
+        context_bytes = total_bytes - free_bytes - torch.accelerator.memory_reserved(self.device)
+        return UnplannedMemory(max(context_bytes, 0), self._fragmentation_bytes)
 
     def begin_visit(self) -> None:
         self._reset_mark()
+        self._reserved_bytes = torch.accelerator.memory_reserved(self.device)
 
     def visit_peak_bytes(self) -> int | None:
         if self._num_sharing > 1:
             return None
-        return torch.accelerator.max_memory_allocated(self.device) - self._others_bytes
+        peak_bytes = torch.accelerator.max_memory_allocated(self.device)
+        most_reserved_bytes = torch.accelerator.max_memory_reserved(self.device)
+        if most_reserved_bytes > self._reserved_bytes:  # what was free in the allocator's hands would not do
+            self._fragmentation_bytes = max(self._fragmentation_bytes, most_reserved_bytes - peak_bytes)
+        return peak_bytes - self._others_bytes
 
     # Copies
 

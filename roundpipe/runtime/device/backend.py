@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -106,6 +106,15 @@ class Moment(Protocol):
         """Seconds from another moment of the same backend to this one, negative if it was later; both must be done."""
 
 
+class UnplannedMemory(NamedTuple):
+    """Bytes of a device that no plan counts with, for which a part of the device is left."""
+
+    context: int = 0
+    """In use beyond torch's allocator: the process's context and its libraries, and what other processes have."""
+    fragmentation: int = 0
+    """The most that the allocator held without being able to give it: it asked the device for more meanwhile."""
+
+
 class Backend(ABC):
     """One worker's view of one device; a ``memory_budget_bytes`` of None is no limit to plan for."""
 
@@ -119,6 +128,10 @@ class Backend(ABC):
     def take_budget(self) -> int | None:
         """The memory to plan for as it is now: others may have taken or given back some. At little cost."""
         return self.memory_budget_bytes
+
+    def unplanned(self) -> UnplannedMemory:
+        """What is in use beside what is planned for, as far as the device tells."""
+        return UnplannedMemory()
 
     def activate(self) -> AbstractContextManager[Any]:
         """Make the device and its COMPUTE stream current in the calling thread."""

@@ -16,7 +16,7 @@ import torch
 from roundpipe.core.errors import ClosedError, ConfigError
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.schedule import Phase
-from roundpipe.runtime.device.backend import Backend
+from roundpipe.runtime.device.backend import Backend, UnplannedMemory
 from roundpipe.runtime.engine.recompute import ForwardRecord
 from roundpipe.runtime.engine.running import RunningSteps, raise_error
 from roundpipe.runtime.engine.spec import StepSpec
@@ -230,6 +230,10 @@ class Engine(Steps):
     def peak_bytes(self, reset: bool = False) -> list[int]:
         """Per worker, the largest number of bytes in use on its device at once."""
         return [backend.peak_bytes(reset) for backend in self.backends]
+
+    def unplanned(self) -> list[UnplannedMemory]:
+        """Per worker, what is in use on its device beside what is planned for."""
+        return [backend.unplanned() for backend in self.backends]
 
     def resident_bytes(self) -> list[int]:
         """Per worker, bytes of weights that stay on its device."""

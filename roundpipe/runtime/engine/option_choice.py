@@ -8,10 +8,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice, product
+from itertools import product
 from math import inf
 from typing import Any
 
+import torch
+
+from roundpipe.core import trees
 from roundpipe.core.errors import DeviceMemoryError
 from roundpipe.core.tiling import UNTILED, Tiles
 from roundpipe.planning.planner import least_seconds
@@ -112,8 +115,28 @@ class OptionChooser:
         elements: int,
     ) -> list[tuple[int, RecomputeGrain]]:
         """The fastest options in the fewest tiles in which some are predicted to fit; empty if there are none."""
-        found = (self._fastest(call, each, numbers, grains, elements) for each in tiles)
-        return [*islice(filter(None, found), 1)]
+        for each in tiles:
+            while (found := self._fastest(call, each, numbers, grains, elements)) is not None:
+                if not self._learns(call, each, found[0]):
+                    return [found]
+        return []
+
+    def _learns(self, call: Call, tiles: Tiles, number: int) -> bool:
+        """Compute what the microbatches take if there are so many; whether that was known by those of others alone."""
+        args, kwargs, label = call.largest()
+        samples = batch_size(args, kwargs, call.config)
+        if samples is None:
+            return False
+        size, record = -(-samples * call.total_microbatches // number), self._costs.record(call.chain)
+
+        def first(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[:size] if tensor.ndim and len(tensor) == samples else tensor
+
+        args, kwargs, label = trees.map_tensors((args, kwargs, label), first)
+        smaller = replace(call, args=[args], kwargs=[kwargs], labels=[label], total_microbatches=number, _tail=None)
+        num_known = len(record.memory(tiles))
+        self._costs.measure_memory(smaller, tiles)
+        return len(record.memory(tiles)) > num_known
 
     def _tiles(self, config: ResolvedConfig) -> Sequence[Tiles]:
         """Those that a call may have, the fewest first."""

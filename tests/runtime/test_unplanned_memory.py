@@ -1,0 +1,58 @@
+"""Device memory that no plan counts with: the context, and what fragmentation takes."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import roundpipe
+from roundpipe.runtime.device import accelerator
+from roundpipe.runtime.device.accelerator import AcceleratorBackend
+from roundpipe.runtime.device.backend import Device, UnplannedMemory
+from roundpipe.runtime.device.cpu import CpuBackend
+from tests.runtime.models import batch, config, mlp, square_loss
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """What torch says of a device of 10,000 bytes."""
+    figures = {"memory_reserved": 600, "max_memory_reserved": 600, "memory_allocated": 0, "max_memory_allocated": 0}
+    for name in figures:
+        monkeypatch.setattr(torch.accelerator, name, lambda device, name=name: figures[name])
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda device: None)
+    module = SimpleNamespace(mem_get_info=lambda index: (9_600 - figures["memory_reserved"], 10_000))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(torch, "Stream", lambda device: None)
+    monkeypatch.setattr(accelerator, "expand_segments", lambda device: True)
+    monkeypatch.setattr(accelerator, "_idle_streams", {})
+    return figures
+
+
+def test_plans_leave_what_fragmentation_has_taken(figures):
+    backend = AcceleratorBackend(Device("cuda:0"), "fake")
+    assert backend.unplanned() == UnplannedMemory(context=400, fragmentation=0)
+    assert backend.take_budget() == 8_640
+    for most_reserved, most_allocated, fragmentation, budget in (
+        (600, 100, 0, 8_640),  # as much as there was: what is free may be of use
+        (1_600, 1_400, 200, 8_640),  # less than plans leave
+        (4_600, 3_000, 1_600, 8_000),
+        (4_600, 2_000, 1_600, 8_000),
+    ):
+        backend.begin_visit()
+        figures.update(
+            memory_reserved=most_reserved, max_memory_reserved=most_reserved, max_memory_allocated=most_allocated
+        )
+        assert backend.visit_peak_bytes() == most_allocated
+        assert backend.unplanned() == UnplannedMemory(400, fragmentation)
+        assert backend.take_budget() == budget
+
+
+def test_a_report_shows_it(monkeypatch):
+    with roundpipe.RoundPipe(mlp(2), devices=["cpu"]) as piped:
+        piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(1))
+        assert "context" not in str(piped.report())
+        monkeypatch.setattr(CpuBackend, "unplanned", lambda backend: UnplannedMemory(512 << 20, 3 << 20))
+        report = piped.report()
+    assert (report.workers[0].context_bytes, report.workers[0].fragmentation_bytes) == (512 << 20, 3 << 20)
+    header, _, row = str(report).splitlines()[-3:]
+    assert header.split()[-2:] == ["context", "fragmentation"] and row.endswith("512 MiB         3.00 MiB")
