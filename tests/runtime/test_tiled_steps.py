@@ -118,9 +118,9 @@ def test_budgets(share, eager, untiled_peak):
     "share", [pytest.param(share, marks=pytest.mark.long if share != 0.45 else ()) for share in (0.3, 0.45, 0.6)]
 )
 def test_each_plan_of_a_recovery_is_within_the_budget(share, eager, untiled_peak, monkeypatch):
-    """Where layers take more than was predicted: eager's numbers, or settings that train."""
+    """Where layers take so much more than was predicted that a plan without tiles is tried: eager's numbers."""
     real, shrink, needs = calls.measure_memory, PlanChooser.shrink, []
-    monkeypatch.setattr(calls, "measure_memory", lambda *args: [cost.scaled(0.6) for cost in real(*args)])
+    monkeypatch.setattr(calls, "measure_memory", lambda *args: [cost.scaled(0.1) for cost in real(*args)])
     model, budget = decoder(), int(share * untiled_peak)
 
     def noted(plans, call, plan):
@@ -131,19 +131,11 @@ def test_each_plan_of_a_recovery_is_within_the_budget(share, eager, untiled_peak
         return found
 
     monkeypatch.setattr(PlanChooser, "shrink", noted)
-    try:
-        loss, peak, _ = run(model, budget, residency="off")
-    except DeviceMemoryError as error:
-        assert all(p.grad is None for p in model.parameters())
-        found = re.search(r"num_microbatch=(\d+) with recompute_grain='(\w+)'( and tiles='auto')?", str(error))
-        assert found, error
-        monkeypatch.undo()
-        run(model, budget, num_microbatch=int(found[1]), recompute_grain=found[2])
-    else:
-        torch.testing.assert_close(loss, eager[0], rtol=0, atol=1e-12)
-        assert_same(gradients(model), eager[1], atol=1e-12)
-        assert peak <= budget
-    assert all(after <= 0.85 * before <= budget for before, after in needs), needs
+    loss, peak, _ = run(model, budget, residency="off")
+    torch.testing.assert_close(loss, eager[0], rtol=0, atol=1e-12)
+    assert_same(gradients(model), eager[1], atol=1e-12)
+    assert needs[0][0] <= budget and peak <= budget
+    assert all(after <= 0.85 * before for before, after in needs), needs
 
 
 def test_tiles_are_chosen_where_nothing_fits_without_them_and_logged_once(caplog, eager, untiled_peak):

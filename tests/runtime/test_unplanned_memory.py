@@ -24,6 +24,7 @@ def figures(monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     monkeypatch.setattr(torch, "Stream", lambda device: None)
     monkeypatch.setattr(accelerator, "expand_segments", lambda device: True)
+    # a backend leaves its streams to the next one, which may be a real one
     monkeypatch.setattr(accelerator, "_idle_streams", {})
     return figures
 
