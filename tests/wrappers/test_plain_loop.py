@@ -112,6 +112,42 @@ def test_gradients_are_clipped_in_between(make, wrap, parameters, clipped):
     assert_same(weights(model), eager(make, torch.optim.SGD, 3, clip))
 
 
+def test_gradients_are_clipped_between_a_round_and_its_step():
+    def clip(loss, optimizer):
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.1)
+
+    model = made(mlp)
+    with roundpipe.compile(model, devices=["cpu"] * 2) as piped:
+        optimizer = torch.optim.SGD(piped.optim_parameters(), lr=LR)
+        for number in range(3):
+            piped.forward_backward((batch(seed=number),), loss_fn=square_loss, run_config=config(1))
+            assert torch.nn.utils.clip_grad_norm_(piped.optim_parameters(), 0.1) > 0.1
+            piped.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+    assert_same(weights(model), eager(mlp, torch.optim.SGD, 3, clip))
+
+
+@pytest.mark.filterwarnings("error:options of the optimizer")
+def test_a_rate_that_changes_before_an_update_has_read_it_is_warned_of_once(monkeypatch):
+    with roundpipe.RoundPipe(made(mlp), devices="cpu") as piped:
+        optimizer = torch.optim.SGD(piped.optim_parameters(), lr=LR)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        call = {"input_args": (batch(),), "loss_fn": square_loss}
+        for is_async in (False, True, True):
+            piped.forward_backward(**call)
+            piped.step(lambda: (optimizer.step(), scheduler.step(), optimizer.zero_grad()), is_async)
+        options = piped._session.optimizer._runner.options  # private: what the loop does must not depend on timing
+        look = options.has_changed
+        monkeypatch.setattr(options, "has_changed", lambda: (scheduler.step(), look())[1])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                piped.forward_backward(**call)
+                piped.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+                piped.synchronize()
+    assert ["depends on timing. Put scheduler.step()" in str(each.message) for each in caught].count(True) == 1
+
+
 @pytest.mark.parametrize("clipped", LISTS.values(), ids=[f"clips {name}" for name in LISTS])
 @lists
 def test_gradients_of_half_precision_are_clipped_in_between(parameters, clipped):

@@ -102,6 +102,7 @@ class OptimizerSide(DeviceSteps):
         self, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The copies with the original names; see `MasterWeights.named_copies`."""
+        self._before_look()
         return self._pairs.named_copies(prefix, remove_duplicate)
 
     def copy_dtypes(self) -> list[torch.dtype]:
@@ -126,12 +127,12 @@ class OptimizerSide(DeviceSteps):
         """
         self._runner.check_step(step_fn, is_async)
         self._ready("step()", finish_steps=not is_async)
+        self._runner.options.begin()
         self.is_async, self._loop, self._stepping = is_async, "steps", []
         self._pairs.trainable()
         pairs = self._pairs.with_copies()
         take_writes(pairs, has_update=self._weights_changed or self.is_ahead)
-        # the first update takes the memory that it needs
-        is_early = is_async and self._shard is None
+        is_early = is_async and self._shard is None  # the first update takes the memory that it needs
         self._pairs.convert_early(is_early, self._second_memory() if is_early and self.num_steps else ())
         call = functools.partial(step_fn, *args, **(kwargs or {}))
         num_steps, scales = self.num_steps, self._scalers.state()
@@ -155,7 +156,7 @@ class OptimizerSide(DeviceSteps):
                 self._gradients_due = self._has_new_gradients = True
                 self.num_steps = num_steps
             raise
-        self._runner.warn_if_idle()
+        self._runner.warn_if_due()
         return StepHandle(update, self._gates.board, self._runner)
 
     def _update_now(
@@ -253,7 +254,7 @@ class OptimizerSide(DeviceSteps):
         self._is_settled = False
         self._has_new_gradients |= adds_gradients
         self.raise_pending()
-        self._runner.warn_if_idle()
+        self._runner.warn_if_due()
         takes_back = adds_gradients and not (has_backward_later and self._loop == "own")
         for pair in self._pairs:
             if takes_back:

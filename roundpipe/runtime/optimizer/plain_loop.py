@@ -46,6 +46,7 @@ class PlainSteps(ABC):
     _runner: UpdateRunner
     _updates: UpdateThread
     _weights_changed: bool
+    is_calling: bool
     _closed: bool
 
     def __init__(self) -> None:
@@ -64,6 +65,10 @@ class PlainSteps(ABC):
         self._caller: int | None = None
         """The thread of the latest call."""
 
+    @property
+    @abstractmethod
+    def is_callers(self) -> bool: ...
+
     @abstractmethod
     def synchronize(self) -> None: ...
 
@@ -75,6 +80,12 @@ class PlainSteps(ABC):
 
     @abstractmethod
     def _write_now(self, pairs: Sequence[ParameterPair]) -> None: ...
+
+    def _before_look(self) -> None:
+        """Code asks for the copies: between a round and its step, to clip the round's gradients, which come now."""
+        is_due = self._loop == "steps" and self._has_new_gradients and self._ranks is None and not self._closed
+        if is_due and self.is_callers and not self.is_calling and not self._runner.is_inside:
+            self.synchronize()
 
     def before_plain_step(self, parameters: frozenset[int], kind: str) -> None:
         """An optimizer of some class that has these, by id, is about to step; in ``step_fn``, that is nothing new."""
@@ -157,6 +168,8 @@ def _ids(optimizer: torch.optim.Optimizer) -> frozenset[int]:
 @torch.compiler.disable(reason="it may wait for threads")
 def _before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     parameters = _ids(optimizer) if _watching else frozenset[int]()
+    if (runner := UpdateRunner.running()) is not None:
+        runner.options.has_stepped(optimizer)
     for side in _sides():
         side.before_step_of(optimizer)
         side.before_plain_step(parameters, type(optimizer).__name__)

@@ -22,6 +22,7 @@ from roundpipe.core.caller import warn
 from roundpipe.core.errors import ConfigError, RoundPipeError, add_note
 from roundpipe.runtime.device.backend import Event
 from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
+from roundpipe.runtime.optimizer.option_watch import OptionWatch
 from roundpipe.runtime.profiling.meter import HostLog
 from roundpipe.runtime.ranks.exchange import Exchange
 from roundpipe.runtime.ranks.turns import Ranks
@@ -143,8 +144,9 @@ class UpdateRunner:
         self.ranks = ranks
         self._log = log
         self._scalers = scalers
+        self.options = OptionWatch()
         self._looks = True
-        self._is_warning_due = False
+        self._due_warning = ""
 
     @property
     def is_inside(self) -> bool:
@@ -194,6 +196,12 @@ class UpdateRunner:
     def run(self, step_fn: Callable[[], object], index: int, pairs: Sequence[ParameterPair]) -> Any:
         """What it returns; an error of it gains a note that says in which step it was raised."""
         token = _RUNNING.set(self)
+        if self.options.has_changed():
+            self._due_warning = (
+                "options of the optimizer, such as the learning rate, were changed before an asynchronous update had "
+                "read them: which values it takes depends on timing. Put scheduler.step() into the function given to "
+                "step, or wait for the update: step(step_fn, is_async=False)"
+            )
         try:
             with self._log.doing("update", f"optimizer step {index}"), OptimizerCtx(), self._scalers.running():
                 copies = [pair.copy for pair in pairs if pair.copy is not None] if self._looks else []
@@ -220,17 +228,18 @@ class UpdateRunner:
         dense = [each for each in gradients if each is not None and each.layout is torch.strided]
         have_effect = any(each.any() for each in dense) and all(each.isfinite().all() for each in dense)
         if have_effect and not self._scalers.in_use:
-            self._looks, self._is_warning_due = False, True
-
-    def warn_if_idle(self) -> None:
-        """Warn, once, in the training thread, of a ``step_fn`` that changed nothing."""
-        if self._is_warning_due:
-            self._is_warning_due = False
-            warn(
+            self._looks = False
+            self._due_warning = (
                 "step_fn changed none of the parameters that have gradients. Unless that is meant (such as to let "
                 "gradients accumulate), the optimizer is made from other parameters: make it from "
                 "model.optim_parameters(), not from model.parameters() or those of the original module"
             )
+
+    def warn_if_due(self) -> None:
+        """Warn, once, in the training thread, of what an update has found."""
+        if self._due_warning:
+            text, self._due_warning = self._due_warning, ""
+            warn(text)
 
 
 @dataclass(slots=True)
