@@ -302,7 +302,7 @@ class Schedule:
         return tuple(name if count == 1 else f"{name} x{count}" for name, count in counts)
 
     def is_of_last_stage(self, job: Job) -> bool:
-        return job.index >= self.next_job - job.num_replicas
+        return job.index - job.replica + job.num_replicas == self.next_job
 
     def tasks(self, worker: int) -> tuple[Task, ...]:
         return self.worker_tasks[worker]

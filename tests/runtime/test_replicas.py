@@ -35,6 +35,7 @@ PLANS = {
     "one": ExecutePlan(fused=(0, 4), replicas=[2]),
     "several": ExecutePlan([(0, 1), (1, 3)], (3, 4), [(1, 3), (0, 1)], replicas=[2, 1, 3, 1, 2]),
     "apart": ExecutePlan([(0, 2), (2, 4)], None, [(2, 4), (0, 2)], replicas=[2, 2, 3, 1]),
+    "most at first": ExecutePlan([(0, 2)], (2, 4), [(0, 2)], replicas=[3, 1, 1]),
 }
 
 
@@ -70,8 +71,8 @@ def train(model, options, num_workers=2, num_steps=3, loss_fn=square_loss, way="
 @pytest.mark.parametrize(
     ("plan", "workers", "grain"),
     repeats(
-        itertools.product(("one", "several"), (1, 2, 3, 4), ("stage", "layer")),
-        ["one-2-stage", "several-2-layer", "several-3-stage"],
+        itertools.product(("one", "several", "most at first"), (1, 2, 3, 4), ("stage", "layer")),
+        ["one-2-stage", "several-2-layer", "several-3-stage", "most at first-4-layer"],
     ),
 )
 def test_rounds_are_eager(plan, workers, grain):
@@ -112,7 +113,7 @@ def test_sums_are_the_same_in_every_run_and_draws_are_those_of_one_worker(reduct
         loss_fn = weighted_loss if reduction == "mean" else square_loss
         return train(model, config(5, plan=plan, loss_reduction=reduction), num_workers, loss_fn=loss_fn)
 
-    for plan in (PLANS["one"], PLANS["several"]):
+    for plan in (PLANS["one"], PLANS["several"], PLANS["most at first"]):
         first, replicas = run(plan, 3)
         assert replicas == plan.replicas
         assert_equal_bits(run(plan, 3)[0], first)
@@ -248,6 +249,8 @@ def test_schedules_keep_the_rules():
             for kind in ("train", "forward", "backward"):
                 check(make_schedule(plan, workers, 4, kind=kind))
             check(schedule.following())
+            last = {job.name for job in schedule.jobs if schedule.is_of_last_stage(job)}
+            assert last == {schedule.jobs[-1].name}
             for job in schedule.jobs:
                 for microbatch in range(4):
                     assert microbatch in schedule.microbatches(schedule.job(schedule.sharer(job.index, microbatch)))
