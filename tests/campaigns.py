@@ -2,6 +2,7 @@
 
     faults      raised in users' code and in the library
     interrupts  Ctrl-C at a line or a moment of a step
+    signals     Ctrl-C at a moment of a trace, a save or a load
     exits       signals that end a process
     races       schedules under random timing
     kills       SIGKILL in the middle of saves
@@ -77,6 +78,14 @@ def interrupts() -> Iterator[Examine]:
         return Result([f"{case}: {problem}" for problem in problems])
 
     yield run
+
+
+@_campaign
+def signals() -> Iterator[Examine]:
+    from tests.faults.signals import Files
+
+    with Files() as files:
+        yield lambda seed: Result(files.examine(seed))
 
 
 @_campaign

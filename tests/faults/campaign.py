@@ -184,7 +184,8 @@ class Run:
         case, visit, notes = self.case, POINTS.raised, getattr(caught, "__notes__", [])
         assert visit is not None
         is_backward = visit.place.startswith("backward of")
-        if case.call == "forward" and (visit.place == "loss_fn" or (is_backward and case.has_function)):
+        is_on_host = case.has_function or ("hook" in visit.place and case.kind in ("fallback", "module by module"))
+        if case.call == "forward" and (visit.place == "loss_fn" or (is_backward and is_on_host)):
             return []  # the caller's own code, or the host's part of a model, whose backward the caller runs
         if visit.place.startswith(PREFIX):
             return []  # no place of the user's

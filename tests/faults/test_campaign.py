@@ -1,9 +1,10 @@
-"""Two cases of the campaign of faults, in which a download of gradients failed and they stayed alive."""
+"""Some cases of the campaigns of faults, in which a download of gradients failed, and of signals."""
 
 import pytest
 
 from tests.faults.campaign import draw_case, examine
 from tests.faults.library import points_in_library
+from tests.faults.signals import Files
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -11,3 +12,10 @@ from tests.faults.library import points_in_library
 def test_a_fault_leaves_nothing_behind(seed):
     with points_in_library():
         assert examine(draw_case(seed)).problems == ()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("seed", [68, pytest.param(16, marks=pytest.mark.long)])
+def test_ctrl_c_in_a_trace_leaves_nothing_behind(seed):
+    with Files() as files:
+        assert not files.examine(seed)

@@ -16,7 +16,7 @@ import torch
 
 from roundpipe import CheckpointError
 from roundpipe.wrappers import checkpoint_files, checkpoint_folder
-from tests.faults.checkpoints import Damager, fields
+from tests.faults.checkpoints import Damager, Trained, fields
 from tests.faults.interrupts import Interrupter
 from tests.wrappers.cases_checkpoint import WIDTH, adamw, assert_equal, clones, piped, train
 
@@ -172,6 +172,27 @@ def test_ctrl_c_at_any_line_of_a_save_leaves_the_old_or_the_new_checkpoint(tmp_p
         assert interrupts > 60
         model.save_checkpoint(tmp_path / "c", optimizer, step=-1)
         assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_ctrl_c_at_any_line_of_a_load_leaves_the_old_or_the_new_state(tmp_path):
+    saved, trained = Trained(1), Trained(2)
+    with saved.pipe, trained.pipe:
+        for each, name in ((saved, "c"), (trained, "own")):
+            each.step()
+            each.save(tmp_path / name)
+        states = {"own": trained.snapshot()}
+        with Interrupter() as counter:
+            trained.load(tmp_path / "c")
+        states["c"] = trained.snapshot()
+        seen = set()
+        for line in range(counter.count // 2, counter.count - 100, counter.count // 50):
+            trained.load(tmp_path / "own")
+            with pytest.raises(KeyboardInterrupt), Interrupter(line):
+                trained.load(tmp_path / "c")
+            found = [name for name, state in states.items() if state == trained.snapshot()]
+            assert found, line
+            seen.update(found)
+        assert seen == {"own", "c"}
 
 
 def test_ctrl_c_at_any_moment_of_a_save_is_a_keyboard_interrupt(tmp_path):

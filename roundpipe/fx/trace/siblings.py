@@ -20,7 +20,7 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.modes import Modes
-from roundpipe.effects.places import CONTAINERS, OF_TORCH
+from roundpipe.effects.places import CONTAINERS, OF_TORCH, REGISTERED
 from roundpipe.effects.snapshot import ModuleSnapshot, PythonSnapshot
 from roundpipe.fx.sizes import Symbolic, expression_of, flat_sizes, flat_tensors, is_data_dependent
 from roundpipe.fx.trace.leaves import LeafRun, unread_in
@@ -28,6 +28,8 @@ from roundpipe.fx.trace.leaves import LeafRun, unread_in
 _CONTAINERS = (tuple, *CONTAINERS)
 _MAY_GO_UNREAD = (int, float, str, *_CONTAINERS)
 """Kinds of attributes that may differ; not bool and None, which code tells apart by identity."""
+_NOT_OF_CALLS = frozenset(name for name in OF_TORCH if "state_dict" in name).union(REGISTERED)
+"""Attributes that are looked at otherwise, or are no matter of a call: hooks on saving and loading, ours too."""
 _MAX_DEPTH = 3
 _MAX_COMPARED = 16
 """Runs of one form that are compared attribute by attribute."""
@@ -224,7 +226,7 @@ def module_key(module: nn.Module) -> ModuleKey | None:
             return None
         attributes = []
         for attribute, value in inner.__dict__.items():
-            if attribute in ("_modules", "_parameters", "_buffers"):
+            if attribute in _NOT_OF_CALLS:
                 continue
             key = _value_key(value, inside)
             if type(value) in _MAY_GO_UNREAD and attribute not in OF_TORCH:
