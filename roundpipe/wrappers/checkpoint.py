@@ -16,7 +16,6 @@ kinds. What only the loads of other objects can tell is found out while all of t
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import logging
@@ -230,27 +229,47 @@ def load(session: Session, dir: str | os.PathLike[str], objects: Mapping[str, An
             before = copy.deepcopy(own[name])
             changes.append((name, functools.partial(put, values[name]), functools.partial(put, before)))
 
-    with contextlib.ExitStack() as undo:
-        for name, change, put_back in changes:
-            undo.callback(put_back)
-            try:
-                change()
-            except Exception as error:
-                problem = f"{name} can't take over its state in {folder}: {type(error).__name__}: {error}"
-                raise CheckpointMisfitError(f"{problem}; nothing was changed") from error
+    def put_weights() -> None:
         session.shown.load_state_dict(values)
         session.optimizer.refresh()
         _set_copies(masters, pairs)
-        undo.pop_all()
-    if weights_only:
-        return Checkpoint(None, None)
-    session.optimizer.zero_grad()
-    restore_random_state(state["random"])  # again, since hooks of the model may have drawn
-    return Checkpoint(state["step"], extra)
+        if not weights_only:
+            session.optimizer.zero_grad()
+            restore_random_state(state["random"])  # again, since hooks of the model may have drawn
+
+    _change_all(changes, put_weights, folder)
+    return Checkpoint(None, None) if weights_only else Checkpoint(state["step"], extra)
 
 
 _Change = tuple[str, Callable[[], object], Callable[[], object]]
 """What is changed, the change, and what puts back how it was."""
+
+
+def _change_all(changes: Sequence[_Change], put_weights: Callable[[], None], folder: Path) -> None:
+    """Make all changes or none, also if interrupted: no copy of the old weights is kept, so once begun they are put."""
+    begun: list[Callable[[], object]] = []
+    puts_weights = False
+    try:
+        for name, change, put_back in changes:
+            begun.append(put_back)
+            _change(name, change, folder)
+        puts_weights = True
+        put_weights()
+    except BaseException as error:
+        if puts_weights and not isinstance(error, Exception):
+            put_weights()
+        else:
+            for put_back in reversed(begun):
+                put_back()
+        raise
+
+
+def _change(name: str, change: Callable[[], object], folder: Path) -> None:
+    try:
+        change()
+    except Exception as error:
+        problem = f"{name} can't take over its state in {folder}: {type(error).__name__}: {error}"
+        raise CheckpointMisfitError(f"{problem}; nothing was changed") from error
 
 
 def _taken_over(name: str, value: Any, state: Mapping[str, Any], folder: Path) -> _Change:
