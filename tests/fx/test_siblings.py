@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.fx import Node
 
+import roundpipe
 from roundpipe.core.errors import TraceError
 from roundpipe.fx.graph.nodes import hint, value_of
 from roundpipe.fx.trace.leaves import Unread
@@ -194,6 +195,14 @@ def test_hooks_make_another_run() -> None:
     blocks[1].register_forward_hook(lambda module, args, output: torch.cat([output, output]))
     blocks[2].inner.register_forward_pre_hook(lambda module, args: (torch.cat([args[0], args[0]]),))
     num_runs(Apart(blocks))
+
+
+def test_a_model_that_is_compiled_makes_no_other_run() -> None:
+    """Its state is watched, by hooks on saving and loading that each module has by itself."""
+    one = num_runs(Apart([Block(nothing)]))
+    model = Apart([Block(nothing) for _ in range(5)])
+    with roundpipe.compile(model, devices=["cpu"]):
+        assert num_runs(model) == one
 
 
 def test_a_forward_of_its_own_makes_another_run() -> None:
