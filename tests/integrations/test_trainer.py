@@ -15,6 +15,7 @@ from roundpipe.integrations.transformers import RoundPipeTrainer, RoundPipeTrain
 from roundpipe.wrappers.streamed import StreamedModel
 from tests.integrations.trainers import (
     VOCAB,
+    adapted,
     assert_same_log,
     assert_same_weights,
     classified,
@@ -103,13 +104,6 @@ def summed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -
     """A loss that is given as `compute_loss_func`."""
     logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
     return torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
-
-
-def adapted() -> Any:
-    """A model with adapters."""
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")
-    return peft.get_peft_model(llama(), config)
 
 
 def bert() -> Any:

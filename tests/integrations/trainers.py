@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from transformers import Trainer, TrainingArguments
@@ -20,6 +21,13 @@ def llama(**options: Any) -> Any:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, **options}
     config = transformers.LlamaConfig(vocab_size=VOCAB, max_position_embeddings=32, use_cache=False, **sizes)
     return transformers.LlamaForCausalLM(config)
+
+
+def adapted(**options: Any) -> Any:
+    """A model with adapters."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")
+    return peft.get_peft_model(llama(**options), config)
 
 
 def texts(number: int, seed: int = 1) -> list[dict[str, torch.Tensor]]:
@@ -48,7 +56,7 @@ def classified(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor
 
 def make_trainer(kind: type[Trainer], model: Any, folder: Path, *, devices: int = 1, **given: Any) -> Any:
     """A trainer; what it does not know by name is a training argument."""
-    names = ("compute_metrics", "compute_loss_func", "callbacks", "optimizers", "data_collator")
+    names = ("compute_metrics", "compute_loss_func", "callbacks", "optimizers", "data_collator", "train_dataset")
     options = {name: given.pop(name) for name in names if name in given}
     if issubclass(kind, RoundPipeTrainerMixin):
         rotation = given.pop("rotation", {})

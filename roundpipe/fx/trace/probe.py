@@ -1,8 +1,8 @@
 """Output sizes of code that can't run on fakes of any size, found by running it at two.
 
 A copy of a module runs twice on random data, a function that loops over a size on fakes of plain sizes: at the
-example's sizes and at others. An output dimension that
-changes is matched with the input dimension, or the product of two, that changes in the same way.
+example's sizes and at others. An output dimension that changes is matched with the input dimension, or the product of
+two, that changes in the same way.
 
 Invariant: neither the user's module nor any random state changes.
 """

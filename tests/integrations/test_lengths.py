@@ -1,0 +1,88 @@
+"""Batches of other lengths at each step, through a fused head as fine-tuning libraries put on a model."""
+
+from __future__ import annotations
+
+import functools
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer
+from transformers.modeling_outputs import CausalLMOutput
+
+from roundpipe.fx.trace.verify import ShapeVerifier
+from roundpipe.integrations.transformers import RoundPipeTrainerMixin
+from tests.fx.modules import LogProbs
+from tests.integrations.trainers import adapted, llama, padded, texts, train_both
+
+NUM_STEPS = 8
+
+
+def with_fused_head(model: Any) -> Any:
+    """The model; asked for log probabilities it makes no logits, but some at once in an autograd function."""
+    causal = model.get_base_model() if hasattr(model, "get_base_model") else model
+    forward = causal.forward
+
+    @functools.wraps(type(causal).forward)
+    def fused(self: Any, *args: Any, fused_head: bool = False, labels: Any = None, **kwargs: Any) -> Any:
+        if not fused_head:
+            return forward(*args, labels=labels, **kwargs)
+        hidden = self.model(*args, **kwargs).last_hidden_state[:, :-1]
+        targets, weight = labels[:, 1:], self.get_output_embeddings().weight
+        found = LogProbs.apply(hidden.reshape(-1, hidden.size(-1)), weight, targets.clamp(min=0).reshape(-1))
+        log_probs, is_best = (each.view(targets.shape).masked_fill(targets == -100, 0) for each in found[:2])
+        return CausalLMOutput(loss=-log_probs.sum() / (targets != -100).sum(), logits=log_probs, attentions=(is_best,))
+
+    causal.forward = types.MethodType(fused, causal)
+    return model
+
+
+class Fused(Trainer):
+    """Its loss is made of log probabilities; it measures how many targets are best."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **given: Any) -> Any:
+        inputs["use_cache"] = False
+        outputs = model(**inputs, fused_head=True)
+        assert 0 <= float(outputs.attentions[0].sum()) <= inputs["labels"].numel()
+        loss = -outputs.logits.sum() / given["num_items_in_batch"]
+        return (loss, outputs) if return_outputs else loss
+
+
+class FusedInRotation(RoundPipeTrainerMixin, Fused):
+    """The same in rotation."""
+
+
+def close_fitting(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Batches as long as their longest text; some have no padding at all."""
+    return padded(samples, min_padding=0)
+
+
+def more(make: Any, name: str, num_microbatches: int) -> Any:
+    return pytest.param(make, num_microbatches, id=name, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize(
+    ("make", "num_microbatches"),
+    [pytest.param(llama, 1, id="full"), more(llama, "full, batches cut", 2), more(adapted, "adapters, batches cut", 2)],
+)
+def test_lengths_that_vary_make_few_traces(
+    make: Any, num_microbatches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One trace to train, and one to measure the loss if batches are cut, with padding and without any."""
+    runs: list[Any] = []
+    verify = ShapeVerifier.__call__
+    monkeypatch.setattr(ShapeVerifier, "__call__", lambda self, arguments: runs.append(self) or verify(self, arguments))
+    _, ours = train_both(
+        lambda: with_fused_head(make(num_hidden_layers=1)),
+        tmp_path,
+        (Fused, FusedInRotation),
+        train_dataset=texts(3 * NUM_STEPS),
+        data_collator=close_fitting,
+        per_device_train_batch_size=3,
+        rotation={"run_config": {"num_microbatch": num_microbatches}},
+    )
+    assert ours.state.global_step == NUM_STEPS
+    assert ours.pipe.trace_count <= (2 if num_microbatches == 1 else 4)
+    assert len(runs) <= (0 if num_microbatches == 1 else ours.pipe.trace_count)
