@@ -291,6 +291,49 @@ def test_what_can_not_live_there_is_streamed():
         assert not train(piped, lambda: (ours.step(), ours.zero_grad()))  # once and for all
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_weights_with_second_memory_on_the_host(is_async):
+    options = {
+        "is_async": is_async,
+        "pin_model": "double",
+        "between": lambda step, *rest: step == 3 and read_state(*rest),
+    }
+    assert_equal_bits(run("full", **options)[0], run("auto", **options)[0])
+
+
+def test_a_forward_from_before_notices_new_weights():
+    model, x = model_of(), batch(5, width=WIDTH)
+    with wrapped(model) as piped:
+        ours = optimizer_of(piped, OPTIMIZERS["AdamW"])
+        for step in range(3):
+            piped.forward_backward((x,), loss_fn=square_loss)
+            if step:
+                assert lives_there(piped)
+            piped.step(lambda: (ours.step(), ours.zero_grad()), is_async=False)
+            if step == 0:
+                output = piped(x)
+        with pytest.raises(roundpipe.BackwardError, match="changed in place since the RoundPipe forward"):
+            output.sum().backward()
+
+
+def test_weights_that_are_assigned_by_a_load_are_trained_from_there():
+    found = []
+    for residency in ("auto", "full"):
+        model, x = model_of(), batch(5, width=WIDTH)
+        with wrapped(model, residency) as piped:
+            ours = optimizer_of(piped, OPTIMIZERS["AdamW"])
+            for step in range(5):
+                piped.forward_backward((x,), loss_fn=square_loss)
+                piped.step(lambda ours=ours: (ours.step(), ours.zero_grad()))
+                if step == 2:
+                    state = {name: torch.full_like(value, 0.25) for name, value in model.state_dict().items()}
+                    model.load_state_dict(state, assign=True)
+            assert lives_there(piped) == (residency == "full")
+            piped.synchronize()
+        found.append({name: value.clone() for name, value in model.state_dict().items()})
+    assert_equal_bits(*found)
+
+
 def test_weights_written_one_by_one_while_they_are_behind_are_refused():
     model, x = model_of(), batch(5, width=WIDTH)
     with wrapped(model) as piped:
