@@ -24,15 +24,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from decoders import NOISE, VOCABULARY, fill
 from environment import report
 from memory import capped, card
 from torch import nn
 
 import roundpipe
-
-VOCABULARY = 151_936
-NOISE = 50_000_017
-"""Random numbers that weights are filled with, over and over: to draw billions takes a minute."""
 
 
 @dataclass(frozen=True)
@@ -82,17 +79,7 @@ def build(case: str, shape: Shape, vocabulary: int) -> nn.Module:
         else:
             model = qwen3(shape, vocabulary, lora=case.endswith("lora"))
     model = model.to(torch.bfloat16).to_empty(device="cpu")
-    noise = torch.empty(NOISE if vocabulary == VOCABULARY else 1009, dtype=torch.bfloat16).uniform_(-0.02, 0.02)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.fill_(1.0)
-                continue
-            for piece in parameter.view(-1).split(noise.numel()):
-                piece.copy_(noise[: piece.numel()])
-        for name, buffer in model.named_buffers():
-            assert name.endswith("inv_freq"), f"nobody has said what {name} holds"
-            buffer.copy_(1e6 ** -(torch.arange(buffer.numel()) / buffer.numel()))
+    fill(model, NOISE if vocabulary == VOCABULARY else 1009)
     return model
 
 

@@ -30,7 +30,8 @@ def run(name: str, arguments: list[str], folder: Path) -> tuple[int, dict[str, A
 
 
 @pytest.mark.parametrize(
-    "name", ["fits", "handover", "long_run", "memory", "optimizer", "residency", "simulator", "soak", "timeline"]
+    "name",
+    ["fits", "handover", "long_run", "memory", "optimizer", "residency", "scaling", "simulator", "soak", "timeline"],
 )
 def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
@@ -48,6 +49,24 @@ def test_long_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert len(results[mode]["ours"]) == len(results[mode]["plain"]) == 3
         assert results[mode]["difference"] <= results[mode]["target"]
     assert "ratio" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers", reason="trains a Qwen3")
+    path, row = tmp_path / "scaling.json", "tiny all x2"
+    options = ["--json", str(path), "--models", "tiny", "--numbers", "2", "--caps", "all"]
+    scaling = importlib.import_module("scaling")
+    assert scaling.main(["predict", *options]) == 0
+    assert scaling.main(["measure", *options, "--device", "cpu"]) == 0
+    found = json.loads(path.read_text())
+    for way in ("predicted", "rotation", "fsdp2"):
+        assert found[way][row]["tokens_per_s"] > 0, (way, found[way][row])
+    assert found["rotation"][row]["peak_bytes"] > 0 and sum(found["rotation"][row]["idle"].values()) < 1
+    seconds = found["rotation"][row]["process_s"]
+    assert scaling.main(["measure", *options, "--device", "cpu"]) == 0
+    assert json.loads(path.read_text())["rotation"][row]["process_s"] == seconds, "what is there is not run again"
+    assert "FSDP2" in capsys.readouterr().out
 
 
 @pytest.mark.long

@@ -26,7 +26,7 @@ from roundpipe.reports.tables import format_share
 from roundpipe.reports.timeline import check_path
 from roundpipe.runtime.weights.master_weights import copy_dtype
 from roundpipe.tools.comparison import compare_schedules, comparison_json, comparison_text
-from roundpipe.tools.cost_file import fastest_plan, plan_costs, read_costs
+from roundpipe.tools.cost_file import plan_costs, read_costs
 from roundpipe.tools.device_data import DEVICES, EFFICIENCY, DeviceSpec, find_device
 from roundpipe.tools.doctor import diagnose, diagnosis_text
 from roundpipe.tools.explain import explain
@@ -172,7 +172,7 @@ def _plan_costs(options: argparse.Namespace) -> _Answer:
         recompute_grain=options.recompute,
     )
     document = plan_costs(setting, replicate=not options.no_replicas)
-    rows = compare_schedules(setting, fastest_plan(setting)) if options.compare else []
+    rows = compare_schedules(setting, setting.fastest_plan()) if options.compare else []
     if options.compare:
         document["schedules"] = comparison_json(rows)
     if options.json:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import inf
 from typing import Any
 
 from roundpipe.core.errors import ConfigError, DeviceMemoryError
@@ -28,6 +29,7 @@ from roundpipe.planning.stage_costs import RecomputeGrain, StageCosts
 from roundpipe.planning.static_schedules import StaticKind, simulate_static
 from roundpipe.reports.memory import DeviceMemory
 from roundpipe.reports.tables import format_bytes, format_seconds, format_share, table
+from roundpipe.runtime.engine.plan_choice import REPLAN_GAIN
 
 _STATIC: tuple[tuple[str, StaticKind, int], ...] = (
     ("GPipe", "gpipe", 1),
@@ -91,6 +93,22 @@ class Setting:
     def simulate(self, plan: ExecutePlan) -> Simulation:
         grain, residency = self.recompute_grain, self.residency(plan)
         return simulate(self.schedule(plan), self.costs, self.profile, recompute_grain=grain, residency=residency)
+
+    def fastest_plan(self) -> ExecutePlan:
+        """The fastest without replicas that is found: with links by the simulator, else by the recurrence."""
+        link_bytes_per_s = min(self.profile.upload_bytes_per_s, self.profile.download_bytes_per_s)
+        predict = None if link_bytes_per_s == inf else lambda plan: self.simulate(plan).seconds_per_step
+        arguments = self.planner_arguments()
+        return choose_plan(self.costs, predict=predict, link_bytes_per_s=link_bytes_per_s, **arguments)
+
+    def steady_plan(self, first: ExecutePlan) -> ExecutePlan:
+        """What a run goes by once it has measured its layers, which its first plan has estimates of."""
+        try:
+            plan = self.fastest_plan()
+        except DeviceMemoryError:
+            return first
+        least_s = (1 - REPLAN_GAIN) * self.simulate(first).seconds_per_step
+        return plan if self.simulate(plan).seconds_per_step <= least_s else first
 
     def has_room_for(self, peak_bytes: int) -> bool:
         return self.budget_bytes is None or peak_bytes <= self.budget_bytes

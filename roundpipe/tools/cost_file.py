@@ -20,7 +20,6 @@ from typing import Any
 
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import LayerCost
-from roundpipe.core.schedule import ExecutePlan
 from roundpipe.planning.machine import HardwareProfile
 from roundpipe.planning.planner import least_seconds
 from roundpipe.planning.planner import plan as choose_plan
@@ -107,7 +106,7 @@ def plan_costs(setting: Setting, *, replicate: bool = True) -> dict[str, Any]:
     is_free = _has_free_transfers(setting)
     replicate = replicate and is_free
     since = time.perf_counter()
-    plan = choose_plan(costs, replicate=True, **setting.planner_arguments()) if replicate else fastest_plan(setting)
+    plan = choose_plan(costs, replicate=True, **setting.planner_arguments()) if replicate else setting.fastest_plan()
     if is_free:
         step_s = plan_seconds(plan, costs, num_workers=num_workers, num_microbatches=num_microbatches)
     else:
@@ -124,12 +123,6 @@ def plan_costs(setting: Setting, *, replicate: bool = True) -> dict[str, Any]:
         "lower_bound_s": least_seconds(costs, replicate=replicate, **setting.planner_arguments()),
         "planning_s": planning_s,
     }
-
-
-def fastest_plan(setting: Setting) -> ExecutePlan:
-    """The fastest plan without replicas that is found: with a link by the simulator, else by the recurrence."""
-    predict = None if _has_free_transfers(setting) else lambda plan: setting.simulate(plan).seconds_per_step
-    return choose_plan(setting.costs, predict=predict, **setting.planner_arguments())
 
 
 def _has_free_transfers(setting: Setting) -> bool:

@@ -2,7 +2,8 @@
 
 Nothing is allocated or run: compute times rest on FLOPs and bytes, and on what a device sustains of its datasheet.
 
-Invariant: layers and plan are those that the runtime chooses for the same budget, so what is predicted is what runs.
+Invariant: layers and plan are those that the runtime chooses for the same budget, and such times once it has measured
+them, so what is predicted is what runs.
 """
 
 from __future__ import annotations
@@ -236,8 +237,10 @@ def forecast_at(layers: Layers, machine: Machine, training: Training, *, simulat
     costs = _costs(layers, call)
     setting = _setting(costs, machine, training)
     if plan is not None:
+        if simulated:
+            plan = setting.steady_plan(plan)
+            simulation = setting.simulate(plan)
         stages = setting.device_memory(plan)
-        simulation = setting.simulate(plan) if simulated else None
         needed_bytes = max(need.total for need in stages.values())
         if needed_bytes > machine.budget_bytes:
             reasons.append(
