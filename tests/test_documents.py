@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import importlib.util
 import inspect
+import json
 import re
 import shlex
 import shutil
@@ -24,7 +25,9 @@ import pytest
 
 import roundpipe
 from roundpipe.core.errors import RoundPipeError
-from tests.documents import PAGES, ROOT, Block, blocks_of, shell_lines
+from roundpipe.tools import command_line as cli
+from tests.documents import PAGES, README, ROOT, Block, blocks_of, shell_lines
+from tests.tools.cases_command_line import TINY
 
 PUBLIC = [*roundpipe.__all__, *(f"distributed.{name}" for name in roundpipe.distributed.__all__)]
 SHELL_LINES = sorted({line for page in PAGES for line in shell_lines(page)})
@@ -103,6 +106,29 @@ def test_commands_take_the_options_that_are_shown() -> None:
             words.index("roundpipe") if script is None else words.index(str(script.relative_to(ROOT))) :
         ]:
             assert not option.startswith("--") or option == "--help" or f'"{option}"' in source, line
+
+
+FORECASTS = [
+    pytest.param(line, id=f"{page.stem}-{number}", marks=() if page == README else pytest.mark.long)
+    for page in PAGES
+    for number, line in enumerate(shell_lines(page))
+    if line.startswith("python -m roundpipe plan Qwen")
+]
+
+
+@pytest.mark.parametrize("line", FORECASTS)
+def test_forecasts_run_as_they_are_shown(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a small model of that name in the folder."""
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    _, _, _, command, model, *options = shlex.split(line)
+    folder = tmp_path / model.removesuffix("/config.json")
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(TINY))
+    assert cli.main([command, model, *options]) == 0
+    assert "fits" in capsys.readouterr().out
 
 
 def test_links_lead_somewhere() -> None:

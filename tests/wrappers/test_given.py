@@ -89,3 +89,33 @@ def test_accelerate_prepares_a_wrapper(pair):
     assert should_reduce_batch_size(roundpipe.DeviceMemoryError("block 3 does not fit"))
     assert not should_reduce_batch_size(roundpipe.ConfigError("block 3 does not fit"))
     accelerate.state.AcceleratorState._reset_state(True)
+
+
+@pytest.mark.parametrize("prepared", ["all", "loader"])
+def test_a_loop_of_accelerate_trains_as_with_the_plain_model(pair, prepared):
+    """Accumulation over two batches and clipping, without a launcher."""
+    accelerate = pytest.importorskip("accelerate")
+    rows = torch.utils.data.TensorDataset(torch.cat([batch(seed=number) for number in range(4)]))
+
+    def train(model, parameters, whole):
+        accelerate.state.AcceleratorState._reset_state(True)
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        optimizer = torch.optim.AdamW(parameters, lr=0.05)
+        loader = accelerator.prepare(torch.utils.data.DataLoader(rows, batch_size=len(rows) // 4))
+        if whole:
+            model, optimizer = accelerator.prepare(model, optimizer)
+        for (x,) in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(square_loss(model(x), None))
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.1)
+                if whole or accelerator.sync_gradients:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        accelerate.state.AcceleratorState._reset_state(True)
+
+    pipe, plain = pair
+    train(pipe, pipe.optim_parameters(), prepared == "all")
+    train(plain, plain.parameters(), True)
+    for one, other in zip(pipe.model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
