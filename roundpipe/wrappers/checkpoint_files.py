@@ -15,6 +15,7 @@ import functools
 import json
 import os
 import re
+import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -306,10 +307,12 @@ def read_weights(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]
 
 def write_state(draft: Draft, state: Mapping[str, Any]) -> None:
     """Write plain containers and tensors as `STATE_FILE`."""
+    handled = sys.exception()
     try:
         with draft.open(STATE_FILE) as file:
             torch.save(dict(state), file)  # type: ignore[arg-type]  # it has what torch needs
     except RuntimeError as error:  # torch's writer, closing after a failed write, hides why that ended
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from None
-        raise
+        first: BaseException = error
+        while first.__context__ not in (None, handled):
+            first = first.__context__
+        raise first from None

@@ -290,6 +290,7 @@ def _raise_and_look(run: Run, case: Case) -> list[str]:
     expected = type(FAULTS[case.fault]())
     problems: list[str] = []
     caught: BaseException | None = None
+    run.clear_gradients()
     with POINTS.armed(case.place, case.visit, FAULTS[case.fault]()):
         try:
             run.step()
@@ -300,6 +301,10 @@ def _raise_and_look(run: Run, case: Case) -> list[str]:
             problems.append("type: nothing was raised")
         if POINTS.raised is None and not case.place.startswith(PREFIX):
             problems.append("type: the place was not visited again")
+    try:
+        run.settle()
+    except BaseException as error:
+        problems.append(f"again: synchronize raised {type(error).__name__}: {error}")
     if caught is not None:
         if type(caught) is not expected:
             problems.append(f"type: {type(caught).__name__}: {caught}")
@@ -307,9 +312,5 @@ def _raise_and_look(run: Run, case: Case) -> list[str]:
             problems += run.problems_of(caught)
         traceback.clear_frames(caught.__traceback__)
         caught = None
-    try:
-        run.settle()
-    except BaseException as error:
-        problems.append(f"again: synchronize raised {type(error).__name__}: {error}")
     run.clear_gradients()
     return problems

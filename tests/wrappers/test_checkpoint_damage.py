@@ -228,19 +228,23 @@ def test_ctrl_c_inside_what_removes_the_old_checkpoint_is_a_keyboard_interrupt(t
         assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
-def test_an_interrupt_inside_the_writer_of_torch(tmp_path, monkeypatch):
-    write = checkpoint_files.SummedFile.write
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, OSError])
+def test_what_ends_a_write_inside_the_writer_of_torch_is_what_the_caller_gets(tmp_path, monkeypatch, error):
+    write, due = checkpoint_files.SummedFile.write, [error("once")]
 
     def interrupted(file, data):
-        if file.num_bytes > 2000:
-            raise KeyboardInterrupt
+        if file.num_bytes > 2000 and due:
+            raise due.pop()
         return write(file, data)
 
     with piped() as model:
         model.save_checkpoint(tmp_path / "c", step=1)
         with monkeypatch.context() as patched:
             patched.setattr(checkpoint_files.SummedFile, "write", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                model.save_checkpoint(tmp_path / "c", step=2, extra=torch.zeros(WIDTH, 10_000))
+            with pytest.raises(CheckpointError if error is OSError else error, match="once"):
+                try:
+                    raise ValueError("handled, while the save runs")
+                except ValueError:
+                    model.save_checkpoint(tmp_path / "c", step=2, extra=torch.zeros(WIDTH, 10_000))
         assert model.load_checkpoint(tmp_path / "c").step == 1
         assert [path.name for path in tmp_path.iterdir()] == ["c"]
