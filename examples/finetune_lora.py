@@ -5,7 +5,7 @@ learn English from Python's language reference. With ``--model DIR``: any causal
 
     python examples/finetune_lora.py
     python examples/finetune_lora.py --model ~/models/Qwen3-1.7B --data notes.txt --dtype bfloat16 --save adapters
-    python examples/finetune_lora.py --check --pretrain 5 --steps 5 --quantize int8   # needs torchao
+    python examples/finetune_lora.py --check --pretrain 5 --steps 5 --quantize nf4   # needs bitsandbytes
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import transformers
 from against_plain import agrees
 from command_line import Parser, folder_path, parse_devices, recorded
 from language import DTYPES, batches, next_token_loss, sample
+from quantization import KINDS, quantize
 from torch import nn
 from tqdm import tqdm
 
@@ -37,7 +38,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint with its tokenizer")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
-    parser.add_argument("--quantize", choices=["int8"], help="the weights below the adapters (torchao)")
+    parser.add_argument("--quantize", choices=KINDS, help="the weights below the adapters")
     parser.add_argument("--pretrain", type=int, default=200, help="steps on source code, without --model")
     parser.add_argument("--rank", type=int, default=16, help="of the adapters")
     parser.add_text_options(150, 8, 2e-3)
@@ -58,9 +59,7 @@ def with_adapters(llm: nn.Module, options: argparse.Namespace) -> nn.Module:
     )
     adapted = peft.get_peft_model(llm, config).to(DTYPES[options.dtype])
     if options.quantize is not None:
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-        quantize_(adapted, Int8WeightOnlyConfig(), filter_fn=lambda module, name: name.endswith(".base_layer"))
+        quantize(adapted, options.quantize)
     return adapted
 
 

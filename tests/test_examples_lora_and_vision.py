@@ -120,7 +120,9 @@ TINY_ADAPTERS = ["--steps", "1", "--batch", "4", "--seq", "16", "--sample", "1",
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("options", ["", "--dtype bfloat16 --microbatches 2", "--dtype bfloat16 --quantize int8"])
+@pytest.mark.parametrize(
+    "options", ["", "--dtype bfloat16 --microbatches 2", "--dtype bfloat16 --quantize int8", "--quantize nf4"]
+)
 def test_adapters_agree_with_plain_pytorch(
     lora: ModuleType,
     checkpoint: Path,
@@ -129,8 +131,9 @@ def test_adapters_agree_with_plain_pytorch(
     capsys: pytest.CaptureFixture[str],
     options: str,
 ) -> None:
-    if "quantize" in options:
-        pytest.importorskip("torchao", reason="quantization needs torchao")
+    for kind, package in {"int8": "torchao", "nf4": "bitsandbytes"}.items():
+        if kind in options:
+            pytest.importorskip(package, reason=f"{kind} weights need it")
     arguments = ["--model", str(checkpoint), "--data", str(text), "--save", str(tmp_path), *options.split()]
     assert lora.main([*TINY_ADAPTERS, "--check", *arguments]) == 0
     assert (tmp_path / "adapter_model.safetensors").is_file()
