@@ -31,11 +31,11 @@ def gate():
 
 def test_a_handle_tells_when_an_update_is_done_and_what_it_returned(piped, gate):
     handle = piped.step(lambda number: (gate.wait(30), number)[1], True, 5)
-    assert not handle.done() and not handle.wait(0.01)
+    assert not handle.done() and not handle.wait(0.01) and repr(handle) == "<update 1: under way>"
     with pytest.raises(TimeoutError, match="update 1"):
         handle.result(0.01)
     gate.set()
-    assert handle.result() == 5 and handle.done() and handle.wait()
+    assert handle.result() == 5 and handle.done() and handle.wait() and repr(handle) == "<update 1: done>"
     assert piped.step(lambda: "now", is_async=False).result() == "now"
 
 
@@ -44,7 +44,7 @@ def test_an_error_is_raised_once(piped):
         raise KeyError("mine")
 
     handle = piped.step(fails)
-    assert handle.wait(30) and handle.done()
+    assert handle.wait(30) and handle.done() and repr(handle) == "<update 1: raised KeyError>"
     with pytest.raises(KeyError, match="mine"):
         handle.result()
     train_once(piped)

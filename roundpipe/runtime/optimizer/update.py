@@ -96,6 +96,12 @@ class StepHandle:
         self._board = board
         self._runner = runner
 
+    def __repr__(self) -> str:
+        """What a notebook shows."""
+        error = self._update.error
+        state = "under way" if not self.done() else "done" if error is None else f"raised {type(error).__name__}"
+        return f"<{self._update.name}: {state}>"
+
     def done(self) -> bool:
         """Whether ``step_fn`` has run, or never will."""
         return self._update.is_done
