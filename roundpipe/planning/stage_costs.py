@@ -33,6 +33,8 @@ EXCESS: dict[StagePhase, str] = {
 """Where a layer's cost has what was measured of such ranges."""
 BOUNDARY_BUFFERS = 4
 """Copies of the values at a stage's cuts on a device: in and out, one in use and one on its way."""
+STAGED_BUFFERS = 2
+"""Those of them that are on their way."""
 WEIGHTS_SHARE = 0.9
 """Share of a device's budget that weights and gradients may take; the rest is for activations."""
 _EQUAL = 1e-9
@@ -56,6 +58,8 @@ class StageCost(NamedTuple):
     """The values at its cuts alone."""
     excess_bytes: int = 0
     """What measured peaks showed beside what was computed; negative: less."""
+    staged_bytes: int = 0
+    """Of the values at its cuts, those on their way."""
 
     @property
     def own_bytes(self) -> int:
@@ -111,12 +115,14 @@ class StageCosts:
 
     def carried_bytes(self, phase: StagePhase, start: int, stop: int) -> int:
         """Of the values at a stage's cuts, and their gradients."""
-        carry_in, carry_out = self._carry_bytes[start - 1 if start else 0], self._carry_bytes[stop - 1]
-        if phase == "U":  # what the last layer makes, and its gradients, are counted with that layer
-            return BOUNDARY_BUFFERS * carry_in
-        larger_bytes = carry_in if carry_in > carry_out else carry_out
         # in a forward stage the values of the layer that runs are one of the copies
-        return (BOUNDARY_BUFFERS - (phase == "F")) * larger_bytes
+        return (BOUNDARY_BUFFERS - (phase == "F")) * self._cut_bytes(phase, start, stop)
+
+    def _cut_bytes(self, phase: StagePhase, start: int, stop: int) -> int:
+        """One copy of the values at the larger cut."""
+        carry_in, carry_out = self._carry_bytes[start - 1 if start else 0], self._carry_bytes[stop - 1]
+        # what the last layer makes, and its gradients, are counted with that layer
+        return carry_in if phase == "U" or carry_in > carry_out else carry_out
 
     def _most(self, name: str, start: int, stop: int) -> int:
         """What the layer needs that needs the most, where only one is active at a time."""
@@ -150,6 +156,7 @@ class StageCosts:
             working_bytes=self.working_bytes(phase, start, stop),
             carried_bytes=self.carried_bytes(phase, start, stop),
             excess_bytes=self.excess_bytes(phase, start, stop),
+            staged_bytes=STAGED_BUFFERS * self._cut_bytes(phase, start, stop),
         )
         return cost
 
@@ -202,7 +209,8 @@ def device_memory(stages: Sequence[StageCost], num_workers: int, resident_bytes:
             stage.gradient_bytes,
             stages[(position - num_workers) % len(stages)].gradient_bytes,
             stage.working_bytes - stage.carried_bytes - stage.excess_bytes,
-            stage.carried_bytes,
+            stage.carried_bytes - stage.staged_bytes,
+            stage.staged_bytes,
             stage.excess_bytes,
             resident_bytes,
         )
@@ -214,7 +222,7 @@ def peak_bytes(stages: Sequence[StageCost], num_workers: int, replicas: Sequence
     """The largest total of `device_memory`, which the search asks for thousands of times; for replicas as well."""
     if replicas is not None:
         stages = [stage for stage, count in zip(stages, replicas, strict=True) for _ in range(count)]
-    _, _, weights, gradients, working, _, _ = zip(*stages, strict=True)
+    _, _, weights, gradients, working, *_ = zip(*stages, strict=True)
     turn = len(gradients) - num_workers % len(gradients)
     before = (*gradients[turn:], *gradients[:turn])
     return arena_bytes(weights, num_workers) + max(map(add, map(add, gradients, before), working))

@@ -149,10 +149,10 @@ def test_tiles_are_chosen_where_nothing_fits_without_them_and_logged_once(caplog
     (last,) = [line for line in table.splitlines() if "and the loss" in line]
     assert last.split()[-1] == str(tiles.tail) and "working memory" in table
     _, by_stage = table.split("device memory in a step, as planned\n\n")
-    terms = {"weights", "gradients", "activations", "carried", "in all"}
+    terms = {"weights", "gradients", "activations", "carried", "staged", "in all"}
     assert terms <= set(re.split("  +", by_stage.splitlines()[0])) and "U" in by_stage
     assert re.search(rf"tiles +{tiles.tail} in the last layer with the loss", report)
-    assert re.search(r"planned for .*: weights .*, activations .*, carried ", report)
+    assert re.search(r"planned for .*: weights .*, activations .*, carried .*, staged ", report)
     torch.testing.assert_close(loss, eager[0], rtol=0, atol=1e-12)
     (record,) = [record for record in caplog.records if "runs in tiles" in record.message]
     assert f"{tiles.tail} tiles" in record.message and " instead of " in record.message
