@@ -1,0 +1,150 @@
+"""What reaches into the step: a scaled loss, noise on embeddings, batch sizes found by trial; and TRL's trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer
+
+from roundpipe.integrations.transformers import RoundPipeArguments, RoundPipeTrainer, RoundPipeTrainerMixin
+from tests.integrations.trainers import adapted, assert_same_log, assert_same_weights, llama, make_trainer, train_both
+
+
+class Scaled(Trainer):
+    """Scales its loss as fp16 does on a GPU, by another factor after each step."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=1)
+
+
+class ScaledInRotation(RoundPipeTrainerMixin, Scaled):
+    """The same in rotation."""
+
+
+def test_a_scaled_loss_is_equal(tmp_path: Path) -> None:
+    plain, ours = train_both(
+        lambda: llama(num_hidden_layers=1),
+        tmp_path,
+        (Scaled, ScaledInRotation),
+        gradient_accumulation_steps=2,
+        rotation={"run_config": {"num_microbatch": 1}},
+    )
+    scales = [trainer.accelerator.scaler.get_scale() for trainer in (plain, ours)]
+    assert scales[0] == scales[1] == 2.0 ** (16 + ours.state.global_step)
+
+
+class Observed(RoundPipeTrainer):
+    """Keeps losses, and the gradient of the embeddings."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.losses: list[float] = []
+        self.gradient = torch.zeros(())
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        self.losses.append(float(loss))
+        self.gradient = self.model.get_input_embeddings().weight.grad.clone()
+        return loss
+
+
+@pytest.mark.long
+def test_noise_on_embeddings_is_in_loss_and_gradients(tmp_path: Path) -> None:
+    """NEFTune's: the slope of the loss, of the same draws, is the gradient's; evaluation has no noise."""
+    size, model = 1e-2, llama(num_hidden_layers=1)
+    trainer = make_trainer(
+        Observed,
+        model,
+        tmp_path,
+        devices=2,
+        neftune_noise_alpha=5.0,
+        max_steps=1,
+        max_grad_norm=0.0,
+        learning_rate=0.0,
+    )
+    weight = model.get_input_embeddings().weight
+
+    def train(seed: int = 5) -> float:
+        torch.manual_seed(seed)
+        trainer.train()
+        return trainer.losses[-1]
+
+    train()  # measures what the loss is, too, which draws numbers
+    train()
+    gradient = trainer.gradient
+    around = []
+    for step in (-size, 2 * size):
+        with torch.no_grad():
+            weight.add_(step * gradient / gradient.norm())
+        around.append(train())
+    assert (around[1] - around[0]) / (2 * size) == pytest.approx(float(gradient.norm()), rel=1e-2)
+    assert train(6) != pytest.approx(around[1], rel=1e-6)
+    evaluated = [trainer.evaluate()["eval_loss"] for _ in range(2)]
+    assert evaluated[0] == evaluated[1] and not model.get_input_embeddings()._forward_hooks
+
+
+@pytest.mark.long
+def test_a_batch_size_is_found_by_trial(tmp_path: Path) -> None:
+    def without_room(kind: type[Trainer]) -> type[Trainer]:
+        class WithoutRoom(kind):  # type: ignore[misc, valid-type]
+            """Has room for three samples."""
+
+            def training_step(self, model: Any, inputs: Any, *args: Any) -> torch.Tensor:
+                if len(inputs["input_ids"]) > 3:
+                    raise RuntimeError("CUDA out of memory.")
+                result: torch.Tensor = super().training_step(model, inputs, *args)
+                return result
+
+        return WithoutRoom
+
+    options = {"auto_find_batch_size": True, "per_device_train_batch_size": 4}
+    kinds = without_room(Trainer), without_room(RoundPipeTrainer)
+    plain, ours = train_both(llama, tmp_path, kinds, **options)
+    assert plain._train_batch_size == ours._train_batch_size <= 3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("make", [llama, adapted], ids=["full", "adapters"])
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_trl_makes_few_traces(make: Any, accumulation: int, tmp_path: Path) -> None:
+    """Batches have other lengths at each step; the optimizer is SGD, since others let tiny gradients count."""
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+
+    class InRotation(RoundPipeTrainerMixin, trl.SFTTrainer):  # type: ignore[misc]
+        """The same in rotation."""
+
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(number): number for number in range(48)}, "0"))
+    names = {"unk_token": "0", "pad_token": "1", "eos_token": "2"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **names)
+    rows = [{"input_ids": [3 + (row * 7 + i) % 40 for i in range(3 + row * 5 % 11)]} for row in range(48)]
+    trained = []
+    for kind in (trl.SFTTrainer, InRotation):
+        arguments = trl.SFTConfig(
+            str(tmp_path),
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=accumulation,
+            num_train_epochs=1,
+            learning_rate=0.1,
+            optim="sgd",
+            logging_steps=1,
+            gradient_checkpointing=False,
+            bf16=False,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+        )
+        rotation = {"roundpipe": RoundPipeArguments(devices=["cpu"] * 2)} if kind is InRotation else {}
+        data = datasets.Dataset.from_list(rows)
+        trainer = kind(model=make(), args=arguments, train_dataset=data, processing_class=tokenizer, **rotation)
+        trainer.train()
+        trained.append(trainer)
+    plain, ours = trained
+    assert_same_log(plain, ours)
+    assert_same_weights(plain.model, ours.model)
+    assert ours.pipe.trace_count <= 4
