@@ -31,7 +31,19 @@ def run(name: str, arguments: list[str], folder: Path) -> tuple[int, dict[str, A
 
 @pytest.mark.parametrize(
     "name",
-    ["fits", "handover", "long_run", "memory", "optimizer", "residency", "scaling", "simulator", "soak", "timeline"],
+    [
+        "fits",
+        "generation",
+        "handover",
+        "long_run",
+        "memory",
+        "optimizer",
+        "residency",
+        "scaling",
+        "simulator",
+        "soak",
+        "timeline",
+    ],
 )
 def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
