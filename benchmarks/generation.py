@@ -119,7 +119,9 @@ def measure(model: Any, batch: int, options: argparse.Namespace) -> dict[str, An
     for name, limit in limits.items():
         if options.device != "cpu" and name in ("counted", "linked"):
             continue
-        with roundpipe.compile(model, devices=[roundpipe.Device(options.device, **limit)]) as wrapper:
+        device = roundpipe.Device(options.device, **limit)
+        config = roundpipe.RoundPipeRunConfig(num_microbatch=batch)
+        with roundpipe.compile(model, devices=[device], model_run_config=config) as wrapper:
             if "loop" in name:
                 way, start, end = loop, middle, middle + options.loop_tokens
             else:
