@@ -206,7 +206,10 @@ def main(arguments: list[str] | None = None) -> int:
             log.write(seed, None, commit=now)
             began_s, used_s = time.perf_counter(), time.process_time()
             with watched(f"seed {seed} of {options.campaign}"):
-                result = examine(seed)
+                try:
+                    result = examine(seed)
+                except Exception as error:
+                    result = Result([f"unexpected: {type(error).__name__}: {error}"])
             taken = {"wall_s": time.perf_counter() - began_s, "cpu_s": time.process_time() - used_s}
             log.write(seed, result, **taken)
             for problem in result.problems:

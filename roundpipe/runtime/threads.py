@@ -189,11 +189,19 @@ class TaskThread:
         self._inbox.put((work, args))
 
     def close(self) -> None:
-        """End the thread once it has run all that was submitted; safe to call twice, also if interrupted."""
+        """End the thread once it has run all that was submitted; safe to call twice, also if interrupted.
+
+        Raises:
+            DeadlockError: what was submitted waits for what will never come.
+        """
         self._closed = True
+        with self._board.lock:
+            if self._thread is not None and not self._end.is_set():
+                self._load.num_tasks += 1
         self._inbox.put(None)
         if self._thread is not None and not self.is_current:
-            self._end.wait()  # a join that Ctrl-C interrupts takes the thread for ended
+            # a join that Ctrl-C interrupts takes the thread for ended
+            self._board.wait(self._end.is_set, "close()", f"the end of {self.name}")
             self._thread.join()
             self._thread = None
 
@@ -203,7 +211,11 @@ def _serve(inbox: _Inbox, on_error: _OnError, end: threading.Event, board: Board
     while True:
         try:
             if (item := inbox.get()) is None:
-                return end.set()
+                with board.lock:
+                    load.num_tasks = 0
+                    end.set()
+                    board.notify()
+                return
             item[0](*item[1])
         except BaseException as error:
             _tell(error, on_error)

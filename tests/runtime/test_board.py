@@ -93,3 +93,14 @@ def test_an_interrupted_wait_leaves_nothing_behind():
         counter.board.wait(interrupted, "waiter", "nothing")
     counter.add()
     assert counter.wait(1)
+
+
+def test_a_close_that_waits_for_a_stuck_thread_is_told_so(short_interval):
+    counter = Counter()
+    thread = TaskThread("worker", board=counter.board)
+    thread.submit(counter.wait, 1, None)
+    with pytest.raises(DeadlockError, match=r"close\(\) waits for the end of worker"):
+        thread.close()
+    counter.add()
+    thread.close()
+    assert not counter.board._waits and not any(load.num_tasks for load in counter.board._loads)
