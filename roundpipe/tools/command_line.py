@@ -56,11 +56,8 @@ _TARGET_HELP = (
     "Qwen/Qwen3-8B, or package.module:factory (returns a model, or model and "
     "keyword arguments of an example call; under torch.device('meta') it needs no memory)"
 )
-_WITH_TARGET = (
-    *("machine", "device_profile", "flops", "memory", "link", "bandwidth", "efficiency"),
-    *("host_memory", "host_bandwidth", "timeline", "batch", "seq", "max_length", "max_batch"),
-    *("dtype", "optimizer", "optim_dtype", "lora", "hosts", "network"),
-)
+_WITH_COSTS = {"command", "json", "costs", "devices", "microbatches", "recompute", "compare", "no_replicas"}
+"""Options of ``plan`` that mean something with ``--costs``."""
 
 _Answer = tuple[str | dict[str, Any] | list[dict[str, Any]], int]
 """Text, or with ``--json`` a value; and the exit code."""
@@ -93,6 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         added.add_argument("--json", action="store_true", help="print JSON")
         command.add_options(added)
     options = parser.parse_args(argv)
+    if empty := [name for name, value in vars(options).items() if value == []]:  # as argparse reads `--seq=--`
+        parser.error(f"argument {_option(empty[0])}: expected one argument")
     try:
         output, exit_code = COMMANDS[options.command].run(options)
     except RoundPipeError as error:
@@ -151,7 +150,8 @@ def _plan(options: argparse.Namespace) -> _Answer:
         mistake = "neither was" if options.costs is None else "both were"
         raise ConfigError(f"give TARGET or --costs FILE, one of them; {mistake} given")
     if options.costs is not None:
-        wrong = [name for name in _WITH_TARGET if getattr(options, name) not in (None, False)]
+        given = {name for name, value in vars(options).items() if value not in (None, False)}
+        wrong = sorted(given - _WITH_COSTS)
         if wrong:
             raise ConfigError(f"{_option(wrong[0])} has no meaning with --costs; the file says it all")
         return _plan_costs(options)
