@@ -158,9 +158,10 @@ def test_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.long
 def test_residency(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, results = run("residency", ["--device", "cpu", "--small"], tmp_path)
+    code, results = run("residency", ["--device", "cpu", "--memory", "1GiB", "--small"], tmp_path)
     assert code == 0 and results.keys() == {"lora", "full"}
-    assert all(found["ways"].keys() == {"off", "auto", "plain"} for found in results.values())
+    assert all(found["ways"].keys() == {"off", "auto", "full", "plain"} for found in results.values())
     off, auto = (results["lora"]["ways"][way] for way in ("off", "auto"))
     assert auto["uploaded_bytes"] < 0.5 * off["uploaded_bytes"] and auto["resident_bytes"] > 0
+    assert results["full"]["ways"]["full"]["uploaded_bytes"] < results["full"]["ways"]["auto"]["uploaded_bytes"]
     assert "of plain" in capsys.readouterr().out
