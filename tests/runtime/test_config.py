@@ -136,7 +136,7 @@ def test_device_names_are_devices():
         ("tiles", True, "an int of at least 1"),
         ("tiles", "on", '"auto", "off"'),
         ("tiles", (4, 4), '"auto", "off"'),
-        ("residency", "on", '"auto" or "off"'),
+        ("residency", "on", '"auto", "full" or "off"'),
         ("replicas", 2, '"auto" or "off"'),
     ],
 )
