@@ -20,6 +20,7 @@ from roundpipe.core import trees
 from roundpipe.core.caller import warn
 from roundpipe.core.contexts import contextmanager, garbage_kept
 from roundpipe.core.errors import TraceCause, TraceError, add_note, enumerated
+from roundpipe.core.interrupts import interrupts_held
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.modes import autocast_as_on_accelerator, saved_tensor_hooks_aside
 from roundpipe.effects.reads import AttributeReads
@@ -168,7 +169,7 @@ class TracedSource:
         self.trace_count += 1
         records_gradients = torch.is_grad_enabled()
         try:
-            with garbage_kept():
+            with interrupts_held(), garbage_kept():
                 with torch.enable_grad():
                     traced = self._graph_for(args, kwargs)
                 if not records_gradients and traced.guards.grad_matters:

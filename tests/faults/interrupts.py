@@ -119,7 +119,7 @@ class Alarm:
             return
         assert frame is not None
         self.place = f"{frame.f_code.co_filename.removeprefix(LIBRARY)}:{frame.f_lineno} {frame.f_code.co_name}"
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
 
 class Run:

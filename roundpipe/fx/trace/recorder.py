@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from roundpipe.core import trees
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
+from roundpipe.core.interrupts import safe_point
 from roundpipe.core.modes import Modes
 from roundpipe.effects.uses import GRADIENT_ATTRIBUTES
 from roundpipe.fx.fakes import (
@@ -151,6 +152,7 @@ class CallRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.paused or self.watch.below_transform:
             return func(*args, **kwargs)
+        safe_point()
         name = getattr(func, "__name__", "")
         if name in DATA_READS:
             answer = self.data.answer(func, args, kwargs)

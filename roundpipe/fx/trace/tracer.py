@@ -20,6 +20,7 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
+from roundpipe.core.interrupts import interrupts_held
 from roundpipe.core.random_state import preserved_random_state
 from roundpipe.effects.run_once import FirstCall
 from roundpipe.effects.snapshot import ModuleSnapshot, PlaceValues, PythonSnapshot
@@ -74,7 +75,7 @@ def trace(
     arguments = form.normalise(args, kwargs or {})
     knowledge = Knowledge(max_leaf_bytes, frozenset(dynamic), is_pure)
     try:
-        with TRACING, preserved_random_state():
+        with interrupts_held(), TRACING, preserved_random_state():
             return _trace_doubled(model, form, arguments, knowledge)
     except TraceError as error:
         own = None if is_pure else _as_the_models_own(model, args, kwargs or {}, error)
