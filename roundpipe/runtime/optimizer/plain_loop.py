@@ -6,15 +6,19 @@ torch tells of every optimizer's step. One of the copies, or of the model's own 
 for: before it everything under way ends, behind it the copies go into the model. That clipping and unscaling find the
 gradients in between is seen to where a backward ends (`OptimizerSide.end_call`).
 
+Beside `RoundPipe.step` an optimizer's ``zero_grad()`` is looked at, too: it waits behind an update that has yet to read
+the gradients, and takes those of a round that no step has taken. torch has no hook for it, so it is wrapped.
+
 The hooks stay for the process: another thread may be in the middle of a step, which goes through them one by one.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -79,6 +83,9 @@ class PlainSteps(ABC):
     def before_step_of(self, optimizer: torch.optim.Optimizer) -> None: ...
 
     @abstractmethod
+    def _ready(self, waiter: str) -> None: ...
+
+    @abstractmethod
     def _write_now(self, pairs: Sequence[ParameterPair]) -> None: ...
 
     def _before_look(self) -> None:
@@ -134,6 +141,23 @@ class PlainSteps(ABC):
             self._updates.run(stepping, self._write_now)
             self._scalers.publish()
 
+    def before_plain_clear(self, parameters: frozenset[int], clear: Callable[[], None]) -> bool:
+        """An optimizer that has these, by id, is about to clear their gradients; true: done behind the update."""
+        if self._loop != "steps" or self._closed or self.is_calling or self._runner.is_inside or not self.is_callers:
+            return False
+        copies = {id(pair.copy): pair for pair in self._pairs if pair.copy is not None}
+        cleared = [copies[each] for each in parameters if each in copies]
+        if cleared and self._has_new_gradients:  # a batch that is left out
+            self._ready("optimizer.zero_grad()")
+            for pair in cleared:
+                pair.holder.grad = None
+            self._has_new_gradients = len(cleared) < len(copies)
+        elif cleared and len(cleared) == len(parameters):
+            return self._updates.after_update(clear)
+        elif cleared:
+            self._updates.wait("optimizer.zero_grad()")
+        return False
+
 
 _LOCK = threading.Lock()
 _watching: tuple[weakref.ref[PlainSteps], ...] | None = None
@@ -147,6 +171,7 @@ def watch(side: PlainSteps) -> None:
         if _watching is None:
             register_optimizer_step_pre_hook(_before)
             register_optimizer_step_post_hook(_after)
+            setattr(torch.optim.Optimizer, "zero_grad", _clear)  # noqa: B010 - not a method of ours, says mypy
         _watching = (*(each for each in _watching or () if each() is not None), weakref.ref(side))
 
 
@@ -180,3 +205,15 @@ def _after(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict
     parameters = _ids(optimizer) if _watching else frozenset[int]()
     for side in _sides():
         side.after_plain_step(parameters)
+
+
+_zero_grad = torch.optim.Optimizer.zero_grad
+
+
+@functools.wraps(_zero_grad)
+@torch.compiler.disable(reason="it may wait for threads")
+def _clear(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+    parameters = _ids(optimizer) if _watching else frozenset[int]()
+    clear = functools.partial(_zero_grad, optimizer, set_to_none)
+    if not any(side.before_plain_clear(parameters, clear) for side in _sides()):
+        clear()
