@@ -23,6 +23,7 @@ import contextlib
 import gc
 import json
 import logging
+import signal
 import subprocess
 import sys
 import time
@@ -193,6 +194,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"  seed {seed}: {problem[:600]}")
     if options.campaign is None:
         return 0
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it runs in the background
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("roundpipe").addHandler(logging.NullHandler())
