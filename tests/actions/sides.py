@@ -246,6 +246,8 @@ class Eager(Side):
         return _sum(losses)
 
     def forward(self, batch: Batch) -> torch.Tensor:
+        if not self.model.training:  # a call that only reads waits for the latest weights
+            self._write()
         self._hide()
         return torch.cat([self.model(*args, **kwargs) for args, kwargs, _ in batch.pieces()])
 
