@@ -221,7 +221,7 @@ def test_what_the_forward_raises_in_eager_too_is_raised_as_it_is() -> None:
                 compiled(model, **options)(x)
             (note,) = caught.value.__notes__
             assert re.search(
-                r"forward of Forgetful raises AttributeError at .*test_api_partition\.py:\d+.*without roundpipe", note
+                r"forward of Forgetful raises AttributeError at .*test_api_partition\.py:\d+.*raises it, too", note
             )
             assert "submodule" not in note
     assert model.calls == 0

@@ -154,7 +154,7 @@ def averages_during_the_backward() -> list[bool]:
             averaged.set()
 
     def late(download: Download, scale: float = 1.0) -> None:
-        if any(parameter is model[0].weight for parameter, _ in download.gradients):
+        if any(parameter is model[0].weight for parameter, *_ in download.gradients):
             waits.append(averaged.wait(30))
         settle(download, scale)
 

@@ -226,7 +226,7 @@ def test_rounds_with_random_draws_overlap_and_the_callers_draws_are_its_own():
     def rounds(waits):
         torch.manual_seed(4)
         model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.4)) for _ in range(4))).to(DTYPE)
-        devices, found, running = [roundpipe.Device("cpu", download_bytes_per_s=2e4)] * 2, [], []
+        devices, found, running = [roundpipe.Device("cpu", download_bytes_per_s=5e3)] * 2, [], []
         with roundpipe.RoundPipe(model, devices=devices, model_run_config=config(3, plan=SINGLES)) as piped:
             optimizer = torch.optim.SGD(piped.optim_parameters(), lr=LR)
             for seed in range(4):
