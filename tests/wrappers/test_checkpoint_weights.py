@@ -244,7 +244,7 @@ def test_what_must_be_copied_is_copied_a_shard_at_a_time(tmp_path):
     with watched_bytes() as peaks_bytes:
         checkpoint_files.write_weights(checkpoint_files.Draft(tmp_path), tensors, {}, one_bytes)
     assert len(list(tmp_path.glob("*.safetensors"))) == 8
-    assert 0.9 * one_bytes < peaks_bytes[0] < 5 * one_bytes  # of eight; other tests' garbage may come and go
+    assert 0.9 * one_bytes < peaks_bytes[0] < 7 * one_bytes  # of eight; other tests' garbage may come and go
 
 
 def test_tied_weights_of_an_encoder_and_decoder(tmp_path):
