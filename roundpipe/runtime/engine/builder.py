@@ -28,6 +28,7 @@ from roundpipe.runtime.engine.engine import Engine
 from roundpipe.runtime.engine.full_plans import FULL
 from roundpipe.runtime.engine.plan_choice import PlanChooser
 from roundpipe.runtime.engine.recompute import draw_base_seed
+from roundpipe.runtime.engine.shared_values import Place, places_not_split
 from roundpipe.runtime.engine.spec import (
     LABEL,
     Call,
@@ -208,6 +209,7 @@ class StepBuilder:
             autocast=caller_autocast(),
             context=contextvars.copy_context(),
             arguments=frozenset(name for carry in values for name in carry),
+            not_split=_not_split(values, call),
             inputs=inputs if keeps_history else (),
             first_microbatch=call.first_microbatch,
             tiles=call.tiles,
@@ -310,6 +312,20 @@ def _drawing(call: Call) -> Iterator[int]:
     """Layers that may draw random numbers, by themselves or in hooks, which come and go."""
     yield from (index for index, spec in enumerate(call.chain.specs) if spec.draws_random)
     yield from (index for index, _, _ in call.hooks)
+
+
+def _not_split(values: HostValues, call: Call) -> frozenset[Place]:
+    """Tensors of arguments and labels that all microbatches may share, once they are on a device."""
+    written = {name for spec in call.chain.specs if spec.may_write_reads for name in spec.reads}
+    return places_not_split(
+        [
+            {
+                LABEL: None if any(tensor.requires_grad for tensor in trees.tensors(label)) else label,
+                **{name: value.value for name, value in carry.items() if name not in written},
+            }
+            for carry, label in zip(values, call.labels, strict=True)
+        ]
+    )
 
 
 def _inputs(values: HostValues) -> list[InputTensor]:

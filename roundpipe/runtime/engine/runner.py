@@ -18,7 +18,6 @@ import torch
 from roundpipe.core import trees
 from roundpipe.core.layers import Carry
 from roundpipe.core.schedule import Job, Phase
-from roundpipe.core.storages import bytes_of
 from roundpipe.runtime.device.backend import Backend, Event, Lane
 from roundpipe.runtime.engine.spec import LABEL, Segment
 from roundpipe.runtime.engine.stage import Stage
@@ -77,6 +76,7 @@ class MicrobatchRunner:
 
     def run(self, step: StepState, job: Job, stage: Stage, visit: Visit, microbatch: int) -> None:
         """Run a stage with one microbatch, once what it takes is there, and leave its results on the host."""
+        flow = step.spec.flow_of(job)
         if job.phase is Phase.BACKWARD:
             self._run_backward(step, job, stage, visit, microbatch)
         else:
@@ -85,7 +85,8 @@ class MicrobatchRunner:
                 self._run_forward(step, job, stage, visit, microbatch)
             else:
                 self._run_fused(step, job, stage, visit, microbatch)
-        for name in step.spec.flow_of(job).drops:
+        stage.shared.end_microbatch()
+        for name in flow.drops:
             step.values[microbatch].pop(name, None)
 
     def _wait_before(self, step: StepState, job: Job, microbatch: int) -> None:
@@ -96,11 +97,11 @@ class MicrobatchRunner:
     def _run_forward(self, step: StepState, job: Job, stage: Stage, visit: Visit, microbatch: int) -> None:
         backend, flow = self._backend, step.spec.flow_of(job)
         (segment,) = flow.segments
-        carry, tensors = self._upload_values(step, segment.takes, microbatch)
+        carry, tensors, own_bytes = self._upload_values(step, stage, segment.takes, microbatch)
         values = step.values[microbatch]
         is_copying = False
         memory = backend.activations([*visit.memory, *tensors])
-        with backend.hold(sum(map(bytes_of, tensors)), "carried values"):
+        with backend.hold(own_bytes, "carried values"):
             del tensors
             with self._meter.computing("forward", segment.layers), torch.no_grad(), step.spec.autocast():
                 for index in segment.layers:
@@ -128,7 +129,7 @@ class MicrobatchRunner:
     ) -> None:
         """The loss of a step without a backward, behind its last layer."""
         spec = step.spec
-        label, _ = self._upload_label(spec.labels[microbatch])
+        label, _ = self._upload_label(stage, spec.labels[microbatch])
         with spec.microbatch_context(), self._meter.computing("forward", tuple(job.layers)), memory:
             with torch.no_grad(), spec.autocast():
                 outputs, losses = stage.loss(carry, microbatch, label)
@@ -143,10 +144,10 @@ class MicrobatchRunner:
     def _run_fused(self, step: StepState, job: Job, stage: Stage, visit: Visit, microbatch: int) -> None:
         spec = step.spec
         (segment,) = spec.flow_of(job).segments
-        carry, tensors = self._upload_values(step, segment.takes, microbatch)
-        label, collects_gradients = self._upload_label(spec.labels[microbatch])
+        carry, tensors, own_bytes = self._upload_values(step, stage, segment.takes, microbatch)
+        label, collects_gradients = self._upload_label(stage, spec.labels[microbatch])
         memory = self._backend.activations([*visit.memory, *tensors, *trees.tensors(label)])
-        with self._backend.hold(sum(map(bytes_of, tensors)), "carried values"), spec.microbatch_context():
+        with self._backend.hold(own_bytes, "carried values"), spec.microbatch_context():
             del tensors
             with self._meter.computing("fused", segment.layers):
                 with memory:
@@ -168,9 +169,9 @@ class MicrobatchRunner:
         for segment in flow.segments:
             if not stage.has_backward(segment):
                 continue
-            carry, tensors = self._upload_values(step, segment.takes, microbatch)
+            carry, tensors, own_bytes = self._upload_values(step, stage, segment.takes, microbatch)
             memory = self._backend.activations([*visit.memory, *tensors])
-            with self._backend.hold(sum(map(bytes_of, tensors)), "carried values"):
+            with self._backend.hold(own_bytes, "carried values"):
                 del tensors
                 with self._meter.computing("recompute", segment.layers), memory:
                     recorded = stage.recompute(segment, carry, microbatch)
@@ -190,24 +191,26 @@ class MicrobatchRunner:
     # Transfers
 
     def _upload_values(
-        self, step: StepState, names: Iterable[str], microbatch: int
-    ) -> tuple[Carry, list[torch.Tensor]]:
-        """Values of a microbatch on the device, ready for COMPUTE; and the tensors in them."""
+        self, step: StepState, stage: Stage, names: Iterable[str], microbatch: int
+    ) -> tuple[Carry, list[torch.Tensor], int]:
+        """Values of a microbatch on the device, ready for COMPUTE; the tensors in them, and bytes of its own ones."""
         carry: Carry = {}
+        total_bytes = 0
         for name in names:
             value, is_lent = step.begin_read(microbatch, name)
             for event in value.events:
                 self._backend.wait(Lane.UPLOAD, event)
             with self._meter.copying(Lane.UPLOAD, "values for"):
-                carry[name] = trees.map_tensors(value.value, self._backend.upload)
+                carry[name], own_bytes = stage.shared.upload(name, value.value)
+            total_bytes += own_bytes
             if is_lent:
                 step.end_read(self._backend.record(Lane.UPLOAD))
-        return carry, self._uploaded(carry)
+        return carry, self._uploaded(carry), total_bytes
 
-    def _upload_label(self, label: Any) -> tuple[Any, bool]:
+    def _upload_label(self, stage: Stage, label: Any) -> tuple[Any, bool]:
         """A label on the device, ready for COMPUTE; and whether it collects gradients, as it was to require some."""
         with self._meter.copying(Lane.UPLOAD, "labels of"):
-            uploaded = trees.map_tensors(label, self._backend.upload)
+            uploaded, _ = stage.shared.upload(LABEL, label)
         pairs = zip(trees.tensors(label), self._uploaded(uploaded), strict=True)
         leaves = [tensor.requires_grad_() for original, tensor in pairs if original.requires_grad]
         return uploaded, bool(leaves)

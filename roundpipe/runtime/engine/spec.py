@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,7 @@ from roundpipe.core.trees import Path
 from roundpipe.effects.uses import forward_hooks, hooked_modules
 from roundpipe.runtime.config import RecomputeGrain, ResolvedConfig
 from roundpipe.runtime.engine.losses import Mean
+from roundpipe.runtime.engine.shared_values import Place
 from roundpipe.runtime.engine.visit_peaks import VisitPeaks
 from roundpipe.runtime.profiling.layer_times import StepTimes
 from roundpipe.runtime.weights.layer_weights import LayerWeights
@@ -143,6 +145,8 @@ class JobFlow:
     """Names that it makes and others read: brought to the host."""
     drops: tuple[str, ...]
     """Names that nobody reads after it."""
+    read_again: frozenset[str]
+    """Names that several of its segments take, none of which may write them."""
     last_source: int | None
     """The job of the last stage that makes a value it takes, or that ran one of its layers forward and so left the
     buffers for its recomputation, or one that shares that stage; None: all were there before."""
@@ -187,6 +191,8 @@ class StepSpec:
     """The caller's context variables; a backward has its forward's."""
     arguments: frozenset[str]
     """Names of the carried values that the caller's arguments are in."""
+    not_split: frozenset[Place] = frozenset()
+    """Tensors of arguments and labels that are the same for all microbatches."""
     inputs: Sequence[InputTensor] = ()
     """Those that the step is to leave gradients for."""
     labels: Sequence[Any] = ()
@@ -287,9 +293,17 @@ def flow(
             forward_job.update(dict.fromkeys(job.layers, job.index))
         else:
             earlier += [forward_job[index] for index in job.layers if index in forward_job]
-        flows += [JobFlow(parts, gives, drops, max(earlier, default=None))] * job.num_replicas
+        again = _read_again(parts, specs)
+        flows += [JobFlow(parts, gives, drops, again, max(earlier, default=None))] * job.num_replicas
         maker.update(dict.fromkeys(gives, job.index))
     return tuple(flows)
+
+
+def _read_again(segments: Sequence[Segment], specs: Sequence[LayerSpec]) -> frozenset[str]:
+    counts = Counter(name for segment in segments for name in segment.takes)
+    layers = (index for segment in segments for index in segment.layers)
+    written = {name for index in layers if specs[index].may_write_reads for name in specs[index].reads}
+    return frozenset(name for name, count in counts.items() if count > 1) - written
 
 
 def reads_of_backward(schedule: Schedule, specs: Sequence[LayerSpec], grain: RecomputeGrain) -> frozenset[str]:

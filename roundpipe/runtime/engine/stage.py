@@ -26,6 +26,7 @@ from roundpipe.runtime.device.backend import Backend, is_profiled
 from roundpipe.runtime.engine import finite
 from roundpipe.runtime.engine.losses import Losses, LossWeights, is_copy, read_losses
 from roundpipe.runtime.engine.recompute import ForwardRecord, LayerScope, layer_seed, learn_writes
+from roundpipe.runtime.engine.shared_values import SharedValues
 from roundpipe.runtime.engine.spec import Segment, StepSpec
 from roundpipe.runtime.engine.step import Gradients
 from roundpipe.runtime.profiling.layer_times import Kind
@@ -61,6 +62,7 @@ class Stage:
     weights: LossWeights
     loss_turn: Callable[[int], contextlib.AbstractContextManager[None]]
     """Entered around the ``loss_fn`` of a microbatch."""
+    shared: SharedValues
 
     def forward(self, segment: Segment, index: int, carry: Carry, microbatch: int) -> Carry:
         """Run one layer without autograd, which the caller has turned off; returns all values that it makes.

@@ -263,8 +263,20 @@ class StepState:
 
         The call returns with the losses, and the caller may change all of these while the last backward stages run.
         """
+        shared: dict[tuple[str, int], torch.Tensor] = {}
+
+        def cloned(name: str, value: Any) -> Any:
+            def one(position: int, tensor: torch.Tensor) -> torch.Tensor:
+                if (place := (name, position)) not in self.spec.not_split:
+                    return tensor.detach().clone()
+                if place not in shared:
+                    shared[place] = tensor.detach().clone()
+                return shared[place]
+
+            return trees.map_numbered(value, one)
+
         copies = [
-            (values, name, HostValue(trees.map_tensors(original.value, lambda t: t.detach().clone()), original.events))
+            (values, name, HostValue(cloned(name, original.value), original.events))
             for values in self.values
             for name in self.spec.arguments
             if (original := values.get(name)) is not None

@@ -22,6 +22,7 @@ from roundpipe.core.schedule import Job, Phase, Schedule, Task, TaskKind
 from roundpipe.runtime.device.backend import Backend, Event, Lane
 from roundpipe.runtime.engine.runner import InFlight, MicrobatchRunner
 from roundpipe.runtime.engine.running import RunningSteps
+from roundpipe.runtime.engine.shared_values import SharedValues
 from roundpipe.runtime.engine.spec import StepSpec
 from roundpipe.runtime.engine.stage import Stage
 from roundpipe.runtime.engine.step import Cancelled, StepState
@@ -174,6 +175,7 @@ class Worker:
         undo = (
             self.backend.synchronize,
             *(opened.visit.drop for opened in self._open.values()),
+            *(opened.stage.shared.end for opened in self._open.values() if opened.stage is not None),
             self._open.clear,
             self.arena.forget_visits,
             self.meter.abandon,
@@ -314,7 +316,8 @@ class Worker:
             visit.ready(job.phase is not Phase.FORWARD, step.frozen)
         self.meter.until("weights", visit.arrived)
         layers = dict(zip(job.layers, visit.layers, strict=True))
-        return Stage(str(job), self.backend, layers, step.spec, step.forward, step.weights, step.loss_turn)
+        shared = SharedValues(self.backend, step.spec.not_split, step.spec.flow_of(job).read_again)
+        return Stage(str(job), self.backend, layers, step.spec, step.forward, step.weights, step.loss_turn, shared)
 
     # Gradients of weights
 
@@ -327,6 +330,8 @@ class Worker:
             step.spec.peaks.add(position, self.backend.visit_peak_bytes(), surplus_bytes)
         added = [position for position, index in enumerate(job.layers) if index in step.added]
         pending, events, alive = opened.visit.release(job.phase is not Phase.BACKWARD, added)
+        if opened.stage is not None and (shared := opened.stage.shared.end()):
+            self._in_flight.add(events[0], shared)
         del self._open[job.index]  # before, an error drops it
         self.arena.end(opened.side, events)
         if pending.moments is not None:
