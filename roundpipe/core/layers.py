@@ -207,8 +207,13 @@ class ChainSource(Protocol):
     def latest(self) -> LayerChain | None:
         """The latest chain, for reports; None if none is known before the first call."""
 
-    def chain_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerChain | None:
-        """The chain for the arguments of one microbatch (real tensors); None: the call must run another way."""
+    def chain_for(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], before: LayerChain | None = None
+    ) -> LayerChain | None:
+        """The chain for the arguments of one microbatch (real tensors); None: the call must run another way.
+
+        ``before`` is that of the microbatch before in the same call: since then nothing has touched the model.
+        """
 
 
 @dataclass(slots=True)
@@ -222,7 +227,7 @@ class FixedChain:
     def latest(self) -> LayerChain:
         return self.chain
 
-    def chain_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerChain:
+    def chain_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], before: LayerChain | None = None) -> LayerChain:
         return self.chain
 
 

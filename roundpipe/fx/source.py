@@ -67,6 +67,8 @@ class TracedSource:
         self._preview = preview
         self._traces: list[tuple[GuardedGraph, LayerChain]] = []
         """The one used last first."""
+        self._compared: LayerChain | None = None
+        """The one whose guards have held for the latest microbatch."""
         self._failed_modes: set[bool] = set()
         """Values of ``model.training`` in which it could not be traced."""
         self._retraces_in_a_row = 0
@@ -107,18 +109,24 @@ class TracedSource:
         on_failure = copy.deepcopy(self._on_failure, memo)  # it may know modules of the model
         return TracedSource(model, self._options, on_failure, self._preview)
 
-    def chain_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerChain | None:
+    def chain_for(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], before: LayerChain | None = None
+    ) -> LayerChain | None:
         """The chain for these arguments of one microbatch; None if the model can't be traced.
+
+        ``before`` is that of the microbatch before in the same call: the model still is what it was compared with then.
 
         Raises:
             TraceError: the model can't be traced and ``on_failure`` raised it.
             Exception: what the model's forward raises, traced or not, with a note that says so.
         """
-        failure = None
+        failure, compared, self._compared = None, self._compared, None
         with _tracing_modes():
             for position, (traced, chain) in enumerate(self._traces):
-                mismatch = traced.guards.check(args, kwargs)
+                knows_model = before is not None and chain is before and chain is compared
+                mismatch = traced.guards.check(args, kwargs, knows_model=knows_model)
                 if mismatch is None:
+                    self._compared = chain
                     self._served += 1
                     if position:
                         self._traces.insert(0, self._traces.pop(position))

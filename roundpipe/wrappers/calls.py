@@ -248,7 +248,7 @@ class ChainRunner(Runner):
             for event in events:  # the guards below may read the arguments
                 event.synchronize()
             try:
-                chain = self.source.chain_for(piece_args, piece_kwargs)
+                chain = self.source.chain_for(piece_args, piece_kwargs, chains[-1] if chains else None)
             except Exception as error:
                 if pieces.num_microbatches > 1:
                     note_few_samples(error)

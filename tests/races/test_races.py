@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from roundpipe.runtime.engine.step import StepState
-from roundpipe.runtime.optimizer.update import _Group
+from roundpipe.runtime.optimizer.hand_over import _Group
 from roundpipe.runtime.weights.gate import Gate
 from roundpipe.runtime.weights.residency import Download, Visit
 from tests.races.schedules import problem_of

@@ -13,6 +13,7 @@ from torch import nn
 
 import roundpipe
 from roundpipe.core.errors import ClosedError, ConfigError
+from roundpipe.fx.guards.model_guard import ModelGuard
 from roundpipe.wrappers.calls import ChainProgram
 from roundpipe.wrappers.module_layers import chain_of_modules
 from tests.runtime.models import (
@@ -194,7 +195,7 @@ def test_microbatches_of_one_call_may_have_chains_of_their_own():
         def __init__(self, model):
             self.chains = {size: chain_of_modules(list(model.named_children())) for size in (2, 3)}
 
-        def chain_for(self, args, kwargs):
+        def chain_for(self, args, kwargs, before=None):
             return self.chains[len(args[0])]
 
     front, model = nn.Sequential(nn.Linear(6, 6), nn.Tanh()).to(DTYPE), mlp()
@@ -306,3 +307,19 @@ def test_gradients_flow_to_labels(is_async, workers):
     expected_leaf = leaf.detach().clone().requires_grad_()
     eager_round(reference, (batch(),), label={"target": expected_leaf, "weight": weight}, loss_fn=loss_fn)
     torch.testing.assert_close(leaf.grad, expected_leaf.grad, rtol=1e-10, atol=0)
+
+
+def test_the_model_is_compared_with_its_trace_once_per_call(monkeypatch):
+    """Not once per microbatch: between them nothing touches it."""
+    compared, change = [], ModelGuard.change
+    monkeypatch.setattr(ModelGuard, "change", lambda self: compared.append(self) or change(self))
+    model = mlp()
+    with roundpipe.compile(model, devices="cpu", model_run_config=config(4)) as piped:
+        piped.forward_backward((batch(8),), loss_fn=square_loss)
+        for _ in range(2):
+            del compared[:]
+            piped.forward_backward((batch(8),), loss_fn=square_loss)
+            assert len(compared) == 1
+        model.eval()  # a change between calls is seen
+        piped.forward_backward((batch(8),), loss_fn=square_loss)
+        assert piped.trace_count == 2

@@ -242,6 +242,14 @@ class AcceleratorBackend(Backend):
         else:
             event.synchronize()
 
+    def follow_caller(self) -> None:
+        stream = torch.accelerator.current_stream(self.device)
+        self._streams[Lane.COMPUTE].wait_event(AcceleratorEvent(stream).event)
+
+    def precede_caller(self) -> None:
+        event = AcceleratorEvent(self._streams[Lane.COMPUTE]).event
+        torch.accelerator.current_stream(self.device).wait_event(event)
+
     def check_ready(self, tensors: Sequence[torch.Tensor]) -> None:
         """Left to the vendor's tools, such as ``TORCH_CUDA_SANITIZER=1``."""
 

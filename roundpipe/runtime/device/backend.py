@@ -205,6 +205,12 @@ class Backend(ABC):
     def wait(self, lane: Lane, event: Event) -> None:
         """Let later work on the stream run after the event, whichever backend recorded it."""
 
+    def follow_caller(self) -> None:  # noqa: B027 - on the CPU what a thread has done is done
+        """Let later work on COMPUTE run after what the calling thread's current stream has been given so far."""
+
+    def precede_caller(self) -> None:  # noqa: B027 - as above
+        """Let what the calling thread's current stream is given later run after the work that COMPUTE has."""
+
     @abstractmethod
     def check_ready(self, tensors: Sequence[torch.Tensor]) -> None:
         """Raise SynchronizationError if COMPUTE did not wait for the copy that made one of them."""

@@ -17,7 +17,7 @@ import torch
 
 from roundpipe.core import trees
 from roundpipe.core.errors import ConfigError, enumerated
-from roundpipe.runtime.device.backend import synchronize_streams
+from roundpipe.runtime.device.backend import Event
 from roundpipe.runtime.optimizer.plain_loop import PlainSteps
 from roundpipe.runtime.weights.parameter_pair import ParameterPair
 from roundpipe.runtime.weights.shard import OF_THE_WHOLE
@@ -34,6 +34,8 @@ class DeviceSteps(PlainSteps):
         self._twins = twins
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Those that have stepped in ``step_fn``."""
+        self._given: Event | None = None
+        """After what the latest update gave to the device."""
 
     @property
     def has_twins(self) -> bool:
@@ -118,16 +120,32 @@ class DeviceSteps(PlainSteps):
         return contextlib.nullcontext() if self._twins is None else self._twins.activate()
 
     def _run_there(self, update: Callable[[], Any]) -> Any:
-        """Run an update; what it makes can be read then."""
-        with self._on_device():
-            try:
-                return update()
-            finally:
-                self._wait_there()
+        """Run an update; its work is given to the device, and not waited for.
 
-    def _wait_there(self) -> None:
-        if self._twins is not None:
-            self._twins.synchronize()
+        What the caller gives to a stream of its own later runs behind that. Others wait: `_finish_there`.
+        """
+        try:
+            with self._on_device():
+                return update()
+        finally:
+            if self._twins is not None:
+                self._given = self._twins.record()
+                if not self._updates.is_current:
+                    self._twins.precede_caller()
+
+    def _finish_there(self) -> None:
+        """Return when the device has done what updates gave to it."""
+        if self._given is not None:
+            self._given.synchronize()
+
+    def _show(self, pairs: Sequence[ParameterPair]) -> None:
+        """Let the host's parameters have the latest weights and show gradients, once the device has done its work."""
+        with self._on_device(), torch.no_grad():
+            for pair in pairs:
+                pair.write_host()
+                pair.show_gradient()
+        if self._twins is not None and (given := self._twins.record()) is not None:
+            given.synchronize()
 
     def _clear(self, set_to_none: bool, of_copies: bool | None = None) -> None:
         with self._on_device():
@@ -173,12 +191,13 @@ class DeviceSteps(PlainSteps):
         self._gates.gradients.wait([pair.parameter for pair in self._pairs], who)
 
     def _begin_there(self) -> None:
-        """A call begins: what the caller's thread has given to the device, such as clipping, is done first.
+        """A call begins: what it gives to the device runs behind what the caller's thread has given, such as clipping.
 
         Raises a `ConfigError` if the host's weights were written while they were behind.
         """
         if self.has_twins:
-            synchronize_streams(pair.holder for pair in self._pairs)
+            assert self._twins is not None
+            self._twins.follow_caller()
         written = [pair for pair in self._pairs if pair.is_written] if self.is_ahead else []
         for pair in written:
             pair.is_written = False

@@ -34,7 +34,8 @@ from roundpipe.reports.timeline import OPTIMIZER
 from roundpipe.runtime.optimizer import plain_loop
 from roundpipe.runtime.optimizer.device_side import DeviceSteps
 from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
-from roundpipe.runtime.optimizer.update import NOT_MADE, HandOver, StepHandle, Update, UpdateRunner
+from roundpipe.runtime.optimizer.hand_over import HandOver
+from roundpipe.runtime.optimizer.update import NOT_MADE, StepHandle, Update, UpdateRunner
 from roundpipe.runtime.optimizer.update_thread import UpdateThread
 from roundpipe.runtime.profiling.meter import HostLog
 from roundpipe.runtime.ranks.exchange import Exchange, begin_exchange
@@ -157,7 +158,7 @@ class OptimizerSide(DeviceSteps):
                 self.num_steps = num_steps
             raise
         self._runner.warn_if_due()
-        return StepHandle(update, self._gates.board, self._runner)
+        return StepHandle(update, self._gates.board, self._runner, self._finish_there)
 
     def _update_now(
         self,
@@ -222,11 +223,8 @@ class OptimizerSide(DeviceSteps):
             self._take_copies(pairs)
             self._hand_over.exchange(pairs, steps, changed, only_behind=only_behind, swaps=swaps, ranks=ranks)
         self._weights_changed = False
-        with self._on_device(), torch.no_grad():
-            for pair in pairs if shows_gradients else ():
-                pair.write_host()
-                pair.show_gradient()
-            self._wait_there()
+        if shows_gradients:
+            self._show(pairs)
 
     def _write_now(self, pairs: Sequence[ParameterPair]) -> None:
         with self._on_device():
@@ -309,6 +307,7 @@ class OptimizerSide(DeviceSteps):
     def wait(self, waiter: str = "wait()") -> None:
         """Return when no update is running, or raise a `DeadlockError` after the deadline."""
         self._updates.wait(waiter)
+        self._finish_there()
 
     def _ready(self, waiter: str, finish_steps: bool = True) -> None:
         self._steps.refuse_inside(waiter)

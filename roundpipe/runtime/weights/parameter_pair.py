@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,6 +16,7 @@ from roundpipe.runtime.device.host_memory import convert, on_huge_pages
 from roundpipe.runtime.weights.banks import Banks, EarlyGradient
 from roundpipe.runtime.weights.fingerprint import Fingerprint
 from roundpipe.runtime.weights.shard import Shard
+from roundpipe.runtime.weights.together import add_all, copy_all
 from roundpipe.runtime.weights.twins import Twin
 
 
@@ -130,23 +132,13 @@ class ParameterPair:
     def write_weights(self) -> None:
         """Write the copy into the model's parameter, which lies in its own memory then; or into its twin."""
         if self.twin is not None:
-            self._write_twin(self.twin)
+            write_twins([self])
             return
         if self.banks is not None:
             self.banks.go_home(keeps_values=self.copy is None)
         if self.copy is not None:
             self.parameter.copy_(self.copy)
         self.agree()
-
-    def _write_twin(self, twin: Twin) -> None:
-        if self.copy is None:
-            return
-        if not twin.is_ahead:
-            twin.is_ahead = True
-            increment_version(self.parameter)  # for the backward of a forward before
-            self.fingerprint = Fingerprint.of(self.parameter)
-        twin.weights.copy_(self.copy)
-        self.copy_version = self.copy._version
 
     def write_host(self) -> None:
         """Write the twin into the model's parameter, if that is behind."""
@@ -251,11 +243,16 @@ class ParameterPair:
             return gradient
         if gradient.layout is not torch.strided:
             return gradient.to(self.copy.device, self.copy.dtype)
+        return self._spare_memory().copy_(gradient)
+
+    def _spare_memory(self) -> torch.Tensor:
+        """For the copy's gradient."""
         if self.spare is None:
+            assert self.copy is not None
             if not self.is_away:
                 HOST_LIMIT.check({"gradients in the optimizer's dtype": self.copy.nbytes})
             self.spare = on_huge_pages(torch.empty_like(self.copy.detach()))
-        return self.spare.copy_(gradient)
+        return self.spare
 
     def show_gradient(self) -> None:
         """Let the model's ``.grad`` be the copy's; with a shard, it stays this rank's own until it is averaged."""
@@ -290,3 +287,41 @@ class ParameterPair:
         elif given is not shown or is_written:
             gradient = self._converted(given)
         self.copy.grad, self.parameter.grad, self.shown = gradient, None, None  # at once: calls may be interrupted
+
+
+def write_twins(pairs: Sequence[ParameterPair]) -> None:
+    """Write the copies into the twins of these, which are ahead of the host's parameters then."""
+    written: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for pair in pairs:
+        twin, copy = pair.twin, pair.copy
+        if twin is None or copy is None:
+            continue
+        if not twin.is_ahead:
+            twin.is_ahead = True
+            increment_version(pair.parameter)  # for the backward of a forward before
+            pair.fingerprint = Fingerprint.of(pair.parameter)
+        pair.copy_version = copy._version
+        written.append((twin.weights, copy))
+    copy_all(written)
+
+
+def take_gradients_there(pairs: Sequence[ParameterPair]) -> None:
+    """`ParameterPair.take_gradient` of these, whose copies and gradients are on one device."""
+    converted: list[tuple[torch.Tensor, torch.Tensor]] = []
+    added: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for pair in pairs:
+        copy, gradient = pair.copy, pair.holder.grad
+        if copy is None or gradient is None or gradient.layout is not torch.strided:
+            pair.take_gradient()
+        elif copy.grad is None and gradient.dtype == copy.dtype:
+            pair.take_gradient()  # as it is
+        elif copy.grad is None:
+            pair.holder.grad, copy.grad = None, pair._spare_memory()
+            converted.append((copy.grad, gradient))
+        elif copy.grad.layout is torch.strided:
+            pair.holder.grad = None
+            added.append((copy.grad, gradient))
+        else:
+            pair.take_gradient()
+    copy_all(converted)
+    add_all(added)

@@ -5,7 +5,8 @@
     the optimizer's copy   on the device while there are twins, as are its gradient and the optimizer's states
 
 Invariant: all that is done to twins and copies is given to the device's COMPUTE stream (`Twins.activate`), so that the
-order in which threads give it is the order in which it is done.
+order in which threads give it is the order in which it is done. The host waits for it only where it reads; a caller's
+own stream waits by events (`Twins.follow_caller`, `Twins.precede_caller`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from roundpipe.core.storages import is_plain
-from roundpipe.runtime.device.backend import Backend, Lane
+from roundpipe.runtime.device.backend import Backend, Event, Lane
 from roundpipe.runtime.weights.fingerprint import Fingerprint
 from roundpipe.runtime.weights.slots import SlotSpan, aligned
 
@@ -128,7 +129,16 @@ class Twins:
         """A context for work on twins and copies; nothing without twins."""
         return self.backend.activate() if self else contextlib.nullcontext()
 
-    def synchronize(self) -> None:
-        """Wait until what was given to the device before is done; on the CPU it is."""
-        if self and self.backend.device.type != "cpu":
-            self.backend.record(Lane.COMPUTE).synchronize()
+    def record(self) -> Event | None:
+        """The event after what was given to the device so far; None without twins, and on the CPU: it is done."""
+        return self.backend.record(Lane.COMPUTE) if self and self.backend.device.type != "cpu" else None
+
+    def follow_caller(self) -> None:
+        """Let what is given to the device from now on run behind what the calling thread's own stream has."""
+        if self:
+            self.backend.follow_caller()
+
+    def precede_caller(self) -> None:
+        """Let what the calling thread gives to its own stream from now on run behind all that was given so far."""
+        if self:
+            self.backend.precede_caller()

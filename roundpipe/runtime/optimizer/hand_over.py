@@ -1,0 +1,175 @@
+"""Hands over between the model and the optimizer: new weights in, gradients out, by groups of parameters.
+
+While steps run, a group's weights are written after their last upload, and its gradients taken once all have been
+added. Groups go in the order in which the steps are done with them. Weights that were made ready behind the update
+before, in second memory, only change places. What lives on a device (`roundpipe.runtime.weights.twins`) is one group
+per turn: its work is given to the device in a few launches, and nothing waits until it is done.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from roundpipe.runtime.device.backend import Event
+from roundpipe.runtime.profiling.meter import HostLog
+from roundpipe.runtime.ranks.exchange import Exchange
+from roundpipe.runtime.weights.gate import Gates, ParameterUse
+from roundpipe.runtime.weights.parameter_pair import ParameterPair, take_gradients_there, write_twins
+
+HAND_OVER_BYTES = 16 * 1024**2
+"""Parameters are handed over in groups of this size: few calls for small ones, early uploads of first layers."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """Parameters that are handed over at once, and what the steps that are running do with them."""
+
+    pairs: list[ParameterPair]
+    turn: tuple[int, int]
+    jobs: list[tuple[ParameterUse, list[int], list[int]]]
+    """Per step, the jobs that upload them and those that add to their gradients."""
+
+    def uploads(self) -> list[Event] | None:
+        """The events after which they are on their devices, or not read any more; None: there are not all of them."""
+        events: list[Event] = []
+        if self.pairs[0].twin is not None:  # read where they are, to the end of each job
+            return events if all(step.has_added(uploads) for step, uploads, _ in self.jobs) else None
+        for step, uploads, _ in self.jobs:
+            if (of_step := step.uploads(uploads)) is None:
+                return None
+            events += of_step
+        return events
+
+    def is_uploaded(self) -> bool:
+        events = self.uploads()
+        return events is not None and all(event.is_done() for event in events)
+
+    def is_added(self) -> bool:
+        return all(step.has_added(adds) for step, _, adds in self.jobs)
+
+
+class HandOver:
+    """Hands over for one model."""
+
+    def __init__(self, gates: Gates, log: HostLog) -> None:
+        self._gates = gates
+        self._log = log
+
+    @torch.no_grad()
+    def exchange(
+        self,
+        pairs: Sequence[ParameterPair],
+        steps: Sequence[ParameterUse],
+        weights_changed: bool,
+        *,
+        only_behind: bool = False,
+        swaps: bool = False,
+        ranks: Exchange | None = None,
+    ) -> None:
+        """Latest weights into the model, gradients out of it; opens the gates of parameters as they are done.
+
+        The exchange with other ``ranks`` is told of pairs whose gradients are taken, unless a step failed; if it moves
+        weights, it writes them and opens their gates.
+
+        With ``only_behind`` only weights that differ are written, so that others keep their version. Weights that
+        `stage` has made ready change places if ``swaps``; else all parameters lie in their own memory then.
+        """
+        groups = _groups_by_turn(pairs, steps)
+        to_write = deque(sorted(groups, key=lambda group: group.turn[0]))
+        to_take = deque(sorted(groups, key=lambda group: group.turn[1]))
+        while to_write or to_take:
+            if to_write and to_write[0].is_uploaded():
+                group = to_write.popleft().pairs
+                if ranks is not None and ranks.moves_weights:
+                    ranks.released(group)
+                    continue
+                if weights_changed:
+                    self.write_weights([pair for pair in group if pair.is_behind] if only_behind else group, swaps)
+                for pair in () if swaps else group:
+                    pair.go_home()
+                self._gates.weights.open(pair.parameter for pair in group)
+            elif to_take and to_take[0].is_added():
+                group = to_take.popleft().pairs
+                if not any(step.failed for step in steps):
+                    with self._log.doing("hand-over", "gradients to the optimizer", bytes=_model_bytes(group)):
+                        if group[0].twin is not None:
+                            take_gradients_there(group)
+                        else:
+                            for pair in group:
+                                pair.take_gradient()
+                    if ranks is not None:
+                        ranks.complete(group)
+                self._gates.gradients.open(pair.parameter for pair in group)
+            else:
+                with self._log.doing("waits", "wait for uploads" if to_write else "wait for gradients"):
+                    self._wait(to_write[0] if to_write else None, to_take[0] if to_take else None)
+
+    def _wait(self, to_write: _Group | None, to_take: _Group | None) -> None:
+        """Until gradients can be taken or, once all of its uploads have begun, weights can be written."""
+
+        def can_go_on() -> bool:
+            is_added = to_take is not None and to_take.is_added()
+            return is_added or (to_write is not None and to_write.uploads() is not None)
+
+        self._gates.board.wait(can_go_on, "the optimizer's thread", "steps that use its parameters")
+        if to_write is not None and (to_take is None or not to_take.is_added()):
+            for event in to_write.uploads() or ():
+                event.synchronize()
+
+    @torch.no_grad()
+    def write_weights(self, pairs: Iterable[ParameterPair], swaps: bool = False) -> None:
+        for group in _groups(pairs):
+            with self._log.doing("hand-over", "weights into the model", bytes=_model_bytes(group)):
+                if group[0].twin is not None:
+                    write_twins(group)
+                    continue
+                for pair in group:
+                    if swaps and pair.is_staged:
+                        pair.swap_weights()
+                    else:
+                        pair.write_weights()
+
+    @torch.no_grad()
+    def stage(self, pairs: Iterable[ParameterPair]) -> None:
+        """Convert weights that an update has made, for those that have memory for it beside the model's."""
+        for group in _groups(pair for pair in pairs if pair.banks is not None):
+            with self._log.doing("hand-over", "weights made ready", bytes=_model_bytes(group)):
+                for pair in group:
+                    pair.stage_weights()
+
+
+def _model_bytes(group: Iterable[ParameterPair]) -> int:
+    return sum(pair.parameter.nbytes for pair in group)
+
+
+def _groups(pairs: Iterable[ParameterPair]) -> Iterator[list[ParameterPair]]:
+    """The pairs in order, in groups of about `HAND_OVER_BYTES` of copies; first those on a device, all in one."""
+    group: list[ParameterPair] = []
+    group_bytes = 0
+    pairs = list(pairs)
+    if there := [pair for pair in pairs if pair.twin is not None]:
+        yield there
+    for pair in (pair for pair in pairs if pair.twin is None):
+        group.append(pair)
+        group_bytes += 0 if pair.copy is None else pair.copy.nbytes
+        if group_bytes >= HAND_OVER_BYTES:
+            yield group
+            group, group_bytes = [], 0
+    if group:
+        yield group
+
+
+def _groups_by_turn(pairs: Iterable[ParameterPair], steps: Sequence[ParameterUse]) -> list[_Group]:
+    by_turn: defaultdict[tuple[int, int], list[ParameterPair]] = defaultdict(list)
+    for pair in pairs:
+        uploads, adds = zip((0, 0), *(step.turns(pair.parameter) for step in steps), strict=True)
+        by_turn[max(uploads), max(adds)].append(pair)
+    return [
+        _Group(group, turn, [(step, *step.jobs_of([pair.parameter for pair in group])) for step in steps])
+        for turn, alike in by_turn.items()
+        for group in _groups(alike)
+    ]

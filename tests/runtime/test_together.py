@@ -1,0 +1,37 @@
+"""What is done to many tensors in one call gives what one call per tensor gives."""
+
+import torch
+
+from roundpipe.runtime.weights.together import add_all, copy_all
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def pairs_of(seed):
+    """Pairs of all dtypes, of several sizes, transposed ones and scalars among them."""
+    torch.manual_seed(seed)
+    pairs = []
+    for size in ((3, 5), (7,), (), (0,)):
+        pairs += [(torch.randn(size).to(one), torch.randn(size).to(other)) for one in DTYPES for other in DTYPES]
+    return [*pairs, (torch.randn(4, 6).T, torch.randn(6, 4)), (torch.randn(4, 6).T, torch.randn(4, 6).bfloat16().T)]
+
+
+def test_copies_are_those_of_one_call_each():
+    together, alone = pairs_of(0), pairs_of(0)
+    versions = [written._version for written, _ in together]
+    copy_all(together)
+    for (found, _), (expected, read) in zip(together, alone, strict=True):
+        assert torch.equal(found, expected.copy_(read)) and found.dtype == expected.dtype
+    assert all(written._version > version for (written, _), version in zip(together, versions, strict=True))
+
+
+def test_sums_are_those_of_one_call_each():
+    together, alone = pairs_of(1), pairs_of(1)
+    add_all(together)
+    for (found, _), (expected, read) in zip(together, alone, strict=True):
+        assert torch.equal(found, expected.add_(read)) and found.dtype == expected.dtype
+
+
+def test_nothing_is_nothing():
+    copy_all([])
+    add_all([])

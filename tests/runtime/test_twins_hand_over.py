@@ -1,0 +1,76 @@
+"""Between steps on a device the host launches little, and waits only where it reads."""
+
+import pytest
+import torch
+
+from roundpipe.runtime.weights.twins import Twins
+from tests.runtime.cases_twins import OPTIMIZERS, WIDTH, lives_there, model_of, optimizer_of, wrapped
+from tests.runtime.models import assert_equal_bits, batch, square_loss
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_gradients_that_a_step_leaves_are_added_to(is_async):
+    """By zeros in place of nothing, and by a step that clears some of them alone."""
+
+    def train(residency):
+        losses, model = [], model_of(torch.bfloat16)
+        with wrapped(model, residency, optim_dtype=torch.float32) as piped:
+            ours = optimizer_of(piped, OPTIMIZERS["AdamW"])
+            first = next(iter(piped.optim_parameters()))
+
+            def update(step):
+                ours.step()
+                ours.zero_grad(set_to_none=False)
+                if step % 2:
+                    first.grad = None
+
+            for step in range(6):
+                x = batch(5, width=WIDTH, seed=step).bfloat16()
+                losses.append(piped.forward_backward((x,), loss_fn=square_loss))
+                piped.step(update, is_async, step)
+            assert lives_there(piped) == (residency == "full")
+        return {**dict(enumerate(losses)), **{name: value.clone() for name, value in model.state_dict().items()}}
+
+    assert_equal_bits(train("full"), train("auto"))
+
+
+class Waits:
+    """In the place of an event on a device: counts who waits for it."""
+
+    def __init__(self):
+        self.num_waits = 0
+
+    def synchronize(self):
+        self.num_waits += 1
+
+    def is_done(self):
+        return True
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_host_waits_for_the_device_only_where_it_reads(is_async, monkeypatch):
+    model, x, waits = model_of(), batch(5, width=WIDTH), Waits()
+    streams = []
+    monkeypatch.setattr(Twins, "record", lambda self: waits if self else None)
+    monkeypatch.setattr(Twins, "precede_caller", lambda self: streams.append("precede") if self else None)
+    monkeypatch.setattr(Twins, "follow_caller", lambda self: streams.append("follow") if self else None)
+    with wrapped(model) as piped:
+        ours = optimizer_of(piped, OPTIMIZERS["AdamW"])
+        for _ in range(4):
+            piped.forward_backward((x,), loss_fn=square_loss)
+            handle = piped.step(lambda: (ours.step(), ours.zero_grad()), is_async)
+        assert lives_there(piped)
+        handle.wait()
+        del streams[:]
+        for step in range(3):
+            piped.forward_backward((x,), loss_fn=square_loss)
+            before = waits.num_waits
+            handle = piped.step(lambda: (ours.step(), ours.zero_grad()), is_async)
+            assert waits.num_waits == before + 1, step  # for the update before, long done
+        # each call follows the caller's stream, which follows steps that it waits for
+        assert streams == (["follow", "follow"] if is_async else ["follow", "follow", "precede"]) * 3
+        before = waits.num_waits
+        handle.wait()
+        assert waits.num_waits == before + 1
+        piped.synchronize()
+        assert waits.num_waits > before + 1
