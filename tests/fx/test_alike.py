@@ -26,6 +26,7 @@ class Adapter(nn.Linear):
 class Block(nn.Module):
     def __init__(self, number: int, scale: float) -> None:
         super().__init__()
+        self.number, self.groups = number, 3  # of which the second is the first of one block
         self.first = Adapter(f"blocks.{number}.first", scale)
         self.second = nn.Linear(8, 8)
 
@@ -73,3 +74,14 @@ def test_another_module_s_name_counts() -> None:
     chain = lower(trace(model, (torch.rand(4, 8),))).chain
     keys = [layer_key(layer, spec) for layer, spec in zip(chain, chain.specs, strict=True)]
     assert keys[0] == keys[2] != keys[1]
+
+
+def test_a_number_that_equals_the_block_s_counts_as_it_is() -> None:
+    model = Skipping([2.0] * 6)
+    chain = lower(trace(model, (torch.rand(4, 8),))).chain
+    pairs = list(zip(chain, chain.specs, strict=True))
+    assert len({layer_key(layer, spec) for layer, spec in pairs[:-1]}) == 1
+    assert isinstance(block := model.blocks[1], Block)
+    block.groups = 4
+    keys = [layer_key(layer, spec) for layer, spec in pairs]
+    assert keys[0] == keys[2] == keys[3] == keys[4] != keys[1]

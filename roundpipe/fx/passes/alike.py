@@ -81,9 +81,28 @@ def _module_key(module: nn.Module, name: str) -> Hashable:
     )
 
 
+class _Number:
+    """An attribute that may be a module's number in a list: equal to the same one, and to the other's own number.
+
+    The fourth block has other attributes that are 4; so equal keys don't tell which of them are its number.
+    """
+
+    __slots__ = ("_is_own", "_value")
+
+    def __init__(self, value: int, is_own: bool) -> None:
+        self._value = value
+        self._is_own = is_own
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Number) and (self._value == other._value or (self._is_own and other._is_own))
+
+    def __hash__(self) -> int:
+        return hash(_Number)
+
+
 def _plain(value: Any, numbers: Container[int], name: str) -> Hashable:
-    if type(value) is int and value in numbers:
-        return "number"
+    if type(value) is int:
+        return _Number(value, value in numbers)
     if isinstance(value, trees.PLAIN):
         return _without_name(value, name)
     return repr(_without_name(value, name)) if _is_plain(value) else id(value)

@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 GUESSED_LOSS = 4
 """Bytes that a loss takes per byte of the model's outputs, where it can't be run."""
-_RUN_TILES = 3
-"""Tiles that run; each further one takes what the one before gave back."""
+_RUN_TILES = 2
+"""Tiles that run: the second finds what the first has left, as each further one would."""
 _ROUNDING = 512
 """Allocators of devices give memory in multiples of this."""
 
@@ -100,7 +100,7 @@ class _ChainRun:
         self._rounding = 1 if device.type == "cpu" else _ROUNDING
         self._mode = static_mode()
         self._known = _known.setdefault(chain, {})
-        self._modes = device, Modes.current(), tiles.at_once
+        self._modes = device, Modes.current()
 
     def costs(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss | None) -> list[LayerCost]:
         chain = self._chain
@@ -128,7 +128,9 @@ class _ChainRun:
 
     def _layer(self, layer: nn.Module, spec: LayerSpec, reads: Carry, ran: TilesRun) -> tuple[_RunBytes, Carry]:
         """What a layer takes, and the values that it makes, from those that it reads."""
-        key = layer_key(layer, spec), tuple(map(value_key, reads.values())), num_tiles(), self._modes
+        number = num_tiles()
+        at_once = self._tiles.at_once or number == 1  # whole, nothing differs by it
+        key = layer_key(layer, spec), tuple(map(value_key, reads.values())), number, at_once, self._modes
         if key not in self._known:
             twin = self._twin(layer, spec)
             forward = functools.partial(_forward, twin, spec)

@@ -321,16 +321,17 @@ class PlanChooser:
     def _finer(self, call: Call, tiles: Tiles) -> Iterator[Sequence[Tiles]]:
         """Tiles in which a call may need less memory: of the tail, then of other layers, which take long to measure."""
         for finer in finer_tiles(call.config, tiles):
-            if self._budget_bytes is not None and self.costs.is_less(call, tiles, finer[-1]):
+            if self.has_budget and any(self.costs.is_less(call, tiles, each) for each in (finer[0], finer[-1])):
                 yield finer
 
     def _with_fewest_tiles(self, call: Call) -> tuple[ExecutePlan, Tiles] | None:
         """A plan in tiles; None if nothing runs in tiles."""
         fits, tiles = functools.partial(self.fits, call), UNTILED
         for rungs in self._finer(call, UNTILED):
-            tiles = rungs[-1]
-            if fits(tiles):
-                tiles = rungs[bisect_left(rungs, True, hi=len(rungs) - 1, key=fits)]
+            if fits(tiles := rungs[0]):  # mostly; each of the others takes as long to measure
+                break
+            if fits(tiles := rungs[-1]):
+                tiles = rungs[bisect_left(rungs, True, lo=1, hi=len(rungs) - 1, key=fits)]
                 break
         if tiles == UNTILED:
             return None
