@@ -131,7 +131,7 @@ def test_uploads_overlap_the_computation(tmp_path):
     singles = [(i, i + 1) for i in range(8)]
     plan = roundpipe.ExecutePlan(singles[:-1], singles[-1], singles[:-1][::-1])
     with roundpipe.RoundPipe(model, devices=["cuda:0"]) as piped, torch.no_grad():
-        run = config(4, plan=plan)
+        run = config(4, plan=plan, residency="off")
         piped(given, roundpipe_run_config=run)
         torch.cuda.synchronize()
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
