@@ -1,5 +1,6 @@
 """What a recomputation needs to repeat a forward: seeds, marks, and the buffers that the forward saw."""
 
+import copy
 import threading
 import time
 
@@ -15,7 +16,7 @@ from roundpipe.runtime.engine.recompute import (
     draw_base_seed,
     layer_seed,
 )
-from tests.runtime.models import DTYPE, Noted, assert_round_is_eager, batch, config, square_loss
+from tests.runtime.models import DTYPE, Noted, assert_round_is_eager, assert_same, batch, buffers, config, square_loss
 
 PLAN = roundpipe.ExecutePlan([(0, 2), (2, 4)], (4, 5), [(2, 4), (0, 2)])
 grains = pytest.mark.parametrize("grain", ["stage", "layer"])
@@ -183,3 +184,39 @@ def test_the_first_forward_that_writes_a_buffer_is_recomputed_on_what_it_saw(gra
         given[2 * (3 - number_of_positive) :] *= -1
         model.zero_grad()
         assert_round_is_eager(model, (given,), workers=2, grain=grain, plan=plan)
+
+
+class Two(nn.Module):
+    """Statistics of two modules, each in a mode of its own, of inputs that are positive."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.BatchNorm1d(6), nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        return self.second(self.first(x)) if float(x.detach().sum()) > 0 else x * 2
+
+
+@workers
+@pytest.mark.parametrize("others", [None, "first", "all"])
+def test_statistics_are_written_without_gradients_whatever_calls_there_were_before(workers, others):
+    """batch_norm writes them without a change of version; ``others``: what was in evaluation before."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Two(), nn.Linear(6, 6)).to(DTYPE)
+    model[0].weight.data.copy_(torch.eye(6))
+    reference = copy.deepcopy(model)
+    in_one = config(1, plan=roundpipe.ExecutePlan([(0, 1)], (1, 3), [(0, 1)]))
+    with roundpipe.RoundPipe(model, devices=["cpu"] * workers, model_run_config=in_one) as piped:
+        for module in (model, reference):
+            module[1].first.train(others is None)
+            module[1].second.train(others != "all")
+        negative = -torch.rand(8, 6, dtype=DTYPE) - 1
+        for _ in range(2):
+            piped.forward_backward((negative,), loss_fn=square_loss)
+        piped.synchronize()
+        for module in (piped, reference):
+            module.train()
+            with torch.no_grad():
+                module(negative + 3)
+        assert model[1].first.running_mean.abs().sum() > 0
+        assert_same(buffers(model), buffers(reference), 1e-12)

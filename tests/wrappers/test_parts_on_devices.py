@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from roundpipe import (
     ConfigError,
     Device,
     RoundPipeRunConfig,
+    wrap_model_to_roundpipe,
 )
 from roundpipe.wrappers.auto import PartsProgram
-from tests.equality import assert_same_gradients
+from tests.equality import assert_same_gradients, assert_same_state
 from tests.wrappers.cases_parts import WIDTH, Caller, auto
 
 
@@ -129,3 +131,30 @@ def test_replaced_submodules_are_refused() -> None:
         model.linear = nn.Linear(WIDTH, WIDTH)
         with pytest.raises(ConfigError, match="submodules of a Caller were replaced"):
             pipe(torch.randn(4, WIDTH))
+
+
+class Normalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x)))
+
+
+@pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
+def test_statistics_are_written_in_training_after_a_backward_in_evaluation(without_gradients: Any) -> None:
+    torch.manual_seed(0)
+    model = Normalized().double()
+    reference = copy.deepcopy(model)
+    options: Any = {"use_sequential_preset": False, "lower_threshold": 1, "upper_threshold": 0, "devices": ["cpu"]}
+    config = RoundPipeRunConfig(num_microbatch=1)
+    x = torch.randn(5, WIDTH, dtype=torch.float64)
+    with wrap_model_to_roundpipe(model, model_run_config=config, **options) as pipe:
+        for called in (pipe, reference):
+            called.eval()
+            called(x).sum().backward()
+            called.train()
+            with without_gradients():
+                called(x)
+        assert_same_state(model, reference, 1e-12)

@@ -208,9 +208,10 @@ class Stage:
 
     def _first_call(self, index: int, values: Carry, microbatch: int) -> Carry:
         """A layer's call in forward, with a record of what its recomputation needs."""
-        if not self.spec.keeps_history:
-            return self._call(index, values, microbatch, "forward")
         bound, record, key = self.layers[index], self.record, (index, microbatch)
+        if not self.spec.keeps_history:
+            with learn_writes(bound) if bound.has_buffers else _NOTHING:
+                return self._call(index, values, microbatch, "forward")
         scope = LayerScope(record, key, self.backend, is_recomputation=False)
         with scope, record.keep_buffers(bound, key, self.backend) if bound.has_buffers else _NOTHING:
             return self._call(index, values, microbatch, "forward")

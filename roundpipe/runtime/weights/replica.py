@@ -208,8 +208,7 @@ class BoundLayer:
         self.replica.refresh(
             {id(slot.tensor): tensor for slot, tensor in bound if tensor is not None and slot.fits}, frozen
         )
-        is_training = any(module.training for module in self.replica.module.modules())
-        self.habits = self.weights.habits[is_training]
+        self.habits = self.weights.habits_of(self.replica.module)
         filled = [(slot.attributes, tensor) for slot, tensor in bound]
         filled += [([attribute], None) for attribute in self.weights.empty_buffers]
         for attributes, tensor in filled:
