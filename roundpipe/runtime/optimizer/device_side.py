@@ -76,6 +76,7 @@ class DeviceSteps(PlainSteps):
         """
         assert self._twins is not None
         self._rest("a step")
+        self._pairs.add_new()
         self._twins.begin(parameters, num_bytes)
         try:
             self._updates.run(list(self._pairs), self._begin_now)

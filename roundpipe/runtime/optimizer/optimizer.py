@@ -112,6 +112,7 @@ class OptimizerSide(DeviceSteps):
 
     def parameter_pairs(self) -> Sequence[ParameterPair]:
         """Every parameter once, frozen ones too; makes no copies, and shows those that are made later."""
+        self._pairs.add_new()
         return tuple(self._pairs)
 
     def step(
@@ -198,7 +199,7 @@ class OptimizerSide(DeviceSteps):
 
     def _call(self, step_fn: Callable[[], object], number: int) -> Any:
         self._weights_changed = True
-        return self._run_there(functools.partial(self._runner.run, step_fn, number, self.parameter_pairs()))
+        return self._run_there(functools.partial(self._runner.run, step_fn, number, tuple(self._pairs)))
 
     def _exchange(
         self, pairs: Sequence[ParameterPair], shows_gradients: bool = False, ranks: Exchange | None = None

@@ -70,7 +70,8 @@ class MasterWeights:
     def _find(self) -> None:
         """One pair per parameter object that the model has now; pairs go on for those that it had before."""
         now, known = list(self._named_parameters()), self._by_name
-        if len(now) == len(known) and all(name in known and known[name].parameter is each for name, each in now):
+        is_same = len(now) == len(known) and all(name in known and known[name].parameter is each for name, each in now)
+        if is_same and len({each for _, each in now}) == len(self._pairs):
             return
         before = self._by_parameter
         pairs: dict[torch.Tensor, ParameterPair] = {}
@@ -81,6 +82,14 @@ class MasterWeights:
             pairs[parameter].names.append(name)
         self._pairs, self._by_parameter = list(pairs.values()), pairs
         self._by_name = {name: pairs[parameter] for name, parameter in now}
+
+    def add_new(self) -> None:
+        """Pairs for parameters that the model has got since; those that others took the place of may come back."""
+        new: dict[torch.Tensor, ParameterPair] = {}
+        for name, parameter in self._named_parameters():
+            if parameter not in self._by_parameter and isinstance(parameter, nn.Parameter):
+                new.setdefault(parameter, ParameterPair([], parameter, shard=self._shard)).names.append(name)
+        self._pairs, self._by_parameter = [*self._pairs, *new.values()], {**self._by_parameter, **new}
 
     def trainable(self) -> list[ParameterPair]:
         """The pairs of parameters that are trainable now; those that had no copy get one."""
@@ -164,6 +173,7 @@ class MasterWeights:
     @contextmanager
     def gradients_aside(self) -> Iterator[None]:
         """While open, the model has no gradients."""
+        self.add_new()
         originals = [(pair.parameter, pair.parameter.grad) for pair in self._pairs]
         try:
             for parameter, _ in originals:
@@ -181,6 +191,7 @@ class MasterWeights:
 
         If the code inside raises, what came is dropped.
         """
+        self.add_new()
         originals = [(pair.parameter, pair.parameter.grad) for pair in self._pairs]
         with self.gradients_aside():
             yield
@@ -210,6 +221,7 @@ class MasterWeights:
         if (pair := self._by_name.get(name)) is not None:
             if pair.parameter is not parameter:
                 self._by_parameter.pop(pair.parameter)
+                self._pairs = [each for each in self._pairs if each.parameter is not parameter]
                 self._by_parameter[parameter] = pair
                 pair.parameter, pair.shown, pair.banks, pair.twin = parameter, None, None, None
                 if pair.copy is not None:
