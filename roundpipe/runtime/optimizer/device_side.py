@@ -76,10 +76,10 @@ class DeviceSteps(PlainSteps):
         """
         assert self._twins is not None
         self._rest("a step")
-        self._pairs.add_new()
+        pairs = self._pairs.with_new()
         self._twins.begin(parameters, num_bytes)
         try:
-            self._updates.run(list(self._pairs), self._begin_now)
+            self._updates.run(pairs, self._begin_now)
         except BaseException:
             self.come_home()
             raise

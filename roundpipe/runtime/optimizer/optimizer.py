@@ -112,8 +112,7 @@ class OptimizerSide(DeviceSteps):
 
     def parameter_pairs(self) -> Sequence[ParameterPair]:
         """Every parameter once, frozen ones too; makes no copies, and shows those that are made later."""
-        self._pairs.add_new()
-        return tuple(self._pairs)
+        return self._pairs.with_new()
 
     def step(
         self,
@@ -251,7 +250,6 @@ class OptimizerSide(DeviceSteps):
             self._weights_changed = self._evaluates = True
             self._exchange(self._pairs.with_copies())
         self._is_settled = False
-        self._has_new_gradients |= adds_gradients
         self.raise_pending()
         self._runner.warn_if_due()
         takes_back = adds_gradients and not (has_backward_later and self._loop == "own")
@@ -261,6 +259,7 @@ class OptimizerSide(DeviceSteps):
             if not has_update:  # it writes the parameters itself
                 pair.look()
         self._begin_there()
+        self._has_new_gradients |= adds_gradients
 
     def weights_moved(self) -> None:
         """The model's weights lie elsewhere now, such as packed; their values are the same."""
@@ -319,7 +318,9 @@ class OptimizerSide(DeviceSteps):
                 else:
                     self._steps.raise_pending()
             self.wait(waiter)
+        has_new = self._has_new_gradients
         self.begin_call()
+        self._has_new_gradients = has_new  # it was no call
 
     def synchronize(self) -> None:
         """Wait for everything; then the model holds the latest weights and shows all gradients in ``.grad``.
@@ -363,11 +364,6 @@ class OptimizerSide(DeviceSteps):
         return not self._is_settled and (
             not self.is_idle or self._weights_changed or self.is_ahead or bool(self._steps.running())
         )
-
-    @property
-    def is_callers(self) -> bool:
-        """Whether the calling code runs in the thread of the latest call, and not for a step."""
-        return self._caller == threading.get_ident() and not self._steps.is_inside
 
     def settle(self) -> None:
         """Synchronize before the model is read; for code that a call runs, and in other threads, nothing happens."""

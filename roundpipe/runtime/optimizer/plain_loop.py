@@ -50,6 +50,7 @@ class PlainSteps(ABC):
     _runner: UpdateRunner
     _updates: UpdateThread
     _weights_changed: bool
+    _is_settled: bool
     is_calling: bool
     _closed: bool
 
@@ -69,10 +70,6 @@ class PlainSteps(ABC):
         self._caller: int | None = None
         """The thread of the latest call."""
 
-    @property
-    @abstractmethod
-    def is_callers(self) -> bool: ...
-
     @abstractmethod
     def synchronize(self) -> None: ...
 
@@ -88,9 +85,17 @@ class PlainSteps(ABC):
     @abstractmethod
     def _write_now(self, pairs: Sequence[ParameterPair]) -> None: ...
 
+    @property
+    def is_callers(self) -> bool:
+        """Whether the calling code runs in the thread of the latest call, and not for a step."""
+        return self._caller == threading.get_ident() and not self._steps.is_inside
+
     def _before_look(self) -> None:
         """Code asks for the copies: between a round and its step, to clip the round's gradients, which come now."""
-        is_due = self._loop == "steps" and self._has_new_gradients and self._ranks is None and not self._closed
+        if self._loop not in ("steps", "unknown") or self._ranks is not None or self._closed:
+            return
+        is_edited = self._is_settled and not all(pair.is_shown for pair in self._pairs)
+        is_due = is_edited or (self._loop == "steps" and self._has_new_gradients)
         if is_due and self.is_callers and not self.is_calling and not self._runner.is_inside:
             self.synchronize()
 
@@ -147,11 +152,11 @@ class PlainSteps(ABC):
             return False
         copies = {id(pair.copy): pair for pair in self._pairs if pair.copy is not None}
         cleared = [copies[each] for each in parameters if each in copies]
-        if cleared and self._has_new_gradients:  # a batch that is left out
+        if cleared and (self._has_new_gradients or self._is_settled):  # a batch that is left out, or what is shown
             self._ready("optimizer.zero_grad()")
             for pair in cleared:
                 pair.holder.grad = None
-            self._has_new_gradients = len(cleared) < len(copies)
+            self._has_new_gradients &= len(cleared) < len(copies)
         elif cleared and len(cleared) == len(parameters):
             return self._updates.after_update(clear)
         elif cleared:

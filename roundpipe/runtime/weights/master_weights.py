@@ -83,13 +83,14 @@ class MasterWeights:
         self._pairs, self._by_parameter = list(pairs.values()), pairs
         self._by_name = {name: pairs[parameter] for name, parameter in now}
 
-    def add_new(self) -> None:
-        """Pairs for parameters that the model has got since; those that others took the place of may come back."""
+    def with_new(self) -> Sequence[ParameterPair]:
+        """All, with parameters that the model has got since; those whose place others took may come back."""
         new: dict[torch.Tensor, ParameterPair] = {}
         for name, parameter in self._named_parameters():
             if parameter not in self._by_parameter and isinstance(parameter, nn.Parameter):
                 new.setdefault(parameter, ParameterPair([], parameter, shard=self._shard)).names.append(name)
         self._pairs, self._by_parameter = [*self._pairs, *new.values()], {**self._by_parameter, **new}
+        return tuple(self._pairs)
 
     def trainable(self) -> list[ParameterPair]:
         """The pairs of parameters that are trainable now; those that had no copy get one."""
@@ -173,8 +174,7 @@ class MasterWeights:
     @contextmanager
     def gradients_aside(self) -> Iterator[None]:
         """While open, the model has no gradients."""
-        self.add_new()
-        originals = [(pair.parameter, pair.parameter.grad) for pair in self._pairs]
+        originals = [(pair.parameter, pair.parameter.grad) for pair in self.with_new()]
         try:
             for parameter, _ in originals:
                 parameter.grad = None
@@ -191,8 +191,7 @@ class MasterWeights:
 
         If the code inside raises, what came is dropped.
         """
-        self.add_new()
-        originals = [(pair.parameter, pair.parameter.grad) for pair in self._pairs]
+        originals = [(pair.parameter, pair.parameter.grad) for pair in self.with_new()]
         with self.gradients_aside():
             yield
             factor, came = scale(), [parameter.grad for parameter, _ in originals]
