@@ -20,6 +20,7 @@ __all__ = ["Allocations", "TorchDispatchMode", "uncounted"]  # the last: no disp
 
 _ATTENTION_WORKSPACES = {
     torch.ops.aten._scaled_dot_product_flash_attention_backward.default: 2,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 2,  # stands for the one above
     torch.ops.aten._scaled_dot_product_efficient_attention_backward.default: 1,
     torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default: 1,
 }

@@ -49,6 +49,15 @@ def test_fewer_heads_of_keys_are_expanded() -> None:
     assert backward_peak("cudnn", HEADS // 2) == 4 * elements + 2 * 2 * elements + results
 
 
+def test_attention_on_the_cpu_counts_as_on_an_accelerator() -> None:
+    leaves = [torch.randn(BATCH, HEADS, LENGTH, WIDTH, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    attended = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
+    elements = attended.numel()
+    with Allocations((*leaves, attended)) as memory:
+        attended.backward(torch.ones_like(attended))
+    assert memory.peak_bytes >= (4 * 2 + 4 * 2) * elements  # sums; the gradients, and the one that comes in
+
+
 @pytest.mark.parametrize(
     ("device", "number", "parts"), [("meta", 4000, 400 + 1000), ("meta", 3000, 0), ("cpu", 4000, 0)]
 )

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from roundpipe.core import trees
+from roundpipe.core.allocations import uncounted
+from roundpipe.core.backward import backward_from
 from roundpipe.core.layers import LayerChain
 from roundpipe.fx.counting import Tally
 from roundpipe.fx.passes.lower import lower
@@ -94,10 +96,11 @@ def _run(function, result):
         made = function()
         kept = tally.live_bytes
         roots = [tensor for tensor in trees.tensors(made) if tensor.requires_grad]
-        results = trees.map_tensors(made, _leaf)
+        with uncounted():  # values on their way to the host
+            results = trees.map_tensors(made, lambda tensor: _leaf(tensor.clone()))
         del made
         if roots:
-            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+            backward_from(roots, [torch.ones_like(root) for root in roots])
     result.append((kept, tally.peak_bytes))
     return results
 

@@ -16,7 +16,7 @@ from roundpipe.core.layers import LayerCost
 from roundpipe.planning.stage_costs import StageCosts, plan_peak_bytes
 from roundpipe.runtime.device.cpu import CpuBackend
 from roundpipe.runtime.engine import cost_model
-from roundpipe.runtime.engine.runner import InFlight
+from roundpipe.runtime.engine.pace import InFlight
 from roundpipe.runtime.engine.visit_peaks import MeasuredVisit, VisitPeaks
 from roundpipe.wrappers import calls
 from tests.fx.test_memory import Block, cross_entropy

@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from roundpipe.core import trees
-from roundpipe.core.allocations import Allocations
+from roundpipe.core.allocations import Allocations, uncounted
+from roundpipe.core.backward import backward_from
 from roundpipe.core.layers import EXECUTION_DEVICE, Carry, LayerChain, LayerCost, LayerSpec, Tail
 from roundpipe.core.modes import Modes, autocast_as_on_accelerator
 from roundpipe.core.tiling import UNTILED, Tiles, TilesRun, in_tiles, num_tiles
@@ -198,10 +199,11 @@ class _ChainRun:
                 made = function(dict(leaves))
                 kept_bytes = memory.live_bytes
                 roots = [tensor for tensor in trees.tensors(made) if tensor.requires_grad and tensor.grad_fn]
-                results = trees.map_tensors(made, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
+                with uncounted():
+                    results = self._faked(made)
                 del made
                 if leaves := _fake_leaves(roots):
-                    torch.autograd.backward(roots, [torch.empty_like(root) for root in roots], inputs=leaves)
+                    backward_from(roots, [torch.empty_like(root) for root in roots], leaves)
         return kept_bytes, memory.peak_bytes, results
 
 

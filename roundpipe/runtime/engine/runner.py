@@ -8,7 +8,6 @@ marked as used by a stream.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -18,7 +17,9 @@ import torch
 from roundpipe.core import trees
 from roundpipe.core.layers import Carry
 from roundpipe.core.schedule import Job, Phase
+from roundpipe.core.storages import bytes_of
 from roundpipe.runtime.device.backend import Backend, Event, Lane
+from roundpipe.runtime.engine.pace import InFlight, Pace
 from roundpipe.runtime.engine.spec import LABEL, Segment
 from roundpipe.runtime.engine.stage import Stage
 from roundpipe.runtime.engine.step import Gradients, HostValue, StepState, sum_gradients
@@ -26,53 +27,15 @@ from roundpipe.runtime.profiling.meter import Meter
 from roundpipe.runtime.weights.residency import Visit
 
 
-class InFlight:
-    """Device tensors that must live until an event: that of their last copy or reader."""
-
-    def __init__(self) -> None:
-        self._entries: deque[tuple[Event, Any, int]] = deque()
-        self.num_runs = 0
-        """Microbatches of stages that were begun."""
-        self.held_runs = 0
-        """So many of them each one lives through, done or not: as where a device is as far behind as it may be."""
-
-    def add(self, event: Event, tensors: Any) -> None:
-        self._entries.append((event, tensors, self.num_runs))
-
-    def release(self) -> None:
-        """Let go of the oldest ones, as far as they are done; waits for nothing."""
-        last = self.num_runs - self.held_runs
-        while self._entries and self._entries[0][2] <= last and self._entries[0][0].is_done():
-            self._entries.popleft()
-
-    def wait(self) -> None:
-        """Let go of all, each when it is done."""
-        while self._entries:
-            self._entries[0][0].synchronize()
-            self._entries.popleft()
-
-    def take(self) -> InFlight:
-        """All of them, for another thread to wait for; none is left here."""
-        rest = InFlight()
-        rest._entries, self._entries = self._entries, rest._entries
-        return rest
-
-    def clear(self) -> None:
-        """Let go of all at once; the device must be done."""
-        self._entries.clear()
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-
 class MicrobatchRunner:
     """Runs the stages of one worker, of which it has the name."""
 
-    def __init__(self, backend: Backend, name: str, meter: Meter, in_flight: InFlight) -> None:
+    def __init__(self, backend: Backend, name: str, meter: Meter, in_flight: InFlight, pace: Pace) -> None:
         self._backend = backend
         self._name = name
         self._meter = meter
         self._in_flight = in_flight
+        self._pace = pace
 
     def run(self, step: StepState, job: Job, stage: Stage, visit: Visit, microbatch: int) -> None:
         """Run a stage with one microbatch, once what it takes is there, and leave its results on the host."""
@@ -166,9 +129,9 @@ class MicrobatchRunner:
             step.wait_done(step.spec.schedule.sharer(flow.last_source, microbatch), microbatch, self._name)
             self._meter.until("no_work")
         has_waited = False
-        for segment in flow.segments:
-            if not stage.has_backward(segment):
-                continue
+        for number, segment in enumerate(filter(stage.has_backward, flow.segments)):
+            if number:
+                self._pace.begin_part()
             carry, tensors, own_bytes = self._upload_values(step, stage, segment.takes, microbatch)
             memory = self._backend.activations([*visit.memory, *tensors])
             with self._backend.hold(own_bytes, "carried values"):
@@ -180,7 +143,11 @@ class MicrobatchRunner:
                     self._wait_before(step, job, microbatch)
                     has_waited = True
                 incoming = self._upload_gradients(step, segment, microbatch)
-                with self._meter.computing("backward", segment.layers), memory:
+                with (
+                    self._backend.hold(sum(map(bytes_of, trees.tensors(incoming))), "carried gradients"),
+                    self._meter.computing("backward", segment.layers),
+                    memory,
+                ):
                     gradients = stage.backward(recorded, incoming, microbatch)
                 incoming.clear()
             self._download_gradients(step, gradients, microbatch)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from roundpipe.core import trees
+from roundpipe.core.backward import backward_from
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import RaisedIn, innermost, note_few_samples, note_place
 from roundpipe.core.layers import Carry, LayerSpec, is_differentiable
@@ -148,17 +149,16 @@ class Stage:
 
         Returns the gradients of the values it took, those without any left out.
         """
-        pairs: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        if recorded.losses is not None:
-            pairs += [(loss, None) for loss in recorded.losses.tensors]
-        pairs += [
-            (tensor, gradient)
-            for name, incoming in gradients.items()
-            for tensor, gradient in zip(trees.tensors(recorded.outputs[name]), incoming, strict=True)
-            if gradient is not None and tensor.requires_grad
-        ]
+        roots: list[torch.Tensor] = [] if recorded.losses is None else list(recorded.losses.tensors)
+        root_gradients: list[torch.Tensor] = []
+        for name, incoming in gradients.items():
+            for tensor, gradient in zip(trees.tensors(recorded.outputs[name]), incoming, strict=True):
+                if gradient is not None and tensor.requires_grad:
+                    roots.append(tensor)
+                    root_gradients.append(gradient)
+                del tensor
         recorded.outputs = None
-        if pairs:
+        if roots:
             first, last = recorded.layers[0], recorded.layers[-1]
             names = [self.spec.chain.specs[index].name for index in (first, last)]
             which = f"layer {first} ({names[0]})"
@@ -167,8 +167,10 @@ class Stage:
             annotation = self._annotation(f"{which} m{microbatch} backward")
             noted = RaisedIn(f"{which}, {self._place(microbatch, 'backward')}")
             with self._timed("backward", recorded.layers), noted, annotation:
-                roots, root_gradients = zip(*pairs, strict=True)
-                torch.autograd.backward(roots, root_gradients)
+                if recorded.losses is not None:
+                    torch.autograd.backward(roots)
+                else:
+                    backward_from(roots, root_gradients)
             if self.spec.check_finite:
                 bound = [(index, self.layers[index]) for index in recorded.layers]
                 finite.check_weights(self.spec, bound, self._place(microbatch, "backward"))

@@ -19,8 +19,9 @@ import torch
 
 from roundpipe.core.errors import ClosedError, RoundPipeError
 from roundpipe.core.schedule import Job, Phase, Schedule, Task, TaskKind
-from roundpipe.runtime.device.backend import Backend, Event, Lane
-from roundpipe.runtime.engine.runner import InFlight, MicrobatchRunner
+from roundpipe.runtime.device.backend import Backend, Lane
+from roundpipe.runtime.engine.pace import InFlight, Pace
+from roundpipe.runtime.engine.runner import MicrobatchRunner
 from roundpipe.runtime.engine.running import RunningSteps
 from roundpipe.runtime.engine.shared_values import SharedValues
 from roundpipe.runtime.engine.spec import StepSpec
@@ -35,11 +36,6 @@ from roundpipe.runtime.weights.residency import Arena, Download, Visit
 from roundpipe.runtime.weights.twins import Twins
 
 logger = logging.getLogger(__name__)
-
-RUNS_AHEAD = 3
-"""Microbatches given to an accelerator before the first of them is done: they keep it busy, and take its memory."""
-LARGE_BYTES = 64 * 1024**2
-"""Of values that these bring: with more, only as many microbatches are ahead as plans count with."""
 
 
 @dataclass(slots=True)
@@ -79,9 +75,8 @@ class Worker:
         self._is_settling = False
         """Whether the gradients of a job are on their way; changed under the board's lock."""
         self._in_flight = InFlight()
-        self._runner = MicrobatchRunner(backend, name, self.meter, self._in_flight)
-        self._issued: deque[tuple[Event, int]] = deque()
-        """After each of the latest runs, and bytes of what came up for it; empty where they are done when issued."""
+        self._pace = Pace(backend, self._in_flight)
+        self._runner = MicrobatchRunner(backend, name, self.meter, self._in_flight, self._pace)
         self._was_idle = True
 
     # The engine
@@ -180,8 +175,7 @@ class Worker:
             self.arena.forget_visits,
             self.meter.abandon,
             self._in_flight.clear,
-            self._issued.clear,
-            self.backend.take_uploads,
+            self._pace.abandon,
         )
         for action in undo:
             try:
@@ -256,29 +250,15 @@ class Worker:
             opened = self._open[job.index]
             self.meter.at(job, task.microbatch)
             self.meter.until("overhead")
-            self._wait_behind(step)
-            self._in_flight.num_runs += 1
-            self._in_flight.release()
+            peaks = step.spec.peaks
+            self._pace.begin_run(step.spec.schedule.num_microbatches, is_held=peaks is not None and peaks.is_held)
             if opened.stage is None:
                 opened.stage = self._enter(step, opened)
             self._runner.run(step, job, opened.stage, opened.visit, task.microbatch)
-            if self.backend.device.type != "cpu":  # what came up for the run is kept until the device is past it
-                issued, uploads = self.backend.record(Lane.COMPUTE), self.backend.take_uploads()
-                self._issued.append((issued, sum(upload.nbytes for upload in uploads)))
-                self._in_flight.add(issued, uploads)
+            self._pace.end_run()
             step.advance(job.index)
         else:
             self._release(step, self._open[job.index])
-
-    def _wait_behind(self, step: StepState) -> None:
-        """Until the device is not further behind than it should be; a measured step takes what it may take then."""
-        num_microbatches, peaks = step.spec.schedule.num_microbatches, step.spec.peaks
-        are_large = sum(num_bytes for _, num_bytes in self._issued) > LARGE_BYTES
-        num_ahead = min(1, num_microbatches - 1) if are_large else RUNS_AHEAD
-        while len(self._issued) > num_ahead:
-            self._issued.popleft()[0].synchronize()
-        if peaks is not None and peaks.is_held and self.backend.device.type != "cpu":
-            self._in_flight.held_runs = min(num_ahead + 1, num_microbatches)
 
     def _prefetch(self, step: StepState, job: Job) -> None:
         layers = [self._bound(step, index) for index in job.layers]

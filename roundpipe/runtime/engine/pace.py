@@ -1,0 +1,124 @@
+"""How far an accelerator may be behind its worker, and what lives until it has caught up.
+
+Work is given to a device long before it runs, and what copies still read or have brought must live until they are done.
+The further behind the device is, the more memory that takes, so a worker waits for it: after a few microbatches where
+values are small; where they are large, after as many as plans count with, and between the parts of one run.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from roundpipe.runtime.device.backend import Backend, Event, Lane
+
+RUNS_AHEAD = 3
+"""Microbatches given to an accelerator before the first of them is done: they keep it busy, and take its memory."""
+LARGE_BYTES = 64 * 1024**2
+"""Of values that these bring: with more, only as many microbatches are ahead as plans count with."""
+
+
+class InFlight:
+    """Device tensors that must live until an event: that of their last copy or reader."""
+
+    def __init__(self) -> None:
+        self._entries: deque[tuple[Event, Any, int]] = deque()
+        self.num_runs = 0
+        """Microbatches of stages that were begun."""
+        self.held_runs = 0
+        """So many of them each one lives through, done or not: as where a device is as far behind as it may be."""
+
+    def add(self, event: Event, tensors: Any) -> None:
+        self._entries.append((event, tensors, self.num_runs))
+
+    def release(self) -> None:
+        """Let go of the oldest ones, as far as they are done; waits for nothing."""
+        last = self.num_runs - self.held_runs
+        while self._entries and self._entries[0][2] <= last and self._entries[0][0].is_done():
+            self._entries.popleft()
+
+    def wait(self) -> None:
+        """Let go of all, each when it is done."""
+        while self._entries:
+            self._entries[0][0].synchronize()
+            self._entries.popleft()
+
+    def take(self) -> InFlight:
+        """All of them, for another thread to wait for; none is left here."""
+        rest = InFlight()
+        rest._entries, self._entries = self._entries, rest._entries
+        return rest
+
+    def clear(self) -> None:
+        """Let go of all at once; the device must be done."""
+        self._entries.clear()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+class Pace:
+    """Keeps a worker from giving its device too much at once; on the CPU, what is given is done."""
+
+    def __init__(self, backend: Backend, in_flight: InFlight) -> None:
+        self._backend = backend
+        self._in_flight = in_flight
+        self._issued: deque[tuple[Event, int]] = deque()
+        """After each of the latest runs, and bytes of what came up for it."""
+        self._part_bytes = 0
+        """What came up for the parts of the present run that are given to the device, since it was last waited for."""
+
+    def begin_run(self, num_microbatches: int, *, is_held: bool) -> None:
+        """Wait until the device is not further behind than it should be, and let go of what is done.
+
+        Args:
+            is_held: whether what is on its way is to take all that it may take.
+        """
+        are_large = sum(num_bytes for _, num_bytes in self._issued) > LARGE_BYTES
+        num_ahead = min(1, num_microbatches - 1) if are_large else RUNS_AHEAD
+        while len(self._issued) > num_ahead:
+            self._issued.popleft()[0].synchronize()
+        if is_held and self._has_lanes:
+            self._in_flight.held_runs = min(num_ahead + 1, num_microbatches)
+        self._in_flight.num_runs += 1
+        self._in_flight.release()
+
+    def end_run(self) -> None:
+        """A run is given to the device: what came up for it lives until the device is past it."""
+        if self._has_lanes:
+            issued, num_bytes = self._keep_uploads()
+            self._issued.append((issued, self._part_bytes + num_bytes))
+            self._part_bytes = 0
+
+    def begin_part(self) -> None:
+        """Before a further part of a run, which needs nothing of what came up for the parts before.
+
+        That is let go of once the device is past it. If it is much, this waits for it: a stage of many layers that are
+        recomputed one by one would have the values of all of them on the device.
+        """
+        if not self._has_lanes:
+            return
+        issued, num_bytes = self._keep_uploads()
+        self._part_bytes += num_bytes
+        if self._part_bytes > LARGE_BYTES:
+            issued.synchronize()
+            self._part_bytes = 0
+            self._in_flight.num_runs += 1
+            self._in_flight.release()
+
+    def abandon(self) -> None:
+        """Forget what was given to the device, which is done with it."""
+        self._issued.clear()
+        self._backend.take_uploads()
+        self._part_bytes = 0
+
+    @property
+    def _has_lanes(self) -> bool:
+        """Whether the device runs beside its worker."""
+        return self._backend.device.type != "cpu"
+
+    def _keep_uploads(self) -> tuple[Event, int]:
+        """After what was given to the device, and bytes of what came up since the last time: it lives until then."""
+        issued, uploads = self._backend.record(Lane.COMPUTE), self._backend.take_uploads()
+        self._in_flight.add(issued, uploads)
+        return issued, sum(upload.nbytes for upload in uploads)

@@ -1,0 +1,98 @@
+"""How far a device may be behind its worker, and what lives on it meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from roundpipe.runtime.engine.pace import LARGE_BYTES, RUNS_AHEAD, InFlight, Pace
+
+
+class SlowDevice:
+    """Runs what it is given only when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", 0)
+        self.num_issued = self.num_done = 0
+        self.uploads: list[Any] = []
+
+    def upload(self, num_bytes: int) -> None:
+        self.uploads.append(SimpleNamespace(nbytes=num_bytes))
+
+    def take_uploads(self) -> list[Any]:
+        taken, self.uploads = self.uploads, []
+        return taken
+
+    def record(self, lane: object) -> Any:
+        self.num_issued += 1
+        return SimpleNamespace(is_done=self._is_done(self.num_issued), synchronize=self._synchronize(self.num_issued))
+
+    def _is_done(self, number: int) -> Callable[[], bool]:
+        return lambda: self.num_done >= number
+
+    def _synchronize(self, number: int) -> Callable[[], None]:
+        def synchronize() -> None:
+            self.num_done = max(self.num_done, number)
+
+        return synchronize
+
+
+class Run:
+    """Runs of parts, with bytes that come up for each part."""
+
+    def __init__(self) -> None:
+        self.device, self.in_flight = SlowDevice(), InFlight()
+        self.pace = Pace(self.device, self.in_flight)  # type: ignore[arg-type]
+        self.most_bytes = 0
+
+    def run(self, num_parts: int, num_bytes: int, num_microbatches: int, is_held: bool = False) -> None:
+        self.pace.begin_run(num_microbatches, is_held=is_held)
+        for part in range(num_parts):
+            if part:
+                self.pace.begin_part()
+            self.device.upload(num_bytes)
+            alive = [upload for _, uploads, _ in self.in_flight._entries for upload in uploads]
+            self.most_bytes = max(self.most_bytes, sum(each.nbytes for each in (*alive, *self.device.uploads)))
+        self.pace.end_run()
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_stage_of_many_layers_has_the_large_values_of_one(is_held: bool) -> None:
+    runs, large = Run(), LARGE_BYTES + 1
+    for _ in range(2):
+        runs.run(num_parts=10, num_bytes=large, num_microbatches=1, is_held=is_held)
+    assert runs.most_bytes == large
+
+
+def test_of_several_microbatches_one_is_ahead() -> None:
+    runs, large = Run(), LARGE_BYTES + 1
+    for _ in range(4):
+        runs.run(num_parts=10, num_bytes=large, num_microbatches=4)
+    assert runs.most_bytes == 2 * large
+
+
+def test_nothing_waits_between_parts_with_small_values() -> None:
+    runs = Run()
+    for number in range(RUNS_AHEAD):
+        runs.run(num_parts=10, num_bytes=1000, num_microbatches=8)
+        assert runs.device.num_done == 0, number
+    runs.run(num_parts=10, num_bytes=1000, num_microbatches=8)
+    assert runs.device.num_done == 0  # three are ahead of it
+    runs.run(num_parts=10, num_bytes=1000, num_microbatches=8)
+    assert runs.device.num_done == 10  # the first run's parts
+    assert runs.most_bytes <= (RUNS_AHEAD + 2) * 10 * 1000
+
+
+def test_an_abandoned_run_leaves_nothing() -> None:
+    runs = Run()
+    runs.run(num_parts=3, num_bytes=LARGE_BYTES, num_microbatches=1)
+    runs.device.upload(1000)
+    runs.pace.abandon()
+    runs.device.num_done = runs.device.num_issued
+    runs.run(num_parts=1, num_bytes=1000, num_microbatches=1)
+    assert runs.device.num_done == runs.device.num_issued - 1
+    assert len(runs.in_flight) == 1
