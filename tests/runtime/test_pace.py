@@ -55,7 +55,8 @@ class Run:
             if part:
                 self.pace.begin_part()
             self.device.upload(num_bytes)
-            alive = [upload for _, uploads, _ in self.in_flight._entries for upload in uploads]
+            entries = self.in_flight._entries  # what is kept alive is nobody else's business
+            alive = [upload for _, uploads, _ in entries for upload in uploads]
             self.most_bytes = max(self.most_bytes, sum(each.nbytes for each in (*alive, *self.device.uploads)))
         self.pace.end_run()
 

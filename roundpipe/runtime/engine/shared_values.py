@@ -93,9 +93,9 @@ class SharedValues:
 
         return trees.map_numbered(value, one), own_bytes
 
-    def end_microbatch(self) -> None:
-        """Let go of what only this microbatch reads."""
-        self._microbatch.end()
+    def end_microbatch(self) -> list[torch.Tensor]:
+        """Let go of what only this microbatch reads; returns what must live until the device is past it."""
+        return self._microbatch.end()
 
     def end(self) -> list[torch.Tensor]:
         """Let go of all; returns what must live until the device is past the visit."""
