@@ -33,6 +33,8 @@ ADVICE: dict[Limit, str] = {
     "overhead": "Python can't keep up: larger microbatches",
 }
 """What helps, by limit."""
+SHARING = "replicas='auto', by which several devices run one stage"
+"""What may help several devices that compute all the time, each its own stages."""
 
 
 def limit_of(idle: Mapping[WaitCause, float], optimizer_s: Mapping[str, float], wall_s: float) -> Limit:

@@ -19,7 +19,7 @@ from roundpipe.core.tiling import UNTILED, Tiles
 from roundpipe.planning.machine import HardwareProfile
 from roundpipe.planning.simulator import simulate, simulate_timeline, step_alone_s
 from roundpipe.planning.stage_costs import num_trained
-from roundpipe.reports.limits import ADVICE, Limit, limit_of
+from roundpipe.reports.limits import ADVICE, SHARING, Limit, limit_of
 from roundpipe.reports.memory import DeviceMemory, HostMemory
 from roundpipe.reports.tables import (
     counted,
@@ -187,12 +187,16 @@ class RunReport:
             "host memory": str(self.host_memory),
             "moved": f"{format_bytes(self.uploaded_bytes)} up, {format_bytes(self.downloaded_bytes)} down",
             "optimizer": times or "no step",
-            **({} if self.limit is None else {"limit": f"{self.limit}: {ADVICE[self.limit]}"}),
+            **({} if self.limit is None else {"limit": f"{self.limit}: {self._advice(self.limit)}"}),
         }
         if self.start_s:
             parts = ", ".join(f"{part} {format_seconds(spent_s)}" for part, spent_s in self.start_s.items())
             rows["to the first step"] = f"{format_seconds(sum(self.start_s.values()))}: {parts}"
         return f"{self.name}\n\n{summary_table(rows)}\n\n{self._workers()}"
+
+    def _advice(self, limit: Limit) -> str:
+        are_apart = len(self.workers) > 1 and not any(" x" in stage for stage in self.stages)
+        return ADVICE[limit] + (f", and so may {SHARING}" if limit == "compute" and are_apart else "")
 
     def _speed(self) -> str:
         parts = []

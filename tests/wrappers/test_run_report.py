@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -191,6 +192,17 @@ def test_time_between_calls_is_the_callers(clock):
     (worker,) = report.workers
     assert worker.idle["caller"] * worker.measured_s > 0.25
     assert report.limit == "caller" and "calls come too late" in str(report)
+
+
+def test_several_devices_that_compute_all_the_time_are_told_of_replicas():
+    def text(devices, plan):
+        with roundpipe.RoundPipe(mlp(6), devices=["cpu"] * devices) as piped:
+            piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(4, plan=plan))
+            return str(replace(piped.report(), limit="compute"))
+
+    assert "replicas='auto'" in text(2, PLAN)
+    assert "replicas='auto'" not in text(1, PLAN)
+    assert "replicas='auto'" not in text(2, ExecutePlan(fused=(0, 6), replicas=[2]))
 
 
 def test_waiting_for_the_optimizer_is_seen():
