@@ -62,7 +62,7 @@ class WorkerReport:
     context_bytes: int = 0
     """In use on the device beyond torch's allocator, now: the context, libraries and other processes."""
     fragmentation_bytes: int = 0
-    """The most that the allocator held and could not give, as measured rounds have shown."""
+    """The most that the allocator held, but could not give, when an allocation failed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,6 +120,19 @@ def test_a_budget_is_taken_when_the_attempt_has_let_go_of_its_values(monkeypatch
     assert at_budget == [None]
 
 
+def test_the_worker_whose_allocation_failed_learns_from_it(monkeypatch):
+    seen = []
+    monkeypatch.setattr(CpuBackend, "note_failure", lambda self: seen.append(self.name))
+    fault = Fault()
+    fault.at = 1
+    with roundpipe.RoundPipe(model_of(fault), devices=[Device("cpu", memory_bytes=ROOM)]) as piped:
+        piped.forward_backward((batch(),), loss_fn=square_loss, run_config=config(3))
+        assert len(seen) == 1
+        with pytest.raises(ZeroDivisionError):
+            piped.forward_backward((batch(),), loss_fn=lambda outputs, label: 1 / 0, run_config=config(3))
+    assert len(seen) == 1
+
+
 def test_without_a_smaller_plan_the_error_says_what_was_tried():
     class Never(nn.Module):
         def forward(self, x):

@@ -16,10 +16,16 @@ from tests.runtime.models import batch, config, mlp, square_loss
 @pytest.fixture
 def figures(monkeypatch):
     """What torch says of a device of 10,000 bytes."""
-    figures = {"memory_reserved": 600, "max_memory_reserved": 600, "memory_allocated": 0, "max_memory_allocated": 0}
+    figures = {"memory_reserved": 600, "memory_allocated": 0, "max_memory_allocated": 0}
     for name in figures:
         monkeypatch.setattr(torch.accelerator, name, lambda device, name=name: figures[name])
-    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda device: None)
+    figures["num_ooms"] = 0
+    monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device: figures)
+    monkeypatch.setattr(
+        torch.accelerator,
+        "reset_peak_memory_stats",
+        lambda device: figures.update(max_memory_allocated=figures["memory_allocated"]),
+    )
     module = SimpleNamespace(mem_get_info=lambda index: (9_600 - figures["memory_reserved"], 10_000))
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     monkeypatch.setattr(torch, "Stream", lambda device: None)
@@ -29,23 +35,35 @@ def figures(monkeypatch):
     return figures
 
 
-def test_plans_leave_what_fragmentation_has_taken(figures):
+def test_plans_leave_what_the_allocator_could_not_give_when_it_failed(figures):
     backend = AcceleratorBackend(Device("cuda:0"), "fake")
     assert backend.unplanned() == UnplannedMemory(context=400, fragmentation=0)
     assert backend.take_budget() == 8_640
-    for most_reserved, most_allocated, fragmentation, budget in (
-        (600, 100, 0, 8_640),  # as much as there was: what is free may be of use
+    for reserved, most_allocated, fragmentation, budget in (
         (1_600, 1_400, 200, 8_640),  # less than plans leave
         (4_600, 3_000, 1_600, 8_000),
-        (4_600, 2_000, 1_600, 8_000),
+        (4_600, 4_000, 1_600, 8_000),
+        (4_600, 4_700, 1_600, 8_000),  # of a phase before
     ):
         backend.begin_visit()
-        figures.update(
-            memory_reserved=most_reserved, max_memory_reserved=most_reserved, max_memory_allocated=most_allocated
-        )
-        assert backend.visit_peak_bytes() == most_allocated
+        figures.update(memory_reserved=reserved, max_memory_allocated=most_allocated)
+        figures["num_ooms"] += 1
+        backend.note_failure()
         assert backend.unplanned() == UnplannedMemory(400, fragmentation)
         assert backend.take_budget() == budget
+
+
+def test_what_the_allocator_keeps_for_later_is_no_fragmentation(figures):
+    """A visit that needs much, the peak set back, and one that needs little: the plans have all that is free."""
+    backend = AcceleratorBackend(Device("cuda:0"), "fake")
+    for allocated in (6_000, 1_000):
+        backend.begin_visit()
+        figures.update(memory_reserved=figures["memory_reserved"] + 3_000, max_memory_allocated=allocated)
+        assert backend.visit_peak_bytes() == allocated
+        backend.peak_bytes(reset=True)
+        backend.note_failure()  # of another kind: nothing has failed here
+        assert backend.unplanned().fragmentation == 0
+        assert backend.take_budget() == 8_640
 
 
 def test_a_report_shows_it(monkeypatch):

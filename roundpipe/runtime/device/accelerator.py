@@ -97,8 +97,9 @@ class AcceleratorBackend(Backend):
         self._others_bytes = torch.accelerator.memory_allocated(self.device)
         self._peak_bytes = 0
         """The largest before torch's own mark was last reset."""
-        self._reserved_bytes = self._fragmentation_bytes = 0
-        """By the allocator when the visit began; see `UnplannedMemory`."""
+        self._fragmentation_bytes = 0
+        self._num_failed = self._count_failed()
+        """Allocations that had failed on the device when `note_failure` last looked."""
         _on_device.setdefault(self.device, weakref.WeakSet()).add(self)
         self._streams = idle.pop() if idle else tuple(torch.Stream(self.device) for _ in Lane)
         weakref.finalize(self, idle.append, self._streams)
@@ -169,18 +170,27 @@ class AcceleratorBackend(Backend):
         context_bytes = total_bytes - free_bytes - torch.accelerator.memory_reserved(self.device)
         return UnplannedMemory(max(context_bytes, 0), self._fragmentation_bytes)
 
+    def note_failure(self) -> None:
+        """What the allocator keeps it could not give: before it fails it gives the device back all that it can.
+
+        How much was in use then is not known, but that it was no more than the peak.
+        """
+        num_failed, self._num_failed = self._num_failed, self._count_failed()
+        if self._num_failed > num_failed:
+            reserved_bytes = torch.accelerator.memory_reserved(self.device)
+            unused_bytes = reserved_bytes - torch.accelerator.max_memory_allocated(self.device)
+            self._fragmentation_bytes = max(self._fragmentation_bytes, unused_bytes)
+
+    def _count_failed(self) -> int:
+        return int(torch.accelerator.memory_stats(self.device).get("num_ooms", 0))
+
     def begin_visit(self) -> None:
         self._reset_mark()
-        self._reserved_bytes = torch.accelerator.memory_reserved(self.device)
 
     def visit_peak_bytes(self) -> int | None:
         if self._num_sharing > 1:
             return None
-        peak_bytes = torch.accelerator.max_memory_allocated(self.device)
-        most_reserved_bytes = torch.accelerator.max_memory_reserved(self.device)
-        if most_reserved_bytes > self._reserved_bytes:  # what was free in the allocator's hands would not do
-            self._fragmentation_bytes = max(self._fragmentation_bytes, most_reserved_bytes - peak_bytes)
-        return peak_bytes - self._others_bytes
+        return torch.accelerator.max_memory_allocated(self.device) - self._others_bytes
 
     # Copies
 

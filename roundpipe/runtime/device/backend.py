@@ -112,7 +112,7 @@ class UnplannedMemory(NamedTuple):
     context: int = 0
     """In use beyond torch's allocator: the process's context and its libraries, and what other processes have."""
     fragmentation: int = 0
-    """The most that the allocator held without being able to give it: it asked the device for more meanwhile."""
+    """The most that the allocator held, but could not give, when an allocation failed."""
 
 
 class Backend(ABC):
@@ -168,6 +168,9 @@ class Backend(ABC):
 
     def note_others(self, own_bytes: int) -> None:  # noqa: B027 - most count only what is the worker's
         """Take all that is in use but for the worker's own bytes as others', while the worker has nothing to do."""
+
+    def note_failure(self) -> None:  # noqa: B027 - most allocators hold nothing that is free
+        """Learn from an allocation that may have failed, before an allocator gives back what it holds."""
 
     @abstractmethod
     def begin_visit(self) -> None:

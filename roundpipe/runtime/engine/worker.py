@@ -167,7 +167,9 @@ class Worker:
 
     def _abandon(self, step: StepState) -> None:
         """Let go of a cancelled step's memory and tensors; never raises: what goes wrong is noted at its error."""
+        is_out_of_memory = isinstance(step.error, torch.OutOfMemoryError)
         undo = (
+            *([self.backend.note_failure] if is_out_of_memory else []),
             self.backend.synchronize,
             *(opened.visit.drop for opened in self._open.values()),
             *(opened.stage.shared.end for opened in self._open.values() if opened.stage is not None),
