@@ -6,7 +6,6 @@ import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from roundpipe.core import trees
@@ -19,22 +18,6 @@ from roundpipe.effects.snapshot import ModuleSnapshot, WeightSnapshot
 from roundpipe.effects.uses import asks_for_gradients
 from roundpipe.fx.graph.traced import OutputValue
 from roundpipe.fx.passes.codegen import OutputExit
-
-
-class _Writable(torch.autograd.Function):
-    """The same memory as an autograd non-leaf, so that a module may write into its input as it would in eager."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
-        return leaf.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return gradients[0]
-
-
-def _writable(tensor: torch.Tensor) -> Any:
-    return _Writable.apply(tensor) if tensor.requires_grad and tensor.is_leaf else tensor
 
 
 class StateWatch:
@@ -94,7 +77,7 @@ class _ModuleLayer(nn.Module):
         self._modules[name] = module  # after the attributes, since a name may be one of theirs
 
     def forward(self, carry: Carry) -> Carry:
-        value = trees.map_tensors(carry[self.reads], _writable)
+        value = carry[self.reads]
         ((layer, module),) = self._modules.items()
         assert module is not None
         args, kwargs = value if self.unpack else ((value,), {})

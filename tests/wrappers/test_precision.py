@@ -156,3 +156,35 @@ def test_a_checkpoint_of_copies_in_half_precision_still_loads(tmp_path):
         for index, state in optimizer.state_dict()["state"].items():
             torch.testing.assert_close(state["exp_avg"], states[index]["exp_avg"].float())
         trained(after, 1)
+
+
+class UsesTwice(nn.Module):
+    """Casts what it is given for each use, of which the gradients are added in its own precision."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.tanh(self.first(x) + self.second(x)) + x
+
+
+@pytest.mark.parametrize("wrap", ["compile", "layers"])
+@pytest.mark.parametrize("grain", ["stage", "layer"])
+def test_under_autocast_gradients_are_eagers_to_the_bit_wherever_stages_begin(wrap, grain):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(UsesTwice() for _ in range(4)))
+    reference = copy.deepcopy(model)
+    plan = roundpipe.ExecutePlan([(0, 1), (1, 2)], (2, 4), [(1, 2), (0, 1)])
+    x, make = torch.randn(6, 8), roundpipe.compile if wrap == "compile" else roundpipe.RoundPipe
+    run_config = roundpipe.RoundPipeRunConfig(
+        num_microbatch=2, recompute_grain=grain, execute_plan=plan if wrap == "layers" else None
+    )
+    with make(model, devices=["cpu"] * 2) as piped, torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(2):
+            piped.forward_backward((x,), loss_fn=lambda out, _: out.float().square().sum(), run_config=run_config)
+            for part in x.tensor_split(2):
+                reference(part).float().square().sum().backward()
+        piped.synchronize()
+    for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(parameter.grad, expected.grad)

@@ -83,7 +83,7 @@ class Stage:
         spec, chain = self.spec, self.spec.chain
         recorded = RecordedSegment(segment.layers, self._leaves(segment, carry, microbatch))
         with spec.autocast(), torch.enable_grad():
-            values = dict(recorded.leaves)
+            values = _as_made(recorded.leaves)
             found = None
             for index in segment.layers:
                 bound, is_tail = self.layers[index], spec.tail is not None and index == segment.layers[-1]
@@ -125,8 +125,8 @@ class Stage:
     def recompute(self, segment: Segment, carry: Carry, microbatch: int) -> RecordedSegment:
         record = self.record
         recorded = RecordedSegment(segment.layers, self._leaves(segment, carry, microbatch), outputs={})
-        values = dict(recorded.leaves)
         with self.spec.autocast(), torch.enable_grad():
+            values = _as_made(recorded.leaves)
             for index in segment.layers:
                 bound, key = self.layers[index], (index, microbatch)
                 scope = LayerScope(record, key, self.backend, is_recomputation=True)
@@ -307,6 +307,31 @@ def _pass_on(spec: LayerSpec, index: int, last_reader: Mapping[str, int], carry:
     for name in spec.reads:
         if last_reader[name] == index:
             carry.pop(name, None)
+
+
+class _Made(torch.autograd.Function):
+    """The same memory as an autograd non-leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+def _as_made(leaves: Carry) -> Carry:
+    """Taken values as layers in front would have made them: none is a leaf.
+
+    So a layer may write into them, and autocast keeps no casts of them, in whose low precision it would add the
+    gradients of several uses.
+    """
+
+    def made(tensor: torch.Tensor) -> Any:
+        return _Made.apply(tensor) if tensor.requires_grad and tensor.is_leaf else tensor
+
+    return trees.map_tensors(dict(leaves), made)
 
 
 def _as_leaf(value: Any, plain: Container[int]) -> Any:
