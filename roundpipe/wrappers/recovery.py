@@ -18,6 +18,7 @@ from roundpipe.effects.run_once import FirstCall
 from roundpipe.effects.snapshot import CodeSnapshot
 from roundpipe.runtime.device.backend import OUT_OF_MEMORY
 from roundpipe.runtime.engine.plan_choice import PlanChooser
+from roundpipe.runtime.engine.smaller_plans import shrink
 from roundpipe.runtime.engine.spec import Call, StepSpec
 from roundpipe.runtime.engine.step import HostValues, StepState
 from roundpipe.wrappers.session import Session
@@ -72,7 +73,7 @@ def run_step(
             session.optimizer.come_home()
             session.engine.release_memory()
             plans.set_budgets(session.engine.take_budgets())
-            if not plans.shrink(call, plan):
+            if not shrink(plans, call, plan):
                 raise DeviceMemoryError(
                     f"{session.name} is out of memory with {call.num_microbatches} microbatches, {plan.num_stages} "
                     f"stages and recompute_grain={call.config.recompute_grain!r}, and no plan is known that needs "

@@ -15,6 +15,8 @@ import roundpipe
 from roundpipe.core.errors import DeviceMemoryError
 from roundpipe.runtime.device.backend import Device
 from roundpipe.runtime.device.cpu import CpuBackend
+from roundpipe.runtime.engine.smaller_plans import shrink
+from roundpipe.wrappers import recovery
 from tests.repeats import repeats
 from tests.runtime.models import DTYPE, assert_same, batch, config, eager_round, gradients, mlp, square_loss
 
@@ -131,6 +133,40 @@ def test_the_worker_whose_allocation_failed_learns_from_it(monkeypatch):
         with pytest.raises(ZeroDivisionError):
             piped.forward_backward((batch(),), loss_fn=lambda outputs, label: 1 / 0, run_config=config(3))
     assert len(seen) == 1
+
+
+def test_a_plan_that_needs_a_little_less_is_tried_at_last(monkeypatch):
+    """Where none needs much less: the one of single layers, and with that the proposals end."""
+    needs = []
+
+    def noted(plans, call, plan):
+        before = plans.needed_bytes(call, plan)
+        if found := shrink(plans, call, plan):
+            needs.append((before, plans.needed_bytes(call, plans.plan(call)), plans.least_need(call).memory.total))
+        return found
+
+    monkeypatch.setattr(recovery, "shrink", noted)
+    options = {"grain": "layer", "tiles": "off", "residency": "off"}
+
+    def run(budget_bytes, num_faults):
+        fault = Fault()
+        faults = iter(range(1, num_faults + 1))
+        fault.visit = lambda tensor: _raise_until(tensor, faults)
+        with roundpipe.RoundPipe(model_of(fault), devices=[Device("cpu", memory_bytes=budget_bytes)]) as piped:
+            piped.forward_backward((torch.randn(120, 6, dtype=DTYPE),), loss_fn=square_loss, run_config=config(3, **options))
+
+    run(ROOM, 1)
+    least_bytes = needs.pop()[2]
+    run(int(1.1 * least_bytes), 1)
+    ((before, after, least),) = needs
+    assert least_bytes == least == after < before <= 1.1 * least_bytes
+    with pytest.raises(DeviceMemoryError, match="no plan is known that needs less"):
+        run(int(1.1 * least_bytes), 2)
+
+
+def _raise_until(tensor, faults):
+    if type(tensor) is torch.Tensor and next(faults, None) is not None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
 def test_without_a_smaller_plan_the_error_says_what_was_tried():

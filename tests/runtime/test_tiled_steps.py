@@ -12,8 +12,7 @@ import roundpipe
 from roundpipe import Device, RoundPipeRunConfig
 from roundpipe.core.errors import DeviceMemoryError
 from roundpipe.core.tiling import UNTILED
-from roundpipe.runtime.engine.plan_choice import PlanChooser
-from roundpipe.wrappers import calls
+from roundpipe.wrappers import calls, recovery
 from tests.runtime.models import assert_same, gradients
 
 VOCABULARY, WIDTH, LENGTH, BATCH = 512, 8, 64, 4
@@ -119,18 +118,18 @@ def test_budgets(share, eager, untiled_peak):
 )
 def test_each_plan_of_a_recovery_is_within_the_budget(share, eager, untiled_peak, monkeypatch):
     """Where layers take so much more than was predicted that a plan without tiles is tried: eager's numbers."""
-    real, shrink, needs = calls.measure_memory, PlanChooser.shrink, []
+    real, shrink, needs = calls.measure_memory, recovery.shrink, []
     monkeypatch.setattr(calls, "measure_memory", lambda *args: [cost.scaled(0.1) for cost in real(*args)])
     model, budget = decoder(), int(share * untiled_peak)
 
     def noted(plans, call, plan):
         # what a plan was predicted to need is shown once it has run, which these plans have not
-        before = plans._needed_bytes(call, plan)
+        before = plans.needed_bytes(call, plan)
         if found := shrink(plans, call, plan):
-            needs.append((before, plans._needed_bytes(call, plans.plan(call))))  # as above
+            needs.append((before, plans.needed_bytes(call, plans.plan(call))))  # as above
         return found
 
-    monkeypatch.setattr(PlanChooser, "shrink", noted)
+    monkeypatch.setattr(recovery, "shrink", noted)
     loss, peak, _ = run(model, budget, residency="off")
     torch.testing.assert_close(loss, eager[0], rtol=0, atol=1e-12)
     assert_same(gradients(model), eager[1], atol=1e-12)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
 import operator
 from bisect import bisect_left
@@ -26,8 +25,7 @@ from roundpipe.planning.planner import plan as choose_plan
 from roundpipe.planning.residency import STREAMED, Residency, choose_residency
 from roundpipe.planning.stage_costs import StageCosts, plan_peak_bytes, plan_seconds
 from roundpipe.reports.tables import format_bytes
-from roundpipe.runtime.config import RECOMPUTE_GRAINS
-from roundpipe.runtime.engine.chain_record import KeptPlan, Limit, Room, guess_memory, times_the_example
+from roundpipe.runtime.engine.chain_record import KeptPlan, Room, guess_memory, times_the_example
 from roundpipe.runtime.engine.cost_model import CostModel, MemoryMeasure, Prediction
 from roundpipe.runtime.engine.full_plans import FullPlans
 from roundpipe.runtime.engine.option_choice import LADDER, TAIL_RUNGS, OptionChooser, finer_tiles, given_tiles, savings
@@ -43,9 +41,6 @@ FIRST_REPLAN = 2
 """Measured steps before the first look at the plan; then four times as many each time."""
 BUDGET_CHANGE = 0.03
 """Share by which what there is of devices must have changed before it is planned for anew."""
-SHRINK = 0.85
-"""Share of what a plan was predicted to need that the next one may, after a step ran out of memory."""
-MOST_TRIES = 16
 TILES_GAIN = 0.1
 """Share of a step's time that tiles of the tail must be predicted to save where a plan fits without them."""
 REPLICAS_GAIN = 0.05
@@ -101,7 +96,7 @@ class PlanChooser:
             config.execute_plan.validate(len(chain))
             call.tiles = next(iter(given_tiles(config)), UNTILED)
             return config.execute_plan
-        record, key = self.costs.record(chain), self._key(call)
+        record, key = self.costs.record(chain), self.key(call)
         call.config = replace(config, recompute_grain=key[1])
         if (kept := record.plans.get(key)) is None:
             plan, call.tiles = self._choose_with_tiles(call)
@@ -127,8 +122,8 @@ class PlanChooser:
         if self._budget_bytes is None:
             return
         call.tiles = kept.tiles
-        needed_bytes = self._needed_bytes(call, kept.plan)
-        if (limit := record.limits.get(place := self._place(call))) is not None:
+        needed_bytes = self.needed_bytes(call, kept.plan)
+        if (limit := record.limits.get(place := self.place(call))) is not None:
             record.limits[place] = replace(limit, budget_bytes=max(limit.budget_bytes, needed_bytes))
         elif needed_bytes > self._budget_bytes:
             with contextlib.suppress(DeviceMemoryError):
@@ -142,7 +137,7 @@ class PlanChooser:
             return round(times_the_example(call.chain, call.elements()), 1)
         return call.elements() if call.chain.example_elements else call.argument_bytes()
 
-    def _key(self, call: Call) -> tuple[Any, ...]:
+    def key(self, call: Call) -> tuple[Any, ...]:
         """Calls that are equal here have one plan; those made before memory was computed have another."""
         record, number, size = self.costs.record(call.chain), call.num_microbatches, self._size(call)
         limit = record.limits.get((number, size))
@@ -154,7 +149,7 @@ class PlanChooser:
         """Whether a step like a call's has run by its plan, or can't get another one."""
         if self.full.wants(call) and not self.full.is_proven(call):
             return False
-        kept = self.costs.record(call.chain).plans.get(self._key(call))
+        kept = self.costs.record(call.chain).plans.get(self.key(call))
         is_free = self._budget_bytes is not None and call.config.execute_plan is None
         return not is_free or (kept is not None and kept.is_proven)
 
@@ -162,55 +157,15 @@ class PlanChooser:
         """A call's step has run."""
         if call.is_full:
             self.full.prove(call)
-        elif (kept := self.costs.record(call.chain).plans.get(self._key(call))) is not None:
+        elif (kept := self.costs.record(call.chain).plans.get(self.key(call))) is not None:
             kept.is_proven = True
-
-    def shrink(self, call: Call, plan: ExecutePlan) -> bool:
-        """Take in that a step ran out of memory: the next plan needs less. False if none is known that does.
-
-        At first nothing stays on devices any more; the plan is the same then.
-        """
-        record, place = self.costs.record(call.chain), self._place(call)
-        if call.is_full:
-            self.full.is_over = True
-            return True
-        if self.room(call, plan).residency.layers:
-            record.streaming.add(place)
-            record.rooms.clear()
-            return True
-        if call.config.execute_plan is not None:
-            return False
-        before, tiles_before = call.config, call.tiles
-        limit, needed_bytes = record.limits.get(place), self._needed_bytes(call, plan)
-        grains = RECOMPUTE_GRAINS[RECOMPUTE_GRAINS.index(before.recompute_grain) :]
-        rungs = itertools.chain([tiles_before], itertools.chain.from_iterable(self._finer(call, tiles_before)))
-        for tiles, grain in ((tiles, grain) for tiles in rungs for grain in grains):
-            call.config, call.tiles = replace(before, recompute_grain=grain), tiles
-            budget_bytes = float(needed_bytes)
-            for _ in range(MOST_TRIES):
-                budget_bytes *= SHRINK
-                record.limits[place] = Limit(int(budget_bytes), grain)
-                try:
-                    smaller = self._choose(call, tiles)
-                except DeviceMemoryError:
-                    break
-                if smaller != plan or (grain, tiles) != (before.recompute_grain, tiles_before):
-                    num_steps = self.costs.num_steps(call.chain, tiles)
-                    record.plans[self._key(call)] = KeptPlan(smaller, num_steps, tiles)
-                    return True
-        call.config, call.tiles = before, tiles_before
-        if limit is None:
-            del record.limits[place]
-        else:
-            record.limits[place] = limit
-        return False
 
     def room(self, call: Call, plan: ExecutePlan) -> Room:
         """What to do with the device memory that a plan leaves over, as predicted."""
         rooms = self.costs.record(call.chain).rooms
         if call.is_full:
             return self.full.room(call)
-        if (key := (*self._key(call), call.config.residency, call.is_evaluation, call.tiles, plan)) not in rooms:
+        if (key := (*self.key(call), call.config.residency, call.is_evaluation, call.tiles, plan)) not in rooms:
             rooms[key] = self._room(call, plan)
         return rooms[key]
 
@@ -231,17 +186,17 @@ class PlanChooser:
         """What stays on devices in a call's steps."""
         if not self._may_stay(call) or not self._knows_memory(call):
             return STREAMED
-        limit = self.costs.record(call.chain).limits.get(self._place(call))
+        limit = self.costs.record(call.chain).limits.get(self.place(call))
         return choose_residency(schedule, costs, self._budget_bytes if limit is None else limit.budget_bytes)
 
     def _may_stay(self, call: Call) -> bool:
-        return call.config.residency != "off" and self._place(call) not in self.costs.record(call.chain).streaming
+        return call.config.residency != "off" and self.place(call) not in self.costs.record(call.chain).streaming
 
     def _knows_memory(self, call: Call) -> bool:
         """Whether it is known what layers take, where that matters."""
         return self._budget_bytes is None or bool(call.chain.example_elements or self.costs.record(call.chain).memory())
 
-    def _place(self, call: Call) -> tuple[int, float]:
+    def place(self, call: Call) -> tuple[int, float]:
         """What tells calls apart that ran out of memory."""
         return call.num_microbatches, self._size(call)
 
@@ -249,11 +204,11 @@ class PlanChooser:
         """The optimizer was given an update: the next step may have another plan."""
         self._may_replan = True
 
-    def _needed_bytes(self, call: Call, plan: ExecutePlan) -> int:
+    def needed_bytes(self, call: Call, plan: ExecutePlan) -> int:
         costs, grain = self.costs.of(call.chain, call.elements(), call.tiles), call.config.recompute_grain
         return plan_peak_bytes(plan, costs, num_workers=self._num_workers, recompute_grain=grain)
 
-    def _choose(self, call: Call, tiles: Tiles, free: Iterable[int] = ()) -> ExecutePlan:
+    def choose(self, call: Call, tiles: Tiles, free: Iterable[int] = ()) -> ExecutePlan:
         """The best plan in tiles; ``free``: see `fits`.
 
         Raises:
@@ -279,9 +234,9 @@ class PlanChooser:
         costs, arguments = self._problem(call, tiles, free)
         return has_plan(costs, **arguments)
 
-    def least_need(self, call: Call) -> LeastNeed:
-        """The least device memory that a call can do with, in the finest tiles that it may have."""
-        costs, arguments = self._problem(call, (given_tiles(call.config) or LADDER)[-1])
+    def least_need(self, call: Call, tiles: Tiles | None = None) -> LeastNeed:
+        """The least device memory that a call can do with in tiles; None: in the finest that it may have."""
+        costs, arguments = self._problem(call, tiles or (given_tiles(call.config) or LADDER)[-1])
         return least_need(costs, **arguments)
 
     def _problem(self, call: Call, tiles: Tiles, free: Iterable[int] = ()) -> tuple[list[LayerCost], PlanArguments]:
@@ -290,7 +245,7 @@ class PlanChooser:
         costs, record = self.costs.of(call.chain, call.elements(), tiles), self.costs.record(call.chain)
         for index in free:
             costs[index] = replace(costs[index], activation_bytes=0, workspace_bytes=0, temporary_bytes=0)
-        limit = record.limits.get(self._place(call))
+        limit = record.limits.get(self.place(call))
         return costs, PlanArguments(
             num_workers=self._num_workers,
             num_microbatches=call.num_microbatches,
@@ -304,10 +259,10 @@ class PlanChooser:
         if given := given_tiles(call.config):
             for tiles in given[:-1]:
                 with contextlib.suppress(DeviceMemoryError):
-                    return self._choose(call, tiles), tiles
-            return self._choose(call, given[-1]), given[-1]
+                    return self.choose(call, tiles), tiles
+            return self.choose(call, given[-1]), given[-1]
         try:
-            plan, tiles = self._faster_in_tiles(call, self._choose(call, UNTILED))
+            plan, tiles = self._faster_in_tiles(call, self.choose(call, UNTILED))
         except DeviceMemoryError:
             may_fit = self.fits(call, UNTILED, free=range(len(call.chain)))
             if not may_fit or (found := self._with_fewest_tiles(call)) is None:
@@ -318,7 +273,7 @@ class PlanChooser:
             logger.info("what is computed for each token alone runs in tiles; %s", savings(tiles, before, after))
         return plan, tiles
 
-    def _finer(self, call: Call, tiles: Tiles) -> Iterator[Sequence[Tiles]]:
+    def finer(self, call: Call, tiles: Tiles) -> Iterator[Sequence[Tiles]]:
         """Tiles in which a call may need less memory: of the tail, then of other layers, which take long to measure."""
         for finer in finer_tiles(call.config, tiles):
             if self.has_budget and any(self.costs.is_less(call, tiles, each) for each in (finer[0], finer[-1])):
@@ -327,7 +282,7 @@ class PlanChooser:
     def _with_fewest_tiles(self, call: Call) -> tuple[ExecutePlan, Tiles] | None:
         """A plan in tiles; None if nothing runs in tiles."""
         fits, tiles = functools.partial(self.fits, call), UNTILED
-        for rungs in self._finer(call, UNTILED):
+        for rungs in self.finer(call, UNTILED):
             if fits(tiles := rungs[0]):  # mostly; each of the others takes as long to measure
                 break
             if fits(tiles := rungs[-1]):
@@ -336,7 +291,7 @@ class PlanChooser:
         if tiles == UNTILED:
             return None
         try:
-            return self._choose(call, tiles), tiles
+            return self.choose(call, tiles), tiles
         except DeviceMemoryError as error:
             raise DeviceMemoryError(f"{error}. That is in {tiles.layers} tiles, as far as it can be cut") from None
 
@@ -350,12 +305,12 @@ class PlanChooser:
         least_s = (1 - TILES_GAIN) * predict(plan)
         tail = [len(costs) - 1]
         free_costs, arguments = self._problem(call, UNTILED, tail)
-        if least_seconds(free_costs, **arguments) > least_s or predict(self._choose(call, UNTILED, tail)) > least_s:
+        if least_seconds(free_costs, **arguments) > least_s or predict(self.choose(call, UNTILED, tail)) > least_s:
             return found
         if not self.costs.is_less(call, UNTILED, TAIL_RUNGS[0]):
             return found
         for tiles in filter(operator.attrgetter("at_once"), TAIL_RUNGS):
-            other = self._choose(call, tiles)
+            other = self.choose(call, tiles)
             seconds = self._seconds(call, tiles)(other)
             if seconds <= least_s:
                 found, least_s = (other, tiles), (1 - TILES_GAIN) * seconds
@@ -380,7 +335,7 @@ class PlanChooser:
         if present_s < SHORTEST_STEP_S:
             return present
         try:
-            plan = self._choose(call, kept.tiles)
+            plan = self.choose(call, kept.tiles)
         except DeviceMemoryError:  # by what was measured, and the present one has run
             return present
         plan_s = seconds(plan)
