@@ -122,6 +122,11 @@ def train(pipe: roundpipe.RoundPipe, case: str, ids: torch.Tensor) -> float:
     return float(found)
 
 
+def retries(device: str) -> int:
+    """How often the allocator had to give memory back and ask anew, which stops the device each time."""
+    return 0 if device == "cpu" else torch.accelerator.memory_stats(device).get("num_alloc_retries", 0)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Trains the case for some steps; 1 if it does not fit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -157,9 +162,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 break
             pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()))
             seconds = time.perf_counter() - begun_s
-            steps.append({"loss": loss, "seconds": seconds, "peak_bytes": pipe.peak_device_bytes(reset=True)})
+            peak_bytes, num_retries = pipe.peak_device_bytes(reset=True), retries(options.device)
+            steps.append({"loss": loss, "seconds": seconds, "peak_bytes": peak_bytes, "num_retries": num_retries})
             speed = f"{seconds:8.2f} s, {ids.numel() / seconds:10,.0f} tokens/s"
-            print(f"loss {loss:10.4f}, {speed}, peak {steps[-1]['peak_bytes'] / 1e9:7.3f} GB", flush=True)
+            print(
+                f"loss {loss:10.4f}, {speed}, peak {peak_bytes / 1e9:7.3f} GB, {num_retries} retries so far", flush=True
+            )
         print(pipe.partition_table(), pipe.report(), sep="\n\n")
     report(options.json, results)
     return int("error" in results)
