@@ -33,6 +33,27 @@ EXECUTION_DEVICE = "execution_device"
 
 
 @dataclass(frozen=True, slots=True)
+class Glue:
+    """A value that a layer makes of arguments and constants alone, such as a mask or a rotary table.
+
+    Layers that need the same value have the same glue. A layer that is given it, in its carry, does not make it.
+    """
+
+    name: str
+    reads: tuple[str, ...]
+    """The arguments that it is made of."""
+    sizes_of: frozenset[str] = frozenset()
+    """Those of them of which only sizes matter."""
+
+
+class MakesGlue(Protocol):
+    """A layer whose spec names glue."""
+
+    def make_glue(self, name: str, carry: Carry) -> Any:
+        """A value of its glue, from a carry that has what it is made of."""
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """What the runtime must know about one layer."""
 
@@ -50,6 +71,8 @@ class LayerSpec:
     """Whether its forward may write into the values it reads; generated layers clone such values first."""
     execution_device: bool = False
     """Whether it has the attribute `EXECUTION_DEVICE`."""
+    glue: tuple[Glue, ...] = ()
+    """What it can be given beside what it reads; it then is a `MakesGlue`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,14 @@ one chain has them all: each of its layers has a layer of every chain, and runs 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
-from roundpipe.core.layers import Carry, LayerChain, LayerCost, LayerSpec, OwnLoss, Tail
+from roundpipe.core.layers import Carry, Glue, LayerChain, LayerCost, LayerSpec, MakesGlue, OwnLoss, Tail
 from roundpipe.runtime.engine.spec import Call
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,13 @@ class JointChain(LayerChain):
             own = [_merged_spec(chain, positions) for chain, positions in zip(chains, group, strict=True)]
             specs.append(_joint_spec(own))
             parts = [[chain[i] for i in positions] for chain, positions in zip(chains, group, strict=True)]
-            layers.append(JointLayer(parts, specs[-1].makes))
+            glue = {
+                f"{number}.{each.name}": f"{number}.{part}"
+                for number, (chain, positions) in enumerate(zip(chains, group, strict=True))
+                for part, position in enumerate(positions)
+                for each in chain.specs[position].glue
+            }
+            layers.append(JointLayer(parts, specs[-1].makes, glue))
         costs = self.joint_costs({number: chain.costs for number, chain in enumerate(chains)})
         made = {name for spec in specs for name in spec.makes}
         read = dict.fromkeys(name for reads in (*(spec.reads for spec in specs), exit.reads) for name in reads)
@@ -152,8 +158,10 @@ class JointChains:
 class JointLayer(nn.Module):
     """Layers of each chain; modules have the names that they have in their own layer."""
 
-    def __init__(self, parts: Sequence[Sequence[nn.Module]], makes: Sequence[str]) -> None:
+    def __init__(self, parts: Sequence[Sequence[nn.Module]], makes: Sequence[str], glue: Mapping[str, str]) -> None:
         super().__init__()
+        self._glue = dict(glue)
+        """By name, which part makes it."""
         self._parts = [[f"{number}.{position}" for position in range(len(own))] for number, own in enumerate(parts)]
         self._modules.update(
             (name, layer)
@@ -168,6 +176,12 @@ class JointLayer(nn.Module):
         own.update(last(own))
         made = _inside(carry[VARIANT], own)
         return {name: made.get(name) for name in self._makes}
+
+    def make_glue(self, name: str, carry: Carry) -> Any:
+        """A value of glue of one of the chains."""
+        number, _, own_name = name.partition(".")
+        part = cast(MakesGlue, getattr(self, self._glue[name]))
+        return part.make_glue(own_name, _outside(int(number), carry))
 
     def up_to_last(self, carry: Carry) -> tuple[nn.Module, Carry]:
         """Of the layers of a microbatch's own chain, the last one, and what the chain carries once the others ran."""
@@ -238,7 +252,11 @@ def _outside(number: int, carry: Carry) -> Carry:
 
 
 def _named(names: Any) -> tuple[str, ...]:
-    return tuple(f"{number}.{name}" for number, each in enumerate(names) for name in each)
+    return tuple(name for number, each in enumerate(names) for name in _named_by(number, each))
+
+
+def _named_by(number: int, names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(f"{number}.{name}" for name in names)
 
 
 def _joint_spec(specs: Sequence[LayerSpec]) -> LayerSpec:
@@ -254,6 +272,15 @@ def _joint_spec(specs: Sequence[LayerSpec]) -> LayerSpec:
         draws_random=any(spec.draws_random for spec in specs),
         may_write_reads=any(spec.may_write_reads for spec in specs),
         execution_device=any(spec.execution_device for spec in specs),
+        glue=tuple(
+            Glue(
+                f"{number}.{each.name}",
+                _named_by(number, each.reads),
+                frozenset(_named_by(number, each.sizes_of)),
+            )
+            for number, spec in enumerate(specs)
+            for each in spec.glue
+        ),
     )
 
 
@@ -303,4 +330,5 @@ def _merged_spec(chain: LayerChain, positions: range) -> LayerSpec:
         draws_random=any(spec.draws_random for spec in specs),
         may_write_reads=any(spec.may_write_reads for spec in specs),
         execution_device=any(spec.execution_device for spec in specs),
+        glue=tuple(dict.fromkeys(glue for spec in specs for glue in spec.glue)),
     )

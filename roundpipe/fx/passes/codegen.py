@@ -15,23 +15,19 @@ changes a carry or a value in it, and works when the carry holds only what its s
 
 from __future__ import annotations
 
-import copy
-import linecache
 import operator
 import sys
-import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.fx
 from torch import nn
 from torch.fx import Node
-from torch.fx.graph_module import _loader
 
 from roundpipe.core import trees
-from roundpipe.core.layers import EXECUTION_DEVICE, Carry, LayerChain, LayerSpec
+from roundpipe.core.layers import EXECUTION_DEVICE, Carry, Glue, LayerChain, LayerSpec
 from roundpipe.core.tiling import num_tiles
 from roundpipe.fx.arguments import CallForm
 from roundpipe.fx.graph.nodes import draws_random, has_effect, installs_hook, modes_of, writes_buffers
@@ -39,16 +35,20 @@ from roundpipe.fx.graph.traced import OutputValue, TracedGraph, output_names
 from roundpipe.fx.operations import NamedCall, assign_buffer, call_leaf, call_method, hang_on, overrides_call, pass_on
 from roundpipe.fx.passes.cost import NodeCost
 from roundpipe.fx.passes.forms import ValueForms
+from roundpipe.fx.passes.generated import Generated, sizes_key
+from roundpipe.fx.passes.glue import GlueCode, GlueFunctions, made_of
 from roundpipe.fx.passes.partition import Chunk, Partition, layer_costs
 
 
 def generate(traced: TracedGraph, partition: Partition, costs: Mapping[Node, NodeCost]) -> LayerChain:
     """The chain of layers that a partition describes; the model's modules are shared, not copied."""
     layers, specs = [], []
+    functions: GlueFunctions = {}
     for chunk in partition.chunks:
         writer = _Writer(traced, chunk)
         layers.append(writer.write())
-        specs.append(_spec(partition, chunk, writer.uses_device))
+        glue = layers[-1].programs.glue = GlueCode(writer.graph, writer.glue(), functions)
+        specs.append(_spec(partition, chunk, writer.uses_device, tuple(glue.described())))
     form = CallForm(traced.model)
     forms = ValueForms(traced, form, {*specs[-1].reads, *output_names(traced.output)})
     exit = OutputExit(traced.output, forms)
@@ -63,7 +63,7 @@ def whole_graph(traced: TracedGraph) -> Layer:
     """One layer for a graph: from a carry of its inputs to one of its outputs."""
     placeholders, outputs = tuple(traced.placeholders), tuple(traced.outputs)
     name = type(traced.model).__name__
-    return _Writer(traced, Chunk(name, (), tuple(traced.body), placeholders, (), outputs, (), 0)).write()
+    return _Writer(traced, Chunk(name, (), tuple(traced.body), placeholders, (), (), outputs, (), 0)).write()
 
 
 # ---------------------------------------------------------------------------------- ends of the chain
@@ -101,41 +101,14 @@ class OutputExit:
         return self
 
 
-class Generated(torch.fx.GraphModule):
-    """Code generated from a graph; exceptions pass through as they are, copies share it."""
-
-    def recompile(self) -> Any:
-        """Writes ``forward`` from the graph."""
-        code = super().recompile()
-        # torch.fx wraps calls to print errors and cut their tracebacks; a user's error must stay whole.
-        del type(self).__call__
-        # which keeps its source for ever
-        weakref.finalize(type(self), _forget_source, type(self).forward.__code__.co_filename).atexit = False
-        return code
-
-    def __copy__(self) -> Self:
-        clone: Self = object.__new__(type(self))
-        clone.__dict__ = dict(self.__dict__)
-        for kind in ("_parameters", "_buffers", "_modules"):
-            clone.__dict__[kind] = dict(self.__dict__[kind])
-        return clone
-
-    def __deepcopy__(self, memo: dict[int, Any] | None) -> Self:
-        memo = {} if memo is None else memo
-        clone: Self = object.__new__(type(self))
-        memo[id(self)] = clone
-        memo[id(self._graph)] = self._graph
-        clone.__dict__ = copy.deepcopy(self.__dict__, memo)
-        return clone
-
-
 class Programs:
-    """How a layer runs in tiles, by the sizes of what it reads; shared by its copies."""
+    """Other ways to run a layer: in tiles, by the sizes of what it reads, or with glue given; shared by its copies."""
 
     def __init__(self) -> None:
         self.reads: tuple[str, ...] = ()
         self.by_sizes: dict[Hashable, Callable[[nn.Module, Carry], Carry] | None] = {}
         """None: it has no region that can be tiled at these sizes."""
+        self.glue: GlueCode | None = None
 
     def for_carry(self, carry: Carry) -> Callable[[nn.Module, Carry], Carry] | None:
         return self.by_sizes.get(self.key(carry)) if self.by_sizes else None
@@ -148,43 +121,37 @@ class Programs:
         return self
 
 
-def sizes_key(values: Iterable[Any]) -> Hashable:
-    """Equal for values whose tensors have the same sizes and types, and all else is the same."""
-    return tuple(
-        (tuple(leaf.shape), leaf.dtype)
-        if isinstance(leaf, torch.Tensor)
-        else leaf
-        if isinstance(leaf, trees.PLAIN)
-        else type(leaf)
-        for value in values
-        for leaf in trees.leaves(value)
-    )
-
-
 class Layer(Generated):
-    """A generated layer, which runs in tiles where the caller asks for it and its rows allow it."""
+    """A generated layer, which runs in tiles where the caller asks for it and its rows allow it.
+
+    Glue that its carry has is taken from there.
+    """
 
     programs: Programs
 
+    def make_glue(self, name: str, carry: Carry) -> Any:
+        """One of its values of glue, for its carry and for those of other layers."""
+        assert self.programs.glue is not None
+        return self.programs.glue.make(self, name, carry)
+
     def recompile(self) -> Any:
-        """Writes ``forward`` from the graph, with the switch to tiles in front."""
+        """Writes ``forward`` from the graph, with the switch to other programs in front."""
         code = super().recompile()
         self.__dict__.setdefault("programs", Programs())
         kind = type(self)
         as_written: Callable[[Any, Carry], Carry] = kind.forward
 
         def forward(self: Layer, carry: Carry) -> Carry:
-            if num_tiles() > 1 and (program := self.programs.for_carry(carry)) is not None:
-                return program(self, carry)
+            programs, glue = self.programs, self.programs.glue
+            if num_tiles() > 1 and (program := programs.for_carry(carry)) is not None:
+                return program(self, carry if glue is None else glue.complete(self, carry))
+            if glue is not None and glue.all_in(carry):
+                made: Carry = glue.run_rest(self, carry)
+                return made
             return as_written(self, carry)
 
         kind.forward = forward
         return code
-
-
-def _forget_source(name: str) -> None:
-    _loader.eval_cache.pop(name, None)
-    linecache.cache.pop(name, None)
 
 
 # ---------------------------------------------------------------------------------- writing one layer
@@ -221,6 +188,16 @@ class _Writer:
         passed = tuple(node.name for node in self.chunk.passes)
         self.graph.output(self.graph.call_function(pass_on, (carry, passed, outputs)) if passed else outputs)
         return Layer(self._root(), self.graph, class_name="Layer")
+
+    def glue(self) -> dict[str, Node]:
+        """By name, the values of glue that are made in the same way by every layer that has them."""
+        found = {node.name: self.values[node] for node in self.chunk.glue}
+        own = set(self.objects.values())  # numbered layer by layer
+        return {
+            name: node
+            for name, node in found.items()
+            if not any(each.op == "call_module" or each.target in own for each in made_of([node]))
+        }
 
     def _assigned_buffers(self) -> list[Node]:
         """Buffers that this layer assigns to, whose value from before is read first."""
@@ -339,7 +316,7 @@ def _named(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _spec(partition: Partition, chunk: Chunk, uses_device: bool) -> LayerSpec:
+def _spec(partition: Partition, chunk: Chunk, uses_device: bool, glue: tuple[Glue, ...]) -> LayerSpec:
     return LayerSpec(
         name=chunk.name,
         module_names=chunk.module_names,
@@ -349,4 +326,5 @@ def _spec(partition: Partition, chunk: Chunk, uses_device: bool) -> LayerSpec:
         draws_random=any(map(draws_random, chunk.nodes)),
         may_write_reads=False,
         execution_device=uses_device,
+        glue=glue,
     )

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,7 +23,7 @@ from torch import nn
 from roundpipe.core import trees
 from roundpipe.core.allocations import Allocations, uncounted
 from roundpipe.core.backward import backward_from
-from roundpipe.core.layers import EXECUTION_DEVICE, Carry, LayerChain, LayerCost, LayerSpec, Tail
+from roundpipe.core.layers import EXECUTION_DEVICE, Carry, LayerChain, LayerCost, LayerSpec, MakesGlue, Tail
 from roundpipe.core.modes import Modes, autocast_as_on_accelerator
 from roundpipe.core.tiling import UNTILED, Tiles, TilesRun, in_tiles, num_tiles
 from roundpipe.effects.snapshot import python_restored
@@ -102,6 +102,9 @@ class _ChainRun:
         self._mode = static_mode()
         self._known = _known.setdefault(chain, {})
         self._modes = device, Modes.current()
+        self._glue: Carry = {}
+        """Values that layers make of arguments and constants alone, and share."""
+        self._glue_bytes = self._glue_peak_bytes = 0
 
     def costs(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss | None) -> list[LayerCost]:
         chain = self._chain
@@ -116,13 +119,40 @@ class _ChainRun:
                 if to_loss is not None:  # nothing goes on from there: what comes in is what is carried
                     costs.append(_with_memory(replace(cost, carry_bytes=_bytes_of(carry), has_loss=True), to_loss))
                     break
-                memory, results = self._layer(layer, spec, {name: carry[name] for name in spec.reads}, ran)
+                reads = self._given(layer, spec, {name: carry[name] for name in spec.reads})
+                memory, results = self._layer(layer, spec, reads, ran)
             carry = {name: value for name, value in (carry | results).items() if last_reader.get(name, -1) > index}
             carry_bytes = _bytes_of(carry)
             if loss is not None and index == len(chain) - 1:
                 memory, cost = _with_guessed_loss(memory, carry_bytes), replace(cost, has_loss=True)
             costs.append(_with_memory(replace(cost, carry_bytes=carry_bytes), memory))
-        return costs
+        return [self._with_glue(cost) for cost in costs]
+
+    def _given(self, layer: nn.Module, spec: LayerSpec, reads: Carry) -> Carry:
+        """What a layer reads, with the glue that it is given: it is made once for all layers."""
+        missing = [glue.name for glue in spec.glue if glue.name not in self._glue]
+        if missing:
+            twin = cast(MakesGlue, self._twin(layer, spec))
+            memory = Allocations(trees.tensors(reads), self._rounding)
+            with self._entered(), torch.enable_grad(), memory:
+                self._glue.update((name, twin.make_glue(name, reads)) for name in missing)
+            self._glue_peak_bytes = max(self._glue_peak_bytes, self._glue_bytes + memory.peak_bytes)
+            self._glue_bytes += memory.live_bytes
+        given = {glue.name: self._glue[glue.name] for glue in spec.glue}
+        return reads | {
+            name: value for name, value in given.items() if not any(t.requires_grad for t in trees.tensors(value))
+        }
+
+    def _with_glue(self, cost: LayerCost) -> LayerCost:
+        """A layer's cost with the glue that is there while it runs, made by itself or another layer of its stage."""
+        if not self._glue:
+            return cost
+        num_bytes, peak_bytes = self._glue_bytes, self._glue_peak_bytes
+        return replace(
+            cost,
+            workspace_bytes=max(cost.workspace_bytes + num_bytes, peak_bytes),
+            temporary_bytes=max(cost.temporary_bytes + num_bytes, peak_bytes),
+        )
 
     def _faked(self, value: Any) -> Any:
         return trees.map_tensors(value, lambda tensor: fake_of(self._mode, tensor, self._device))

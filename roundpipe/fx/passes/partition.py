@@ -1,7 +1,8 @@
 """Where a traced model is cut, and what its layers then read, make and cost.
 
 Glue that depends on nothing but inputs (masks, rotary tables) is no layer's own: each layer that needs it makes it
-again, unless carrying it is cheaper. Between all other nodes, `cuts` says where a cut may be and which are taken.
+again, or is given what another layer of its stage has made, unless carrying it is cheaper. Between all other nodes,
+`cuts` says where a cut may be and which are taken.
 
 Invariant: every body node belongs to one chunk or is recomputed; a chunk reads only inputs and what earlier chunks
 make; a value is made once, under its node's name.
@@ -64,6 +65,8 @@ class Chunk:
     """Inputs and values of earlier chunks that it uses."""
     clones: tuple[Node, ...]
     """Those of ``reads`` that it would write in place, and clones first."""
+    glue: tuple[Node, ...]
+    """Tensors of recomputed nodes that its own nodes read and the model does not return."""
     makes: tuple[Node, ...]
     """Its values that later chunks or the outputs read."""
     passes: tuple[Node, ...]
@@ -245,6 +248,7 @@ def _chunks(
         nodes = in_order(node for node in needed if node.op.startswith("call_"))
         sources = {source for node in nodes for source in node.all_input_nodes if source.op != "get_attr"}
         reads = in_order(sources.difference(nodes))
+        own_glue = {source for node in own for source in node.all_input_nodes if source in recomputed}.difference(late)
         makes = [node for node in own if node in behind] + made_last
         written = {storage_key(value) for node in own for value in mutated_by(node)} - {None}
         chunks.append(
@@ -254,6 +258,7 @@ def _chunks(
                 nodes=tuple(nodes),
                 reads=tuple(reads),
                 clones=tuple(node for node in reads if storage_key(node) in written),
+                glue=tuple(in_order(node for node in own_glue if isinstance(value_of(node), torch.Tensor))),
                 makes=tuple(makes),
                 passes=tuple(in_order((behind & live[start]) - set(makes))),
                 carry_bytes=sum(map(value_bytes, behind)),

@@ -27,7 +27,8 @@ from roundpipe.core.layers import EXECUTION_DEVICE, Carry
 from roundpipe.core.tiling import num_tiles
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph
 from roundpipe.fx.operations import pass_on
-from roundpipe.fx.passes.codegen import Generated, Layer, OutputExit, sizes_key, whole_graph
+from roundpipe.fx.passes.codegen import Layer, OutputExit, whole_graph
+from roundpipe.fx.passes.generated import Generated, sizes_key
 from roundpipe.fx.passes.own_losses import sources
 from roundpipe.fx.passes.tiles import TiledProgram, tiled_program
 

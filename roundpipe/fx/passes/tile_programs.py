@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,7 +22,8 @@ from roundpipe.core.layers import Carry
 from roundpipe.core.tiled_regions import Region, RowResult, SumResult
 from roundpipe.core.tiling import Rows
 from roundpipe.fx.operations import NamedCall
-from roundpipe.fx.passes.codegen import Generated
+from roundpipe.fx.passes.generated import GeneratedFunction
+from roundpipe.fx.passes.glue import erase_unread, made_of, taken
 from roundpipe.fx.passes.inner_tiles import TiledLeaf
 from roundpipe.fx.passes.regions import RegionNodes, RowGraph, RowNode
 from roundpipe.fx.passes.row_losses import RowLoss, weight_of
@@ -34,7 +37,7 @@ logger = logging.getLogger(__name__)
 class TiledProgram:
     """A layer's code with regions in tiles."""
 
-    function: _Function
+    function: GeneratedFunction
     regions: tuple[Region, ...]
     leaves: tuple[TiledLeaf, ...] = ()
     """Modules parts of which run in tiles."""
@@ -69,9 +72,14 @@ class TilePlan:
         self.regions = [region for region, made, body in writer.written if _holds(region, made, root, body.examples)]
         return bool(self.regions)
 
-    def write(self, root: nn.Module) -> TiledProgram:
-        """The program; ``root``: where the graph's targets are."""
-        writer = _ProgramWriter(self, root)
+    def write(self, root: nn.Module, glue: Mapping[Node, str] = MappingProxyType({})) -> TiledProgram:
+        """The program.
+
+        Args:
+            root: where the graph's targets are.
+            glue: nodes whose values the program takes from its carry, by these names, where it reads them whole.
+        """
+        writer = _ProgramWriter(self, root, glue)
         function = writer.write()
         return TiledProgram(function, tuple(made for _, made, _ in writer.written), tuple(self.leaves.values()))
 
@@ -87,18 +95,20 @@ def _holds(region: RegionNodes, made: Region, root: nn.Module, examples: list[An
 
 
 class _ProgramWriter:
-    def __init__(self, plan: TilePlan, root: nn.Module) -> None:
+    def __init__(self, plan: TilePlan, root: nn.Module, glue: Mapping[Node, str] = MappingProxyType({})) -> None:
         self.rows = plan.rows
         self.source = plan.rows.run.graph
         self.root = root
         self.graph = Graph()
         self.values: dict[Node, Any] = dict(plan.rows.run.literals)
         self.leaves = plan.leaves
+        self.glue = glue
         self.region_of = {node: region for region in plan.regions for node in region.nodes}
         self.owner = self.graph.placeholder("owner")
+        self.carry: Any = None
         self.written: list[tuple[RegionNodes, Region, _BodyWriter]] = []
 
-    def write(self) -> _Function:
+    def write(self) -> GeneratedFunction:
         position = {node: index for index, node in enumerate(self.source.nodes)}
         first = {node: position[self.region_of[node].nodes[0]] if node in self.region_of else position[node]
                  for node in position}  # fmt: skip
@@ -114,7 +124,9 @@ class _ProgramWriter:
                 done.add(id(region))
                 self._write_region(region)
         self.graph.output(map_arg(output.args[0], self._operand))
-        return _generate(self.root, self.graph)
+        written = (self.values.get(node) for node in made_of(self.glue))
+        erase_unread(self.graph, (node for node in written if isinstance(node, Node)))
+        return GeneratedFunction.of(self.root, self.graph)
 
     def _operand(self, node: Node) -> Any:
         return self.values[node]
@@ -122,6 +134,9 @@ class _ProgramWriter:
     def _copy(self, node: Node) -> None:
         if node not in self.values:
             op, target = node.op, node.target
+            if node in self.glue:
+                self.values[node] = taken(self.graph, self.carry, self.glue[node])
+                return
             args, kwargs = map_arg((node.args, node.kwargs), self._operand)
             if node in self.leaves:
                 if op == "call_module":
@@ -129,12 +144,14 @@ class _ProgramWriter:
                 modes = target.modes if isinstance(target, NamedCall) else None
                 op, target = "call_function", NamedCall("leaf_in_tiles", self.leaves[node], modes)
             self.values[node] = self.graph.create_node(op, target, args, kwargs, name=node.name)
+            if op == "placeholder":
+                self.carry = self.values[node]
 
     def _write_region(self, region: RegionNodes) -> None:
         body = _BodyWriter(self, region)
         body.write()
         made = Region(
-            function=_generate(self.root, body.graph),
+            function=GeneratedFunction.of(self.root, body.graph),
             sizes=region.space.sizes,
             inputs=tuple(rows for _, rows in body.inputs),
             results=tuple(self._kind(node) for node in body.results),
@@ -253,22 +270,6 @@ class _BodyWriter:
                 size = self.graph.call_function(operator.mul, (size, self._size((axis, axis + 1))))
             self.sizes[axes] = size
         return self.sizes[axes]
-
-
-def _generate(root: nn.Module, graph: Graph) -> _Function:
-    """The function that a graph is the code of, whose first argument is the module that has its targets."""
-    kind = type(Generated(root, graph, class_name="Program"))
-    return _Function(kind)
-
-
-@dataclass(frozen=True, slots=True)
-class _Function:
-    """The code of a generated class, whose source is known as long as the class is there."""
-
-    kind: type[Generated]
-
-    def __call__(self, root: nn.Module, *values: Any) -> Any:
-        return self.kind.forward(root, *values)
 
 
 @dataclass(frozen=True, slots=True)

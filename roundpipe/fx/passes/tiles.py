@@ -7,13 +7,13 @@ backward, and by the same operators with the same numbers as when it runs whole.
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from roundpipe.core import trees
 from roundpipe.core.contexts import contextmanager
@@ -22,7 +22,8 @@ from roundpipe.core.tiling import Tiles, in_tiles
 from roundpipe.effects.snapshot import python_restored
 from roundpipe.fx.fakes import failures_unlogged, fake_of, make_twin, static_mode
 from roundpipe.fx.passes.alike import layer_key, value_key
-from roundpipe.fx.passes.codegen import Layer, sizes_key
+from roundpipe.fx.passes.codegen import Layer
+from roundpipe.fx.passes.generated import sizes_key
 from roundpipe.fx.passes.inner_tiles import tiled_leaf
 from roundpipe.fx.passes.regions import GraphRun, RowGraph, row_spaces
 from roundpipe.fx.passes.shifts import shifts_moved
@@ -130,6 +131,14 @@ class _Fakes:
             return made
 
 
+def _glue_of(layer: Layer, plan: TilePlan) -> Mapping[Node, str]:
+    """The names of glue that the layer's program can be given."""
+    glue = layer.programs.glue
+    if glue is None or plan.rows.run.graph is not layer.graph:  # one that was rewritten makes its own
+        return {}
+    return {node: name for name, node in glue.nodes.items()}
+
+
 def _add_programs(chain: LayerChain, args: tuple[Any, ...], kwargs: dict[str, Any], tiles: Tiles) -> None:
     fakes = _Fakes()
     carry = chain.entry(*fakes.of((args, kwargs)))
@@ -152,6 +161,6 @@ def _add_programs(chain: LayerChain, args: tuple[Any, ...], kwargs: dict[str, An
             if plan is not None and key in known:
                 plan = plan.moved(tiled.graph)
             tiled.programs.reads = spec.reads
-            program = None if plan is None else plan.write(tiled)
+            program = None if plan is None else plan.write(tiled, _glue_of(tiled, plan))
             tiled.programs.by_sizes[tiled.programs.key(reads)] = program
         carry.update((name, fakes.of(value)) for name, value in zip(spec.makes, values, strict=True))

@@ -48,7 +48,7 @@ class MicrobatchRunner:
                 self._run_forward(step, job, stage, visit, microbatch)
             else:
                 self._run_fused(step, job, stage, visit, microbatch)
-        if shared := stage.shared.end_microbatch():
+        if shared := stage.end_microbatch():
             self._in_flight.add(self._backend.record(Lane.COMPUTE), shared)
         for name in flow.drops:
             step.values[microbatch].pop(name, None)

@@ -93,6 +93,10 @@ class SharedValues:
 
         return trees.map_numbered(value, one), own_bytes
 
+    def stays(self, tensor: torch.Tensor) -> bool:
+        """Whether it is there for all microbatches."""
+        return any(tensor is other for other, _ in self._visit.tensors.values())
+
     def end_microbatch(self) -> list[torch.Tensor]:
         """Let go of what only this microbatch reads; returns what must live until the device is past it."""
         return self._microbatch.end()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from roundpipe.runtime.device.backend import Backend, is_profiled
 from roundpipe.runtime.engine import finite
 from roundpipe.runtime.engine.losses import Losses, LossWeights, is_copy, read_losses
 from roundpipe.runtime.engine.recompute import ForwardRecord, LayerScope, layer_seed, learn_writes
+from roundpipe.runtime.engine.shared_glue import SharedGlue
 from roundpipe.runtime.engine.shared_values import SharedValues
 from roundpipe.runtime.engine.spec import Segment, StepSpec
 from roundpipe.runtime.engine.step import Gradients
@@ -64,6 +65,10 @@ class Stage:
     loss_turn: Callable[[int], contextlib.AbstractContextManager[None]]
     """Entered around the ``loss_fn`` of a microbatch."""
     shared: SharedValues
+    glue: SharedGlue = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.glue = SharedGlue(self.shared.stays)
 
     def forward(self, segment: Segment, index: int, carry: Carry, microbatch: int) -> Carry:
         """Run one layer without autograd, which the caller has turned off; returns all values that it makes.
@@ -182,6 +187,11 @@ class Stage:
         recorded.leaves.clear()
         return result
 
+    def end_microbatch(self) -> list[torch.Tensor]:
+        """Let go of what the layers of one microbatch share; returns what must live until the device is past it."""
+        self.glue.end_microbatch()
+        return self.shared.end_microbatch()
+
     # Calls
 
     def _leaves(self, segment: Segment, carry: Carry, microbatch: int) -> dict[str, Any]:
@@ -222,7 +232,12 @@ class Stage:
         """A layer's outputs."""
         bound, spec = self.layers[index], self.spec.chain.specs[index]
         carry = {name: values[name] for name in spec.reads}
-        outputs = self._run(index, lambda: bound.module(carry), microbatch, phase)
+
+        def run() -> Carry:
+            outputs: Carry = bound.module(self.glue.given(bound.module, spec, carry) if spec.glue else carry)
+            return outputs
+
+        outputs = self._run(index, run, microbatch, phase)
         made = {name: outputs[name] for name in spec.makes}
         if self.spec.check_finite:
             self._check_finite(index, carry, made, microbatch, phase)
