@@ -66,6 +66,15 @@ def garbage_kept() -> Iterator[None]:
 
 
 @contextmanager
+def garbage_collected_behind() -> Iterator[None]:
+    """The same, but at the end what was made inside and is garbage goes, without a look at all other objects."""
+    with garbage_kept():
+        yield
+    if gc.isenabled():
+        gc.collect(0)
+
+
+@contextmanager
 def interrupts_first() -> Iterator[None]:
     """An error that hides an interrupt gives way to it.
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
 
+from roundpipe.core.contexts import garbage_collected_behind
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import Phase, Schedule
 from roundpipe.planning.machine import HardwareProfile, LinkTransfer
@@ -84,7 +85,8 @@ def simulate(
     if the costs are not those of the schedule's layers. What stays on devices is taken to be there.
     """
     stage_costs = StageCosts(residency.streamed(costs), recompute_grain)
-    return _steady_state(StepReplay(schedule, stage_costs, profile or HardwareProfile()), residency)
+    with garbage_collected_behind():
+        return _steady_state(StepReplay(schedule, stage_costs, profile or HardwareProfile()), residency)
 
 
 def _steady_state(steps: StepReplay, residency: Residency) -> Simulation:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from roundpipe.core.caller import warn
+from roundpipe.core.contexts import garbage_kept
 from roundpipe.core.errors import ConfigError, DeviceMemoryError, GradientNote, RaisedIn, note_few_samples
 from roundpipe.core.layers import ChainSource, LayerChain, LayerCost
 from roundpipe.core.tiling import Tiles
@@ -333,9 +334,9 @@ def memory_of(device: torch.device, call: Call, tiles: Tiles) -> list[LayerCost]
         known = {number: costs for number, costs in own.items() if costs is not None}
         return chain.joint_costs(known) if len(known) == len(own) else None
     args, kwargs, label = call.largest()
-    tail = call.tail if tiles.tail > 1 else None
-    loss = None if call.loss_fn is None else Loss(call.loss_fn, label, tail)
-    with microbatch_count(call.total_microbatches):
+    with garbage_kept(), microbatch_count(call.total_microbatches):
+        tail = call.tail if tiles.tail > 1 else None
+        loss = None if call.loss_fn is None else Loss(call.loss_fn, label, tail)
         return measure_memory(chain, args, kwargs, loss, device, tiles)
 
 

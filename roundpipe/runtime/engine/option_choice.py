@@ -6,7 +6,7 @@ Invariant: what is chosen or proposed was planned for, by the costs that calls a
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from math import inf
@@ -20,36 +20,13 @@ from roundpipe.core.tiling import UNTILED, Tiles
 from roundpipe.planning.planner import least_seconds
 from roundpipe.planning.planner import plan as choose_plan
 from roundpipe.planning.stage_costs import plan_seconds
-from roundpipe.reports.tables import format_bytes
 from roundpipe.runtime.config import RECOMPUTE_GRAINS, RecomputeGrain, ResolvedConfig
 from roundpipe.runtime.engine.cost_model import CostModel
 from roundpipe.runtime.engine.spec import Call
+from roundpipe.runtime.engine.tile_choice import LADDER, given_tiles
 from roundpipe.runtime.microbatch.split import batch_size
 
 logger = logging.getLogger(__name__)
-
-
-TAIL_RUNGS = (Tiles(1, 4), Tiles(1, 16), Tiles(1, 64), Tiles(1, 64, at_once=False))
-LAYER_RUNGS = (Tiles(4, 64), Tiles(16, 64), Tiles(64, 256), Tiles(64, 256, at_once=False))
-LADDER = (*TAIL_RUNGS, *LAYER_RUNGS)
-"""Tiles to try, in turn. The tail is first: logits are what is largest, and its gradients are computed with it."""
-
-
-def given_tiles(config: ResolvedConfig) -> Sequence[Tiles]:
-    """Those that the user has chosen, to try in turn; empty: the choice is the planner's."""
-    if config.tiles is None:
-        return ()
-    given = Tiles(config.tiles, config.tiles)
-    return (given,) if given == UNTILED else (given, replace(given, at_once=False))
-
-
-def finer_tiles(config: ResolvedConfig, tiles: Tiles) -> Iterator[Sequence[Tiles]]:
-    """Those behind some, in groups of which each takes longer to measure than the one before."""
-    given = given_tiles(config)
-    groups = (given,) if given else (TAIL_RUNGS, LAYER_RUNGS)
-    rungs = [each for group in groups for each in group]
-    left = rungs[rungs.index(tiles) + 1 :] if tiles in rungs else rungs
-    yield from filter(None, ([each for each in group if each in left] for group in groups))
 
 
 class OptionChooser:
@@ -188,13 +165,3 @@ def _numbers_of_microbatches(num_workers: int, batch_size: int) -> list[int]:
         numbers.add(number)
         number *= 2
     return sorted({min(number, batch_size) for number in (*numbers, batch_size)})
-
-
-def savings(tiles: Tiles, before: Sequence[int], after: Sequence[int]) -> str:
-    """A message of the bytes that layers take without tiles and in them, those of the layer that takes the most."""
-
-    def less(part: slice) -> str:
-        return " instead of ".join(format_bytes(max(each[part], default=0)) for each in (after, before))
-
-    text = f"the last layer and the loss in {tiles.tail} tiles: {less(slice(-1, None))}"
-    return f"{text}; other layers in {tiles.layers}: {less(slice(-1))}" if tiles.layers > 1 else text

@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import operator
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -28,8 +26,9 @@ from roundpipe.reports.tables import format_bytes
 from roundpipe.runtime.engine.chain_record import KeptPlan, Room, guess_memory, times_the_example
 from roundpipe.runtime.engine.cost_model import CostModel, MemoryMeasure, Prediction
 from roundpipe.runtime.engine.full_plans import FullPlans
-from roundpipe.runtime.engine.option_choice import LADDER, TAIL_RUNGS, OptionChooser, finer_tiles, given_tiles, savings
+from roundpipe.runtime.engine.option_choice import OptionChooser
 from roundpipe.runtime.engine.spec import Call
+from roundpipe.runtime.engine.tile_choice import LADDER, choose_with_tiles, given_tiles
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +40,6 @@ FIRST_REPLAN = 2
 """Measured steps before the first look at the plan; then four times as many each time."""
 BUDGET_CHANGE = 0.03
 """Share by which what there is of devices must have changed before it is planned for anew."""
-TILES_GAIN = 0.1
-"""Share of a step's time that tiles of the tail must be predicted to save where a plan fits without them."""
 REPLICAS_GAIN = 0.05
 """Share of a step's time that replicas must be predicted to save: they move more, and gradients depend on how many."""
 
@@ -88,7 +85,7 @@ class PlanChooser:
     def plan(self, call: Call) -> ExecutePlan:
         """The plan of a call: the user's, or the planner's for microbatches of this size."""
         plan = self._streaming(call)
-        return self.full.instead(call, plan, lambda: self._seconds(call, call.tiles)(plan), self._budget_bytes)
+        return self.full.instead(call, plan, lambda: self.seconds(call, call.tiles)(plan), self._budget_bytes)
 
     def _streaming(self, call: Call) -> ExecutePlan:
         chain, config = call.chain, call.config
@@ -99,7 +96,7 @@ class PlanChooser:
         record, key = self.costs.record(chain), self.key(call)
         call.config = replace(config, recompute_grain=key[1])
         if (kept := record.plans.get(key)) is None:
-            plan, call.tiles = self._choose_with_tiles(call)
+            plan, call.tiles = choose_with_tiles(self, call)
             kept = record.plans[key] = KeptPlan(plan, self.costs.num_steps(chain, call.tiles), call.tiles)
         elif self._may_replan:
             num_steps = self.costs.num_steps(chain, kept.tiles)
@@ -127,7 +124,7 @@ class PlanChooser:
             record.limits[place] = replace(limit, budget_bytes=max(limit.budget_bytes, needed_bytes))
         elif needed_bytes > self._budget_bytes:
             with contextlib.suppress(DeviceMemoryError):
-                plan, tiles = self._choose_with_tiles(call)
+                plan, tiles = choose_with_tiles(self, call)
                 kept.is_proven = kept.is_proven and (plan, tiles) == (kept.plan, kept.tiles)
                 kept.plan, kept.tiles = plan, tiles
 
@@ -226,7 +223,7 @@ class PlanChooser:
         plan = plan or choose(costs)
         if not call.may_replicate or min(self._num_workers, call.num_microbatches) == 1:
             return plan
-        shared, seconds = choose(costs, replicate=True), self._seconds(call, tiles)
+        shared, seconds = choose(costs, replicate=True), self.seconds(call, tiles)
         return shared if seconds(shared) <= (1 - REPLICAS_GAIN) * seconds(plan) else plan
 
     def fits(self, call: Call, tiles: Tiles, free: Iterable[int] = ()) -> bool:
@@ -254,73 +251,22 @@ class PlanChooser:
             names=[spec.name for spec in call.chain.specs],
         )
 
-    def _choose_with_tiles(self, call: Call) -> tuple[ExecutePlan, Tiles]:
-        """The best plan, and the tiles it is for: none where one fits, unless it is much slower; else few."""
-        if given := given_tiles(call.config):
-            for tiles in given[:-1]:
-                with contextlib.suppress(DeviceMemoryError):
-                    return self.choose(call, tiles), tiles
-            return self.choose(call, given[-1]), given[-1]
-        try:
-            plan, tiles = self._faster_in_tiles(call, self.choose(call, UNTILED))
-        except DeviceMemoryError:
-            may_fit = self.fits(call, UNTILED, free=range(len(call.chain)))
-            if not may_fit or (found := self._with_fewest_tiles(call)) is None:
-                raise
-            plan, tiles = found
-        before, after = (self.costs.training_bytes(call, each) for each in (UNTILED, tiles))
-        if tiles != UNTILED and before is not None and after is not None:
-            logger.info("what is computed for each token alone runs in tiles; %s", savings(tiles, before, after))
-        return plan, tiles
-
-    def finer(self, call: Call, tiles: Tiles) -> Iterator[Sequence[Tiles]]:
-        """Tiles in which a call may need less memory: of the tail, then of other layers, which take long to measure."""
-        for finer in finer_tiles(call.config, tiles):
-            if self.has_budget and any(self.costs.is_less(call, tiles, each) for each in (finer[0], finer[-1])):
-                yield finer
-
-    def _with_fewest_tiles(self, call: Call) -> tuple[ExecutePlan, Tiles] | None:
-        """A plan in tiles; None if nothing runs in tiles."""
-        fits, tiles = functools.partial(self.fits, call), UNTILED
-        for rungs in self.finer(call, UNTILED):
-            if fits(tiles := rungs[0]):  # mostly; each of the others takes as long to measure
-                break
-            if fits(tiles := rungs[-1]):
-                tiles = rungs[bisect_left(rungs, True, lo=1, hi=len(rungs) - 1, key=fits)]
-                break
-        if tiles == UNTILED:
-            return None
-        try:
-            return self.choose(call, tiles), tiles
-        except DeviceMemoryError as error:
-            raise DeviceMemoryError(f"{error}. That is in {tiles.layers} tiles, as far as it can be cut") from None
-
-    def _faster_in_tiles(self, call: Call, plan: ExecutePlan) -> tuple[ExecutePlan, Tiles]:
-        """The plan; or one with the tail in tiles, whose room larger stages have, if it is faster by enough."""
-        found = plan, UNTILED
-        costs, links = self.costs.of(call.chain, call.elements()), self.costs.links(call.chain)
-        predict = self._prediction(call, costs, links)
-        if predict is None or self._budget_bytes is None or call.config.tiles is not None:
-            return found
-        least_s = (1 - TILES_GAIN) * predict(plan)
-        tail = [len(costs) - 1]
-        free_costs, arguments = self._problem(call, UNTILED, tail)
-        if least_seconds(free_costs, **arguments) > least_s or predict(self.choose(call, UNTILED, tail)) > least_s:
-            return found
-        if not self.costs.is_less(call, UNTILED, TAIL_RUNGS[0]):
-            return found
-        for tiles in filter(operator.attrgetter("at_once"), TAIL_RUNGS):
-            other = self.choose(call, tiles)
-            seconds = self._seconds(call, tiles)(other)
-            if seconds <= least_s:
-                found, least_s = (other, tiles), (1 - TILES_GAIN) * seconds
-        return found
-
-    def _seconds(self, call: Call, tiles: Tiles) -> Prediction:
-        costs, links = self.costs.of(call.chain, call.elements(), tiles), self.costs.links(call.chain, tiles)
-        return self._prediction(call, costs, links) or functools.partial(  # the latter leaves transfers out
+    def seconds(self, call: Call, tiles: Tiles) -> Prediction:
+        """Seconds per step of a plan in tiles; where transfers take time, as the simulator has them."""
+        costs = self.costs.of(call.chain, call.elements(), tiles)
+        return self.prediction(call, tiles) or functools.partial(
             plan_seconds, costs=costs, num_workers=self._num_workers, num_microbatches=call.num_microbatches
         )
+
+    def prediction(self, call: Call, tiles: Tiles) -> Prediction | None:
+        """The simulator's seconds per step of a plan in tiles, if it is asked."""
+        costs, links = self.costs.of(call.chain, call.elements(), tiles), self.costs.links(call.chain, tiles)
+        return self._prediction(call, costs, links)
+
+    def least_seconds(self, call: Call, tiles: Tiles, free: Iterable[int] = ()) -> float:
+        """Seconds per step that no plan in tiles goes below; ``free``: see `fits`."""
+        costs, arguments = self._problem(call, tiles, free)
+        return least_seconds(costs, **arguments)
 
     def _prediction(self, call: Call, costs: list[LayerCost], links: tuple[float, float]) -> Prediction | None:
         return self.costs.prediction(call, costs, links, functools.partial(self._residency, call))
@@ -330,7 +276,7 @@ class PlanChooser:
         present = kept.plan
         if not self.costs.is_measured(call.chain, kept.tiles) or present.fused is None:
             return present
-        seconds = self._seconds(call, kept.tiles)
+        seconds = self.seconds(call, kept.tiles)
         present_s = seconds(present)
         if present_s < SHORTEST_STEP_S:
             return present

@@ -22,6 +22,7 @@ from roundpipe.runtime.config import RECOMPUTE_GRAINS, RecomputeGrain
 from roundpipe.runtime.engine.chain_record import KeptPlan, Limit
 from roundpipe.runtime.engine.plan_choice import PlanChooser
 from roundpipe.runtime.engine.spec import Call
+from roundpipe.runtime.engine.tile_choice import tiles_to_try
 
 SHRINK = 0.85
 """Share of what a plan was predicted to need that the next one may, after a step ran out of memory."""
@@ -53,7 +54,7 @@ def shrink(plans: PlanChooser, call: Call, plan: ExecutePlan) -> bool:
 def _has_smaller(plans: PlanChooser, call: Call, plan: ExecutePlan) -> bool:
     config, tiles_before, needed_bytes = call.config, call.tiles, plans.needed_bytes(call, plan)
     grains = RECOMPUTE_GRAINS[RECOMPUTE_GRAINS.index(config.recompute_grain) :]
-    rungs = itertools.chain([tiles_before], itertools.chain.from_iterable(plans.finer(call, tiles_before)))
+    rungs = itertools.chain([tiles_before], itertools.chain.from_iterable(tiles_to_try(plans, call, tiles_before)))
     limits_bytes = [int(needed_bytes * SHRINK**power) for power in range(1, MOST_TRIES + 1)]
     least: list[tuple[int, Tiles, RecomputeGrain]] = []
     for tiles, grain in itertools.product(rungs, grains):

@@ -1,0 +1,165 @@
+"""Into how many tiles the rows of a call's layers are cut: none where a plan fits without, unless it is much slower.
+
+a plan fits untiled      in tiles of the tail too, if the room that larger stages have makes it faster by enough
+none does                in the fewest tiles in which one does: of the tail, then of all layers
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import operator
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from roundpipe.core.errors import DeviceMemoryError
+from roundpipe.core.schedule import ExecutePlan
+from roundpipe.core.tiling import UNTILED, Tiles
+from roundpipe.reports.tables import format_bytes
+from roundpipe.runtime.config import ResolvedConfig
+from roundpipe.runtime.engine.cost_model import CostModel, Prediction
+from roundpipe.runtime.engine.spec import Call
+
+logger = logging.getLogger(__name__)
+
+TILES_GAIN = 0.1
+"""Share of a step's time that tiles of the tail must be predicted to save where a plan fits without them."""
+TAIL_RUNGS = (Tiles(1, 4), Tiles(1, 16), Tiles(1, 64), Tiles(1, 64, at_once=False))
+LAYER_RUNGS = (Tiles(4, 64), Tiles(16, 64), Tiles(64, 256), Tiles(64, 256, at_once=False))
+LADDER = (*TAIL_RUNGS, *LAYER_RUNGS)
+"""Tiles to try, in turn. The tail is first: logits are what is largest, and its gradients are computed with it."""
+
+
+def given_tiles(config: ResolvedConfig) -> Sequence[Tiles]:
+    """Those that the user has chosen, to try in turn; empty: the choice is the planner's."""
+    if config.tiles is None:
+        return ()
+    given = Tiles(config.tiles, config.tiles)
+    return (given,) if given == UNTILED else (given, replace(given, at_once=False))
+
+
+class PlansInTiles(Protocol):
+    """Plans of calls in given tiles; ``free`` layers are taken as if what runs in them took no memory."""
+
+    costs: CostModel
+
+    @property
+    def has_budget(self) -> bool: ...
+
+    def choose(self, call: Call, tiles: Tiles, free: Iterable[int] = ()) -> ExecutePlan:
+        """The best plan; a `DeviceMemoryError` if none fits."""
+
+    def fits(self, call: Call, tiles: Tiles, free: Iterable[int] = ()) -> bool:
+        """Whether a plan fits; quicker than a plan."""
+
+    def least_seconds(self, call: Call, tiles: Tiles, free: Iterable[int] = ()) -> float:
+        """Seconds per step that no plan goes below; quicker than a plan."""
+
+    def prediction(self, call: Call, tiles: Tiles) -> Prediction | None:
+        """The simulator's seconds per step of a plan; None where transfers take no time."""
+
+    def seconds(self, call: Call, tiles: Tiles) -> Prediction:
+        """Seconds per step of a plan."""
+
+
+def choose_with_tiles(plans: PlansInTiles, call: Call) -> tuple[ExecutePlan, Tiles]:
+    """The best plan, and the tiles it is for: none where one fits, unless it is much slower; else few."""
+    if given := given_tiles(call.config):
+        for tiles in given[:-1]:
+            with contextlib.suppress(DeviceMemoryError):
+                return plans.choose(call, tiles), tiles
+        return plans.choose(call, given[-1]), given[-1]
+    try:
+        plan, tiles = _faster_in_tiles(plans, call, plans.choose(call, UNTILED))
+    except DeviceMemoryError:
+        may_fit = plans.fits(call, UNTILED, free=range(len(call.chain)))
+        if not may_fit or (found := _with_fewest_tiles(plans, call)) is None:
+            raise
+        plan, tiles = found
+    before, after = (plans.costs.training_bytes(call, each) for each in (UNTILED, tiles))
+    if tiles != UNTILED and before is not None and after is not None:
+        logger.info("what is computed for each token alone runs in tiles; %s", _savings(tiles, before, after))
+    return plan, tiles
+
+
+def tiles_to_try(plans: PlansInTiles, call: Call, tiles: Tiles) -> Iterator[Sequence[Tiles]]:
+    """Tiles in which a call may need less memory: of the tail, then of other layers, which take long to measure."""
+    for finer in _finer_tiles(call.config, tiles):
+        if plans.has_budget and any(plans.costs.is_less(call, tiles, each) for each in (finer[0], finer[-1])):
+            yield finer
+
+
+def _with_fewest_tiles(plans: PlansInTiles, call: Call) -> tuple[ExecutePlan, Tiles] | None:
+    """A plan in tiles; None if nothing runs in tiles."""
+    tiles = UNTILED
+    for rungs in tiles_to_try(plans, call, UNTILED):
+        fewest = _fewest_that_fit(rungs, functools.partial(plans.fits, call))
+        tiles = fewest or rungs[-1]
+        if fewest is not None:
+            break
+    if tiles == UNTILED:
+        return None
+    try:
+        return plans.choose(call, tiles), tiles
+    except DeviceMemoryError as error:
+        raise DeviceMemoryError(f"{error}. That is in {tiles.layers} tiles, as far as it can be cut") from None
+
+
+def _faster_in_tiles(plans: PlansInTiles, call: Call, plan: ExecutePlan) -> tuple[ExecutePlan, Tiles]:
+    """The plan; or one with the tail in tiles, whose room larger stages have, if it is faster by enough."""
+    found = plan, UNTILED
+    predict = plans.prediction(call, UNTILED)
+    if predict is None or not plans.has_budget or call.config.tiles is not None:
+        return found
+    least_s, tail = (1 - TILES_GAIN) * predict(plan), [len(call.chain) - 1]
+    if plans.least_seconds(call, UNTILED, tail) > least_s or predict(plans.choose(call, UNTILED, tail)) > least_s:
+        return found
+    *coarser, finest = filter(operator.attrgetter("at_once"), TAIL_RUNGS)
+    if not plans.costs.is_less(call, UNTILED, finest):
+        return found
+    last, last_s = _timed(plans, call, finest)
+    if last_s > least_s:  # fewer tiles, which take more memory, are no faster
+        return found
+    for tiles in coarser:
+        other, seconds = _timed(plans, call, tiles)
+        if seconds <= least_s:
+            found, least_s = (other, tiles), (1 - TILES_GAIN) * seconds
+    return (last, finest) if last_s <= least_s else found
+
+
+def _timed(plans: PlansInTiles, call: Call, tiles: Tiles) -> tuple[ExecutePlan, float]:
+    """The best plan in tiles, and its seconds per step."""
+    plan = plans.choose(call, tiles)
+    return plan, plans.seconds(call, tiles)(plan)
+
+
+def _finer_tiles(config: ResolvedConfig, tiles: Tiles) -> Iterator[Sequence[Tiles]]:
+    """Those behind some, in groups of which each takes longer to measure than the one before."""
+    given = given_tiles(config)
+    groups = (given,) if given else (TAIL_RUNGS, LAYER_RUNGS)
+    rungs = [each for group in groups for each in group]
+    left = rungs[rungs.index(tiles) + 1 :] if tiles in rungs else rungs
+    yield from filter(None, ([each for each in group if each in left] for group in groups))
+
+
+def _fewest_that_fit(rungs: Sequence[Tiles], fits: Callable[[Tiles], bool]) -> Tiles | None:
+    """The first of some tiles, each finer than the one before, that fit; None if the last don't.
+
+    Each look takes long, and mostly the first do.
+    """
+    if fits(rungs[0]):
+        return rungs[0]
+    return rungs[bisect_left(rungs, True, lo=1, hi=len(rungs) - 1, key=fits)] if fits(rungs[-1]) else None
+
+
+def _savings(tiles: Tiles, before: Sequence[int], after: Sequence[int]) -> str:
+    """A message of the bytes that layers take without tiles and in them, those of the layer that takes the most."""
+
+    def less(part: slice) -> str:
+        return " instead of ".join(format_bytes(max(each[part], default=0)) for each in (after, before))
+
+    text = f"the last layer and the loss in {tiles.tail} tiles: {less(slice(-1, None))}"
+    return f"{text}; other layers in {tiles.layers}: {less(slice(-1))}" if tiles.layers > 1 else text
