@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe.core.errors import ConfigError
+from roundpipe.core.checks import check_example, check_flag, check_type
 from roundpipe.core.options import with_options
-from roundpipe.fx.passes.cuts import Balance
+from roundpipe.fx.passes.cuts import Balance, check_balance
 from roundpipe.fx.passes.lower import LowerOptions
 from roundpipe.fx.source import TracedSource, own_example
 from roundpipe.runtime.config import RoundPipeRunConfig
@@ -87,14 +87,7 @@ def compile(
         TraceError: the model can't be traced, and ``fallback`` is False; at the first call, if there is no example.
     """
     check_wrappable(model, "compile")
-    if not (balance in ("time", "size") if isinstance(balance, str) else callable(balance)):
-        raise ConfigError(f"balance={balance!r}; allowed are 'time', 'size' or a function from a module to a weight")
-    if not isinstance(example_args, tuple):
-        raise ConfigError(f"example_args is {type(example_args).__name__}; give a tuple, such as (x,)")
-    if not isinstance(example_kwargs, dict | None):
-        raise ConfigError(f"example_kwargs is {type(example_kwargs).__name__}; give a dict of keyword arguments")
-    if not isinstance(fallback, bool):
-        raise ConfigError(f"fallback={fallback!r}; give True or False")
+    check_flag("fallback", fallback)
     choice = PartsChoice(model, **wrap_kwargs, reaction="warn" if fallback else "refuse")
     program = cut(model, choice, devices, balance, example_args, example_kwargs)
     settings: dict[str, Any] = {"optim_dtype": optim_dtype, "name": name, "pin_model": pin_model, "devices": devices}
@@ -167,8 +160,7 @@ def wrap_model_to_roundpipe(
         NotImplementedError: ``use_sequential_preset=True``, and the model can't be traced.
     """
     check_wrappable(model, "wrap_model_to_roundpipe")
-    if use_sequential_preset not in (None, True, False):
-        raise ConfigError(f"use_sequential_preset={use_sequential_preset!r}; give True, False or None")
+    check_type("use_sequential_preset", use_sequential_preset, bool | None, "True, False or None")
     settings = {"name": name, **{key: value for key, value in roundpipe_kwargs.items() if key in _SETTINGS}}
     tracing = {key: value for key, value in roundpipe_kwargs.items() if key in _TRACING}
     reaction: Reaction = "not implemented" if use_sequential_preset else "log"
@@ -198,6 +190,8 @@ def cut(
     example_kwargs: dict[str, Any] | None = None,
 ) -> ChainProgram | None:
     """The model as layers, traced now if there is an example, else at the first call; None if it runs in parts."""
+    check_example(example_args, example_kwargs)
+    check_balance(balance)
     has_example = bool(example_args) or example_kwargs is not None
     preview = None if has_example else own_example(model)
     options = LowerOptions(balance, largest_layer_bytes(devices))

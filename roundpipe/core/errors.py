@@ -20,10 +20,18 @@ def enumerated(names: Sequence[str], most: int = 4) -> str:
     return ", ".join([*names[:most], *more])
 
 
+def shown(value: Any, most: int = 80) -> str:
+    """A value, for a message; what is longer than ``most`` characters is cut."""
+    try:
+        text = repr(value)
+    except Exception:  # a number of more digits than Python writes, a repr of the user's that fails
+        text = object.__repr__(value)
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
 def quoted(value: Any, most: int = 80) -> str:
     """A value and its type, for a message; what is longer than ``most`` characters is cut."""
-    text = repr(value)
-    return f"{text if len(text) <= most else text[: most - 3] + '...'} ({type(value).__name__})"
+    return f"{shown(value, most)} ({type(value).__name__})"
 
 
 GRADIENTS_ADDED = "roundpipe: some gradients of this call may have been added; call zero_grad() before trying again"

@@ -39,6 +39,7 @@ def with_options(example: str, *further: str) -> Callable[[Owner], Owner]:
                 raise _unknown(function, next(name for name in kwargs if name not in known), options)
             return function(*args, **kwargs)
 
+        checked.further_options = further  # type: ignore[attr-defined]
         if not isinstance(owner, type):
             return checked  # type: ignore[return-value]
         owner.__init__ = checked  # type: ignore[misc]

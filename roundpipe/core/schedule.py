@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-from roundpipe.core.errors import ScheduleError
+from roundpipe.core.checks import check_count, items_of
+from roundpipe.core.errors import ScheduleError, shown
 
 LayerRange = tuple[int, int]
 """Consecutive layers: index of the first, index behind the last."""
@@ -39,9 +40,10 @@ def _parse_range(where: str, spec: object) -> LayerRange:
 
 
 def _parse_ranges(what: str, specs: Iterable[object]) -> tuple[LayerRange, ...]:
-    if isinstance(specs, str | range) or not isinstance(specs, Iterable):
+    if isinstance(specs, range):
         raise ScheduleError(f"{what} is {specs!r}; give a sequence of ranges, such as [range(0, 2)]")
-    return tuple(_parse_range(f"{what} range {index}", spec) for index, spec in enumerate(specs))
+    ranges = items_of(what, specs, "a sequence of ranges, such as [range(0, 2)]", ScheduleError)
+    return tuple(_parse_range(f"{what} range {index}", spec) for index, spec in enumerate(ranges))
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -98,10 +100,11 @@ class ExecutePlan:
         object.__setattr__(self, "forward", forward_ranges)
         object.__setattr__(self, "fused", fused_range)
         object.__setattr__(self, "backward", backward_ranges)
-        counts = tuple(replicas)
+        counts = tuple(items_of("replicas", replicas, "one count of at least 1 per stage, or ()", ScheduleError))
         if counts and (len(counts) != self.num_stages or not all(type(count) is int and count > 0 for count in counts)):
             raise ScheduleError(
-                f"replicas={list(counts)} for {self.num_stages} stages: give one count of at least 1 per stage, or none"
+                f"replicas={shown(list(counts))} for {self.num_stages} stages: give one count of at least 1 per "
+                "stage, or none"
             )
         object.__setattr__(self, "replicas", counts if any(count > 1 for count in counts) else ())
 
@@ -151,6 +154,7 @@ class ExecutePlan:
         Raises:
             ScheduleError: naming the range that leaves a gap, overlaps or is out of order.
         """
+        check_count("num_layers", num_layers, "the number of layers of a model", error=ScheduleError)
         covered = 0
         for index, (start, stop) in enumerate(self.forward):
             if start != covered:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from roundpipe.core.checks import check_type, items_of
 from roundpipe.core.errors import ConfigError
 from roundpipe.distributed.stage import ModelStage
 
@@ -20,9 +21,13 @@ def sum_tied_gradients(stages: ModelStage | Sequence[ModelStage]) -> None:
     Args:
         stages: all of this rank, in the order of their indexes.
     """
-    local = {stage.stage_index: stage for stage in ([stages] if isinstance(stages, ModelStage) else stages)}
+    advice = "the stages of this rank, as pipeline_stage made them"
+    given = [stages] if isinstance(stages, ModelStage) else items_of("stages", stages, advice)
+    for each in given:
+        check_type("an item of stages", each, ModelStage, advice)
+    local = {stage.stage_index: stage for stage in given}
     if not local:
-        raise ConfigError("sum_tied_gradients needs the stages of this rank; there are none")
+        raise ConfigError("stages: sum_tied_gradients needs the stages of this rank; there are none")
     stage = next(iter(local.values()))
     for tie in stage.submod.stage_program.whole.ties:
         own = [local[index].submod.get_parameter(tie.name) for index in tie.stages if index in local]

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from roundpipe.core import trees
+from roundpipe.core.checks import check_type, items_of
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import EXECUTION_DEVICE, Entry, Exit
 from roundpipe.distributed.boundary import Boundary, joined
@@ -223,5 +224,9 @@ def model_outputs(stage: Any, tensors: torch.Tensor | Sequence[torch.Tensor]) ->
         stage: any stage of the model, as a module or a ``PipelineStage``.
         tensors: what the last stage gave: the argument of a schedule's ``loss_fn``, or what its ``step`` returned.
     """
-    module = stage if isinstance(stage, StageModule) else stage.submod
+    module = getattr(stage, "submod", stage)
+    check_type("stage", module, StageModule, "a stage of the model, as a module or a PipelineStage")
+    advice = "what the last stage gave"
+    for each in [tensors] if isinstance(tensors, torch.Tensor) else items_of("tensors", tensors, advice):
+        check_type("an item of tensors", each, torch.Tensor, advice)
     return module.stage_program.whole.make_outputs(tensors)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.fx import Node
 
 from roundpipe.core.balance import cut_into
+from roundpipe.core.checks import check_count, check_example
 from roundpipe.core.errors import ConfigError, PartitionError, TraceError
 from roundpipe.core.layers import LayerChain
 from roundpipe.distributed.boundary import Boundary, can_travel
@@ -20,7 +21,7 @@ from roundpipe.fx.graph.nodes import mutated_by, writes_buffers
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.guards.guards import GuardedGraph
 from roundpipe.fx.operations import assign_buffer
-from roundpipe.fx.passes.cuts import Balance
+from roundpipe.fx.passes.cuts import Balance, check_balance
 from roundpipe.fx.passes.lower import LowerOptions
 from roundpipe.fx.source import TracedSource, own_example
 from roundpipe.wrappers.auto import AutoRoundPipe
@@ -57,10 +58,9 @@ def partition_stages(
         TraceError: the model can't be traced.
         PartitionError: the model can't be cut into so many stages.
     """
-    if not isinstance(num_stages, int) or num_stages < 1:
-        raise ConfigError(f"num_stages={num_stages!r}; give a number of at least 1")
-    if not isinstance(example_args, tuple | list):
-        raise ConfigError(f"example_args is {type(example_args).__name__}; give a tuple of the model's arguments")
+    check_count("num_stages", num_stages, "a number of at least 1")
+    check_example(example_args, example_kwargs)
+    check_balance(balance)
     traced, chain = _trace(model, example_args, example_kwargs, balance)
     live = _live_values(traced, chain)
     outputs = Boundary.of(live[-1])

@@ -10,11 +10,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
+from roundpipe.core.checks import check_count, check_type, items_of
 from roundpipe.core.errors import ConfigError
 from roundpipe.distributed.module import StageModule
 from roundpipe.distributed.partition import partition_stages
 from roundpipe.distributed.weights import Weights, materialise
 from roundpipe.fx.passes.cuts import Balance
+from roundpipe.runtime.device.backend import Device
 
 _DRY_RUN = "_compute_outputs"
 """What torch calls to find out a stage's shapes: private, and the only way to know that it is no real run."""
@@ -57,19 +59,22 @@ def pipeline_stage(
     """
     if not hasattr(PipelineStage, _DRY_RUN):
         raise ConfigError(f"torch {torch.__version__} sends no integers between stages; install torch 2.13 or newer")
+    check_count("num_stages", num_stages, "a number of at least 1")
+    check_count("stage_index", stage_index, f"one of the stages, 0 to {num_stages - 1}", 0, num_stages - 1)
+    place = torch.device(Device("cpu" if device is None else device).device)
+    check_type("group", group, dist.ProcessGroup | None, "a group of torch.distributed, or None for all ranks")
     if isinstance(model, nn.Module):
         stages: Sequence[StageModule] = partition_stages(
             model, num_stages, example_args=example_args, example_kwargs=example_kwargs, balance=balance
         )
     else:
-        stages = model
+        stages = items_of("model", model, "an nn.Module, or what partition_stages returned")
+        for stage in stages:
+            check_type("an item of model", stage, StageModule, "what partition_stages returned")
     if len(stages) != num_stages:
         raise ConfigError(f"num_stages={num_stages}, and the model was cut into {len(stages)} stages")
-    if not 0 <= stage_index < num_stages:
-        raise ConfigError(f"stage_index={stage_index}; the stages are 0 to {num_stages - 1}")
-    device = torch.device("cpu" if device is None else device)
-    module = materialise(stages[stage_index], device, weights)
-    return ModelStage(module, stage_index, num_stages, device, group=group, dw_builder=_whole_backward)
+    module = materialise(stages[stage_index], place, weights)
+    return ModelStage(module, stage_index, num_stages, place, group=group, dw_builder=_whole_backward)
 
 
 class ModelStage(PipelineStage):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.pipelining import PipelineStage
 
+from roundpipe.core.checks import path_of
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import CheckpointError, ConfigError, enumerated
 from roundpipe.distributed.module import StageModule
@@ -88,7 +89,7 @@ def _like(tensor: torch.Tensor, value: torch.Tensor, device: torch.device) -> to
 def _read(weights: Weights) -> Mapping[str, torch.Tensor]:
     if isinstance(weights, Mapping):
         return weights
-    tensors, aliases = read_weights(Path(weights))
+    tensors, aliases = read_weights(path_of("weights", weights, "the path of a folder, or a dict of tensors"))
     return {**tensors, **{alias: tensors[name] for alias, name in aliases.items()}}
 
 
@@ -108,8 +109,12 @@ def save_stages(stages: Any, folder: str | os.PathLike[str]) -> None:
         ConfigError: a tensor can't be in a safetensors file, or the safetensors library is missing.
         CheckpointError: the folder is not empty, or can't be written. All ranks raise it.
     """
+    path = path_of("folder", folder, "the path of a folder")
     stages = [*stages] if isinstance(stages, Sequence) else [stages]
-    path, rank, group = Path(folder), stages[0].group_rank, stages[0].group
+    if not stages or not all(isinstance(stage, PipelineStage) for stage in stages):
+        kinds = enumerated([type(stage).__name__ for stage in stages]) or "an empty list"
+        raise ConfigError(f"stages is {kinds}; give the stages of this rank, as pipeline_stage made them")
+    rank, group = stages[0].group_rank, stages[0].group
     tensors: dict[str, torch.Tensor] = {}
     names: dict[int, str] = {}
     aliases: dict[str, str] = {}

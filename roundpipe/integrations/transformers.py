@@ -17,11 +17,10 @@ float32 copies of half precision, or the updates of asynchronous steps, which ru
 from __future__ import annotations
 
 import functools
-import json
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,50 +32,14 @@ from roundpipe.api import compile
 from roundpipe.core.caller import warn
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ConfigError
+from roundpipe.integrations.arguments import RoundPipeArguments
 from roundpipe.integrations.microbatches import Batch, LossKind, num_samples
 from roundpipe.integrations.optimizers import LateOptimizer
 from roundpipe.integrations.stand_in import CalledAgain, ModelStandIn, answer_once, arguments_for_model, model_of
-from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.wrappers.model_view import ModelView
 from roundpipe.wrappers.pipe import RoundPipe
 
 _HALF = (torch.float16, torch.bfloat16)
-
-
-@dataclass
-class RoundPipeArguments:
-    """Options of the rotation, for ``RoundPipeTrainer(..., roundpipe=...)`` or ``HfArgumentParser``.
-
-    Raises:
-        ConfigError: an option can't be used.
-    """
-
-    devices: list[str] | None = field(
-        default=None, metadata={"help": "The rotation, such as cuda:0 cuda:1; default: all accelerators, or the CPU."}
-    )
-    is_async: bool = field(
-        default=False,
-        metadata={"help": "Run updates beside the next step, which trains on weights that are one update old."},
-    )
-    optim_dtype: str | None = field(
-        default=None,
-        metadata={"help": "Dtype that the optimizer computes in; default: float32 for weights of half precision."},
-    )
-    run_config: dict | str | None = field(  # type: ignore[type-arg]  # as HfArgumentParser reads it
-        default=None, metadata={"help": "Fields of RoundPipeRunConfig, as a dict or as JSON."}
-    )
-
-    def __post_init__(self) -> None:
-        dtype: Any = self.optim_dtype
-        self.dtype = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-        if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
-            raise ConfigError(f"optim_dtype={dtype!r}; give the name of a floating-point dtype, such as 'float32'")
-        config: Any = self.run_config
-        try:
-            config = json.loads(config) if isinstance(config, str) else config
-            self.config = config if isinstance(config, RoundPipeRunConfig) else RoundPipeRunConfig(**(config or {}))
-        except (TypeError, json.JSONDecodeError) as error:
-            raise ConfigError(f"run_config={self.run_config!r}: {error}; give fields of RoundPipeRunConfig") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from roundpipe.core.errors import ConfigError
+from roundpipe.core.checks import check_type, is_number, items_of, path_of
+from roundpipe.core.errors import ConfigError, shown
 from roundpipe.reports.plotting import draw, matplotlib_parts
 
 FORMATS = (".json", ".png")
@@ -69,6 +70,7 @@ class Timeline:
     """
 
     def __init__(self, spans: Iterable[Span] = (), name: str = "") -> None:
+        check_type("name", name, str, "a string")
         self.name = name
         self.spans: list[Span] = []
         """In the order of their starts; empty until recording has ended."""
@@ -76,7 +78,10 @@ class Timeline:
 
     def fill(self, spans: Iterable[Span]) -> None:
         """Takes the place of all spans that were there."""
-        self.spans = sorted(spans, key=lambda span: (span.start_s, span.end_s))
+        items = items_of("spans", spans, "a list of Span")
+        for item in items:
+            check_type("an item of spans", item, Span, "a Span")
+        self.spans = sorted(items, key=lambda span: (span.start_s, span.end_s))
 
     @property
     def devices(self) -> list[str]:
@@ -85,15 +90,21 @@ class Timeline:
 
     def lanes(self, device: str) -> list[str]:
         """The lanes of a device that have spans, in the order in which they are shown."""
+        check_type("device", device, str, "the name of one of the devices")
         lanes = {span.lane for span in self.spans if span.device == device}
         return sorted(lanes, key=lambda lane: (LANES.index(lane) if lane in LANES else len(LANES), lane))
 
     def on(self, device: str, lane: str) -> list[Span]:
         """The spans of one lane of a device, in the order of their starts."""
+        check_type("device", device, str, "the name of one of the devices")
+        check_type("lane", lane, str, "the name of one of the device's lanes")
         return [span for span in self.spans if span.device == device and span.lane == lane]
 
     def between(self, start_s: float, end_s: float) -> Timeline:
         """The spans that lie in a window, at least in part, with times from its start on."""
+        for name, given in (("start_s", start_s), ("end_s", end_s)):
+            if not is_number(given):
+                raise ConfigError(f"{name}={shown(given)}; give seconds")
         moved = (
             replace(span, start_s=span.start_s - start_s, end_s=span.end_s - start_s)
             for span in self.spans
@@ -151,13 +162,11 @@ class Timeline:
 
 def check_path(path: str | os.PathLike[str]) -> Path:
     """Raise `ConfigError` for a file that `Timeline.save` could not write; before anything is recorded."""
-    if not isinstance(path, str | os.PathLike):
-        raise ConfigError(f"a timeline is written to a file, not to {path!r}; give its path")
-    target = Path(path)
+    target = path_of("path", path, f"the path of a file, {' or '.join(FORMATS)}")
     if target.suffix.lower() not in FORMATS:
-        raise ConfigError(f"a timeline is written as {' or '.join(FORMATS)}, not to {str(path)!r}")
+        raise ConfigError(f"a timeline is written as {' or '.join(FORMATS)}, not to the path {str(path)!r}")
     if not target.absolute().parent.is_dir():
-        raise ConfigError(f"{str(path)!r}: there is no folder {target.absolute().parent}")
+        raise ConfigError(f"path={str(path)!r}: there is no folder {target.absolute().parent}")
     if target.suffix.lower() == ".png":
         matplotlib_parts()
     return target

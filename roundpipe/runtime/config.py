@@ -210,9 +210,9 @@ def resolve(call: RoundPipeRunConfig | None, model: RoundPipeRunConfig | None, *
     }
     names = [field.name for field in fields(RoundPipeRunConfig)]
     options = {**dict.fromkeys(names), **built_in}
-    for config in (model, call):
+    for name, config in (("model_run_config", model), ("run_config", call)):
         if not isinstance(config, RoundPipeRunConfig | None):
-            raise ConfigError(f"run config: got {quoted(config)}; pass a RoundPipeRunConfig")
+            raise ConfigError(f"{name}: got {quoted(config)}; pass a RoundPipeRunConfig")
         if config is not None:
             options.update((name, value) for name in names if (value := getattr(config, name)) is not None)
     auto = frozenset(name for name in ("num_microbatch", "recompute_grain") if options[name] == AUTO)

@@ -32,10 +32,11 @@ from roundpipe.tools.doctor import diagnose, diagnosis_text
 from roundpipe.tools.explain import explain
 from roundpipe.tools.forecast import Machine, Training, forecast, simulated_timeline
 from roundpipe.tools.forecast_report import forecast_json, forecast_text
+from roundpipe.tools.graph_report import check_format
 from roundpipe.tools.hosts import Network, hosts_json, hosts_text, ways_of
 from roundpipe.tools.largest import largest
 from roundpipe.tools.machine_file import MeasuredMachine, default_path, measure_machine, measured_text
-from roundpipe.tools.option_types import count, quantity, share
+from roundpipe.tools.option_types import checked, count, file_name, file_to_read, quantity, share
 from roundpipe.tools.sweep import AXES, parse_axes, sweep, sweep_json, sweep_text
 from roundpipe.tools.target import DEFAULT_SEQ, EXPLAINED_SEQ, Target, check_target, load_target
 
@@ -107,18 +108,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("target", nargs="?", metavar="TARGET", help=_TARGET_HELP)
-    add("--costs", type=Path, metavar="FILE", help="plan for layers given as numbers, in JSON")
+    add("--costs", type=checked(file_name), metavar="FILE", help="plan for layers given as numbers, in JSON")
     add("--devices", type=count(MOST_DEVICES), default=1, metavar="N", help="devices in the rotation (default: 1)")
     add("--microbatches", type=count(MOST_MICROBATCHES), metavar="M", help="default: devices + 1, at most the batch")
     add("--recompute", choices=("stage", "layer"), default="stage", help="layer: less device memory")
-    add("--sweep", metavar="NAMES", help=f"a table over some of {','.join(AXES)}, such as devices,batch,lora")
+    axes = ",".join(AXES)
+    add("--sweep", type=checked(parse_axes), metavar="NAMES", help=f"a table over some of {axes}: devices,batch,lora")
     add("--compare", action="store_true", help="the same on other schedules: GPipe, 1F1B, ...")
-    add("--timeline", type=Path, metavar="FILE", help="write the simulated run: .json for ui.perfetto.dev, .png")
+    shown = "write the simulated run: .json for ui.perfetto.dev, .png"
+    add("--timeline", type=checked(check_path), metavar="FILE", help=shown)
     add("--no-replicas", action="store_true", help="with --costs: no stage takes several slots")
     profiles = ", ".join(device.name for device in DEVICES)
     add = parser.add_argument_group("devices, with TARGET", f"profiles: {profiles}").add_argument
-    add("--machine", type=Path, metavar="FILE", help="a machine as doctor --bench measured it; options override it")
-    add("--device-profile", metavar="NAME", help="figures of a known device; options override them")
+    measured = "a machine as doctor --bench measured it; options override it"
+    add("--machine", type=checked(file_to_read), metavar="FILE", help=measured)
+    known = "figures of a known device; options override them"
+    add("--device-profile", type=checked(find_device), metavar="NAME", help=known)
     add("--flops", type=quantity, metavar="RATE", help="dense peak in the model's dtype, such as 165T")
     add("--memory", type=quantity, metavar="SIZE", help="of one device, such as 24GiB")
     add("--link", type=quantity, metavar="RATE", help="host to device, one direction, such as 31GB/s")
@@ -187,13 +192,11 @@ def _plan_costs(options: argparse.Namespace) -> _Answer:
 
 def _plan_target(options: argparse.Namespace) -> _Answer:
     check_target(options.target)
-    if options.timeline is not None:
-        check_path(options.timeline)
     is_search = options.max_length or options.max_batch
     for search, given in (("max_length", "seq"), ("max_batch", "batch"), ("max_length", "max_batch")):
         if getattr(options, search) and getattr(options, given):
             raise ConfigError(f"{_option(search)} finds the largest; leave {_option(given)} out")
-    axes = parse_axes(options.sweep) if options.sweep is not None else ()
+    axes = options.sweep or ()
     if axes and is_search:
         raise ConfigError("--sweep makes a table, --max-length and --max-batch search; give one of them")
     if (options.hosts is None) != (options.network is None) or (options.hosts and axes):
@@ -277,7 +280,7 @@ def _device(options: argparse.Namespace, measured: MeasuredMachine | None) -> De
     }
     figures = {name: value for name, value in figures.items() if value is not None}
     if measured is not None or options.device_profile is not None:
-        profile = measured.spec if measured is not None else find_device(options.device_profile)
+        profile = measured.spec if measured is not None else options.device_profile
         if not figures:
             return profile
         checked = {name: where for name, where in profile.checked.items() if name not in figures}
@@ -306,10 +309,11 @@ def _add_explain_options(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=DTYPES, help="of the weights; default: bfloat16")
     add("--lora", type=count(MOST_RANK), metavar="RANK", help="with adapters of this rank")
     add("--eval", action="store_true", help="the model in evaluation mode; default: in training mode")
-    add("--graph", type=Path, metavar="FILE", help="write the graph to FILE.dot or FILE.png")
+    add("--graph", type=checked(check_format), metavar="FILE", help="write the graph to FILE.dot or FILE.png")
 
 
 def _explain(options: argparse.Namespace) -> _Answer:
+    check_target(options.target)
     target = _target(options, EXPLAINED_SEQ, options.lora)
     target.model.train(not options.eval)
     kwargs = target.kwargs_for(options.batch or target.batch or EXPLAINED_SAMPLES)
@@ -323,7 +327,7 @@ def _explain(options: argparse.Namespace) -> _Answer:
 def _add_doctor_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--bench", action="store_true", help="measure more, and write a file that plan reads")
-    add("--machine", type=Path, metavar="FILE", help=f"the file; default: {_shown(default_path())}")
+    add("--machine", type=checked(file_name), metavar="FILE", help=f"the file; default: {_shown(default_path())}")
 
 
 def _shown(path: Path) -> str:

@@ -39,11 +39,11 @@ def read_costs(path: Path, **options: Any) -> Setting:
     try:
         return parse_costs(json.loads(path.read_text(encoding="utf-8")), **options)
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from error
+        raise ConfigError(f"--costs {path}: {error.strerror or error}") from error
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(f"--costs {path}: {error}") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
+        raise ConfigError(f"--costs {path} is not JSON: {error}") from error
 
 
 def parse_costs(

@@ -11,20 +11,20 @@ import functools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from roundpipe.core import trees
+from roundpipe.core.checks import check_example, check_type
 from roundpipe.core.errors import ConfigError, TraceCause, TraceError, enumerated
 from roundpipe.core.layers import LayerChain, LayerCost
 from roundpipe.core.modes import autocast_as_on_accelerator
 from roundpipe.fx.graph.nodes import module_of, value_bytes
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.guards.guards import GuardedGraph
-from roundpipe.fx.passes.cuts import Balance
+from roundpipe.fx.passes.cuts import Balance, check_balance
 from roundpipe.fx.passes.lower import LowerOptions, lower
 from roundpipe.fx.passes.memory import Loss, measure_memory
 from roundpipe.fx.source import own_example
@@ -196,10 +196,9 @@ def explain(
     """
     if isinstance(model, RoundPipe):
         model = model._target
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"explain takes an nn.Module, got {type(model).__name__}")
-    if not isinstance(example_args, tuple):
-        raise ConfigError(f"example_args is {type(example_args).__name__}; give a tuple, such as (x,)")
+    check_type("model", model, nn.Module, "the nn.Module to look into")
+    check_example(example_args, example_kwargs)
+    check_balance(balance)
     own = None
     if not example_args and example_kwargs is None:
         own = own_example(model)
@@ -208,11 +207,7 @@ def explain(
                 f"{type(model).__name__} has no dummy_inputs; give example_args=(...) or example_kwargs={{...}}"
             )
         example_args, example_kwargs = own
-    if not isinstance(graph, str | os.PathLike | None):
-        raise ConfigError(f"graph={graph!r}; give the path of a file")
-    path = None if graph is None else Path(graph)
-    if path is not None:
-        check_format(path)
+    path = None if graph is None else check_format(graph)
     name = type(model).__name__
     options = LowerOptions(balance, largest_layer_bytes(devices))
     try:

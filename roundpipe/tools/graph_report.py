@@ -9,6 +9,7 @@ Invariant: nothing here changes the graph.
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from roundpipe.core.checks import path_of
 from roundpipe.core.errors import ConfigError
 from roundpipe.fx.graph.nodes import hint, module_of, value_bytes, value_of
 from roundpipe.fx.graph.traced import TracedGraph
@@ -39,14 +41,16 @@ MAX_BOXES = 1500
 _BOX_INCHES, _DOTS_PER_INCH = (4.6, 0.34), 100
 
 
-def check_format(path: Path) -> None:
+def check_format(graph: str | os.PathLike[str]) -> Path:
     """Raise `ConfigError` if a graph can't be written to a file of this name, before any work is done for it."""
+    path = path_of("graph", graph)
     if path.suffix.lower() not in FORMATS:
         raise ConfigError(f"graph={str(path)!r}: the name must end in {' or '.join(FORMATS)}")
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"graph={str(path)!r}: there is no folder {path.absolute().parent}")
     if path.suffix.lower() == ".png":
         _matplotlib()
+    return path
 
 
 def write_graph(path: Path, traced: TracedGraph, parts: Partition) -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
+from roundpipe.core.checks import path_of
+from roundpipe.core.errors import ConfigError
 from roundpipe.core.quantities import parse_quantity
 
 LARGEST_QUANTITY = 1e24
 
 _Number = TypeVar("_Number", int, float)
+_Value = TypeVar("_Value")
 
 
 def quantity(text: str) -> float:
@@ -41,6 +45,34 @@ def share(text: str) -> float:
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no share above 0 and up to 1, such as 0.5")
     return value
+
+
+def checked(read: Callable[[str], _Value]) -> Callable[[str], _Value]:
+    """The type of what a function reads from the text; it raises `ConfigError` for what can't be meant."""
+
+    def parse(text: str) -> _Value:
+        try:
+            return read(text)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse
+
+
+def file_to_read(text: str) -> Path:
+    """A file that is there."""
+    path = path_of("FILE", text)
+    if not path.is_file():
+        raise ConfigError(f"{text}: {'this is no file' if path.exists() else 'there is no such file'}")
+    return path
+
+
+def file_name(text: str) -> Path:
+    """A file, which may be there or not."""
+    path = path_of("FILE", text)
+    if path.is_dir():
+        raise ConfigError(f"{text}: this is a folder; give the path of a file")
+    return path
 
 
 def _number(kind: Callable[[str], _Number], text: str) -> _Number:

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from roundpipe.core import trees
+from roundpipe.core.checks import path_of
 from roundpipe.core.errors import ConfigError
 
 DEFAULT_SEQ = 2048
@@ -57,11 +58,11 @@ class Target:
 
 def check_target(text: str) -> None:
     """Raises a `ConfigError` for what is neither a path nor ``module:function``, before anything is loaded."""
-    if not Path(text).expanduser().exists() and ":" not in text and _cached_config(text) is None:
+    if not path_of("TARGET", text).expanduser().exists() and ":" not in text and _cached_config(text) is None:
         fetched = f" (hf download {text} config.json fetches it)" if _HUB_NAME.fullmatch(text) else ""
         raise ConfigError(
-            f"{text}: there is no such file or folder, nor such a model in the Hugging Face cache{fetched}; give a "
-            "Hugging Face config.json, a folder that has one, or package.module:factory"
+            f"TARGET {text}: there is no such file or folder, nor such a model in the Hugging Face cache{fetched}; "
+            "give a Hugging Face config.json, a folder that has one, or package.module:factory"
         )
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from roundpipe.core.caller import warn
+from roundpipe.core.checks import check_flag, check_keywords, check_type
 from roundpipe.core.contexts import garbage_kept
 from roundpipe.core.errors import ConfigError, DeviceMemoryError, GradientNote, RaisedIn, note_few_samples
 from roundpipe.core.layers import ChainSource, LayerChain, LayerCost
@@ -376,19 +377,11 @@ def with_loss_options(
 
 def check_training_call(input_args: Any, input_kwargs: Any, loss_fn: Any, return_outputs: Any = False) -> None:
     """Raise `ConfigError` for arguments of ``forward_backward`` that can't be meant."""
-    if not isinstance(input_args, (tuple, list)):
-        raise ConfigError(
-            f"input_args is {type(input_args).__name__}; give a tuple of the model's arguments, such as (x,)"
-        )
-    if not isinstance(input_kwargs, dict):
-        raise ConfigError(f"input_kwargs is {type(input_kwargs).__name__}; give a dict of keyword arguments")
-    for key in input_kwargs:
-        if not isinstance(key, str):
-            raise ConfigError(f"input_kwargs: the keyword {key!r} is {type(key).__name__}; keywords are strings")
+    check_type("input_args", input_args, tuple | list, "a tuple of the model's arguments, such as (x,)")
+    check_keywords("input_kwargs", input_kwargs)
     if not callable(loss_fn):
         raise ConfigError(f"loss_fn is {type(loss_fn).__name__}; give a function (outputs, label) -> loss")
-    if not isinstance(return_outputs, bool):
-        raise ConfigError(f"return_outputs is {type(return_outputs).__name__}; give True or False")
+    check_flag("return_outputs", return_outputs)
 
 
 def flow_back(inputs: Sequence[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:

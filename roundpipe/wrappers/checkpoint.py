@@ -30,7 +30,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe.core.errors import CheckpointError, CheckpointMisfitError, CheckpointNotFoundError, ConfigError
+from roundpipe.core.checks import check_flag, path_of
+from roundpipe.core.errors import CheckpointError, CheckpointMisfitError, CheckpointNotFoundError, ConfigError, shown
 from roundpipe.core.random_state import portable_random_state, restore_random_state
 from roundpipe.runtime.weights.parameter_pair import ParameterPair
 from roundpipe.wrappers import checkpoint_files as files
@@ -77,9 +78,12 @@ def save(
     target, pairs = session.shown, session.optimizer.parameter_pairs()
     if step is not None:
         try:
-            step = operator.index(step)
+            number = None if isinstance(step, bool) else operator.index(step)
         except TypeError:
-            raise ConfigError(f"step is {step!r}; give an int, or None") from None
+            number = None
+        if number is None:
+            raise ConfigError(f"step is {shown(step)}; give an int, or None")
+        step = number
     folder = _begin(session, dir, objects)
     done = CheckpointWrite()
     optimizer, scheduler, scaler = (objects[name] for name in OBJECTS)
@@ -133,7 +137,8 @@ def _begin(session: Session, dir: str | os.PathLike[str], objects: Mapping[str, 
     for name, value in objects.items():
         if name == "optimizer" and not isinstance(value, torch.optim.Optimizer | None):
             raise ConfigError(f"optimizer is {type(value).__name__}; give a torch.optim.Optimizer, or None")
-        if value is not None and not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+        has_state = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+        if value is not None and (isinstance(value, type) or not has_state):
             raise ConfigError(
                 f"{name} is {type(value).__name__}, which has no state_dict and load_state_dict; give one that has them"
             )
@@ -141,9 +146,7 @@ def _begin(session: Session, dir: str | os.PathLike[str], objects: Mapping[str, 
     session.writer.wait()
     session.optimizer.synchronize()
     session.optimizer.come_home()
-    if not isinstance(dir, str | os.PathLike) or not os.fspath(dir):
-        raise ConfigError(f"dir is {dir!r}; give the path of a folder")
-    return Path(os.path.realpath(dir))
+    return Path(os.path.realpath(path_of("dir", dir, "the path of a folder")))
 
 
 def _once_each(
@@ -193,6 +196,7 @@ def _configs(target: nn.Module) -> list[Any]:
 
 def load(session: Session, dir: str | os.PathLike[str], objects: Mapping[str, Any], weights_only: bool) -> Checkpoint:
     """See `RoundPipe.load_checkpoint` and `save`; everything is checked before anything is changed."""
+    check_flag("weights_only", weights_only)
     pairs = session.optimizer.parameter_pairs()
     folder = _begin(session, dir, objects)
     objects = {name: value for name, value in objects.items() if value is not None}

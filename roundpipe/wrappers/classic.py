@@ -13,6 +13,7 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.balance import cut_into
+from roundpipe.core.checks import check_count, items_of
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.module_tree import weight_bytes_of
 from roundpipe.core.random_state import preserved_random_state
@@ -56,12 +57,13 @@ class Pipe(RoundPipe):
             super().__init__(module, devices=devices, **options)
             return
         layers = _layers_of(module, type(self).__name__)
-        if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
-            raise ConfigError(f"chunks={chunks!r}; give the number of microbatches, at least 1")
+        check_count("chunks", chunks, "the number of microbatches, at least 1")
         if balance is None:
             num_devices = len(devices) if isinstance(devices, Sequence) and not isinstance(devices, str) else 1
+            num_devices = max(num_devices, 1)  # none at all is refused below
             balance = balance_by_size(min(num_devices, len(layers)), module)
-        plan = _plan(list(balance), len(layers))
+        sizes = items_of("balance", balance, "the number of layers of each stage, such as [2, 2]")
+        plan = _plan(sizes, len(layers))
         config = RoundPipeRunConfig(num_microbatch=chunks, execute_plan=plan)
         super().__init__(module, model_run_config=config, devices=devices, **options)
 
@@ -132,15 +134,15 @@ def _wait(value: Any) -> None:
 
 
 def _balance(num_stages: int, weights: Sequence[float]) -> list[int]:
-    if not isinstance(num_stages, int) or not 1 <= num_stages <= len(weights):
-        raise ConfigError(f"num_stages={num_stages!r}; give 1 to {len(weights)}, the number of layers")
+    check_count("num_stages", num_stages, f"1 to {len(weights)}, the number of layers", most=len(weights))
     return [stop - start for start, stop in cut_into(weights, num_stages)]
 
 
 def _layers_of(module: Any, function: str) -> list[nn.Module]:
     if not isinstance(module, nn.Sequential):
         raise ConfigError(
-            f"{function} takes an nn.Sequential, got {type(module).__name__}; roundpipe.compile takes any module"
+            f"{function}: module takes an nn.Sequential, got {type(module).__name__}; roundpipe.compile takes any "
+            "module"
         )
     if not len(module):
         raise ConfigError(f"{function} got an nn.Sequential without layers")

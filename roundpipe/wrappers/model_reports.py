@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from roundpipe.core.checks import check_flag
 from roundpipe.core.contexts import contextmanager
 from roundpipe.reports.timeline import Timeline, check_path
 from roundpipe.wrappers.model_view import ModelView
@@ -44,6 +45,7 @@ class ModelReports(ModelView):
         A CPU worker counts weights and carried values, and what layers and losses allocate only if it has a limit
         (``Device("cpu", memory_bytes=...)``).
         """
+        check_flag("reset", reset)
         return max(self._session.engine.peak_bytes(reset))
 
     @contextmanager

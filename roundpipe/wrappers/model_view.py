@@ -57,7 +57,7 @@ class ModelView(nn.Module):
     def set_original_model(self, original_model: nn.Module) -> None:
         """Answer attribute access with another model than the wrapped one."""
         if not isinstance(original_model, nn.Module):
-            raise ConfigError(f"the original model must be an nn.Module, got {type(original_model).__name__}")
+            raise ConfigError(f"original_model must be an nn.Module, got {type(original_model).__name__}")
         self._session.shown = original_model
 
     @property
@@ -250,7 +250,7 @@ def check_wrappable(model: Any, wrapper: str) -> None:
     The layers of a wrapper inside would run in two pipelines at once.
     """
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"{wrapper} takes an nn.Module, got {type(model).__name__}")
+        raise ConfigError(f"{wrapper}: model must be an nn.Module, got {type(model).__name__}")
     if isinstance(model, ModelView):
         raise ConfigError(f"the model is a {type(model).__name__} already; pass the original, {wrapper}(pipe.model)")
     for prefix, module in model.named_modules():

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch import nn
 
 from roundpipe.core.caller import warn
+from roundpipe.core.checks import check_count, items_of
 from roundpipe.core.errors import ConfigError, TraceError, enumerated
 from roundpipe.core.module_tree import weight_bytes_of
 from roundpipe.effects.run_once import differentiates_gradients, holders_of, holders_of_those, runs_autograd
@@ -103,10 +104,8 @@ class PartsChoice:
 
 def _check_options(model: nn.Module, lower: Any, upper: Any, overrides: Any, skipped: Any) -> None:
     for name, value in (("lower_threshold", lower), ("upper_threshold", upper)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            if name == "upper_threshold" and value is None:
-                continue
-            raise ConfigError(f"{name}={value!r}; give a number of bytes")
+        if name == "lower_threshold" or value is not None:
+            check_count(name, value, "a number of bytes", least=0)
     known = set(model.modules())
     if not isinstance(overrides, Mapping):
         raise ConfigError(
@@ -120,7 +119,7 @@ def _check_options(model: nn.Module, lower: Any, upper: Any, overrides: Any, ski
     if isinstance(skipped, (str, Iterator)) or not isinstance(skipped, (Container, Iterable)):
         shown = f"the name {skipped!r}" if isinstance(skipped, str) else f"of type {type(skipped).__name__}"
         raise ConfigError(f"skip_modules is {shown}; give a list of modules, such as [model.head]")
-    for entry in skipped if isinstance(skipped, Iterable) else ():
+    for entry in items_of("skip_modules", skipped, "a list of modules") if isinstance(skipped, Iterable) else ():
         if not isinstance(entry, nn.Module):
             raise ConfigError(
                 f"skip_modules has {entry!r}, a {type(entry).__name__}; give the modules themselves, such as "

@@ -12,7 +12,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from roundpipe.core.errors import ConfigError, NotCopyableError
+from roundpipe.core.checks import check_flag
+from roundpipe.core.errors import NotCopyableError
 from roundpipe.core.options import with_options
 from roundpipe.runtime.config import LossReduction, LossScope, RoundPipeRunConfig
 from roundpipe.runtime.device.resolve import DeviceLike
@@ -318,8 +319,7 @@ class RoundPipe(ModelReports):
                 hour; nothing is left behind. It is an `OSError`.
         """
         objects = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-        if not isinstance(is_async, bool):
-            raise ConfigError(f"is_async is {type(is_async).__name__}; give True or False")
+        check_flag("is_async", is_async)
         return checkpoint.save(self._session, dir, objects, step, extra, is_async)
 
     @with_options("load_checkpoint(dir, {0}=...)")

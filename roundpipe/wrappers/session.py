@@ -26,6 +26,7 @@ from torch.nn.utils import parametrize
 
 from roundpipe.core import trees
 from roundpipe.core.caller import caller_name, warn
+from roundpipe.core.checks import check_type
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ClosedError, ConfigError
 from roundpipe.effects.uses import asks_for_inference_mode, compares_arguments
@@ -71,10 +72,8 @@ class Session:
             raise ConfigError(f"pin_model={pin_model!r}; allowed are 'double', 'alloc', 'register' and 'off'")
         if optim_dtype is not None and not (isinstance(optim_dtype, torch.dtype) and optim_dtype.is_floating_point):
             raise ConfigError(f"optim_dtype={optim_dtype!r}; give a floating-point torch.dtype, or None")
-        if not isinstance(config, RoundPipeRunConfig):
-            raise ConfigError(f"model_run_config is {type(config).__name__}; give a RoundPipeRunConfig")
-        if not isinstance(name, str | None):
-            raise ConfigError(f"name is {type(name).__name__}; give a string, or None for the caller's line")
+        check_type("model_run_config", config, RoundPipeRunConfig, "a RoundPipeRunConfig")
+        check_type("name", name, str | None, "a string, or None for the caller's line")
         if not isinstance(shard_optimizer, bool) or (shard_optimizer and process_group is None):
             raise ConfigError(
                 f"shard_optimizer={shard_optimizer!r} with process_group={process_group!r}; True divides the "
@@ -151,6 +150,7 @@ class Session:
 
     def only_reads(self, options: RoundPipeRunConfig) -> bool:
         """Whether a ``forward`` with these options lacks the latest weights and is no part of training."""
+        check_type("roundpipe_run_config", options, RoundPipeRunConfig | None, "a RoundPipeRunConfig")
         if not self.optimizer.is_stale:
             return False
         config = resolve(options, self.config, num_devices=self.engine.num_workers)

@@ -57,7 +57,7 @@ def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path):
                 model.load_checkpoint(folder)
             assert type(caught.value) is CheckpointNotFoundError and isinstance(caught.value, roundpipe.RoundPipeError)
         (folder / "notes.txt").unlink()
-        with pytest.raises(ConfigError, match="dir is ''"):
+        with pytest.raises(ConfigError, match="dir=''"):
             model.load_checkpoint("")
         model.save_checkpoint(folder)
 

@@ -15,6 +15,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Container, Hashable, Iterable, Mapping, Sequence, Set
 from itertools import accumulate, pairwise
+from math import inf, nan
 from operator import itemgetter
 from statistics import quantiles
 from typing import Any
@@ -24,7 +25,7 @@ from torch import nn
 from torch.fx import Node
 
 from roundpipe.core import balance as chain_balance
-from roundpipe.core.errors import PartitionError, TraceError
+from roundpipe.core.errors import ConfigError, PartitionError, TraceError, shown
 from roundpipe.core.layers import BalanceFunction
 from roundpipe.fx.graph.nodes import (
     covered_module,
@@ -41,6 +42,28 @@ from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.passes.cost import NodeCost
 
 Balance = str | BalanceFunction
+
+
+def check_balance(balance: Any) -> None:
+    """Raise `ConfigError` for what layers can't be balanced by."""
+    if not (balance in ("time", "size") if isinstance(balance, str) else callable(balance)):
+        given = shown(balance)
+        raise ConfigError(f"balance={given}; allowed are 'time', 'size' or a function from a module to a weight")
+
+
+def weight_by(balance: BalanceFunction, module: nn.Module) -> float:
+    """What a user's function says that a module weighs."""
+    given = balance(module)
+    try:
+        weight = float(given)
+    except (TypeError, ValueError, OverflowError):
+        weight = nan
+    if not 0 <= weight < inf:
+        raise PartitionError(
+            f"balance gave {shown(given)} for a {type(module).__name__}; it must give a number of at least 0"
+        )
+    return weight
+
 
 NARROW = 1.6
 """A cut is narrow if it carries at most this many times what the narrowest cuts around it do."""
@@ -229,7 +252,7 @@ class CutChoice:
             return sizes
         if callable(balance):
             modules = [self._traced.attribute(str(n.target)) if n.op == "call_module" else None for n in self._order]
-            return _shares([0.0 if module is None else float(balance(module)) for module in modules])
+            return _shares([0.0 if module is None else weight_by(balance, module) for module in modules])
         if balance != "time":
             raise PartitionError(f"balance is {balance!r}; it can be 'time', 'size' or a function of a module")
         times = _shares([self._costs[node].forward_s + self._costs[node].backward_s for node in self._order])

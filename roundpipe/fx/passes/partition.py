@@ -43,7 +43,7 @@ from roundpipe.fx.graph.nodes import (
 )
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph
 from roundpipe.fx.passes.cost import NodeCost
-from roundpipe.fx.passes.cuts import Balance, CutChoice, Memory, legal_cuts
+from roundpipe.fx.passes.cuts import Balance, CutChoice, Memory, legal_cuts, weight_by
 
 ALLOWANCE_S = 3e-4
 """Time that recomputing a value may take beyond what carrying it would: a carried value costs copies, events and host
@@ -335,7 +335,7 @@ def _layer_cost(
         backward_s = 2 * forward_s
     elif callable(balance):
         modules = [traced.attribute(str(n.target)) for n in chunk.nodes if n.op == "call_module"]
-        forward_s = sum(float(balance(module)) for module in modules)
+        forward_s = sum(weight_by(balance, module) for module in modules)
         backward_s = 2 * forward_s
     kept = sorted((value for cost in inside for value in cost.saved_values), key=value_bytes)
     saved = {storage_key(value): value_bytes(value) for value in kept}  # of values that share memory, the largest

@@ -23,7 +23,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from roundpipe.core.errors import ConfigError, DeviceMemoryError
+from roundpipe.core.checks import is_number
+from roundpipe.core.errors import ConfigError, DeviceMemoryError, shown
 from roundpipe.core.field_docs import with_field_docs
 from roundpipe.core.options import with_options
 from roundpipe.core.quantities import parse_quantity
@@ -71,19 +72,22 @@ class Device:
 
     def __post_init__(self) -> None:
         if not isinstance(self.device, str | torch.device):
-            raise ConfigError(f"Device({self.device!r}) is not a device torch knows; give a name such as 'cuda:0'")
+            raise ConfigError(
+                f"Device({shown(self.device)}) is not a device torch knows; give a device's name, such as 'cuda:0'"
+            )
         try:
             torch.device(self.device)
         except RuntimeError as error:
-            raise ConfigError(f"devices: {self.device!r} is not a device torch knows ({error})") from None
+            raise ConfigError(f"{shown(self.device)} is not a device torch knows ({error})") from None
         if isinstance(self.memory_bytes, str):
             object.__setattr__(self, "memory_bytes", int(parse_quantity(self.memory_bytes)) or self.memory_bytes)
+        if isinstance(self.memory_bytes, float) and 1 <= self.memory_bytes < inf:  # such as 24e9
+            object.__setattr__(self, "memory_bytes", int(self.memory_bytes))
         for field in ("memory_bytes", "upload_bytes_per_s", "download_bytes_per_s"):
             limit = getattr(self, field)
-            is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
             text = ", or a text such as '24GiB'" if field == "memory_bytes" else ""
-            if limit is not None and not (is_number and 0 < limit < inf):
-                raise ConfigError(f"Device({field}={limit!r}): give a positive number{text}, or None for no limit")
+            if limit is not None and not (is_number(limit) and 0 < limit < inf):
+                raise ConfigError(f"Device({field}={shown(limit)}): give a positive number{text}, or None for no limit")
 
 
 class Event(Protocol):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from roundpipe.core.checks import items_of
 from roundpipe.core.errors import ConfigError
 from roundpipe.planning import stage_costs
 from roundpipe.runtime.device.accelerator import AcceleratorBackend, memory_budget_bytes
@@ -33,7 +34,7 @@ def resolve_devices(devices: Sequence[DeviceLike] | DeviceLike | None) -> tuple[
         return tuple(Device(f"{accelerator.type}:{i}") for i in range(torch.accelerator.device_count()))
     if isinstance(devices, str) or not isinstance(devices, Iterable):
         devices = [devices]
-    entries = tuple(map(_resolve_entry, devices))
+    entries = tuple(map(_resolve_entry, items_of("devices", devices, "a list of names, such as ['cuda:0', 'cuda:1']")))
     if not entries:
         raise ConfigError("devices=[] names no device; give at least one, or None for all accelerators")
     return entries
@@ -48,7 +49,10 @@ def _resolve_entry(entry: DeviceLike) -> Device:
             raise ConfigError(f"devices: {entry} is an accelerator's index, but torch sees no accelerator; use 'cpu'")
         resolved = Device(f"{accelerator.type}:{entry}")
     elif isinstance(entry, (str, torch.device)):
-        resolved = Device(entry)
+        try:
+            resolved = Device(entry)
+        except ConfigError as error:
+            raise ConfigError(f"devices: {error}") from None
     else:
         raise ConfigError(
             f"devices: {entry!r} is {type(entry).__name__}; give strings such as 'cuda:0' or 'cpu', torch.device, "

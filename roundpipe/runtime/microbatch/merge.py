@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from roundpipe.core import trees
-from roundpipe.core.errors import MicrobatchError, RaisedIn, quoted
+from roundpipe.core.checks import items_of
+from roundpipe.core.errors import MicrobatchError, RaisedIn, quoted, shown
 from roundpipe.core.trees import Access, Path
 from roundpipe.runtime.config import ResolvedConfig
 from roundpipe.runtime.device.backend import Event
@@ -37,8 +38,9 @@ class RoundPipePackedData(list[Any]):
     """
 
     def __init__(self, values: Iterable[Any] = (), events: Sequence[Event | None] | None = None) -> None:
-        super().__init__(values)
-        self.events: list[Event | None] = [None] * len(self) if events is None else list(events)
+        super().__init__(items_of("values", values, "a list with one value per microbatch"))
+        advice = "a list with one per value, or None"
+        self.events: list[Event | None] = [None] * len(self) if events is None else items_of("events", events, advice)
         if len(self.events) != len(self):
             raise MicrobatchError(f"packed data of {len(self)} values was given {len(self.events)} events")
 
@@ -78,7 +80,7 @@ def spec_children(spec: Any, below: list[tuple[Access, Any]], where: str) -> lis
             return list(spec)
         raise MicrobatchError(f"{where} has {len(below)} items but its spec has {len(spec)}; give one for each")
     raise MicrobatchError(
-        f"{where} is a container with the items {keys} but its spec is {spec!r}; "
+        f"{_option_of(where)}: {where} is a container with the items {keys} but its spec is {shown(spec)}; "
         "give a spec of the same structure, or None in its place for the automatic rule"
     )
 
@@ -87,9 +89,16 @@ def check_leaf_spec(spec: Any, where: str, allowed: tuple[str, ...]) -> None:
     """Raise unless a leaf's spec is None or of one of the classes allowed."""
     if spec is None or any(is_spec_of(spec, name) for name in allowed):
         return
+    place, given = f"{_option_of(where)}: {where}", shown(spec)
     if isinstance(spec, list | tuple | Mapping):
-        raise MicrobatchError(f"{where} is a single value but its spec is the structure {spec!r}; give one spec")
-    raise MicrobatchError(f"{where} has the spec {spec!r}; allowed: {', '.join(allowed)} (from {_SPEC_MODULE}) or None")
+        raise MicrobatchError(f"{place} is a single value but its spec is the structure {given}; give one spec")
+    raise MicrobatchError(f"{place} has the spec {given}; allowed: {', '.join(allowed)} (from {_SPEC_MODULE}) or None")
+
+
+def _option_of(where: str) -> str:
+    """The option of a run that has the spec of a value."""
+    root = where.partition("[")[0].partition(".")[0]
+    return {"label": "split_label", "output": "merge_output"}.get(root, "split_input")
 
 
 def checked_dim_size(tensor: torch.Tensor, spec: Any, where: str) -> int:

@@ -18,7 +18,7 @@ def adopt(optimizer: torch.optim.Optimizer, pairs: Sequence[ParameterPair]) -> N
         ConfigError: it is no optimizer, or has none of the parameters.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"adopt() takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        raise ConfigError(f"adopt() takes a torch.optim.Optimizer, got {type(optimizer).__name__} as optimizer")
     copies = {pair.parameter: pair.copy for pair in pairs if pair.copy is not None and pair.parameter.requires_grad}
     known = {*copies, *copies.values()}
     if not any(parameter in known for group in optimizer.param_groups for parameter in group["params"]):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from roundpipe.core.errors import ConfigError
+from roundpipe.core.checks import check_flag, check_type, is_number, items_of
+from roundpipe.core.errors import ConfigError, shown
 from roundpipe.runtime.optimizer.update import UpdateRunner
 
 
@@ -33,9 +35,18 @@ def clip_grad_norm_(
     Returns:
         The norm before, the same on all ranks.
     """
-    if not (isinstance(norm_type, int | float) and norm_type > 0):
-        raise ConfigError(f"clip_grad_norm_: norm_type={norm_type!r}; give a number above 0, such as 2 or math.inf")
-    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if not (is_number(norm_type) and norm_type > 0):
+        raise ConfigError(f"norm_type={shown(norm_type)}; give a number above 0, such as 2 or math.inf")
+    limit: Any = max_norm
+    if isinstance(limit, torch.Tensor) and limit.numel() == 1:
+        limit = limit.item()
+    if not (is_number(limit) and limit >= 0):
+        raise ConfigError(f"max_norm={shown(max_norm)}; give a number of at least 0")
+    check_flag("error_if_nonfinite", error_if_nonfinite)
+    advice = "parameters, such as optimizer.param_groups[0]['params']"
+    given = [parameters] if isinstance(parameters, torch.Tensor) else items_of("parameters", parameters, advice)
+    for each in given:
+        check_type("an item of parameters", each, torch.Tensor, advice)
     gradients = [each.grad for each in given if each.grad is not None and each.grad.numel()]
     own = get_total_norm(gradients, norm_type)
     runner = UpdateRunner.running()

@@ -16,14 +16,15 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 
+from roundpipe.core.checks import check_count, check_flag, check_type, is_number
 from roundpipe.core.contexts import contextmanager
-from roundpipe.core.errors import ConfigError
+from roundpipe.core.errors import ConfigError, shown
 
 
 class ScalerScope:
@@ -106,19 +107,12 @@ class GradScaler:
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
-        numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
-        if (
-            not all(isinstance(number, int | float) for number in numbers)
-            or growth_factor <= 1.0
-            or not 0.0 < backoff_factor < 1.0
-            or growth_interval < 1
-            or not 0.0 < init_scale < math.inf
-        ):
-            raise ConfigError(
-                f"GradScaler: got init_scale={init_scale!r}, growth_factor={growth_factor!r}, "
-                f"backoff_factor={backoff_factor!r}, growth_interval={growth_interval!r}; allowed: numbers, "
-                "init_scale > 0, growth_factor > 1, backoff_factor between 0 and 1, growth_interval >= 1"
-            )
+        check_type("device", device, str | torch.device | None, "the name of a device, or None")
+        _check_between("init_scale", init_scale, 0.0, math.inf)
+        _check_between("growth_factor", growth_factor, 1.0, math.inf)
+        _check_between("backoff_factor", backoff_factor, 0.0, 1.0)
+        check_count("growth_interval", growth_interval, "a number of steps, at least 1")
+        check_flag("enabled", enabled)
         self._growth_factor = float(growth_factor)
         self._backoff_factor = float(backoff_factor)
         self._growth_interval = growth_interval
@@ -140,7 +134,7 @@ class GradScaler:
             return outputs * torch.full((), self._published, dtype=torch.float32, device=outputs.device)
         if isinstance(outputs, list | tuple):
             return type(outputs)([self.scale(output) for output in outputs])
-        raise ConfigError(f"scale() got a {type(outputs).__name__}; give a tensor, or a list or tuple of them")
+        raise ConfigError(f"scale(outputs) got a {type(outputs).__name__}; give a tensor, or a list or tuple of them")
 
     @torch.no_grad()
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -149,6 +143,7 @@ class GradScaler:
         Raises:
             ConfigError: called twice in one step, or the gradients are float16.
         """
+        _check_optimizer(optimizer)
         if not self._enabled:
             return
         self._enter_scope()
@@ -169,6 +164,7 @@ class GradScaler:
         Raises:
             ConfigError: called twice in one step, or with a closure.
         """
+        _check_optimizer(optimizer)
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         if args or "closure" in kwargs:
@@ -188,8 +184,10 @@ class GradScaler:
         """
         if not self._enabled:
             return
-        if not isinstance(new_scale, int | float | torch.Tensor | None):
-            raise ConfigError(f"update() got new_scale={new_scale!r}; give a number, a tensor of one element, or None")
+        if isinstance(new_scale, torch.Tensor) and new_scale.numel() == 1:
+            new_scale = new_scale.item()
+        if new_scale is not None:
+            _check_between("new_scale", new_scale, 0.0, math.inf)
         value = None if new_scale is None else float(new_scale)
         inside = _SCOPE.get() is not None
         with self._lock:
@@ -269,15 +267,19 @@ class GradScaler:
         """Take over a state, of this class or of ``torch.amp.GradScaler``.
 
         Raises:
-            ConfigError: the state is that of a disabled scaler.
+            ConfigError: the state is that of a disabled scaler, or of something else.
         """
         if not self._enabled:
             return
+        check_type("state_dict", state_dict, Mapping, "the state of a GradScaler")
         if not state_dict:
-            raise ConfigError("load_state_dict() got an empty state, as a disabled GradScaler gives it")
+            raise ConfigError("load_state_dict(state_dict) got an empty state, as a disabled GradScaler gives it")
         missing = [key for key in self.state_dict() if key not in state_dict]
         if missing:
-            raise ConfigError(f"load_state_dict() got a state without {', '.join(missing)}; give one of a GradScaler")
+            raise ConfigError(f"state_dict is without {', '.join(missing)}; give one of a GradScaler")
+        for key in self.state_dict():
+            if not is_number(state_dict[key]):
+                raise ConfigError(f"state_dict[{key!r}] is {shown(state_dict[key])}; give the state of a GradScaler")
         with self._lock:
             self._latest = self._published = float(state_dict["scale"])
             self._unscaling = None
@@ -286,6 +288,16 @@ class GradScaler:
             self._growth_interval = int(state_dict["growth_interval"])
             self._growth_tracker = int(state_dict["_growth_tracker"])
             self._forget_step()
+
+
+def _check_between(name: str, value: Any, least: float, most: float) -> None:
+    if not (is_number(value) and least < value < most):
+        raise ConfigError(f"GradScaler: {name}={shown(value)}; give a number between {least:g} and {most:g}")
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
+        raise ConfigError(f"optimizer is {type(optimizer).__name__}; give a torch.optim.Optimizer")
 
 
 def _unscale(parameter: torch.Tensor, inverse: float) -> bool:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from roundpipe.core.caller import warn
-from roundpipe.core.errors import ConfigError, RoundPipeError, add_note
+from roundpipe.core.checks import is_number
+from roundpipe.core.errors import ConfigError, RoundPipeError, add_note, shown
 from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
 from roundpipe.runtime.optimizer.option_watch import OptionWatch
 from roundpipe.runtime.profiling.meter import HostLog
@@ -109,8 +110,8 @@ class StepHandle:
         update = self._update
         if self._runner.is_inside and not update.is_done:
             raise ConfigError("a step's handle was asked to wait inside the step_fn that it is about")
-        if not (timeout is None or (isinstance(timeout, int | float) and timeout >= 0)):
-            raise ConfigError(f"timeout={timeout!r}; give seconds, or None to wait until the update is done")
+        if timeout is not None and not (is_number(timeout) and timeout >= 0):
+            raise ConfigError(f"timeout={shown(timeout)}; give seconds, or None to wait until the update is done")
         is_done = self._board.wait(lambda: update.is_done, "a step's handle", update.name, timeout)
         if is_done:
             self._finish()

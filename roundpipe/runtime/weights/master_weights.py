@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from roundpipe.core.caller import warn
+from roundpipe.core.checks import check_flag, check_type
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ConfigError, enumerated
 from roundpipe.core.storages import is_plain
@@ -131,8 +132,8 @@ class MasterWeights:
 
     def named_copies(self, prefix: str, remove_duplicate: bool) -> Iterator[tuple[str, nn.Parameter]]:
         """The copies of parameters that are trainable now, with the original names, as ``nn.Module`` gives them."""
-        if not isinstance(prefix, str):
-            raise ConfigError(f"prefix is {type(prefix).__name__}; give a string that is put before each name")
+        check_type("prefix", prefix, str, "a string that is put before each name")
+        check_flag("remove_duplicate", remove_duplicate)
         trainable = self.trainable()
         names = {pair.names[0]: pair for pair in trainable} if remove_duplicate else self._by_name
         for name, pair in names.items():

@@ -1,0 +1,57 @@
+"""The options of a rotation beside a trainer's own."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from roundpipe.core.checks import check_flag
+from roundpipe.core.errors import ConfigError, shown
+from roundpipe.runtime.config import RoundPipeRunConfig
+from roundpipe.runtime.device.resolve import resolve_devices
+
+
+@dataclass
+class RoundPipeArguments:
+    """Options of the rotation, for ``RoundPipeTrainer(..., roundpipe=...)`` or ``HfArgumentParser``.
+
+    Raises:
+        ConfigError: an option can't be used.
+    """
+
+    devices: list[str] | None = field(
+        default=None, metadata={"help": "The rotation, such as cuda:0 cuda:1; default: all accelerators, or the CPU."}
+    )
+    is_async: bool = field(
+        default=False,
+        metadata={"help": "Run updates beside the next step, which trains on weights that are one update old."},
+    )
+    optim_dtype: str | None = field(
+        default=None,
+        metadata={"help": "Dtype that the optimizer computes in; default: float32 for weights of half precision."},
+    )
+    run_config: dict | str | None = field(  # type: ignore[type-arg]  # as HfArgumentParser reads it
+        default=None, metadata={"help": "Fields of RoundPipeRunConfig, as a dict or as JSON."}
+    )
+
+    def __post_init__(self) -> None:
+        resolve_devices(self.devices)
+        check_flag("is_async", self.is_async)
+        given: Any = self.optim_dtype
+        dtype: Any = getattr(torch, given.removeprefix("torch."), given) if isinstance(given, str) else given
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            name = shown(given)
+            raise ConfigError(f"optim_dtype={name}; give the name of a floating-point dtype, such as 'float32'")
+        self.dtype: torch.dtype | None = dtype
+        config: Any = self.run_config
+        try:
+            config = json.loads(config) if isinstance(config, str) else config
+            if not isinstance(config, RoundPipeRunConfig):
+                config = RoundPipeRunConfig(**({} if config is None else config))
+        except (TypeError, json.JSONDecodeError) as error:
+            given = shown(self.run_config)
+            raise ConfigError(f"run_config={given}: {error}; give fields of RoundPipeRunConfig") from None
+        self.config: RoundPipeRunConfig = config
