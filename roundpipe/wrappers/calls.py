@@ -116,6 +116,7 @@ class ChainRunner(Runner):
         )
         if calls is None:
             return self._fall_back().forward_backward(replace(training, options=options))
+        reads = session.optimizer.may_have_twins and has_backward and self._reads_weights(training.loss_fn)
         alone = self._wait_for_weights(training.loss_fn)
         losses: list[Any] = []
         outputs: list[Any] = []
@@ -130,6 +131,7 @@ class ChainRunner(Runner):
             for call in calls:
                 if call.mean is not None and weights:
                     call.mean = replace(call.mean, reference=weights[-1].reference)
+                call.loss_reads_weights = reads
                 may_overlap = session.optimizer.is_async and not alone and not is_apart
                 step = self._run_round(call, training, may_overlap=may_overlap)
                 losses += [loss.synchronize() for loss in step.losses]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -142,11 +142,13 @@ class Setup:
     dtype: torch.dtype
     num_workers: int
     memory_bytes: int | None
+    lives_there: bool = False
+    """Whether its weights are to live on the worker, as far as it can be."""
 
     @classmethod
     def draw(cls, seed: int) -> Setup:
         choose = random.Random(f"setup {seed}")
-        return cls(
+        setup = cls(
             seed=seed,
             kind=choose.choice(KINDS),
             blocks=tuple(choose.choice(BLOCKS) for _ in range(choose.randint(2, 4))),
@@ -155,12 +157,16 @@ class Setup:
             num_workers=choose.randint(1, 3),
             memory_bytes=choose.choice([2**13, 2**14, 2**20, 2**22]) if choose.random() < 0.2 else None,
         )
+        if choose.random() < 0.15:
+            setup = replace(setup, num_workers=1, memory_bytes=2**22, lives_there=True)
+        return setup
 
     def __str__(self) -> str:
         blocks = ", ".join(block.__name__ for block in self.blocks)
         tied = ", tied" if self.is_tied else ""
         memory = "" if self.memory_bytes is None else f" of {self.memory_bytes} bytes"
-        return f"{self.kind}: {blocks}{tied}, {self.dtype}, {self.num_workers} workers{memory}"
+        where = ", weights on the worker" if self.lives_there else ""
+        return f"{self.kind}: {blocks}{tied}, {self.dtype}, {self.num_workers} workers{memory}{where}"
 
     def make_model(self) -> nn.Module:
         """The model, the same at every call."""
@@ -177,17 +183,19 @@ class Setup:
 
 def wrap(kind: str, model: nn.Module, setup: Setup) -> Any:
     """A model in one of the wrappers."""
-    devices = [roundpipe.Device("cpu", memory_bytes=setup.memory_bytes)] * setup.num_workers
+    options: dict[str, Any] = {
+        "devices": [roundpipe.Device("cpu", memory_bytes=setup.memory_bytes)] * setup.num_workers,
+        "name": kind,
+        "model_run_config": roundpipe.RoundPipeRunConfig(residency="full" if setup.lives_there else None),
+    }
     if kind in ("by hand", "one layer"):
-        return roundpipe.RoundPipe(model, devices=devices, name=kind)
+        return roundpipe.RoundPipe(model, **options)
     if kind == "parts":
-        return roundpipe.AutoRoundPipe(model, devices=devices, name=kind)
+        return roundpipe.AutoRoundPipe(model, **options)
     if kind == "module by module":
-        return roundpipe.wrap_model_to_roundpipe(
-            model, use_sequential_preset=False, lower_threshold=1, devices=devices, name=kind
-        )
+        return roundpipe.wrap_model_to_roundpipe(model, use_sequential_preset=False, lower_threshold=1, **options)
     example = {} if kind == "compile later" else {"example_args": (torch.randn(3, 4, WIDTH, dtype=setup.dtype),)}
-    return roundpipe.compile(model, devices=devices, name=kind, **example)
+    return roundpipe.compile(model, **options, **example)
 
 
 def stem_of(model: nn.Module) -> nn.Module:

@@ -221,7 +221,7 @@ class StepBuilder:
         """Whether a call's trained weights may live on the device: not if its backward comes later."""
         if call.loss_fn is None:
             return self._optimizer.has_twins and not call.config.requires_grad
-        return self._optimizer.may_have_twins
+        return self._optimizer.may_have_twins and not call.loss_reads_weights
 
     def _live(self, call: Call, weights: Sequence[LayerWeights]) -> bool:
         """Let trained weights be on the device, or at home, as a call's plan has it; False: there is no room."""

@@ -69,6 +69,8 @@ class Call:
     """Whether layers could run with its arguments."""
     is_evaluation: bool = False
     """Whether no backward follows, so that nothing is trained."""
+    loss_reads_weights: bool = False
+    """Whether ``loss_fn`` may read the model's weights on the host."""
     is_full: bool = False
     """Whether its trained weights live on the device."""
     make_tail: MakeTail | None = None

@@ -155,7 +155,7 @@ class PlainSteps(ABC):
         if cleared and (self._has_new_gradients or self._is_settled):  # a batch that is left out, or what is shown
             self._ready("optimizer.zero_grad()")
             for pair in cleared:
-                pair.holder.grad = None
+                pair.holder.grad = pair.parameter.grad = None
             self._has_new_gradients &= len(cleared) < len(copies)
         elif cleared and len(cleared) == len(parameters):
             return self._updates.after_update(clear)

@@ -11,7 +11,6 @@ from roundpipe.core.caller import warn
 from roundpipe.core.checks import check_flag, check_type
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ConfigError, enumerated
-from roundpipe.core.storages import is_plain
 from roundpipe.runtime.device.host_limit import HOST_LIMIT
 from roundpipe.runtime.weights.banks import Banks
 from roundpipe.runtime.weights.parameter_pair import ParameterPair
@@ -211,7 +210,9 @@ class MasterWeights:
             holders += [pair.copy for pair in self._pairs]
         if of_copies is not True:
             stays = of_copies is None
-            holders += [pair.holder for pair in self._pairs if stays or pair.copy is None]
+            cleared = [pair for pair in self._pairs if stays or pair.copy is None]
+            holders += [pair.holder for pair in cleared]
+            holders += [pair.parameter for pair in cleared if pair.twin is not None]
         for holder in holders:
             if holder is not None and holder.grad is not None:
                 holder.grad = None if set_to_none else holder.grad.detach().zero_()
@@ -249,6 +250,6 @@ def take_writes(pairs: Sequence[ParameterPair], *, has_update: bool) -> None:
             "not asynchronous: step(..., is_async=False)"
         )
     if unmarked:  # through `.data`: others may have been written where nobody looked
-        written = [pair for pair in pairs if pair.is_written or (is_plain(pair.parameter) and pair.is_behind)]
+        written = [pair for pair in pairs if pair.is_written or pair.has_written_values]
     for pair in written:
         pair.start_again()

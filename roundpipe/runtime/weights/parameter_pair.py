@@ -124,7 +124,15 @@ class ParameterPair:
     @property
     def is_behind(self) -> bool:
         """Whether the model's weights are not the copy's, in the model's precision."""
-        copy, now = self.copy, self.holder
+        return self._differs_from(self.holder)
+
+    @property
+    def has_written_values(self) -> bool:
+        """Whether the user's parameter, which is not behind, does not have the copy's values."""
+        return is_plain(self.parameter) and self._differs_from(self.parameter)
+
+    def _differs_from(self, now: torch.Tensor) -> bool:
+        copy = self.copy
         if copy is None or not is_plain(copy) or not is_plain(now):
             return copy is not None
         return not torch.equal(self.part(now), copy.to(now.device, now.dtype))
@@ -158,10 +166,19 @@ class ParameterPair:
     def end_twin(self) -> None:
         """The model's weights and gradient are those of the parameter again."""
         self.write_host()
+        self.join_gradient()
         if self.twin is not None:
             gradient, self.twin = self.twin.weights.grad, None
             if gradient is not None:
                 self.parameter.grad = gradient.to(self.parameter.device, self.parameter.dtype)
+
+    def join_gradient(self) -> None:
+        """What a graph on the host, such as of a penalty, has given the parameter joins the twin's gradient."""
+        own = self.parameter.grad
+        if self.twin is not None and self.shown is None and own is not None:
+            gradient, self.parameter.grad = self.twin.weights.grad, None
+            own = own.to(self.twin.weights.device)
+            self.twin.weights.grad = own if gradient is None else gradient + own
 
     def move_copy(self, device: torch.device, *, is_away: bool) -> None:
         """Bring the copy and its gradient to a device, or home."""
@@ -310,6 +327,7 @@ def take_gradients_there(pairs: Sequence[ParameterPair]) -> None:
     converted: list[tuple[torch.Tensor, torch.Tensor]] = []
     added: list[tuple[torch.Tensor, torch.Tensor]] = []
     for pair in pairs:
+        pair.join_gradient()
         copy, gradient = pair.copy, pair.holder.grad
         if copy is None or gradient is None or gradient.layout is not torch.strided:
             pair.take_gradient()
