@@ -17,7 +17,6 @@ from itertools import islice
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan, Schedule
 from roundpipe.planning.stage_costs import (
-    RecomputeGrain,
     StageCost,
     StageCosts,
     arena_bytes,
@@ -59,19 +58,19 @@ class Residency:
         streamed = self.streamed(costs)
         return {index: costs[index].weight_bytes - streamed[index].weight_bytes for index in sorted(self.layers)}
 
-    def stage_memory(
-        self, plan: ExecutePlan, costs: Sequence[LayerCost], *, num_workers: int, recompute_grain: RecomputeGrain
-    ) -> dict[str, DeviceMemory]:
+    def stage_memory(self, plan: ExecutePlan, costs: StageCosts, num_workers: int) -> dict[str, DeviceMemory]:
         """Device memory while the stages F0, .., U, B1, .. of a training plan run."""
-        jobs = training_jobs(plan, StageCosts(self.streamed(costs), recompute_grain), num_workers)
+        jobs = training_jobs(plan, self._streamed(costs), num_workers)
         needs = iter(device_memory(jobs, num_workers, self.num_bytes))
         stages = zip(plan.named_stages(), plan.shares("train", num_workers), strict=True)
         return {name: max(islice(needs, count), key=lambda need: need.total) for (name, _), count in stages}
 
     def peak_bytes(self, schedule: Schedule, costs: StageCosts) -> int:
         """Device memory that a schedule takes at most, and what stays."""
-        streamed = StageCosts(self.streamed(costs.layers), costs.grain)
-        return self.num_bytes + peak_bytes(streamed.of_jobs(schedule), schedule.num_workers)
+        return self.num_bytes + peak_bytes(self._streamed(costs).of_jobs(schedule), schedule.num_workers)
+
+    def _streamed(self, costs: StageCosts) -> StageCosts:
+        return StageCosts(self.streamed(costs.layers), costs.grain, is_alone=costs.is_alone)
 
 
 STREAMED = Residency()

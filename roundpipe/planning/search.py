@@ -90,7 +90,7 @@ class Search:
             raise ConfigError(f"recompute_grain is {recompute_grain!r}; allowed are 'stage' and 'layer'")
         if names is not None and len(names) != len(costs):
             raise ConfigError(f"{len(names)} names for {len(costs)} layers; give one per layer or none")
-        self.costs = StageCosts(costs, recompute_grain)
+        self.costs = StageCosts(costs, recompute_grain, is_alone=num_microbatches == 1)
         self.num_layers = len(costs)
         self.num_workers = num_workers
         self.num_microbatches = num_microbatches

@@ -84,7 +84,7 @@ def simulate(
     Costs are for one microbatch. Without a profile transfers take no time, and there is no optimizer. A `ConfigError`
     if the costs are not those of the schedule's layers. What stays on devices is taken to be there.
     """
-    stage_costs = StageCosts(residency.streamed(costs), recompute_grain)
+    stage_costs = StageCosts(residency.streamed(costs), recompute_grain, is_alone=schedule.num_microbatches == 1)
     with garbage_collected_behind():
         return _steady_state(StepReplay(schedule, stage_costs, profile or HardwareProfile()), residency)
 
@@ -145,7 +145,7 @@ def simulate_timeline(
     residency: Residency = STREAMED,
 ) -> tuple[Simulation, Timeline]:
     """`simulate`, and what it played from the first step on; arguments and errors are the same."""
-    stage_costs = StageCosts(residency.streamed(costs), recompute_grain)
+    stage_costs = StageCosts(residency.streamed(costs), recompute_grain, is_alone=schedule.num_microbatches == 1)
     steps = StepReplay(schedule, stage_costs, profile or HardwareProfile(), record=True)
     return _steady_state(steps, residency), Timeline(_spans(steps))
 

@@ -33,6 +33,8 @@ EXCESS: dict[StagePhase, str] = {
 """Where a layer's cost has what was measured of such ranges."""
 BOUNDARY_BUFFERS = 4
 """Copies of the values at a stage's cuts on a device: in and out, one in use and one on its way."""
+ALONE_BUFFERS = 2
+"""Those of a backward or fused stage if there is one microbatch: none is on its way for the next."""
 STAGED_BUFFERS = 2
 """Those of them that are on their way."""
 WEIGHTS_SHARE = 0.9
@@ -69,12 +71,14 @@ class StageCost(NamedTuple):
 class StageCosts:
     """Costs of all ranges of a chain of layers, each computed once, for one microbatch.
 
-    With the grain ``"stage"``, a recomputed stage keeps the activations of all its layers, with ``"layer"`` of one.
+    With the grain ``"stage"``, a recomputed stage keeps the activations of all its layers, with ``"layer"`` of one. If
+    the microbatch ``is_alone``, values of no other one are on their way beside it.
     """
 
-    def __init__(self, costs: Sequence[LayerCost], grain: RecomputeGrain = "stage") -> None:
+    def __init__(self, costs: Sequence[LayerCost], grain: RecomputeGrain = "stage", *, is_alone: bool = False) -> None:
         self.layers = tuple(costs)
         self.grain = grain
+        self.is_alone = is_alone
         self.forward_s = list(accumulate((cost.forward_s for cost in costs), initial=0.0))
         self.backward_s = list(accumulate((cost.backward_s for cost in costs), initial=0.0))
         self._weight_bytes = list(accumulate((cost.weight_bytes for cost in costs), initial=0))
@@ -116,7 +120,8 @@ class StageCosts:
     def carried_bytes(self, phase: StagePhase, start: int, stop: int) -> int:
         """Of the values at a stage's cuts, and their gradients."""
         # in a forward stage the values of the layer that runs are one of the copies
-        return (BOUNDARY_BUFFERS - (phase == "F")) * self._cut_bytes(phase, start, stop)
+        of_others = BOUNDARY_BUFFERS - 1 if phase == "F" else BOUNDARY_BUFFERS
+        return (ALONE_BUFFERS if self.is_alone and phase != "F" else of_others) * self._cut_bytes(phase, start, stop)
 
     def _cut_bytes(self, phase: StagePhase, start: int, stop: int) -> int:
         """One copy of the values at the larger cut."""
@@ -362,6 +367,8 @@ def plan_peak_bytes(
     *,
     num_workers: int,
     recompute_grain: RecomputeGrain = "stage",
+    is_alone: bool = False,
 ) -> int:
-    """Peak of device memory of a training plan: that of the job that needs the most."""
-    return peak_bytes(training_jobs(plan, StageCosts(costs, recompute_grain), num_workers), num_workers)
+    """Peak of device memory of a training plan: that of the job that needs the most; ``is_alone``: see `StageCosts`."""
+    stage_costs = StageCosts(costs, recompute_grain, is_alone=is_alone)
+    return peak_bytes(training_jobs(plan, stage_costs, num_workers), num_workers)

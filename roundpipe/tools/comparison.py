@@ -82,13 +82,14 @@ class Setting:
         return make_schedule(plan, self.num_workers, self.num_microbatches)
 
     def residency(self, plan: ExecutePlan) -> Residency:
-        costs = StageCosts(self.costs, self.recompute_grain)
-        return choose_residency(self.schedule(plan), costs, self.budget_bytes)
+        return choose_residency(self.schedule(plan), self.stage_costs(), self.budget_bytes)
+
+    def stage_costs(self) -> StageCosts:
+        return StageCosts(self.costs, self.recompute_grain, is_alone=self.num_microbatches == 1)
 
     def device_memory(self, plan: ExecutePlan) -> dict[str, DeviceMemory]:
         """In use while each stage runs."""
-        workers, grain = self.num_workers, self.recompute_grain
-        return self.residency(plan).stage_memory(plan, self.costs, num_workers=workers, recompute_grain=grain)
+        return self.residency(plan).stage_memory(plan, self.stage_costs(), self.num_workers)
 
     def simulate(self, plan: ExecutePlan) -> Simulation:
         grain, residency = self.recompute_grain, self.residency(plan)
@@ -132,7 +133,7 @@ def compare_static(setting: Setting) -> list[ComparedSchedule]:
 
 
 def _rotation(name: str, setting: Setting, plan: ExecutePlan) -> ComparedSchedule:
-    simulation, costs = setting.simulate(plan), StageCosts(setting.costs, setting.recompute_grain)
+    simulation, costs = setting.simulate(plan), setting.stage_costs()
     peak_bytes = setting.residency(plan).peak_bytes(setting.schedule(plan), costs)
     remark = f"{plan.num_stages} stages" + (f" in {sum(plan.replicas)} slots" if plan.replicas else "")
     seconds, idle, fits = simulation.seconds_per_step, simulation.mean_idle.total, setting.has_room_for(peak_bytes)

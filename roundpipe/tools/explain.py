@@ -31,6 +31,7 @@ from roundpipe.fx.source import own_example
 from roundpipe.fx.trace.tracer import trace
 from roundpipe.planning.candidates import Candidate
 from roundpipe.planning.residency import STREAMED
+from roundpipe.planning.stage_costs import StageCosts
 from roundpipe.reports.memory import DeviceMemory, memory_table
 from roundpipe.reports.partition_table import explain_table
 from roundpipe.reports.tables import format_bytes
@@ -75,7 +76,7 @@ class Explanation:
         if self.costs is None:
             return {}
         plan = Candidate.singles(len(self.costs)).plan(len(self.costs))
-        return STREAMED.stage_memory(plan, self.costs, num_workers=1, recompute_grain="stage")
+        return STREAMED.stage_memory(plan, StageCosts(self.costs), 1)
 
     def __str__(self) -> str:
         if self.traced is None or self.chain is None:

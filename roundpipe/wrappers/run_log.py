@@ -10,6 +10,7 @@ from roundpipe.core.layers import LayerChain
 from roundpipe.core.schedule import Schedule
 from roundpipe.core.tiling import Tiles
 from roundpipe.planning.residency import Residency
+from roundpipe.planning.stage_costs import StageCosts
 from roundpipe.reports.memory import DeviceMemory
 from roundpipe.runtime.config import RecomputeGrain
 from roundpipe.runtime.engine.plan_choice import PlanChooser
@@ -54,6 +55,6 @@ class LatestStep:
         chain, known, schedule = self.chain(), self.plans.costs, self.schedule
         if chain is None or known.record(chain).memory_at(self.elements, self.tiles) is None:
             return None
-        costs, grain = known.of(chain, self.elements, self.tiles), self.recompute_grain
-        workers = schedule.num_workers
-        return self.residency.stage_memory(schedule.plan, costs, num_workers=workers, recompute_grain=grain)
+        costs, is_alone = known.of(chain, self.elements, self.tiles), schedule.num_microbatches == 1
+        stage_costs = StageCosts(costs, self.recompute_grain, is_alone=is_alone)
+        return self.residency.stage_memory(schedule.plan, stage_costs, schedule.num_workers)

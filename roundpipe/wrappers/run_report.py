@@ -18,7 +18,7 @@ import torch
 from roundpipe.core.tiling import UNTILED, Tiles
 from roundpipe.planning.machine import HardwareProfile
 from roundpipe.planning.simulator import simulate, simulate_timeline, step_alone_s
-from roundpipe.planning.stage_costs import num_trained
+from roundpipe.planning.stage_costs import StageCosts, num_trained
 from roundpipe.reports.limits import ADVICE, SHARING, Limit, limit_of
 from roundpipe.reports.memory import DeviceMemory, HostMemory
 from roundpipe.reports.tables import (
@@ -331,7 +331,8 @@ def _predict(
     profile = HardwareProfile.of_devices(engine.has_accelerators, prefetch_across_steps=latest.overlaps)
     residency, memory = latest.residency, None
     if knows_memory:
-        needs = residency.stage_memory(schedule.plan, costs, num_workers=schedule.num_workers, recompute_grain=grain)
+        stage_costs = StageCosts(costs, grain, is_alone=schedule.num_microbatches == 1)
+        needs = residency.stage_memory(schedule.plan, stage_costs, schedule.num_workers)
         memory = max(needs.values(), key=lambda need: need.total)
     if not plans.costs.is_measured(chain, latest.tiles):
         device_bytes = None

@@ -145,7 +145,9 @@ def test_stays_within_every_budget_that_fits(grain):
             heaviest = max(2 * c.weight_bytes + c.gradient_bytes + c.activation_bytes + 4 for c in costs)
             assert heaviest + 10 > budget_bytes
             continue
-        peak = plan_peak_bytes(chosen, costs, num_workers=machine["num_workers"], recompute_grain=grain)
+        alone = machine["num_microbatches"] == 1
+        options = {"num_workers": machine["num_workers"], "recompute_grain": grain, "is_alone": alone}
+        peak = plan_peak_bytes(chosen, costs, **options)
         assert peak <= budget_bytes
         check(make_schedule(chosen, **machine))
 
@@ -167,6 +169,9 @@ def test_peak_is_the_written_formula():
     for num_workers, arena in weights.items():
         needs = [need + before for need, before in zip((forward, fused, backward), gradients[num_workers], strict=True)]
         assert plan_peak_bytes(chosen, costs, num_workers=num_workers) == arena + max(needs)
+    needs = (forward, 40 + 70 + 2 * 2 + 3, 8 + 150 + 2 * 2)  # of the only microbatch
+    alone = [need + before for need, before in zip(needs, gradients[1], strict=True)]
+    assert plan_peak_bytes(chosen, costs, num_workers=1, is_alone=True) == weights[1] + max(alone)
     by_layer = 8 + 100 + 4 * 2 + 40
     expected = 30 + 40 + max(by_layer, forward + 8, fused)
     assert plan_peak_bytes(chosen, costs, num_workers=1, recompute_grain="layer") == expected

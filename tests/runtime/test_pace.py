@@ -61,6 +61,19 @@ class Run:
         self.pace.end_run()
 
 
+@pytest.mark.parametrize(("num_bytes", "most"), [(LARGE_BYTES, 2), (1000, 10)])
+def test_a_forward_of_many_layers_waits_for_large_values_on_their_way_down(num_bytes: int, most: int) -> None:
+    runs, alive = Run(), 0
+    runs.pace.begin_run(1, is_held=False)
+    for _ in range(10):
+        copied = runs.device.record(None)
+        runs.in_flight.add(copied, "values")
+        alive = max(alive, len(runs.in_flight))
+        runs.pace.end_layer(copied, num_bytes)
+        runs.in_flight.release()
+    assert alive == most
+
+
 @pytest.mark.parametrize("is_held", [False, True])
 def test_a_stage_of_many_layers_has_the_large_values_of_one(is_held: bool) -> None:
     runs, large = Run(), LARGE_BYTES + 1

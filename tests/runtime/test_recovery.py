@@ -153,7 +153,8 @@ def test_a_plan_that_needs_a_little_less_is_tried_at_last(monkeypatch):
         faults = iter(range(1, num_faults + 1))
         fault.visit = lambda tensor: _raise_until(tensor, faults)
         with roundpipe.RoundPipe(model_of(fault), devices=[Device("cpu", memory_bytes=budget_bytes)]) as piped:
-            piped.forward_backward((torch.randn(120, 6, dtype=DTYPE),), loss_fn=square_loss, run_config=config(3, **options))
+            samples = torch.randn(120, 6, dtype=DTYPE)
+            piped.forward_backward((samples,), loss_fn=square_loss, run_config=config(3, **options))
 
     run(ROOM, 1)
     least_bytes = needs.pop()[2]

@@ -191,7 +191,8 @@ class CostModel:
         record.num_measured[key] += 1
         if record.num_measured[key] > MEASURED_PEAKS:
             return None
-        record.peaks.append(peaks := VisitPeaks(plan, grain, self.num_workers, costs, is_held=is_first))
+        is_alone = call.num_microbatches == 1
+        record.peaks.append(peaks := VisitPeaks(plan, grain, self.num_workers, costs, is_alone, is_held=is_first))
         return peaks
 
     def links(self, chain: LayerChain, tiles: Tiles = UNTILED) -> tuple[float, float]:
@@ -217,7 +218,7 @@ class CostModel:
             return None
         profile = HardwareProfile.of_devices(self._accelerators, upload_bytes_per_s=up, download_bytes_per_s=down)
 
-        stage_costs = StageCosts(costs, grain)
+        stage_costs = StageCosts(costs, grain, is_alone=number == 1)
 
         @functools.cache
         def seconds(plan: ExecutePlan) -> float:

@@ -100,7 +100,7 @@ class FullPlans:
         predict = self._costs.prediction(call, there, links)
         plan: ExecutePlan | None = None
         if call.config.execute_plan is not None:
-            needed_bytes = plan_peak_bytes(streamed, there, num_workers=1, recompute_grain=grain)
+            needed_bytes = plan_peak_bytes(streamed, there, num_workers=1, recompute_grain=grain, is_alone=number == 1)
             plan = streamed if needed_bytes <= left_bytes else None
         elif left_bytes > 0:
             try:

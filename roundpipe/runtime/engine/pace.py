@@ -67,6 +67,8 @@ class Pace:
         """After each of the latest runs, and bytes of what came up for it."""
         self._part_bytes = 0
         """What came up for the parts of the present run that are given to the device, since it was last waited for."""
+        self._copies: deque[tuple[Event, int]] = deque()
+        """After what went down behind the latest layers of the present run, and its bytes."""
 
     def begin_run(self, num_microbatches: int, *, is_held: bool) -> None:
         """Wait until the device is not further behind than it should be, and let go of what is done.
@@ -80,6 +82,7 @@ class Pace:
             self._issued.popleft()[0].synchronize()
         if is_held and self._has_lanes:
             self._in_flight.held_runs = min(num_ahead + 1, num_microbatches)
+        self._copies.clear()
         self._in_flight.num_runs += 1
         self._in_flight.release()
 
@@ -106,9 +109,23 @@ class Pace:
             self._in_flight.num_runs += 1
             self._in_flight.release()
 
+    def end_layer(self, copied: Event, num_bytes: int) -> None:
+        """Behind a layer of a forward run, whose values go down: if they are many, wait for those of the layer before.
+
+        A stage of many layers would have the values of all of them on the device.
+        """
+        if not self._has_lanes:
+            return
+        self._copies.append((copied, num_bytes))
+        if len(self._copies) > 1 and sum(each for _, each in self._copies) > LARGE_BYTES:
+            while len(self._copies) > 1:
+                self._copies.popleft()[0].synchronize()
+            self._in_flight.num_runs += 1
+
     def abandon(self) -> None:
         """Forget what was given to the device, which is done with it."""
         self._issued.clear()
+        self._copies.clear()
         self._backend.take_uploads()
         self._part_bytes = 0
 

@@ -170,7 +170,7 @@ class PlanChooser:
         of_layers = self.costs.of(call.chain, call.elements(), call.tiles)
         if call.is_evaluation:
             of_layers = [replace(cost, gradient_bytes=0) for cost in of_layers]
-        costs = StageCosts(of_layers, call.config.recompute_grain)
+        costs = StageCosts(of_layers, call.config.recompute_grain, is_alone=call.num_microbatches == 1)
         kind: ScheduleKind = "forward" if call.is_evaluation or plan.fused is None else "train"
         schedule = make_schedule(plan, self._num_workers, call.num_microbatches, kind=kind)
         residency = self._residency(call, schedule, costs)
@@ -203,7 +203,8 @@ class PlanChooser:
 
     def needed_bytes(self, call: Call, plan: ExecutePlan) -> int:
         costs, grain = self.costs.of(call.chain, call.elements(), call.tiles), call.config.recompute_grain
-        return plan_peak_bytes(plan, costs, num_workers=self._num_workers, recompute_grain=grain)
+        number, is_alone = self._num_workers, call.num_microbatches == 1
+        return plan_peak_bytes(plan, costs, num_workers=number, recompute_grain=grain, is_alone=is_alone)
 
     def choose(self, call: Call, tiles: Tiles, free: Iterable[int] = ()) -> ExecutePlan:
         """The best plan in tiles; ``free``: see `fits`.

@@ -77,6 +77,11 @@ class MicrobatchRunner:
                     for name in read_later:
                         values[name] = self._download(outputs[name], "values of")
                     is_copying = bool(read_later)
+                    if read_later:
+                        num_bytes = sum(
+                            bytes_of(tensor) for name in read_later for tensor in trees.tensors(outputs[name])
+                        )
+                        self._pace.end_layer(backend.record(Lane.DOWNLOAD), num_bytes)
                     del outputs
                     self._in_flight.release()
             if step.spec.loss_fn is not None and step.spec.schedule.is_of_last_stage(job):

@@ -42,6 +42,8 @@ class VisitPeaks:
     num_workers: int
     costs: list[LayerCost]
     """What was computed for microbatches of the step's size; `correct` changes the list."""
+    is_alone: bool = False
+    """Whether the step has one microbatch."""
     is_held: bool = False
     """Whether what is on its way is held as long as a slow device might: then later steps take no more."""
     is_over: bool = False
@@ -58,7 +60,7 @@ class VisitPeaks:
 
     def compared(self) -> list[MeasuredVisit]:
         """The visits, as predicted by the costs as they are and as measured."""
-        stages = training_jobs(self.plan, StageCosts(self.costs, self.grain), self.num_workers)
+        stages = training_jobs(self.plan, StageCosts(self.costs, self.grain, is_alone=self.is_alone), self.num_workers)
         predicted = device_memory(stages, self.num_workers)
         found = []
         for position, (phase, layers) in enumerate(_visits(self.plan, self.num_workers)):
