@@ -324,7 +324,7 @@ def _pass_on(spec: LayerSpec, index: int, last_reader: Mapping[str, int], carry:
             carry.pop(name, None)
 
 
-class _Made(torch.autograd.Function):
+class _AsMade(torch.autograd.Function):
     """The same memory as an autograd non-leaf."""
 
     @staticmethod
@@ -344,7 +344,7 @@ def _as_made(leaves: Carry) -> Carry:
     """
 
     def made(tensor: torch.Tensor) -> Any:
-        return _Made.apply(tensor) if tensor.requires_grad and tensor.is_leaf else tensor
+        return _AsMade.apply(tensor) if tensor.requires_grad and tensor.is_leaf else tensor
 
     return trees.map_tensors(dict(leaves), made)
 
