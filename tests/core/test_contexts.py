@@ -1,12 +1,14 @@
 """Contexts made of generators: as those of contextlib, but exceptions pass as they are."""
 
 import dataclasses
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
 
 import roundpipe
-from roundpipe.core.contexts import contextmanager, interrupts_first
+from roundpipe.core.contexts import contextmanager, garbage_collected_behind, interrupts_first
 
 PACKAGE = Path(roundpipe.__file__).parent
 
@@ -89,3 +91,25 @@ def test_the_library_uses_no_other():
         and ("contextlib.contextmanager\n" in text or "from contextlib import contextmanager" in text)
     ]
     assert not users
+
+
+class Knot:
+    """Garbage of the kind that only a collection finds, once nobody has it."""
+
+    def __init__(self):
+        self.itself = self
+
+
+def test_garbage_that_was_made_inside_goes_at_the_end():
+    gc.collect()
+    gc.disable()
+    try:
+        with garbage_collected_behind():
+            kept = weakref.ref(Knot())
+        assert kept() is not None and not gc.isenabled(), "who has switched collections off wants none"
+    finally:
+        gc.enable()
+    with garbage_collected_behind():
+        made = weakref.ref(Knot())
+        assert not gc.isenabled() and made() is not None
+    assert made() is None and gc.isenabled()

@@ -13,6 +13,7 @@ from roundpipe.core import trees
 from roundpipe.core.allocations import uncounted
 from roundpipe.core.backward import backward_from
 from roundpipe.core.layers import LayerChain
+from roundpipe.core.tiling import Tiles
 from roundpipe.fx.counting import Tally
 from roundpipe.fx.passes.lower import lower
 from roundpipe.fx.passes.memory import Loss, measure_memory
@@ -173,6 +174,11 @@ def test_equal_layers_run_once():
             return super().forward(x)
 
     model = nn.Sequential(*[Counted() for _ in range(40)])
-    costs = measure_memory(layers_of(model), (torch.randn(2, 16, 32),), {})
-    assert next(calls) <= 10  # those whose number could be another attribute run, too
+    chain, example = layers_of(model), torch.randn(2, 16, 32)
+    costs = measure_memory(chain, (example,), {})
+    assert next(calls) == 4  # twice each: the first, whose input needs no gradient, and another
     assert len({cost.activation_bytes for cost in costs}) == 1
+    assert measure_memory(chain, (example,), {}, tiles=Tiles(1, 2)) == costs
+    before = next(calls)
+    assert measure_memory(chain, (example,), {}, tiles=Tiles(1, 2, at_once=False)) == costs
+    assert next(calls) == before + 3, "only the last layer runs again: how losses run in tiles is nothing to others"

@@ -96,7 +96,7 @@ def _with_fewest_tiles(plans: PlansInTiles, call: Call) -> tuple[ExecutePlan, Ti
     """A plan in tiles; None if nothing runs in tiles."""
     tiles = UNTILED
     for rungs in tiles_to_try(plans, call, UNTILED):
-        fewest = _fewest_that_fit(rungs, functools.partial(plans.fits, call))
+        fewest = fewest_that_fit(rungs, functools.partial(plans.fits, call))
         tiles = fewest or rungs[-1]
         if fewest is not None:
             break
@@ -145,7 +145,7 @@ def _finer_tiles(config: ResolvedConfig, tiles: Tiles) -> Iterator[Sequence[Tile
     yield from filter(None, ([each for each in group if each in left] for group in groups))
 
 
-def _fewest_that_fit(rungs: Sequence[Tiles], fits: Callable[[Tiles], bool]) -> Tiles | None:
+def fewest_that_fit(rungs: Sequence[Tiles], fits: Callable[[Tiles], bool]) -> Tiles | None:
     """The first of some tiles, each finer than the one before, that fit; None if the last don't.
 
     Each look takes long, and mostly the first do.
