@@ -20,7 +20,7 @@ from roundpipe.core.layers import Carry, Glue, LayerSpec, MakesGlue
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class _MadeGlue:
     key: Hashable
     sources: list[Any]
     """What its key has identities of."""
@@ -39,7 +39,7 @@ class SharedGlue:
 
     def __init__(self, stays: Callable[[torch.Tensor], bool]) -> None:
         self._stays = stays
-        self._made: dict[str, _Made] = {}
+        self._made: dict[str, _MadeGlue] = {}
 
     def given(self, layer: nn.Module, spec: LayerSpec, carry: Carry) -> Carry:
         """A layer's carry, with its glue."""
@@ -50,18 +50,19 @@ class SharedGlue:
 
     def end_microbatch(self) -> None:
         """Let go of what is made of one microbatch's values."""
-        self._made = {
-            name: made for name, made in self._made.items() if all(map(self._stays, trees.tensors(made.sources)))
-        }
+        self._made = {name: made for name, made in self._made.items() if all(map(self._is_kept, made.sources))}
 
-    def _value(self, glue: Glue, layer: nn.Module, carry: Carry) -> _Made:
+    def _is_kept(self, source: Any) -> bool:
+        return isinstance(source, torch.Tensor) and self._stays(source)
+
+    def _value(self, glue: Glue, layer: nn.Module, carry: Carry) -> _MadeGlue:
         sources: list[Any] = []
         key = tuple(_key(carry[name], name in glue.sizes_of, sources) for name in glue.reads)
         known = self._made.get(glue.name)
         if known is None or not known.is_of(key):
             value = cast(MakesGlue, layer).make_glue(glue.name, carry)
             is_shared = not any(tensor.requires_grad for tensor in trees.tensors(value))
-            known = _Made(key, sources, value if is_shared else None, _versions(value), is_shared)
+            known = _MadeGlue(key, sources, value if is_shared else None, _versions(value), is_shared)
             self._made[glue.name] = known
         return known
 
