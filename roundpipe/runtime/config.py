@@ -93,9 +93,10 @@ class RoundPipeRunConfig:
     room; ``"off"``: none."""
 
     residency: Residency | None = None
-    """Whether weights that are not trained stay on the devices between visits and rounds: ``"auto"`` (built-in), as far
-    as there is room beside what the plan needs; ``"off"``: each round uploads them again. ``"full"``: trained weights,
-    too, with gradients and the optimizer's side, on one device that has room for all; see docs/tuning.md."""
+    """What stays on the devices between visits and rounds: ``"auto"`` (built-in), weights that are not trained, as far
+    as there is room beside what the plan needs, and on one accelerator with room for it all of a model with gradients
+    and the optimizer's side, if that is faster and no code notices; ``"off"``: nothing, each round uploads weights
+    again; ``"full"``: all of a model wherever there is room, on a CPU worker too; see docs/tuning.md."""
 
     loss_reduction: LossReduction | None = None
     """How the microbatches' losses make up the batch's: ``"sum"`` (built-in) or ``"mean"``; see

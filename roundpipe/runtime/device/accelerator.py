@@ -220,6 +220,10 @@ class AcceleratorBackend(Backend):
                 return source.cpu()
             return _pinned(torch.empty_like, source, device="cpu").copy_(source, non_blocking=True)
 
+    def write_home(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        with self._on(Lane.GRADIENTS):
+            target.detach().copy_(source.detach(), non_blocking=True)
+
     def record(self, lane: Lane) -> Event:
         return AcceleratorEvent(self._streams[lane])
 

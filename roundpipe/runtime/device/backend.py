@@ -196,6 +196,10 @@ class Backend(ABC):
     def download(self, source: torch.Tensor, lane: Lane = Lane.DOWNLOAD) -> torch.Tensor:
         """Copy to (pinned) host memory on the DOWNLOAD or GRADIENTS stream; always a copy."""
 
+    @abstractmethod
+    def write_home(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy into (pinned) host memory that is there on the GRADIENTS stream; not among `moved_bytes`."""
+
     def take_uploads(self) -> list[torch.Tensor]:
         """What `upload` made on the UPLOAD stream since the last call; whoever gives work to COMPUTE keeps them until
         that is done, since their memory is the UPLOAD stream's. None on the CPU, where a call is done when it returns.

@@ -48,6 +48,9 @@ from roundpipe.runtime.weights.residents import Stay
 
 logger = logging.getLogger(__name__)
 
+MOST_RETURNS = 3
+"""From a device on which nobody has asked for them weights return so often because others are trained."""
+
 
 class StepBuilder:
     """Makes the specs of one model's steps; the optimizer's side is told when weights are moved.
@@ -74,9 +77,11 @@ class StepBuilder:
             accelerators=engine.has_accelerators,
             measure=measure,
         )
-        self.plans.full.allow(self._may_live_there, optimizer.device_bytes)
+        self.plans.full.allow(self._may_live_there, optimizer)
         self.last_plan: ExecutePlan | None = None
         self.last_residency = STREAMED
+        self._num_returns = 0
+        """How often weights came home from the device because others are trained."""
         self._shared: weakref.WeakKeyDictionary[LayerChain, list[frozenset[int]]] = weakref.WeakKeyDictionary()
         """Per layer of a chain, other layers that have one of its parameters."""
 
@@ -228,23 +233,30 @@ class StepBuilder:
         optimizer, twins = self._optimizer, self._engine.twins
         parameters = [slot.tensor for one in weights for slot in one.slots if slot.is_parameter]
         if twins and not (call.is_full and twins.are_of(parameters)):
+            comes_and_goes = optimizer.is_unasked and self._num_returns > MOST_RETURNS
+            self._num_returns += call.is_full
             optimizer.come_home()
-            if not (call.is_full or call.is_evaluation):
-                self.plans.full.is_over |= call.config.residency == FULL  # or they might come and go with each call
+            if comes_and_goes or not (call.is_full or call.is_evaluation):
+                self.plans.full.is_over |= call.config.residency != "off"  # or they might come and go with each call
         if not call.is_full or twins:
             return True
         trained = list(dict.fromkeys(parameter for parameter in parameters if parameter.requires_grad))
+        is_asked = call.config.residency == FULL
         try:
-            if twins.suit(trained):
+            if twins.suit(trained) and (is_asked or optimizer.suits()):
                 beside_bytes = optimizer.device_bytes()
                 self._engine.release_memory()  # of streamed weights
-                optimizer.begin_twins(trained, beside_bytes)
+                begin = optimizer.begin_twins if is_asked else optimizer.begin_unasked
+                begin(trained, beside_bytes)
                 return True
             reason = "some trained weights are of a kind that stays on the host"
         except OUT_OF_MEMORY as error:
             reason = str(error).partition("\n")[0]
         self.plans.full.is_over = True
-        logger.warning("residency='full': weights are streamed as with 'auto' (%s)", reason)
+        if is_asked:
+            logger.warning("residency='full': weights are streamed as with 'auto' (%s)", reason)
+        elif not optimizer.is_over:  # it has said why
+            logger.info("weights are streamed (%s)", reason)
         return False
 
     def _in_order(self, call: Call) -> Iterator[int]:

@@ -1,7 +1,9 @@
-"""Plans of calls while trained weights live on the device, with ``residency="full"``: then only values are moved.
+"""Plans of calls while trained weights live on the device: then only values are moved.
 
-A plan is chosen for the memory that is left beside weights, gradients and the optimizer's side, and taken if it is
-predicted to be no slower than the one that streams. Once a step of such a plan has run out of memory, all stream.
+A plan is chosen for the memory that is left beside weights, gradients and the optimizer's side. With
+``residency="full"`` it is taken if it is predicted to be no slower than the one that streams; with ``"auto"``, on an
+accelerator, once it is known what updates take on the host, if it is faster by enough and nobody will notice
+(`roundpipe.runtime.optimizer.unasked`). Once a step of such a plan has run out of memory, all stream.
 """
 
 from __future__ import annotations
@@ -22,10 +24,15 @@ from roundpipe.reports.tables import format_bytes
 from roundpipe.runtime.engine.chain_record import Room
 from roundpipe.runtime.engine.cost_model import CostModel
 from roundpipe.runtime.engine.spec import Call
+from roundpipe.runtime.optimizer.optimizer import OptimizerSide
 
 logger = logging.getLogger(__name__)
 
 FULL = "full"
+AUTO_GAIN = 0.03
+"""Share of a step's time that such a plan must be predicted to save before it is taken unasked."""
+DEVICE_BYTES_PER_S = 1e12
+"""What an update on an accelerator is taken to read and write of its memory: less than any does."""
 
 
 @dataclass(slots=True)
@@ -40,40 +47,57 @@ class FullPlans:
     """Chooses them, for a model on one worker.
 
     Args:
-        may: whether a call's weights may live on the device.
-        device_bytes: what the optimizer's side takes there, or would.
+        accelerators: whether the worker is on one; else ``"auto"`` streams: a CPU worker has the host's memory.
     """
 
-    def __init__(
-        self,
-        costs: CostModel,
-        may: Callable[[Call], bool] = lambda call: False,
-        device_bytes: Callable[[], int] = lambda: 0,
-    ) -> None:
+    def __init__(self, costs: CostModel, accelerators: bool = False) -> None:
         self._costs = costs
-        self._may = may
-        self._device_bytes = device_bytes
+        self._accelerators = accelerators
+        self._optimizer: OptimizerSide | None = None
+        self._may: Callable[[Call], bool] = lambda call: False
         self._kept: weakref.WeakKeyDictionary[LayerChain, dict[Any, _FullPlan]] = weakref.WeakKeyDictionary()
+        self._budget_bytes: int | None = None
         self.is_over = False
         """Whether there was too little memory."""
 
-    def allow(self, may: Callable[[Call], bool], device_bytes: Callable[[], int]) -> None:
-        self._may, self._device_bytes = may, device_bytes
+    def allow(self, may: Callable[[Call], bool], optimizer: OptimizerSide) -> None:
+        """``may``: whether a call's weights may live on the device."""
+        self._may, self._optimizer = may, optimizer
 
     def wants(self, call: Call) -> bool:
-        return call.config.residency == FULL and not self.is_over and self._may(call)
+        """Whether a call's plan is one of these, or is to be chosen among them now."""
+        if self.is_over or self._optimizer is None or call.config.residency == "off" or not self._may(call):
+            return False
+        return call.config.residency == FULL or self._is_due(call, self._optimizer)
+
+    def _is_due(self, call: Call, optimizer: OptimizerSide) -> bool:
+        """Whether with ``"auto"`` weights live on the device, or it is known what speaks for it."""
+        if optimizer.has_twins:
+            return optimizer.may_stay_unasked or not optimizer.is_unasked
+        if (kept := self._of(call)) is not None:
+            return kept.plan is not None and not optimizer.is_over
+        if not (self._accelerators and self._costs.is_measured(call.chain, call.tiles)):
+            return False
+        costs = self._costs.of(call.chain, call.elements(), call.tiles)
+        if (residency := full_residency(costs, 0)).num_bytes > (self._budget_bytes or 0):
+            self._keep(call, _FullPlan(residency, None))
+            return False
+        return optimizer.host_update_s() is not None
 
     def instead(
         self, call: Call, streamed: ExecutePlan, streamed_s: Callable[[], float], budget_bytes: int | None
     ) -> ExecutePlan:
         """The plan for a call, if it may take the place of the one that streams; sets `Call.is_full`."""
-        call.is_full = False
+        call.is_full, self._budget_bytes = False, budget_bytes
         record = self._costs.record(call.chain)
-        if budget_bytes is None or not (call.chain.example_elements or record.memory()) or not self.wants(call):
+        if not self.wants(call):
+            return streamed
+        if budget_bytes is None or not (call.chain.example_elements or record.memory()):
+            self.is_over |= call.config.residency != FULL  # or it would be asked at each call
             return streamed
         if (kept := self._of(call)) is None:
             kept = self._choose(call, streamed, streamed_s, budget_bytes)
-            self._kept.setdefault(call.chain, {})[self._key(call)] = kept
+            self._keep(call, kept)
         call.is_full = kept.plan is not None
         return kept.plan or streamed
 
@@ -84,18 +108,28 @@ class FullPlans:
             call.config.recompute_grain,
             call.tiles,
             call.config.execute_plan,
+            call.config.residency,
             call.is_evaluation,
         )
 
     def _of(self, call: Call) -> _FullPlan | None:
         return self._kept.get(call.chain, {}).get(self._key(call))
 
+    def _keep(self, call: Call, kept: _FullPlan) -> None:
+        self._kept.setdefault(call.chain, {})[self._key(call)] = kept
+
     def _choose(
         self, call: Call, streamed: ExecutePlan, streamed_s: Callable[[], float], budget_bytes: int
     ) -> _FullPlan:
         costs, grain = self._costs.of(call.chain, call.elements(), call.tiles), call.config.recompute_grain
-        residency = full_residency(costs, self._device_bytes())
+        assert self._optimizer is not None
+        device_bytes, is_unasked = self._optimizer.device_bytes(), call.config.residency != FULL
+        residency = full_residency(costs, device_bytes)
         left_bytes, there = budget_bytes - residency.num_bytes, residency.streamed(costs)
+        if is_unasked and not call.is_evaluation:
+            if not self._optimizer.suits():
+                return _FullPlan(residency, None)
+            left_bytes -= sum(2 * cost.gradient_bytes for cost in costs)  # an update may take twice what it should
         number, links = call.num_microbatches, self._costs.links(call.chain, call.tiles)
         predict = self._costs.prediction(call, there, links)
         plan: ExecutePlan | None = None
@@ -126,12 +160,31 @@ class FullPlans:
             seconds = predict(plan)
         else:
             seconds = plan_seconds(plan, costs=there, num_workers=1, num_microbatches=number)
-        if call.config.execute_plan is None and seconds > streamed_s() * (1 + 1e-9):
+        before_s = streamed_s()
+        if is_unasked and not self._optimizer.has_twins:
+            before_s, seconds = self._with_updates(call, before_s, seconds, device_bytes)
+            is_faster = seconds <= (1 - AUTO_GAIN) * before_s
+            logger.info("on the device a step is predicted to take %.3g s instead of %.3g s", seconds, before_s)
+        else:
+            is_faster = call.config.execute_plan is not None or seconds <= before_s * (1 + 1e-9)
+        if not is_faster:
             return _FullPlan(residency, None)
         logger.info(
             "weights live on the device, %s with gradients and the optimizer's side", format_bytes(residency.num_bytes)
         )
         return _FullPlan(residency, plan)
+
+    def _with_updates(self, call: Call, streamed_s: float, full_s: float, device_bytes: int) -> tuple[float, float]:
+        """Seconds per step with updates: on the host, beside the next round or alone, and on the device."""
+        assert self._optimizer is not None
+        update_s = self._optimizer.host_update_s() or 0.0
+        if self._optimizer.is_async:
+            streamed_s = max(streamed_s, update_s)
+        else:
+            streamed_s += update_s
+            _, down_bytes_per_s = self._costs.links(call.chain, call.tiles)
+            full_s += sum(cost.gradient_bytes for cost in call.chain.costs) / down_bytes_per_s  # new weights, home
+        return streamed_s, full_s + 2 * device_bytes / DEVICE_BYTES_PER_S
 
     def room(self, call: Call) -> Room:
         """What stays in a step of a call's plan: everything."""

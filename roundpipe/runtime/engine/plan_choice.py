@@ -64,7 +64,7 @@ class PlanChooser:
         self._budget_bytes = _least(budgets_bytes)
         self.costs = CostModel(num_workers, link_speeds, accelerators, measure if self.has_budget else None)
         self.options = OptionChooser(self.costs, self._budget_bytes)
-        self.full = FullPlans(self.costs)
+        self.full = FullPlans(self.costs, accelerators)
         self._may_replan = False
 
     def set_budgets(self, budgets_bytes: Iterable[int | None]) -> None:

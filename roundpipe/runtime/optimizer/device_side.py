@@ -108,6 +108,7 @@ class DeviceSteps(PlainSteps):
     def _come_home_now(self, pairs: Sequence[ParameterPair], with_copies: bool) -> None:
         assert self._twins is not None
         with self._twins.activate(), torch.no_grad():
+            self._settle_home(pairs)
             for pair in pairs:
                 pair.end_twin()
                 if with_copies:
@@ -142,11 +143,18 @@ class DeviceSteps(PlainSteps):
     def _show(self, pairs: Sequence[ParameterPair]) -> None:
         """Let the host's parameters have the latest weights and show gradients, once the device has done its work."""
         with self._on_device(), torch.no_grad():
+            self._settle_home(pairs)
             for pair in pairs:
                 pair.write_host()
                 pair.show_gradient()
         if self._twins is not None and (given := self._twins.record()) is not None:
             given.synchronize()
+
+    def _settle_home(self, pairs: Sequence[ParameterPair]) -> None:
+        """Return when the host's parameters have followed those on the device, if they do."""
+        if self._twins is not None and self._twins.finish_following():
+            for pair in pairs:
+                pair.has_followed()
 
     def _clear(self, set_to_none: bool, of_copies: bool | None = None) -> None:
         with self._on_device():
@@ -160,9 +168,22 @@ class DeviceSteps(PlainSteps):
     def before_step_of(self, optimizer: torch.optim.Optimizer) -> None:
         """It is about to step; its states may have been loaded or made where its parameters are no more."""
         if self._runner.is_inside:
-            self._optimizers.add(optimizer)
+            if optimizer not in self._optimizers:
+                self._optimizers.add(optimizer)
+                on_host = weakref.WeakMethod(self._state_on_host)
+                optimizer.register_state_dict_post_hook(
+                    lambda optimizer, state: None if (method := on_host()) is None else method(state)
+                )
             if self.has_twins:
                 self._move_states(optimizer)
+
+    def _state_on_host(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        """What ``state_dict()`` gives, in tensors of the host: it may be loaded where there is no such device."""
+        if not self.has_twins or self._runner.is_inside:
+            return None
+        with self._on_device():
+            host = torch.device("cpu")
+            return {**state, "state": {key: _moved(value, host) for key, value in state["state"].items()}}
 
     def _move_states(self, optimizer: torch.optim.Optimizer) -> None:
         """Bring an optimizer's states of copies to where these are."""

@@ -18,7 +18,8 @@ from roundpipe.runtime.device.backend import Event
 from roundpipe.runtime.profiling.meter import HostLog
 from roundpipe.runtime.ranks.exchange import Exchange
 from roundpipe.runtime.weights.gate import Gates, ParameterUse
-from roundpipe.runtime.weights.parameter_pair import ParameterPair, take_gradients_there, write_twins
+from roundpipe.runtime.weights.parameter_pair import ParameterPair, follow_twins, take_gradients_there, write_twins
+from roundpipe.runtime.weights.twins import Twins
 
 HAND_OVER_BYTES = 16 * 1024**2
 """Parameters are handed over in groups of this size: few calls for small ones, early uploads of first layers."""
@@ -55,9 +56,10 @@ class _Group:
 class HandOver:
     """Hands over for one model."""
 
-    def __init__(self, gates: Gates, log: HostLog) -> None:
+    def __init__(self, gates: Gates, log: HostLog, twins: Twins | None = None) -> None:
         self._gates = gates
         self._log = log
+        self._twins = twins
 
     @torch.no_grad()
     def exchange(
@@ -78,6 +80,8 @@ class HandOver:
         With ``only_behind`` only weights that differ are written, so that others keep their version. Weights that
         `stage` has made ready change places if ``swaps``; else all parameters lie in their own memory then.
         """
+        if self._twins is not None:
+            self._twins.wait_followed()
         groups = _groups_by_turn(pairs, steps)
         to_write = deque(sorted(groups, key=lambda group: group.turn[0]))
         to_take = deque(sorted(groups, key=lambda group: group.turn[1]))
@@ -125,13 +129,20 @@ class HandOver:
         for group in _groups(pairs):
             with self._log.doing("hand-over", "weights into the model", bytes=_model_bytes(group)):
                 if group[0].twin is not None:
-                    write_twins(group)
+                    self._write_twins(group)
                     continue
                 for pair in group:
                     if swaps and pair.is_staged:
                         pair.swap_weights()
                     else:
                         pair.write_weights()
+
+    def _write_twins(self, group: Sequence[ParameterPair]) -> None:
+        if self._twins is not None and self._twins.is_unasked:
+            write_twins(group, with_samples=False)
+            follow_twins(group, self._twins)
+        else:
+            write_twins(group)
 
     @torch.no_grad()
     def stage(self, pairs: Iterable[ParameterPair]) -> None:

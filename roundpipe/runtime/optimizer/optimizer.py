@@ -32,9 +32,9 @@ from torch import nn
 from roundpipe.core.errors import ClosedError
 from roundpipe.reports.timeline import OPTIMIZER
 from roundpipe.runtime.optimizer import plain_loop
-from roundpipe.runtime.optimizer.device_side import DeviceSteps
 from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
 from roundpipe.runtime.optimizer.hand_over import HandOver
+from roundpipe.runtime.optimizer.unasked import UnaskedSteps
 from roundpipe.runtime.optimizer.update import NOT_MADE, StepHandle, Update, UpdateRunner
 from roundpipe.runtime.optimizer.update_thread import UpdateThread
 from roundpipe.runtime.profiling.meter import HostLog
@@ -47,7 +47,7 @@ from roundpipe.runtime.weights.parameter_pair import ParameterPair
 from roundpipe.runtime.weights.twins import Twins
 
 
-class OptimizerSide(DeviceSteps):
+class OptimizerSide(UnaskedSteps):
     """Copies of a model's trainable parameters, and the updates of them; used from the training thread.
 
     ``step_fn`` may do anything with the copies, and should leave the rest of the model alone; optimizers that evaluate
@@ -80,7 +80,7 @@ class OptimizerSide(DeviceSteps):
         self._ranks = ranks
         self._scalers = ScalerScope(None if ranks is None else ranks.agree)
         self.log = HostLog(OPTIMIZER)
-        self._hand_over = HandOver(self._gates, self.log)
+        self._hand_over = HandOver(self._gates, self.log, twins)
         self._runner = UpdateRunner(name, self.log, self._scalers, ranks)
         self._updates = UpdateThread(name, self._gates, self._runner, deadline_s)
         self._second_memory = second_memory
@@ -229,6 +229,7 @@ class OptimizerSide(DeviceSteps):
     def _write_now(self, pairs: Sequence[ParameterPair]) -> None:
         with self._on_device():
             self._hand_over.write_weights(pairs)
+            self._settle_home(pairs)
         self._weights_changed = False
 
     def begin_call(self, adds_gradients: bool = True, has_backward_later: bool = False) -> None:

@@ -17,7 +17,7 @@ from roundpipe.runtime.weights.banks import Banks, EarlyGradient
 from roundpipe.runtime.weights.fingerprint import Fingerprint
 from roundpipe.runtime.weights.shard import Shard
 from roundpipe.runtime.weights.together import add_all, copy_all
-from roundpipe.runtime.weights.twins import Twin
+from roundpipe.runtime.weights.twins import Twin, Twins
 
 
 @dataclass(slots=True, eq=False)
@@ -154,6 +154,12 @@ class ParameterPair:
             if self.banks is not None:
                 self.banks.go_home(keeps_values=False)
             self.parameter.copy_(self.twin.weights)
+            self.twin.agree(self.parameter)
+            self.fingerprint = self.twin.print
+
+    def has_followed(self) -> None:
+        """The model's parameter has got its twin's values (`follow_twins`): writes of others show from now on."""
+        if self.twin is not None and self.fingerprint is self.twin.print:
             self.twin.agree(self.parameter)
             self.fingerprint = self.twin.print
 
@@ -306,8 +312,11 @@ class ParameterPair:
         self.copy.grad, self.parameter.grad, self.shown = gradient, None, None  # at once: calls may be interrupted
 
 
-def write_twins(pairs: Sequence[ParameterPair]) -> None:
-    """Write the copies into the twins of these, which are ahead of the host's parameters then."""
+def write_twins(pairs: Sequence[ParameterPair], *, with_samples: bool = True) -> None:
+    """Write the copies into the twins of these, which are ahead of the host's parameters then.
+
+    ``with_samples``: by which writes into these through ``.data`` show as long as they are behind.
+    """
     written: list[tuple[torch.Tensor, torch.Tensor]] = []
     for pair in pairs:
         twin, copy = pair.twin, pair.copy
@@ -316,10 +325,22 @@ def write_twins(pairs: Sequence[ParameterPair]) -> None:
         if not twin.is_ahead:
             twin.is_ahead = True
             increment_version(pair.parameter)  # for the backward of a forward before
-            pair.fingerprint = Fingerprint.of(pair.parameter)
+            pair.fingerprint = Fingerprint.of(pair.parameter, with_sample=with_samples)
         pair.copy_version = copy._version
         written.append((twin.weights, copy))
     copy_all(written)
+
+
+def follow_twins(pairs: Sequence[ParameterPair], twins: Twins) -> None:
+    """Have the parameters of these follow their twins, while the device goes on."""
+    ahead = [(pair, twin) for pair in pairs if (twin := pair.twin) is not None and twin.is_ahead]
+    for pair, _ in ahead:
+        if pair.banks is not None:
+            pair.banks.go_home(keeps_values=False)
+    twins.follow([(twin.weights, pair.parameter) for pair, twin in ahead])
+    for pair, twin in ahead:
+        pair.fingerprint = twin.print = Fingerprint.of(pair.parameter, with_sample=False)
+        twin.is_ahead = False
 
 
 def take_gradients_there(pairs: Sequence[ParameterPair]) -> None:
@@ -329,16 +350,17 @@ def take_gradients_there(pairs: Sequence[ParameterPair]) -> None:
     for pair in pairs:
         pair.join_gradient()
         copy, gradient = pair.copy, pair.holder.grad
+        earlier = None if copy is None else copy.grad
         if copy is None or gradient is None or gradient.layout is not torch.strided:
             pair.take_gradient()
-        elif copy.grad is None and gradient.dtype == copy.dtype:
+        elif earlier is None and gradient.dtype == copy.dtype:
             pair.take_gradient()  # as it is
-        elif copy.grad is None:
-            pair.holder.grad, copy.grad = None, pair._spare_memory()
-            converted.append((copy.grad, gradient))
-        elif copy.grad.layout is torch.strided:
+        elif earlier is None:
+            pair.holder.grad, copy.grad = None, (memory := pair._spare_memory())
+            converted.append((memory, gradient))
+        elif earlier.layout is torch.strided:
             pair.holder.grad = None
-            added.append((copy.grad, gradient))
+            added.append((earlier, gradient))
         else:
             pair.take_gradient()
     copy_all(converted)

@@ -63,6 +63,11 @@ class Twins:
         self._memory: torch.Tensor | None = None
         self._beside = contextlib.ExitStack()
         self._beside_bytes = 0
+        self.is_unasked = False
+        """Whether nobody has asked for twins, so that the host's parameters follow them."""
+        self._followed: Event | None = None
+        """After the copies that are on their way to the host."""
+        self._is_following = False
 
     def __bool__(self) -> bool:
         return self._memory is not None
@@ -111,7 +116,7 @@ class Twins:
         memory, self._memory = self._memory, None
         self._twins.clear()
         self._beside.close()
-        self._beside_bytes = 0
+        self._beside_bytes, self.is_unasked, self._followed = 0, False, None
         if memory is not None:
             self.backend.free(memory, PURPOSE)
 
@@ -132,6 +137,29 @@ class Twins:
     def record(self) -> Event | None:
         """The event after what was given to the device so far; None without twins, and on the CPU: it is done."""
         return self.backend.record(Lane.COMPUTE) if self and self.backend.device.type != "cpu" else None
+
+    def follow(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy twins to parameters of the host, pairs of these, behind what was given so far; nothing waits."""
+        backend = self.backend
+        is_apart = backend.device.type != "cpu"
+        if is_apart:
+            backend.wait(Lane.GRADIENTS, backend.record(Lane.COMPUTE))
+        for weights, parameter in copies:
+            backend.write_home(weights, parameter)
+        self._is_following = True
+        self._followed = backend.record(Lane.GRADIENTS) if is_apart else None
+
+    def wait_followed(self) -> None:
+        """Let what is given to the device from now on run when the host's parameters have followed."""
+        if self._followed is not None:
+            self.backend.wait(Lane.COMPUTE, self._followed)
+
+    def finish_following(self) -> bool:
+        """Return when the host's parameters have followed, and whether they had to."""
+        is_due, self._is_following = self._is_following, False
+        if self._followed is not None:
+            self._followed.synchronize()
+        return is_due
 
     def follow_caller(self) -> None:
         """Let what is given to the device from now on run behind what the calling thread's own stream has."""

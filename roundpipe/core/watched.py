@@ -1,0 +1,95 @@
+"""Parameters that tell before somebody looks at them.
+
+The object stays the same while `watch` and `unwatch` change its class, so that whoever has it goes on to have it. Code
+of this library and of torch looks unnoticed, unless a caller's code has asked torch to.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, SupportsIndex
+
+import torch
+from torch import nn
+
+_OURS = __name__.partition(".")[0]
+_TENSOR: Any = torch.Tensor
+_HARMLESS = frozenset(
+    (
+        *(getattr(_TENSOR, name).__get__ for name in ("requires_grad", "shape", "dtype", "ndim")),
+        *(_TENSOR.size, _TENSOR.numel, _TENSOR.dim),
+    )
+)
+"""What is the same wherever a parameter is."""
+
+
+class WatchedParameter(nn.Parameter):
+    """A parameter that is watched; `unwatch` makes it an ordinary one again."""
+
+    _before_look: Callable[[], None]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in _HARMLESS and _is_callers():
+            for each in _watched_in((*args, *(kwargs or {}).values())):
+                each._tell()
+        return nn.Parameter.__torch_function__(func, types, args, kwargs or {})
+
+    def _tell(self) -> None:
+        if (before_look := self.__dict__.get("_before_look")) is not None:
+            before_look()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self._tell()
+        unwatch([self])
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        self._tell()
+        unwatch([self])
+        return self.__reduce_ex__(protocol)
+
+
+def watch(parameters: Iterable[nn.Parameter], before_look: Callable[[], None]) -> None:
+    """Have ``before_look`` called, in its thread, before code looks at one of these or gives it to an operation."""
+    for each in parameters:
+        if type(each) is nn.Parameter:
+            each.__class__ = WatchedParameter
+            each.__dict__["_before_look"] = before_look
+
+
+def unwatch(parameters: Iterable[Any]) -> None:
+    """End `watch`."""
+    for each in parameters:
+        if type(each) is WatchedParameter:
+            each.__class__ = nn.Parameter  # type: ignore[assignment]
+            each.__dict__.pop("_before_look", None)
+
+
+def has_views(parameter: torch.Tensor) -> bool:
+    """Whether other tensors may lie in a parameter's memory, which they would not follow to another place."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return count is None or count(parameter.untyped_storage()._cdata) > 2  # the parameter's own, and the look at it
+
+
+def _is_callers() -> bool:
+    """Whether code is at it that is neither torch's nor this library's."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "").partition(".")[0]
+        if name != "torch":
+            return bool(name != _OURS)
+        frame = frame.f_back  # type: ignore[assignment]
+    return True
+
+
+def _watched_in(values: Iterable[Any]) -> Iterable[WatchedParameter]:
+    for value in values:
+        if isinstance(value, WatchedParameter):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _watched_in(value)

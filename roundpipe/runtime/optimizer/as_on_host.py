@@ -1,0 +1,115 @@
+"""What a ``step_fn`` does with tensors of the host works on as if the optimizer's copies were there, too.
+
+It was written for copies on the host and may keep averages of them, or noise to add, in tensors of its own. Operations
+that have tensors of both places run in one of them, with the results, and the writes, that they have on the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from roundpipe.core import trees
+from roundpipe.core.allocations import TorchDispatchMode
+from roundpipe.core.contexts import contextmanager
+
+_BETWEEN = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default, torch.ops.aten._foreach_copy_.default)
+"""Operators that take tensors of two places as they are."""
+_TENSOR: Any = torch.Tensor
+_SETTERS = (_TENSOR.grad.__set__, _TENSOR.data.__set__)
+_OF_THE_HOST = (torch.Tensor.numpy, torch.Tensor.__array__)
+
+
+class HostMix(TorchDispatchMode):
+    """Sees operators with tensors of a device and of the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.has_mixed = False
+
+    def is_there(self, tensor: torch.Tensor) -> bool:
+        return tensor.device == self.device
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.cpu()
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = trees.tensors((args, kwargs))
+        there = [tensor for tensor in tensors if self.is_there(tensor)]
+        here = [tensor for tensor in tensors if tensor.device.type == "cpu" and not self.is_there(tensor)]
+        if not (there and here) or func in _BETWEEN:
+            return func(*args, **kwargs)
+        written = _written(func, args, kwargs)
+        if not any(tensor.ndim or id(tensor) in written for tensor in here):  # a scalar goes with any tensor
+            return func(*args, **kwargs)
+        self.has_mixed = True
+        return self._run(func, args, kwargs, written)
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: set[int]) -> Any:
+        """Run an operator on the device if it writes something there, else on the host."""
+        tensors = trees.tensors((args, kwargs))
+        stays = any(id(tensor) in written and self.is_there(tensor) for tensor in tensors)
+        moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            if self.is_there(tensor) is stays:
+                return tensor
+            other = self.to_device(tensor) if stays else self.to_host(tensor)
+            return moved.setdefault(id(tensor), (tensor, other))[1]
+
+        result = func(*trees.map_tensors(args, move), **trees.map_tensors(kwargs, move))
+        originals = {id(other): tensor for tensor, other in moved.values()}
+        for tensor, other in moved.values():
+            if id(tensor) in written:
+                tensor.copy_(other)
+        return trees.map_tensors(result, lambda tensor: originals.get(id(tensor), tensor))
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+    """The identities of tensors that an operator writes."""
+    schema = func._schema.arguments
+    given = {argument.name: value for argument, value in zip(schema, args, strict=False)} | kwargs
+    names = [argument.name for argument in schema if argument.alias_info and argument.alias_info.is_write]
+    return {id(tensor) for name in names for tensor in trees.tensors(given.get(name))}
+
+
+class _HostOnly(TorchFunctionMode):
+    """What torch does with tensors of the host alone, done with those of a device."""
+
+    def __init__(self, mix: HostMix) -> None:
+        super().__init__()
+        self._mix = mix
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        mix = self._mix
+        if func in _OF_THE_HOST and mix.is_there(args[0]):
+            mix.has_mixed = True
+            args = (mix.to_host(args[0].detach()), *args[1:])
+        elif func in _SETTERS and isinstance(args[1], torch.Tensor) and mix.is_there(args[0]):
+            if not mix.is_there(args[1]):
+                mix.has_mixed = True
+                args = (args[0], mix.to_device(args[1]))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def as_on_host(device: torch.device) -> Iterator[HostMix]:
+    """While open, tensors of a device may be used with those of the host."""
+    mix = HostMix(device)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mix)
+        stack.enter_context(_HostOnly(mix))
+        yield mix
