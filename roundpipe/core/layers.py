@@ -71,6 +71,8 @@ class LayerSpec:
     """Whether its forward may write into the values it reads; generated layers clone such values first."""
     execution_device: bool = False
     """Whether it has the attribute `EXECUTION_DEVICE`."""
+    asks_for_gradients: bool = False
+    """Whether its forward asks if gradients are recorded, and is to be told what the caller's mode says."""
     glue: tuple[Glue, ...] = ()
     """What it can be given beside what it reads; it then is a `MakesGlue`."""
 

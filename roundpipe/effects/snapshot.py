@@ -56,6 +56,18 @@ def _version_of(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
+class TensorVersions:
+    """Tensors that code is given, by version."""
+
+    __slots__ = ("_versions",)
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._versions = [(tensor, _version_of(tensor)) for tensor in tensors]
+
+    def were_written(self) -> bool:
+        return any(_version_of(tensor) != version for tensor, version in self._versions)
+
+
 class AttributeChange(NamedTuple):
     """An attribute of a module that was set to something else."""
 

@@ -6,15 +6,17 @@ import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from roundpipe.core import trees
+from roundpipe.core.aliasing import overlapping
 from roundpipe.core.caller import warn
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import Carry, FixedChain, LayerChain, LayerCost, LayerSpec
 from roundpipe.core.module_tree import Structure, weight_bytes_of
 from roundpipe.effects.places import HOOKS
-from roundpipe.effects.snapshot import ModuleSnapshot, WeightSnapshot
+from roundpipe.effects.snapshot import ModuleSnapshot, TensorVersions, WeightSnapshot
 from roundpipe.effects.uses import asks_for_gradients
 from roundpipe.fx.graph.traced import OutputValue
 from roundpipe.fx.passes.codegen import OutputExit
@@ -29,6 +31,33 @@ class StateWatch:
         self._calls_left = self.CALLS
         self._values: dict[tuple[int, str], Any] = {}
         """Simple values that a forward set."""
+        self._arguments_share = False
+        self._writes_arguments: str | None = None
+        """The layer that does, once it has."""
+
+    def note_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_first: bool) -> None:
+        """Before a microbatch runs: whether a write into one of its arguments would be seen in another one."""
+        tensors = [tensor for tensor in trees.tensors((args, kwargs)) if tensor.layout is torch.strided]
+        self._arguments_share = any(overlapping(tensors)) or (self._arguments_share and not is_first)
+        if self._writes_arguments:
+            self._check_written()
+
+    def note_written(self, layer: str) -> None:
+        """A forward has written into an argument; a warning, or an error if that is the caller's own twice."""
+        if self._writes_arguments is None:
+            self._writes_arguments = layer
+            self._check_written()
+            warn(
+                f"the forward of layer {layer} writes into its arguments, of which each microbatch has a copy: the "
+                "caller's own stay as they were"
+            )
+
+    def _check_written(self) -> None:
+        if self._arguments_share:
+            raise ConfigError(
+                f"two arguments share memory, and the forward of layer {self._writes_arguments} writes into one: each "
+                "is split and moved by itself, so the other would not see it. Give it clones, or have it write into one"
+            )
 
     def is_due(self) -> bool:
         self._calls_left -= 1
@@ -46,9 +75,6 @@ class StateWatch:
             yield f"changes the {type(container[1]).__name__} in attribute {container[0]!r}"
         if drawn := before.drawn():
             yield f"draws from the generator in attribute {drawn!r}"
-        for kind in dict.fromkeys(map(type, before.modules)):
-            if asks_for_gradients(kind):
-                yield f"asks whether gradients are recorded, in code of {kind.__name__}"
         for change in before.diff():
             is_torchs = type(change.module).__module__.startswith("torch.")  # an RNN has its weights in a list, too
             if is_torchs or change.is_cached_property:
@@ -85,6 +111,7 @@ class _ModuleLayer(nn.Module):
             return {self.makes: module(*args, **kwargs)}
         layer = layer or type(module).__name__
         weights = WeightSnapshot(module)
+        given = TensorVersions(trees.tensors((args, kwargs)) if self.unpack else ())
         before = ModuleSnapshot(module.modules()) if self.watch.is_due() else None
         output = module(*args, **kwargs)
         if written := weights.diff():
@@ -93,6 +120,8 @@ class _ModuleLayer(nn.Module):
                 "is thrown away. Write weights between steps, from outside of forward, or use "
                 "wrap_model_to_roundpipe(model), which runs such a module on the CPU"
             )
+        if given.were_written():
+            self.watch.note_written(layer)
         if before is not None and (words := self.watch.kept_state(before)):
             warn(
                 f"the forward of layer {layer} {words}. Each worker runs a copy of the layer, and the backward runs "
@@ -130,7 +159,8 @@ def chain_of_modules(modules: Sequence[tuple[str, nn.Module]], *, watched: bool 
         reads, makes = f"value_{index}", f"value_{index + 1}"
         layers.append(_ModuleLayer(name, module, reads, makes, unpack=index == 0, watched=watched))
         name = name or type(module).__name__
-        specs.append(LayerSpec(name, (name,), (reads,), (makes,), draws_random=may_draw_random(module)))
+        draws, asks = may_draw_random(module), any(asks_for_gradients(type(part)) for part in module.modules())
+        specs.append(LayerSpec(name, (name,), (reads,), (makes,), draws_random=draws, asks_for_gradients=asks))
         weight_bytes = weight_bytes_of(module)
         costs.append(
             LayerCost(
@@ -186,6 +216,9 @@ class ModuleSource(FixedChain):
     def chain_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], before: LayerChain | None = None) -> LayerChain:
         if self._structure.changed() is not None:
             self.chain, self._structure = layers_of(self._model), Structure(self._model.modules())
+        first = next(iter(self.chain), None)
+        if isinstance(first, _ModuleLayer) and first.watch is not None:
+            first.watch.note_arguments(args, kwargs, is_first=before is None)
         return self.chain
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleSource:

@@ -10,7 +10,7 @@ the forward saw them; an exception of the user's code keeps its type and gains a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,12 +73,19 @@ class Stage:
     def forward(self, segment: Segment, index: int, carry: Carry, microbatch: int) -> Carry:
         """Run one layer without autograd, which the caller has turned off; returns all values that it makes.
 
+        A layer that asks whether gradients are recorded has autograd on where a backward follows.
+
         What later layers of the segment read is added to the carry, what none of them reads is taken out.
         """
         spec = self.spec.chain.specs[index]
-        outputs = self._first_call(index, carry, microbatch)
-        if any(tensor.requires_grad for tensor in trees.tensors(outputs)):  # the model turned autograd on
-            outputs = trees.map_tensors(outputs, torch.Tensor.detach)
+        if spec.asks_for_gradients and self.spec.keeps_history:
+            with torch.enable_grad():
+                recorded = {**carry, **_as_made(self._leaves(spec.reads, carry, microbatch))}
+                outputs = self._first_call(index, recorded, microbatch)
+        else:
+            outputs = self._first_call(index, carry, microbatch)
+        if any(tensor.requires_grad for tensor in trees.tensors(outputs)):  # autograd was on
+            outputs = trees.map_tensors(outputs, lambda tensor: tensor.detach() if tensor.requires_grad else tensor)
         self._note_plain(spec, carry, outputs, microbatch)
         _pass_on(spec, index, segment.last_reader, carry, outputs)
         return outputs
@@ -86,7 +93,7 @@ class Stage:
     def forward_to_loss(self, segment: Segment, carry: Carry, microbatch: int, label: Any) -> RecordedSegment:
         """Run with autograd, up to the loss; `backward` follows."""
         spec, chain = self.spec, self.spec.chain
-        recorded = RecordedSegment(segment.layers, self._leaves(segment, carry, microbatch))
+        recorded = RecordedSegment(segment.layers, self._leaves(segment.takes, carry, microbatch))
         with spec.autocast(), torch.enable_grad():
             values = _as_made(recorded.leaves)
             found = None
@@ -129,7 +136,7 @@ class Stage:
 
     def recompute(self, segment: Segment, carry: Carry, microbatch: int) -> RecordedSegment:
         record = self.record
-        recorded = RecordedSegment(segment.layers, self._leaves(segment, carry, microbatch), outputs={})
+        recorded = RecordedSegment(segment.layers, self._leaves(segment.takes, carry, microbatch), outputs={})
         with self.spec.autocast(), torch.enable_grad():
             values = _as_made(recorded.leaves)
             for index in segment.layers:
@@ -194,10 +201,10 @@ class Stage:
 
     # Calls
 
-    def _leaves(self, segment: Segment, carry: Carry, microbatch: int) -> dict[str, Any]:
+    def _leaves(self, names: Iterable[str], carry: Carry, microbatch: int) -> dict[str, Any]:
         """The taken values with autograd leaves where a gradient flows."""
-        leaves = {name: carry[name] for name in segment.takes}
-        for name in self.spec.with_gradient.intersection(segment.takes):
+        leaves = {name: carry[name] for name in names}
+        for name in self.spec.with_gradient.intersection(leaves):
             leaves[name] = _as_leaf(carry[name], self.record.plain.get((microbatch, name), frozenset()))
         if self.spec.check_finite:
             finite.watch_gradients(self.spec, leaves, self._place(microbatch, "backward"))
