@@ -182,7 +182,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--batch", type=int, default=1, help="samples of a microbatch")
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--warm-up", type=int, default=5)
+    parser.add_argument("--warm-up", type=int, default=10, help='with "auto" weights may move in the first eight')
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--small", action="store_true", help="sizes that measure nothing, to try the script")

@@ -1,11 +1,13 @@
-"""Models on one CPU worker with a budget, whose weights may live on its device."""
+"""Models on one CPU worker with a budget, whose weights may live on its device, and what happens between steps."""
+
+import copy
 
 import torch
 
 import roundpipe
 from roundpipe.core.schedule import ExecutePlan
 from roundpipe.runtime.device.backend import Device
-from tests.runtime.models import DTYPE, config, mlp
+from tests.runtime.models import DTYPE, batch, config, mlp, square_loss
 
 WIDTH, NUM, DEPTH = 8, 2, 3
 PLANS = {"one stage": ExecutePlan([], (0, DEPTH), []), "stages": ExecutePlan([(0, 2)], (2, DEPTH), [(1, 2), (0, 1)])}
@@ -42,3 +44,63 @@ OPTIMIZERS = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, foreach=False),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False),
 }
+
+
+def evaluate(piped, model, ours, found):
+    x = batch(5, width=WIDTH, seed=99)
+    with torch.no_grad():
+        found.append(piped.eval()(x))
+        found.append(piped.forward_loss((x,), loss_fn=square_loss))
+    piped.train()
+    found.append(model.eval()(x).detach())  # the user's own model
+    model.train()
+
+
+def read_state(piped, model, ours, found):
+    found += [value.clone() for value in piped.state_dict().values()]
+    found += [value.clone() for value in copy.deepcopy(model).state_dict().values()]
+
+
+def load_state(piped, model, ours, found):
+    piped.load_state_dict({name: value * 0.5 for name, value in piped.state_dict().items()})
+
+
+def write(piped, model, ours, found):
+    piped.synchronize()
+    with torch.no_grad():
+        model[1][0].weight.mul_(0.5)
+        model[0][0].bias.data.add_(0.25)  # of which torch takes no note
+
+
+def write_copies(piped, model, ours, found):
+    piped.synchronize()
+    with torch.no_grad():
+        next(piped.optim_parameters()).mul_(0.5)
+
+
+def look_at_gradients(piped, model, ours, found):
+    piped.forward_backward((batch(5, width=WIDTH, seed=98),), loss_fn=square_loss)
+    piped.synchronize()
+    found += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model[2][0].weight.grad.mul_(0.5)
+
+
+def freeze(piped, model, ours, found):
+    model[1].requires_grad_(False)
+
+
+def thaw(piped, model, ours, found):
+    model[1].requires_grad_(True)
+
+
+def deferred(piped, model, ours, found):
+    out = piped(batch(5, width=WIDTH, seed=97))
+    square_loss(out, None).backward()
+    piped.zero_grad()
+
+
+def save_and_load(piped, model, ours, found, folder):
+    piped.save_checkpoint(folder, optimizer=ours)
+    piped.forward_backward((batch(5, width=WIDTH, seed=96),), loss_fn=square_loss)
+    piped.step(lambda: (ours.step(), ours.zero_grad()))
+    piped.load_checkpoint(folder, optimizer=ours)

@@ -1,7 +1,5 @@
 """With residency="full" a model that fits lives on its device: nothing is streamed, and the numbers are the same."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -16,11 +14,20 @@ from tests.runtime.cases_twins import (
     PLANS,
     ROOM,
     WIDTH,
+    evaluate,
+    freeze,
     lives_there,
+    load_state,
+    look_at_gradients,
     model_of,
     moved,
     optimizer_of,
+    read_state,
+    save_and_load,
+    thaw,
     wrapped,
+    write,
+    write_copies,
 )
 from tests.runtime.models import assert_equal_bits, batch, config, square_loss
 
@@ -70,66 +77,6 @@ def test_numbers_are_those_of_streamed_weights_and_nothing_moves(is_async, plan)
     assert where == [False] + [True] * 5
     assert moved_bytes == (0, 0)
     assert_equal_bits(found, streamed)
-
-
-def evaluate(piped, model, ours, found):
-    x = batch(5, width=WIDTH, seed=99)
-    with torch.no_grad():
-        found.append(piped.eval()(x))
-        found.append(piped.forward_loss((x,), loss_fn=square_loss))
-    piped.train()
-    found.append(model.eval()(x).detach())  # the user's own model
-    model.train()
-
-
-def read_state(piped, model, ours, found):
-    found += [value.clone() for value in piped.state_dict().values()]
-    found += [value.clone() for value in copy.deepcopy(model).state_dict().values()]
-
-
-def load_state(piped, model, ours, found):
-    piped.load_state_dict({name: value * 0.5 for name, value in piped.state_dict().items()})
-
-
-def write(piped, model, ours, found):
-    piped.synchronize()
-    with torch.no_grad():
-        model[1][0].weight.mul_(0.5)
-        model[0][0].bias.data.add_(0.25)  # of which torch takes no note
-
-
-def write_copies(piped, model, ours, found):
-    piped.synchronize()
-    with torch.no_grad():
-        next(piped.optim_parameters()).mul_(0.5)
-
-
-def look_at_gradients(piped, model, ours, found):
-    piped.forward_backward((batch(5, width=WIDTH, seed=98),), loss_fn=square_loss)
-    piped.synchronize()
-    found += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-    model[2][0].weight.grad.mul_(0.5)
-
-
-def freeze(piped, model, ours, found):
-    model[1].requires_grad_(False)
-
-
-def thaw(piped, model, ours, found):
-    model[1].requires_grad_(True)
-
-
-def deferred(piped, model, ours, found):
-    out = piped(batch(5, width=WIDTH, seed=97))
-    square_loss(out, None).backward()
-    piped.zero_grad()
-
-
-def save_and_load(piped, model, ours, found, folder):
-    piped.save_checkpoint(folder, optimizer=ours)
-    piped.forward_backward((batch(5, width=WIDTH, seed=96),), loss_fn=square_loss)
-    piped.step(lambda: (ours.step(), ours.zero_grad()))
-    piped.load_checkpoint(folder, optimizer=ours)
 
 
 ACTIONS = [

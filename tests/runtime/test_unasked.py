@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import random
 
 import pytest
 import torch
@@ -12,7 +13,22 @@ import roundpipe
 from roundpipe.core.watched import WatchedParameter
 from roundpipe.runtime.engine import full_plans
 from roundpipe.runtime.optimizer import as_on_host, device_side
-from tests.runtime.cases_twins import OPTIMIZERS, WIDTH, lives_there, model_of, moved, optimizer_of, wrapped
+from tests.runtime.cases_twins import (
+    OPTIMIZERS,
+    WIDTH,
+    evaluate,
+    freeze,
+    lives_there,
+    load_state,
+    look_at_gradients,
+    model_of,
+    moved,
+    optimizer_of,
+    read_state,
+    save_and_load,
+    thaw,
+    wrapped,
+)
 from tests.runtime.models import assert_equal_bits, batch, square_loss
 
 FIRST = 6
@@ -207,6 +223,18 @@ def test_copies_come_home_before_somebody_looks(look):
         assert not lives_there(piped)
 
 
+def test_copies_are_watched_until_it_is_decided_that_they_stay(monkeypatch):
+    monkeypatch.setattr(full_plans, "AUTO_GAIN", 1e9)
+    model = model_of()
+    with wrapped(model, "auto") as piped:
+        loop = Loop(piped, model, is_async=True)
+        (kinds, parameters) = [], loop.ours.param_groups[0]["params"]
+        for _ in range(FIRST + 1):
+            loop.step().wait()
+            kinds.append({type(each) for each in parameters})
+        assert {WatchedParameter} in kinds and kinds[-1] == {nn.Parameter} and not any(loop.where)
+
+
 def test_clearing_gradients_outside_of_step_fn_is_no_look():
     model = model_of()
     with wrapped(model, "auto") as piped:
@@ -309,6 +337,28 @@ def test_an_optimizers_state_is_given_in_tensors_of_the_host(residency, monkeypa
         assert lives_there(piped)
         copied = copy.deepcopy(loop.schedule.state_dict()), pickle.loads(pickle.dumps(state))
         assert all(torch.equal(copied[1][key]["exp_avg"], state[key]["exp_avg"]) for key in state)
+
+
+CHANGES = [evaluate, read_state, load_state, look_at_gradients, save_and_load, freeze, thaw]
+"""What happens between steps, but for looks at the copies."""
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_happens_between_steps(seed, tmp_path):
+    """The order is drawn."""
+    draw, is_async = random.Random(seed), bool(seed % 2)
+    drawn = [draw.sample(CHANGES, draw.randint(0, 2)) for _ in range(9)]
+
+    def between(loop):
+        for change in drawn[loop.number - FIRST - 1] if loop.number > FIRST else ():
+            folder = [tmp_path / "saved"] if change is save_and_load else []
+            change(loop.piped, loop.model, loop.ours, loop.found, *folder)
+
+    options = {"is_async": is_async, "steps": FIRST + 9, "accumulate": 1 + seed // 3}
+    streamed, _ = run("off", between, **options)
+    found, where = run("auto", between, **options)
+    assert where[FIRST]
+    assert_equal_bits(found, streamed)
 
 
 def test_freezing_and_thawing():

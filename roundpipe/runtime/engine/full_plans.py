@@ -98,6 +98,8 @@ class FullPlans:
         if (kept := self._of(call)) is None:
             kept = self._choose(call, streamed, streamed_s, budget_bytes)
             self._keep(call, kept)
+            if kept.plan is None and self._optimizer is not None and not self._optimizer.has_twins:
+                self._optimizer.end_measuring()
         call.is_full = kept.plan is not None
         return kept.plan or streamed
 

@@ -60,6 +60,11 @@ class UnaskedSteps(DeviceSteps):
             return None
         return (seconds - before_s) / (self.num_steps - num_steps)
 
+    def end_measuring(self) -> None:
+        """It was decided that nothing leaves the host; for other calls it may be measured again."""
+        self._noted = None
+        self._unwatch()
+
     @property
     def is_over(self) -> bool:
         """Whether copies stay on the host from now on, unless somebody asks."""
