@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 import roundpipe
 from roundpipe.runtime.device.backend import Device
@@ -123,3 +124,46 @@ def test_the_optimizers_zero_grad_takes_such_gradients_too(pair):
     assert all(parameter.grad is None for parameter in (*pair.model.parameters(), *pair.piped.optim_parameters()))
     pair.train()
     pair.step()
+
+
+def test_what_is_first_made_in_inference_mode_can_be_trained(residency):
+    """Weights that come to the device, copies, and memory for gradients of another dtype."""
+    torch.manual_seed(4)
+    model, x = mlp(3, WIDTH).float(), batch(6, width=WIDTH).float()
+    devices = [Device("cpu", memory_bytes=10**7)]
+    run_config = config(NUM, residency=residency)
+    with roundpipe.RoundPipe(model, devices=devices, model_run_config=run_config, optim_dtype=DTYPE) as piped:
+        with torch.inference_mode():
+            ours = torch.optim.SGD(piped.optim_parameters(), lr=LR)
+        for _ in range(3):
+            piped.forward_backward((x,), loss_fn=square_loss)
+            piped.synchronize()
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 0.5)
+            before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+            piped.eval()
+            with torch.inference_mode():
+                piped(x)
+            piped.train()
+            piped.step(lambda: (ours.step(), ours.zero_grad()), is_async=False)
+            piped.synchronize()
+            expected = {name: value - LR * 0.5 for name, value in before.items()}
+            assert_same({name: value.detach() for name, value in model.named_parameters()}, expected, atol=1e-6)
+
+
+def test_weights_that_come_to_the_device_for_an_evaluation_can_be_trained():
+    """Its layers are others, so that weights are packed anew, at home."""
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)).to(DTYPE)
+    devices, x = [Device("cpu", memory_bytes=10**7)], batch(6, width=WIDTH)
+    with roundpipe.compile(model, devices=devices, model_run_config=config(NUM, residency="full")) as piped:
+        ours = torch.optim.SGD(piped.optim_parameters(), lr=LR)
+        for calls_in_between in (False, True, False, False):
+            piped.forward_backward((x,), loss_fn=square_loss)
+            if calls_in_between:
+                piped.eval()
+                with torch.inference_mode():
+                    piped(x)
+                piped.train()
+            piped.step(lambda: (ours.step(), ours.zero_grad()), is_async=False)
+        assert piped._session.engine.twins  # private, as above

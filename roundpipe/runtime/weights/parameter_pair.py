@@ -107,11 +107,12 @@ class ParameterPair:
                 "freeze it, or train without shard_optimizer"
             )
         source = self.part(source)
-        if is_plain(source):
-            copy = on_huge_pages(torch.empty_like(source, device="cpu", dtype=dtype)).copy_(source)
-        else:
-            copy = source.to("cpu", dtype, copy=True)
-        self.copy = nn.Parameter(copy)
+        with torch.inference_mode(False), torch.no_grad():  # also if it is first asked for there
+            if is_plain(source):
+                copy = on_huge_pages(torch.empty_like(source, device="cpu", dtype=dtype)).copy_(source)
+            else:
+                copy = source.to("cpu", dtype, copy=True)
+            self.copy = nn.Parameter(copy)
         self.agree()
 
     def follow_dtype(self, dtype: torch.dtype) -> None:
@@ -274,7 +275,8 @@ class ParameterPair:
             assert self.copy is not None
             if not self.is_away:
                 HOST_LIMIT.check({"gradients in the optimizer's dtype": self.copy.nbytes})
-            self.spare = on_huge_pages(torch.empty_like(self.copy.detach()))
+            with torch.inference_mode(False):
+                self.spare = on_huge_pages(torch.empty_like(self.copy.detach()))
         return self.spare
 
     def show_gradient(self) -> None:

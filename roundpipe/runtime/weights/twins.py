@@ -93,6 +93,7 @@ class Twins:
     def weights_bytes(self) -> int:
         return 0 if self._memory is None else self._memory.numel()
 
+    @torch.inference_mode(False)
     def begin(self, parameters: Sequence[torch.Tensor], beside_bytes: int) -> None:
         """Make room for twins of these; they get their values when a visit asks for them.
 
