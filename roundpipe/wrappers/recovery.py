@@ -18,7 +18,7 @@ from roundpipe.effects.run_once import FirstCall
 from roundpipe.effects.snapshot import CodeSnapshot
 from roundpipe.runtime.device.backend import OUT_OF_MEMORY
 from roundpipe.runtime.engine.plan_choice import PlanChooser
-from roundpipe.runtime.engine.smaller_plans import shrink
+from roundpipe.runtime.engine.smaller_plans import proposal, shrink
 from roundpipe.runtime.engine.spec import Call, StepSpec
 from roundpipe.runtime.engine.step import HostValues, StepState
 from roundpipe.wrappers.session import Session
@@ -77,7 +77,7 @@ def run_step(
                 raise DeviceMemoryError(
                     f"{session.name} is out of memory with {call.num_microbatches} microbatches, {plan.num_stages} "
                     f"stages and recompute_grain={call.config.recompute_grain!r}, and no plan is known that needs "
-                    f"less: {reason}. {plans.options.proposal(call)}"
+                    f"less: {reason}. {proposal(plans, call, plan)}"
                 ) from error
             before.restore()
             logger.warning(

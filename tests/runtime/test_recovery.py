@@ -212,6 +212,28 @@ def test_no_more_microbatches_are_proposed_than_there_are_samples():
         with pytest.raises(DeviceMemoryError, match="shorter or fewer samples") as caught:
             piped.forward_backward((torch.ones(2, 128, 32, dtype=DTYPE),), loss_fn=square_loss, run_config=config(2))
         assert "is predicted to fit" not in str(caught.value)
+    found = re.search(r"\(([\d,]+) bytes for plans, which have 90,000\)", str(caught.value))
+    device = Device("cpu", memory_bytes=int(found[1].replace(",", "")))
+    with roundpipe.RoundPipe(mlp(depth=4, width=32), devices=[device]) as piped:
+        piped.forward_backward((torch.ones(2, 128, 32, dtype=DTYPE),), loss_fn=square_loss, run_config=config(2))
+        assert piped.peak_device_bytes() > 90_000
+
+
+def test_as_many_microbatches_as_samples_are_proposed():
+    """Three samples in one microbatch, of which two are too much."""
+    samples = torch.ones(3, 128, 32, dtype=DTYPE)
+    numbers = set()
+    for budget in range(150_000, 400_000, 25_000):
+        with roundpipe.RoundPipe(mlp(depth=4, width=32), devices=[Device("cpu", memory_bytes=budget)]) as piped:
+            try:
+                piped.forward_backward((samples,), loss_fn=square_loss, run_config=config(1))
+                numbers.add(1)
+            except DeviceMemoryError as error:
+                if found := re.search(r"num_microbatch=(\d+) with recompute_grain='(\w+)'", str(error)):
+                    run = config(int(found[1]), found[2])
+                    piped.forward_backward((samples,), loss_fn=square_loss, run_config=run)
+                    numbers.add(int(found[1]))
+    assert 3 in numbers, numbers
 
 
 def test_microbatches_of_other_traces_count_in_a_proposal():

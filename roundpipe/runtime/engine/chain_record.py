@@ -34,6 +34,10 @@ class KeptPlan:
     """How many there were when it was last compared with the budget."""
 
 
+SHRINK = 0.85
+"""Share of what a plan was predicted to need that the next one may, after a step ran out of memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limit:
     """What plans are made for after a step ran out of memory."""

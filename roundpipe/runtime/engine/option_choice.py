@@ -17,7 +17,7 @@ import torch
 from roundpipe.core import trees
 from roundpipe.core.errors import DeviceMemoryError
 from roundpipe.core.tiling import UNTILED, Tiles
-from roundpipe.planning.planner import least_seconds
+from roundpipe.planning.planner import least_need, least_seconds
 from roundpipe.planning.planner import plan as choose_plan
 from roundpipe.planning.stage_costs import plan_seconds
 from roundpipe.runtime.config import RECOMPUTE_GRAINS, RecomputeGrain, ResolvedConfig
@@ -27,6 +27,9 @@ from roundpipe.runtime.engine.tile_choice import LADDER, given_tiles
 from roundpipe.runtime.microbatch.split import batch_size
 
 logger = logging.getLogger(__name__)
+
+ROOM_SHARE = 0.05
+"""What a device should have beside what is predicted, where an error says how much it must have."""
 
 
 class OptionChooser:
@@ -56,32 +59,58 @@ class OptionChooser:
             if "recompute_grain" in config.auto and self.budget_bytes is not None:
                 grains = list(RECOMPUTE_GRAINS)
             self._costs.measure_memory(whole)
-            found = self._first_fitting(whole, self._tiles(config), numbers, grains, elements)
+            found = self._first_fitting(whole, self._tiles(config), numbers, grains, elements, self.budget_bytes)
             record.settled[key] = (*found, (numbers[-1], grains[-1]))[0]
         number, grain = record.settled[key]
         return replace(config, num_microbatch=number, recompute_grain=grain)
 
-    def proposal(self, call: Call) -> str:
-        """What to do about a call that does not fit, for a message: settings that are predicted to, if any."""
+    def proposal(self, call: Call, limit_bytes: int | None = None) -> str:
+        """What to do about a call that does not fit, for a message: settings that are predicted to, if any.
+
+        Args:
+            limit_bytes: what they may be predicted to need, after more than that ran out of memory.
+        """
+        if proposed := self._proposed(call, self.budget_bytes if limit_bytes is None else limit_bytes):
+            return f"{' or '.join(proposed)} is predicted to fit"
+        needed = "" if limit_bytes is not None else self._needed(call)
+        return f"Use a device with more memory{needed}, or shorter or fewer samples in a microbatch"
+
+    def _needed(self, call: Call) -> str:
+        """What a device must have for plans, if that is predicted."""
+        tiles, budget_bytes = self._tiles(call.config)[-1], self.budget_bytes
+        self._costs.measure_memory(call, tiles)
+        if budget_bytes is None or not self._costs.record(call.chain).memory(tiles):
+            return ""
+        costs = self._costs.of(call.chain, call.elements(), tiles)
+        least = least_need(costs, num_workers=self._costs.num_workers, num_microbatches=call.num_microbatches)
+        needed_bytes = int(least.memory.total * (1 + ROOM_SHARE))
+        if needed_bytes <= budget_bytes:
+            return ""
+        return f" ({needed_bytes:,} bytes for plans, which have {budget_bytes:,})"
+
+    def _proposed(self, call: Call, budget_bytes: int | None) -> list[str]:
+        """Settings that are predicted to fit."""
         number, samples = call.total_microbatches, batch_size(call.args[0], call.kwargs[0], call.config)
         most = inf if samples is None else samples * number
         numbers = [more for factor in (2, 4, 8, 16) if (more := number * factor) <= most]
+        if samples is not None and samples > 1 and most not in numbers:
+            numbers.append(samples * number)
         elements = call.elements() * number
         own, finer = self._tiles(call.config), () if call.config.tiles is None else LADDER
         proposals = [
             f"num_microbatch={found[0]} with recompute_grain={found[1]!r}"
-            for found in self._first_fitting(call, own, numbers, RECOMPUTE_GRAINS, elements)
+            for found in self._first_fitting(call, own, numbers, RECOMPUTE_GRAINS, elements, budget_bytes)
         ]
-        if any(self._first_fitting(call, finer, [number], [call.config.recompute_grain], elements)):
+        if any(self._first_fitting(call, finer, [number], [call.config.recompute_grain], elements, budget_bytes)):
             proposals.append("tiles='auto'")
         if not proposals:
             proposals += [
                 f"num_microbatch={found[0]} with recompute_grain={found[1]!r} and tiles='auto'"
-                for found in self._first_fitting(call, finer, [number, *numbers], RECOMPUTE_GRAINS, elements)
+                for found in self._first_fitting(
+                    call, finer, [number, *numbers], RECOMPUTE_GRAINS, elements, budget_bytes
+                )
             ]
-        if proposals:
-            return f"{' or '.join(proposals)} is predicted to fit"
-        return "Use a device with more memory, or shorter or fewer samples in a microbatch"
+        return proposals
 
     def _first_fitting(
         self,
@@ -90,10 +119,11 @@ class OptionChooser:
         numbers: Sequence[int],
         grains: Sequence[RecomputeGrain],
         elements: int,
+        budget_bytes: int | None,
     ) -> list[tuple[int, RecomputeGrain]]:
         """The fastest options in the fewest tiles in which some are predicted to fit; empty if there are none."""
         for each in tiles:
-            while (found := self._fastest(call, each, numbers, grains, elements)) is not None:
+            while (found := self._fastest(call, each, numbers, grains, elements, budget_bytes)) is not None:
                 if not self._learns(call, each, found[0]):
                     return [found]
         return []
@@ -122,7 +152,13 @@ class OptionChooser:
         return (UNTILED,) if self.budget_bytes is None else (UNTILED, *LADDER)
 
     def _fastest(
-        self, call: Call, tiles: Tiles, numbers: Sequence[int], grains: Sequence[RecomputeGrain], elements: int
+        self,
+        call: Call,
+        tiles: Tiles,
+        numbers: Sequence[int],
+        grains: Sequence[RecomputeGrain],
+        elements: int,
+        budget_bytes: int | None,
     ) -> tuple[int, RecomputeGrain] | None:
         """The fastest options that are predicted to fit in tiles, the first of equals; None if none does."""
         self._costs.measure_memory(call, tiles)
@@ -133,7 +169,7 @@ class OptionChooser:
         costs = {number: self._costs.of(call.chain, -(-elements // number), tiles) for number in numbers}
 
         def options(number: int, grain: RecomputeGrain) -> dict[str, Any]:
-            limits = {"memory_budget_bytes": self.budget_bytes, "recompute_grain": grain}
+            limits = {"memory_budget_bytes": budget_bytes, "recompute_grain": grain}
             return {"num_workers": num_workers, "num_microbatches": number, **limits}
 
         least_s = [least_seconds(costs[n], **options(n, grain)) + tasks_s(1, n) for n, grain in pairs]

@@ -19,13 +19,11 @@ from roundpipe.core.errors import DeviceMemoryError
 from roundpipe.core.schedule import ExecutePlan
 from roundpipe.core.tiling import Tiles
 from roundpipe.runtime.config import RECOMPUTE_GRAINS, RecomputeGrain
-from roundpipe.runtime.engine.chain_record import KeptPlan, Limit
+from roundpipe.runtime.engine.chain_record import SHRINK, KeptPlan, Limit
 from roundpipe.runtime.engine.plan_choice import PlanChooser
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.runtime.engine.tile_choice import tiles_to_try
 
-SHRINK = 0.85
-"""Share of what a plan was predicted to need that the next one may, after a step ran out of memory."""
 MOST_TRIES = 16
 
 
@@ -49,6 +47,12 @@ def shrink(plans: PlanChooser, call: Call, plan: ExecutePlan) -> bool:
     if limit is not None:
         record.limits[place] = limit
     return False
+
+
+def proposal(plans: PlanChooser, call: Call, plan: ExecutePlan) -> str:
+    """What to do about a call for which `shrink` knows of nothing any more, for a message."""
+    is_known = bool(plans.costs.record(call.chain).memory(call.tiles))
+    return plans.options.proposal(call, int(SHRINK * plans.needed_bytes(call, plan)) if is_known else None)
 
 
 def _has_smaller(plans: PlanChooser, call: Call, plan: ExecutePlan) -> bool:
