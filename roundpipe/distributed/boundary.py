@@ -1,7 +1,8 @@
 """What passes from one stage to the next: the carry at a cut as a flat tuple of tensors.
 
 `torch.distributed.pipelining` sends tensors, whose shapes it finds out beforehand on a run without data. So a number
-travels as the shape of a tensor without elements, and a constant of the trace does not travel at all.
+travels as the shape of a tensor without elements, and a constant of the trace does not travel at all. Before torch
+2.12 each tensor that arrives must be able to have a gradient, so integers and bools travel as floats of the same bits.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from torch.fx import Node
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.layers import Carry
 from roundpipe.fx.graph.nodes import value_of
+
+_FLOATS = {1: torch.float8_e5m2, 2: torch.float16, 4: torch.float32, 8: torch.float64}
+"""A dtype with gradients for each number of bytes."""
 
 
 def can_travel(node: Node) -> bool:
@@ -35,6 +39,8 @@ class Boundary:
     """The values that are live at a cut."""
 
     tensors: tuple[str, ...] = ()
+    dtypes: tuple[torch.dtype, ...] = ()
+    """Of the tensors."""
     sizes: tuple[str, ...] = ()
     """Numbers that depend on the inputs' sizes."""
     constants: tuple[tuple[str, Any], ...] = ()
@@ -43,19 +49,20 @@ class Boundary:
     @classmethod
     def of(cls, nodes: Iterable[Node]) -> Self:
         """The boundary at which these values are live; all of them can travel."""
-        tensors, sizes, constants = [], [], []
+        tensors, dtypes, sizes, constants = [], [], [], []
         for node in nodes:
             value = value_of(node)
             if isinstance(value, torch.Tensor):
                 tensors.append(node.name)
+                dtypes.append(value.dtype)
             elif isinstance(value, torch.SymInt):
                 sizes.append(node.name)
             else:
                 constants.append((node.name, value))
-        return cls(tuple(tensors), tuple(sizes), tuple(constants))
+        return cls(tuple(tensors), tuple(dtypes), tuple(sizes), tuple(constants))
 
-    def pack(self, carry: Carry) -> tuple[torch.Tensor, ...]:
-        """The values as contiguous tensors, those with a gradient as outputs of one autograd node.
+    def pack(self, carry: Carry, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """The values as contiguous tensors on a device, those with a gradient as outputs of one autograd node.
 
         Schedules that split a backward look for the gradients of weights where paths from weights and from inputs
         meet. Of outputs that don't depend on the inputs, such as a decoder's embedding, they would lose them.
@@ -65,19 +72,32 @@ class Boundary:
                 raise ConfigError(
                     f"the value {name} between two stages is {carry[name]!r}; it was {value!r} when traced"
                 )
-        tensors = joined([carry[name].contiguous() for name in self.tensors])
-        return (*tensors, *(torch.empty(int(carry[name]), 0) for name in self.sizes))
+        tensors = joined([_as_floats(carry[name].to(device).contiguous()) for name in self.tensors])
+        return (*tensors, *(torch.empty(int(carry[name]), 0, device=device) for name in self.sizes))
 
     def unpack(self, values: Sequence[torch.Tensor]) -> Carry:
-        """The carry that `pack` was given."""
+        """The carry that `pack` was given; integers may also be there as they are."""
         if len(values) != len(self.tensors) + len(self.sizes):
             expected = len(self.tensors) + len(self.sizes)
             raise ConfigError(f"expected the {expected} tensors that a stage gives, got {len(values)}")
         tensors, sizes = values[: len(self.tensors)], values[len(self.tensors) :]
-        carry: Carry = dict(zip(self.tensors, tensors, strict=True))
+        originals = map(_from_floats, tensors, self.dtypes)
+        carry: Carry = dict(zip(self.tensors, originals, strict=True))
         carry.update((name, size.shape[0]) for name, size in zip(self.sizes, sizes, strict=True))
         carry.update(self.constants)
         return carry
+
+
+def _as_floats(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if _can_have_gradient(tensor.dtype) else tensor.view(_FLOATS[tensor.dtype.itemsize])
+
+
+def _from_floats(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor if _can_have_gradient(dtype) else tensor.detach().view(dtype)
+
+
+def _can_have_gradient(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

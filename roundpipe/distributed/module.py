@@ -107,7 +107,7 @@ class StageProgram:
                 setattr(layer, EXECUTION_DEVICE, device)
             carry = layer(carry)
         if not self.is_last:
-            return self.after.pack(carry)
+            return self.after.pack(carry, device)
         tensors = tuple(carry[name] for name in self.after.tensors)
         return tensors[0] if len(tensors) == 1 else tensors
 

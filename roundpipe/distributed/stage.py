@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from roundpipe.core.checks import check_count, check_type, items_of
+from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ConfigError
 from roundpipe.distributed.module import StageModule
 from roundpipe.distributed.partition import partition_stages
@@ -20,6 +21,8 @@ from roundpipe.runtime.device.backend import Device
 
 _DRY_RUN = "_compute_outputs"
 """What torch calls to find out a stage's shapes: private, and the only way to know that it is no real run."""
+_EARLIER_DRY_RUN = "_shape_inference"
+"""The same before torch 2.12."""
 
 
 def pipeline_stage(
@@ -57,8 +60,6 @@ def pipeline_stage(
         CheckpointError: the files of ``weights`` can't be read.
         TraceError, PartitionError: see `partition_stages`.
     """
-    if not hasattr(PipelineStage, _DRY_RUN):
-        raise ConfigError(f"torch {torch.__version__} sends no integers between stages; install torch 2.13 or newer")
     check_count("num_stages", num_stages, "a number of at least 1")
     check_count("stage_index", stage_index, f"one of the stages, 0 to {num_stages - 1}", 0, num_stages - 1)
     place = torch.device(Device("cpu" if device is None else device).device)
@@ -74,7 +75,16 @@ def pipeline_stage(
     if len(stages) != num_stages:
         raise ConfigError(f"num_stages={num_stages}, and the model was cut into {len(stages)} stages")
     module = materialise(stages[stage_index], place, weights)
-    return ModelStage(module, stage_index, num_stages, place, group=group, dw_builder=_whole_backward)
+    return _kind()(module, stage_index, num_stages, place, group=group, dw_builder=_whole_backward)
+
+
+def _kind() -> type[ModelStage]:
+    """What fits this torch."""
+    if hasattr(PipelineStage, _DRY_RUN):
+        return ModelStage
+    if hasattr(PipelineStage, _EARLIER_DRY_RUN):
+        return _EarlierStage
+    raise ConfigError(f"torch {torch.__version__} finds out shapes of stages in an unknown way; install torch 2.13")
 
 
 class ModelStage(PipelineStage):
@@ -86,16 +96,75 @@ class ModelStage(PipelineStage):
         if not self.is_first:
             for arg in args:
                 arg.detach().zero_()  # what is in memory may be no index
-        tables = [submodule._buffers for submodule in self.submod.modules()]
-        originals = [dict(table) for table in tables]
-        clones = {buffer: buffer.clone() for buffer in self.submod.buffers()}
-        try:
-            for table in tables:  # not put back in place: a backward comes, for which they may be kept
-                table.update((name, clones[buffer]) for name, buffer in table.items() if buffer is not None)
+        with _buffers_kept(self.submod):
             return super()._compute_outputs(*args, module=module, **kwargs)
+
+
+class _EarlierStage(ModelStage):
+    """The same before torch 2.12, where a stage has the shapes of one schedule only, and every tensor has a gradient.
+
+    Torch waits for a gradient of each tensor that a stage sends, also of one that no path leads to.
+    """
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        self.inputs_meta = self._outputs_meta = None  # they may be those of another schedule
+        return super()._prepare_forward_infra(*args, **kwargs)
+
+    def _shape_inference(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+        module = self.submod
+
+        def dry_run(*zeros: torch.Tensor, **kwargs: Any) -> Any:
+            """With a graph, as a real run has one: strides may depend on it."""
+            with torch.set_grad_enabled(self.has_backward):
+                inputs = args if self.is_first else [zero.requires_grad_(self.has_backward) for zero in zeros]
+                outputs = module(*inputs, **kwargs)
+            return tuple(output.detach() for output in ([outputs] if isinstance(outputs, torch.Tensor) else outputs))
+
+        self.submod = dry_run  # type: ignore[assignment]
+        try:
+            with _buffers_kept(module), torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+                return super()._shape_inference(args, kwargs)  # type: ignore[misc]
         finally:
-            for table, original in zip(tables, originals, strict=True):
-                table.update(original)
+            self.submod = module
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Without those between stages of this rank, for which gloo waits in vain."""
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        if self.has_backward:
+            for buffer in self._received(fwd_chunk_id):
+                buffer.requires_grad_()  # not so if the schedule has evaluated first
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        if self.has_backward and not self.is_first:
+            gradients = self.bwd_cache[bwd_chunk_id]  # of what was received, then of the keywords
+            self.bwd_cache[bwd_chunk_id] = tuple(
+                torch.zeros_like(buffer) if gradient is None else gradient
+                for buffer, gradient in zip(self._received(bwd_chunk_id), gradients, strict=False)
+            )
+
+    def _received(self, chunk_id: int) -> list[torch.Tensor]:
+        """What the stage before sends of a microbatch."""
+        infos = () if self.is_first else self.args_recv_info[chunk_id]
+        return [info.buffer for info in infos if info.buffer is not None]
+
+
+@contextmanager
+def _buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Runs inside write to copies of a module's buffers."""
+    tables = [submodule._buffers for submodule in module.modules()]
+    originals = [dict(table) for table in tables]
+    clones = {buffer: buffer.clone() for buffer in module.buffers()}
+    try:
+        for table in tables:  # not put back in place: a backward comes, for which they may be kept
+            table.update((name, clones[buffer]) for name, buffer in table.items() if buffer is not None)
+        yield
+    finally:
+        for table, original in zip(tables, originals, strict=True):
+            table.update(original)
 
 
 def _whole_backward() -> Callable[[], None]:

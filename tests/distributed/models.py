@@ -136,7 +136,8 @@ TRAININGS = {
 def train_on_ranks(name: str, schedule_name: str, frozen: tuple[str, ...] = ()) -> float:
     """Train on this group's ranks and in this process, and compare all that this rank has.
 
-    Two steps on microbatches of the traced shape, then two on larger and longer ones.
+    Two steps on microbatches of the traced shape, then two on larger and longer ones. A single argument of the model
+    is positional, several are keywords.
 
     Returns:
         The largest relative difference of losses, gradients, weights and buffers.
@@ -163,10 +164,14 @@ def train_on_ranks(name: str, schedule_name: str, frozen: tuple[str, ...] = ()) 
         )
         for _ in range(2):
             inputs, target = training.batch(microbatch * NUM_MICROBATCHES, length)
+            args, kwargs = (tuple(inputs.values()), {}) if len(inputs) == 1 else ((), inputs)
             losses: list[torch.Tensor] = []
             has_loss = any(stage.is_last for stage in stages)
+            if rank > 0:
+                args, kwargs = (), {}
             schedule.step(
-                **(inputs if rank == 0 else {}),
+                *args,
+                **kwargs,
                 target=target if has_loss else None,
                 losses=losses,
                 return_outputs=False,

@@ -77,14 +77,14 @@ def test_stages_one_after_the_other_are_the_model(
 
 
 def test_a_number_travels_as_a_shape() -> None:
-    boundary = Boundary(tensors=("x",), sizes=("n",), constants=(("k", 2),))
+    boundary = Boundary(tensors=("x",), dtypes=(torch.float32,), sizes=("n",), constants=(("k", 2),))
     carry = {"x": torch.randn(2, 3).t(), "n": 7, "k": 2}
-    sent = boundary.pack(carry)
+    sent = boundary.pack(carry, torch.device("cpu"))
     assert [tensor.numel() for tensor in sent] == [6, 0] and sent[0].is_contiguous()
     found = boundary.unpack(sent)
     assert torch.equal(found.pop("x"), carry.pop("x")) and found == carry
     with pytest.raises(ConfigError, match="the value k between two stages is 3; it was 2"):
-        boundary.pack({"x": torch.ones(1), "n": 7, "k": 3})
+        boundary.pack({"x": torch.ones(1), "n": 7, "k": 3}, torch.device("cpu"))
 
 
 def test_a_compiled_model_has_stages_of_its_own_layers() -> None:

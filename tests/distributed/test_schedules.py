@@ -54,4 +54,9 @@ def test_four_ranks(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 def test_torch_has_what_a_stage_overrides() -> None:
     """If this fails: torch finds out shapes another way, and `ModelStage` must keep that run without effect again."""
-    assert callable(PipelineStage._compute_outputs)  # private: the only call that tells such a run from a real one
+    if hasattr(PipelineStage, "_compute_outputs"):  # private: the only call that tells such a run from a real one
+        return
+    # before torch 2.12; all private but the last two
+    names = ("_shape_inference", "_prepare_forward_infra", "_get_init_p2p_neighbors_ops")
+    for name in (*names, "forward_one_chunk", "backward_one_chunk"):
+        assert callable(getattr(PipelineStage, name))
