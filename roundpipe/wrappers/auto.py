@@ -60,6 +60,10 @@ class HostRunner(Runner):
         self._warned = False
         self._warned_of_arguments = False
         names = {module: name for name, module in self.model.named_modules()}
+        if gone := next((module for module in self.parts.on_devices if module not in names), None):
+            raise ConfigError(
+                f"a {type(gone).__name__} was replaced or removed since the model was wrapped; wrap it again"
+            )
         lists = [module for module in self.model.modules() if isinstance(module, nn.ModuleList)]
         followed = {element for elements in lists for element in list(elements)[:-1]}
         on_devices = {

@@ -101,7 +101,11 @@ def _run(case: Case) -> Outcome:
     try:
         for position, (name, seed) in enumerate((*case.actions, ("synchronize", 0))):
             if name == "duplicate":
-                eager, piped = eager.copy(), piped.copy()
+                eager = eager.copy()
+                try:
+                    piped = piped.copy()
+                except RoundPipeError as error:
+                    return ended("refused", f"{type(error).__name__}: {error}")
                 continue
             function, _ = ACTIONS[name]
             expected, failure = _outcome_of(function, eager, seed)

@@ -158,3 +158,11 @@ def test_statistics_are_written_in_training_after_a_backward_in_evaluation(witho
             with without_gradients():
                 called(x)
         assert_same_state(model, reference, 1e-12)
+
+
+def test_a_copy_of_what_has_other_modules_by_now_says_to_wrap_again() -> None:
+    model = Normalized()
+    with auto(model) as pipe:
+        model.norm = nn.BatchNorm1d(WIDTH)
+        with pytest.raises(ConfigError, match="a BatchNorm1d was replaced or removed.*wrap it again"):
+            copy.deepcopy(pipe)
