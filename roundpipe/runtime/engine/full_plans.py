@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 FULL = "full"
 AUTO_GAIN = 0.03
 """Share of a step's time that such a plan must be predicted to save before it is taken unasked."""
-DEVICE_BYTES_PER_S = 1e12
-"""What an update on an accelerator is taken to read and write of its memory: less than any does."""
+DEVICE_BYTES_PER_S = 2e12
+"""What an update on an accelerator is taken to read and write of its memory."""
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class FullPlans:
         if (residency := full_residency(costs, 0)).num_bytes > (self._budget_bytes or 0):
             self._keep(call, _FullPlan(residency, None))
             return False
-        return optimizer.host_update_s() is not None
+        return optimizer.on_host_s() is not None
 
     def instead(
         self, call: Call, streamed: ExecutePlan, streamed_s: Callable[[], float], budget_bytes: int | None
@@ -177,16 +177,19 @@ class FullPlans:
         return _FullPlan(residency, plan)
 
     def _with_updates(self, call: Call, streamed_s: float, full_s: float, device_bytes: int) -> tuple[float, float]:
-        """Seconds per step with updates: on the host, beside the next round or alone, and on the device."""
+        """Seconds per step with updates: on the host, beside the next round or alone, and on the device.
+
+        What steps have taken counts if it is more than predicted: streaming keeps the host busy.
+        """
         assert self._optimizer is not None
-        update_s = self._optimizer.host_update_s() or 0.0
+        update_s, step_s = self._optimizer.on_host_s() or (0.0, 0.0)
         if self._optimizer.is_async:
             streamed_s = max(streamed_s, update_s)
         else:
             streamed_s += update_s
             _, down_bytes_per_s = self._costs.links(call.chain, call.tiles)
             full_s += sum(cost.gradient_bytes for cost in call.chain.costs) / down_bytes_per_s  # new weights, home
-        return streamed_s, full_s + 2 * device_bytes / DEVICE_BYTES_PER_S
+        return max(streamed_s, step_s), full_s + 2 * device_bytes / DEVICE_BYTES_PER_S
 
     def room(self, call: Call) -> Room:
         """What stays in a step of a call's plan: everything."""

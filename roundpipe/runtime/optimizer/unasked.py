@@ -10,6 +10,7 @@ or if something else is not known to stand the move: `suits`.
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,26 +40,27 @@ class UnaskedSteps(DeviceSteps):
         super().__init__(twins)
         self._over = ""
         """Why copies stay on the host from now on."""
-        self._noted: tuple[int, float] | None = None
-        """Updates so far, and their seconds, when measuring began."""
+        self._noted: tuple[int, float, float] | None = None
+        """Updates so far, their seconds, and the time, when measuring began."""
 
     @property
     def is_unasked(self) -> bool:
         """Whether copies are on a device without that anyone has asked for it."""
         return self._twins is not None and bool(self._twins) and self._twins.is_unasked
 
-    def host_update_s(self) -> float | None:
-        """Seconds that an update takes on the host, its hand-over among them; None: not known, or of no use."""
+    def on_host_s(self) -> tuple[float, float] | None:
+        """Seconds of an update on the host, its hand-over among them, and of a step; None: not known, or of no use."""
         if self._over or self.num_steps < LEAST_UPDATES or not self._optimizers or self.has_twins:
             return None
         seconds = self.log.seconds["update"] + self.log.seconds["hand-over"]
         if self._noted is None:
-            self._noted = self.num_steps, seconds
+            self._noted = self.num_steps, seconds, time.perf_counter()
             self._watch()  # whether there is code that looks
-        num_steps, before_s = self._noted
-        if self.num_steps - num_steps < LEAST_UPDATES:
+        num_steps, before_s, began_s = self._noted
+        number = self.num_steps - num_steps
+        if number < LEAST_UPDATES:
             return None
-        return (seconds - before_s) / (self.num_steps - num_steps)
+        return (seconds - before_s) / number, (time.perf_counter() - began_s) / number
 
     def end_measuring(self) -> None:
         """It was decided that nothing leaves the host; for other calls it may be measured again."""
