@@ -129,3 +129,24 @@ def test_what_the_graph_tells_and_what_it_does_not(loss, is_known):
         average = torch.stack([first for first, _ in parts]).mean()
         torch.testing.assert_close(found, model(x, target)[0] if is_known else average, rtol=0, atol=1e-12)
         torch.testing.assert_close(plain, torch.stack([second for _, second in parts]).mean(), rtol=0, atol=1e-12)
+
+
+def test_means_accumulate_over_calls():
+    """Each call adds the gradients of its own batch's mean, whatever its padding."""
+    model = HasLoss().double()
+    reference, given = copy.deepcopy(model), batches()[0]
+    other = {**given, "labels": given["labels"].flip(0)}
+    for one in (given, other):
+        reference(**one)["loss"].backward()
+    with roundpipe.compile(model, devices=["cpu"] * 2) as piped:
+        for one in (given, other):
+            piped.forward_backward(input_kwargs=one, loss_fn=own, loss_reduction="mean")
+        piped.synchronize()
+        assert_same(gradients(model), gradients(reference), 1e-12)
+
+
+def test_the_texts_that_recommend_a_models_own_loss_say_that_it_is_a_mean():
+    assert 'outputs.loss, loss_reduction="mean"' in roundpipe.__doc__
+    with roundpipe.compile(HasLoss().double(), devices=["cpu"]) as piped:
+        with pytest.raises(roundpipe.LossError, match=r"outputs\.loss; that is a mean.*loss_reduction=.mean."):
+            piped.forward_backward(input_kwargs=batches()[0], loss_fn=lambda outputs, label: outputs)
