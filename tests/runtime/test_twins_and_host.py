@@ -65,7 +65,7 @@ def pair(request, residency):
     pair.piped.close()
 
 
-def test_a_loss_that_reads_the_weights_has_them_on_the_host(pair):
+def test_a_loss_that_reads_the_weights_has_them_on_the_host(pair, residency, caplog):
     def penalized(model):
         return lambda out, label: square_loss(out, label) + sum(each.square().sum() for each in model.parameters())
 
@@ -73,6 +73,8 @@ def test_a_loss_that_reads_the_weights_has_them_on_the_host(pair):
         pair.train(penalized)
         pair.step()
     assert not pair.lives_there
+    said = [record for record in caplog.records if "loss_fn can reach the model" in record.message]
+    assert len(said) == (residency == "full")
 
 
 def test_a_write_that_leaves_no_mark_right_before_the_step(pair):

@@ -236,6 +236,11 @@ class StepBuilder:
             comes_and_goes = optimizer.is_unasked and self._num_returns > MOST_RETURNS
             self._num_returns += call.is_full
             optimizer.come_home()
+            if call.loss_reads_weights and call.config.residency == FULL:
+                logger.warning(
+                    "residency='full': weights are streamed as with 'auto' (loss_fn can reach the model and may read "
+                    "its weights on the host)"
+                )
             if comes_and_goes or not (call.is_full or call.is_evaluation):
                 self.plans.full.is_over |= call.config.residency != "off"  # or they might come and go with each call
         if not call.is_full or twins:
