@@ -81,6 +81,8 @@ def test_it_takes_its_update_where_weights_live_on_the_device(residency):
             for _ in range(2):
                 piped.forward_backward((x,), loss_fn=lambda out, label: out.square().sum())
                 reference(x).square().sum().backward()
+            piped.synchronize()
+            assert_same(gradients(model), gradients(reference), ATOL)
             ours = torch.optim.SGD(piped.optim_parameters(), lr=0.01)
             theirs = torch.optim.SGD(reference.parameters(), lr=0.01)
             piped.step(lambda ours=ours: (ours.step(), ours.zero_grad()), is_async=False)

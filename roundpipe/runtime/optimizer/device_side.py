@@ -77,6 +77,7 @@ class DeviceSteps(PlainSteps):
         assert self._twins is not None
         self._rest("a step")
         pairs = self._pairs.with_new()
+        self._pairs.make_copies(pairs)  # or nobody shows the gradients of those that have none
         self._twins.begin(parameters, num_bytes)
         try:
             self._updates.run(pairs, self._begin_now)

@@ -95,7 +95,11 @@ class MasterWeights:
     def trainable(self) -> list[ParameterPair]:
         """The pairs of parameters that are trainable now; those that had no copy get one."""
         self._find()
-        trainable = [pair for pair in self._pairs if pair.parameter.requires_grad]
+        return self.make_copies(self._pairs)
+
+    def make_copies(self, pairs: Sequence[ParameterPair]) -> list[ParameterPair]:
+        """Those of these that are trainable now, each with a copy."""
+        trainable = [pair for pair in pairs if pair.parameter.requires_grad]
         new = [pair for pair in trainable if pair.copy is None]
         copies_bytes = sum(pair.parameter.numel() * self._dtype_of_copy(pair).itemsize for pair in new)
         num_shards = 1 if self._shard is None else self._shard.count
