@@ -75,7 +75,9 @@ def test_other_files_are_refused(text: str, folder: Path, capsys: pytest.Capture
     file.write_text(text)
     assert main(["plan", str(folder / "config.json"), "--machine", str(file)]) == 2
     assert "doctor --bench writes such a file" in capsys.readouterr().err
-    assert main(["plan", "x.json", "--machine", str(folder / "none.json"), "--device-profile", "H100"]) == 2
+    with pytest.raises(SystemExit) as end:
+        main(["plan", "x.json", "--machine", str(folder / "none.json"), "--device-profile", "H100"])
+    assert end.value.code == 2 and "--machine" in capsys.readouterr().err
     assert main(["doctor", "--machine", str(file)]) == 2
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
@@ -86,8 +87,8 @@ class StepHandle:
         self._update = update
         self._board = board
         self._runner = runner
-        self._finish = finish
-        """Returns when a device has done what updates gave to it."""
+        self._finish = weakref.WeakMethod(finish)
+        """Returns when a device has done what updates gave to it; a handle does not keep the model for it."""
 
     def __repr__(self) -> str:
         """What a notebook shows."""
@@ -113,8 +114,8 @@ class StepHandle:
         if timeout is not None and not (is_number(timeout) and timeout >= 0):
             raise ConfigError(f"timeout={shown(timeout)}; give seconds, or None to wait until the update is done")
         is_done = self._board.wait(lambda: update.is_done, "a step's handle", update.name, timeout)
-        if is_done:
-            self._finish()
+        if is_done and (finish := self._finish()) is not None:
+            finish()
         return is_done
 
     def result(self, timeout: float | None = None) -> Any:
