@@ -142,6 +142,55 @@ def test_losses_of_a_decoder(name):
     assert not any("embed" in region for region in regions)
 
 
+def each_rounded(logits, labels):
+    """A loss per token, whose gradients are rounded to single precision on their way to the logits."""
+    return F.cross_entropy(logits.float().double().flatten(0, 1), labels.flatten(), reduction="none")
+
+
+SCALED = {
+    "a count": lambda each, labels: (each * (labels > 5).flatten()).sum() / (labels > 5).sum(),
+    "a number": lambda each, labels: each.sum() * 0.3,
+    "in front": lambda each, labels: torch.mul(0.3, each.mean()),
+    "a method, and twice": lambda each, labels: 0.7 * each.sum().div(labels.numel()),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_scaled_sums_round_gradients_as_the_whole_does(name):
+    loss = Decoder(lambda logits, labels: SCALED[name](each_rounded(logits, labels), labels), blocks=1)
+    assert any("head" in region for region in assert_tiles_change_nothing(loss.double(), *tokens()))
+
+
+def by_its_own_rows(each):
+    return each.sum() / each.detach().square().sum()
+
+
+def by_a_trained_sum(each):
+    return each.sum() * each.square().sum()
+
+
+def by_itself(each):
+    total = each.sum()
+    return total * total
+
+
+def inverse(each):
+    return 3.0 / each.sum()
+
+
+def read_twice(each):
+    total = each.sum()
+    return total / 7 + total.square()
+
+
+@pytest.mark.parametrize("scale", [by_its_own_rows, by_a_trained_sum, by_itself, inverse, read_twice])
+def test_sums_that_no_known_number_scales(scale):
+    def loss(logits, labels):
+        return scale(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none"))
+
+    assert any("head" in region for region in assert_tiles_change_nothing(Decoder(loss, 1).double(), *tokens()))
+
+
 def leaves_of(chain):
     """The paths of modules in tiles, inside each leaf."""
     programs = [program for layer in chain for program in layer.programs.by_sizes.values() if program]

@@ -22,6 +22,7 @@ from torch.fx.node import map_arg
 
 from roundpipe.core import trees
 from roundpipe.core.tiling import Axes, Rows
+from roundpipe.fx.operations import NamedCall
 from roundpipe.fx.passes.graph_run import GraphRun, attribute
 from roundpipe.fx.passes.row_losses import RowLoss
 from roundpipe.fx.passes.row_rules import Found
@@ -72,13 +73,16 @@ class RowNode:
     made_bytes: int = 0
     draws_random: bool = False
     loss: RowLoss | None = None
+    scaled: Node | None = None
+    """The sum or mean over all rows that it multiplies or divides by a number known before the rows."""
 
     def moved(self, other: Mapping[Node, Node]) -> RowNode:
         """The same with other nodes in place of its own."""
         loss = self.loss
         if loss is not None:
             loss = replace(loss, arguments=map_arg(loss.arguments, other.__getitem__))
-        return replace(self, reads={other[node]: rows for node, rows in self.reads.items()}, loss=loss)
+        reads = {other[node]: rows for node, rows in self.reads.items()}
+        return replace(self, reads=reads, loss=loss, scaled=None if self.scaled is None else other[self.scaled])
 
     @property
     def is_end(self) -> bool:
@@ -150,17 +154,23 @@ class RowGraph:
         return max(1, *(self.stages[source] + (not self._is_row_edge(source, node)) for source in node.all_input_nodes))
 
     def _is_row_edge(self, source: Node, node: Node) -> bool:
-        """Whether a row-wise node reads another one's rows."""
+        """Whether a row-wise node reads another one's rows, or scales its sum over them."""
         made = self.row_nodes.get(source)
+        if self.row_nodes[node].scaled is not None:
+            return self.row_nodes[node].scaled is source
         return made is not None and self.row_nodes[node].reads.get(source) is not None and not made.is_end
 
     def _row_node(self, node: Node, seeds: Mapping[Node, list[Found]]) -> RowNode | None:
         run = self.run
+        found: list[Found]
         if not node.op.startswith("call_") or node in run.literals:
             return None
         why = run.opaque.get(node, "")
         operands = node.all_input_nodes
         results = flat_tensors(run.values[node])
+        if not why and (scaled := self._scaled(node)) is not None:
+            found = self.row_nodes[scaled].found
+            return RowNode(found, dict.fromkeys(operands), sum(t.nbytes for t in results), scaled=scaled)
         if not why and not self._can_be_in_region(node, results):
             why = "its operands or results are no plain tensors"
         if not why and not any(isinstance(f, tuple) for source in operands for f in self.found(source, seeds)):
@@ -181,7 +191,7 @@ class RowGraph:
             with watch:
                 losses = loss.per_row(**arguments)
             is_of_rows = isinstance(watch.found(losses), tuple)
-            found: list[Found] = [loss.kind(run.values.get(target)) if is_of_rows else None]
+            found = [loss.kind(run.values.get(target)) if is_of_rows else None]
         else:
             with watch:
                 value = run.run_node(node)
@@ -199,6 +209,25 @@ class RowGraph:
                 rows_of_items = self.row_nodes[source].found if source in self.row_nodes else []
                 reads[source] = next((rows for rows in rows_of_items if isinstance(rows, tuple)), None)
         return RowNode(found, reads, watch.made_bytes, watch.draws_random, loss)
+
+    def _scaled(self, node: Node) -> Node | None:
+        """The end of a region that a node does nothing but scale, as ``sum / count``.
+
+        Scaled in each tile, its gradients are scaled before whatever rounds them inside, as without tiles.
+        """
+        target = node.target.function if isinstance(node.target, NamedCall) else node.target
+        if node.op == "call_module" or target not in _SCALINGS or node.kwargs or len(node.args) != 2:
+            return None
+        operands: tuple[Any, ...] = node.args
+        for end, factor in (operands, operands[::-1])[: 2 if target in _PRODUCTS else 1]:
+            made = self.row_nodes.get(end) if isinstance(end, Node) else None
+            if made is None or not made.is_end or len(end.users) != 1 or not self.run.values[end].requires_grad:
+                continue
+            if not isinstance(factor, Node):
+                return end if _is_number(factor) else None
+            if _is_number(self.run.values[factor]) and self.stages[factor] < self.stages[end]:
+                return end
+        return None
 
     def _watch(self, operands: Sequence[Node], seeds: Mapping[Node, list[Found]]) -> RowWatch:
         rows: list[tuple[torch.Tensor, Rows]] = []
@@ -259,6 +288,17 @@ class RowGraph:
 
     def _bytes_of(self, nodes: Iterable[Node]) -> int:
         return sum(tensor.nbytes for node in nodes for tensor in flat_tensors(self.run.values[node]))
+
+
+_PRODUCTS = (operator.mul, torch.mul, torch.multiply, "mul", "multiply")
+_SCALINGS = (*_PRODUCTS, operator.truediv, torch.div, torch.divide, torch.true_divide, "div", "divide", "true_divide")
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is one number without gradient."""
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0 and not value.requires_grad
+    return isinstance(value, (int, float))
 
 
 def _is_tuple_of_tensors(value: Any) -> bool:
