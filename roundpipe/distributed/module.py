@@ -78,6 +78,8 @@ class StageProgram:
     """Modules of the model that the layers cover."""
     before: Boundary
     after: Boundary
+    is_copy: bool = False
+    """Whether it runs copies of the model's modules, which later changes to the model don't reach."""
     slots: list[BareTensor] = field(default_factory=list)
 
     @property
@@ -91,7 +93,7 @@ class StageProgram:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The first stage takes the model's arguments, others what the one before gave."""
         if self.is_first:
-            if (failure := misfit(self.whole.traced, args, kwargs)) is not None:
+            if (failure := misfit(self.whole.traced, args, kwargs, knows_model=self.is_copy)) is not None:
                 raise ConfigError(
                     f"the stages were traced for other arguments: {failure}. Partition the model with an example like "
                     "those of the call"
@@ -143,9 +145,15 @@ class StageModule(nn.Module):
     def copy_with(self, tensors: Mapping[int, torch.Tensor]) -> StageModule:
         """The stage over other tensors, by the identity of the model's own, and copies of the user's modules."""
         program = self.stage_program
+        if (now := program.whole.traced.model.training) is not program.whole.training:
+            traced, other = ("eval", "train") if now else ("train", "eval")
+            raise ConfigError(
+                f"the model is in {other} mode now; its stages were cut in {traced} mode: call model.{traced}() first"
+            )
         memo: dict[int, Any] = dict(tensors)
         layers = tuple(copy.deepcopy(list(program.layers), memo))
-        twin = StageProgram(program.whole, program.index, layers, program.module_names, program.before, program.after)
+        own = (program.index, layers, program.module_names, program.before, program.after)
+        twin = StageProgram(program.whole, *own, is_copy=True)
         return StageModule(twin, memo)
 
 

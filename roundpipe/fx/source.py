@@ -219,10 +219,12 @@ class TracedSource:
         return traced
 
 
-def misfit(traced: GuardedGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Failure | None:
-    """Why a trace does not serve a call with these arguments; None if it does."""
+def misfit(
+    traced: GuardedGraph, args: tuple[Any, ...], kwargs: dict[str, Any], *, knows_model: bool = False
+) -> Failure | None:
+    """Why a trace does not serve a call with these arguments; None if it does. ``knows_model``: see `Guards.check`."""
     with _tracing_modes():
-        return traced.guards.check(args, kwargs)
+        return traced.guards.check(args, kwargs, knows_model=knows_model)
 
 
 def own_example(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

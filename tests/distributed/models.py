@@ -133,11 +133,11 @@ TRAININGS = {
 }
 
 
-def train_on_ranks(name: str, schedule_name: str, frozen: tuple[str, ...] = ()) -> float:
+def train_on_ranks(name: str, schedule_name: str, frozen: tuple[str, ...] = (), evaluates_first: bool = False) -> float:
     """Train on this group's ranks and in this process, and compare all that this rank has.
 
     Two steps on microbatches of the traced shape, then two on larger and longer ones. A single argument of the model
-    is positional, several are keywords.
+    is positional, several are keywords. Each pair of steps may come after an evaluation by the same schedule.
 
     Returns:
         The largest relative difference of losses, gradients, weights and buffers.
@@ -162,24 +162,29 @@ def train_on_ranks(name: str, schedule_name: str, frozen: tuple[str, ...] = ()) 
             NUM_MICROBATCHES,
             loss_fn=lambda tensors, target: training.loss(model_outputs(stages[0], tensors), target),
         )
-        for _ in range(2):
+        for is_evaluation in [True] * evaluates_first + [False] * 2:
             inputs, target = training.batch(microbatch * NUM_MICROBATCHES, length)
             args, kwargs = (tuple(inputs.values()), {}) if len(inputs) == 1 else ((), inputs)
             losses: list[torch.Tensor] = []
             has_loss = any(stage.is_last for stage in stages)
             if rank > 0:
                 args, kwargs = (), {}
-            schedule.step(
+            run = schedule.eval if is_evaluation else schedule.step
+            run(
                 *args,
                 **kwargs,
                 target=target if has_loss else None,
                 losses=losses,
                 return_outputs=False,
             )
-            sum_tied_gradients(stages)
             reference_losses = _eager_losses(reference, training, inputs, target)
             if has_loss:
                 worst = max(worst, difference(torch.stack(losses), reference_losses))
+            if is_evaluation:
+                reference_optimizer.zero_grad()
+                assert all(weight.grad is None for weight in own)
+                continue
+            sum_tied_gradients(stages)
             for stage in stages:
                 for key, weight in stage.submod.named_parameters():
                     worst = max(worst, difference(weight.grad, expected[key].grad))

@@ -183,6 +183,32 @@ def test_what_can_not_be_is_refused() -> None:
         stages[1](x)
 
 
+REGISTRY: dict[str, float] = {"scale": 2.0}
+"""To which others add, as building a model of Hugging Face does."""
+
+
+class ReadsRegistry(Sizes):
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor | int]:
+        return super().forward(x * REGISTRY["scale"])
+
+
+def test_copied_stages_outlast_changes_to_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second cut, in eval mode, or another model that registers itself must not end a training."""
+    model, x = ReadsRegistry(), torch.randn(2, 6, 4)
+    parts = partition_stages(model, 2, example_kwargs={"x": x})
+    stages = [materialise(part, CPU, None) for part in parts]
+    expected = model(x)
+    monkeypatch.setitem(REGISTRY, "other", 3.0)
+    torch.testing.assert_close(run(stages, x=x), expected)
+    with pytest.raises(ConfigError, match="global REGISTRY holds something else now"):
+        parts[0](x=x)
+    copied = partition_stages(model.eval(), 2, example_kwargs={"x": x})
+    torch.testing.assert_close(run([materialise(part, CPU, None) for part in copied], x=x), expected)
+    torch.testing.assert_close(run(stages, x=x), expected)
+    with pytest.raises(ConfigError, match="the model is in eval mode now; its stages were cut in train mode"):
+        materialise(parts[1], CPU, None)
+
+
 def test_eval_mode_is_that_of_the_model() -> None:
     model = ResNet().eval()
     x = torch.randn(2, 3, 16, 16)

@@ -44,6 +44,13 @@ def test_stages_that_no_gradient_goes_into(two: Ranks, schedule: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleInterleaved1F1B"])
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_a_schedule_evaluates_before_it_trains(two: Ranks, model: str, schedule: str) -> None:
+    assert max(two.run(train_on_ranks, model, schedule, (), True)) <= TOLERANCE
+
+
+@pytest.mark.long
 def test_four_ranks(tmp_path_factory: pytest.TempPathFactory) -> None:
     ranks = Ranks(4, tmp_path_factory.mktemp("four"))
     try:

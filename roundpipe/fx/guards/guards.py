@@ -163,7 +163,8 @@ class Guards:
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, knows_model: bool = False) -> Failure | None:
         """None if the trace serves a call with these arguments, otherwise why not.
 
-        ``knows_model``: the model was compared with what was traced just before, and is not looked at again.
+        ``knows_model``: the model is not looked at, since it was compared with what was traced just before, or since
+        copies of what was traced run in its place.
         """
         words = self._call_modes.difference(CallModes.current(), self.grad_matters)
         looks = not knows_model
