@@ -180,7 +180,7 @@ def test_what_others_take_between_calls_counts(monkeypatch: pytest.MonkeyPatch, 
     """Another process takes and gives back memory of the device: plans follow, and no step runs out of it."""
     others_bytes = 0
     monkeypatch.setattr(CpuBackend, "take_budget", lambda backend: 8_000_000 - others_bytes)
-    run = RoundPipeRunConfig(num_microbatch=NUM_MICROBATCHES)
+    run = RoundPipeRunConfig(num_microbatch=NUM_MICROBATCHES, tiles="off")  # in tiles, one stage may do
     with roundpipe.compile(decoder(), example_args=(IDS[:2],), devices=[Device("cpu", 8_000_000)]) as pipe:
         train(pipe, run, 2)
         alone = plans_of(pipe)
