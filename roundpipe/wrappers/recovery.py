@@ -2,7 +2,7 @@
 
 What an attempt changed outside of its own values is put back first: random state, buffers and, as long as no step has
 run by its plan, whatever Python the code of the layers and of the loss reaches. Gradients that it has added stay, and
-the next attempt leaves them out.
+the next attempt leaves them out; where a loss may have added some by itself (`host_gradients`), all are put back.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from roundpipe.runtime.engine.plan_choice import PlanChooser
 from roundpipe.runtime.engine.smaller_plans import proposal, shrink
 from roundpipe.runtime.engine.spec import Call, StepSpec
 from roundpipe.runtime.engine.step import HostValues, StepState
+from roundpipe.wrappers.host_gradients import HostGradients
 from roundpipe.wrappers.session import Session
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,10 @@ def run_step(
         DeviceMemoryError: no plan is known that fits.
     """
     added: set[int] = set()
-    before = CallSnapshot(call, thorough=not plans.is_proven(call)) if plans.has_budget else None
+    before = gradients = None
+    if plans.has_budget:
+        is_first = not plans.is_proven(call)
+        before, gradients = CallSnapshot(call, thorough=is_first), _gradients(session, call, keeps_values=is_first)
     while True:
         try:
             spec, values = build()
@@ -66,13 +70,18 @@ def run_step(
         try:
             step = session.engine.run(spec, values, added=added)
         except OUT_OF_MEMORY as error:
-            if before is None:  # nobody asked for a limit: the error is from the user's code
+            if before is None or gradients is None:  # nobody asked for a limit: the error is from the user's code
                 raise
             reason = str(error).partition("\n")[0]
             _release_frames(error)
             session.optimizer.come_home()
             session.engine.release_memory()
             plans.set_budgets(session.engine.take_budgets())
+            if gradients.have_come and not gradients.can_restore:
+                raise DeviceMemoryError(
+                    f"{session.name} is out of memory, and its loss_fn has added gradients to tensors of the host, so "
+                    f"that the call is not run again: {reason}. {proposal(plans, call, plan)}"
+                ) from error
             if not shrink(plans, call, plan):
                 raise DeviceMemoryError(
                     f"{session.name} is out of memory with {call.num_microbatches} microbatches, {plan.num_stages} "
@@ -80,6 +89,9 @@ def run_step(
                     f"less: {reason}. {proposal(plans, call, plan)}"
                 ) from error
             before.restore()
+            if gradients.have_come:
+                gradients.restore()
+                added.clear()
             logger.warning(
                 "%s ran out of device memory with %d stages and runs the call again with a smaller plan (%s). "
                 "More microbatches, recompute_grain='layer' or tiles need less from the start",
@@ -90,6 +102,15 @@ def run_step(
         else:
             plans.prove(call)
             return spec, step
+
+
+def _gradients(session: Session, call: Call, *, keeps_values: bool) -> HostGradients:
+    """Gradients that the call's loss may add to; to be copied, they must be whole."""
+    found = HostGradients(call.loss_fn, (), keeps_values=False)
+    if not keeps_values or not found.reaches_any:
+        return found
+    session.engine.steps.wait_idle()
+    return HostGradients(call.loss_fn, call.chain.parameters(), keeps_values=True)
 
 
 def _release_frames(error: BaseException) -> None:

@@ -1,0 +1,63 @@
+"""Gradients that a loss adds on the host by itself are those of one call, also if the call is run again."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import roundpipe
+from roundpipe.core.errors import DeviceMemoryError
+from roundpipe.runtime.device.backend import Device
+from tests.runtime.models import DTYPE, assert_same, batch, config, eager_round, gradients
+from tests.runtime.test_recovery import ROOM, Fault, counted, model_of
+
+NUM = 3
+
+
+class Loss:
+    """Computes with weights of a model, and with one of its own."""
+
+    def __init__(self, model):
+        self.model = model
+        self.scale = nn.Parameter(torch.ones((), dtype=DTYPE))
+
+    def __call__(self, outputs, label):
+        penalty = sum(weight.square().sum() for weight in self.model.parameters())
+        return outputs.square().sum() * self.scale + 0.01 * penalty
+
+
+def pair(fault):
+    model = model_of(fault)
+    reference = copy.deepcopy(model)
+    for layer in reference:
+        layer.fault[0] = Fault()
+    return model, reference, Loss(model), Loss(reference)
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("position", range(4, 12))
+def test_what_a_loss_adds_counts_once(position, accumulates):
+    fault = Fault()
+    fault.at = 1 + position * (counted(Fault()) - 1) // 11
+    model, reference, loss_fn, expected_loss_fn = pair(fault)
+    if accumulates:
+        for each in (model, reference):
+            for weight in each.parameters():
+                weight.grad = torch.full_like(weight, 0.25)
+    with roundpipe.RoundPipe(model, devices=[Device("cpu", memory_bytes=ROOM)] * 2) as piped:
+        found = piped.forward_backward((batch(),), loss_fn=loss_fn, run_config=config(NUM))
+        expected, _ = eager_round(reference, (batch(),), num=NUM, loss_fn=expected_loss_fn)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    assert_same(gradients(model), gradients(reference), atol=1e-9)
+    torch.testing.assert_close(loss_fn.scale.grad, expected_loss_fn.scale.grad, rtol=0, atol=1e-9)
+
+
+def test_where_gradients_were_not_kept_the_call_is_not_run_again():
+    fault = Fault()
+    model, _, loss_fn, _ = pair(fault)
+    with roundpipe.RoundPipe(model, devices=[Device("cpu", memory_bytes=ROOM)]) as piped:
+        piped.forward_backward((batch(),), loss_fn=loss_fn, run_config=config(NUM))
+        fault.at = fault.visits + counted(Fault()) - 2
+        with pytest.raises(DeviceMemoryError, match="its loss_fn has added gradients to tensors of the host"):
+            piped.forward_backward((batch(),), loss_fn=loss_fn, run_config=config(NUM))
