@@ -313,7 +313,13 @@ class RoundPipeTrainer(RoundPipeTrainerMixin, Trainer):
 
 @contextmanager
 def generating(model: nn.Module, pipe: RoundPipe) -> Iterator[Callable[[Callable[..., Any]], Callable[..., Any]]]:
-    """Inside, the ``generate`` of a model is that of its wrapper; a function that is wrapped sees the model's own."""
+    """Inside, the ``generate`` of a model is that of its wrapper; a function that is wrapped sees the model's own.
+
+    Of a model without one, such as a classifier, nothing is touched.
+    """
+    if not hasattr(model, "generate"):
+        yield lambda function: function
+        return
     attributes, name = model.__dict__, "generate"
     own = {name: attributes[name]} if name in attributes else {}
 

@@ -11,7 +11,7 @@ import transformers
 from transformers import Trainer
 
 import roundpipe
-from roundpipe.integrations.transformers import RoundPipeTrainer, RoundPipeTrainerMixin
+from roundpipe.integrations.transformers import RoundPipeTrainer, RoundPipeTrainerMixin, generating
 from roundpipe.wrappers.streamed import StreamedModel
 from tests.integrations.trainers import (
     VOCAB,
@@ -201,3 +201,9 @@ def test_predictions_are_generated_on_the_device(tmp_path: Path, monkeypatch: py
         predictions.append(torch.tensor(trainer.predict(texts(4, 3)).predictions))
         assert "generate" not in vars(trainer.model)
     assert torch.equal(*predictions) and names == ["generate"]
+
+
+def test_a_model_without_generate_is_left_alone_where_a_trainer_would_ask_for_it() -> None:
+    model = torch.nn.Linear(2, 2)
+    with roundpipe.compile(model, devices=["cpu"]) as pipe, generating(model, pipe) as plain:
+        assert plain(len) is len and "generate" not in vars(model)
