@@ -26,7 +26,6 @@ from roundpipe.core.errors import ConfigError, DeviceMemoryError, GradientNote, 
 from roundpipe.core.layers import ChainSource, LayerChain, LayerCost
 from roundpipe.core.tiling import Tiles
 from roundpipe.core.trees import Path
-from roundpipe.effects.uses import reached_by
 from roundpipe.fx.passes.memory import Loss, measure_memory
 from roundpipe.fx.passes.tiles import add_tiles
 from roundpipe.reports.partition_table import partition_table
@@ -48,7 +47,7 @@ from roundpipe.runtime.ranks.turns import CallShare
 from roundpipe.wrappers.batch_loss import train_on_batch
 from roundpipe.wrappers.deferred import run_forward
 from roundpipe.wrappers.features import plan_hooks_beside_loss
-from roundpipe.wrappers.model_view import ModelView
+from roundpipe.wrappers.host_gradients import tensors_reached_by
 from roundpipe.wrappers.recovery import run_step
 from roundpipe.wrappers.run_log import LatestStep
 from roundpipe.wrappers.session import Program, Runner, Session, TrainingCall
@@ -292,9 +291,7 @@ class ChainRunner(Runner):
 
     def _reads_weights(self, function: Any) -> bool:
         """Whether a function may read the model's weights on the host, so that they must stay while it runs."""
-        reached = [value.model if isinstance(value, ModelView) else value for value in reached_by(function)]
-        tensors = {id(value) for value in reached if isinstance(value, torch.Tensor)}
-        tensors |= {id(weight) for value in reached if isinstance(value, nn.Module) for weight in value.parameters()}
+        tensors = {id(each) for each in tensors_reached_by(function)}
         return bool(tensors) and any(id(weight) in tensors for weight in self.model.parameters())
 
 

@@ -17,17 +17,18 @@ from roundpipe.wrappers.model_view import ModelView
 
 
 class HostGradients:
-    """Those of what a loss function reaches and of the model, as they are now, where it reaches any.
+    """Those of what a loss function reaches; nothing if it reaches no tensor that is trained."""
 
-    Args:
-        keeps_values: whether they are copied, so that they can be put back.
-    """
+    def __init__(self, loss_fn: Any) -> None:
+        reached = () if loss_fn is None else tensors_reached_by(loss_fn)
+        self._reached = {id(each): each for each in reached if each.is_leaf and each.requires_grad}
+        self._before: list[tuple[torch.Tensor, torch.Tensor | None, int, torch.Tensor | None]] = []
+        self.can_restore = False
 
-    def __init__(self, loss_fn: Any, parameters: Iterable[torch.Tensor], *, keeps_values: bool) -> None:
-        self._reached = {} if loss_fn is None else {id(leaf): leaf for leaf in _leaves_of(loss_fn)}
+    def note(self, parameters: Iterable[torch.Tensor] = (), *, keeps_values: bool) -> None:
+        """Take note of them as they are now; with their values and those of a model's parameters, to put all back."""
         self.can_restore = keeps_values
         leaves = {**self._reached, **{id(leaf): leaf for leaf in parameters if self._reached}}
-        self._before: list[tuple[torch.Tensor, torch.Tensor | None, int, torch.Tensor | None]] = []
         for leaf in leaves.values():
             gradient = leaf.grad
             values = None if gradient is None or not keeps_values else gradient.detach().clone()
@@ -57,10 +58,11 @@ class HostGradients:
             leaf.grad = gradient
 
 
-def _leaves_of(loss_fn: Any) -> Iterator[torch.Tensor]:
-    for value in reached_by(loss_fn):
+def tensors_reached_by(function: Any) -> Iterator[torch.Tensor]:
+    """Tensors that a function can look up, and the parameters of modules that it can, wrapped or not."""
+    for value in reached_by(function):
         value = value.model if isinstance(value, ModelView) else value
-        found = value.parameters() if isinstance(value, nn.Module) else [value]
-        for each in found:
-            if isinstance(each, torch.Tensor) and each.is_leaf and each.requires_grad:
-                yield each
+        if isinstance(value, nn.Module):
+            yield from value.parameters()
+        elif isinstance(value, torch.Tensor):
+            yield value

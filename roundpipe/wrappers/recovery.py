@@ -60,7 +60,10 @@ def run_step(
     before = gradients = None
     if plans.has_budget:
         is_first = not plans.is_proven(call)
-        before, gradients = CallSnapshot(call, thorough=is_first), _gradients(session, call, keeps_values=is_first)
+        before, gradients = CallSnapshot(call, thorough=is_first), HostGradients(call.loss_fn)
+        if is_first and gradients.reaches_any:
+            session.engine.steps.wait_idle()  # what earlier calls add must be whole
+        gradients.note(call.chain.parameters() if is_first else (), keeps_values=is_first)
     while True:
         try:
             spec, values = build()
@@ -102,15 +105,6 @@ def run_step(
         else:
             plans.prove(call)
             return spec, step
-
-
-def _gradients(session: Session, call: Call, *, keeps_values: bool) -> HostGradients:
-    """Gradients that the call's loss may add to; to be copied, they must be whole."""
-    found = HostGradients(call.loss_fn, (), keeps_values=False)
-    if not keeps_values or not found.reaches_any:
-        return found
-    session.engine.steps.wait_idle()
-    return HostGradients(call.loss_fn, call.chain.parameters(), keeps_values=True)
 
 
 def _release_frames(error: BaseException) -> None:
