@@ -7,7 +7,6 @@ why: ``<!-- not run: ... -->``, or ``<!-- needs: package -->``.
 from __future__ import annotations
 
 import ast
-import dataclasses
 import importlib.util
 import inspect
 import json
@@ -15,9 +14,7 @@ import re
 import shlex
 import shutil
 import subprocess
-import textwrap
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +23,18 @@ import pytest
 import roundpipe
 from roundpipe.core.errors import RoundPipeError
 from roundpipe.tools import command_line as cli
-from tests.documents import PAGES, README, ROOT, Block, blocks_of, shell_lines
+from tests.documents import (
+    PAGES,
+    README,
+    ROOT,
+    Block,
+    blocks_of,
+    names_missing_in_reference,
+    shell_lines,
+    undocumented_names,
+)
 from tests.tools.cases_command_line import TINY
 
-PUBLIC = [*roundpipe.__all__, *(f"distributed.{name}" for name in roundpipe.distributed.__all__)]
 SHELL_LINES = sorted({line for page in PAGES for line in shell_lines(page)})
 
 
@@ -148,52 +153,12 @@ def test_names_of_the_package_in_the_text_exist() -> None:
 # The reference
 
 
-def undocumented(name: str) -> Iterator[str]:
-    """A public name and its own public members, as far as they have no text."""
-    value = roundpipe
-    for part in name.split("."):
-        value = getattr(value, part)
-    if not inspect.getdoc(value):
-        yield name
-    if not inspect.isclass(value):
-        return
-    for kind in value.__mro__:
-        if not kind.__module__.startswith("roundpipe."):
-            continue
-        fields = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
-        yield from (
-            f"{name}.{field}" for field in fields & set(vars(kind).get("__annotations__", ())) - described(kind)
-        )
-        for member, entry in vars(kind).items():
-            function = entry.fget if isinstance(entry, property) else getattr(entry, "__func__", entry)
-            if (
-                inspect.isfunction(function)
-                and not member.startswith("_")
-                and not inspect.getdoc(getattr(value, member))
-            ):
-                yield f"{name}.{member}"
-
-
-def described(kind: type) -> set[str]:
-    """The fields with a text below them."""
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    body = tree.body  # type: ignore[attr-defined]
-    return {
-        entry.target.id
-        for entry, text in zip(body, body[1:], strict=False)
-        if isinstance(entry, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-    }
-
-
 def test_every_public_name_and_field_has_a_text() -> None:
-    assert [missing for name in PUBLIC for missing in undocumented(name)] == []
+    assert list(undocumented_names()) == []
 
 
 def test_the_reference_has_every_public_name() -> None:
-    text = (ROOT / "docs" / "api.md").read_text()
-    listed = set(re.findall(r"^\.\. (?:auto|py:)\w+:: roundpipe\.([\w.]+)", text, re.MULTILINE))
-    assert set(roundpipe.__all__) - listed == {"distributed"}  # a package, of which the names are listed
-    assert {f"distributed.{name}" for name in roundpipe.distributed.__all__} <= listed
+    assert names_missing_in_reference() == set()
 
 
 # Troubleshooting

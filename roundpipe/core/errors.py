@@ -139,12 +139,17 @@ class TraceFacts:
     """Where the cause of a `TraceError` is, and the names it is about; empty where unknown or not applicable."""
 
     file: str = ""
+    """Of the line that can't be recorded."""
     line: int = 0
+    """Its number."""
     source: str = ""
+    """Its text."""
     module: str = ""
     """Qualified name of the module whose code it is."""
     function: str = ""
+    """The function that the line calls."""
     attribute: str = ""
+    """The attribute that the forward sets, or the parameter that it writes."""
     changes: tuple[str, ...] = ()
     """What the forward changes and computes with, in words."""
     stateful: tuple[str, ...] = ()

@@ -33,6 +33,7 @@ class DeviceMemory(NamedTuple):
 
     @property
     def total(self) -> int:
+        """The sum of all of them."""
         return sum(self)
 
     @property
@@ -77,6 +78,7 @@ class HostMemory:
     gradients: int
     """Of a run: those that are there now."""
     optimizer_copies: int
+    """In the optimizer's dtype."""
     optimizer_gradients: int
     """Of the step that is being applied, while the next one's come down."""
     optimizer_states: int = 0
@@ -90,6 +92,7 @@ class HostMemory:
 
     @property
     def total(self) -> int:
+        """The sum of all of them."""
         return sum(getattr(self, field.name) for field in fields(self))
 
     @property

@@ -48,12 +48,15 @@ class Explanation:
     """What tracing makes of a model; ``str()`` of it is the report."""
 
     model_name: str
+    """The model's class."""
     traced: GuardedGraph | None
     """None if the model's own forward can't be traced."""
     chain: LayerChain | None
+    """The layers; None if there are none."""
     cuts: tuple[tuple[tuple[str, int], ...], ...]
     """Per cut between two layers: name and bytes of each value carried over it, at the example's size."""
     error: TraceError | None = None
+    """Why the model's own forward can't be traced."""
     own_example: tuple[str, ...] = ()
     """Names of the model's ``dummy_inputs``, if those were the example."""
     costs: tuple[LayerCost, ...] | None = None

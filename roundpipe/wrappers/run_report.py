@@ -47,6 +47,7 @@ class WorkerReport:
     """One worker."""
 
     device: str
+    """As torch names it."""
     busy: float
     """Share of the measured time in which it computed; NaN: nothing was measured."""
     idle: Mapping[str, float]
