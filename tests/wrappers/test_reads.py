@@ -112,6 +112,34 @@ def without(values):
     return {name: value for name, value in values.items() if "num_batches" not in name}
 
 
+def unpickled(value):
+    return pickle.loads(pickle.dumps(value))
+
+
+@pytest.mark.parametrize("read", [copy.deepcopy, unpickled, saved], ids=lambda read: read.__name__)
+@pytest.mark.parametrize("owner", ["the model", "the wrapper"])
+def test_parameters(piped, expected, owner, read):
+    names = [name for name, _ in piped.named_parameters()]
+    first = next((piped.model if owner == "the model" else piped).parameters())
+    torch.testing.assert_close(read(first).detach(), expected[names[0]], rtol=0, atol=1e-10)
+    train(piped, 1)
+    piped.step(lambda: time.sleep(0.05))
+    found = read(dict(piped.model.named_parameters()) if owner == "the model" else list(piped.parameters()))
+    found = list(found.values()) if isinstance(found, dict) else found
+    piped.synchronize()
+    for value, own in zip(found, piped.model.parameters(), strict=True):
+        assert type(value) is nn.Parameter and vars(value) == {}
+        torch.testing.assert_close(value, own, rtol=0, atol=0)
+
+
+def test_parameters_of_other_models_are_copied_without_waiting(piped):
+    gate, other = threading.Event(), nn.Linear(2, 2)
+    handle = piped.step(lambda: gate.wait(30))
+    assert torch.equal(copy.deepcopy(other.weight), other.weight) and torch.equal(unpickled(other).bias, other.bias)
+    assert not handle.done()
+    gate.set()
+
+
 @pytest.mark.parametrize("name", ["encoder", "head.0"])
 def test_state_of_a_part(expected, name):
     for read in (lambda part: part.state_dict(), lambda part: plain_values(copy.deepcopy(part))):

@@ -90,6 +90,10 @@ class PlainSteps(ABC):
         """Whether the calling code runs in the thread of the latest call, and not for a step."""
         return self._caller == threading.get_ident() and not self._steps.is_inside
 
+    def has(self, parameter: torch.Tensor) -> bool:
+        """Whether it is one of the model's own parameters."""
+        return self._pairs.has(parameter)
+
     def _before_look(self) -> None:
         """Code asks for the copies: between a round and its step, to clip the round's gradients, which come now."""
         if self._loop not in ("steps", "unknown") or self._ranks is not None or self._closed:

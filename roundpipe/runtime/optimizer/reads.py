@@ -2,16 +2,20 @@
 
     state_dict, save_pretrained    a hook before each module's ``state_dict``, for as long as the wrapper is open
     deepcopy, pickling             that hook is asked for its state; what is read of a module comes behind it
+    the same of a parameter        torch has no hook for it, so the two methods of `nn.Parameter` are wrapped
     a call that does not train     a hook before each module's forward, only while an update or a round is under way and
                                    no call of the wrapper runs: no layer, no trace and no copy ever finds one
 
 Whoever reads waits for what is under way, as `RoundPipe.synchronize` does. Reads in threads other than the one that
-trains, and of parameters one by one, can't be seen.
+trains, and of a parameter's values, can't be seen.
 """
 
 from __future__ import annotations
 
+import functools
+import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,8 +54,35 @@ class _BeforeForward(_ReadHook):
             self.settle()
 
 
+_LOCK = threading.Lock()
+_watches: weakref.WeakSet[ReadWatch] | None = None
+"""Of models whose wrappers are open; None: the methods of parameters are torch's own yet."""
+
+
+def _settling(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method by which a parameter is copied or pickled, which first waits for what the parameter lacks."""
+
+    @functools.wraps(method)
+    def settled(parameter: nn.Parameter, *args: Any) -> Any:
+        for watch in list(_watches or ()):
+            watch.settle(parameter)
+        return method(parameter, *args)
+
+    return settled
+
+
+def _open(watch: ReadWatch) -> None:
+    global _watches
+    with _LOCK:
+        if _watches is None:
+            _watches = weakref.WeakSet()
+            for name in ("__deepcopy__", "__reduce_ex__"):
+                setattr(nn.Parameter, name, _settling(getattr(nn.Parameter, name)))
+        _watches.add(watch)
+
+
 class ReadWatch:
-    """Watches the modules that a model has now."""
+    """Watches the modules that a model has now, and its parameters."""
 
     def __init__(self, model: nn.Module, optimizer: OptimizerSide) -> None:
         self._optimizer = optimizer
@@ -62,9 +93,15 @@ class ReadWatch:
         for module in self._modules:
             for name in _READ_LAST:
                 module.__dict__[name] = module.__dict__.pop(name)
+        _open(self)
 
-    def settle(self) -> None:
-        """Wait for what the model lacks; a worker that calls a layer may find the hook, too, and passes."""
+    def settle(self, parameter: nn.Parameter | None = None) -> None:
+        """Wait for what the model lacks, if a parameter is given only where it is the model's.
+
+        A worker that calls a layer may find the hook, too, and passes.
+        """
+        if parameter is not None and not self._optimizer.has(parameter):
+            return
         if self._optimizer.is_callers:
             self.close_forward()
         self._optimizer.settle()
@@ -85,6 +122,8 @@ class ReadWatch:
 
     def end(self) -> None:
         """Take the hooks off the model; safe to call twice."""
+        if _watches is not None:
+            _watches.discard(self)
         self.close_forward()
         for handle in self._handles:
             handle.remove()

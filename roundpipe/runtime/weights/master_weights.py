@@ -67,6 +67,10 @@ class MasterWeights:
     def __iter__(self) -> Iterator[ParameterPair]:
         return iter(self._pairs)
 
+    def has(self, parameter: torch.Tensor) -> bool:
+        """Whether it is one of the model's, as of the latest look."""
+        return parameter in self._by_parameter
+
     def _find(self) -> None:
         """One pair per parameter object that the model has now; pairs go on for those that it had before."""
         now, known = list(self._named_parameters()), self._by_name
