@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from roundpipe.core import trees
-from roundpipe.core.allocations import uncounted
+from roundpipe.core.allocations import Allocations, uncounted
 from roundpipe.core.backward import backward_from
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.tiling import Tiles
-from roundpipe.fx.counting import Tally
 from roundpipe.fx.passes.lower import lower
 from roundpipe.fx.passes.memory import Loss, measure_memory
 from roundpipe.fx.trace.tracer import trace
@@ -92,17 +91,17 @@ def _leaf(tensor):
 
 
 def _run(function, result):
-    tally = Tally(())
-    with tally:
+    memory = Allocations()  # with what attention's backward works in, as a worker's ledger has it
+    with memory:
         made = function()
-        kept = tally.live_bytes
+        kept = memory.live_bytes
         roots = [tensor for tensor in trees.tensors(made) if tensor.requires_grad]
         with uncounted():  # values on their way to the host
             results = trees.map_tensors(made, lambda tensor: _leaf(tensor.clone()))
         del made
         if roots:
             backward_from(roots, [torch.ones_like(root) for root in roots])
-    result.append((kept, tally.peak_bytes))
+    result.append((kept, memory.peak_bytes))
     return results
 
 
