@@ -23,7 +23,7 @@ import transformers
 from against_plain import agrees
 from command_line import Parser, folder_path, parse_devices, recorded
 from language import DTYPES, batches, next_token_loss, sample
-from quantization import KINDS, quantize
+from quantization import KINDS, check_installed, quantize
 from torch import nn
 from tqdm import tqdm
 
@@ -103,6 +103,7 @@ def pretrained(options: argparse.Namespace) -> tuple[nn.Module, Any]:
 def run(argv: list[str] | None) -> int:
     """Everything from the arguments to the samples; the exit code."""
     options = parse_arguments(argv)
+    check_installed(options.quantize)
     torch.manual_seed(options.seed)
     options.devices = parse_devices(options.devices)
     llm, tokenizer = pretrained(options)

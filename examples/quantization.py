@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+
 from torch import nn
 
-KINDS = ("int8", "nf4")
+PACKAGES = {"int8": "torchao.quantization", "nf4": "bitsandbytes.nn"}
+KINDS = tuple(PACKAGES)
+
+
+def check_installed(kind: str | None) -> None:
+    """Raises an `ImportError` if a package is missing, before anything is trained."""
+    if kind is not None:
+        importlib.import_module(PACKAGES[kind])
 
 
 def quantize(adapted: nn.Module, kind: str) -> None:
