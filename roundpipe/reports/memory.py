@@ -30,6 +30,8 @@ class DeviceMemory(NamedTuple):
     """What measured peaks showed beside these, such as what kernels take by themselves; negative: less."""
     resident: int = 0
     """Of weights that stay there, which no visit brings up."""
+    allocator: int = 0
+    """Left to the device's allocator, which was at its limit in steps with less."""
 
     @property
     def total(self) -> int:

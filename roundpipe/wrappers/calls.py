@@ -179,6 +179,7 @@ class ChainRunner(Runner):
             call.tiles,
             spec.may_outlive_call,
             self.builder.last_residency,
+            self.builder.last_allocator_bytes,
             plans,
         )
         plans.costs.learn_from(spec.times, call)

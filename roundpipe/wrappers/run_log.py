@@ -26,6 +26,7 @@ class RunLog:
     optimizer_before: Mapping[str, float] = field(default_factory=dict)
     start_before: Mapping[str, float] = field(default_factory=dict)
     meters_before: Sequence[MeterReading] = ()
+    retries_before: int = 0
     latest: LatestStep | None = None
     """The latest training step."""
     num_calls: int = 0
@@ -47,6 +48,8 @@ class LatestStep:
     overlaps: bool
     """Whether the next step begins beside it."""
     residency: Residency
+    allocator_bytes: int
+    """Of each device, what its plan leaves to the allocator."""
     plans: PlanChooser
     """Know what its layers take."""
 
@@ -57,4 +60,5 @@ class LatestStep:
             return None
         costs, is_alone = known.of(chain, self.elements, self.tiles), schedule.num_microbatches == 1
         stage_costs = StageCosts(costs, self.recompute_grain, is_alone=is_alone)
-        return self.residency.stage_memory(schedule.plan, stage_costs, schedule.num_workers)
+        stages = self.residency.stage_memory(schedule.plan, stage_costs, schedule.num_workers)
+        return {name: memory._replace(allocator=self.allocator_bytes) for name, memory in stages.items()}

@@ -130,6 +130,8 @@ class RunReport:
     """Seconds by part (``trace``, ``pin weights``, ``first round``) of what came before the second training round."""
     limit: Limit | None
     """What decided how long the measured steps took, such as ``compute``, ``up`` or ``update``; None: not measured."""
+    num_allocator_retries: int = 0
+    """How often devices stood still because their allocators were at the limit and gave back what they kept."""
 
     @property
     def samples_per_s(self) -> float | None:
@@ -176,6 +178,8 @@ class RunReport:
             memory += f", planned for {format_bytes(planned.total)}: {planned}"
         if resident_bytes := max(worker.resident_bytes for worker in self.workers):
             memory += f"; {format_bytes(resident_bytes)} of weights stay"
+        if self.num_allocator_retries:
+            memory += f"; allocator retries {self.num_allocator_retries / max(self.num_rounds, 1):.2g} a round"
         times = ", ".join(f"{what} {format_seconds(spent_s)}" for what, spent_s in self.optimizer_s.items())
         rows = {
             "calls": f"{counts} in {format_seconds(self.wall_s)}",
@@ -249,7 +253,7 @@ def make_report(session: Session) -> RunReport:
     num_steps = optimizer.num_steps - log.num_steps_before
     end_s = time.perf_counter() if engine.running() else max(steps.last_over_s, optimizer.log.last_s)
     wall_s = max(end_s - steps.first_begun_s, 0.0) if steps.first_begun_s else 0.0
-    memory = engine.peak_bytes(), engine.resident_bytes(), engine.unplanned()
+    memory, num_retries = (engine.peak_bytes(), engine.resident_bytes(), engine.unplanned()), engine.retries.read()
     workers = tuple(map(_worker_report, engine.devices, meters, *memory))
     report = RunReport(
         name=session.name,
@@ -268,10 +272,11 @@ def make_report(session: Session) -> RunReport:
         stages=() if log.latest is None else log.latest.schedule.stage_titles(),
         start_s=_since(log.start_before, start_s),
         limit=_limit(workers, spent, wall_s),
+        num_allocator_retries=num_retries - log.retries_before,
     )
     steps.reset()
     engine.measure_next()
-    session.log = RunLog(optimizer.num_steps, seconds, start_s, readings, log.latest)
+    session.log = RunLog(optimizer.num_steps, seconds, start_s, readings, num_retries, log.latest)
     return report
 
 
@@ -334,7 +339,7 @@ def _predict(
     if knows_memory:
         stage_costs = StageCosts(costs, grain, is_alone=schedule.num_microbatches == 1)
         needs = residency.stage_memory(schedule.plan, stage_costs, schedule.num_workers)
-        memory = max(needs.values(), key=lambda need: need.total)
+        memory = max(needs.values(), key=lambda need: need.total)._replace(allocator=latest.allocator_bytes)
     if not plans.costs.is_measured(chain, latest.tiles):
         device_bytes = None
         if knows_memory:

@@ -10,6 +10,7 @@ from roundpipe.runtime.device import accelerator
 from roundpipe.runtime.device.accelerator import AcceleratorBackend
 from roundpipe.runtime.device.backend import Device, UnplannedMemory
 from roundpipe.runtime.device.cpu import CpuBackend
+from roundpipe.runtime.engine.allocator_room import RetryCounter
 from tests.runtime.models import batch, config, mlp, square_loss
 
 
@@ -64,6 +65,16 @@ def test_what_the_allocator_keeps_for_later_is_no_fragmentation(figures):
         backend.note_failure()  # of another kind: nothing has failed here
         assert backend.unplanned().fragmentation == 0
         assert backend.take_budget() == 8_640
+
+
+def test_retries_are_those_since_a_counter_was_made(figures):
+    figures["num_alloc_retries"] = 3
+    backends = [AcceleratorBackend(Device("cuda:0"), name, num_sharing=2) for name in ("one", "other")]
+    counter = RetryCounter(backends)
+    assert counter.read() == 0
+    figures["num_alloc_retries"] += 4
+    assert [backend.num_retries() for backend in backends] == [7, 7]
+    assert counter.read() == 4, "of a device that two workers share"
 
 
 def test_a_report_shows_it(monkeypatch):

@@ -98,7 +98,7 @@ class AcceleratorBackend(Backend):
         self._peak_bytes = 0
         """The largest before torch's own mark was last reset."""
         self._fragmentation_bytes = 0
-        self._num_failed = self._count_failed()
+        self._num_failed = self._count("num_ooms")
         """Allocations that had failed on the device when `note_failure` last looked."""
         _on_device.setdefault(self.device, weakref.WeakSet()).add(self)
         self._streams = idle.pop() if idle else tuple(torch.Stream(self.device) for _ in Lane)
@@ -175,14 +175,17 @@ class AcceleratorBackend(Backend):
 
         How much was in use then is not known, but that it was no more than the peak.
         """
-        num_failed, self._num_failed = self._num_failed, self._count_failed()
+        num_failed, self._num_failed = self._num_failed, self._count("num_ooms")
         if self._num_failed > num_failed:
             reserved_bytes = torch.accelerator.memory_reserved(self.device)
             unused_bytes = reserved_bytes - torch.accelerator.max_memory_allocated(self.device)
             self._fragmentation_bytes = max(self._fragmentation_bytes, unused_bytes)
 
-    def _count_failed(self) -> int:
-        return int(torch.accelerator.memory_stats(self.device).get("num_ooms", 0))
+    def num_retries(self) -> int:
+        return self._count("num_alloc_retries")
+
+    def _count(self, what: str) -> int:
+        return int(torch.accelerator.memory_stats(self.device).get(what, 0))
 
     def begin_visit(self) -> None:
         self._reset_mark()

@@ -176,6 +176,10 @@ class Backend(ABC):
     def note_failure(self) -> None:  # noqa: B027 - most allocators hold nothing that is free
         """Learn from an allocation that may have failed, before an allocator gives back what it holds."""
 
+    def num_retries(self) -> int:
+        """How often the device's allocator was at its limit, gave back what it kept, and asked the device anew."""
+        return 0
+
     @abstractmethod
     def begin_visit(self) -> None:
         """Note the largest number of bytes in use at once from now on, for `visit_peak_bytes`."""

@@ -80,6 +80,7 @@ class StepBuilder:
         self.plans.full.allow(self._may_live_there, optimizer)
         self.last_plan: ExecutePlan | None = None
         self.last_residency = STREAMED
+        self.last_allocator_bytes = 0
         self._num_returns = 0
         """How often weights came home from the device because others are trained."""
         self._shared: weakref.WeakKeyDictionary[LayerChain, list[frozenset[int]]] = weakref.WeakKeyDictionary()
@@ -102,6 +103,7 @@ class StepBuilder:
             and self.plans.is_proven(call),
             times=self.plans.costs.times_of(call),
             peaks=None if call.is_full else self.plans.costs.peaks_of(call, spec.schedule.plan),
+            retries=self.plans.retries_of(call, self._engine.retries),
         )
         return spec, values
 
@@ -183,6 +185,7 @@ class StepBuilder:
             return self._spec(call, kind, keeps_history=keeps_history, ends_in_loss=ends_in_loss)
         if not call.is_evaluation:
             self.last_residency = room.residency
+            self.last_allocator_bytes = room.allocator_bytes
         spec = StepSpec(
             chain=chain,
             weights=weights,

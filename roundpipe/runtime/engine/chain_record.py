@@ -12,6 +12,7 @@ from roundpipe.core.schedule import ExecutePlan
 from roundpipe.core.tiling import UNTILED, Tiles
 from roundpipe.planning.residency import Residency
 from roundpipe.runtime.config import RecomputeGrain
+from roundpipe.runtime.engine.allocator_room import AllocatorRoom
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.runtime.engine.visit_peaks import VisitPeaks
 from roundpipe.runtime.profiling.layer_times import LayerTimes, StepTimes
@@ -54,6 +55,8 @@ class Room(NamedTuple):
     """The most that weights which stay may take; None: no limit."""
     spare_bytes: int | None
     """What is left beside those that the step keeps; None: there is no limit."""
+    allocator_bytes: int = 0
+    """What is left to the device's allocator, and so to nothing else."""
 
 
 @dataclass(slots=True)
@@ -66,6 +69,8 @@ class ChainRecord:
     """Per plan, recomputation and size, what to do with the device memory left over."""
     limits: dict[tuple[int, float], Limit] = field(default_factory=dict)
     """By number of microbatches and size."""
+    allocators: dict[tuple[Any, ...], AllocatorRoom] = field(default_factory=dict)
+    """Per plan's key, what is left to allocators."""
     streaming: set[tuple[int, float]] = field(default_factory=set)
     """Numbers of microbatches and sizes with which a step ran out of memory while weights stayed: they don't any more.
     """

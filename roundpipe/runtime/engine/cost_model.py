@@ -96,6 +96,7 @@ class CostModel:
         """Forget what depends on how much memory there is; plans are made anew, or compared with what there is now."""
         for record in self._records.values():
             record.limits.clear()
+            record.allocators.clear()
             record.settled.clear()
             record.rooms.clear()
             record.streaming.clear()

@@ -17,6 +17,7 @@ from roundpipe.core.errors import ClosedError, ConfigError
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.schedule import Phase
 from roundpipe.runtime.device.backend import Backend, UnplannedMemory
+from roundpipe.runtime.engine.allocator_room import RetryCounter
 from roundpipe.runtime.engine.recompute import ForwardRecord
 from roundpipe.runtime.engine.running import RunningSteps, raise_error
 from roundpipe.runtime.engine.spec import StepSpec
@@ -38,6 +39,7 @@ class Engine(Steps):
         self.steps = RunningSteps(gates)
         self._gates = gates
         self.start = StartLog(name)
+        self.retries = RetryCounter(backends)
         self.twins = Twins(backends[0])
         self._workers = [
             Worker(i, backend, f"{name} worker {i}", gates, self.steps, self.twins if i == 0 else Twins(backend))

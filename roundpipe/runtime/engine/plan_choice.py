@@ -23,6 +23,7 @@ from roundpipe.planning.planner import plan as choose_plan
 from roundpipe.planning.residency import STREAMED, Residency, choose_residency
 from roundpipe.planning.stage_costs import StageCosts, plan_peak_bytes, plan_seconds
 from roundpipe.reports.tables import format_bytes
+from roundpipe.runtime.engine.allocator_room import MOST_LOSS, AllocatorRoom, RetryCounter, RunsBy, StepRetries
 from roundpipe.runtime.engine.chain_record import KeptPlan, Room, guess_memory, times_the_example
 from roundpipe.runtime.engine.cost_model import CostModel, MemoryMeasure, Prediction
 from roundpipe.runtime.engine.full_plans import FullPlans
@@ -99,6 +100,7 @@ class PlanChooser:
             plan, call.tiles = choose_with_tiles(self, call)
             kept = record.plans[key] = KeptPlan(plan, self.costs.num_steps(chain, call.tiles), call.tiles)
         elif self._may_replan:
+            self._leave_room(call, kept)
             num_steps = self.costs.num_steps(chain, kept.tiles)
             if num_steps >= max(FIRST_REPLAN, 4 * kept.looked_at):
                 plan, kept.looked_at = self._replanned(call, kept), num_steps
@@ -108,6 +110,41 @@ class PlanChooser:
         self._may_replan = False
         call.tiles = kept.tiles
         return kept.plan
+
+    def retries_of(self, call: Call, counter: RetryCounter) -> StepRetries | None:
+        """Where to note how often allocators are at their limit in a training step; None: its plan stays anyway."""
+        record, key = self.costs.record(call.chain), self.key(call)
+        if self._budget_bytes is None or call.config.execute_plan is not None or call.is_full:
+            return None
+        kept, room = record.plans[key], record.allocators.setdefault(key, AllocatorRoom())
+        return room.begin(RunsBy(kept.plan, kept.tiles, room.share), counter)
+
+    def _leave_room(self, call: Call, kept: KeptPlan) -> None:
+        """Leave allocators more if that may make steps faster, or what they had before if it did not."""
+        record = self.costs.record(call.chain)
+        if (room := record.allocators.get(self.key(call))) is None:
+            return
+        present = RunsBy(kept.plan, kept.tiles, room.share)
+        choose = functools.partial(self._choose_with_share, call, present, room)
+        if (following := room.following(present, choose)) is not None:
+            is_same = following[:2] == present[:2]
+            kept.plan, kept.tiles, room.share = following
+            kept.is_proven = kept.is_proven and is_same
+            record.rooms.clear()
+
+    def _choose_with_share(self, call: Call, present: RunsBy, room: AllocatorRoom, share: float) -> RunsBy | None:
+        """The best plan that leaves allocators a share of the budget; None if none fits, or it is much slower."""
+        present_s = self.seconds(call, present.tiles)(present.plan)
+        room.share = share
+        try:
+            plan, tiles = choose_with_tiles(self, call)
+            return (
+                RunsBy(plan, tiles, share) if self.seconds(call, tiles)(plan) <= (1 + MOST_LOSS) * present_s else None
+            )
+        except DeviceMemoryError:
+            return None
+        finally:
+            room.share = present.share
 
     def _check(self, call: Call, kept: KeptPlan) -> None:
         """Another plan, if one that has run turns out to need more than there is, and one is known to need less.
@@ -176,15 +213,27 @@ class PlanChooser:
         residency = self._residency(call, schedule, costs)
         if self._budget_bytes is None:
             return Room(residency, None if self._may_stay(call) else 0, None)
-        left_bytes = max(self._budget_bytes - residency.peak_bytes(schedule, costs), 0) * self._knows_memory(call)
-        return Room(residency, residency.num_bytes + left_bytes if self._may_stay(call) else 0, left_bytes)
+        allocator_bytes = self._allocator_bytes(call)
+        left_bytes = max(self._budget_bytes - allocator_bytes - residency.peak_bytes(schedule, costs), 0)
+        left_bytes *= self._knows_memory(call)
+        resident_bytes = residency.num_bytes + left_bytes if self._may_stay(call) else 0
+        return Room(residency, resident_bytes, left_bytes, allocator_bytes)
 
     def _residency(self, call: Call, schedule: Schedule, costs: StageCosts) -> Residency:
         """What stays on devices in a call's steps."""
         if not self._may_stay(call) or not self._knows_memory(call):
             return STREAMED
+        return choose_residency(schedule, costs, self._budget_of(call))
+
+    def _budget_of(self, call: Call) -> int | None:
+        """What a call's plan, and what stays beside it, may take of a device; None: there is no limit."""
         limit = self.costs.record(call.chain).limits.get(self.place(call))
-        return choose_residency(schedule, costs, self._budget_bytes if limit is None else limit.budget_bytes)
+        budget_bytes = self._budget_bytes if limit is None else limit.budget_bytes
+        return None if budget_bytes is None else budget_bytes - self._allocator_bytes(call)
+
+    def _allocator_bytes(self, call: Call) -> int:
+        room = self.costs.record(call.chain).allocators.get(self.key(call))
+        return 0 if room is None else int(room.share * (self._budget_bytes or 0))
 
     def _may_stay(self, call: Call) -> bool:
         return call.config.residency != "off" and self.place(call) not in self.costs.record(call.chain).streaming
@@ -240,14 +289,13 @@ class PlanChooser:
     def _problem(self, call: Call, tiles: Tiles, free: Iterable[int] = ()) -> tuple[list[LayerCost], PlanArguments]:
         """What the planner is asked: the layers' costs, some as if what runs in them took no memory, and the limits."""
         self.costs.measure_memory(call, tiles)
-        costs, record = self.costs.of(call.chain, call.elements(), tiles), self.costs.record(call.chain)
+        costs = self.costs.of(call.chain, call.elements(), tiles)
         for index in free:
             costs[index] = replace(costs[index], activation_bytes=0, workspace_bytes=0, temporary_bytes=0)
-        limit = record.limits.get(self.place(call))
         return costs, PlanArguments(
             num_workers=self._num_workers,
             num_microbatches=call.num_microbatches,
-            memory_budget_bytes=self._budget_bytes if limit is None else limit.budget_bytes,
+            memory_budget_bytes=self._budget_of(call),
             recompute_grain=call.config.recompute_grain,
             names=[spec.name for spec in call.chain.specs],
         )

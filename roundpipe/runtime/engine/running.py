@@ -62,8 +62,9 @@ class RunningSteps:
         if step in self._running:  # an interrupted step may not have come that far
             self._running.remove(step)
         now_s = time.perf_counter()
+        seconds = now_s - max(step.begun_s, self.last_over_s)
         if not step.failed:
-            self._seconds.append((step.spec.schedule.kind, now_s - max(step.begun_s, self.last_over_s)))
+            self._seconds.append((step.spec.schedule.kind, seconds))
         elif step.is_unattended:
             self._unseen.append(step)
         self.last_over_s = now_s
@@ -71,6 +72,8 @@ class RunningSteps:
             step.spec.times.end(failed=step.failed)
         if step.spec.peaks is not None:
             step.spec.peaks.end(failed=step.failed)
+        if step.spec.retries is not None:
+            step.spec.retries.end(seconds, failed=step.failed)
 
     def leave_alone(self, step: StepState) -> None:
         """The step's call returns, unless the step has failed; if it fails now, the next call says so."""

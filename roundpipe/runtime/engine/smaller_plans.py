@@ -30,6 +30,7 @@ MOST_TRIES = 16
 def shrink(plans: PlanChooser, call: Call, plan: ExecutePlan) -> bool:
     """Take in that a step ran out of memory: the next one needs less. False if nothing is known that does."""
     record, place = plans.costs.record(call.chain), plans.place(call)
+    record.allocators.clear()  # what is tried for them goes back to plans that may be too large
     if call.is_full:
         plans.full.is_over = True
         return True

@@ -27,6 +27,7 @@ from roundpipe.core.tiling import UNTILED, Tiles
 from roundpipe.core.trees import Path
 from roundpipe.effects.uses import forward_hooks, hooked_modules
 from roundpipe.runtime.config import RecomputeGrain, ResolvedConfig
+from roundpipe.runtime.engine.allocator_room import StepRetries
 from roundpipe.runtime.engine.losses import Mean
 from roundpipe.runtime.engine.shared_values import Place
 from roundpipe.runtime.engine.visit_peaks import VisitPeaks
@@ -229,6 +230,8 @@ class StepSpec:
     """Where workers note what calls take; None: the step is not measured."""
     peaks: VisitPeaks | None = None
     """Where workers note what visits take on devices; None: that is not measured."""
+    retries: StepRetries | None = None
+    """Where it is noted how often allocators were at their limit; None: nobody asks."""
     tiles: Tiles = UNTILED
 
     def tiles_of(self, layer_index: int) -> int:
