@@ -198,7 +198,7 @@ class Session:
         """Prepare for a call of the model, or of a part of it; raises what went wrong in the background."""
         if self._is_streaming:
             raise ConfigError(f"{self.name} was called inside streamed(); call the model that streamed() gives")
-        self._streamed = None
+        self._end_streamed()
         self.engine.raise_pending()
         self.optimizer.begin_call(adds_gradients, has_backward_later)
         self.writer.raise_pending()
@@ -211,13 +211,18 @@ class Session:
             if self._is_streaming:
                 raise ConfigError(f"{self.name}: generate() and streamed() can't be used inside streamed()")
             if self._streamed is None or not self._streamed.is_of(self.shown):
-                self._streamed = None  # so that the engine forgets the groups of the one before
+                self._end_streamed()  # so that the engine forgets the groups of the one before
                 self._streamed = StreamedModel(self.shown, self.name, self.engine, self.host)
             self._is_streaming = True
             try:
                 yield self._streamed
             finally:
                 self._is_streaming = False
+
+    def _end_streamed(self) -> None:
+        streamed, self._streamed = self._streamed, None
+        if streamed is not None:
+            streamed.close()
 
     def run_on_device(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the model on a device; its results come to the output device."""
@@ -273,6 +278,7 @@ class Session:
         if self._is_released or not self.gates.board.is_here:
             return
         try:  # nested, so that an error has the one before as its context
+            self._end_streamed()
             self.watch.end()
             self.reads.end()
             self.optimizer.close()

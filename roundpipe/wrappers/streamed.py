@@ -20,10 +20,11 @@ from roundpipe.core.module_tree import Structure, weight_bytes_of
 from roundpipe.runtime.device.backend import Backend, Lane
 from roundpipe.runtime.engine.engine import Engine
 from roundpipe.runtime.weights.host_weights import HostWeights
-from roundpipe.runtime.weights.on_demand import AbsentWeight, OnDemandWeights, as_parameter, groups_of
+from roundpipe.runtime.weights.on_demand import OnDemandWeights, as_parameter, groups_of
 from roundpipe.runtime.weights.replica import Replica
 from roundpipe.runtime.weights.residency import write_buffer
 from roundpipe.runtime.weights.slots import attributes_of
+from roundpipe.runtime.weights.weight_tables import AbsentWeight
 
 SMALL_BYTES = 1 << 16
 """Buffers up to this size stay on the device, where the code may write them."""
@@ -48,22 +49,31 @@ class StreamedModel:
         names = [f"{name} weights {index}" for index in range(len(groups))]
         with torch.inference_mode(False):
             self._layers = engine.lay_out(self, names, groups, host)
+        self._weights = OnDemandWeights(self._backend, self._layers, budget_bytes)
 
     def is_of(self, model: nn.Module) -> bool:
         """Whether this is for a model as it is now."""
         is_same = model is self._model and self._structure.changed() is None
         return is_same and all(weights.is_current() for weights in self._layers)
 
+    def close(self) -> None:
+        """Give back the memory of weights that stay between uses."""
+        self._weights.close()
+
     @contextmanager
-    def open(self) -> Iterator[nn.Module]:
-        """The replica; inside, the device is current, and no gradients are recorded."""
-        backend = self._backend
-        self._engine.release_memory()  # what stays there between rounds
-        weights = OnDemandWeights(backend, self._layers, backend.take_budget())
+    def open(self, is_one_prompt: bool = False) -> Iterator[nn.Module]:
+        """The replica; inside, the device is current, and no gradients are recorded.
+
+        ``is_one_prompt`` is whether all that follows a prompt takes less memory than it does.
+        """
+        backend, weights = self._backend, self._weights
+        self._engine.release_memory(weights.held_bytes)  # what stays there between rounds
         replica = Replica(self._model, backend.device)
         with contextlib.ExitStack() as stack:
             stack.callback(backend.synchronize)
-            stack.callback(weights.close)
+            closing = stack.enter_context(contextlib.ExitStack())
+            closing.callback(weights.close)
+            weights.begin(backend.take_budget(), is_one_prompt)
             stack.enter_context(torch.no_grad())
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(backend.activate())
@@ -75,6 +85,8 @@ class StreamedModel:
                 for attribute in slot.attributes:
                     write_buffer(attribute, fetch(buffer, backend))
             self._hand_back(replica, buffers)
+            weights.rest()
+            closing.pop_all()
 
     def _bind(
         self, replica: Replica, weights: OnDemandWeights, stack: contextlib.ExitStack
@@ -121,7 +133,7 @@ class StreamedModel:
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output_device: torch.device) -> Any:
         """A method of the model, with tensors from anywhere; those of its result go to ``output_device``."""
         backend = self._backend
-        with self.open() as model:
+        with self.open(is_one_prompt=True) as model:
             args, kwargs = move((args, kwargs), backend.upload)
             backend.wait(Lane.COMPUTE, backend.record(Lane.UPLOAD))
             kept = backend.take_uploads()

@@ -182,13 +182,17 @@ class Engine(Steps):
     def raise_pending(self) -> None:
         self.steps.raise_pending()
 
-    def release_memory(self) -> None:
-        """Give back what devices keep between steps, such as room for weights; while no step runs."""
+    def release_memory(self, kept_bytes: int = 0) -> None:
+        """Give back what devices keep between steps, such as room for weights; while no step runs.
+
+        ``kept_bytes`` on the first of them are the caller's own.
+        """
         self.steps.wait_idle()
         for worker in self._workers:
             worker.arena.free()
             worker.backend.release_cached()
-            worker.backend.note_others(worker.arena.num_bytes)
+            worker.backend.note_others(worker.arena.num_bytes + kept_bytes)
+            kept_bytes = 0
 
     def take_budgets(self) -> list[int | None]:
         """Per worker, the device memory to plan for now; None: no limit."""

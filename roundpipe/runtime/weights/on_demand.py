@@ -3,14 +3,17 @@
 A ``generate`` decides token by token what runs next, so nobody can say beforehand which weights it needs. Here the
 tables in which a replica's modules hold their parameters bring them:
 
-    module.weight -> `_Table` -> `OnDemandWeights.read` -> tensors of the group that the parameter is in
-                                  `- another group than before: those that came next the last time are uploaded beside
-                                     the computation, and those that are needed last give way
+    module.weight -> `WeightTable` -> `OnDemandWeights.read` -> tensors of the group that the parameter is in
+                                       `- another group than before: those that came next the last time are uploaded
+                                          beside the computation, and those that are needed last give way
 
 Groups stay as long as there is room. Their share of the device is small in the first pass, which has the whole prompt;
-then it is the budget less the most that was in use beside them. Once nothing comes or goes any more, the tables hold
-the tensors themselves, so that a read is a dict's: all tables without a budget, else all but one, whose reads see to
-it that there still is room.
+then it is the budget less the most that was in use beside them: ever, or, where it is known that no other prompt
+follows, of late. Once nothing comes or goes any more, the tables hold the tensors themselves, so that a read is a
+dict's: all tables without a budget, else all but one, whose reads see to it that there still is room.
+
+Between two uses (`rest`, `begin`) the groups that the first pass of the next has room for stay, and are taken as long
+as the host has not changed since.
 
 Invariant: the memory of weights goes with the last reference to them, so none that code still holds is overwritten.
 """
@@ -19,19 +22,21 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self, cast
+from typing import Any
 
 import torch
 from torch import nn
 
-from roundpipe.core import trees
 from roundpipe.core.allocations import uncounted
 from roundpipe.core.storages import bytes_of, is_plain
 from roundpipe.runtime.device.backend import Backend, Event, Lane
 from roundpipe.runtime.weights.layer_weights import LayerWeights
-from roundpipe.runtime.weights.slots import Slot
+from roundpipe.runtime.weights.residents import ResidentPart
+from roundpipe.runtime.weights.slots import Slot, version_of
+from roundpipe.runtime.weights.weight_tables import AbsentWeight, WeightTable
 
 LOOKAHEAD = 2
 """Groups that are brought before they are read."""
@@ -39,6 +44,8 @@ FIRST_SHARE = 0.25
 """What weights have of the budget in the first pass."""
 LATER_SHARE, OTHERS_GROWTH = 0.95, 1.25
 """What is shared later; how much more than the most so far the code's own tensors may take until that is seen."""
+PASSES, LEAST_OTHERS = 4, 0.25
+"""Passes that tell what the code's own tensors take of late; the least that is left to them, of the most ever."""
 
 
 def groups_of(model: nn.Module, target_bytes: int) -> tuple[list[nn.Module], set[nn.Module]]:
@@ -96,46 +103,103 @@ class _WeightGroup:
 
     weights: LayerWeights
     num_bytes: int
-    tensors: list[torch.Tensor | None] = field(default_factory=list)
-    """By slot; empty while they are at home."""
+    may_rest: bool
+    """Whether they may stay between two uses."""
+    part: ResidentPart | None = None
+    """What is on the device; None while they are at home."""
     uploaded: Event | None = None
     """The upload, until COMPUTE waits for it."""
     copies: list[torch.Tensor] = field(default_factory=list)
     """What it makes, until then."""
     memory: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
+    @property
+    def tensors(self) -> list[torch.Tensor | None]:
+        """On the device, by slot; none while they are at home."""
+        return [] if self.part is None else self.part.tensors
+
+    def is_current(self, use: int) -> bool:
+        """Whether the host's tensors are those that were uploaded, and neither has been written since."""
+        part, slots = self.part, self.weights.slots
+        return (
+            part is not None
+            and part.is_of(self.weights, range(len(slots)))
+            and part.is_current(use)
+            and not part.is_written
+            and all(tensor is None or _requires(tensor) == _requires(slot.current) for slot, tensor in self._pairs())
+        )
+
+    def _pairs(self) -> Iterator[tuple[Slot, torch.Tensor | None]]:
+        return zip(self.weights.slots, self.tensors, strict=bool(self.tensors))
+
     def written(self) -> list[tuple[Slot, torch.Tensor]]:
         """The buffers that the code has written; they would be lost with the group."""
-        slots = zip(self.weights.slots, self.tensors, strict=bool(self.tensors))
-        return [(slot, tensor) for slot, tensor in slots if tensor is not None and _is_written(slot, tensor)]
+        return [(slot, tensor) for slot, tensor in self._pairs() if tensor is not None and _is_written(slot, tensor)]
 
 
 class OnDemandWeights:
-    """The weights of some layers on one device; used by one thread, under `Backend.activate`, until `close`."""
+    """The weights of some layers on one device; used by one thread, under `Backend.activate`, from `begin` to `close`.
+
+    ``budget_bytes`` is what there is for a first use; `begin` says what there is for each.
+    """
 
     def __init__(self, backend: Backend, layers: Sequence[LayerWeights], budget_bytes: int | None) -> None:
         self._backend = backend
-        self._groups = [_WeightGroup(weights, weights.device_bytes) for weights in layers]
+        self._groups: list[_WeightGroup] = []
+        rest_bytes = 0
+        for weights in layers:
+            rest_bytes += weights.device_bytes
+            has_room = budget_bytes is None or rest_bytes <= FIRST_SHARE * budget_bytes
+            may_rest = has_room and not weights.has_loose
+            self._groups.append(_WeightGroup(weights, weights.device_bytes, may_rest))
         self._places: dict[int, tuple[int, int]] = {}
         """By the identity of the tensor at home, its group and its slot."""
-        for index, weights in enumerate(layers):
-            for position, slot in enumerate(weights.slots):
-                self._places.setdefault(id(slot.tensor), (index, position))
-        self._budget_bytes = budget_bytes
-        self._held_bytes = self._others_bytes = 0
-        self._current = self._before = -1
-        self._first: int | None = None
-        """The group that was read first; None once the first pass is over."""
+        self._held_bytes = self._num_uses = 0
         self._following: dict[tuple[int, int], int] = {}
         """By a group and the one before it, the one that came behind them the last time."""
-        self._countdown = len(layers)
-        self._tables: list[_Table] = []
+        self._tables: list[WeightTable] = []
         self._calm: list[int] = []
         """The groups read since one came or went."""
         self._held: set[int] = set()
         """Groups whose tensors the tables hold."""
         self.num_uploads = 0
-        backend.begin_visit()
+
+    def begin(self, budget_bytes: int | None, is_one_prompt: bool) -> None:
+        """Another use begins: what the host has written meanwhile goes, and nothing is known of the code's tensors.
+
+        ``is_one_prompt`` is whether the passes after the first are known to take less than it does.
+        """
+        self._budget_bytes = budget_bytes
+        self._least_others = LEAST_OTHERS if is_one_prompt else 1.0
+        self._most_others_bytes = 0
+        self._recent_others_bytes = deque([0], maxlen=PASSES)
+        """What was in use beside weights in the last passes."""
+        self._current = self._before = -1
+        self._first: int | None = -1
+        """The group that was read first, or -1; None once the first pass is over."""
+        self._num_entered = 0
+        self._countdown = len(self._groups)
+        self._num_uses += 1
+        self._places.clear()
+        for index, group in enumerate(self._groups):
+            if group.part is not None and not group.is_current(self._num_uses):
+                self._drop(group)
+            for position, slot in enumerate(group.weights.slots):
+                self._places.setdefault(id(slot.tensor), (index, position))
+        self._backend.begin_visit()
+
+    def rest(self) -> None:
+        """The use is over: keep what the first pass of another has room for."""
+        self.let_go()
+        self._tables.clear()
+        for group in self._groups:
+            if not group.may_rest or group.written() or group.uploaded is not None:
+                self._drop(group)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of weights that are on the device."""
+        return self._held_bytes
 
     def table(self, originals: Mapping[str, torch.Tensor | None], stand_ins: Mapping[int, Any]) -> dict[str, Any]:
         """A module's table of parameters or buffers; ``stand_ins`` are on the device already, by their originals."""
@@ -147,7 +211,7 @@ class OnDemandWeights:
                 places[name] = self._places[id(tensor)]
         if not places:
             return entries
-        self._tables.append(_Table(entries, places, self))
+        self._tables.append(WeightTable(entries, places, self))
         return self._tables[-1]
 
     def stand_in(self, tensor: torch.Tensor) -> AbsentWeight:
@@ -171,6 +235,7 @@ class OnDemandWeights:
 
     def close(self) -> None:
         self.let_go()
+        self._tables.clear()
         for group in self._groups:
             self._drop(group)
 
@@ -200,21 +265,24 @@ class OnDemandWeights:
         """The code reads another group than before."""
         self._following[self._before, self._current] = index
         self._before, self._current = self._current, index
-        if index == self._first:
-            self._first = None
-        elif self._before < 0:
+        self._num_entered += 1
+        if self._first == -1:
             self._first = index
+        elif index == self._first or self._num_entered > 2 * len(self._groups):  # an encoder is read in no other pass
+            self._first = None
         group = self._groups[index]
         self._calm.append(index)
         self._countdown -= 1
-        if not group.tensors or self._countdown <= 0:
+        if group.part is None or self._countdown <= 0:
             self._countdown = len(self._groups)
             self._note_others()
             self._backend.begin_visit()
+        if self._num_entered % len(self._groups) == 0:
+            self._recent_others_bytes.append(0)
         ahead = self._ahead()
         for following in dict.fromkeys([index, *ahead[:LOOKAHEAD]]):
             wanted = self._groups[following]
-            if not wanted.tensors and (self._make_room(wanted, ahead) or following == index):
+            if wanted.part is None and (self._make_room(wanted, ahead) or following == index):
                 self._load(wanted)
         self._make_room(None, ahead)
         if group.uploaded is not None:
@@ -224,7 +292,7 @@ class OnDemandWeights:
 
     def _ahead(self) -> list[int]:
         """The groups to be read next, as they were the last time; at first, as they are in the model."""
-        if all(group.tensors for group in self._groups) and not self._held_bytes > self._allowed_bytes():
+        if all(group.part is not None for group in self._groups) and not self._held_bytes > self._allowed_bytes():
             return []
         before, current, ahead = self._before, self._current, list[int]()
         for _ in self._groups:
@@ -241,7 +309,8 @@ class OnDemandWeights:
             return float("inf")
         if self._first is not None:
             return FIRST_SHARE * self._budget_bytes
-        return LATER_SHARE * self._budget_bytes - OTHERS_GROWTH * self._others_bytes
+        others_bytes = max(*self._recent_others_bytes, self._least_others * self._most_others_bytes)
+        return LATER_SHARE * self._budget_bytes - OTHERS_GROWTH * others_bytes
 
     def _make_room(self, wanted: _WeightGroup | None, ahead: list[int]) -> bool:
         """Have those give way that are needed later than a wanted one, or that are too many; whether there is room."""
@@ -255,7 +324,7 @@ class OnDemandWeights:
             group = self._groups[index]
             if self._held_bytes <= allowed or turns.get(index, last) <= needed:
                 break
-            if group.tensors and not group.written():
+            if group.part is not None and not group.written():
                 self._drop(group)
         return self._held_bytes <= allowed
 
@@ -264,7 +333,8 @@ class OnDemandWeights:
         if self._budget_bytes is not None:
             peak_bytes = self._backend.visit_peak_bytes()
             others_bytes = self._budget_bytes // 2 if peak_bytes is None else peak_bytes - self._held_bytes
-            self._others_bytes = max(self._others_bytes, others_bytes)
+            self._most_others_bytes = max(self._most_others_bytes, others_bytes)
+            self._recent_others_bytes[-1] = max(self._recent_others_bytes[-1], others_bytes)
 
     def _load(self, group: _WeightGroup) -> None:
         self._note_others()
@@ -275,30 +345,30 @@ class OnDemandWeights:
         with uncounted(), torch.inference_mode(False), torch.no_grad():
             region = torch.empty(weights.num_bytes, dtype=torch.uint8, device=backend.device)
             backend.wait(Lane.WEIGHTS, backend.record(Lane.COMPUTE))  # which may be at work on what lay there before
-            found, group.copies = weights.upload(backend, region, range(len(weights.slots)))
+            part, group.copies = ResidentPart.upload(
+                backend, weights, range(len(weights.slots)), region, self._num_uses, with_samples=group.may_rest
+            )
             group.uploaded = backend.record(Lane.WEIGHTS)
-            group.tensors = [
+            part.tensors = [
                 tensor if tensor is None else as_parameter(tensor, slot.current)
-                for slot, tensor in zip(weights.slots, found.values(), strict=True)
+                for slot, tensor in zip(weights.slots, part.tensors, strict=True)
             ]
+            part.versions = [*map(version_of, part.tensors)]
+            group.part = part
         self.num_uploads += 1
         self._calm.clear()
 
     def _drop(self, group: _WeightGroup) -> None:
-        if not group.tensors:
+        if group.part is None:
             return
         self._note_others()
         if group.uploaded is not None:  # nothing on COMPUTE may take the memory before
             self._backend.wait(Lane.COMPUTE, group.uploaded)
-        group.tensors, group.copies, group.uploaded = [], [], None
+        group.part, group.copies, group.uploaded = None, [], None
         self._held_bytes -= group.num_bytes
         group.memory.close()
         self._backend.begin_visit()
         self._calm.clear()
-
-
-def _is_written(slot: Slot, tensor: torch.Tensor) -> bool:
-    return not slot.is_parameter and tensor._version > 0
 
 
 def as_parameter(tensor: torch.Tensor, original: torch.Tensor | None) -> torch.Tensor:
@@ -308,84 +378,9 @@ def as_parameter(tensor: torch.Tensor, original: torch.Tensor | None) -> torch.T
     return nn.Parameter(tensor, requires_grad=original.requires_grad)
 
 
-class _Entries(dict[str, Any]):
-    """A module's parameters or buffers; those at ``places`` are held, and `_Table` lets them go."""
-
-    def __init__(
-        self, entries: Mapping[str, Any], places: dict[str, tuple[int, int]], weights: OnDemandWeights
-    ) -> None:
-        super().__init__(entries)
-        self.places = places
-        self._weights = weights
-        self._held: dict[str, tuple[Any, Any]] = {}
-        """By name, what is held and what stands for it."""
-
-    def hold(self, tensors: Mapping[str, Any]) -> None:
-        """Have these tensors as entries, until `let_go`."""
-        self._held = {name: (tensor, self.get(name)) for name, tensor in tensors.items()}
-        self.__class__ = _Entries
-        self.update(tensors)
-
-    def let_go(self) -> None:
-        """Have none of the tensors of `hold`; what the code has put in their places stays."""
-        for name, (tensor, stand_in) in self._held.items():
-            if self.get(name) is tensor:
-                self[name] = stand_in
-            else:
-                del self.places[name]
-        self._held = {}
-        self.__class__ = _Table
+def _requires(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad
 
 
-class _Table(_Entries):
-    """Entries that come when they are read by name."""
-
-    def __getitem__(self, name: str) -> Any:
-        place = self.places.get(name)
-        return super().__getitem__(name) if place is None else self._weights.read(*place)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self.places.pop(name, None)
-        super().__setitem__(name, value)
-
-
-class AbsentWeight(torch.Tensor):
-    """A tensor of a device with the form of a weight that is at home; an operator gets the weight itself."""
-
-    _weights: OnDemandWeights
-    _place: tuple[int, int]
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, device: torch.device, weights: OnDemandWeights, place: tuple[int, int]) -> Self:
-        form = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
-        stand_in: Any = torch.Tensor._make_subclass(cls, form, tensor.requires_grad)
-        stand_in._is_param = isinstance(tensor, nn.Parameter)
-        stand_in._weights, stand_in._place = weights, place
-        return cast(Self, stand_in)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in _OF_FORM:
-            args, kwargs = trees.map_tensors((args, kwargs), _weight_of)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
-
-
-def _weight_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._weights.read(*tensor._place) if isinstance(tensor, AbsentWeight) else tensor
-
-
-def _functions(names: str) -> Iterator[Any]:
-    for name in names.split():
-        attribute = getattr(torch.Tensor, name)
-        yield attribute if callable(attribute) else attribute.__get__
-
-
-_OF_FORM = frozenset(
-    _functions(
-        "device dtype shape layout ndim size dim numel nelement element_size nbytes requires_grad is_leaf grad is_meta "
-        "is_cuda is_cpu is_quantized is_sparse is_floating_point is_complex __hash__ __len__ _backward_hooks _version"
-    )
-)
-"""What asks a tensor for its form alone."""
+def _is_written(slot: Slot, tensor: torch.Tensor) -> bool:
+    return not slot.is_parameter and tensor._version > 0
