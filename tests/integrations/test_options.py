@@ -44,6 +44,14 @@ def test_what_can_not_work_is_refused_by_name(given: dict[str, object], message:
         RoundPipeTrainer(model=llama(), args=arguments)
 
 
+@pytest.mark.parametrize("name", ["deepspeed", "fsdp", "parallelism_config"])
+def test_launchers_of_several_processes_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    setattr(arguments, name, "asked for")  # what they need is not installed here
+    with pytest.raises(roundpipe.ConfigError, match=f"can't train with {name}; start the script with python"):
+        RoundPipeTrainer(model=llama(), args=arguments)
+
+
 def test_several_processes_and_foreign_options_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
     with pytest.raises(roundpipe.ConfigError, match="roundpipe= is dict; give a RoundPipeArguments"):

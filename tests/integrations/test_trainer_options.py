@@ -38,35 +38,41 @@ def test_a_scaled_loss_is_equal(tmp_path: Path) -> None:
 
 
 class Observed(RoundPipeTrainer):
-    """Keeps losses, and the gradient of the embeddings."""
+    """Keeps losses, and the gradients of the latest step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.losses: list[float] = []
-        self.gradient = torch.zeros(())
+        self.gradients: dict[str, torch.Tensor] = {}
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
         self.losses.append(float(loss))
-        self.gradient = self.model.get_input_embeddings().weight.grad.clone()
+        self.gradients = {name: each.grad.clone() for name, each in self.model.named_parameters()}
         return loss
 
 
 @pytest.mark.long
 def test_noise_on_embeddings_is_in_loss_and_gradients(tmp_path: Path) -> None:
     """NEFTune's: the slope of the loss, of the same draws, is the gradient's; evaluation has no noise."""
-    size, model = 1e-2, llama(num_hidden_layers=1)
+
+    def in_float64(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+
+    size, model = 3e-3, llama(num_hidden_layers=1).double()  # its norms compute in float32
     trainer = make_trainer(
         Observed,
         model,
         tmp_path,
         devices=2,
+        compute_loss_func=in_float64,
         neftune_noise_alpha=5.0,
         max_steps=1,
         max_grad_norm=0.0,
         learning_rate=0.0,
     )
-    weight = model.get_input_embeddings().weight
+    weights = dict(model.named_parameters())
 
     def train(seed: int = 5) -> float:
         torch.manual_seed(seed)
@@ -75,14 +81,17 @@ def test_noise_on_embeddings_is_in_loss_and_gradients(tmp_path: Path) -> None:
 
     train()  # measures what the loss is, too, which draws numbers
     train()
-    gradient = trainer.gradient
-    around = []
-    for step in (-size, 2 * size):
-        with torch.no_grad():
-            weight.add_(step * gradient / gradient.norm())
-        around.append(train())
-    assert (around[1] - around[0]) / (2 * size) == pytest.approx(float(gradient.norm()), rel=1e-2)
-    assert train(6) != pytest.approx(around[1], rel=1e-6)
+    gradients = trainer.gradients
+    for name in ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight"):
+        direction = gradients[name] / gradients[name].norm() + torch.randn_like(weights[name]) / 100
+        around = []
+        for step in (-size, 2 * size, -size):
+            with torch.no_grad():
+                weights[name].add_(step * direction)
+            around.append(train())
+        slope = float((gradients[name] * direction).sum())
+        assert (around[1] - around[0]) / (2 * size) == pytest.approx(slope, rel=1e-3), name
+    assert train(6) != pytest.approx(around[-1], rel=1e-6)
     evaluated = [trainer.evaluate()["eval_loss"] for _ in range(2)]
     assert evaluated[0] == evaluated[1] and not model.get_input_embeddings()._forward_hooks
 
