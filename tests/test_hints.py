@@ -1,5 +1,7 @@
 """What a user who is nearly right is told: options in the wrong place, sizes as text, names and fields that show."""
 
+import dataclasses
+import functools
 import inspect
 import pydoc
 import re
@@ -11,6 +13,8 @@ from torch import nn
 import roundpipe
 from roundpipe import Device, RoundPipeRunConfig
 from roundpipe.core.caller import caller_name
+from roundpipe.integrations.arguments import RoundPipeArguments
+from tests.repeats import repeats
 
 
 @pytest.mark.parametrize(
@@ -54,7 +58,64 @@ def test_options_of_calls_and_values_get_hints_too():
     assert list(signature.parameters)[:3] == ["self", "input_args", "input_kwargs"], "help() shows the options"
 
 
+FIELDS = [field.name for field in dataclasses.fields(RoundPipeRunConfig)]
+
+
+@pytest.mark.parametrize("option", repeats(FIELDS, ["num_microbatch", "tiles", "loss_reduction"]))
+def test_an_option_of_a_run_has_a_hint_wherever_it_is_given(option, tmp_path):
+    """Loss options are arguments of some calls themselves."""
+    net, x = nn.Sequential(nn.Linear(3, 3)), torch.zeros(4, 3)
+    with roundpipe.RoundPipe(net, devices="cpu") as piped, roundpipe.compile(nn.Linear(3, 3), devices="cpu") as traced:
+        places = [
+            lambda **given: roundpipe.compile(net, **given),
+            lambda **given: roundpipe.wrap_model_to_roundpipe(net, **given),
+            lambda **given: roundpipe.RoundPipe(net, **given),
+            lambda **given: roundpipe.AutoRoundPipe(net, **given),
+            lambda **given: roundpipe.Pipe(net, **given),
+            lambda **given: roundpipe.explain(net, **given),
+            lambda **given: Device("cpu", **given),
+            lambda **given: RoundPipeArguments(**given),
+            lambda **given: piped.save_checkpoint(tmp_path, **given),
+        ]
+        for one in (piped, traced):
+            places += [
+                functools.partial(one, x),
+                functools.partial(one.step, lambda: None),
+                functools.partial(one.step, lambda: None, False),
+            ]
+            if not option.startswith("loss_"):
+                places += [
+                    functools.partial(one.forward_backward, (x,), loss_fn=lambda out, _: out.sum()),
+                    functools.partial(one.forward_loss, (x,), loss_fn=lambda out, _: out.sum()),
+                ]
+        for place in places:
+            with pytest.raises(TypeError, match=f"'{option}'.*RoundPipeRunConfig\\("):
+                place(**{option: 4})
+        assert piped(x, roundpipe_run_config=RoundPipeRunConfig(2)).shape == (4, 3), "all are as usable as before"
+
+
+def test_options_for_a_forward_that_takes_anything_are_passed_on_with_a_warning():
+    class TakesAll(nn.Linear):
+        def forward(self, x, **kwargs):
+            return super().forward(x) * len(kwargs)
+
+    class TakesTiles(nn.Linear):
+        def forward(self, x, tiles):
+            return super().forward(x) * tiles
+
+    x = torch.ones(4, 3)
+    with roundpipe.RoundPipe(TakesAll(3, 3), devices="cpu") as piped:
+        with pytest.warns(UserWarning, match=r"TakesAll has no argument 'num_microbatch'; .* roundpipe_run_config="):
+            torch.testing.assert_close(piped(x, num_microbatch=2), piped.model(x, num_microbatch=2))
+    with roundpipe.RoundPipe(TakesTiles(3, 3), devices="cpu") as piped:
+        torch.testing.assert_close(piped(x, tiles=3), piped.model(x, 3))
+
+
 def test_memory_may_be_given_as_text():
+    device = Device("cpu", upload_bytes_per_s="16GB/s", download_bytes_per_s="12 GB/s")
+    assert (device.upload_bytes_per_s, device.download_bytes_per_s) == (16e9, 12e9)
+    with pytest.raises(roundpipe.ConfigError, match=r"upload_bytes_per_s='fast'.* a text such as '16GB/s'"):
+        Device("cpu", upload_bytes_per_s="fast")
     assert Device("cpu", memory_bytes="24GiB").memory_bytes == 24 << 30
     assert Device("cpu", memory_bytes="500 MB").memory_bytes == 500_000_000
     with pytest.raises(roundpipe.ConfigError, match=r"memory_bytes='much'.* a text such as '24GiB'"):

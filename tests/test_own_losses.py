@@ -150,3 +150,96 @@ def test_the_texts_that_recommend_a_models_own_loss_say_that_it_is_a_mean():
     with roundpipe.compile(HasLoss().double(), devices=["cpu"]) as piped:
         with pytest.raises(roundpipe.LossError, match=r"outputs\.loss; that is a mean.*loss_reduction=.mean."):
             piped.forward_backward(input_kwargs=batches()[0], loss_fn=lambda outputs, label: outputs)
+
+
+@pytest.mark.parametrize("name", ["forward_loss", "forward_backward"])
+def test_a_loss_that_is_only_cast_counts_by_its_targets_with_and_without_gradients(name):
+    model, given = HasLoss().double(), batches()[0]
+    expected = model(**given)["loss"].detach()
+    with roundpipe.compile(model, devices=["cpu"] * 2) as piped:
+        found = getattr(piped, name)(
+            input_kwargs=given, loss_fn=lambda outputs, _: outputs["loss"].float(), loss_reduction="mean"
+        )
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6)
+
+
+class Reads(HasLoss):
+    """Can't be traced: a branch on activations."""
+
+    def forward(self, ids, labels=None):
+        outputs = super().forward(ids, labels)
+        return outputs if outputs["logits"].sum() > -1e9 else {}
+
+
+class TwoMeans(HasLoss):
+    """A mean over tokens and one over samples, which no weight of a microbatch makes one."""
+
+    def forward(self, ids, labels=None):
+        outputs = super().forward(ids, labels)
+        if labels is None:
+            return outputs
+        first = F.cross_entropy(outputs["logits"][:, 0], labels[:, 0])
+        return {"loss": outputs["loss"] + first, "logits": outputs["logits"]}
+
+
+UNKNOWN = {
+    "one layer": (HasLoss, roundpipe.RoundPipe),
+    "parts": (HasLoss, roundpipe.AutoRoundPipe),
+    "not traced": (Reads, roundpipe.compile),
+    "two means": (TwoMeans, roundpipe.compile),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing overlaps", "ignore:Reads runs module by module")
+@pytest.mark.parametrize(("make", "wrap"), UNKNOWN.values(), ids=UNKNOWN)
+@pytest.mark.parametrize("call", ["forward_backward", "forward_loss"])
+def test_a_models_own_loss_of_which_nothing_is_known_is_told_of_once(make, wrap, call):
+    """Added up it may be too large, and by samples it may not be the mean."""
+    given = batches()[0]
+    for options, message in (
+        ({}, "was added up over 3 microbatches. If it is a mean"),
+        ({"loss_reduction": "mean"}, "is put together by the samples of the 3 microbatches, .*padding"),
+    ):
+        with wrap(make().double(), devices=["cpu"] * 2) as piped:
+            with pytest.warns(UserWarning, match=f"the loss that {make.__name__} computes itself {message}"):
+                getattr(piped, call)(input_kwargs=given, loss_fn=own, **options)
+            assert_quiet(piped, call, given, own, **options)
+    quiet = (
+        (own, {"loss_reduction": "sum"}),
+        (own, {"run_config": RoundPipeRunConfig(1)}),
+        (lambda outputs, _: outputs["loss"] / 3, {}),
+        (lambda outputs, _: (outputs["loss"], 1), {"loss_reduction": "mean"}),
+    )
+    with wrap(make().double(), devices=["cpu"] * 2) as piped:
+        for loss_fn, options in quiet:
+            assert_quiet(piped, call, given, loss_fn, **options)
+
+
+def assert_quiet(piped, call, given, loss_fn, **options):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        getattr(piped, call)(input_kwargs=given, loss_fn=loss_fn, **options)
+    assert not [each for each in caught if "computes itself" in str(each.message)]
+
+
+def test_a_sum_of_which_a_mean_is_made_is_told_of():
+    with roundpipe.compile(HasLoss().double(), devices=["cpu"] * 2) as piped:
+        with pytest.warns(UserWarning, match=r"HasLoss computes itself is a sum, .* loss_reduction='sum'"):
+            piped.forward_backward(input_kwargs=batches()[1], loss_fn=own, loss_reduction="mean")
+
+
+@pytest.mark.filterwarnings("ignore:Reads runs module by module")
+@pytest.mark.parametrize(("make", "wrap"), UNKNOWN.values(), ids=UNKNOWN)
+def test_a_scalar_output_of_which_nothing_is_known_is_told_of_once_or_right(make, wrap):
+    given, model = batches()[0], make().double()
+    expected = model(**given)["loss"].detach()
+    with wrap(model, devices=["cpu"] * 2) as piped, torch.no_grad():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = [piped(**given)["loss"] for _ in range(2)]
+        told = [each for each in caught if "is the average over the 3 microbatches" in str(each.message)]
+        assert len(told) == (not torch.allclose(found[0], expected, rtol=0, atol=1e-12))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            piped(given["ids"])
+            piped(**given, roundpipe_run_config=RoundPipeRunConfig(1))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -149,6 +149,10 @@ class LayerCost:
         )
 
 
+OwnKind = Literal["mean", "sum", "unknown"]
+"""What is known of a loss that a model computes itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class OwnLoss:
     """A scalar among a model's outputs of which it is known how it comes from the samples."""
@@ -217,6 +221,11 @@ class LayerChain(nn.Sequential):
         self.own_losses: tuple[OwnLoss, ...] = ()
         self.made_in_s: dict[str, float] = {}
         """Seconds that it took to make it, by part, until a call takes them for its report."""
+
+    def kind_of_loss(self, path: Path) -> OwnKind:
+        """What is known of the scalar at some place in the model's outputs."""
+        found = next((own for own in self.own_losses if own.path == path), None)
+        return "unknown" if found is None else "sum" if found.weight is None else "mean"
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs, all layers run in turn where they are."""

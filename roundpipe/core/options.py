@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
+from roundpipe.core.caller import warn
 from roundpipe.core.errors import OptionError
 
 Owner = TypeVar("Owner", bound=Callable[..., Any])
 
-_PLACES = {"is_async": "step(step_fn, is_async=...)"}
+_PLACES = {
+    "is_async": "step(step_fn, is_async=...)",
+    "roundpipe_run_config": "model(..., roundpipe_run_config=RoundPipeRunConfig(...))",
+}
 """How each known option is given. (`step` itself can't check: what it does not know is for ``step_fn``.)"""
 
 
@@ -46,6 +50,30 @@ def with_options(example: str, *further: str) -> Callable[[Owner], Owner]:
         return owner
 
     return decorate
+
+
+def check_passed_on(
+    function: Callable[..., Any], kwargs: Mapping[str, Any], options: Collection[str], what: str, place: str
+) -> None:
+    """Look at arguments that go on to a user's function, which may be ``options`` of ours in the wrong place.
+
+    Raises:
+        OptionError: the function does not take one; if it takes whatever it is given, there is a warning.
+    """
+    found = [name for name in kwargs if name in options]
+    if not found:
+        return
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a builtin
+        return
+    takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    for name in found:
+        text = f"{what} has no argument {name!r}; as an option of roundpipe it is given as {place}"
+        if name not in parameters and not takes_any:
+            raise OptionError(text)
+        if name not in parameters:
+            warn(f"{text}. It was passed on, since there are **kwargs")
 
 
 def _unknown(function: Callable[..., Any], option: str, options: Sequence[str]) -> OptionError:

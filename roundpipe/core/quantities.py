@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 _UNITS = {"": 1.0} | {unit: 1000.0 ** (1 + power) for power, unit in enumerate("KMGTP")}
 _UNITS |= {f"{unit}i": 1024.0 ** (1 + power) for power, unit in enumerate("KMGTP")}
@@ -17,3 +18,8 @@ def parse_quantity(text: str) -> float:
         return float(match[1]) * _UNITS.get(match[2].upper().replace("I", "i"), 0.0)
     except ValueError:
         return 0.0
+
+
+def as_number(value: Any) -> Any:
+    """What a text such as ``24GiB`` says, as an int; what is none, and anything else, as it is."""
+    return (int(parse_quantity(value)) or value) if isinstance(value, str) else value

@@ -10,10 +10,12 @@ import torch
 
 from roundpipe.core.checks import check_flag
 from roundpipe.core.errors import ConfigError, shown
+from roundpipe.core.options import with_options
 from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.runtime.device.resolve import resolve_devices
 
 
+@with_options("RoundPipeArguments({0}=...)")
 @dataclass
 class RoundPipeArguments:
     """Options of the rotation, for ``RoundPipeTrainer(..., roundpipe=...)`` or ``HfArgumentParser``.

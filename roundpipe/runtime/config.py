@@ -144,6 +144,10 @@ class RoundPipeRunConfig:
         raise ConfigError(f"RoundPipeRunConfig.{name}: got {quoted(getattr(self, name))}; allowed: {allowed}")
 
 
+OPTIONS = frozenset(field.name for field in fields(RoundPipeRunConfig)) | {"run_config", "model_run_config"}
+"""Names that arguments for a user's code may have by mistake."""
+
+
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 

@@ -21,6 +21,7 @@ from roundpipe.core.checks import check_example, check_type
 from roundpipe.core.errors import ConfigError, TraceCause, TraceError, enumerated
 from roundpipe.core.layers import LayerChain, LayerCost
 from roundpipe.core.modes import autocast_as_on_accelerator
+from roundpipe.core.options import with_options
 from roundpipe.fx.graph.nodes import module_of, value_bytes
 from roundpipe.fx.graph.traced import TracedGraph
 from roundpipe.fx.guards.guards import GuardedGraph
@@ -171,6 +172,7 @@ def _section(title: str, lines: Iterable[str]) -> str:
     return "\n".join((title, *(f"  {line}" for line in lines)))
 
 
+@with_options("explain(model, {0}=...)")
 def explain(
     model: nn.Module,
     example_args: tuple[Any, ...] = (),

@@ -19,12 +19,13 @@ from roundpipe.core.modes import autocast_as_on_accelerator
 from roundpipe.reports.partition_table import partition_table
 from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, microbatch_count, resolve
 from roundpipe.runtime.engine.finite import check_losses
-from roundpipe.runtime.engine.losses import LossWeights, Mean, read_losses, sum_losses
+from roundpipe.runtime.engine.losses import LossWeights, Mean, place_of, read_losses, sum_losses
 from roundpipe.runtime.microbatch.merge import merge
 from roundpipe.runtime.microbatch.split import split
 from roundpipe.wrappers.batch_loss import train_on_batch
 from roundpipe.wrappers.calls import flow_back
 from roundpipe.wrappers.module_layers import chain_of_modules
+from roundpipe.wrappers.own_loss_warning import OwnLossWarning
 from roundpipe.wrappers.parts import IN_ONE_PIECE, CallOptions, HostTree, Part, overlaid
 from roundpipe.wrappers.pipe import RoundPipe
 from roundpipe.wrappers.session import Program, Runner, Session, TrainingCall
@@ -59,6 +60,7 @@ class HostRunner(Runner):
         self.options = CallOptions()
         self._warned = False
         self._warned_of_arguments = False
+        self._own_loss = OwnLossWarning(self.model)
         names = {module: name for name, module in self.model.named_modules()}
         if gone := next((module for module in self.parts.on_devices if module not in names), None):
             raise ConfigError(
@@ -90,6 +92,7 @@ class HostRunner(Runner):
                 parts = enumerate(zip(pieces.args, pieces.kwargs, pieces.events, strict=True))
                 outputs = [self._run_tree(a, k, options, IN_ONE_PIECE, own, m, events) for m, (a, k, events) in parts]
             outputs = trees.map_tensors(outputs, lambda tensor: tensor.to(config.output_device))
+            self._own_loss.look_at_outputs(outputs, config)
             outputs = merge(outputs, config)
         self.session.optimizer.raise_pending()
         return outputs
@@ -137,7 +140,8 @@ class HostRunner(Runner):
                     with RaisedIn(self._place("loss_fn", m)), microbatch_count(pieces.num_microbatches):
                         loss = training.loss_fn(output, target)
                         each = read_losses(loss, is_mean=is_mean)
-                        weights.apply(each, m)
+                        is_own = place_of(each.tensors[0], output) is not None
+                        weights.apply(each, m, "unknown" if is_own else None)
                     if config.check_finite:
                         check_losses(each.tensors, f"on the host, microbatch {m}, phase loss_fn")
                     note.added = has_backward
@@ -159,6 +163,7 @@ class HostRunner(Runner):
                 self.session.optimizer.end_call()
             merged = merge(outputs, config) if training.return_outputs else None
         self.session.optimizer.raise_pending()
+        self._own_loss.look([weights], len(losses), training.options, self.config)
         total = sum_losses(losses, weights.scale)
         return (total, merged) if training.return_outputs else total
 

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe.core.caller import warn
 from roundpipe.core.checks import check_flag, check_keywords, check_type
 from roundpipe.core.contexts import garbage_kept
 from roundpipe.core.errors import ConfigError, DeviceMemoryError, GradientNote, RaisedIn, note_few_samples
@@ -48,6 +47,7 @@ from roundpipe.wrappers.batch_loss import train_on_batch
 from roundpipe.wrappers.deferred import run_forward
 from roundpipe.wrappers.features import plan_hooks_beside_loss
 from roundpipe.wrappers.host_gradients import tensors_reached_by
+from roundpipe.wrappers.own_loss_warning import OwnLossWarning
 from roundpipe.wrappers.recovery import run_step
 from roundpipe.wrappers.run_log import LatestStep
 from roundpipe.wrappers.session import Program, Runner, Session, TrainingCall
@@ -74,7 +74,7 @@ class ChainRunner(Runner):
     def __post_init__(self) -> None:
         session = self.session
         self._joints = JointChains(self.name)
-        self._has_warned = False
+        self._own_loss = OwnLossWarning(self.model)
         measure = functools.partial(memory_of, session.engine.backends[0].device)
         self.tails = TailSource(self.model)
         self.builder = StepBuilder(session.engine, session.host, session.optimizer, measure, _add_tiles)
@@ -94,7 +94,8 @@ class ChainRunner(Runner):
             return self._fall_back().forward(args, kwargs, options)
         outputs = [output for call in calls for output in run_forward(self.session, self.builder, call)]
         self.session.optimizer.raise_pending()
-        return merge(outputs, config, scalars=_own_weights(calls))
+        self._own_loss.look_at_outputs(outputs, config, scalars := _own_weights(calls))
+        return merge(outputs, config, scalars=scalars)
 
     def forward_backward(self, training: TrainingCall) -> Any:
         session, has_backward = self.session, training.has_backward
@@ -152,13 +153,7 @@ class ChainRunner(Runner):
             merged = merge(outputs, config) if training.return_outputs else None
         session.engine.raise_pending()
         session.optimizer.raise_pending()
-        if any(each.adds_means for each in weights) and not self._has_warned:
-            self._has_warned = True
-            warn(
-                f"the loss that {type(self.model).__name__} computes itself is a mean, and the {len(losses)} "
-                "microbatches' means were added up: loss and gradients are larger than those of the whole batch. "
-                "loss_reduction='mean' makes one mean of them; where the sum is meant, divide in loss_fn"
-            )
+        self._own_loss.look(weights, len(losses), training.options, self.config)
         total = sum_losses(losses, scale)
         return (total, merged) if training.return_outputs else total
 
@@ -317,12 +312,11 @@ def _own_weights(calls: Sequence[Call]) -> dict[Path, list[float] | None]:
 def _note_own_losses(calls: Sequence[Call]) -> None:
     """Tell each round the shares of its microbatches in means that the model computes itself."""
     if calls[0].mean is None:
-        for call in calls:
-            call.own_shares = {loss.path: () for loss in call.chain.own_losses if loss.weight is not None}
         return
     for path, weights in _own_weights(calls).items():
-        if weights is not None and (total := sum(weights)):
-            rest = iter(weight / total for weight in weights)
+        if weights is not None:
+            total = sum(weights)  # 0: each is a mean over nothing, and so is the whole
+            rest = iter(weight / total if total else 1.0 for weight in weights)
             for call in calls:
                 call.own_shares = {**call.own_shares, path: list(itertools.islice(rest, call.num_microbatches))}
 

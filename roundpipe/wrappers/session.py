@@ -29,8 +29,9 @@ from roundpipe.core.caller import caller_name, warn
 from roundpipe.core.checks import check_type
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import ClosedError, ConfigError
+from roundpipe.core.options import check_passed_on
 from roundpipe.effects.uses import asks_for_inference_mode, compares_arguments
-from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig, resolve
+from roundpipe.runtime.config import OPTIONS, ResolvedConfig, RoundPipeRunConfig, resolve
 from roundpipe.runtime.device.resolve import DeviceLike, open_backends, open_registrar, resolve_devices
 from roundpipe.runtime.engine.engine import Engine
 from roundpipe.runtime.engine.spec import LossFunction
@@ -168,7 +169,14 @@ class Session:
             )
 
     def check_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Raise if code asks for what only the caller's thread knows: identities of arguments, the inference mode."""
+        """Raise if arguments are options of ours, or code asks for what only the caller's thread knows: identities of
+        arguments, the inference mode.
+        """
+        first: Any = self.model
+        while type(first).forward is nn.Sequential.forward and len(first):  # which hands all arguments on
+            first = first[0]
+        place = "model(..., roundpipe_run_config=RoundPipeRunConfig(...)), or forward_backward(run_config=...)"
+        check_passed_on(first.forward, kwargs, OPTIONS, f"the forward of {type(self.model).__name__}", place)
         tensors = trees.tensors((args, kwargs))
         has_same = len({id(tensor) for tensor in tensors}) < len(tensors)
         for kind in {type(module) for module in self.model.modules()} if has_same else ():

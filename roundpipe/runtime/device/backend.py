@@ -27,7 +27,7 @@ from roundpipe.core.checks import is_number
 from roundpipe.core.errors import ConfigError, DeviceMemoryError, shown
 from roundpipe.core.field_docs import with_field_docs
 from roundpipe.core.options import with_options
-from roundpipe.core.quantities import parse_quantity
+from roundpipe.core.quantities import as_number
 
 
 class Lane(enum.IntEnum):
@@ -66,9 +66,10 @@ class Device:
     is free on an accelerator. On an accelerator a tenth of it is left to libraries and to transfers in flight, and the
     rest planned for."""
     upload_bytes_per_s: float | None = None
-    """CPU only: speed of the modelled link from the host to the device; None: as fast as memory is."""
+    """CPU only: speed of the modelled link from the host to the device, or a text such as ``"16GB/s"``; None: as fast
+    as memory is."""
     download_bytes_per_s: float | None = None
-    """CPU only: speed of the modelled link from the device to the host; None: as fast as memory is."""
+    """CPU only: the same of the link from the device to the host."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.device, str | torch.device):
@@ -79,15 +80,18 @@ class Device:
             torch.device(self.device)
         except RuntimeError as error:
             raise ConfigError(f"{shown(self.device)} is not a device torch knows ({error})") from None
-        if isinstance(self.memory_bytes, str):
-            object.__setattr__(self, "memory_bytes", int(parse_quantity(self.memory_bytes)) or self.memory_bytes)
+        for field in ("memory_bytes", "upload_bytes_per_s", "download_bytes_per_s"):
+            object.__setattr__(self, field, as_number(getattr(self, field)))
         if isinstance(self.memory_bytes, float) and 1 <= self.memory_bytes < inf:  # such as 24e9
             object.__setattr__(self, "memory_bytes", int(self.memory_bytes))
         for field in ("memory_bytes", "upload_bytes_per_s", "download_bytes_per_s"):
             limit = getattr(self, field)
-            text = ", or a text such as '24GiB'" if field == "memory_bytes" else ""
+            text = "24GiB" if field == "memory_bytes" else "16GB/s"
             if limit is not None and not (is_number(limit) and 0 < limit < inf):
-                raise ConfigError(f"Device({field}={shown(limit)}): give a positive number{text}, or None for no limit")
+                raise ConfigError(
+                    f"Device({field}={shown(limit)}): give a positive number, or a text such as '{text}', or None for "
+                    "no limit"
+                )
 
 
 class Event(Protocol):

@@ -22,7 +22,9 @@ from typing import Any
 
 import torch
 
+from roundpipe.core import trees
 from roundpipe.core.errors import LossError
+from roundpipe.core.layers import OwnKind
 from roundpipe.runtime.ranks.turns import CallShare
 
 GIVEN_SOMETIMES = (
@@ -73,20 +75,27 @@ class LossWeights:
         self._has_given: bool | None = None
         self.total = 0.0
         """Sum of the weights that ``loss_fn`` has given."""
-        self.adds_means = False
-        """Whether losses that are added up are known to be means."""
+        self.own: OwnKind | None = None
+        """What is known of the model's own loss, if that counts as the call says and not by its own weights."""
         self.reference = None if mean is None else mean.reference
 
-    def apply(self, losses: Losses, microbatch: int, own_shares: Sequence[float] | None = None) -> None:
+    def apply(
+        self,
+        losses: Losses,
+        microbatch: int,
+        own: OwnKind | None = None,
+        own_shares: Sequence[float] | None = None,
+    ) -> None:
         """Multiply the losses of one microbatch by what they count for, before their backward.
 
-        If the loss is a mean that the model has computed itself, ``own_shares`` are not None.
+        ``own`` is not None if the loss is one that the model has computed itself, ``own_shares`` if it is a mean by
+        shares that are known.
         """
-        mean = self._mean
+        mean, weight = self._mean, losses.weight
+        if own is not None and weight is None and not own_shares:
+            self.own = "unknown" if own == "mean" and mean is not None else own
         if mean is None:
-            self.adds_means = self.adds_means or own_shares is not None
             return
-        weight = losses.weight
         with self._lock:
             if self._has_given is None:
                 self._has_given = weight is not None
@@ -197,13 +206,22 @@ def read_losses(result: Any, *, is_mean: bool) -> Losses:
     return Losses(list(losses), is_list=not isinstance(result, torch.Tensor), weight=weight)
 
 
+def place_of(loss: torch.Tensor, outputs: Any) -> trees.Path | None:
+    """Where a model's outputs have a loss, cast or copied at most; None: ``loss_fn`` has computed it."""
+    scalars = ((path, value) for path, value in trees.walk(outputs) if isinstance(value, torch.Tensor))
+    return next((path for path, value in scalars if not value.ndim and is_copy(loss, value)), None)
+
+
 _COPIES = frozenset("ToCopyBackward0 CloneBackward0 AliasBackward0 SqueezeBackward0".split())
 
 
 def is_copy(loss: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether a loss is another scalar, cast or copied at most, as far as autograd knows."""
+    """Whether a loss is another scalar, cast or copied at most, as far as autograd knows; without it, by its value."""
     if loss is other:
         return True
+    if not loss.requires_grad and not other.requires_grad:
+        is_cast = loss.dtype != other.dtype  # a loss that is no number may be anything else
+        return bool(torch.isclose(loss.reshape(()), other.to(loss), rtol=0, atol=0, equal_nan=is_cast))
     node, position = loss.grad_fn, loss.output_nr
     while node is not None and (node is not other.grad_fn or position != other.output_nr):
         if node.name() not in _COPIES:

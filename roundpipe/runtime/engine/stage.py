@@ -25,7 +25,7 @@ from roundpipe.core.random_state import SeededPython
 from roundpipe.core.tiling import in_tiles
 from roundpipe.runtime.device.backend import Backend, is_profiled
 from roundpipe.runtime.engine import finite
-from roundpipe.runtime.engine.losses import Losses, LossWeights, is_copy, read_losses
+from roundpipe.runtime.engine.losses import Losses, LossWeights, place_of, read_losses
 from roundpipe.runtime.engine.recompute import ForwardRecord, LayerScope, layer_seed, learn_writes
 from roundpipe.runtime.engine.shared_glue import SharedGlue
 from roundpipe.runtime.engine.shared_values import SharedValues
@@ -124,12 +124,13 @@ class Stage:
 
     def _read_losses(self, loss_fn: Callable[[], Any], microbatch: int, outputs: Any = None) -> Losses:
         """What a loss function returns, as it counts in the step."""
-        own, tail = self.spec.own_shares, self.spec.tail
-        means = {} if tail else {path: trees.get(outputs, path) for path in own}
+        tail = self.spec.tail
         with self.loss_turn(microbatch), RaisedIn(self._place(microbatch, "loss_fn")):
             losses = read_losses(loss_fn(), is_mean=self.spec.mean is not None)
-            first = tail.first_loss if tail else [path for path in means if is_copy(losses.tensors[0], means[path])]
-            self.weights.apply(losses, microbatch, next((own[path] for path in own if path in first), None))
+            place = next(iter(tail.first_loss), None) if tail else place_of(losses.tensors[0], outputs)
+            kind = None if place is None else self.spec.chain.kind_of_loss(place)
+            shares = None if place is None else self.spec.own_shares.get(place)
+            self.weights.apply(losses, microbatch, kind, shares)
         if self.spec.check_finite:
             finite.check_losses(losses.tensors, self._place(microbatch, "loss_fn"))
         return losses

@@ -126,7 +126,7 @@ class OptimizerSide(UnaskedSteps):
         An asynchronous step returns at once, and the next step trains on the weights before this update. What the
         previous asynchronous ``step_fn`` raised is raised before anything of this step happens.
         """
-        self._runner.check_step(step_fn, is_async)
+        self._runner.check_step(step_fn, is_async, kwargs or {})
         self._ready("step()", finish_steps=not is_async)
         self._runner.options.begin()
         self.is_async, self._loop, self._stepping = is_async, "steps", []

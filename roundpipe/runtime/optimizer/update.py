@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,8 @@ import torch
 from roundpipe.core.caller import warn
 from roundpipe.core.checks import is_number
 from roundpipe.core.errors import ConfigError, RoundPipeError, add_note, shown
+from roundpipe.core.options import check_passed_on
+from roundpipe.runtime.config import OPTIONS
 from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
 from roundpipe.runtime.optimizer.option_watch import OptionWatch
 from roundpipe.runtime.profiling.meter import HostLog
@@ -161,7 +163,7 @@ class UpdateRunner:
         """The one in whose ``step_fn`` the calling code runs."""
         return _RUNNING.get()
 
-    def check_step(self, step_fn: object, is_async: object) -> None:
+    def check_step(self, step_fn: object, is_async: object, kwargs: Mapping[str, Any]) -> None:
         """Raise a `ConfigError` if a step can't be made of these, or here."""
         if not callable(step_fn):
             is_optimizer = isinstance(step_fn, torch.optim.Optimizer)
@@ -175,6 +177,8 @@ class UpdateRunner:
                 f"is_async is {type(is_async).__name__}; give True or False. What step_fn takes comes behind it: "
                 "step(step_fn, True, argument)"
             )
+        place = "forward_backward(run_config=RoundPipeRunConfig(...))"
+        check_passed_on(step_fn, kwargs, OPTIONS, "step_fn", place)
         if self.is_inside:
             raise ConfigError("step() was called inside step_fn; a step can't contain another one")
 

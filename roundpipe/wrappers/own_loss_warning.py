@@ -1,0 +1,82 @@
+"""Says, once per wrapper, that the loss which a model computes itself may not be that of the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe.core import trees
+from roundpipe.core.caller import warn
+from roundpipe.runtime.config import ResolvedConfig, RoundPipeRunConfig
+from roundpipe.runtime.engine.losses import LossWeights
+
+_TEXTS = {
+    ("sum", "mean"): (
+        "is a mean, and the {number} microbatches' means were added up: loss and gradients are larger than those of "
+        "the whole batch. loss_reduction='mean' makes one mean of them; where the sum is meant, divide in loss_fn"
+    ),
+    ("sum", "unknown"): (
+        "was added up over {number} microbatches. If it is a mean, as in most models, loss and gradients are larger "
+        "than those of the whole batch: give loss_reduction='mean', or let loss_fn return (loss, number of targets) "
+        "with it. If it is a sum, say so by loss_reduction='sum'"
+    ),
+    ("mean", "sum"): (
+        "is a sum, and loss_reduction='mean' made a mean of the {number} microbatches' sums: loss and gradients are "
+        "smaller than those of the whole batch. Give loss_reduction='sum'"
+    ),
+    ("mean", "unknown"): (
+        "is put together by the samples of the {number} microbatches, since nothing tells what it is a mean of. If it "
+        "is one over tokens, padding makes that differ from the whole batch: let loss_fn return (loss, number of "
+        "targets)"
+    ),
+}
+"""By the reduction and by what is known of the loss."""
+
+
+class OwnLossWarning:
+    """Looks at the calls of one model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._name = type(model).__name__
+        self._has_warned = False
+        self._has_warned_of_outputs = False
+
+    def look(self, weights: Sequence[LossWeights], number: int, *options: RoundPipeRunConfig | None) -> None:
+        """After a call of a ``number`` of microbatches; ``options`` are those given, those of the call first."""
+        kind = next((each.own for each in weights if each.own is not None), None)
+        given = next((each.loss_reduction for each in options if each and each.loss_reduction), None)
+        is_certain = kind != "unknown" or given != "sum"
+        text = None if kind is None else _TEXTS.get((given or "sum", kind))
+        if text is not None and number > 1 and is_certain and not self._has_warned:
+            self._has_warned = True
+            warn(f"the loss that {self._name} computes itself {text.format(number=number)}")
+
+    def look_at_outputs(
+        self, outputs: Sequence[Any], config: ResolvedConfig, known: Collection[trees.Path] = ()
+    ) -> None:
+        """Before the outputs of microbatches are merged; ``known`` are places of scalars that are made one rightly."""
+        if self._has_warned_of_outputs or len(outputs) == 1 or config.merge_output not in (True, None):
+            return
+        found = [path for path, value in trees.walk(outputs[0]) if _is_scalar(value) and path not in known]
+        differing = [path for path in found if len({_number(each, path) for each in outputs}) > 1]
+        if differing:
+            self._has_warned_of_outputs = True
+            warn(
+                f"output{trees.path_string(differing[0])} of {self._name} is a scalar, and nothing tells how it comes "
+                f"from the samples: it is the average over the {len(outputs)} microbatches. A loss over tokens with "
+                "padding, or of microbatches of different sizes, differs from that of the whole batch: use "
+                "forward_backward or forward_loss with (loss, number of targets), num_microbatch=1, or say by "
+                "merge_output how it is merged"
+            )
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.ndim and value.is_floating_point() and not value.is_meta
+
+
+def _number(output: Any, path: trees.Path) -> Any:
+    value = dict(trees.walk(output)).get(path)
+    return float(value) if isinstance(value, torch.Tensor) and not value.ndim else None
