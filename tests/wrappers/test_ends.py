@@ -147,7 +147,7 @@ def test_a_round_that_is_running_ends_before_close_returns() -> None:
     assert all(parameter.grad is not None for parameter in model.parameters()), "its gradients have come home"
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         gc.collect()
