@@ -1,6 +1,6 @@
 """Records some training steps of a small language model on CPU workers with modelled links: timeline and report.
 
-python benchmarks/timeline.py --save docs/timeline.png
+python benchmarks/timeline.py --link 0.05 --save docs/timeline.png
 python benchmarks/timeline.py --devices cuda:0 --width 2048 --save run.json
 """
 
@@ -75,7 +75,8 @@ def main(argv: list[str] | None = None) -> int:
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
     config = roundpipe.RoundPipeRunConfig(num_microbatch=num_microbatches)
     net = Model(options.width, options.blocks)
-    with roundpipe.compile(net, example_args=(inputs,), devices=devices, model_run_config=config, name="net") as model:
+    name = f"a language model of {options.blocks} blocks, {len(names)} workers"
+    with roundpipe.compile(net, example_args=(inputs,), devices=devices, model_run_config=config, name=name) as model:
         optimizer = torch.optim.AdamW(model.optim_parameters(), lr=1e-3)
 
         def update() -> None:

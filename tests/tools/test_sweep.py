@@ -79,6 +79,18 @@ def test_a_name_that_is_not_in_the_cache_says_how_to_fetch_it(cached: str) -> No
         check_target("roundpipe/other")
 
 
+@pytest.mark.long
+def test_the_table_of_a_sweep_is_what_plan_says(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "hardware.md").read_text()
+    ((line, shown),) = re.findall(r"^```text\n\$ python -m roundpipe (plan .*?)\n(.*?)^```$", page, re.M | re.S)
+    assert cli.main([str(QWEN) if word == "Qwen3-8B" else word for word in line.split()]) == 0
+    found = capsys.readouterr().out.partition("\n")[2].splitlines()  # below the line that has the model's name
+    for mine, theirs in zip(found, shown.partition("\n")[2].splitlines(), strict=True):
+        assert re.sub(r"[\d., ]+", "", mine) == re.sub(r"[\d., ]+", "", theirs)
+        numbers = [[float(each.replace(",", "")) for each in re.findall(r"\d[\d.,]*", row)] for row in (mine, theirs)]
+        assert numbers[0] == pytest.approx(numbers[1], rel=0.03), f"make the table anew: {line}"
+
+
 def documented_cards() -> dict[str, list[str]]:
     """The cells of the table of cards, by the card's name."""
     rows = [line.strip("| ").split(" | ") for line in (ROOT / "docs" / "hardware.md").read_text().splitlines()]
