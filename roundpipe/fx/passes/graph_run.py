@@ -21,14 +21,30 @@ from roundpipe.fx.sizes import flat_tensors
 _LAYOUT = ("stride", "storage_offset", "data_ptr")
 
 
-class GraphRun(GraphInterpreter):
+class LayerRun(GraphInterpreter):
+    """Runs nodes of a layer's graph on fakes."""
+
+    def __init__(self, root: nn.Module, carry: Carry) -> None:
+        super().__init__()
+        self.root = root
+        self.carry = carry
+
+    def placeholder(self, node: Node) -> Any:
+        return self.carry
+
+    def get_attr(self, node: Node) -> Any:
+        return attribute(self.root, node)
+
+    def call_module(self, node: Node, args: Any, kwargs: Any) -> Any:
+        return attribute(self.root, node)(*args, **kwargs)
+
+
+class GraphRun(LayerRun):
     """A layer's graph, run on fakes under autograd, and what its nodes did beside computing."""
 
     def __init__(self, graph: Graph, root: nn.Module, carry: Carry) -> None:
-        super().__init__()
+        super().__init__(root, carry)
         self.graph = graph
-        self.root = root
-        self.carry = carry
         self.literals: dict[Node, Any] = {}
         """Nodes that compute sizes, with these."""
         self.opaque: dict[Node, str] = {}
@@ -54,15 +70,6 @@ class GraphRun(GraphInterpreter):
         clone.values = {other[node]: value for node, value in self.values.items()}
         clone.literals = {other[node]: value for node, value in self.literals.items()}
         return clone
-
-    def placeholder(self, node: Node) -> Any:
-        return self.carry
-
-    def get_attr(self, node: Node) -> Any:
-        return attribute(self.root, node)
-
-    def call_module(self, node: Node, args: Any, kwargs: Any) -> Any:
-        return attribute(self.root, node)(*args, **kwargs)
 
     def _run(self, node: Node) -> Any:
         if not node.op.startswith("call_"):

@@ -26,6 +26,7 @@ from roundpipe.fx.passes.codegen import Layer
 from roundpipe.fx.passes.generated import sizes_key
 from roundpipe.fx.passes.inner_tiles import tiled_leaf
 from roundpipe.fx.passes.regions import GraphRun, RowGraph, row_spaces
+from roundpipe.fx.passes.row_forms import run_in_rows
 from roundpipe.fx.passes.shifts import shifts_moved
 from roundpipe.fx.passes.tile_programs import TiledProgram, TilePlan
 
@@ -51,7 +52,7 @@ def tiled_program(graph: Graph, root: nn.Module, example: Carry) -> TiledProgram
 
 def plan_tiles(graph: Graph, root: nn.Module, example: Carry) -> TilePlan | None:
     """What of a graph is worth running in tiles, in the space of rows where that saves most; all on fakes."""
-    run = GraphRun(graph, root, example)
+    run = run_in_rows(graph, root, example)
     all_rows = [RowGraph(run, space) for space in row_spaces(run)[:4]]
     plans = list(map(_plan_in, all_rows))
     for moved in filter(None, map(shifts_moved, all_rows)):
@@ -150,7 +151,7 @@ def _add_programs(chain: LayerChain, args: tuple[Any, ...], kwargs: dict[str, An
         if key not in known:
             twin = fakes.twin(layer)
             plan = None if tiled is None else fakes.plan(tiled.graph, twin, reads)
-            made = fakes.run(twin, reads)
+            made = fakes.run(twin, reads) if index < len(chain) - 1 else dict.fromkeys(spec.makes)  # nobody reads them
             values = [made[name] for name in spec.makes]
             is_own = plan is not None and tiled is not None and plan.rows.run.graph is not tiled.graph
             if not is_own:  # one that was rewritten serves this layer alone
