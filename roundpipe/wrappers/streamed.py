@@ -77,7 +77,8 @@ class StreamedModel:
             stack.enter_context(torch.no_grad())
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(backend.activate())
-            buffers = self._bind(replica, weights, stack)
+            with torch.inference_mode(False), torch.no_grad():  # versions tell what the code writes
+                buffers = self._bind(replica, weights, stack)
             with backend.activations([]):
                 yield replica.module
             weights.let_go()
