@@ -1,47 +1,61 @@
-"""Which attributes of plain objects, such as a model's configuration, code reads while it runs.
+"""Which attributes of plain objects, such as a model's configuration, and which items of registries code reads.
 
 What the bytecode says (`roundpipe.effects.uses`) is any attribute, as soon as one name is made up at run time. What was
-read in fact is told by the objects' classes, whose ``__getattribute__`` writes it down.
+read in fact is told by the objects' classes, whose ``__getattribute__`` writes it down; so do the methods of classes
+made from dict, of which some packages make registries. A plain dict tells nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from roundpipe.core.contexts import contextmanager
-from roundpipe.effects.places import OF_TORCH, has_attributes
+from roundpipe.effects.places import (
+    CONTAINERS,
+    OF_TORCH,
+    View,
+    attributes_view,
+    has_attributes,
+    is_library,
+    same_contents,
+)
+from roundpipe.effects.reach import BETWEEN_CALLS, StateWalk
 
 _ALL_AT_ONCE = frozenset({"__dict__", "__reduce__", "__reduce_ex__", "__getstate__", "__copy__", "__deepcopy__"})
 """What gives all attributes, whichever are used then."""
 
 
-class AttributeReads:
-    """The attributes that were read of objects in attributes of some modules, and of objects in those."""
+class Reads:
+    """The attributes that were read of objects in attributes of some modules, and of objects in those; and lookups."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
+        modules = list(modules)
         held = [value for module in modules for name, value in module.__dict__.items() if name not in OF_TORCH]
         found = _objects(held)
         found |= _objects(value for each in list(found.values()) for value in each.__dict__.values())
         self._objects = found
         self._names: dict[int, set[str]] = {key: set() for key in found}
         self._watched: set[type] = set()
+        places = StateWalk(modules, BETWEEN_CALLS, None).reach.places
+        registries = (place.owner for place in places if isinstance(place.owner, dict))
+        self._lookups = {id(each): _Lookups(each) for each in registries if _is_registry(type(each))}
 
-    def names(self, attributes: dict[str, Any]) -> set[str] | None:
-        """Names read of the object with these attributes; None: all, or it was not looked at."""
+    def view(self, owner: Any) -> View | None:
+        """How to look at what was read of a dict, or of an object, by its attributes; None: all counts."""
+        if (lookups := self._lookups.get(id(owner))) is not None:
+            return lookups.view()
         for key, value in self._objects.items():
-            if value.__dict__ is attributes and type(value) in self._watched:
+            if value.__dict__ is owner and type(value) in self._watched:
                 names = self._names[key]
-                return None if names & _ALL_AT_ONCE else names
+                return None if names & _ALL_AT_ONCE else attributes_view(value, sorted(names))
         return None
-
-    def owner(self, attributes: dict[str, Any]) -> Any:
-        """The object with these attributes."""
-        return next(value for value in self._objects.values() if value.__dict__ is attributes)
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
@@ -52,6 +66,8 @@ class AttributeReads:
                 with contextlib.suppress(TypeError):  # a class that can't be changed tells nothing
                     undo.append(self._watch(kind))
                     self._watched.add(kind)
+            for kind in {type(each.registry) for each in self._lookups.values()}:
+                undo.append(_watch_registries(kind, self._lookups))
             yield
         finally:
             for action in undo:
@@ -77,6 +93,76 @@ class AttributeReads:
                 del kind.__getattribute__
 
         return undo
+
+
+@dataclass(slots=True)
+class _Lookups:
+    """What a registry was asked for."""
+
+    registry: Any
+    asked: dict[tuple[str, int], Any] = field(default_factory=dict)
+    """Keys, by method and identity."""
+    is_whole: bool = False
+    """Whether it was used in another way, too."""
+
+    def view(self) -> View | None:
+        """Of what it answers; None: all counts."""
+        view = View("container", lambda _, key: self._answers(), lambda *_: None)
+        return None if self.is_whole or not same_contents(self._answers(), self._answers()) else view
+
+    def _answers(self) -> dict[tuple[str, int], Any]:
+        return {how: self._answer(how[0], key) for how, key in self.asked.items()}
+
+    def _answer(self, method: str, key: Any) -> Any:
+        try:
+            value = getattr(type(self.registry), method)(self.registry, key)
+        except LookupError:
+            return LookupError
+        return type(value) if isinstance(value, CONTAINERS) and not value else value  # may be made anew each time
+
+
+_LOOKUPS = ("get", "__getitem__", "__contains__")
+_METHODS = tuple(
+    name
+    for name, value in vars(dict).items()
+    if isinstance(value, types.MethodDescriptorType | types.WrapperDescriptorType) and name not in dir(object)
+)
+
+
+def _is_registry(kind: type) -> bool:
+    """Whether a class is made from dict in Python, and its objects look items up as dict does."""
+    return kind not in CONTAINERS and not is_library(kind) and not hasattr(kind, "__missing__")
+
+
+def _watch_registries(kind: type, lookups: dict[int, _Lookups]) -> Callable[[], None]:
+    """Have the methods of a class write down what they are asked for."""
+    before = dict(vars(kind))
+
+    def watched(name: str) -> Callable[..., Any]:
+        plain: Any = getattr(kind, name)
+
+        def method(registry: Any, *args: Any, **kwargs: Any) -> Any:
+            found = lookups.get(id(registry))
+            if found is not None and not sys._getframe(1).f_globals.get("__name__", "").startswith("roundpipe."):
+                if name in _LOOKUPS and len(args) in (1, 2):  # what is said when it is not there is in the code
+                    found.asked.setdefault((name, id(args[0])), args[0])
+                else:
+                    found.is_whole = True
+            return plain(registry, *args, **kwargs)
+
+        return method
+
+    for name in _METHODS:
+        setattr(kind, name, watched(name))
+
+    def undo() -> None:
+        for name in _METHODS:
+            if name in before:
+                setattr(kind, name, before[name])
+            else:
+                delattr(kind, name)
+
+    return undo
 
 
 def _objects(values: Iterable[Any]) -> dict[int, Any]:

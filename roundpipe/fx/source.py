@@ -23,7 +23,7 @@ from roundpipe.core.errors import TraceCause, TraceError, add_note, enumerated
 from roundpipe.core.interrupts import interrupts_held
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.modes import autocast_as_on_accelerator, saved_tensor_hooks_aside
-from roundpipe.effects.reads import AttributeReads
+from roundpipe.effects.reads import Reads
 from roundpipe.fx.graph.nodes import value_bytes
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph
 from roundpipe.fx.guards.guards import Failure, GuardedGraph
@@ -212,7 +212,7 @@ class TracedSource:
 
     def _graph_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GuardedGraph:
         dynamic, max_bytes = tuple(self._varying), self._options.max_layer_bytes
-        reads = AttributeReads(self._model.modules())
+        reads = Reads(self._model.modules())
         with reads.recorded(), progress(type(self._model).__name__):
             traced = trace(self._model, args, kwargs, max_leaf_bytes=max_bytes, dynamic=dynamic)
         traced.guards.restrict(reads)

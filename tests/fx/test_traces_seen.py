@@ -73,6 +73,86 @@ def test_who_takes_all_attributes_reads_all(copies):
             model.config.saved_as = "somewhere"
 
 
+class Registry(dict):
+    """Values by class, as packages keep them for all models."""
+
+    def get(self, model, default=None):
+        return super().get(type(model).__name__, default)
+
+
+class AnotherRegistry(Registry):
+    """Makes its answers anew each time."""
+
+    def get(self, model, default=None):
+        return [super(Registry, self).get(type(model).__name__)]
+
+
+FACTORS = Registry()
+
+
+class LooksUp(nn.Module):
+    """Looks up what is there and what is not, each in two ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        factor = FACTORS.get(self)
+        factor = factor[0] if isinstance(factor, list) else factor
+        shift = FACTORS["shift"] if "shift" in FACTORS else 0.0
+        return self.linear(x) * factor + shift
+
+
+class LooksAtAll(LooksUp):
+    """Reads all of it, too."""
+
+    def forward(self, x):
+        return super().forward(x) * len(FACTORS) + sum(FACTORS.values())
+
+
+@pytest.mark.parametrize("model, kind", [(LooksUp, Registry), (LooksAtAll, Registry), (LooksUp, AnotherRegistry)])
+def test_only_what_forward_looked_up_in_a_registry_makes_a_new_trace(model, kind, monkeypatch):
+    factors = kind({model.__name__: 2.0})
+    monkeypatch.setitem(globals(), "FACTORS", factors)
+    model, x = model(), torch.randn(4, 6)
+    sees_all = isinstance(model, LooksAtAll) or kind is AnotherRegistry
+    with roundpipe.compile(model, devices="cpu") as piped:
+
+        def is_traced():
+            before = piped.trace_count
+            with torch.no_grad():
+                torch.testing.assert_close(piped(x), model(x))
+            return piped.trace_count > before
+
+        assert is_traced()
+        factors["Another"] = 5.0
+        assert is_traced() == sees_all
+        factors[type(model).__name__] = 3.0
+        assert is_traced()
+        factors["shift"] = 1.0
+        assert is_traced()
+        del factors["Another"]
+        assert is_traced() == sees_all
+        del factors["shift"]
+        assert is_traced() or factors == {type(model).__name__: 3.0}  # an earlier trace may serve again
+    assert not {"__len__", "__contains__", "items"} & vars(kind).keys()
+
+
+def test_building_another_hugging_face_model_makes_no_new_trace():
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers.utils.output_capturing")  # older versions keep no such registry, or a plain dict
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.LlamaModel(transformers.LlamaConfig(**sizes, vocab_size=50, use_cache=False))
+    ids = torch.randint(1, 50, (4, 6))
+    with roundpipe.compile(model, devices="cpu") as piped, torch.no_grad():
+        for other in (transformers.MistralModel, transformers.Qwen2Model):
+            piped(input_ids=ids)
+            other(other.config_class(**sizes, num_key_value_heads=2, vocab_size=50))
+        piped(input_ids=ids)
+        assert piped.trace_count == 1
+
+
 def test_saving_a_hugging_face_model_makes_no_new_trace(tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

@@ -21,7 +21,7 @@ from torch import nn
 
 from roundpipe.core.aliasing import overlapping
 from roundpipe.core.modes import Modes
-from roundpipe.effects.reads import AttributeReads
+from roundpipe.effects.reads import Reads
 from roundpipe.fx.arguments import ArgumentForm, CallForm, argument_words
 from roundpipe.fx.fakes import Dimension, FakeWorld, InputSizes
 from roundpipe.fx.graph.traced import TracedGraph
@@ -133,7 +133,7 @@ class Guards:
         """From now on, the model must be what it is now; see `ModelGuard`."""
         self._model = ModelGuard(model, glue, passing, own, *self._weights)
 
-    def restrict(self, reads: AttributeReads) -> None:
+    def restrict(self, reads: Reads) -> None:
         """See `ModelGuard.restrict`."""
         if self._model is not None:
             self._model.restrict(reads)

@@ -19,9 +19,9 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.errors import ConfigError
-from roundpipe.effects.places import CONTAINER, HOOKS, OF_TORCH, attributes_view
+from roundpipe.effects.places import CONTAINER, HOOKS, OF_TORCH
 from roundpipe.effects.reach import BETWEEN_CALLS
-from roundpipe.effects.reads import AttributeReads
+from roundpipe.effects.reads import Reads
 from roundpipe.effects.snapshot import PlaceValues, PythonSnapshot, QuickComparison
 from roundpipe.effects.uses import CodeUses, attributes_read, uses_of_forward, uses_of_functions, uses_of_hook
 from roundpipe.fx.sizes import flat_values
@@ -119,11 +119,10 @@ class ModelGuard:
         names = [(module, sorted(self._relevant(module, module.__dict__))) for module in self._modules]
         self._attributes = [(module, own, [module.__dict__[name] for name in own]) for module, own in names if own]
 
-    def restrict(self, reads: AttributeReads) -> None:
-        """From now on, of objects that ``reads`` knows, only attributes count that were read."""
+    def restrict(self, reads: Reads) -> None:
+        """From now on, of objects and registries that ``reads`` knows, only what was read counts."""
         for index, place in enumerate(self._python.reach.places):
-            if place.view is CONTAINER and (names := reads.names(place.owner)) is not None:
-                view = attributes_view(reads.owner(place.owner), sorted(names))
+            if place.view is CONTAINER and (view := reads.view(place.owner)) is not None:
                 held = view.read(place.owner, None)
                 self._python.reach.places[index] = replace(place, view=view, held=held)
         self._quick = QuickComparison(self._python.reach.places)
