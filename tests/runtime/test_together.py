@@ -2,7 +2,8 @@
 
 import torch
 
-from roundpipe.runtime.weights.together import add_all, copy_all
+from roundpipe.runtime.weights import together as module
+from roundpipe.runtime.weights.together import add_all, add_converted, copy_all
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -30,6 +31,15 @@ def test_sums_are_those_of_one_call_each():
     add_all(together)
     for (found, _), (expected, read) in zip(together, alone, strict=True):
         assert torch.equal(found, expected.add_(read)) and found.dtype == expected.dtype
+
+
+def test_a_sum_in_pieces_is_that_of_the_whole(monkeypatch):
+    monkeypatch.setattr(module, "PIECE_ELEMENTS", 4)
+    for (found, read), (expected, _) in zip(pairs_of(2), pairs_of(2), strict=True):
+        version = found._version
+        add_converted(found, read)
+        assert torch.equal(found, expected.add_(read)) and found.dtype == expected.dtype
+        assert found._version > version
 
 
 def test_nothing_is_nothing():

@@ -22,6 +22,7 @@ from roundpipe.core.options import check_passed_on
 from roundpipe.runtime.config import OPTIONS
 from roundpipe.runtime.optimizer.grad_scaler import ScalerScope
 from roundpipe.runtime.optimizer.option_watch import OptionWatch
+from roundpipe.runtime.optimizer.pieces import PiecewiseUpdates
 from roundpipe.runtime.profiling.meter import HostLog
 from roundpipe.runtime.ranks.turns import Ranks
 from roundpipe.runtime.threads import Board
@@ -150,6 +151,7 @@ class UpdateRunner:
         self._log = log
         self._scalers = scalers
         self.options = OptionWatch()
+        self.pieces = PiecewiseUpdates()
         self._looks = True
         self._due_warning = ""
 
@@ -224,6 +226,7 @@ class UpdateRunner:
             add_note(error, f"roundpipe: raised in step_fn of step {index} of {self._name}")
             raise
         finally:
+            self.pieces.after_step()
             _RUNNING.reset(token)
 
     def _look(self, before: Sequence[Fingerprint]) -> None:

@@ -16,7 +16,7 @@ from roundpipe.runtime.device.host_memory import convert, on_huge_pages
 from roundpipe.runtime.weights.banks import Banks, EarlyGradient
 from roundpipe.runtime.weights.fingerprint import Fingerprint
 from roundpipe.runtime.weights.shard import Shard
-from roundpipe.runtime.weights.together import add_all, copy_all
+from roundpipe.runtime.weights.together import add_all, add_converted, copy_all
 from roundpipe.runtime.weights.twins import Twin, Twins
 
 
@@ -249,7 +249,7 @@ class ParameterPair:
         elif copy.grad is None:
             copy.grad = self._converted(gradient)
         elif copy.grad.layout is torch.strided:
-            copy.grad.add_(gradient.to(copy.device) if early is None else early)
+            add_converted(copy.grad, gradient.to(copy.device) if early is None else early)
         else:
             copy.grad = copy.grad + gradient.to(copy.device, copy.dtype)
 

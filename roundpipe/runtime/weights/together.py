@@ -1,4 +1,5 @@
 """Many tensors in one call: what is a launch per tensor otherwise is a few for all of them on an accelerator.
+On the host the other way round: a large tensor in pieces, where torch would make another as large of it.
 
 The values are those of one call per tensor. Only this file names torch's functions for lists of tensors.
 """
@@ -10,6 +11,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+PIECE_ELEMENTS = 2**18
+"""Of a piece that caches hold."""
 Pairs = Iterable[tuple[torch.Tensor, torch.Tensor]]
 """Tensors that are written, each with the one that is read."""
 
@@ -24,6 +27,19 @@ def add_all(pairs: Pairs) -> None:
     """Add each pair's second tensor to the first."""
     for written, read in _alike(pairs):
         torch._foreach_add_(written, read)
+
+
+def add_converted(written: torch.Tensor, read: torch.Tensor) -> None:
+    """Add a tensor that may have another dtype, which torch converts as a whole first, into new memory."""
+    tensors = written, read
+    is_wider = written.dtype != read.dtype and torch.promote_types(written.dtype, read.dtype) == written.dtype
+    if not (is_wider and all(each.device.type == "cpu" and each.is_contiguous() for each in tensors)):
+        written.add_(read)
+        return
+    memory = written.new_empty(min(PIECE_ELEMENTS, written.numel()))
+    pieces = (each.detach().view(-1).split(PIECE_ELEMENTS) for each in tensors)
+    for of_written, of_read in zip(*pieces, strict=True):
+        of_written.add_(memory[: of_read.numel()].copy_(of_read))
 
 
 def _alike(pairs: Pairs) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:

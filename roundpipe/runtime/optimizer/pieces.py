@@ -1,0 +1,176 @@
+"""Updates of large parameters in pieces that caches hold, which torch's own functions for the optimizer are run on.
+
+Optimizers that are not fused go over whole tensors once per operation, and make whole tensors for what they compute in
+between: for those of a large layer the system gives new pages at each update. In pieces they read and write memory once
+and need next to none. The values are the same bit by bit, since every element is updated by itself.
+
+It is done before torch's own step, which gets no gradients of these parameters then, but has them back behind it. So
+step functions, clipping, scalers and schedulers see no difference; an optimizer with hooks, whose code would, is left
+alone. So are fused ones, which read and write once by themselves, and those with tensors among their options.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
+
+from roundpipe.core import trees
+from roundpipe.core.storages import is_plain
+
+logger = logging.getLogger(__name__)
+
+LEAST_ELEMENTS = 2**22
+"""Of a parameter that is updated in pieces: memory of its size is given back to the system, and asked for again."""
+PIECE_ELEMENTS = 2**19
+"""Of a piece, at least."""
+ELEMENTS_PER_THREAD = 2**17
+"""Of a piece, where several threads share it."""
+
+_OF_ALL = ("lr", "weight_decay", "maximize", "foreach")
+_OF_ADAM = (*_OF_ALL, "eps", "amsgrad", "decoupled_weight_decay")
+_OTHERS = {"betas", "fused", "capturable", "differentiable"}
+_OPTIONS: dict[type, tuple[str, ...]] = {
+    torch.optim.Adam: _OF_ADAM,
+    torch.optim.AdamW: _OF_ADAM,
+    torch.optim.SGD: (*_OF_ALL, "momentum", "dampening", "nesterov"),
+}
+
+Update = Callable[[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]], None]
+"""``f(values, gradient, states)``: torch's own, of a part of a parameter."""
+
+
+class PiecewiseUpdates:
+    """Those of one model's ``step_fn``, which one thread at a time runs."""
+
+    def __init__(self) -> None:
+        self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Parameters that are updated, whose gradients torch's step is not to find."""
+        self._logged: set[str] = set()
+
+    @torch.no_grad()
+    def before_step(self, optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
+        """An optimizer is about to step: update what can be in pieces."""
+        large = [
+            (group, parameter)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.numel() >= LEAST_ELEMENTS and parameter.grad is not None
+        ]
+        if not large:
+            return
+        reason = "a closure makes the gradients" if has_closure else _unsuited(optimizer)
+        self._log(type(optimizer).__name__, reason)
+        if reason:
+            return
+        for group, parameter in large:
+            gradient, update, names = parameter.grad, *_update_of(optimizer, group)
+            states = optimizer.state.get(parameter, {})
+            if names <= states.keys() and _is_divisible(parameter, gradient, {name: states[name] for name in names}):
+                _update_in_pieces(update, parameter, gradient, {name: states[name] for name in names})
+                parameter.grad = None
+                self._hidden.append((parameter, gradient))
+
+    def after_step(self) -> None:
+        """It has stepped, or raised."""
+        while self._hidden:
+            parameter, gradient = self._hidden.pop()
+            parameter.grad = gradient
+
+    def _log(self, kind: str, reason: str) -> None:
+        """Say which way is taken, once for each."""
+        text = (
+            f"{kind} goes over whole parameters: {reason}" if reason else f"{kind} updates large parameters in pieces"
+        )
+        if text not in self._logged:
+            self._logged.add(text)
+            logger.debug("%s", text)
+
+
+def _unsuited(optimizer: torch.optim.Optimizer) -> str:
+    """Why an optimizer's updates are not made in pieces; empty: they are."""
+    names = _OPTIONS.get(type(optimizer))
+    if names is None:
+        return "it is not known to update each element by itself"
+    if set(optimizer.defaults) - _OTHERS != set(names):
+        return "this version of torch has other options"
+    if _has_hooks(optimizer):
+        return "it has hooks, which may look at gradients"
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if len({id(parameter) for parameter in parameters}) < len(parameters):
+        return "it has a parameter twice"
+    if any(each.grad is not None and each.grad.layout is not torch.strided for each in parameters):
+        return "it has sparse gradients"
+    groups = optimizer.param_groups
+    if isinstance(optimizer, torch.optim.SGD) and not any(each["momentum"] or each["weight_decay"] for each in groups):
+        return "it is one operation"
+    for group in groups:
+        if group["fused"]:
+            return "it is fused"
+        if group.get("capturable") or group["differentiable"]:
+            return "it is capturable or differentiable"
+        if trees.tensors({name: value for name, value in group.items() if name != "params"}):
+            return "it has options that are tensors"
+    return ""
+
+
+def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether others than this library hear of its steps; true if torch keeps them elsewhere by now."""
+    own = [getattr(optimizer, f"_optimizer_step_{when}_hooks", [None]) for when in ("pre", "post")]
+    shared = [getattr(torch_optimizer, f"_global_optimizer_{when}_hooks", ()) for when in ("pre", "post")]
+    return any(own) or any(len(hooks) != 1 for hooks in shared)
+
+
+def _update_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[Update, set[str]]:
+    """What updates parameters of a group, and the states that it needs: a parameter has them after its first update."""
+    options = {name: group[name] for name in _OPTIONS[type(optimizer)]}
+    if isinstance(optimizer, torch.optim.SGD):
+        run_sgd: Callable[..., None] = functools.partial(sgd, **options)
+
+        def update_sgd(values: torch.Tensor, gradient: torch.Tensor, states: dict[str, torch.Tensor]) -> None:
+            run_sgd([values], [gradient], [states.get("momentum_buffer")])
+
+        return update_sgd, {"momentum_buffer"} if group["momentum"] else set()
+    beta1, beta2 = group["betas"]
+    run_adam: Callable[..., None] = functools.partial(adam, beta1=beta1, beta2=beta2, **options)
+
+    def update_adam(values: torch.Tensor, gradient: torch.Tensor, states: dict[str, torch.Tensor]) -> None:
+        largest = [states["max_exp_avg_sq"]] if group["amsgrad"] else []
+        run_adam([values], [gradient], [states["exp_avg"]], [states["exp_avg_sq"]], largest, [states["step"]])
+
+    return update_adam, {"step", "exp_avg", "exp_avg_sq"} | ({"max_exp_avg_sq"} if group["amsgrad"] else set())
+
+
+def _is_divisible(parameter: torch.Tensor, gradient: torch.Tensor, states: dict[str, Any]) -> bool:
+    """Whether a parameter, its gradient and its states lie alike on the host, so that pieces belong together."""
+    tensors = [parameter, gradient, *(state for name, state in states.items() if name != "step")]
+    return isinstance(states.get("step", parameter), torch.Tensor) and all(
+        isinstance(each, torch.Tensor)
+        and is_plain(each)
+        and each.is_contiguous()
+        and each.shape == parameter.shape
+        and each.dtype == parameter.dtype
+        and each.dtype.is_floating_point
+        and each.device.type == "cpu"
+        for each in tensors
+    )
+
+
+def _update_in_pieces(
+    update: Update, parameter: torch.Tensor, gradient: torch.Tensor, states: dict[str, torch.Tensor]
+) -> None:
+    num_elements = max(PIECE_ELEMENTS, ELEMENTS_PER_THREAD * torch.get_num_threads())
+    step = states.pop("step", None)
+    tensors = (parameter, gradient, *states.values())
+    pieces = list(zip(*(each.detach().view(-1).split(num_elements) for each in tensors), strict=True))
+    for index, (values, of_gradient, *of_states) in enumerate(pieces):
+        parts = dict(zip(states, of_states, strict=True))
+        if step is not None:  # each counts it
+            parts["step"] = step if index + 1 == len(pieces) else step.clone()
+        update(values, of_gradient, parts)
