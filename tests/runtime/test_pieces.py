@@ -20,7 +20,7 @@ KINDS = {
     "AdamW foreach": lambda given: torch.optim.AdamW(given, 0.01, foreach=True, weight_decay=0.1),
     "AdamW amsgrad": lambda given: torch.optim.AdamW(given, 0.01, amsgrad=True, betas=(0.8, 0.9), eps=1e-5),
     "Adam": lambda given: torch.optim.Adam(given, 0.01, weight_decay=0.1, maximize=True),
-    "SGD momentum": lambda given: torch.optim.SGD(given, 0.01, momentum=0.9, dampening=0.1),
+    "SGD momentum": lambda given: torch.optim.SGD(given, 0.01, momentum=0.9, dampening=0.1, maximize=True),
     "SGD nesterov": lambda given: torch.optim.SGD(given, 0.01, momentum=0.9, nesterov=True, weight_decay=0.1),
     "SGD decay": lambda given: torch.optim.SGD(given, 0.01, weight_decay=0.1, maximize=True, foreach=True),
 }
@@ -152,7 +152,7 @@ def step_once(optimizer, has_closure=False):
         (lambda given: type("Mine", (torch.optim.AdamW,), {})(given), "not known to update each element by itself"),
         (lambda given: torch.optim.AdamW(given, torch.tensor(0.1)), "options that are tensors"),
         (lambda given: torch.optim.AdamW(given, capturable=True), "capturable or differentiable"),
-        (lambda given: torch.optim.SGD(given), "one operation"),
+        (lambda given: torch.optim.SGD(given, momentum=0.9), "no tensors in between"),
         (lambda given: hooked(torch.optim.AdamW(given), "pre"), "hooks"),
         (lambda given: hooked(torch.optim.AdamW(given), "post"), "hooks"),
     ],

@@ -108,8 +108,10 @@ def _unsuited(optimizer: torch.optim.Optimizer) -> str:
     if any(each.grad is not None and each.grad.layout is not torch.strided for each in parameters):
         return "it has sparse gradients"
     groups = optimizer.param_groups
-    if isinstance(optimizer, torch.optim.SGD) and not any(each["momentum"] or each["weight_decay"] for each in groups):
-        return "it is one operation"
+    if type(optimizer) is torch.optim.SGD and not any(
+        group["weight_decay"] or group["nesterov"] or group["maximize"] for group in groups
+    ):
+        return "it makes no tensors in between"
     for group in groups:
         if group["fused"]:
             return "it is fused"
