@@ -142,7 +142,7 @@ def test_a_wrapper_in_a_notebook_has_the_name_of_its_cell():
     assert space["name"] == "script.py:2"
 
 
-def test_a_notebook_shows_a_report_as_its_table():
+def test_a_notebook_shows_reports_as_their_tables():
     class Printer:
         shown = ""
 
@@ -151,9 +151,10 @@ def test_a_notebook_shows_a_report_as_its_table():
 
     with roundpipe.RoundPipe(nn.Sequential(nn.Linear(3, 3)), devices="cpu") as piped:
         piped(torch.zeros(2, 3))
-        report, printer = piped.report(), Printer()
-        report._repr_pretty_(printer, False)  # what notebooks call
-        assert printer.shown == str(report)
+        for shown in (piped.report(), roundpipe.explain(piped.model, (torch.zeros(2, 3),))):
+            printer = Printer()
+            shown._repr_pretty_(printer, False)  # what notebooks call
+            assert printer.shown == str(shown)
 
 
 def test_a_microbatch_of_one_sample_is_named_as_the_cause():

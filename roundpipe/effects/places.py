@@ -101,6 +101,18 @@ class Place:
         """Equal for the same place in another snapshot."""
         return self.view.kind, id(self.owner), self.key
 
+    def changed_items(self) -> list[str]:
+        """Names of what is another now in a dict, or among attributes."""
+        now, missing = self.now(), object()
+        if not isinstance(now, dict) or not isinstance(self.held, dict):
+            return []
+        names = dict.fromkeys([*self.held, *dict.keys(now)])
+        return [
+            str(name)
+            for name in names
+            if not trees.same(self.held.get(name, missing), dict.get(now, name, missing))
+        ]
+
     def gained_tensors_only(self) -> bool:
         """Whether a dict got tensors and is else what it was, as a cache of tables does."""
         if not isinstance(self.owner, dict) or self.kind != CONTAINER.kind:

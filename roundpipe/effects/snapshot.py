@@ -261,10 +261,14 @@ class PythonSnapshot:
 
         Neither do draws, or places that hold what is ``expected`` there, if that is given.
         """
+        return list(dict.fromkeys(place.words for place in self.changed(expected)))
+
+    def changed(self, expected: PlaceValues | None = None) -> Iterator[Place]:
+        """The places of `side_effects`."""
         changed = (place for place in self.diff() if not place.by_hooks and not place.gained_tensors_only())
         if expected is not None:
             changed = (place for place in changed if place.kind != "random" and not _is_expected(place, expected))
-        return list(dict.fromkeys(place.words for place in changed))
+        return changed
 
     def changed_values(self) -> PlaceValues:
         return {

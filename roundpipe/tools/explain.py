@@ -82,6 +82,10 @@ class Explanation:
         plan = Candidate.singles(len(self.costs)).plan(len(self.costs))
         return STREAMED.stage_memory(plan, StageCosts(self.costs), 1)
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What a notebook shows."""
+        printer.text(str(self))
+
     def __str__(self) -> str:
         if self.traced is None or self.chain is None:
             parts = [f"{self.model_name} can't be cut into layers.", *self._failure()]

@@ -181,6 +181,7 @@ def test_each_trace_is_logged_with_its_cause_and_seconds(caplog):
     assert len(lines) == 2
     assert "for the first time" in lines[0]
     assert "config" in lines[1]
+    assert lines[1].endswith("(Configured.config holds something else now (scale))")
 
 
 def test_a_long_trace_shows_a_bar(capsys, monkeypatch):

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from roundpipe.core import trees
-from roundpipe.core.errors import ConfigError
+from roundpipe.core.errors import ConfigError, enumerated
 from roundpipe.effects.places import CONTAINER, HOOKS, OF_TORCH
 from roundpipe.effects.reach import BETWEEN_CALLS
 from roundpipe.effects.reads import Reads
@@ -205,8 +205,11 @@ class ModelGuard:
         return None
 
     def _change_of_python(self) -> str | None:
-        words = next(iter(self._python.side_effects(self.own.places)), None)
-        return None if words is None else f"{words} holds something else now"
+        place = next(self._python.changed(self.own.places), None)
+        if place is None:
+            return None
+        names = enumerated(place.changed_items(), most=3)
+        return f"{place.words} holds something else now{names and f' ({names})'}"
 
     def _sets_itself(self, module: nn.Module, name: str, value: Any) -> bool:
         """Whether the forward itself puts such a value there."""
