@@ -157,6 +157,23 @@ def test_a_notebook_shows_reports_as_their_tables():
             assert printer.shown == str(shown)
 
 
+@pytest.mark.filterwarnings("ignore:.*nothing overlaps")
+@pytest.mark.parametrize("wrap", [roundpipe.compile, roundpipe.RoundPipe, roundpipe.AutoRoundPipe])
+@pytest.mark.parametrize("num", [3, 4])
+def test_a_microbatch_of_one_sample_has_a_note_in_each_wrapper(wrap, num):
+    x = torch.randn(num + (num == 4), 3, 4, 4)
+    layers = nn.Conv2d(3, 4, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.BatchNorm1d(4), nn.Linear(4, 2)
+    with wrap(nn.Sequential(*layers), devices="cpu", model_run_config=RoundPipeRunConfig(num)) as piped:
+        for call in (
+            lambda: piped(x),
+            lambda: piped.forward_backward((x,), loss_fn=lambda output, label: output.sum()),
+            lambda: piped.forward_loss((x,), loss_fn=lambda output, label: output.sum()),
+        ):
+            with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
+                call()
+            assert sum("one sample left; set num_microbatch lower" in note for note in caught.value.__notes__) == 1
+
+
 def test_a_microbatch_of_one_sample_is_named_as_the_cause():
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     given = {"input_args": (torch.randn(3, 3),), "loss_fn": lambda output, label: output.sum()}

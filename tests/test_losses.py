@@ -60,6 +60,9 @@ def sample_mean(logits, labels):
     return F.mse_loss(logits.mean((1, 2)), labels.double().mean(1))
 
 
+ONE = RoundPipeRunConfig(1)
+
+
 def models():
     torch.manual_seed(0)
     return Tokens().double(), Reads().double()
@@ -150,6 +153,23 @@ def test_what_is_in_front_of_the_model_gets_the_gradients_of_the_mean(kind):
         )
         piped.synchronize()
         assert_same(gradients(nn.ModuleList([front, model])), gradients(reference), 1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("call", ["forward_backward", "forward_loss"])
+def test_a_mean_by_samples_of_labels_with_padding_is_told_of_once(kind, call):
+    ids, labels = padded()
+    alike = torch.zeros_like(labels)
+    alike[:, 0] = -100
+    quiet = ((counted_mean, labels, {}), (token_mean, alike, {}), (token_mean, labels, {"run_config": ONE}))
+    with wrap(kind, devices=["cpu"] * 2)[1] as piped, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        seen = []
+        for loss_fn, label, options in (*quiet, (token_mean, labels, {}), (token_mean, labels, {})):
+            getattr(piped, call)((ids,), label=label, loss_fn=loss_fn, loss_reduction="mean", **options)
+            texts = [str(each.message) for each in caught if "nothing overlaps" not in str(each.message)]
+            seen.append(len(texts))
+    assert seen == [0, 0, 0, 1, 1] and "let loss_fn return (loss, (label != -100).sum())" in texts[0]
 
 
 def contrastive(outputs, labels):

@@ -108,9 +108,7 @@ class Place:
             return []
         names = dict.fromkeys([*self.held, *dict.keys(now)])
         return [
-            str(name)
-            for name in names
-            if not trees.same(self.held.get(name, missing), dict.get(now, name, missing))
+            str(name) for name in names if not trees.same(self.held.get(name, missing), dict.get(now, name, missing))
         ]
 
     def gained_tensors_only(self) -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.caller import warn
-from roundpipe.core.errors import ConfigError, GradientNote, RaisedIn, innermost
+from roundpipe.core.errors import ConfigError, GradientNote, RaisedIn, innermost, note_few_samples
 from roundpipe.core.layers import is_differentiable
 from roundpipe.core.modes import autocast_as_on_accelerator
 from roundpipe.reports.partition_table import partition_table
@@ -24,8 +24,8 @@ from roundpipe.runtime.microbatch.merge import merge
 from roundpipe.runtime.microbatch.split import split
 from roundpipe.wrappers.batch_loss import train_on_batch
 from roundpipe.wrappers.calls import flow_back
+from roundpipe.wrappers.loss_warnings import LossWarnings
 from roundpipe.wrappers.module_layers import chain_of_modules
-from roundpipe.wrappers.own_loss_warning import OwnLossWarning
 from roundpipe.wrappers.parts import IN_ONE_PIECE, CallOptions, HostTree, Part, overlaid
 from roundpipe.wrappers.pipe import RoundPipe
 from roundpipe.wrappers.session import Program, Runner, Session, TrainingCall
@@ -60,7 +60,7 @@ class HostRunner(Runner):
         self.options = CallOptions()
         self._warned = False
         self._warned_of_arguments = False
-        self._own_loss = OwnLossWarning(self.model)
+        self._loss_warnings = LossWarnings(self.model)
         names = {module: name for name, module in self.model.named_modules()}
         if gone := next((module for module in self.parts.on_devices if module not in names), None):
             raise ConfigError(
@@ -92,7 +92,7 @@ class HostRunner(Runner):
                 parts = enumerate(zip(pieces.args, pieces.kwargs, pieces.events, strict=True))
                 outputs = [self._run_tree(a, k, options, IN_ONE_PIECE, own, m, events) for m, (a, k, events) in parts]
             outputs = trees.map_tensors(outputs, lambda tensor: tensor.to(config.output_device))
-            self._own_loss.look_at_outputs(outputs, config)
+            self._loss_warnings.look_at_outputs(outputs, config)
             outputs = merge(outputs, config)
         self.session.optimizer.raise_pending()
         return outputs
@@ -163,7 +163,9 @@ class HostRunner(Runner):
                 self.session.optimizer.end_call()
             merged = merge(outputs, config) if training.return_outputs else None
         self.session.optimizer.raise_pending()
-        self._own_loss.look([weights], len(losses), training.options, self.config)
+        self._loss_warnings.look([weights], len(losses), training.options, self.config)
+        if is_mean:
+            self._loss_warnings.look_at_labels(pieces.labels, [weights])
         total = sum_losses(losses, weights.scale)
         return (total, merged) if training.return_outputs else total
 
@@ -204,7 +206,12 @@ class HostRunner(Runner):
         copies = trees.map_tensors((args, kwargs), lambda tensor: tensor if tensor.is_meta else tensor.to("cpu"))
         before = dict(trees.walk(copies))
         with autocast_as_on_accelerator(), RaisedIn(self._place("forward", microbatch)):
-            output = self.tree.run(*copies)
+            try:
+                output = self.tree.run(*copies)
+            except Exception as error:
+                if microbatch is not None and own is None:  # one of several
+                    note_few_samples(error)
+                raise
         self._hand_back(before, copies, own, output)
         return output
 

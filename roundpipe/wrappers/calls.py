@@ -47,7 +47,7 @@ from roundpipe.wrappers.batch_loss import train_on_batch
 from roundpipe.wrappers.deferred import run_forward
 from roundpipe.wrappers.features import plan_hooks_beside_loss
 from roundpipe.wrappers.host_gradients import tensors_reached_by
-from roundpipe.wrappers.own_loss_warning import OwnLossWarning
+from roundpipe.wrappers.loss_warnings import LossWarnings
 from roundpipe.wrappers.recovery import run_step
 from roundpipe.wrappers.run_log import LatestStep
 from roundpipe.wrappers.session import Program, Runner, Session, TrainingCall
@@ -74,7 +74,7 @@ class ChainRunner(Runner):
     def __post_init__(self) -> None:
         session = self.session
         self._joints = JointChains(self.name)
-        self._own_loss = OwnLossWarning(self.model)
+        self._loss_warnings = LossWarnings(self.model)
         measure = functools.partial(memory_of, session.engine.backends[0].device)
         self.tails = TailSource(self.model)
         self.builder = StepBuilder(session.engine, session.host, session.optimizer, measure, _add_tiles)
@@ -94,7 +94,7 @@ class ChainRunner(Runner):
             return self._fall_back().forward(args, kwargs, options)
         outputs = [output for call in calls for output in run_forward(self.session, self.builder, call)]
         self.session.optimizer.raise_pending()
-        self._own_loss.look_at_outputs(outputs, config, scalars := _own_weights(calls))
+        self._loss_warnings.look_at_outputs(outputs, config, scalars := _own_weights(calls))
         return merge(outputs, config, scalars=scalars)
 
     def forward_backward(self, training: TrainingCall) -> Any:
@@ -153,7 +153,9 @@ class ChainRunner(Runner):
             merged = merge(outputs, config) if training.return_outputs else None
         session.engine.raise_pending()
         session.optimizer.raise_pending()
-        self._own_loss.look(weights, len(losses), training.options, self.config)
+        self._loss_warnings.look(weights, len(losses), training.options, self.config)
+        if config.loss_reduction == "mean":
+            self._loss_warnings.look_at_labels([label for call in calls for label in call.labels], weights)
         total = sum_losses(losses, scale)
         return (total, merged) if training.return_outputs else total
 

@@ -19,9 +19,8 @@ def data(size=8, length=12):
 def losses(folder, devices=None):
     """Of an evaluation and a step, of which the Trainer sends the number of targets."""
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=100, use_cache=False
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=100, use_cache=False, **sizes)
     model = transformers.LlamaForCausalLM(config)
     arguments = transformers.TrainingArguments(
         str(folder),

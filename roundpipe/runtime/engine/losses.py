@@ -77,6 +77,8 @@ class LossWeights:
         """Sum of the weights that ``loss_fn`` has given."""
         self.own: OwnKind | None = None
         """What is known of the model's own loss, if that counts as the call says and not by its own weights."""
+        self.own_counts = False
+        """Whether the loss is a mean of the model's own, by its targets."""
         self.reference = None if mean is None else mean.reference
 
     def apply(
@@ -94,6 +96,7 @@ class LossWeights:
         mean, weight = self._mean, losses.weight
         if own is not None and weight is None and not own_shares:
             self.own = "unknown" if own == "mean" and mean is not None else own
+        self.own_counts |= bool(own_shares)
         if mean is None:
             return
         with self._lock:

@@ -1,4 +1,6 @@
-"""Says, once per wrapper, that the loss which a model computes itself may not be that of the whole batch."""
+"""Says, once per wrapper, that a loss may not be that of the whole batch: one that the model computes itself, or a mean
+whose label has other numbers of ignored targets in each microbatch.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ _TEXTS = {
 """By the reduction and by what is known of the loss."""
 
 
-class OwnLossWarning:
+class LossWarnings:
     """Looks at the calls of one model."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -53,6 +55,21 @@ class OwnLossWarning:
         if text is not None and number > 1 and is_certain and not self._has_warned:
             self._has_warned = True
             warn(f"the loss that {self._name} computes itself {text.format(number=number)}")
+
+    def look_at_labels(self, labels: Sequence[Any], weights: Sequence[LossWeights]) -> None:
+        """After a call whose loss is a mean that ``loss_fn`` computes; ``labels`` are those of the microbatches."""
+        is_counted = any(each.has_given or each.own_counts for each in weights)
+        if self._has_warned or is_counted or len(labels) == 1:
+            return
+        shares = [_share_of_targets(label) for label in labels]
+        if len(set(shares) - {None}) > 1:
+            self._has_warned = True
+            warn(
+                f"loss_reduction='mean' counts the {len(labels)} microbatches by their samples, and label has other "
+                f"numbers of {IGNORED} in each, which losses such as cross_entropy ignore. If the loss is a mean over "
+                f"the others, it differs from that of the whole batch: let loss_fn return (loss, (label != {IGNORED})"
+                ".sum())"
+            )
 
     def look_at_outputs(
         self, outputs: Sequence[Any], config: ResolvedConfig, known: Collection[trees.Path] = ()
@@ -71,6 +88,18 @@ class OwnLossWarning:
                 "forward_backward or forward_loss with (loss, number of targets), num_microbatch=1, or say by "
                 "merge_output how it is merged"
             )
+
+
+IGNORED = -100
+"""What losses of torch ignore in a target, unless they are told otherwise."""
+
+
+def _share_of_targets(label: Any) -> float | None:
+    """The share of targets that count; None: there are none on the host, where looking at them is cheap."""
+    kinds = torch.int64, torch.int32
+    tensors = [each for each in trees.tensors(label) if each.dtype in kinds and each.device.type == "cpu" and each.ndim]
+    number = sum(each.numel() for each in tensors)
+    return sum(int((each != IGNORED).sum()) for each in tensors) / number if number else None
 
 
 def _is_scalar(value: Any) -> bool:
