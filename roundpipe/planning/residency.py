@@ -1,16 +1,18 @@
-"""Which layers' frozen weights stay on the devices, in the memory that a plan leaves over.
+"""What stays on the devices: frozen weights of layers, in the memory that a plan leaves over, and trained ones.
 
-Each worker keeps a copy of its own of every such layer: stages go around as without, so no plan gets slower, and any
-worker may run any stage. What stays takes no room in the arena; in a plan of at most three stages on one worker, whose
-arena holds all weights anyway, it costs no memory at all.
+Trained weights stay with all that is theirs, on one worker alone; plans are made for the memory beside them.
 
-Layers are chosen one by one from the stage whose uploads are the most for the time that it computes: what it brings
-is what the stage before it hides the least.
+Of layers whose frozen weights stay each worker keeps a copy of its own: stages go around as without, so no plan gets
+slower, and any worker may run any stage. What stays takes no room in the arena; in a plan of at most three stages on
+one worker, whose arena holds all weights anyway, it costs no memory at all.
+
+Such layers are chosen one by one from the stage whose uploads are the most for the time that it computes: what it
+brings is what the stage before it hides the least.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -33,43 +35,51 @@ LEAST_SHARE = 1 / 16
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """Layers whose frozen weights stay on every worker's device, and the bytes that they take there."""
+    """Layers whose weights stay on every worker's device, and the bytes that they take there."""
 
     layers: frozenset[int] = frozenset()
+    """Those whose frozen weights stay."""
     num_bytes: int = 0
-    is_full: bool = False
-    """Whether trained weights stay, too, and all that is theirs: gradients, the optimizer's copies and states."""
+    trained: frozenset[int] = frozenset()
+    """Those whose trained weights stay, and all that is theirs: gradients, the optimizer's copies and states."""
+
+    def __or__(self, other: Residency) -> Residency:
+        """What stays of either, which have nothing in common."""
+        return Residency(self.layers | other.layers, self.num_bytes + other.num_bytes, self.trained | other.trained)
 
     def streamed(self, costs: Sequence[LayerCost]) -> Sequence[LayerCost]:
         """Costs of layers as each visit uploads them."""
-        if not self.layers:
+        if not (self.layers or self.trained):
             return costs
-        if self.is_full:
-            return [replace(cost, weight_bytes=0, gradient_bytes=0, num_parameters=0) for cost in costs]
-        return [
-            replace(cost, weight_bytes=_streamed_bytes(cost), num_parameters=num_trained(cost))
-            if index in self.layers
-            else cost
-            for index, cost in enumerate(costs)
-        ]
+        return [self._streamed_cost(index, cost) for index, cost in enumerate(costs)]
+
+    def _streamed_cost(self, index: int, cost: LayerCost) -> LayerCost:
+        trained_bytes = _streamed_bytes(cost)
+        if index in self.trained:
+            frozen_bytes = 0 if index in self.layers else cost.weight_bytes - trained_bytes
+            return replace(cost, weight_bytes=frozen_bytes, gradient_bytes=0, num_parameters=0)
+        if index in self.layers:
+            return replace(cost, weight_bytes=trained_bytes, num_parameters=num_trained(cost))
+        return cost
 
     def bytes_of(self, costs: Sequence[LayerCost]) -> dict[int, int]:
         """What stays of each of its layers."""
-        streamed = self.streamed(costs)
-        return {index: costs[index].weight_bytes - streamed[index].weight_bytes for index in sorted(self.layers)}
+        streamed, layers = self.streamed(costs), sorted(self.layers | self.trained)
+        return {index: costs[index].weight_bytes - streamed[index].weight_bytes for index in layers}
 
     def stage_memory(self, plan: ExecutePlan, costs: StageCosts, num_workers: int) -> dict[str, DeviceMemory]:
         """Device memory while the stages F0, .., U, B1, .. of a training plan run."""
-        jobs = training_jobs(plan, self._streamed(costs), num_workers)
+        jobs = training_jobs(plan, self.rest(costs), num_workers)
         needs = iter(device_memory(jobs, num_workers, self.num_bytes))
         stages = zip(plan.named_stages(), plan.shares("train", num_workers), strict=True)
         return {name: max(islice(needs, count), key=lambda need: need.total) for (name, _), count in stages}
 
     def peak_bytes(self, schedule: Schedule, costs: StageCosts) -> int:
         """Device memory that a schedule takes at most, and what stays."""
-        return self.num_bytes + peak_bytes(self._streamed(costs).of_jobs(schedule), schedule.num_workers)
+        return self.num_bytes + peak_bytes(self.rest(costs).of_jobs(schedule), schedule.num_workers)
 
-    def _streamed(self, costs: StageCosts) -> StageCosts:
+    def rest(self, costs: StageCosts) -> StageCosts:
+        """Costs of ranges of layers as each visit uploads them."""
         return StageCosts(self.streamed(costs.layers), costs.grain, is_alone=costs.is_alone)
 
 
@@ -80,19 +90,32 @@ STREAMED = Residency()
 def full_residency(costs: Sequence[LayerCost], optimizer_bytes: int) -> Residency:
     """Everything stays, ``optimizer_bytes`` of the optimizer's side among it; gradients twice, while they add up."""
     num_bytes = sum(cost.weight_bytes + 2 * cost.gradient_bytes for cost in costs) + optimizer_bytes
-    return Residency(frozenset(range(len(costs))), num_bytes, is_full=True)
+    layers = frozenset(range(len(costs)))
+    return Residency(layers, num_bytes, trained=layers)
 
 
-def choose_residency(schedule: Schedule, costs: StageCosts, budget_bytes: int | None) -> Residency:
-    """What may stay beside the peak of a schedule within a budget per device; None: no limit."""
+def trained_residency(costs: Sequence[LayerCost], layers: Iterable[int], optimizer_bytes: int) -> Residency:
+    """What is trained of some layers stays, ``optimizer_bytes`` of the optimizer's side among it."""
+    trained = frozenset(layers)
+    num_bytes = sum(_streamed_bytes(costs[index]) + 2 * costs[index].gradient_bytes for index in trained)
+    return Residency(num_bytes=num_bytes + optimizer_bytes, trained=trained)
+
+
+def choose_residency(
+    schedule: Schedule, costs: StageCosts, budget_bytes: int | None, trained: Residency = STREAMED
+) -> Residency:
+    """What may stay beside the peak of a schedule within a budget per device; None: no limit.
+
+    ``trained`` are trained weights that stay in any case.
+    """
     frozen = {
         index: cost.weight_bytes - _streamed_bytes(cost)
         for index, cost in enumerate(costs.layers)
         if cost.weight_bytes - _streamed_bytes(cost) > LEAST_SHARE * cost.weight_bytes
     }
     if budget_bytes is None:
-        return Residency(frozenset(frozen), sum(frozen.values()))
-    stages = costs.of_jobs(schedule)
+        return trained | Residency(frozenset(frozen), sum(frozen.values()))
+    stages, budget_bytes = trained.rest(costs).of_jobs(schedule), budget_bytes - trained.num_bytes
     weights = [stage.weight_bytes for stage in stages]
     beside_bytes = peak_bytes(stages, schedule.num_workers) - arena_bytes(weights, schedule.num_workers)
     stays: set[int] = set()
@@ -104,7 +127,7 @@ def choose_residency(schedule: Schedule, costs: StageCosts, budget_bytes: int | 
         if needed_bytes <= budget_bytes:
             weights, stays_bytes = lighter, stays_bytes + num_bytes
             stays.add(index)
-    return Residency(frozenset(stays), stays_bytes)
+    return trained | Residency(frozenset(stays), stays_bytes)
 
 
 def _next(

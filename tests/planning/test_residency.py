@@ -9,7 +9,7 @@ import pytest
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan, make_schedule
 from roundpipe.planning.machine import HardwareProfile
-from roundpipe.planning.residency import STREAMED, choose_residency, full_residency
+from roundpipe.planning.residency import STREAMED, choose_residency, full_residency, trained_residency
 from roundpipe.planning.simulator import simulate
 from roundpipe.planning.stage_costs import StageCosts, plan_peak_bytes
 
@@ -80,3 +80,25 @@ def test_where_everything_stays_only_values_are_moved() -> None:
     num_visits, num_trained = 12, 8  # of layers; two more find their weights there
     assert found.uploaded_bytes == pytest.approx(streamed.uploaded_bytes - 200 * num_visits)
     assert found.downloaded_bytes == pytest.approx(streamed.downloaded_bytes - 20 * num_trained)
+
+
+def test_what_is_trained_of_some_layers_stays_beside_frozen_weights_of_others() -> None:
+    schedule, costs = make_schedule(PLAN, 1, 3), StageCosts(COSTS)
+    trained = trained_residency(COSTS, [0, 1], 70)
+    assert trained.num_bytes == 2 * (20 + 2 * 20) + 70 and trained.bytes_of(COSTS) == {0: 20, 1: 20}
+    least = plan_peak_bytes(PLAN, trained.streamed(COSTS), num_workers=1) + trained.num_bytes
+    assert trained.peak_bytes(schedule, costs) == least
+    sizes = []
+    for budget_bytes in range(least, least + 1700, 100):
+        residency = choose_residency(schedule, costs, budget_bytes, trained)
+        assert residency.trained == {0, 1}
+        assert residency.num_bytes == trained.num_bytes + 180 * len(residency.layers)
+        assert residency.peak_bytes(schedule, costs) <= budget_bytes
+        sizes.append(len(residency.layers))
+    assert sizes == sorted(sizes) and sizes[-1] == len(COSTS) and sizes[0] < len(COSTS)
+    assert residency.bytes_of(COSTS) == {index: 200 if index < 2 else 180 for index in range(8)}
+    found, streamed = (simulate(schedule, COSTS, PROFILE, residency=each) for each in (trained, STREAMED))
+    num_visits = 4  # of the two layers
+    assert found.uploaded_bytes == pytest.approx(streamed.uploaded_bytes - 20 * num_visits)
+    assert found.downloaded_bytes == pytest.approx(streamed.downloaded_bytes - 20 * 2)
+    assert found.seconds_per_step <= streamed.seconds_per_step

@@ -2,8 +2,13 @@
 
 import pytest
 import torch
+from torch import nn
 
-from roundpipe.runtime.weights.twins import Twins
+from roundpipe.runtime.optimizer.hand_over import HandOver
+from roundpipe.runtime.profiling.meter import HostLog
+from roundpipe.runtime.weights.gate import Gates
+from roundpipe.runtime.weights.parameter_pair import ParameterPair
+from roundpipe.runtime.weights.twins import Twin, Twins
 from tests.runtime.cases_twins import OPTIMIZERS, WIDTH, lives_there, model_of, optimizer_of, wrapped
 from tests.runtime.models import assert_equal_bits, batch, square_loss
 
@@ -74,3 +79,37 @@ def test_the_host_waits_for_the_device_only_where_it_reads(is_async, monkeypatch
         assert waits.num_waits == before + 1
         piped.synchronize()
         assert waits.num_waits > before + 1
+
+
+class Running:
+    """A step that has uploaded all, and is over once a gate is open."""
+
+    failed = False
+
+    def __init__(self, gate, parameter):
+        self.has_added = lambda jobs: gate.is_open([parameter])
+
+    def turns(self, parameter):
+        return 0, 0
+
+    def jobs_of(self, parameters):
+        return [0], [0]
+
+    def uploads(self, jobs):
+        return []
+
+
+def test_what_was_uploaded_is_written_while_what_lives_on_the_device_is_in_use():
+    pairs = [ParameterPair([name], nn.Parameter(torch.zeros(2))) for name in ("there", "streamed")]
+    for pair in pairs:
+        pair.make_copy(torch.float64)
+        with torch.no_grad():
+            pair.copy.add_(1)
+    there, streamed = pairs
+    there.begin_twin(Twin(nn.Parameter(torch.zeros(2))))
+    gates = Gates()
+    gates.close([pair.parameter for pair in pairs])
+    step = Running(gates.weights, streamed.parameter)
+    HandOver(gates, HostLog("optimizer")).exchange(pairs, [step], True)
+    assert torch.equal(streamed.parameter, torch.ones(2)) and torch.equal(there.twin.weights, torch.ones(2))
+    assert not there.parameter.any() and there.is_behind is False

@@ -102,7 +102,7 @@ class StepBuilder:
             and not torch.is_anomaly_enabled()  # a mode of the process, which may end with the call
             and self.plans.is_proven(call),
             times=self.plans.costs.times_of(call),
-            peaks=None if call.is_full else self.plans.costs.peaks_of(call, spec.schedule.plan),
+            peaks=None if call.has_twins else self.plans.costs.peaks_of(call, spec.schedule.plan),
             retries=self.plans.retries_of(call, self._engine.retries),
         )
         return spec, values
@@ -181,7 +181,8 @@ class StepBuilder:
         requiring = {tensor.name for tensor in inputs}
         inputs += _inputs([{LABEL: HostValue(label)} for label in call.labels])
         room, weights = self.plans.room(call, plan), self._prepare(chain, wants_gradients=keeps_history)
-        if not self._live(call, weights):
+        staying = _trained(weights, room.residency.trained)
+        if not self._live(call, weights, staying):
             return self._spec(call, kind, keeps_history=keeps_history, ends_in_loss=ends_in_loss)
         if not call.is_evaluation:
             self.last_residency = room.residency
@@ -189,7 +190,7 @@ class StepBuilder:
         spec = StepSpec(
             chain=chain,
             weights=weights,
-            stays=_stays(weights, room.residency.layers, with_trained=call.is_evaluation, are_twins=call.is_full),
+            stays=_stays(weights, room.residency.layers, with_trained=call.is_evaluation, staying=staying),
             resident_bytes=room.resident_bytes,
             spare_bytes=room.spare_bytes if call.is_evaluation else None,
             schedule=schedule,
@@ -231,36 +232,40 @@ class StepBuilder:
             return self._optimizer.has_twins and not call.config.requires_grad
         return self._optimizer.may_have_twins and not call.loss_reads_weights
 
-    def _live(self, call: Call, weights: Sequence[LayerWeights]) -> bool:
-        """Let trained weights be on the device, or at home, as a call's plan has it; False: there is no room."""
+    def _live(self, call: Call, weights: Sequence[LayerWeights], staying: Collection[torch.Tensor]) -> bool:
+        """Let trained weights be on the device, those ``staying``, or at home; False: there is no room."""
         optimizer, twins = self._optimizer, self._engine.twins
         parameters = [slot.tensor for one in weights for slot in one.slots if slot.is_parameter]
-        if twins and not (call.is_full and twins.are_of(parameters)):
+        if twins and not (call.has_twins and twins.are_of(parameters, staying)):
             comes_and_goes = optimizer.is_unasked and self._num_returns > MOST_RETURNS
-            self._num_returns += call.is_full
+            self._num_returns += call.has_twins
             optimizer.come_home()
             if call.loss_reads_weights and call.config.residency == FULL:
                 logger.warning(
                     "residency='full': weights are streamed as with 'auto' (loss_fn can reach the model and may read "
                     "its weights on the host)"
                 )
-            if comes_and_goes or not (call.is_full or call.is_evaluation):
+            if comes_and_goes or not (call.has_twins or call.is_evaluation):
                 self.plans.full.is_over |= call.config.residency != "off"  # or they might come and go with each call
-        if not call.is_full or twins:
+        if not call.has_twins or twins:
             return True
-        trained = list(dict.fromkeys(parameter for parameter in parameters if parameter.requires_grad))
+        trained = list(dict.fromkeys(parameter for parameter in parameters if parameter in staying))
         is_asked = call.config.residency == FULL
         try:
             if twins.suit(trained) and (is_asked or optimizer.suits()):
-                beside_bytes = optimizer.device_bytes()
+                beside_bytes = optimizer.device_bytes(staying)
                 self._engine.release_memory()  # of streamed weights
                 begin = optimizer.begin_twins if is_asked else optimizer.begin_unasked
                 begin(trained, beside_bytes)
                 return True
             reason = "some trained weights are of a kind that stays on the host"
+            self.plans.full.is_over = True
         except OUT_OF_MEMORY as error:
             reason = str(error).partition("\n")[0]
-        self.plans.full.is_over = True
+            self.plans.full.shrink(call)
+            if not self.plans.full.is_over:
+                logger.info("weights of fewer layers stay on the device (%s)", reason)
+                return False
         if is_asked:
             logger.warning("residency='full': weights are streamed as with 'auto' (%s)", reason)
         elif not optimizer.is_over:  # it has said why
@@ -315,13 +320,26 @@ class StepBuilder:
         }
 
 
+def _trained(weights: Sequence[LayerWeights], layers: Collection[int]) -> set[torch.Tensor]:
+    """What is trained of some layers."""
+    return {weights[index].slots[slot].tensor for index in layers for slot in weights[index].trained_slots()}
+
+
 def _stays(
-    weights: Sequence[LayerWeights], layers: Collection[int], *, with_trained: bool = False, are_twins: bool = False
+    weights: Sequence[LayerWeights],
+    layers: Collection[int],
+    *,
+    with_trained: bool = False,
+    staying: Collection[torch.Tensor] = (),
 ) -> list[Stay]:
-    """What of each layer stays, where the frozen weights of some do, or those that are trained as well."""
+    """What of each layer stays, where the frozen weights of some do, or those that are trained as well.
+
+    ``staying`` are parameters that live on the device, whichever layers have them.
+    """
     stays = []
     for index, one in enumerate(weights):
-        parts, twins = [one.frozen_slots()] if index in layers else [], one.trained_slots() if are_twins else ()
+        parts = [one.frozen_slots()] if index in layers else []
+        twins = tuple(slot for slot in one.trained_slots() if one.slots[slot].tensor in staying) if staying else ()
         if index in layers and with_trained:
             parts.append(tuple(sorted({*one.steady_slots()}.difference(parts[0], twins))))
         stays.append(Stay.of(one, parts, twins))

@@ -1,28 +1,27 @@
-"""Plans of calls while trained weights live on the device: then only values are moved.
+"""Plans of calls while trained weights live on the device, with gradients and the optimizer's side.
 
-A plan is chosen for the memory that is left beside weights, gradients and the optimizer's side. With
-``residency="full"`` it is taken if it is predicted to be no slower than the one that streams; with ``"auto"``, on an
-accelerator, once it is known what updates take on the host, if it is faster by enough and nobody will notice
-(`roundpipe.runtime.optimizer.unasked`). Once a step of such a plan has run out of memory, all stream.
+Where there is room all of them do, and only values are moved; else those of some layers (`plans_beside`). With
+``residency="full"`` such a plan is taken if it is predicted to be no slower than the one that streams; with ``"auto"``,
+on an accelerator, once it is known what updates take on the host, if it is faster by enough and nobody will notice
+(`roundpipe.runtime.optimizer.unasked`). Once a step has run out of memory fewer layers stay, or none if all had.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
-from roundpipe.core.errors import DeviceMemoryError
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.schedule import ExecutePlan
-from roundpipe.planning.planner import plan as choose_plan
-from roundpipe.planning.residency import Residency, full_residency
-from roundpipe.planning.stage_costs import plan_peak_bytes, plan_seconds
+from roundpipe.planning.residency import trained_residency
 from roundpipe.reports.tables import format_bytes
 from roundpipe.runtime.engine.chain_record import Room
 from roundpipe.runtime.engine.cost_model import CostModel
+from roundpipe.runtime.engine.plans_beside import PlanBeside, PlansBeside, trained_parameters
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.runtime.optimizer.optimizer import OptimizerSide
 
@@ -37,10 +36,14 @@ DEVICE_BYTES_PER_S = 2e12
 
 @dataclass(slots=True)
 class _FullPlan:
-    residency: Residency
-    plan: ExecutePlan | None
-    """None: it does not fit, or is slower."""
+    found: PlanBeside | None = None
+    """None: nothing fits, or it is slower."""
     is_proven: bool = False
+
+    @property
+    def layers(self) -> frozenset[int]:
+        """Those whose trained weights live on the device."""
+        return self.found.residency.trained if self.found is not None else frozenset()
 
 
 class FullPlans:
@@ -57,6 +60,10 @@ class FullPlans:
         self._may: Callable[[Call], bool] = lambda call: False
         self._kept: weakref.WeakKeyDictionary[LayerChain, dict[Any, _FullPlan]] = weakref.WeakKeyDictionary()
         self._budget_bytes: int | None = None
+        self._has_all = False
+        """Whether, where trained weights live on the device, all do."""
+        self._most_layers: int | None = None
+        """That may stay, since a step with more ran out of memory; None: all."""
         self.is_over = False
         """Whether there was too little memory."""
 
@@ -75,33 +82,45 @@ class FullPlans:
         if optimizer.has_twins:
             return optimizer.may_stay_unasked or not optimizer.is_unasked
         if (kept := self._of(call)) is not None:
-            return kept.plan is not None and not optimizer.is_over
+            return kept.found is not None and not optimizer.is_over
         if not (self._accelerators and self._costs.is_measured(call.chain, call.tiles)):
             return False
         costs = self._costs.of(call.chain, call.elements(), call.tiles)
-        if (residency := full_residency(costs, 0)).num_bytes > (self._budget_bytes or 0):
-            self._keep(call, _FullPlan(residency, None))
+        least_bytes = min(
+            (trained_residency(costs, [index], 0).num_bytes for index in trained_parameters(call)), default=0
+        )
+        if least_bytes > (self._budget_bytes or 0):
+            self._keep(call, _FullPlan())
             return False
         return optimizer.on_host_s() is not None
 
     def instead(
         self, call: Call, streamed: ExecutePlan, streamed_s: Callable[[], float], budget_bytes: int | None
     ) -> ExecutePlan:
-        """The plan for a call, if it may take the place of the one that streams; sets `Call.is_full`."""
-        call.is_full, self._budget_bytes = False, budget_bytes
+        """The plan for a call, if it may take the place of the one that streams; sets `Call.has_twins`."""
+        call.has_twins, self._budget_bytes = False, budget_bytes
         record = self._costs.record(call.chain)
         if not self.wants(call):
             return streamed
         if budget_bytes is None or not (call.chain.example_elements or record.memory()):
             self.is_over |= call.config.residency != FULL  # or it would be asked at each call
             return streamed
-        if (kept := self._of(call)) is None:
-            kept = self._choose(call, streamed, streamed_s, budget_bytes)
+        there = self._there(call)
+        if (kept := self._of(call)) is None or (kept.found is not None and there and there != _ids(call, kept.layers)):
+            kept = self._choose(call, streamed, streamed_s, budget_bytes, there)
             self._keep(call, kept)
-            if kept.plan is None and self._optimizer is not None and not self._optimizer.has_twins:
+            if kept.found is None and self._optimizer is not None and not self._optimizer.has_twins:
                 self._optimizer.end_measuring()
-        call.is_full = kept.plan is not None
-        return kept.plan or streamed
+        if kept.found is None:
+            return streamed
+        call.has_twins, self._has_all = True, len(kept.layers) == len(call.chain)
+        return kept.found.plan
+
+    def _there(self, call: Call) -> frozenset[int]:
+        """The parameters of a call's layers that live on the device, by their identities."""
+        if self._optimizer is None or not self._optimizer.has_twins:
+            return frozenset()
+        return frozenset(id(each) for each in call.chain.parameters() if self._optimizer.lives_there(each))
 
     def _key(self, call: Call) -> tuple[Any, ...]:
         return (
@@ -112,6 +131,7 @@ class FullPlans:
             call.config.execute_plan,
             call.config.residency,
             call.is_evaluation,
+            call.is_evaluation and self._optimizer is not None and self._optimizer.has_twins,
         )
 
     def _of(self, call: Call) -> _FullPlan | None:
@@ -121,87 +141,122 @@ class FullPlans:
         self._kept.setdefault(call.chain, {})[self._key(call)] = kept
 
     def _choose(
-        self, call: Call, streamed: ExecutePlan, streamed_s: Callable[[], float], budget_bytes: int
+        self,
+        call: Call,
+        streamed: ExecutePlan,
+        streamed_s: Callable[[], float],
+        budget_bytes: int,
+        there: frozenset[int],
     ) -> _FullPlan:
-        costs, grain = self._costs.of(call.chain, call.elements(), call.tiles), call.config.recompute_grain
+        """The plan for a call; with the parameters that are ``there``, by their identities, if that is some layers'."""
         assert self._optimizer is not None
-        device_bytes, is_unasked = self._optimizer.device_bytes(), call.config.residency != FULL
-        residency = full_residency(costs, device_bytes)
-        left_bytes, there = budget_bytes - residency.num_bytes, residency.streamed(costs)
-        if is_unasked and not call.is_evaluation:
-            if not self._optimizer.suits():
-                return _FullPlan(residency, None)
-            left_bytes -= sum(2 * cost.gradient_bytes for cost in costs)  # an update may take twice what it should
-        number, links = call.num_microbatches, self._costs.links(call.chain, call.tiles)
-        predict = self._costs.prediction(call, there, links)
-        plan: ExecutePlan | None = None
-        if call.config.execute_plan is not None:
-            needed_bytes = plan_peak_bytes(streamed, there, num_workers=1, recompute_grain=grain, is_alone=number == 1)
-            plan = streamed if needed_bytes <= left_bytes else None
-        elif left_bytes > 0:
-            try:
-                plan = choose_plan(
-                    there,
-                    num_workers=1,
-                    num_microbatches=number,
-                    memory_budget_bytes=left_bytes,
-                    recompute_grain=grain,
-                    names=[spec.name for spec in call.chain.specs],
-                    predict=predict,
-                    link_bytes_per_s=min(links),
+        is_unasked = call.config.residency != FULL
+        if is_unasked and not call.is_evaluation and not self._optimizer.suits():
+            return _FullPlan()
+        spares = is_unasked and not call.is_evaluation
+        plans = PlansBeside(self._costs, call, streamed, budget_bytes, self._optimizer, spares=spares)
+        if there and not self._has_all and (found := plans.of_those(there)) is not None:
+            return _FullPlan(found)
+        best: tuple[float, PlanBeside] | None = None
+        before_s, weighs = streamed_s(), is_unasked and not self._optimizer.has_twins
+        for found in self._candidates(call, plans, there):
+            limit_s, seconds = self._compared(call, found, before_s)
+            if weighs:
+                logger.info(
+                    "with %s on the device a step is predicted to take %.3g s instead of %.3g s",
+                    _described(call, found),
+                    seconds,
+                    limit_s,
                 )
-            except DeviceMemoryError:
-                plan = None
-        if plan is None:
-            logger.info(
-                "weights, gradients and the optimizer's side would take %s; they are streamed",
-                format_bytes(residency.num_bytes),
-            )
-            return _FullPlan(residency, None)
-        if predict is not None:
-            seconds = predict(plan)
-        else:
-            seconds = plan_seconds(plan, costs=there, num_workers=1, num_microbatches=number)
-        before_s = streamed_s()
-        if is_unasked and not self._optimizer.has_twins:
-            before_s, seconds = self._with_updates(call, before_s, seconds, device_bytes)
-            is_faster = seconds <= (1 - AUTO_GAIN) * before_s
-            logger.info("on the device a step is predicted to take %.3g s instead of %.3g s", seconds, before_s)
-        else:
-            is_faster = call.config.execute_plan is not None or seconds <= before_s * (1 + 1e-9)
-        if not is_faster:
-            return _FullPlan(residency, None)
-        logger.info(
-            "weights live on the device, %s with gradients and the optimizer's side", format_bytes(residency.num_bytes)
-        )
-        return _FullPlan(residency, plan)
+                limit_s *= 1 - AUTO_GAIN
+            if seconds <= limit_s and (best is None or seconds < best[0]):
+                best = seconds, found
+            if best is not None and (not weighs or _is_all(call, found)):
+                break
+        if best is None:
+            logger.info("weights, gradients and the optimizer's side are streamed, or stay on the host")
+            return _FullPlan()
+        logger.info("%s live on the device", _described(call, best[1]))
+        return _FullPlan(best[1])
 
-    def _with_updates(self, call: Call, streamed_s: float, full_s: float, device_bytes: int) -> tuple[float, float]:
+    def _candidates(self, call: Call, plans: PlansBeside, there: frozenset[int]) -> Iterator[PlanBeside]:
+        """All stays, if it may and that is not too much; else some layers, the most first."""
+        if self._most_layers is None and (self._has_all or not there) and (found := plans.of_all()) is not None:
+            yield found
+        if not call.is_evaluation:  # for which fewer layers would have to stay in training, too
+            yield from plans.of_some(self._most_layers)
+
+    def _compared(self, call: Call, found: PlanBeside, before_s: float) -> tuple[float, float]:
+        """Seconds per step of which such a plan must not take more, and those that it takes."""
+        assert self._optimizer is not None
+        if call.config.residency == FULL or self._optimizer.has_twins:
+            return (inf if call.config.execute_plan is not None else before_s * (1 + 1e-9)), found.seconds
+        return self._with_updates(call, before_s, found)
+
+    def _with_updates(self, call: Call, streamed_s: float, found: PlanBeside) -> tuple[float, float]:
         """Seconds per step with updates: on the host, beside the next round or alone, and on the device.
 
-        What steps have taken counts if it is more than predicted: streaming keeps the host busy.
+        Where nothing is streamed any more, what steps have taken counts if it is more than predicted: streaming keeps
+        the host busy.
         """
         assert self._optimizer is not None
+        costs, layers = call.chain.costs, found.residency.trained
         update_s, step_s = self._optimizer.on_host_s() or (0.0, 0.0)
+        of_all, there = (sum(costs[i].gradient_bytes for i in each) for each in (range(len(costs)), layers))
+        rest_s, found_s = update_s * (1 - there / max(of_all, 1)), found.seconds
         if self._optimizer.is_async:
-            streamed_s = max(streamed_s, update_s)
+            streamed_s, found_s = max(streamed_s, update_s), max(found_s, rest_s)
         else:
-            streamed_s += update_s
             _, down_bytes_per_s = self._costs.links(call.chain, call.tiles)
-            full_s += sum(cost.gradient_bytes for cost in call.chain.costs) / down_bytes_per_s  # new weights, home
-        return max(streamed_s, step_s), full_s + 2 * device_bytes / DEVICE_BYTES_PER_S
+            streamed_s += update_s
+            found_s += rest_s + there / down_bytes_per_s  # new weights, home
+        if _is_all(call, found):
+            streamed_s = max(streamed_s, step_s)
+        return streamed_s, found_s + 2 * found.optimizer_bytes / DEVICE_BYTES_PER_S
+
+    def budget_changed(self) -> None:
+        """Look anew at what fits."""
+        self._kept.clear()
+
+    def shrink(self, call: Call) -> None:
+        """A step of a call's plan ran out of memory: fewer layers stay."""
+        kept = self._of(call)
+        layers = trained_parameters(call).keys() & (kept.layers if kept is not None else ())
+        had_all = kept is not None and len(kept.layers) == len(call.chain)
+        self._most_layers = 0 if had_all else len(layers) // 2
+        self.is_over |= not self._most_layers
+        self._kept.clear()
+        if self._optimizer is not None:
+            self._optimizer.end_measuring()
 
     def room(self, call: Call) -> Room:
-        """What stays in a step of a call's plan: everything."""
+        """What stays in a step of a call's plan."""
         kept = self._of(call)
-        assert kept is not None
-        return Room(kept.residency, None, 0)
+        assert kept is not None and kept.found is not None
+        return kept.found.room
 
     def is_proven(self, call: Call) -> bool:
         """Whether a step has run by a call's plan, or there is none."""
         kept = self._of(call)
-        return kept is not None and (kept.is_proven or kept.plan is None)
+        return kept is not None and (kept.is_proven or kept.found is None)
 
     def prove(self, call: Call) -> None:
         if (kept := self._of(call)) is not None:
             kept.is_proven = True
+
+
+def _ids(call: Call, layers: Collection[int]) -> frozenset[int]:
+    """The parameters that are trained in some layers of a call's chain, by their identities."""
+    trained = trained_parameters(call)
+    return frozenset(id(each) for index in layers for each in trained.get(index, ()))
+
+
+def _is_all(call: Call, found: PlanBeside) -> bool:
+    return len(found.residency.trained) == len(call.chain)
+
+
+def _described(call: Call, found: PlanBeside) -> str:
+    """What stays, for the log."""
+    number, num_bytes = len(found.residency.trained), format_bytes(found.residency.num_bytes)
+    of = "" if _is_all(call, found) else f" of {number} of {len(call.chain)} layers"
+    return f"weights{of}, {num_bytes} with gradients and the optimizer's side,"

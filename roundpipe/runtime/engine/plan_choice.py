@@ -78,6 +78,7 @@ class PlanChooser:
         logger.info("devices have %s for plans now, and had %s", *map(format_bytes, (budget_bytes, before_bytes)))
         self._budget_bytes = self.options.budget_bytes = budget_bytes
         self.costs.budget_changed(is_larger=budget_bytes > before_bytes)
+        self.full.budget_changed()
 
     @property
     def has_budget(self) -> bool:
@@ -86,7 +87,7 @@ class PlanChooser:
     def plan(self, call: Call) -> ExecutePlan:
         """The plan of a call: the user's, or the planner's for microbatches of this size."""
         plan = self._streaming(call)
-        return self.full.instead(call, plan, lambda: self.seconds(call, call.tiles)(plan), self._budget_bytes)
+        return self.full.instead(call, plan, lambda: self.seconds(call, call.tiles)(plan), self._budget_of(call))
 
     def _streaming(self, call: Call) -> ExecutePlan:
         chain, config = call.chain, call.config
@@ -114,7 +115,7 @@ class PlanChooser:
     def retries_of(self, call: Call, counter: RetryCounter) -> StepRetries | None:
         """Where to note how often allocators are at their limit in a training step; None: its plan stays anyway."""
         record, key = self.costs.record(call.chain), self.key(call)
-        if self._budget_bytes is None or call.config.execute_plan is not None or call.is_full:
+        if self._budget_bytes is None or call.config.execute_plan is not None or call.has_twins:
             return None
         kept, room = record.plans[key], record.allocators.setdefault(key, AllocatorRoom())
         return room.begin(RunsBy(kept.plan, kept.tiles, room.share), counter)
@@ -189,7 +190,7 @@ class PlanChooser:
 
     def prove(self, call: Call) -> None:
         """A call's step has run."""
-        if call.is_full:
+        if call.has_twins:
             self.full.prove(call)
         elif (kept := self.costs.record(call.chain).plans.get(self.key(call))) is not None:
             kept.is_proven = True
@@ -197,7 +198,7 @@ class PlanChooser:
     def room(self, call: Call, plan: ExecutePlan) -> Room:
         """What to do with the device memory that a plan leaves over, as predicted."""
         rooms = self.costs.record(call.chain).rooms
-        if call.is_full:
+        if call.has_twins:
             return self.full.room(call)
         if (key := (*self.key(call), call.config.residency, call.is_evaluation, call.tiles, plan)) not in rooms:
             rooms[key] = self._room(call, plan)

@@ -1,6 +1,7 @@
 """After a step ran out of device memory: what the next attempt does without.
 
-    weights that stay on the device   go first, the plan is the same
+    trained weights that live there   half as many layers, or none if all had stayed
+    weights that stay on the device   go next, the plan is the same
     a smaller plan                    a share less than the one before was predicted to need: smaller stages, then layer
                                       by layer, then more tiles
     the smallest plan                 of all these, if none needs so much less
@@ -31,8 +32,8 @@ def shrink(plans: PlanChooser, call: Call, plan: ExecutePlan) -> bool:
     """Take in that a step ran out of memory: the next one needs less. False if nothing is known that does."""
     record, place = plans.costs.record(call.chain), plans.place(call)
     record.allocators.clear()  # what is tried for them goes back to plans that may be too large
-    if call.is_full:
-        plans.full.is_over = True
+    if call.has_twins:
+        plans.full.shrink(call)
         return True
     if plans.room(call, plan).residency.layers:
         record.streaming.add(place)

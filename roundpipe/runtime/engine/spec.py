@@ -72,8 +72,8 @@ class Call:
     """Whether no backward follows, so that nothing is trained."""
     loss_reads_weights: bool = False
     """Whether ``loss_fn`` may read the model's weights on the host."""
-    is_full: bool = False
-    """Whether its trained weights live on the device."""
+    has_twins: bool = False
+    """Whether trained weights live on the device, all or those of some layers."""
     make_tail: MakeTail | None = None
     """Makes the loss a part of the last layer, if it can be."""
     _tail: tuple[Tail | None] | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -53,10 +53,20 @@ class DeviceSteps(PlainSteps):
         """Whether the host's weights are behind those on the device."""
         return any(pair.twin is not None and pair.twin.is_ahead for pair in self._pairs)
 
-    def device_bytes(self) -> int:
-        """What copies with their gradients and states would take of a device, and an update besides; or do."""
+    def lives_there(self, parameter: torch.Tensor) -> bool:
+        """Whether one of the model's parameters lives on a device."""
+        return self._twins is not None and self._twins.get(parameter) is not None
+
+    @property
+    def _is_split(self) -> bool:
+        """Whether some copies are on the device and some on the host."""
+        return self.has_twins and any(pair.copy is not None and not pair.is_away for pair in self._pairs)
+
+    def device_bytes(self, parameters: Collection[torch.Tensor]) -> int:
+        """What copies of these with their gradients and states would take of a device, and an update besides; or do."""
         self._rest("a plan")
-        copies = {id(pair.copy): pair for pair in self._pairs if pair.copy is not None}
+        pairs = [pair for pair in self._pairs if pair.parameter in parameters]
+        copies = {id(pair.copy): pair for pair in pairs if pair.copy is not None}
         num_bytes = 0
         for pair in copies.values():
             assert pair.copy is not None
@@ -69,7 +79,9 @@ class DeviceSteps(PlainSteps):
         return num_bytes
 
     def begin_twins(self, parameters: Sequence[torch.Tensor], num_bytes: int) -> None:
-        """Let these live on the device from now on; ``num_bytes`` are `device_bytes`. What is raised changes nothing.
+        """Let these live on the device from now on; ``num_bytes`` are their `device_bytes`.
+
+        What is raised changes nothing.
 
         Raises:
             DeviceMemoryError: there is no room, also a `torch.OutOfMemoryError`.
@@ -95,10 +107,11 @@ class DeviceSteps(PlainSteps):
                 self._move_states(optimizer)
 
     def _take_copies(self, pairs: Sequence[ParameterPair]) -> None:
-        """Bring the copies to the device that are not there yet."""
+        """Bring the copies to the device of parameters that live there, if they are not there yet."""
         if self._twins is not None and self._twins:
             for pair in pairs:
-                pair.move_copy(self._twins.backend.device, is_away=True)
+                if self.lives_there(pair.parameter):
+                    pair.move_copy(self._twins.backend.device, is_away=True)
 
     def come_home(self, *, with_copies: bool = True) -> None:
         """Let the host have everything again: the weights of the last round, gradients, the copies and their states."""

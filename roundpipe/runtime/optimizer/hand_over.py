@@ -53,6 +53,31 @@ class _Group:
         return all(step.has_added(adds) for step, _, adds in self.jobs)
 
 
+class _Writes:
+    """Groups whose weights are to be written, in the order in which the steps are done with them.
+
+    Those on a device, which are done with when they were last used, and those that were uploaded don't wait for each
+    other.
+    """
+
+    def __init__(self, groups: Iterable[_Group]) -> None:
+        ordered = sorted(groups, key=lambda group: group.turn[0])
+        there = deque(group for group in ordered if group.pairs[0].twin is not None)
+        self._queues = [there, deque(group for group in ordered if group.pairs[0].twin is None)]
+
+    def __bool__(self) -> bool:
+        return any(self._queues)
+
+    def next(self) -> list[_Group]:
+        """The first of each."""
+        return [queue[0] for queue in self._queues if queue]
+
+    def take(self) -> _Group | None:
+        """One that can be written, if there is one."""
+        ready = next((queue for queue in self._queues if queue and queue[0].is_uploaded()), None)
+        return None if ready is None else ready.popleft()
+
+
 class HandOver:
     """Hands over for one model."""
 
@@ -83,11 +108,11 @@ class HandOver:
         if self._twins is not None:
             self._twins.wait_followed()
         groups = _groups_by_turn(pairs, steps)
-        to_write = deque(sorted(groups, key=lambda group: group.turn[0]))
+        to_write = _Writes(groups)
         to_take = deque(sorted(groups, key=lambda group: group.turn[1]))
         while to_write or to_take:
-            if to_write and to_write[0].is_uploaded():
-                group = to_write.popleft().pairs
+            if (ready := to_write.take()) is not None:
+                group = ready.pairs
                 if ranks is not None and ranks.moves_weights:
                     ranks.released(group)
                     continue
@@ -110,18 +135,19 @@ class HandOver:
                 self._gates.gradients.open(pair.parameter for pair in group)
             else:
                 with self._log.doing("waits", "wait for uploads" if to_write else "wait for gradients"):
-                    self._wait(to_write[0] if to_write else None, to_take[0] if to_take else None)
+                    self._wait(to_write.next(), to_take[0] if to_take else None)
 
-    def _wait(self, to_write: _Group | None, to_take: _Group | None) -> None:
-        """Until gradients can be taken or, once all of its uploads have begun, weights can be written."""
+    def _wait(self, to_write: Sequence[_Group], to_take: _Group | None) -> None:
+        """Until gradients can be taken or, once all uploads of some of these have begun, weights can be written."""
 
         def can_go_on() -> bool:
             is_added = to_take is not None and to_take.is_added()
-            return is_added or (to_write is not None and to_write.uploads() is not None)
+            return is_added or any(group.uploads() is not None for group in to_write)
 
         self._gates.board.wait(can_go_on, "the optimizer's thread", "steps that use its parameters")
-        if to_write is not None and (to_take is None or not to_take.is_added()):
-            for event in to_write.uploads() or ():
+        if to_take is None or not to_take.is_added():
+            begun = next((uploads for group in to_write if (uploads := group.uploads()) is not None), ())
+            for event in begun:
                 event.synchronize()
 
     @torch.no_grad()

@@ -158,10 +158,16 @@ class UnaskedSteps(DeviceSteps):
         unwatch([pair.copy for pair in self._pairs if pair.copy is not None])
 
     def _run_there(self, update: Callable[[], Any]) -> Any:
-        if not self.is_unasked:
+        if self._twins is None or not (self.is_unasked or self._is_split):
             return super()._run_there(update)
-        assert self._twins is not None
         device = self._twins.backend.device
+
+        def on_both() -> Any:
+            with as_on_host(device):
+                return update()
+
+        if not self.is_unasked:
+            return super()._run_there(on_both)
 
         def unnoticed() -> Any:
             self._unwatch()  # optimizers ask for the class of parameters

@@ -1,5 +1,7 @@
 """Trained weights that live on one device: each parameter has a twin there, on which layers run.
 
+All trained weights of a model have twins, or those of some layers.
+
     the user's parameter   on the host; behind its twin until somebody is about to read it
     its twin               on the device, with the model's gradient
     the optimizer's copy   on the device while there are twins, as are its gradient and the optimizer's states
@@ -12,7 +14,7 @@ own stream waits by events (`Twins.follow_caller`, `Twins.precede_caller`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,9 +77,9 @@ class Twins:
     def get(self, parameter: torch.Tensor) -> Twin | None:
         return self._twins.get(parameter)
 
-    def are_of(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Whether of these parameters those have twins that are trained now."""
-        return all((each in self._twins) == each.requires_grad for each in parameters)
+    def are_of(self, parameters: Iterable[torch.Tensor], staying: Collection[torch.Tensor]) -> bool:
+        """Whether of these parameters those have twins that are trained now and are to stay."""
+        return all((each in self._twins) == (each.requires_grad and each in staying) for each in parameters)
 
     @staticmethod
     def suit(parameters: Iterable[torch.Tensor]) -> bool:

@@ -1,0 +1,182 @@
+"""Plans in the memory that is left beside trained weights that stay, of all layers or of some.
+
+Of some, the first layers stay: their gradients come last and their new weights are needed first, so that streaming them
+is what is hidden the least. A parameter of several layers stays for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from roundpipe.core.errors import DeviceMemoryError
+from roundpipe.core.layers import LayerCost
+from roundpipe.core.schedule import ExecutePlan, Schedule, ScheduleKind, make_schedule
+from roundpipe.planning.planner import PlanArguments, has_plan
+from roundpipe.planning.planner import plan as choose_plan
+from roundpipe.planning.residency import Residency, choose_residency, full_residency, trained_residency
+from roundpipe.planning.stage_costs import StageCosts, plan_peak_bytes, plan_seconds
+from roundpipe.runtime.engine.chain_record import Room
+from roundpipe.runtime.engine.cost_model import CostModel
+from roundpipe.runtime.engine.spec import Call
+from roundpipe.runtime.optimizer.optimizer import OptimizerSide
+
+EIGHTHS = range(8, 0, -1)
+"""Of the most layers that fit, those that are looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanBeside:
+    """A plan, and what stays beside it."""
+
+    plan: ExecutePlan
+    residency: Residency
+    room: Room
+    seconds: float
+    """Per step, updates left out."""
+    optimizer_bytes: int
+    """Of the residency, the optimizer's side."""
+
+
+class PlansBeside:
+    """Finds them for a call.
+
+    Args:
+        streamed: the plan without them; its own one where the user has given it.
+        budget_bytes: for the plan and what stays.
+        spares: whether what updates need for a moment may be as much as gradients take.
+    """
+
+    def __init__(
+        self,
+        costs: CostModel,
+        call: Call,
+        streamed: ExecutePlan,
+        budget_bytes: int,
+        optimizer: OptimizerSide,
+        *,
+        spares: bool,
+    ) -> None:
+        self._model, self._call, self._streamed = costs, call, streamed
+        self._budget_bytes, self._optimizer, self._spares = budget_bytes, optimizer, spares
+        self._costs = costs.of(call.chain, call.elements(), call.tiles)
+        self._trained = trained_parameters(call)
+
+    def of_all(self) -> PlanBeside | None:
+        """Everything stays; None: there is no plan."""
+        optimizer_bytes = self._optimizer.device_bytes(self._parameters(self._trained))
+        return self._plan(full_residency(self._costs, optimizer_bytes), optimizer_bytes, spares=self._spares)
+
+    def of_those(self, there: Collection[int]) -> PlanBeside | None:
+        """The layers stay that have certain parameters, given by their identities; None: there is no plan, or others.
+
+        Frozen weights stay as there is room.
+        """
+        layers = [index for index, each in self._trained.items() if all(id(one) in there for one in each)]
+        if {id(one) for one in self._parameters(layers)} != set(there):
+            return None
+        return self._of(layers)
+
+    def of_some(self, most_layers: int | None) -> Iterator[PlanBeside]:
+        """Some layers stay: as many as fit, but at most so many, and then fewer."""
+        low, high = 0, len(self._trained) if most_layers is None else min(most_layers, len(self._trained))
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self._fits(self._first(middle)) else (low, middle - 1)
+        for number in dict.fromkeys(low * eighths // 8 for eighths in EIGHTHS):
+            if number and (found := self._of(self._first(number))) is not None:
+                yield found
+
+    def _first(self, number: int) -> list[int]:
+        """The first layers that have trained weights, and those that have no others than these."""
+        first = list(self._trained)[:number]
+        held = {id(one) for one in self._parameters(first)}
+        return [index for index, each in self._trained.items() if all(id(one) in held for one in each)]
+
+    def _parameters(self, layers: Iterable[int]) -> set[torch.Tensor]:
+        return {parameter for index in layers for parameter in self._trained[index]}
+
+    def _residency(self, layers: Sequence[int]) -> tuple[Residency, int]:
+        optimizer_bytes = self._optimizer.device_bytes(self._parameters(layers))
+        return trained_residency(self._costs, layers, optimizer_bytes), optimizer_bytes
+
+    def _of(self, layers: Sequence[int]) -> PlanBeside | None:
+        residency, optimizer_bytes = self._residency(layers)
+        return self._plan(residency, optimizer_bytes, spares=True)
+
+    def _left_bytes(self, residency: Residency, *, spares: bool) -> int:
+        """For a plan beside what stays; with ``spares``, an update may take twice what it should."""
+        spare_bytes = sum(2 * self._costs[index].gradient_bytes for index in residency.trained) if spares else 0
+        return self._budget_bytes - residency.num_bytes - spare_bytes
+
+    def _arguments(self, left_bytes: int) -> PlanArguments:
+        return PlanArguments(
+            num_workers=1,
+            num_microbatches=self._call.num_microbatches,
+            memory_budget_bytes=left_bytes,
+            recompute_grain=self._call.config.recompute_grain,
+            names=[spec.name for spec in self._call.chain.specs],
+        )
+
+    def _fits(self, layers: Sequence[int]) -> bool:
+        residency, _ = self._residency(layers)
+        there, left_bytes = residency.streamed(self._costs), self._left_bytes(residency, spares=True)
+        if left_bytes <= 0:
+            return False
+        if self._call.config.execute_plan is not None:
+            return self._peak_bytes(there) <= left_bytes
+        return has_plan(there, **self._arguments(left_bytes))
+
+    def _peak_bytes(self, costs: Sequence[LayerCost]) -> int:
+        """Of the plan that the user has given."""
+        number, grain = self._call.num_microbatches, self._call.config.recompute_grain
+        return plan_peak_bytes(self._streamed, costs, num_workers=1, recompute_grain=grain, is_alone=number == 1)
+
+    def _plan(self, residency: Residency, optimizer_bytes: int, *, spares: bool) -> PlanBeside | None:
+        call, links = self._call, self._model.links(self._call.chain, self._call.tiles)
+        there, left_bytes = residency.streamed(self._costs), self._left_bytes(residency, spares=spares)
+
+        def stays(schedule: Schedule, costs: StageCosts) -> Residency:
+            return choose_residency(schedule, costs, left_bytes + residency.num_bytes, residency)
+
+        predict = self._model.prediction(call, self._costs, links, stays)
+        plan: ExecutePlan | None = None
+        if call.config.execute_plan is not None:
+            plan = self._streamed if self._peak_bytes(there) <= left_bytes else None
+        elif left_bytes > 0:
+            try:
+                plan = choose_plan(there, **self._arguments(left_bytes), predict=predict, link_bytes_per_s=min(links))
+            except DeviceMemoryError:
+                plan = None
+        if plan is None:
+            return None
+        number = call.num_microbatches
+        seconds = predict(plan) if predict else plan_seconds(plan, there, num_workers=1, num_microbatches=number)
+        room = self._room(plan, residency, left_bytes)
+        return PlanBeside(plan, residency, room, seconds, optimizer_bytes)
+
+    def _room(self, plan: ExecutePlan, trained: Residency, left_bytes: int) -> Room:
+        """What stays beside a plan in all, and what is left."""
+        call, costs = self._call, self._costs
+        if len(trained.layers) == len(costs):
+            return Room(trained, None, 0)
+        if call.is_evaluation:
+            others = (replace(cost, gradient_bytes=0) for cost in costs)
+            costs = [costs[index] if index in trained.trained else cost for index, cost in enumerate(others)]
+        ranges = StageCosts(costs, call.config.recompute_grain, is_alone=call.num_microbatches == 1)
+        kind: ScheduleKind = "forward" if call.is_evaluation or plan.fused is None else "train"
+        schedule = make_schedule(plan, 1, call.num_microbatches, kind=kind)
+        budget_bytes = left_bytes + trained.num_bytes
+        residency = choose_residency(schedule, ranges, budget_bytes, trained)
+        spare_bytes = max(budget_bytes - residency.peak_bytes(schedule, ranges), 0)
+        return Room(residency, residency.num_bytes - trained.num_bytes + spare_bytes, spare_bytes)
+
+
+def trained_parameters(call: Call) -> dict[int, list[torch.Tensor]]:
+    """Per layer of a call's chain that has some, the parameters that are trained now."""
+    trained: dict[int, list[torch.Tensor]] = {
+        index: [each for each in layer.parameters() if each.requires_grad] for index, layer in enumerate(call.chain)
+    }
+    return {index: parameters for index, parameters in trained.items() if parameters}

@@ -1,0 +1,272 @@
+"""Where not all that is trained has room on the device, some layers live there; the numbers are the same."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import roundpipe
+from roundpipe.core.schedule import ExecutePlan
+from roundpipe.runtime.device.backend import Device
+from roundpipe.runtime.engine import full_plans
+from roundpipe.runtime.optimizer import as_on_host, unasked
+from tests.runtime import test_twins, test_unasked
+from tests.runtime.cases_twins import NUM, OPTIMIZERS, ROOM, WIDTH, moved, optimizer_of, save_and_load
+from tests.runtime.models import DTYPE, assert_equal_bits, batch, config, mlp, square_loss
+
+LAYER_BYTES = (WIDTH * WIDTH + WIDTH) * 8
+ONE_OF_THREE = 12_000
+"""Bytes of a device on which the weights of one layer stay."""
+
+
+def number_there(piped):
+    """How many parameters live on the device."""
+    twins = piped._session.engine.twins  # what is private to the runtime tells where weights are
+    return sum(twins.get(each) is not None for each in piped.model.parameters())
+
+
+def one_stage(depth):
+    """A plan that is given, so that what stays goes by memory alone."""
+    return ExecutePlan([], (0, depth), [])
+
+
+def train(residency, *, depth=3, steps=4, is_async=True, optimizer="AdamW", memory_bytes=ONE_OF_THREE, plan=None):
+    """What a run gives, how many parameters live on the device at its end, bytes that a round moves, and the peak."""
+    torch.manual_seed(4)
+    plan = plan or one_stage(depth)
+    model, found = mlp(depth, WIDTH).to(DTYPE), []
+    run_config = config(NUM, plan=plan, residency=residency)
+    devices = [Device("cpu", memory_bytes=memory_bytes)]
+    with roundpipe.RoundPipe(model, devices=devices, model_run_config=run_config) as piped:
+        ours = optimizer_of(piped, OPTIMIZERS[optimizer])
+
+        def update():
+            torch.nn.utils.clip_grad_norm_(ours.param_groups[0]["params"], 0.5, foreach=False)
+            ours.step()
+            ours.zero_grad()
+
+        for step in range(steps + 1):
+            if step == steps:
+                piped.synchronize()
+                moved(piped)
+            found.append(piped.forward_backward((batch(5, width=WIDTH, seed=step),), loss_fn=square_loss))
+            piped.step(update, is_async=is_async)
+        piped.synchronize()
+        found += [parameter.detach().clone() for parameter in model.parameters()]
+        return dict(enumerate(found)), number_there(piped), moved(piped), piped.peak_device_bytes()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("plan", [None, ExecutePlan([(0, 2)], (2, 3), [(1, 2), (0, 1)])])
+def test_the_rest_is_streamed_and_the_numbers_are_the_same(is_async, plan):
+    options = {"is_async": is_async, "plan": plan, "memory_bytes": ONE_OF_THREE if plan is None else 10_000}
+    streamed, none, all_bytes, _ = train("off", **options)
+    found, number, moved_bytes, peak_bytes = train("full", **options)
+    visits = [1, 1, 1] if plan is None else [2, 2, 1]  # of each layer
+    assert none == 0 and all_bytes == (sum(visits) * LAYER_BYTES, 3 * LAYER_BYTES)
+    assert number == 2 and moved_bytes == (sum(visits[1:]) * LAYER_BYTES, 2 * LAYER_BYTES)
+    assert peak_bytes <= options["memory_bytes"]
+    assert_equal_bits(found, streamed)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_more_room_there_is_the_more_layers_stay(optimizer):
+    streamed, _, _, _ = train("off", depth=8, optimizer=optimizer, memory_bytes=16_000)
+    numbers = []
+    for memory_bytes in range(16_000, 40_000, 4_000):
+        found, number, moved_bytes, peak_bytes = train("full", depth=8, optimizer=optimizer, memory_bytes=memory_bytes)
+        rest_bytes = (16 - number) // 2 * LAYER_BYTES
+        numbers.append(number)
+        assert moved_bytes == (rest_bytes, rest_bytes) and peak_bytes <= memory_bytes
+        assert_equal_bits(found, streamed)
+    assert numbers == sorted(numbers) and len(set(numbers)) > 3 and numbers[-1] == 16
+
+
+def test_updates_may_use_copies_of_both_places_together(monkeypatch):
+    entered = []
+    # here both are the host, so that only who makes it possible tells
+    monkeypatch.setattr(unasked, "as_on_host", lambda device: entered.append(device) or as_on_host.as_on_host(device))
+    train("full", memory_bytes=ROOM)
+    assert not entered
+    train("full", steps=4)
+    assert len(entered) == 4  # the first update is of streamed weights
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_whatever_happens_between_steps(is_async, tmp_path):
+    def between(step, *state):
+        numbers.append(number_there(state[0]))
+        for action in test_twins.ACTIONS[step]:
+            action(*state, *([tmp_path / "saved"] if action is save_and_load else []))
+
+    steps, numbers = len(test_twins.ACTIONS), []
+    options = {"is_async": is_async, "between": between, "steps": steps, "memory_bytes": ONE_OF_THREE}
+    streamed, _, _ = test_twins.run("off", plan="one stage", **options)
+    assert numbers == [0] * steps
+    found, where, _ = test_twins.run("full", plan="one stage", **options)
+    assert where == [False] + [True] * (steps - 1) and numbers[steps + 1 :] == [2] * (steps - 1)
+    assert_equal_bits(found, streamed)
+
+
+def test_evaluations_find_them_there_and_larger_calls_let_fewer_stay():
+    def run(residency):
+        torch.manual_seed(4)
+        model, found, numbers = mlp(8, WIDTH).to(DTYPE), [], []
+        devices = [Device("cpu", memory_bytes=32_000)]
+        with roundpipe.RoundPipe(model, devices=devices, model_run_config=config(NUM, residency=residency)) as piped:
+            ours = optimizer_of(piped, OPTIMIZERS["AdamW"])
+            for step, num_rows in enumerate((4, 4, 4, 40, 4, 4)):
+                x = batch(num_rows, width=WIDTH, seed=step)
+                found.append(piped.forward_backward((x,), loss_fn=square_loss))
+                numbers.append(number_there(piped))
+                piped.step(lambda: (ours.step(), ours.zero_grad()))
+                found.append(piped.forward_loss((batch(4, width=WIDTH, seed=99),), loss_fn=square_loss))
+                numbers.append(number_there(piped))
+            found += [parameter.detach().clone() for parameter in model.parameters()]
+        return dict(enumerate(found)), numbers
+
+    streamed, none = run("off")
+    found, numbers = run("full")
+    assert not any(none) and numbers == [0, 0, *sorted(numbers[2:], reverse=True)]
+    assert numbers[2] == numbers[5] > numbers[-1] > 0
+    assert_equal_bits(found, streamed)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_when_memory_runs_out_fewer_layers_stay(is_async, caplog):
+    def run(residency):
+        torch.manual_seed(4)
+        model, found, numbers = mlp(8, WIDTH).to(DTYPE), [], []
+        devices = [Device("cpu", memory_bytes=32_000)]
+        with roundpipe.RoundPipe(model, devices=devices, model_run_config=config(NUM, residency=residency)) as piped:
+            ours = optimizer_of(piped, OPTIMIZERS["AdamW"])
+            for step in range(8):
+                if step == 3:
+                    piped.synchronize()
+                if step == 3 and number_there(piped):
+                    (backend,) = piped._session.engine.backends  # by the ledger: public numbers are sums
+                    backend.ledger.budget_bytes = backend.ledger.total_bytes + 64
+                found.append(piped.forward_backward((batch(4, width=WIDTH, seed=step),), loss_fn=square_loss))
+                numbers.append(number_there(piped))
+                piped.step(lambda: (ours.step(), ours.zero_grad()), is_async=is_async)
+            piped.synchronize()
+            found += [parameter.detach().clone() for parameter in model.parameters()]
+        return dict(enumerate(found)), numbers
+
+    streamed, _ = run("off")
+    found, numbers = run("full")
+    assert numbers[2] > numbers[3] and numbers[3:] == sorted(numbers[3:], reverse=True)
+    assert any("ran out of device memory" in record.message for record in caplog.records)
+    assert_equal_bits(found, streamed)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_tied_half_weights_with_two_optimizers_and_a_scaler(has_bias):
+    """The last layer has the first one's weight, and maybe a bias that is streamed."""
+
+    def run(residency):
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(5)]
+        last = nn.Linear(WIDTH, WIDTH, bias=has_bias)
+        last.weight = layers[0][0].weight
+        model = nn.Sequential(*layers, last).bfloat16()
+        scaler = roundpipe.GradScaler(init_scale=256.0, growth_interval=2)
+        run_config = config(NUM, plan=one_stage(6), residency=residency)
+        devices = [Device("cpu", memory_bytes=7_500)]
+        with roundpipe.RoundPipe(model, torch.float32, devices=devices, model_run_config=run_config) as piped:
+            copies = dict(piped.optim_named_parameters())
+            weights, biases = (
+                [copy for name, copy in copies.items() if ("bias" in name) is it] for it in (False, True)
+            )
+            both = torch.optim.AdamW(weights, lr=0.05), torch.optim.SGD(biases, lr=0.1, momentum=0.9)
+
+            def update(step):
+                for one in both if step % 3 else both[:1]:
+                    scaler.unscale_(one)
+                    nn.utils.clip_grad_norm_(one.param_groups[0]["params"], 1.0)
+                    scaler.step(one)
+                    one.zero_grad()
+                scaler.update()
+
+            losses = []
+            for step in range(6):
+                x = batch(6, width=WIDTH, seed=step).bfloat16()
+                loss_fn = lambda out, _: scaler.scale(out.float().square().sum())  # noqa: E731
+                losses.append(piped.forward_backward((x,), loss_fn=loss_fn))
+                piped.step(update, True, step)
+            optimizer = piped._session.optimizer  # as above
+            names = {name for name, each in model.named_parameters() if optimizer.lives_there(each)}
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        return {**state, **dict(enumerate(losses))}, names
+
+    (streamed, none), (found, names) = run("off"), run("full")
+    assert not none and {"0.0.weight", "0.0.bias"} <= names and "4.0.weight" not in names and "5.bias" not in names
+    assert_equal_bits(found, streamed)
+
+
+class Adapted(nn.Module):
+    """A frozen layer beside one that is trained, as with LoRA."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(16 * WIDTH, 16 * WIDTH).requires_grad_(False)
+        self.down, self.up = nn.Linear(16 * WIDTH, 2, bias=False), nn.Linear(2, 16 * WIDTH, bias=False)
+
+    def forward(self, value):
+        return torch.tanh(self.base(value) + self.up(self.down(value)))
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_small_trained_weights_all_stay_and_frozen_ones_as_far_as_there_is_room(is_async):
+    base_bytes = ((16 * WIDTH) ** 2 + 16 * WIDTH) * 4
+
+    def run(residency):
+        torch.manual_seed(4)
+        model, found = nn.Sequential(*(Adapted() for _ in range(6))), []
+        devices = [Device("cpu", memory_bytes=450_000)]
+        plan = ExecutePlan([(0, 2), (2, 4)], (4, 6), [(2, 4), (0, 2)])
+        run_config = config(NUM, plan=plan, residency=residency)
+        with roundpipe.RoundPipe(model, devices=devices, model_run_config=run_config) as piped:
+            ours = optimizer_of(piped, OPTIMIZERS["AdamW"])
+            for step in range(5):
+                if step == 4:
+                    piped.synchronize()
+                    moved(piped)
+                x = batch(4, width=16 * WIDTH, seed=step).float()
+                found.append(piped.forward_backward((x,), loss_fn=square_loss))
+                piped.step(lambda: (ours.step(), ours.zero_grad()), is_async=is_async)
+            piped.synchronize()
+            found += [parameter.detach().clone() for parameter in model.parameters()]
+            return dict(enumerate(found)), number_there(piped), moved(piped), piped.peak_device_bytes()
+
+    streamed, _, all_bytes, _ = run("off")
+    found, number, moved_bytes, peak_bytes = run("full")
+    assert number == 12 and moved_bytes[1] == 0 < all_bytes[1]
+    assert moved_bytes[0] % base_bytes == 0 < moved_bytes[0] < all_bytes[0]
+    assert peak_bytes <= 450_000
+    assert_equal_bits(found, streamed)
+
+
+@pytest.fixture
+def little_memory(monkeypatch):
+    """Models of `test_unasked` have little memory, and any gain does."""
+    monkeypatch.setattr(full_plans, "AUTO_GAIN", -1e9)
+    init = full_plans.FullPlans.__init__
+    monkeypatch.setattr(full_plans.FullPlans, "__init__", lambda self, costs, accelerators: init(self, costs, True))
+    monkeypatch.setattr(test_unasked, "wrapped", functools.partial(test_unasked.wrapped, memory_bytes=13_000))
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_nobody_notices_where_nobody_has_asked(little_memory, is_async, accumulate):
+    numbers = []
+
+    def between(loop):
+        numbers.append(number_there(loop.piped))
+        if not is_async:
+            loop.found += [parameter.detach().clone() for parameter in loop.model.parameters()]
+        loop.found += [value.clone() for value in loop.piped.state_dict().values()]
+
+    test_unasked.same(between, is_async=is_async, accumulate=accumulate)
+    assert numbers[-1] == 2
