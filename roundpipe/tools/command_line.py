@@ -31,7 +31,7 @@ from roundpipe.tools.device_data import DEVICES, EFFICIENCY, DeviceSpec, find_de
 from roundpipe.tools.doctor import diagnose, diagnosis_text
 from roundpipe.tools.explain import explain
 from roundpipe.tools.forecast import Machine, Training, forecast, simulated_timeline
-from roundpipe.tools.forecast_report import forecast_json, forecast_text
+from roundpipe.tools.forecast_report import forecast_json, forecast_text, title_of
 from roundpipe.tools.graph_report import check_format
 from roundpipe.tools.hosts import Network, hosts_json, hosts_text, ways_of
 from roundpipe.tools.largest import largest
@@ -223,7 +223,9 @@ def _plan_target(options: argparse.Namespace) -> _Answer:
     result = forecast(target, machine, training) if found is None else found.forecast
     training, target = result.training, result.layers.target
     if options.timeline is not None and result.plan is not None:
-        simulated_timeline(result).save(options.timeline)
+        timeline = simulated_timeline(result)
+        timeline.name = f"{title_of(result)}, simulated"
+        timeline.save(options.timeline)
     rows = compare_schedules(result.setting, result.plan) if options.compare else []
     tokens = target.tokens_per_sample
     per_step, exit_code = training.batch * (tokens or 1), 0 if result.fits else 1

@@ -36,10 +36,14 @@ _CAUSES = {
 _LIMITS = {"compute": "compute", "link": "links", "host": "host memory"}
 
 
+def title_of(result: Forecast) -> str:
+    """The model and its devices, in words."""
+    return f"{result.layers.target.name} on {result.machine.num_devices} x {result.machine.device.name}"
+
+
 def forecast_text(result: Forecast) -> str:
     """The partition table, what a step takes, memory, the verdict, and what it rests on."""
     training, machine, step = result.training, result.machine, result.simulation
-    title = f"{result.layers.target.name} on {machine.num_devices} x {machine.device.name}"
     rows = {"step": step_text(result)}
     if result.tiles != UNTILED:
         rows["tiles"] = tiles_in_words(result.tiles)
@@ -78,7 +82,7 @@ def forecast_text(result: Forecast) -> str:
     layers = partition_table(
         chain,
         plan,
-        title=title,
+        title=title_of(result),
         costs=result.costs,
         memory=result.stages,
         optim_dtypes=dtypes,

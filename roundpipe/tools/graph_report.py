@@ -216,9 +216,8 @@ def _draw(path: Path, traced: TracedGraph, parts: Partition) -> None:
             top = row_of[boxes[0].nodes[0]] - 0.5
             colour = "#eef3fa" if number % 2 else "#dfe8f5"
             axes.add_patch(patches.Rectangle((-0.69, top), 1.72, len(boxes), color=colour, zorder=0))
-            axes.text(-0.67, top + 0.5, f"layer {run[0]}: {name}", va="center", fontsize=7)
-            if len(run) > 1:
-                axes.text(-0.67, top + 1.1, f"{len(run)} alike, to layer {run[-1]}", va="center", fontsize=7)
+            label = f"layer {run[0]}: {name}" if len(run) == 1 else f"layers {run[0]} .. {run[-1]}, alike: {name}"
+            axes.text(-0.67, top + 0.5, label, va="center", fontsize=7)
     for row, box in enumerate(rows):
         is_end = row < first or row == last
         axes.add_patch(

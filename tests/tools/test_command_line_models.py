@@ -181,7 +181,9 @@ def test_a_timeline_is_written(run: Output, tiny: Path, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     command = ("plan", tiny, *SMALL, "--devices", 2, "--batch", 6, "--seq", 16, "--json", "--timeline", path)
     found = json_of(run(*command))
-    events = json.loads(path.read_text())["traceEvents"]
+    written = json.loads(path.read_text())
+    assert re.fullmatch(r"tiny on 2 x .+, simulated", written["otherData"]["model"])
+    events = written["traceEvents"]
     computed = [event for event in events if event.get("cat") == "compute"]
     assert {event["pid"] for event in computed} == {1, 2}
     fused = [event for event in computed if event["args"]["part"] == "fused"]
