@@ -29,6 +29,7 @@ from roundpipe.fx.graph.traced import OutputValue, TracedGraph
 from roundpipe.fx.guards.guards import Failure, GuardedGraph
 from roundpipe.fx.passes.lower import LowerOptions, lower
 from roundpipe.fx.sizes import forget_worlds
+from roundpipe.fx.trace.intercept import TRACING
 from roundpipe.fx.trace.progress import progress
 from roundpipe.fx.trace.tracer import trace
 
@@ -213,7 +214,7 @@ class TracedSource:
     def _graph_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GuardedGraph:
         dynamic, max_bytes = tuple(self._varying), self._options.max_layer_bytes
         reads = Reads(self._model.modules())
-        with reads.recorded(), progress(type(self._model).__name__):
+        with TRACING, reads.recorded(), progress(type(self._model).__name__):  # classes are changed for all threads
             traced = trace(self._model, args, kwargs, max_leaf_bytes=max_bytes, dynamic=dynamic)
         traced.guards.restrict(reads)
         return traced

@@ -1,6 +1,7 @@
 """What a user sees of traces: when there is one, why, how long it takes; none for what forward never reads."""
 
 import logging
+import threading
 
 import pytest
 import torch
@@ -190,3 +191,26 @@ def test_a_long_trace_shows_a_bar(capsys, monkeypatch):
     monkeypatch.setattr(progress, "SHOWN_AFTER_S", 0.0)
     with roundpipe.compile(Configured(), example_args=(torch.randn(4, 6),), devices="cpu"):
         assert "roundpipe: tracing Configured" in capsys.readouterr().err
+
+
+def test_traces_in_several_threads_leave_classes_as_they_were(monkeypatch):
+    """What is read is told by classes, which each trace changes meanwhile."""
+    monkeypatch.setitem(globals(), "FACTORS", Registry(LooksUp=2.0))
+    plain = Settings.__getattribute__, dict(vars(Registry))
+    ready, errors = threading.Barrier(4), []
+
+    def trace(model):
+        try:
+            ready.wait()
+            with roundpipe.compile(model, example_args=(torch.randn(4, 6),), devices="cpu"):
+                pass
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=trace, args=(kind(),)) for kind in (Configured, LooksUp, Configured, LooksUp)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert (Settings.__getattribute__, dict(vars(Registry))) == plain
