@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 import transformers
 from transformers import Trainer
 
+import roundpipe
 from roundpipe.integrations.transformers import RoundPipeTrainer, RoundPipeTrainerMixin
+from roundpipe.runtime.engine import full_plans
 from roundpipe.wrappers.pipe import RoundPipe
 from tests.integrations.trainers import (
     assert_same_log,
@@ -21,6 +24,7 @@ from tests.integrations.trainers import (
     texts,
     train_both,
 )
+from tests.runtime.cases_twins import lives_there
 
 
 def one_layer() -> Any:
@@ -156,3 +160,44 @@ def test_with_bf16_batches_that_are_cut_are_smaller_batches_bit_for_bit(
     assert rounds == [4, 4]
     assert_same_log(plain, ours)
     assert_same_weights(plain.model, ours.model, within=0)
+
+
+@pytest.mark.long
+def test_adamw_sets_apart_only_what_has_no_gradient_but_rounding(tmp_path: Path) -> None:
+    """The bias of keys changes no attention: its gradients are rounding, which AdamW makes full steps of."""
+    options = {"devices": 2, "num_train_epochs": 2, "learning_rate": 1e-2, "data_collator": padded_alike}
+    make = functools.partial(llama, num_hidden_layers=1, attention_bias=True)
+    train_both(make, tmp_path, adam_epsilon=1e-5, **options)
+    plain, ours = (make_trainer(kind, make(), tmp_path, **options) for kind in (Trainer, RoundPipeTrainer))
+    plain.train()
+    ours.train()
+    assert_same_log(plain, ours)
+    for (name, one), other in zip(plain.model.named_parameters(), ours.model.parameters(), strict=True):
+        apart = (one - other).abs() > 1e-5
+        mean_square = plain.optimizer.state[one]["exp_avg_sq"]
+        assert not apart.any() or name.endswith("k_proj.bias") and mean_square[apart].max() < 1e-7**2, name
+
+
+@pytest.mark.long
+def test_weights_may_live_on_the_device_where_updates_run_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer clips and steps inside the update, and looks at no copies: nothing has them streamed again."""
+    monkeypatch.setattr(full_plans, "AUTO_GAIN", -1e9)  # as if the worker were an accelerator on which it is faster
+    init = full_plans.FullPlans.__init__
+    monkeypatch.setattr(full_plans.FullPlans, "__init__", lambda self, costs, accelerators: init(self, costs, True))
+    states = []
+    for residency in ("off", "auto"):
+        rotation = {
+            "devices": [roundpipe.Device("cpu", memory_bytes="1GiB")],
+            "is_async": True,
+            "run_config": {"residency": residency, "num_microbatch": 1},
+        }
+        trainer = make_trainer(
+            RoundPipeTrainer, one_layer(), tmp_path, rotation=rotation, num_train_epochs=2, data_collator=padded_alike
+        )
+        trainer.train()
+        assert lives_there(trainer.pipe) == (residency == "auto")
+        states.append({name: value.clone() for name, value in trainer.model.state_dict().items()})
+    for name, value in states[0].items():
+        assert torch.equal(value, states[1][name]), name
