@@ -1,5 +1,7 @@
 """With residency="full" a model that fits lives on its device: nothing is streamed, and the numbers are the same."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch import nn
 import roundpipe
 from roundpipe.core.errors import ConfigError
 from roundpipe.runtime.device.backend import Device
+from roundpipe.runtime.device.cpu import CpuBackend
 from roundpipe.runtime.optimizer.optimizer import OptimizerSide
 from tests.runtime.cases_twins import (
     NUM,
@@ -182,6 +185,37 @@ def test_two_optimizers_a_scaler_tied_frozen_and_half_weights():
     buffer_bytes = 2 * 2 * WIDTH + 8  # statistics, which each visit may write
     assert last[0] <= buffer_bytes + 3 * 64 and last[1] <= buffer_bytes
     assert_equal_bits(found, streamed)
+
+
+def test_a_limit_that_only_the_device_knows(monkeypatch):
+    """Without ``memory_bytes``: a device tells how much it has, now a little more and now less."""
+    told = itertools.cycle([ROOM, int(1.2 * ROOM), int(0.8 * ROOM)])
+
+    def take_budget(backend):
+        backend.memory_budget_bytes = next(told)
+        return backend.memory_budget_bytes
+
+    monkeypatch.setattr(CpuBackend, "take_budget", take_budget)
+    begin = CpuBackend.__init__
+
+    def init(backend, *args):
+        begin(backend, *args)
+        backend.take_budget()
+
+    monkeypatch.setattr(CpuBackend, "__init__", init)
+    states = []
+    for residency in ("full", "off"):
+        model = model_of()
+        with wrapped(model, residency, memory_bytes=None) as piped:
+            ours = optimizer_of(piped, OPTIMIZERS["AdamW"])
+            for seed in range(7):
+                piped.forward_backward((batch(5 + seed % 2, width=WIDTH, seed=seed),), loss_fn=square_loss)
+                piped.step(lambda ours=ours: (ours.step(), ours.zero_grad()))
+                assert lives_there(piped) is (residency == "full" and seed > 0)  # the first step shows the loop
+            piped.synchronize()
+            states.append([parameter.detach().clone() for parameter in model.parameters()])
+    for full, streamed in zip(*states, strict=True):
+        torch.testing.assert_close(full, streamed, rtol=0, atol=1e-12)
 
 
 def test_what_can_not_live_there_is_streamed():

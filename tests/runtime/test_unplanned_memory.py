@@ -67,6 +67,16 @@ def test_what_the_allocator_keeps_for_later_is_no_fragmentation(figures):
         assert backend.take_budget() == 8_640
 
 
+def test_without_a_limit_what_lives_on_the_device_leaves_the_budget_as_it_was(figures):
+    """Weights and the optimizer's side are the worker's own, also where less of it is there than was counted."""
+    backend = AcceleratorBackend(Device("cuda:0"), "fake")
+    before = backend.take_budget()
+    for allocated, own in ((3_000, 3_000), (2_500, 3_000), (3_000, 3_000)):
+        figures.update(memory_reserved=allocated + 600, memory_allocated=allocated, max_memory_allocated=allocated)
+        backend.note_others(own)
+        assert backend.take_budget() == before
+
+
 def test_retries_are_those_since_a_counter_was_made(figures):
     figures["num_alloc_retries"] = 3
     backends = [AcceleratorBackend(Device("cuda:0"), name, num_sharing=2) for name in ("one", "other")]

@@ -157,7 +157,8 @@ class AcceleratorBackend(Backend):
 
     def note_others(self, own_bytes: int) -> None:
         if self._num_sharing == 1:
-            self._others_bytes = torch.accelerator.memory_allocated(self.device) - own_bytes
+            allocated_bytes = torch.accelerator.memory_allocated(self.device)
+            self._others_bytes = max(allocated_bytes - own_bytes, 0)  # not all that is counted as own is there yet
 
     def take_budget(self) -> int:
         self.memory_budget_bytes = memory_budget_bytes(

@@ -32,8 +32,6 @@ class DeviceSteps(PlainSteps):
     def __init__(self, twins: Twins | None) -> None:
         super().__init__()
         self._twins = twins
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        """Those that have stepped in ``step_fn``."""
         self._given: Event | None = None
         """After what the latest update gave to the device."""
 
@@ -72,7 +70,7 @@ class DeviceSteps(PlainSteps):
             assert pair.copy is not None
             is_other = pair.copy.dtype != pair.parameter.dtype
             num_bytes += pair.copy.nbytes * (2 + is_other)
-        for optimizer in self._optimizers:
+        for optimizer in self._runner.options.optimizers:
             for parameter, state in optimizer.state.items():
                 if id(parameter) in copies:
                     num_bytes += sum(tensor.nbytes for tensor in trees.tensors(state))
@@ -103,7 +101,7 @@ class DeviceSteps(PlainSteps):
             self._take_copies(pairs)
             for pair in pairs:
                 pair.begin_twin(self._twins.get(pair.parameter))
-            for optimizer in self._optimizers:
+            for optimizer in self._runner.options.optimizers:
                 self._move_states(optimizer)
 
     def _take_copies(self, pairs: Sequence[ParameterPair]) -> None:
@@ -127,7 +125,7 @@ class DeviceSteps(PlainSteps):
                 pair.end_twin()
                 if with_copies:
                     pair.move_copy(pair.parameter.device, is_away=False)
-            for optimizer in self._optimizers:
+            for optimizer in self._runner.options.optimizers:
                 self._move_states(optimizer)
         self._twins.end()
 
@@ -182,8 +180,7 @@ class DeviceSteps(PlainSteps):
     def before_step_of(self, optimizer: torch.optim.Optimizer) -> None:
         """It is about to step; its states may have been loaded or made where its parameters are no more."""
         if self._runner.is_inside:
-            if optimizer not in self._optimizers:
-                self._optimizers.add(optimizer)
+            if self._runner.options.steps(optimizer):
                 on_host = weakref.WeakMethod(self._state_on_host)
                 optimizer.register_state_dict_post_hook(
                     lambda optimizer, state: None if (method := on_host()) is None else method(state)

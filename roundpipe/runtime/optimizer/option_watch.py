@@ -12,17 +12,20 @@ class OptionWatch:
     """Knows the optimizers that one model's ``step_fn`` has stepped, and their options when it was asked for."""
 
     def __init__(self) -> None:
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Those that have stepped in ``step_fn``."""
         self._asked: list[tuple[torch.optim.Optimizer, list[dict[str, Any]]]] = []
         self._is_told = False
 
-    def has_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """One has stepped, in ``step_fn``."""
-        self._optimizers.add(optimizer)
+    def steps(self, optimizer: torch.optim.Optimizer) -> bool:
+        """One steps, in ``step_fn``; whether it is the first time."""
+        is_first = optimizer not in self.optimizers
+        self.optimizers.add(optimizer)
+        return is_first
 
     def begin(self) -> None:
         """An update is asked for; no other is under way."""
-        self._asked = [] if self._is_told else [(each, _options(each)) for each in self._optimizers]
+        self._asked = [] if self._is_told else [(each, _options(each)) for each in self.optimizers]
 
     def has_changed(self) -> bool:
         """Whether options are others than when the update was asked for, just before it runs; true once."""

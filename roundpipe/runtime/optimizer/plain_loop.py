@@ -202,12 +202,10 @@ def _ids(optimizer: torch.optim.Optimizer) -> frozenset[int]:
 @torch.compiler.disable(reason="it may wait for threads")
 def _before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     parameters = _ids(optimizer) if _watching else frozenset[int]()
-    if (runner := UpdateRunner.running()) is not None:
-        runner.options.has_stepped(optimizer)
     for side in _sides():
         side.before_step_of(optimizer)
         side.before_plain_step(parameters, type(optimizer).__name__)
-    if runner is not None:
+    if (runner := UpdateRunner.running()) is not None:
         has_closure = any(each is not None for each in (*args[1:], *kwargs.values()))
         runner.pieces.before_step(optimizer, has_closure)
 

@@ -50,7 +50,7 @@ class UnaskedSteps(DeviceSteps):
 
     def on_host_s(self) -> tuple[float, float] | None:
         """Seconds of an update on the host, its hand-over among them, and of a step; None: not known, or of no use."""
-        if self._over or self.num_steps < LEAST_UPDATES or not self._optimizers or self.has_twins:
+        if self._over or self.num_steps < LEAST_UPDATES or not self._runner.options.optimizers or self.has_twins:
             return None
         seconds = self.log.seconds["update"] + self.log.seconds["hand-over"]
         if self._noted is None:
@@ -87,7 +87,7 @@ class UnaskedSteps(DeviceSteps):
     def _reason(self) -> str:
         """Why that would show; empty if it would not."""
         copies = {id(pair.copy): pair for pair in self._pairs if pair.copy is not None}
-        for optimizer in self._optimizers:
+        for optimizer in self._runner.options.optimizers:
             kind = type(optimizer)
             if not kind.__module__.startswith("torch.optim"):
                 return f"{kind.__name__} is not one of torch's optimizers"
