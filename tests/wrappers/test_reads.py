@@ -176,6 +176,37 @@ def test_calls(piped, expected, called, where):
     )
 
 
+def test_reads_of_a_hugging_face_model(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=50, use_cache=False, **sizes))
+    ids = torch.randint(1, 50, (4, 6))
+    options = {"max_new_tokens": 3, "pad_token_id": 0, "return_dict_in_generate": True, "output_scores": True}
+
+    def saved_by(owner):
+        owner.save_pretrained(tmp_path)
+        return transformers.LlamaForCausalLM.from_pretrained(tmp_path).lm_head.weight.detach()
+
+    with roundpipe.compile(model, devices=["cpu"] * 2) as piped:
+        optimizer = torch.optim.SGD(piped.optim_parameters(), lr=LR)
+        for owner in (model, piped):
+            for read in (
+                saved_by,
+                lambda each: each.eval().generate(ids[:, :2], do_sample=False, **options).scores[-1],
+            ):
+                for _ in range(2):
+                    piped.train().forward_backward(
+                        input_kwargs={"input_ids": ids, "labels": ids},
+                        loss_fn=lambda outputs, _: outputs.loss,
+                        loss_reduction="mean",
+                    )
+                    piped.step(lambda: (time.sleep(0.05), optimizer.step(), optimizer.zero_grad()))
+                found = read(owner)
+                piped.synchronize()
+                assert torch.equal(found, read(owner))
+
+
 class Reference:
     """The same calls of a model that has the weights for certain."""
 
