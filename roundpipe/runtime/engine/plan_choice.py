@@ -115,9 +115,10 @@ class PlanChooser:
     def retries_of(self, call: Call, counter: RetryCounter) -> StepRetries | None:
         """Where to note how often allocators are at their limit in a training step; None: its plan stays anyway."""
         record, key = self.costs.record(call.chain), self.key(call)
-        if self._budget_bytes is None or call.config.execute_plan is not None or call.has_twins:
+        is_free = self._budget_bytes is not None and call.config.execute_plan is None and not call.has_twins
+        if not is_free or (kept := record.plans.get(key)) is None:
             return None
-        kept, room = record.plans[key], record.allocators.setdefault(key, AllocatorRoom())
+        room = record.allocators.setdefault(key, AllocatorRoom())
         return room.begin(RunsBy(kept.plan, kept.tiles, room.share), counter)
 
     def _leave_room(self, call: Call, kept: KeptPlan) -> None:
