@@ -11,7 +11,8 @@ Greedy, for a Qwen3 of random weights, by medians of runs in turns; all ways mus
     tight loop  the same with the budget of ``streamed``
 
 The loops begin in the middle of the new tokens, where a token costs what it does on average, and make some of them.
-Where other processes share the machine, only the ratios by processor time say something.
+Where other processes share the machine, only the ratios by processor time say something. ``generation_before.py``
+compares with the loop of an earlier commit.
 
     python benchmarks/generation.py --json benchmarks/results/generation.json
 """
@@ -161,7 +162,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     sizes = {name: value for name, value in vars(options).items() if name not in ("json", "strict")}
-    results: dict[str, Any] = {"sizes": sizes, "target_of_loop": TARGET, "batches": {}}
+    versions = {"transformers": transformers.__version__}
+    results: dict[str, Any] = versions | {"sizes": sizes, "target_of_loop": TARGET, "batches": {}}
     model, missed = qwen3(options), False
     for batch in options.batches:
         results["batches"][batch] = found = measure(model, batch, options)

@@ -34,6 +34,7 @@ def run(name: str, arguments: list[str], folder: Path) -> tuple[int, dict[str, A
     [
         "fits",
         "generation",
+        "generation_before",
         "handover",
         "long_run",
         "memory",
@@ -61,6 +62,17 @@ def test_long_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert len(results[mode]["ours"]) == len(results[mode]["plain"]) == 3
         assert results[mode]["difference"] <= results[mode]["target"]
     assert "ratio" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_generation_before(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="generates with a Qwen3")
+    sizes = ["--layers", "2", "--width", "128", "--vocabulary", "64", "--runs", "1"]
+    case = ["--case", "2", "8", "4", "8000000"]
+    code, results = run("generation_before", [str(BENCHMARKS.parent), *sizes, *case], tmp_path)
+    assert code == 0 and len(results["loop_of_commit"]) == 40
+    (found,) = results["cases"]
+    assert found["generate"]["of_loop"]["s"] > 0 and found["generate"]["of_plain"]["s"] > 0
 
 
 @pytest.mark.long
