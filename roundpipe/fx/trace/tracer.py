@@ -23,6 +23,7 @@ from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
 from roundpipe.core.interrupts import interrupts_held
 from roundpipe.core.random_state import preserved_random_state
 from roundpipe.effects.run_once import FirstCall
+from roundpipe.effects.completed import CompletedTexts
 from roundpipe.effects.snapshot import ModuleSnapshot, PlaceValues, PythonSnapshot
 from roundpipe.fx.arguments import Arguments, CallForm
 from roundpipe.fx.fakes import Dimension, FakeWorld
@@ -125,6 +126,8 @@ def _trace(
 def _stable_trace(world: FakeWorld, form: CallForm, knowledge: Knowledge) -> tuple[GuardedGraph, Callable[[], Any]]:
     """The graph that the model gives again and again, should its forward set attributes of its own.
 
+    Texts that it completes once and for good stay with the model.
+
     Beside it what gives `Attempt.traced_parts`, for when all is taken back.
 
     Raises:
@@ -136,6 +139,7 @@ def _stable_trace(world: FakeWorld, form: CallForm, knowledge: Knowledge) -> tup
     changed: dict[tuple[nn.Module, str], str] = {}
     values: dict[tuple[nn.Module, str], Any] = {}
     places: PlaceValues = {}
+    completed, is_stable = CompletedTexts([]), False
     for place, kind in python.reach.closed.items():
         words = f"it uses {place}, of type {kind}, and nothing tells how a call changes that"
         raise _refusal(world, place, TraceError(words, TraceCause.OPAQUE_STATE))
@@ -156,7 +160,9 @@ def _stable_trace(world: FakeWorld, form: CallForm, knowledge: Knowledge) -> tup
                 raise _refusal(world, changes[0], TraceError(words, TraceCause.STATE))
             printed = printed_graph(traced)
             if not changes or printed == previous:
+                completed.keep_read()
                 handed_on = {words for (module, _), words in changed.items() if attempt.glue.hands_on(module)}
+                handed_on |= {place.words for place in python.changed() if completed.are_all_of(place)}
                 lost = [words for words in changes if words not in handed_on]
                 lost += attempt.recorder.findings.not_kept
                 if lost:
@@ -164,10 +170,12 @@ def _stable_trace(world: FakeWorld, form: CallForm, knowledge: Knowledge) -> tup
                     logger.warning(words, type(world.model).__name__, ", ".join(lost))
                 counts = _counting(world, state, values, python.side_effects(places))
                 own = state.diff(), python.changed_values(), counts
+                is_stable = True
                 return traced, functools.partial(attempt.traced_parts, *own)
             previous = printed
             values = {(change.module, change.name): change.now for change in state.diff()}
             places = python.changed_values()
+            completed = CompletedTexts(python.changed())
             state.restore_tensors(keep=changed)
             python.restore_tensors()
     except Retry as retry:
@@ -175,6 +183,8 @@ def _stable_trace(world: FakeWorld, form: CallForm, knowledge: Knowledge) -> tup
         raise
     finally:
         python.restore()
+        if is_stable:
+            completed.put()
     stateful = tuple(dict.fromkeys(world.name_of_module[module] for module, _ in changed))
     words = f"it sets {', '.join(changes)}, and what it computes depends on that"
     facts = TraceFacts(changes=tuple(changes), stateful=stateful)
