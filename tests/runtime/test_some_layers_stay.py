@@ -250,7 +250,8 @@ def test_small_trained_weights_all_stay_and_frozen_ones_as_far_as_there_is_room(
 
 @pytest.fixture
 def little_memory(monkeypatch):
-    """Models of `test_unasked` have little memory, and any gain does."""
+    """Models of `test_unasked` have little memory, any gain does, and some layers will do, too."""
+    monkeypatch.setattr(full_plans, "AUTO_TAKES_SOME", True)
     monkeypatch.setattr(full_plans, "AUTO_GAIN", -1e9)
     init = full_plans.FullPlans.__init__
     monkeypatch.setattr(full_plans.FullPlans, "__init__", lambda self, costs, accelerators: init(self, costs, True))

@@ -22,8 +22,8 @@ from roundpipe.core import trees
 from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
 from roundpipe.core.interrupts import interrupts_held
 from roundpipe.core.random_state import preserved_random_state
-from roundpipe.effects.run_once import FirstCall
 from roundpipe.effects.completed import CompletedTexts
+from roundpipe.effects.run_once import FirstCall
 from roundpipe.effects.snapshot import ModuleSnapshot, PlaceValues, PythonSnapshot
 from roundpipe.fx.arguments import Arguments, CallForm
 from roundpipe.fx.fakes import Dimension, FakeWorld
