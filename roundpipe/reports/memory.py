@@ -78,7 +78,7 @@ class HostMemory:
     weights: int
     """With buffers."""
     gradients: int
-    """Of a run: those that are there now."""
+    """Of a run: those that are there now, or while it goes on those of all that is trained."""
     optimizer_copies: int
     """In the optimizer's dtype."""
     optimizer_gradients: int

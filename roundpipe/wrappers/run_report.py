@@ -35,7 +35,6 @@ from roundpipe.reports.timeline import WAIT_CAUSES
 from roundpipe.runtime.device.backend import Lane, UnplannedMemory
 from roundpipe.runtime.engine.engine import Engine
 from roundpipe.runtime.profiling.meter import MeterReading, link_speeds
-from roundpipe.runtime.weights.parameter_pair import ParameterPair
 from roundpipe.wrappers.run_log import LatestStep, RunLog
 from roundpipe.wrappers.session import Session
 
@@ -267,7 +266,7 @@ def make_report(session: Session) -> RunReport:
         round_s=steps.seconds_per_step("train"),
         workers=workers,
         optimizer_s=spent,
-        host_memory=_host_memory(session.shown, optimizer.parameter_pairs()),
+        host_memory=_host_memory(session),
         predicted=_predict(log.latest, engine, readings, spent.get("update", 0.0), num_steps),
         stages=() if log.latest is None else log.latest.schedule.stage_titles(),
         start_s=_since(log.start_before, start_s),
@@ -310,13 +309,22 @@ def _worker_report(
     )
 
 
-def _host_memory(model: torch.nn.Module, pairs: Sequence[ParameterPair]) -> HostMemory:
+def _host_memory(session: Session) -> HostMemory:
+    """What is there, or, while steps or an update run, what those take; ``.grad`` is not read while threads set it."""
+    model, optimizer = session.shown, session.optimizer
+    pairs = optimizer.parameter_pairs()
     weights = {id(tensor): tensor for tensor in (*(pair.parameter for pair in pairs), *model.buffers())}.values()
     copies = [pair.copy for pair in pairs if pair.copy is not None]
-    of_copies = [copy.grad for copy in copies if copy.grad is not None]
-    gradients = [pair.parameter.grad for pair in pairs if pair.parameter.grad is not None]
-    known = set(map(_address, of_copies))  # after `synchronize` the model shows the optimizer's gradients
-    own = [gradient for gradient in gradients if _address(gradient) not in known]
+    if session.engine.running() or not optimizer.is_idle:
+        own: list[torch.Tensor] = [pair.parameter for pair in pairs if pair.parameter.requires_grad]
+        of_copies: list[torch.Tensor] = [
+            pair.copy for pair in pairs if pair.copy is not None and pair.parameter.requires_grad
+        ]
+    else:
+        of_copies = [copy.grad for copy in copies if copy.grad is not None]
+        known = set(map(_address, of_copies))  # after `synchronize` the model shows the optimizer's gradients
+        gradients = [pair.parameter.grad for pair in pairs if pair.parameter.grad is not None]
+        own = [gradient for gradient in gradients if _address(gradient) not in known]
     return HostMemory(*(sum(tensor.nbytes for tensor in kind) for kind in (weights, own, copies, of_copies)))
 
 

@@ -1,6 +1,7 @@
 """`model.report()`: counts against what was done, shares that add up, predictions; and ranges in profilers' traces."""
 
 import json
+import threading
 import time
 from dataclasses import replace
 
@@ -149,6 +150,29 @@ def test_gradients_that_are_shown_are_counted_once():
 
 
 # -------------------------------------------------------------------------------------------- time
+
+
+def test_gradients_that_an_update_is_about_to_drop_are_not_read():
+    """A read of ``.grad`` beside a thread that sets it can end the process."""
+    dropped, reported, found = threading.Event(), threading.Event(), []
+
+    def update():
+        optimizer.zero_grad()
+        dropped.set()
+        assert reported.wait(30)
+
+    with roundpipe.RoundPipe(mlp(6), devices=["cpu"], optim_dtype=torch.float32) as piped:
+        optimizer = torch.optim.SGD(piped.optim_parameters(), lr=0.01)
+        piped.forward_backward((batch(),), loss_fn=square_loss)
+        piped.step(update)
+        assert dropped.wait(30)
+        found.append(piped.report().host_memory)
+        reported.set()
+        piped.synchronize()
+        found.append(piped.report().host_memory)
+        size = sum(parameter.numel() for parameter in piped.parameters())
+    assert (found[0].gradients, found[0].optimizer_gradients) == (8 * size, 4 * size)
+    assert (found[1].gradients, found[1].optimizer_gradients) == (0, 0)
 
 
 def test_shares_add_up_and_busy_is_what_layers_take():
