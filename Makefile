@@ -46,7 +46,7 @@ demo: $(INSTALLED)
 	OMP_NUM_THREADS=$${DEMO_THREADS:-1} $(BIN)/python examples/finetune_llm.py $(DEMO_ARGS)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --max-worker-restart 0 $(PYTEST_ARGS)
 
 test-long: $(INSTALLED)
 	$(BIN)/python -m pytest -m long -n $(TEST_JOBS) --dist load $(PYTEST_ARGS)
