@@ -49,7 +49,7 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --max-worker-restart 0 $(PYTEST_ARGS)
 
 test-long: $(INSTALLED)
-	$(BIN)/python -m pytest -m long -n $(TEST_JOBS) --dist load $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m long -n $(TEST_JOBS) --dist load --max-worker-restart 0 $(PYTEST_ARGS)
 
 test-contract: $(INSTALLED)
 	$(BIN)/python -m pytest $$($(BIN)/python -m tests.contract) $(PYTEST_ARGS)
