@@ -30,26 +30,19 @@ from typing import Any
 import torch
 import transformers
 from environment import report
+from generation import qwen3
+
+import roundpipe
 
 Sample = dict[str, float]
 
 
 def serve(options: argparse.Namespace) -> None:
-    """Do what each line asks for, and answer with the seconds per token: ``way start number-of-tokens``."""
-    import roundpipe  # of the checkout that PYTHONPATH names
+    """Do what each line asks for, and answer with the seconds per token: ``way start number-of-tokens``.
 
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=options.vocabulary,
-        hidden_size=options.width,
-        intermediate_size=3 * options.width,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.width // 64,
-        num_key_value_heads=max(1, options.width // 128),
-        head_dim=64,
-        max_position_embeddings=4096,
-    )
-    model = transformers.Qwen3ForCausalLM(config).eval()
+    The library is that of the checkout that PYTHONPATH names.
+    """
+    model = qwen3(options)
     prompt = torch.randint(1, options.vocabulary, (options.batch, options.prompt))
 
     def generated(model: Any, tokens: torch.Tensor, num_new: int) -> torch.Tensor:

@@ -45,6 +45,7 @@ def test_the_first_screen_says_what_it_is_how_to_install_it_and_how_to_use_it() 
     assert len(TEXT.splitlines()) <= 150
     screen = "\n".join(TEXT.splitlines()[:50])
     assert "It is for people who" in screen
+    assert "make demo" in screen and "make test" in TEXT
     assert "tokens/s" in screen and "-m pip install" in screen and "forward_backward" in screen
     loop = next(block for block in blocks_of(README) if block.language == "python")
     assert loop.text in screen

@@ -35,13 +35,13 @@ LEAST_SHARE = 1 / 16
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """Layers whose weights stay on every worker's device, and the bytes that they take there."""
+    """Layers whose weights stay on devices, and the bytes that they take of each."""
 
     layers: frozenset[int] = frozenset()
-    """Those whose frozen weights stay."""
+    """Those whose frozen weights stay, on every worker's device."""
     num_bytes: int = 0
     trained: frozenset[int] = frozenset()
-    """Those whose trained weights stay, and all that is theirs: gradients, the optimizer's copies and states."""
+    """Those whose trained weights stay, on the one worker's, with gradients and the optimizer's copies and states."""
 
     def __or__(self, other: Residency) -> Residency:
         """What stays of either, which have nothing in common."""

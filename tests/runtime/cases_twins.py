@@ -46,6 +46,29 @@ OPTIMIZERS = {
 }
 
 
+def train_scaled(piped, scaler):
+    """Six steps under a scaler, with two optimizers, of which one rests in each third: losses, and the last input."""
+    copies = dict(piped.optim_named_parameters())
+    weights, biases = ([copy for name, copy in copies.items() if ("bias" in name) is it] for it in (False, True))
+    both = torch.optim.AdamW(weights, lr=0.05), torch.optim.SGD(biases, lr=0.1, momentum=0.9)
+
+    def update(step):
+        for one in both if step % 3 else both[:1]:
+            scaler.unscale_(one)
+            torch.nn.utils.clip_grad_norm_(one.param_groups[0]["params"], 1.0)
+            scaler.step(one)
+            one.zero_grad()
+        scaler.update()
+
+    losses = []
+    for step in range(6):
+        x = batch(6, width=WIDTH, seed=step).bfloat16()
+        loss_fn = lambda out, _: scaler.scale(out.float().square().sum())  # noqa: E731
+        losses.append(piped.forward_backward((x,), loss_fn=loss_fn))
+        piped.step(update, True, step)
+    return losses, x
+
+
 def evaluate(piped, model, ours, found):
     x = batch(5, width=WIDTH, seed=99)
     with torch.no_grad():

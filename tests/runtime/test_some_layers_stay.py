@@ -8,12 +8,11 @@ from torch import nn
 
 import roundpipe
 from roundpipe.core.schedule import ExecutePlan
-from roundpipe.runtime.device.backend import Device
 from roundpipe.runtime.engine import full_plans
 from roundpipe.runtime.optimizer import as_on_host, unasked
 from tests.runtime import test_twins, test_unasked
-from tests.runtime.cases_twins import NUM, OPTIMIZERS, ROOM, WIDTH, moved, optimizer_of, save_and_load
-from tests.runtime.models import DTYPE, assert_equal_bits, batch, config, mlp, square_loss
+from tests.runtime.cases_twins import OPTIMIZERS, ROOM, WIDTH, moved, optimizer_of, save_and_load, train_scaled, wrapped
+from tests.runtime.models import DTYPE, assert_equal_bits, batch, mlp, square_loss
 
 LAYER_BYTES = (WIDTH * WIDTH + WIDTH) * 8
 ONE_OF_THREE = 12_000
@@ -31,14 +30,19 @@ def one_stage(depth):
     return ExecutePlan([], (0, depth), [])
 
 
+def eight_layers(residency):
+    """A model of which some layers fit the device beside its plan, and its wrapper."""
+    torch.manual_seed(4)
+    model = mlp(8, WIDTH).to(DTYPE)
+    return model, wrapped(model, residency, memory_bytes=32_000)
+
+
 def train(residency, *, depth=3, steps=4, is_async=True, optimizer="AdamW", memory_bytes=ONE_OF_THREE, plan=None):
     """What a run gives, how many parameters live on the device at its end, bytes that a round moves, and the peak."""
     torch.manual_seed(4)
     plan = plan or one_stage(depth)
     model, found = mlp(depth, WIDTH).to(DTYPE), []
-    run_config = config(NUM, plan=plan, residency=residency)
-    devices = [Device("cpu", memory_bytes=memory_bytes)]
-    with roundpipe.RoundPipe(model, devices=devices, model_run_config=run_config) as piped:
+    with wrapped(model, residency, plan, memory_bytes) as piped:
         ours = optimizer_of(piped, OPTIMIZERS[optimizer])
 
         def update():
@@ -111,10 +115,8 @@ def test_whatever_happens_between_steps(is_async, tmp_path):
 
 def test_evaluations_find_them_there_and_larger_calls_let_fewer_stay():
     def run(residency):
-        torch.manual_seed(4)
-        model, found, numbers = mlp(8, WIDTH).to(DTYPE), [], []
-        devices = [Device("cpu", memory_bytes=32_000)]
-        with roundpipe.RoundPipe(model, devices=devices, model_run_config=config(NUM, residency=residency)) as piped:
+        (model, piped), found, numbers = eight_layers(residency), [], []
+        with piped:
             ours = optimizer_of(piped, OPTIMIZERS["AdamW"])
             for step, num_rows in enumerate((4, 4, 4, 40, 4, 4)):
                 x = batch(num_rows, width=WIDTH, seed=step)
@@ -136,10 +138,8 @@ def test_evaluations_find_them_there_and_larger_calls_let_fewer_stay():
 @pytest.mark.parametrize("is_async", [False, True])
 def test_when_memory_runs_out_fewer_layers_stay(is_async, caplog):
     def run(residency):
-        torch.manual_seed(4)
-        model, found, numbers = mlp(8, WIDTH).to(DTYPE), [], []
-        devices = [Device("cpu", memory_bytes=32_000)]
-        with roundpipe.RoundPipe(model, devices=devices, model_run_config=config(NUM, residency=residency)) as piped:
+        (model, piped), found, numbers = eight_layers(residency), [], []
+        with piped:
             ours = optimizer_of(piped, OPTIMIZERS["AdamW"])
             for step in range(8):
                 if step == 3:
@@ -172,29 +172,8 @@ def test_tied_half_weights_with_two_optimizers_and_a_scaler(has_bias):
         last.weight = layers[0][0].weight
         model = nn.Sequential(*layers, last).bfloat16()
         scaler = roundpipe.GradScaler(init_scale=256.0, growth_interval=2)
-        run_config = config(NUM, plan=one_stage(6), residency=residency)
-        devices = [Device("cpu", memory_bytes=7_500)]
-        with roundpipe.RoundPipe(model, torch.float32, devices=devices, model_run_config=run_config) as piped:
-            copies = dict(piped.optim_named_parameters())
-            weights, biases = (
-                [copy for name, copy in copies.items() if ("bias" in name) is it] for it in (False, True)
-            )
-            both = torch.optim.AdamW(weights, lr=0.05), torch.optim.SGD(biases, lr=0.1, momentum=0.9)
-
-            def update(step):
-                for one in both if step % 3 else both[:1]:
-                    scaler.unscale_(one)
-                    nn.utils.clip_grad_norm_(one.param_groups[0]["params"], 1.0)
-                    scaler.step(one)
-                    one.zero_grad()
-                scaler.update()
-
-            losses = []
-            for step in range(6):
-                x = batch(6, width=WIDTH, seed=step).bfloat16()
-                loss_fn = lambda out, _: scaler.scale(out.float().square().sum())  # noqa: E731
-                losses.append(piped.forward_backward((x,), loss_fn=loss_fn))
-                piped.step(update, True, step)
+        with wrapped(model, residency, one_stage(6), 7_500, optim_dtype=torch.float32) as piped:
+            losses, _ = train_scaled(piped, scaler)
             optimizer = piped._session.optimizer  # as above
             names = {name for name, each in model.named_parameters() if optimizer.lives_there(each)}
         state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -224,10 +203,8 @@ def test_small_trained_weights_all_stay_and_frozen_ones_as_far_as_there_is_room(
     def run(residency):
         torch.manual_seed(4)
         model, found = nn.Sequential(*(Adapted() for _ in range(6))), []
-        devices = [Device("cpu", memory_bytes=450_000)]
         plan = ExecutePlan([(0, 2), (2, 4)], (4, 6), [(2, 4), (0, 2)])
-        run_config = config(NUM, plan=plan, residency=residency)
-        with roundpipe.RoundPipe(model, devices=devices, model_run_config=run_config) as piped:
+        with wrapped(model, residency, plan, 450_000) as piped:
             ours = optimizer_of(piped, OPTIMIZERS["AdamW"])
             for step in range(5):
                 if step == 4:

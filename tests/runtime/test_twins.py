@@ -28,6 +28,7 @@ from tests.runtime.cases_twins import (
     read_state,
     save_and_load,
     thaw,
+    train_scaled,
     wrapped,
     write,
     write_copies,
@@ -153,27 +154,8 @@ def test_two_optimizers_a_scaler_tied_frozen_and_half_weights():
         run_config = config(NUM, residency=residency)
         devices = [Device("cpu", memory_bytes=ROOM)]
         with roundpipe.compile(model, devices=devices, model_run_config=run_config) as piped:
-            copies = dict(piped.optim_named_parameters())
-            assert {copy.dtype for copy in copies.values()} == {torch.float32}
-            weights, biases = (
-                [copy for name, copy in copies.items() if ("bias" in name) is it] for it in (False, True)
-            )
-            both = torch.optim.AdamW(weights, lr=0.05), torch.optim.SGD(biases, lr=0.1, momentum=0.9)
-
-            def update(step):
-                for one in both if step % 3 else both[:1]:
-                    scaler.unscale_(one)
-                    nn.utils.clip_grad_norm_(one.param_groups[0]["params"], 1.0)
-                    scaler.step(one)
-                    one.zero_grad()
-                scaler.update()
-
-            losses = []
-            for step in range(6):
-                x = batch(6, width=WIDTH, seed=step).bfloat16()
-                loss_fn = lambda out, _: scaler.scale(out.float().square().sum())  # noqa: E731
-                losses.append(piped.forward_backward((x,), loss_fn=loss_fn))
-                piped.step(update, True, step)
+            assert {copy.dtype for copy in piped.optim_parameters()} == {torch.float32}
+            losses, x = train_scaled(piped, scaler)
             assert lives_there(piped) == (residency == "full")
             last = moved(piped)
             piped.forward_backward((x,), loss_fn=square_loss)
