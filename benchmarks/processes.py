@@ -47,9 +47,9 @@ def build(options: argparse.Namespace) -> nn.Module:
     return model
 
 
-def next_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def loss_of(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
     """The mean over all tokens but the first."""
-    return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
+    return F.cross_entropy(outputs.logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
 
 
 def timed(step: Callable[[], Any], finish: Callable[[], Any], options: argparse.Namespace) -> float:
@@ -72,9 +72,7 @@ def rotate(way: str, devices: list[roundpipe.Device], ids: torch.Tensor, options
         optimizer = torch.optim.AdamW(pipe.optim_parameters(), lr=1e-5, fused=True)
 
         def step() -> None:
-            pipe.forward_backward(
-                input_kwargs={"input_ids": ids}, label=ids, loss_fn=lambda out, label: next_token_loss(out.logits, label)
-            )
+            pipe.forward_backward(input_kwargs={"input_ids": ids}, label=ids, loss_fn=loss_of)
             pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()))
 
         return timed(step, pipe.synchronize, options)
@@ -88,7 +86,7 @@ def run_stage(device: torch.device, ids: torch.Tensor, options: argparse.Namespa
     schedule = Schedule1F1B(
         stage,
         options.microbatches,
-        loss_fn=lambda out, label: next_token_loss(roundpipe.distributed.model_outputs(stage, out).logits, label),
+        loss_fn=lambda tensors, label: loss_of(roundpipe.distributed.model_outputs(stage, tensors), label),
     )
     optimizer = torch.optim.AdamW(stage.submod.parameters(), lr=1e-5, fused=True)
     inputs = {"input_ids": ids.to(device)} if stage.is_first else {}

@@ -3,7 +3,7 @@
 # without a sharded optimizer, and stages over NCCL. Arguments go to the last, processes.py. Needs the extra [hf].
 set -euo pipefail
 cd "$(dirname "$0")/.."
-export OMP_NUM_THREADS=8 PYTHONPATH=$PWD
+export OMP_NUM_THREADS=8 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 
 run() {
   echo "== $*"
