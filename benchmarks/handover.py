@@ -85,8 +85,8 @@ def measure(way: str, options: argparse.Namespace) -> Run:
 
 
 def read(timeline: Timeline, num_steps: int, num_workers: int, predicted_s: float | None) -> Run:
-    """What a timeline of some steps shows; the first and the last are left out."""
-    rounds = rounds_of(timeline)[1:-1]
+    """What a timeline of some steps shows; the first is left out."""
+    rounds = rounds_of(timeline)[1:]
     starts, ends = zip(*rounds, strict=True)
     total_s = ends[-1] - starts[0]
     exposed_s = sum(max(start - end, 0.0) for start, end in zip(starts[1:], ends, strict=False))

@@ -106,9 +106,9 @@ def capped(device: str, cap: str, small: bool) -> roundpipe.Device:
         caps = SMALL_CAPS if small else {}
         return roundpipe.Device(device, memory_bytes=caps.get(cap, 10**12 if cap == "all" else int(float(cap) * 1e9)))
     module = torch.get_device_module(torch.device(device))
-    total_bytes = module.mem_get_info()[1]
+    total_bytes = module.mem_get_info(device)[1]
     share = 1.0 if cap == "all" else min(float(cap) * 1e9 / total_bytes, 1.0)
-    module.set_per_process_memory_fraction(share)
+    module.set_per_process_memory_fraction(share, device)
     return roundpipe.Device(device)
 
 

@@ -40,6 +40,7 @@ def run(name: str, arguments: list[str], folder: Path) -> tuple[int, dict[str, A
         "memory",
         "optimizer",
         "residency",
+        "rows",
         "scaling",
         "simulator",
         "soak",
@@ -127,6 +128,40 @@ def test_handover(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for way in ("alloc", "double"):
         assert results[way]["step_s"] > 0 and 0 <= results[way]["exposed"] < 1
     assert capsys.readouterr().out.count("exposed") == 2
+
+
+def test_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Predictions made before stay in the file beside what is measured; a row that fails has its error."""
+    name, path = "2.0b-24-4x1x2048", ["--json", str(tmp_path / "rows.json"), "--small", "--rows"]
+    rows = importlib.import_module("rows")
+    assert rows.main(["--predict", "H200", *path, f"{name},2.0b-all-8x1x2048-x2"]) == 0
+    here = ["--device", "cpu", "--steps", "1", "--warm-up-seconds", "0"]
+    assert rows.main([*here, "--residency", "off,full", "--runs", "1", *path, name]) == 0
+    assert rows.main([*here, "--row-seconds", "0.001", *path, "7.2b-head-24-8x1x2048"]) == 1
+    document = json.loads((tmp_path / "rows.json").read_text())
+    assert (
+        document["environment"]["torch"] and "not done" in document["results"]["rows"]["7.2b-head-24-8x1x2048"]["error"]
+    )
+    found = document["results"]["rows"][name]
+    assert found["predicted"]["tokens_per_s"] > 0 and found["ways"].keys() == {"off", "full"}
+    for way in found["ways"].values():
+        assert way["seconds"] > 0 and 0 <= way["exposed"] < 1 and way["peak_bytes"] > 0 and way["first_step_s"] > 0
+        assert way["stages"] and way["limit"] and {"trace", "first round"} <= way["start_s"].keys()
+    assert found["ways"]["full"]["resident_bytes"] > 0 == found["ways"]["off"]["resident_bytes"]
+    assert "to 1 card" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_rows_of_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="trains adapters")
+    names = ("2.0b-all-8x4x2048", "qwen3-1.7b-all-8x4x2048", "qwen3-8b-lora-24-4x1x4096", "8.0b-all-8x4x2048-x2")
+    sizes = ["--device", "cpu", "--small", "--steps", "1", "--warm-up-seconds", "0", "--rows", ",".join(names)]
+    code, results = run("rows", sizes, tmp_path)
+    assert code == 0 and set(results["rows"]) == set(names)
+    for name in names:
+        ways = results["rows"][name]["ways"]
+        losses = [way["loss"] for way in ways.values()]
+        assert "auto" in ways and losses == pytest.approx([losses[0]] * len(losses), rel=0.01), name
 
 
 def test_simulator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

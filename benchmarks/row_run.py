@@ -1,0 +1,237 @@
+"""Measures one row of `benchmarks/rows.py` in this process: plain PyTorch and roundpipe on the same model and batch.
+
+Times are of steps that follow one another without a wait in between: from the loss of one to the loss of a later one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import math
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from handover import read
+from memory import capped, card
+from row_cases import PLAIN_WAYS, Own, Row, built, train, vocabulary_of
+
+import roundpipe
+
+LEAST_S = 2.0
+"""Short steps are repeated until they have taken so long."""
+WARM_PLAIN, WARM_PLAIN_S = 3, 2.0
+"""Steps that come first, and seconds after which no more of them do."""
+NUM_RECORDED = 4
+"""Steps of a timeline; the first of them is left out."""
+
+
+class Log(logging.Handler):
+    """Keeps what the library says: what it chose, and what the parts of the first step took."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def measure_row(row: Row, options: argparse.Namespace) -> dict[str, Any]:
+    """Every way of a row, several times in turns; written to the file after each."""
+    if options.small:
+        torch.set_num_threads(1)
+    device = device_of(options.device, 0)
+    found: dict[str, Any] = {"card": card(device), "tokens": row.sized(options.small).tokens, "ways": {}}
+    ways = [*(way for way in row.plain if way in options.ways), *options.residency]
+    runs: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    for _ in range(options.runs):
+        for way in ways:
+            begun_s = time.perf_counter()
+            runs[way].append(_attempt(row, way, options))
+            runs[way][-1]["way_s"] = time.perf_counter() - begun_s
+            found["ways"] = {each: _median(of_way) for each, of_way in runs.items()}
+            _write(options.json, found)
+            _free()
+    return found
+
+
+def _attempt(row: Row, way: str, options: argparse.Namespace) -> dict[str, Any]:
+    """A way's figures, or its error."""
+    try:
+        if way in PLAIN_WAYS:
+            return measure_plain(row.sized(options.small), way, options)
+        return measure_ours(row.sized(options.small), way, options)
+    except Exception as error:  # whatever it is, the other ways go on
+        logging.getLogger(__name__).warning("%s failed", way, exc_info=True)
+        return {"error": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:300]}
+
+
+def _median(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The run with the median time, and all times."""
+    done = sorted((run for run in runs if "seconds" in run), key=lambda run: run["seconds"])
+    if not done:
+        return runs[-1]
+    return done[len(done) // 2] | {"all_seconds": [run.get("seconds") for run in runs]}
+
+
+def _write(path: Path, found: dict[str, Any]) -> None:
+    """At once, so that what is measured stays if this process is ended."""
+    path.with_suffix(".part").write_text(json.dumps(found))
+    os.replace(path.with_suffix(".part"), path)
+
+
+def _free() -> None:
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+
+
+def device_of(kind: str, index: int) -> str:
+    """The name of one of the cards; CPU workers have no number."""
+    return kind if kind == "cpu" else f"{kind}:{index}"
+
+
+def ids_of(row: Row, options: argparse.Namespace) -> torch.Tensor:
+    """The tokens of a step, the same for every way."""
+    generator = torch.Generator().manual_seed(1)
+    shape = row.num_microbatches * row.samples, row.length
+    return torch.randint(vocabulary_of(row.source(options.small)), shape, generator=generator)
+
+
+def repeated(step_s: float, options: argparse.Namespace) -> int:
+    """How many steps to measure if one takes so long."""
+    least_s = 0.0 if options.small else LEAST_S
+    return max(options.steps, min(5 * options.steps, math.ceil(least_s / max(step_s, 1e-9))))
+
+
+def measure_plain(row: Row, way: str, options: argparse.Namespace) -> dict[str, Any]:
+    """A plain loop on the first card, with all of its memory."""
+    name = device_of(options.device, 0)
+    capped(name, "all", options.small)
+    device, ids = torch.device(name), ids_of(row, options).to(name)
+    own = Own(row.source(options.small), device, row.num_microbatches, way)
+
+    def wait() -> float:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        return time.perf_counter()
+
+    def steps(number: int) -> tuple[float, torch.Tensor]:
+        begun_s = wait()
+        losses = [own.step(ids) for _ in range(number)]
+        return (wait() - begun_s) / number, losses[-1]
+
+    begun_s, step_s = wait(), 0.0
+    for _ in range(WARM_PLAIN):
+        step_s, _ = steps(1)
+        if time.perf_counter() - begun_s > WARM_PLAIN_S:
+            break
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats(device)
+    seconds, loss = steps(repeated(step_s, options))
+    peak_bytes = 0 if device.type == "cpu" else torch.accelerator.max_memory_allocated(device)
+    return {
+        "seconds": seconds,
+        "tokens_per_s": row.tokens / seconds,
+        "loss": float(loss),
+        "peak_bytes": peak_bytes,
+    }
+
+
+def measure_ours(row: Row, residency: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """Roundpipe with asynchronous updates."""
+    log, logger = Log(), logging.getLogger("roundpipe")
+    logger.addHandler(log)
+    logger.setLevel(logging.INFO)
+    try:
+        return _measure_ours(row, residency, options) | {"log": log.lines}
+    finally:
+        logger.removeHandler(log)
+
+
+def _measure_ours(row: Row, residency: Any, options: argparse.Namespace) -> dict[str, Any]:
+    source, ids = row.source(options.small), ids_of(row, options)
+    devices = [capped(device_of(options.device, index), row.cap, options.small) for index in range(row.cards)]
+    model = built(source, "cpu")
+    config = roundpipe.RoundPipeRunConfig(
+        num_microbatch=row.num_microbatches, residency=residency, replicas=options.replicas
+    )
+    begun_s = time.perf_counter()
+    pipe = roundpipe.compile(
+        model, devices=devices, model_run_config=config, pin_model=options.pin_model, name=f"{row.name}, {residency}"
+    )
+    with pipe:
+        optimizer = torch.optim.AdamW(pipe.optim_parameters(), lr=1e-5, fused=True)
+
+        def step() -> tuple[float, Any]:
+            """When the step's loss is known, and the loss."""
+            loss = train(pipe, source, ids)
+            known_s = time.perf_counter()
+            pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+            return known_s, loss
+
+        step()
+        pipe.synchronize()
+        first_s = time.perf_counter() - begun_s
+        step_s = _warm(lambda: step()[0], 10 if residency == "auto" else 6, options.warm_up_seconds)
+        begin_s, _ = step()
+        start_s = pipe.report().start_s
+        pipe.peak_device_bytes(reset=True)
+        number = repeated(step_s, options)
+        times, losses = zip(*(step() for _ in range(number)), strict=True)
+        seconds = (times[-1] - begin_s) / number
+        report = pipe.report()
+        with pipe.record_timeline() as timeline:
+            for _ in range(NUM_RECORDED):
+                step()
+        shown = read(timeline, NUM_RECORDED, len(devices), None)
+        if options.timelines is not None:
+            options.timelines.mkdir(parents=True, exist_ok=True)
+            timeline.save(options.timelines / f"{row.name}-{residency}.json")
+        table = pipe.partition_table()
+    workers, causes = report.workers, {cause for worker in report.workers for cause in worker.idle}
+    return {
+        "seconds": seconds,
+        "tokens_per_s": row.tokens / seconds,
+        "each_s": [after - before for before, after in zip((begin_s, *times), times, strict=False)],
+        "loss": float(losses[-1]),
+        "predicted_s": None if report.predicted is None else report.predicted.round_s,
+        "round_s": report.round_s,
+        "exposed": shown.exposed,
+        "waits_for_optimizer": shown.optimizer,
+        "recorded_step_s": shown.step_s,
+        "update_s": shown.update_s,
+        "hand_over_s": shown.hand_over_s,
+        "idle": {cause: sum(worker.idle.get(cause, 0.0) for worker in workers) / len(workers) for cause in causes},
+        "busy": report.busy,
+        "limit": report.limit,
+        "stages": list(report.stages),
+        "resident_bytes": max(worker.resident_bytes for worker in workers),
+        "moved_bytes": {
+            lane: sum(worker.moved_bytes[lane] for worker in workers) / number for lane in workers[0].moved_bytes
+        },
+        "peak_bytes": report.peak_device_bytes,
+        "num_allocator_retries": report.num_allocator_retries,
+        "first_step_s": first_s,
+        "start_s": dict(start_s),
+        "partition": table,
+    }
+
+
+def _warm(step: Callable[[], float], number: int, most_s: float) -> float:
+    """Steps until plans have settled, or the time is over; seconds of the last one."""
+    begun_s = before_s = time.perf_counter()
+    step_s = 0.0
+    for _ in range(number):
+        now_s = step()
+        step_s, before_s = now_s - before_s, now_s
+        if now_s - begun_s > most_s:
+            break
+    return step_s
