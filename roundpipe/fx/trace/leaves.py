@@ -48,6 +48,8 @@ class LeafRun:
     """Those that hold activations, in words."""
     left_behind: dict[tuple[type, str], None] = field(default_factory=dict)
     """Those that hold activations with a gradient."""
+    unread: frozenset[int] = frozenset()
+    """Values of its module that it was shown not to depend on (see `ModuleKey` in `siblings`)."""
 
     def note_python(
         self,

@@ -145,21 +145,24 @@ class LeafRunner:
         fixed = self._world.shapes.num_fixed_sizes()
         inputs = flat_tensors(args, kwargs)
         versions = [(tensor, tensor._version) for tensor in inputs]
+        asks_for_grad = recorder.asks_for_grad
         draws, num_originals = recorder.watch.num_random_draws, len(recorder.watch.originals)
-        python = PythonSnapshot(module.modules(), with_hidden=False)
-        watch = LeafWatch(
-            name,
-            recorder.builder,
-            frozenset(inputs),
-            frozenset((*module.parameters(), *module.buffers())),
-            lambda error: self._not_a_leaf(module, name, error, structural=True),
-            lambda error: self._to_look_into(module, name, error),
-            recorder.findings.born_in,
-        )
+        python, python_random = PythonSnapshot(module.modules(), with_hidden=False), python_random_state()
         call = functools.partial(ORIGINAL_CALL, module, *args, **kwargs)
-        try:
+        watch = self._watch(module, name, inputs)
+
+        def watched() -> Any:
             with watch:
-                out = call()
+                return call()
+
+        other = self._next_of_class.get(module) if recorder.watch.layouts is None else None
+        first = None if other is None else self._siblings.first_run(module, args, kwargs, other, watched)
+        if first is None:
+            set_python_random_state(python_random)
+            recorder.asks_for_grad = asks_for_grad
+            watch = self._watch(module, name, inputs)
+        try:
+            out = watched() if first is None else first.out
         except Exception as error:
             raise self._not_a_leaf(module, name, error, structural=False) from error
         run = LeafRun(
@@ -167,6 +170,7 @@ class LeafRunner:
             recorder.watch.num_random_draws != draws,
             state.buffers_written() or watch.wrote_any(module.buffers()),
             tuple(tensor for tensor, version in versions if tensor._version != version),
+            unread=first.unread if first is not None else frozenset(),
         )
         run.note_python(state, python, call, watch.computed)
         if watch.drew_from_kept():
@@ -188,6 +192,28 @@ class LeafRunner:
             mutated = TraceError(f"{name} changes a list, dict or object that it takes as an argument")
             raise self._not_a_leaf(module, name, mutated, structural=True)
         return run
+
+    def _watch(self, module: nn.Module, name: str, inputs: list[torch.Tensor]) -> LeafWatch:
+        return LeafWatch(
+            name,
+            self._recorder.builder,
+            frozenset(inputs),
+            frozenset((*module.parameters(), *module.buffers())),
+            lambda error: self._not_a_leaf(module, name, error, structural=True),
+            lambda error: self._to_look_into(module, name, error),
+            self._recorder.findings.born_in,
+        )
+
+    @functools.cached_property
+    def _next_of_class(self) -> dict[nn.Module, nn.Module]:
+        """Per module that has others of its class behind it, the next one."""
+        latest: dict[type, nn.Module] = {}
+        following = {}
+        for module in self._world.twin.modules():
+            if (before := latest.get(type(module))) is not None:
+                following[before] = module
+            latest[type(module)] = module
+        return following
 
     def _leaves_weights_alone(self, module: nn.Module, watch: LeafWatch) -> bool:
         """Whether a leaf's writes to its weights change nothing now; the guards look at that again."""

@@ -2,7 +2,8 @@
 
 A block gets copies of the outputs of one that ran before if their modules, weights, attributes and arguments agree.
 Numbers, strings and containers may also differ (the index of a block, its name in an adapter) where a run
-showed that nothing depends on them: it is repeated with an object in their place that tells when it is used.
+showed that nothing depends on them: in their place it had an object that tells when it is used. The first run of a
+form is made like this where the next module of the class shows what differs; else it is repeated.
 Functions and other objects agree only by identity, and a module with forward hooks runs by itself. More arguments may
 require grad than in the run that is shared if all that it returned requires grad already.
 
@@ -11,9 +12,9 @@ Invariant: a run that is shared would have gone the same way, statement by state
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,6 +34,10 @@ _NOT_OF_CALLS = frozenset(name for name in OF_TORCH if "state_dict" in name).uni
 _MAX_DEPTH = 3
 _MAX_COMPARED = 16
 """Runs of one form that are compared attribute by attribute."""
+
+
+Place = tuple[nn.Module, str]
+"""An attribute: its owner and its name."""
 
 
 class Identity:
@@ -58,7 +63,7 @@ class ModuleKey:
     """Must be equal."""
     values: tuple[Any, ...]
     """Must be equal where they are read."""
-    places: tuple[tuple[nn.Module, str], ...] = field(compare=False)
+    places: tuple[Place, ...] = field(compare=False)
     """Where the values stand."""
 
 
@@ -97,6 +102,14 @@ class _Kin:
     """Values that some run depends on."""
 
 
+class FirstRun(NamedTuple):
+    """A run of a module that its kin may share."""
+
+    out: Any
+    unread: frozenset[int]
+    """Values that it does not depend on."""
+
+
 class SiblingCache:
     """Runs of leaves in one world, shared by leaves that can't differ."""
 
@@ -130,7 +143,34 @@ class SiblingCache:
         inside = [tensor.untyped_storage()._cdata for tensor in flat_tensors(run.out)]
         outside = {tensor.untyped_storage()._cdata for tensor in flat_tensors(args, kwargs)}
         if len(set(inside)) == len(inside) and not outside & set(inside):
-            self._kin.setdefault(key, _Kin()).runs.append(_SharedRun(own.values, run, _gradients((args, kwargs))))
+            unread = set() if run.buffers_written else run.unread
+            shared = _SharedRun(own.values, run, _gradients((args, kwargs)), set(unread))
+            self._kin.setdefault(key, _Kin()).runs.append(shared)
+
+    def first_run(
+        self, module: nn.Module, args: Any, kwargs: Any, other: nn.Module, call: Callable[[], Any]
+    ) -> FirstRun | None:
+        """What a call gives without what the module differs in from another of its form.
+
+        None: it needs that, or does not differ; all is taken back then.
+        """
+        key, own = self._keys(module, args, kwargs)
+        theirs = None if own is None else module_key(other)
+        if own is None or theirs is None or own.form != theirs.form:
+            return None
+        pairs = enumerate(zip(own.values, theirs.values, strict=True))
+        places = {index: own.places[index] for index, (first, second) in pairs if first != second}
+        kin = self._kin.setdefault(key, _Kin())
+        if not places or kin.read & places.keys():
+            return None
+        snapshots = ModuleSnapshot(module.modules()), PythonSnapshot(module.modules())
+        without = _called_without(places, call)
+        if without.used or without.is_set:
+            kin.read |= without.used
+            for snapshot in snapshots:
+                snapshot.restore()
+            return None
+        return FirstRun(without.out, frozenset(places))
 
     def forget(self, module: nn.Module) -> None:
         """Shares no run of a module or of its kin from now on."""
@@ -167,21 +207,39 @@ def _proven(
     return None
 
 
-def _used(module: nn.Module, places: dict[int, tuple[nn.Module, str]], call: Callable[[], Any]) -> set[int]:
+def _used(module: nn.Module, places: Mapping[int, Place], call: Callable[[], Any]) -> set[int]:
     """Which of these attributes a call uses; all of them if it fails for an unknown reason."""
     snapshots = ModuleSnapshot(module.modules()), PythonSnapshot(module.modules())
-    unexplained: set[int] = set()
+    try:
+        return _called_without(places, call).used
+    finally:
+        for snapshot in snapshots:
+            snapshot.restore()
+
+
+class _CalledWithout(NamedTuple):
+    """A call while some attributes had no value."""
+
+    out: Any
+    used: set[int]
+    """Those of them that it used; all if it failed for an unknown reason."""
+    is_set: bool
+    """Whether it gave one of them a value."""
+
+
+def _called_without(places: Mapping[int, Place], call: Callable[[], Any]) -> _CalledWithout:
+    """Makes a call while attributes have no value; afterwards they are what they were."""
+    out, unexplained = None, set()
     with unread_in(places.values()) as unread:
         try:
-            call()
+            out = call()
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException:  # also what ends an attempt to trace, for which the missing attribute may be the cause
             unexplained = set(places)
-        finally:
-            for snapshot in snapshots:
-                snapshot.restore()
-    return {index for index, value in zip(places, unread, strict=True) if value.is_used()} or unexplained
+        pairs = list(zip(places.items(), unread, strict=True))
+        is_set = any(owner.__dict__.get(name) is not value for (_, (owner, name)), value in pairs)
+    return _CalledWithout(out, {index for (index, _), value in pairs if value.is_used()} or unexplained, is_set)
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
