@@ -281,6 +281,16 @@ def static_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+@contextmanager
+def recalled(mode: FakeTensorMode) -> Iterator[None]:
+    """Inside, an operator on fakes of the same plain sizes is inferred once."""
+    before, mode.cache_enabled = mode.cache_enabled, True
+    try:
+        yield
+    finally:
+        mode.cache_enabled = before
+
+
 def fake_of(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A fake on a device of the size and kind of a tensor, wherever that is; a leaf of autograd.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any
 
@@ -53,6 +54,28 @@ def test_frozen_parameters_have_no_gradient_and_less_backward() -> None:
     model.requires_grad_(False)
     found = costs_by_name(handmade.trace(model, torch.randn(6, 8)))
     assert found["up"].backward_flops == 0 and found["up"].backward_s == 0
+
+
+class Twice(nn.Module):
+    """Views, writes in place and attention, each of several sizes and several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Perceptron(8, bias=index > 0) for index in range(3)])
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x.view(3, 2, 8)).flatten(0, 1)
+            x = F.scaled_dot_product_attention(x[None], x[None], x[None])[0]
+        return self.norm(x).clone().mul_(2).t().contiguous()
+
+
+def test_operators_inferred_once_cost_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = handmade.trace(Twice(), torch.randn(6, 8))
+    found = cost.measure(traced)
+    monkeypatch.setattr(cost, "recalled", lambda mode: contextlib.nullcontext())
+    assert cost.measure(traced) == found
 
 
 class Attention(nn.Module):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Hashable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from roundpipe.core import trees
 from roundpipe.core.storages import bytes_of
 from roundpipe.effects.snapshot import python_restored
 from roundpipe.fx.counting import Tally, counted
-from roundpipe.fx.fakes import failures_unlogged, make_twin
+from roundpipe.fx.fakes import failures_unlogged, make_twin, recalled
 from roundpipe.fx.graph.nodes import (
     GraphInterpreter,
     entered_modes,
@@ -117,7 +118,8 @@ class _CostRun(GraphInterpreter):
         """Stands for the leaf of the node that runs."""
 
     def costs(self) -> dict[Node, NodeCost]:
-        return {node: self._cost(node) for node in self._traced.graph.nodes if node.op != "output"}
+        with recalled(self._mode) if self._mode is not None else nullcontext():
+            return {node: self._cost(node) for node in self._traced.graph.nodes if node.op != "output"}
 
     def _cost(self, node: Node) -> NodeCost:
         if node.op in ("placeholder", "get_attr") or is_accessor(node):
