@@ -19,6 +19,7 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.contexts import contextmanager
+from roundpipe.core.module_tree import modules_in
 from roundpipe.effects import places
 from roundpipe.effects.places import REGISTERED, Place, contents, holds_tensors, same_contents
 from roundpipe.effects.reach import EVERYTHING, Limits, StateWalk
@@ -37,7 +38,7 @@ class WeightSnapshot:
         self._module = module
         self._weights = [
             (owner, name, weight, _version_of(weight))
-            for owner in module.modules()
+            for owner in modules_in(module)
             for name, weight in owner._parameters.items()
         ]
 
@@ -353,7 +354,7 @@ class CodeSnapshot:
 @contextmanager
 def python_restored(model: nn.Module, function: Any = None) -> Iterator[None]:
     """Whatever the code of a model and a function does inside, such as to put fakes into a cache, is taken back."""
-    snapshot = CodeSnapshot(model.modules(), function)
+    snapshot = CodeSnapshot(modules_in(model), function)
     try:
         yield
     finally:

@@ -38,6 +38,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDepende
 from roundpipe.core import trees
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import TraceError
+from roundpipe.core.module_tree import modules_in
 from roundpipe.core.storages import quant_state_of
 from roundpipe.fx.sizes import ShapeWorld, SizeSystem, expression_of
 
@@ -172,7 +173,7 @@ class FakeWorld:
         self._fake_of: dict[torch.Tensor, torch.Tensor] = {}
         self._make_fakes()
         self.twin, self.name_of_module = make_twin(model, self._fake_of)
-        self.real_module = dict(zip(self.twin.modules(), model.modules(), strict=True))
+        self.real_module = dict(zip(modules_in(self.twin), modules_in(model), strict=True))
         """The user's module of each of the twin's."""
         self.inputs: list[InputSizes] = []
         self._num_inputs = 0
@@ -328,14 +329,20 @@ def make_twin(model: nn.Module, fake_of: Mapping[torch.Tensor, torch.Tensor]) ->
     return twins[model], names
 
 
+_MOST_VALUES = (type(None), bool, int, float, str)
+_MOST_CONTAINERS = (dict, OrderedDict, list)
+
+
 def _replaced(value: Any, replacements: Mapping[Any, Any], depth: int = 0) -> Any:
     """An attribute's value with other modules and tensors in it, containers copied."""
+    kind = type(value)
+    if kind in _MOST_VALUES or (kind in _MOST_CONTAINERS and not value):  # nearly all: hooks that are not there
+        return kind() if kind in _MOST_CONTAINERS else value
     if isinstance(value, (nn.Module, torch.Tensor)):
         return replacements.get(value, value)
     if depth > 3:
         return value
     replace = functools.partial(_replaced, replacements=replacements, depth=depth + 1)
-    kind = type(value)
     if kind in (list, set, deque, tuple):
         return kind(map(replace, value))
     if kind in (dict, OrderedDict):

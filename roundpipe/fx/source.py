@@ -23,6 +23,7 @@ from roundpipe.core.errors import TraceCause, TraceError, add_note, enumerated
 from roundpipe.core.interrupts import interrupts_held
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.modes import autocast_as_on_accelerator, saved_tensor_hooks_aside
+from roundpipe.core.module_tree import modules_in
 from roundpipe.effects.reads import Reads
 from roundpipe.fx.graph.nodes import value_bytes
 from roundpipe.fx.graph.traced import OutputValue, TracedGraph
@@ -213,7 +214,7 @@ class TracedSource:
 
     def _graph_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GuardedGraph:
         dynamic, max_bytes = tuple(self._varying), self._options.max_layer_bytes
-        reads = Reads(self._model.modules())
+        reads = Reads(modules_in(self._model))
         with TRACING, reads.recorded(), progress(type(self._model).__name__):  # classes are changed for all threads
             traced = trace(self._model, args, kwargs, max_leaf_bytes=max_bytes, dynamic=dynamic)
         traced.guards.restrict(reads)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from roundpipe.core.layers import LayerChain, LayerCost, LayerSpec
+from roundpipe.core.module_tree import parameters_in
 from roundpipe.core.schedule import ExecutePlan
 from roundpipe.reports.memory import DeviceMemory, memory_table
 from roundpipe.reports.tables import counted, dtype_name, format_bytes, format_count, repetitions, table
@@ -97,7 +98,7 @@ def partition_table(
     Costs are as for `layer_table`; ``memory`` is that of a device by stage. ``optim_dtypes`` are those of the
     optimizer's copies. ``resident_bytes`` are, by layer, those of weights that stay on each device.
     """
-    num_parameters = sum(parameter.numel() for parameter in chain.parameters())  # shared ones once
+    num_parameters = sum(parameter.numel() for parameter in parameters_in(chain))  # shared ones once
     parts = [counted(len(chain.specs), "layer")]
     tables = [layer_table(chain, costs=costs, measured=measured)]
     if plan is not None:

@@ -12,7 +12,7 @@ from torch import nn
 from roundpipe.core.caller import warn
 from roundpipe.core.checks import check_count, items_of
 from roundpipe.core.errors import ConfigError, TraceError, enumerated
-from roundpipe.core.module_tree import weight_bytes_of
+from roundpipe.core.module_tree import modules_in, weight_bytes_of
 from roundpipe.effects.run_once import differentiates_gradients, holders_of, holders_of_those, runs_autograd
 from roundpipe.runtime.config import RoundPipeRunConfig
 from roundpipe.runtime.device.resolve import resolve_devices
@@ -106,7 +106,7 @@ def _check_options(model: nn.Module, lower: Any, upper: Any, overrides: Any, ski
     for name, value in (("lower_threshold", lower), ("upper_threshold", upper)):
         if name == "lower_threshold" or value is not None:
             check_count(name, value, "a number of bytes", least=0)
-    known = set(model.modules())
+    known = set(modules_in(model))
     if not isinstance(overrides, Mapping):
         raise ConfigError(
             f"override_config is {type(overrides).__name__}; give a dict from modules to RoundPipeRunConfig"
@@ -197,4 +197,4 @@ def _is_inplace_activation(module: nn.Module) -> bool:
 
 
 def _has_batch_elsewhere(module: nn.Module) -> bool:
-    return any(getattr(part, "batch_first", True) is False for part in module.modules())
+    return any(getattr(part, "batch_first", True) is False for part in modules_in(module))

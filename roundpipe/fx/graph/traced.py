@@ -33,6 +33,7 @@ from torch.fx import Node
 from roundpipe.core import trees
 from roundpipe.core.errors import TraceError
 from roundpipe.core.modes import Modes
+from roundpipe.core.module_tree import parameters_in
 from roundpipe.fx.graph.nodes import draws_random, has_effect, hint, modes_of, mutated_by, value_of, writes_buffers
 from roundpipe.fx.operations import assign_buffer
 from roundpipe.fx.sizes import Symbolic, expression_of
@@ -119,7 +120,7 @@ class TracedGraph:
     def parameters_of(self, node: Node) -> list[nn.Parameter]:
         """The parameters that a node uses by itself: a leaf's, or the one a get_attr names; each once."""
         if node.op == "call_module":
-            return list(self.attribute(str(node.target)).parameters())
+            return parameters_in(self.attribute(str(node.target)))
         if node.op == "get_attr":
             value = self.attribute(str(node.target))
             return [value] if isinstance(value, nn.Parameter) else []

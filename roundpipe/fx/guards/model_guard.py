@@ -19,6 +19,7 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.errors import ConfigError, enumerated
+from roundpipe.core.module_tree import modules_in
 from roundpipe.effects.places import CONTAINER, HOOKS, OF_TORCH
 from roundpipe.effects.reach import BETWEEN_CALLS
 from roundpipe.effects.reads import Reads
@@ -89,7 +90,7 @@ class ModelGuard:
         replaced: Collection[str],
     ) -> None:
         self.own = own
-        self._modules = list(model.modules())
+        self._modules = modules_in(model)
         self._training = list(map(_TRAINING, self._modules))
         self._forms = _WeightForms(model, replaced)
         places = [name.rpartition(".") for name in weights]

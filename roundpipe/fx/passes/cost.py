@@ -21,6 +21,7 @@ from torch import nn
 from torch.fx import Node
 
 from roundpipe.core import trees
+from roundpipe.core.module_tree import modules_in
 from roundpipe.core.storages import bytes_of
 from roundpipe.effects.snapshot import python_restored
 from roundpipe.fx.counting import Tally, counted
@@ -275,7 +276,7 @@ def _module_key(module: nn.Module) -> Hashable:
         (name, tensor.shape, tensor.dtype, tensor.requires_grad)
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
     )
-    return tuple(map(type, module.modules())), weights, module.training
+    return tuple(map(type, modules_in(module))), weights, module.training
 
 
 def _value_key(node: Node) -> Hashable:

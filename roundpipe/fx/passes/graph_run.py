@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 
 from roundpipe.core.allocations import TorchDispatchMode
 from roundpipe.core.layers import Carry
+from roundpipe.core.module_tree import modules_in
 from roundpipe.effects.places import HOOKS
 from roundpipe.effects.snapshot import ModuleSnapshot
 from roundpipe.effects.uses import asks_for_gradients
@@ -77,7 +78,7 @@ class GraphRun(LayerRun):
         modules = [value for value in map(self.values.get, node.all_input_nodes) if isinstance(value, nn.Module)]
         if node.op == "call_module":
             modules.append(attribute(self.root, node))
-        parts = [part for module in modules for part in module.modules()]
+        parts = [part for module in modules for part in modules_in(module)]
         before = ModuleSnapshot(parts)
         with OperatorEffects() as writes:
             value = self.run_node(node)

@@ -24,7 +24,7 @@ from torch.fx import Node
 from roundpipe.core import trees
 from roundpipe.core.errors import PartitionError
 from roundpipe.core.layers import ESTIMATED_LINK_BYTES_PER_S, LayerCost, is_differentiable
-from roundpipe.core.module_tree import common_path, weight_bytes_of
+from roundpipe.core.module_tree import common_path, parameters_in, weight_bytes_of
 from roundpipe.fx.graph.nodes import (
     covered_module,
     draws_random,
@@ -327,7 +327,7 @@ def layer_costs(
 def _layer_cost(
     traced: TracedGraph, balance: Balance, chunk: Chunk, layer: nn.Module, costs: Mapping[Node, NodeCost]
 ) -> LayerCost:
-    parameters, inside = list(layer.parameters()), [costs[node] for node in chunk.nodes]
+    parameters, inside = parameters_in(layer), [costs[node] for node in chunk.nodes]
     weight_bytes = weight_bytes_of(layer)
     forward_s, backward_s = sum(cost.forward_s for cost in inside), sum(cost.backward_s for cost in inside)
     if balance == "size":

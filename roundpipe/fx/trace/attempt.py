@@ -21,6 +21,7 @@ from torch.fx import Node
 from roundpipe.core import trees
 from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
 from roundpipe.core.modes import Modes
+from roundpipe.core.module_tree import modules_in
 from roundpipe.core.random_state import python_random_state
 from roundpipe.effects.places import HOOKS
 from roundpipe.effects.reach import ReachedState
@@ -69,13 +70,13 @@ class Attempt:
         hooked = [name for name, module in modules if any(module.__dict__[kind] for kind in HOOKS)]
         names = world.name_of_module
         self._policy = LeafPolicy(world.twin, names, knowledge, hooked)
-        self._before = ModuleSnapshot(world.twin.modules())
-        readers = Readers([type(module) for module in world.twin.modules()], reach.codes)
+        self._before = ModuleSnapshot(modules_in(world.twin))
+        readers = Readers([type(module) for module in modules_in(world.twin)], reach.codes)
         self._leaves = LeafRunner(world, self.recorder, self._policy, knowledge, readers, self._before, outside)
         self.glue = GlueRunner(world, self.recorder, knowledge)
         self._before_hooks = {  # a module that an earlier forward put into the twin is no module of the user's
             module: hooks_by_code(world.real_module[module])
-            for module in world.twin.modules()
+            for module in modules_in(world.twin)
             if module in world.real_module
         }
         world.shapes.on_assumption = self._refuse_other_sizes
@@ -218,7 +219,7 @@ class Attempt:
         real = {module: self._world.real_module[module] for module in self._before_hooks}
         glue = {real[module] for module in self.glue.modules}
         leaves = [self._world.twin.get_submodule(str(node.target)) for node in self.recorder.findings.origins]
-        passing = {real[inner] for leaf in leaves for inner in leaf.modules() if inner in real}
+        passing = {real[inner] for leaf in leaves for inner in modules_in(leaf) if inner in real}
         own = OwnChanges(places=places, counts=counts)
         for module, name, _, value, _ in changed:
             if module in self.glue.modules:

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
-from roundpipe.core.module_tree import training_bytes_of
+from roundpipe.core.module_tree import modules_in, parameters_in, training_bytes_of
 from roundpipe.effects.run_once import holders_of
 from roundpipe.fx.fakes import Dimension
 from roundpipe.fx.locations import model_location, raised_at, source_at, with_source
@@ -252,7 +252,7 @@ def is_of_torch(kind: type) -> bool:
 
 
 def _num_parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    return sum(parameter.numel() for parameter in parameters_in(module))
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -269,7 +269,7 @@ def _stacks_in(module: nn.Module) -> list[list[nn.Module]]:
     """The blocks of every list or sequence in a module, itself included, that has two or more."""
     stacks = (
         [child for child in inner.children() if _is_block(child)]
-        for inner in module.modules()
+        for inner in modules_in(module)
         if isinstance(inner, (*_CONTAINERS, nn.Sequential))
     )
     return [blocks for blocks in stacks if len(blocks) > 1]
@@ -283,5 +283,5 @@ def _blocks_of_long_stacks(model: nn.Module) -> set[nn.Module]:
         kinds = {(type(block), _num_parameters(block)) for block in stack}
         if len(stack) >= MANY_BLOCKS and len(kinds) <= 3 and stack[0] not in inside:
             blocks.update(stack)
-            inside.update(inner for block in stack for inner in block.modules())
+            inside.update(inner for block in stack for inner in modules_in(block))
     return blocks

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from roundpipe.core import trees
 from roundpipe.core.contexts import contextmanager
 from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
+from roundpipe.core.module_tree import modules_in
 from roundpipe.effects.snapshot import AttributeChange, ModuleSnapshot, PythonSnapshot
 from roundpipe.effects.uses import GRADIENT_ATTRIBUTES, attributes_read, names_in
 from roundpipe.fx.fakes import written_unseen
@@ -249,7 +250,7 @@ def _remembered(snapshot: ModuleSnapshot, computed: Set[torch.Tensor] | None) ->
 
 def set_elsewhere(snapshot: ModuleSnapshot, leaf: nn.Module) -> str | None:
     """An attribute of a leaf that its class reads and that code of others has set since a snapshot, in words."""
-    for change in snapshot.diff(leaf.modules()):
+    for change in snapshot.diff(modules_in(leaf)):
         is_state = change.name == "training" or isinstance(change.now, torch.Tensor)
         if not is_state and change.name in attributes_read(type(change.module)):
             return f"{type(change.module).__name__}.{change.name}"

@@ -14,7 +14,7 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.errors import TraceCause, TraceError
-from roundpipe.core.module_tree import weight_bytes_of
+from roundpipe.core.module_tree import modules_in, weight_bytes_of
 from roundpipe.core.random_state import python_random_state, set_python_random_state
 from roundpipe.effects.places import OF_TORCH
 from roundpipe.effects.snapshot import ModuleSnapshot, PythonSnapshot
@@ -76,7 +76,7 @@ class LeafRunner:
             is_decided = self._policy.decision(module) is not None
             raise recorder.give_up(error) if is_decided else Retry(error, name, Decision.DESCEND)
         attribute = set_elsewhere(self._outside, module)
-        rebuilt = None if attribute else self._before.rebuilt(module.modules())
+        rebuilt = None if attribute else self._before.rebuilt(modules_in(module))
         if rebuilt is not None:  # such as a weight that `torch.func.functional_call` puts there
             attribute = f"{type(rebuilt[0]).__name__}.{rebuilt[1]}"
         if attribute is not None:
@@ -86,8 +86,8 @@ class LeafRunner:
         python_random = python_random_state()
         with recorder.pause():
             run = self._run(module, name, args, kwargs)
-            self._outside.accept_attributes(module.modules())
-            self._before.accept_buffers(module.modules())
+            self._outside.accept_attributes(modules_in(module))
+            self._before.accept_buffers(modules_in(module))
             origins = output_origins(run.out, args, kwargs, self._world.name_of)
         draws_python_random = python_random_state() != python_random
         set_python_random_state(python_random)
@@ -125,7 +125,7 @@ class LeafRunner:
             sibling = self._sibling(module, args, kwargs)
             if sibling is not None:
                 return sibling
-        state = ModuleSnapshot(module.modules())
+        state = ModuleSnapshot(modules_in(module))
         run = self._watched(module, name, args, kwargs, state)
         if not state.holds_new_values():
             self._siblings.put(module, run, args, kwargs)
@@ -147,7 +147,7 @@ class LeafRunner:
         versions = [(tensor, tensor._version) for tensor in inputs]
         asks_for_grad = recorder.asks_for_grad
         draws, num_originals = recorder.watch.num_random_draws, len(recorder.watch.originals)
-        python, python_random = PythonSnapshot(module.modules(), with_hidden=False), python_random_state()
+        python, python_random = PythonSnapshot(modules_in(module), with_hidden=False), python_random_state()
         call = functools.partial(ORIGINAL_CALL, module, *args, **kwargs)
         watch = self._watch(module, name, inputs)
 
@@ -209,7 +209,7 @@ class LeafRunner:
         """Per module that has others of its class behind it, the next one."""
         latest: dict[type, nn.Module] = {}
         following = {}
-        for module in self._world.twin.modules():
+        for module in modules_in(self._world.twin):
             if (before := latest.get(type(module))) is not None:
                 following[before] = module
             latest[type(module)] = module
@@ -283,7 +283,7 @@ class LeafRunner:
                 cause = TraceError(f"{name} works at the example's sizes only")  # as a layer over positions does
                 raise Retry(cause, name, Decision.LEAF) from error
             raise self._recorder.give_up(error) from error
-        kinds = list(map(type, module.modules()))
+        kinds = list(map(type, modules_in(module)))
         unseen = self._knowledge.seen_to_set - run.sets.keys()  # other data may lead to where they are set
         if_data_say_so = [f"{kind.__name__}.{attribute}" for kind, attribute in unseen if kind in kinds]
         run.side_effects.update(dict.fromkeys(sorted(if_data_say_so)))
@@ -375,7 +375,7 @@ class GlueRunner:
         """Whether an attribute, None when a module is called, is state for the module's own forward, which reads it,
         and which code of another module sets anew in each forward, as recurrent states between tokens.
         """
-        kinds = {type(inner) for inner in self._world.twin.modules()} - {type(module)}
+        kinds = {type(inner) for inner in modules_in(self._world.twin)} - {type(module)}
         return attribute in uses_of_forward(type(module)).reads and any(
             attribute in uses_of_forward(kind).sets for kind in kinds
         )

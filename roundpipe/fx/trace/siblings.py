@@ -21,6 +21,7 @@ from torch import nn
 
 from roundpipe.core import trees
 from roundpipe.core.modes import Modes
+from roundpipe.core.module_tree import modules_in
 from roundpipe.effects.places import CONTAINERS, OF_TORCH, REGISTERED
 from roundpipe.effects.snapshot import ModuleSnapshot, PythonSnapshot
 from roundpipe.fx.sizes import Symbolic, expression_of, flat_sizes, flat_tensors, is_data_dependent
@@ -163,7 +164,7 @@ class SiblingCache:
         kin = self._kin.setdefault(key, _Kin())
         if not places or kin.read & places.keys():
             return None
-        snapshots = ModuleSnapshot(module.modules()), PythonSnapshot(module.modules())
+        snapshots = ModuleSnapshot(modules_in(module)), PythonSnapshot(modules_in(module))
         without = _called_without(places, call)
         if without.used or without.is_set:
             kin.read |= without.used
@@ -209,7 +210,7 @@ def _proven(
 
 def _used(module: nn.Module, places: Mapping[int, Place], call: Callable[[], Any]) -> set[int]:
     """Which of these attributes a call uses; all of them if it fails for an unknown reason."""
-    snapshots = ModuleSnapshot(module.modules()), PythonSnapshot(module.modules())
+    snapshots = ModuleSnapshot(modules_in(module)), PythonSnapshot(modules_in(module))
     try:
         return _called_without(places, call).used
     finally:
@@ -277,7 +278,7 @@ def module_key(module: nn.Module) -> ModuleKey | None:
     values: list[Any] = []
     places: list[tuple[nn.Module, str]] = []
     named = list(module.named_modules(remove_duplicate=False))
-    inside = {inner: position for position, inner in enumerate(module.modules())}
+    inside = {inner: position for position, inner in enumerate(modules_in(module))}
     weights: dict[torch.Tensor, int] = {}
     for name, inner in named:
         if isinstance(inner, torch.jit.ScriptModule) or inner._forward_hooks or inner._forward_pre_hooks:

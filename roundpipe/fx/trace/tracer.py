@@ -21,6 +21,7 @@ from torch import nn
 from roundpipe.core import trees
 from roundpipe.core.errors import TraceCause, TraceError, TraceFacts
 from roundpipe.core.interrupts import interrupts_held
+from roundpipe.core.module_tree import modules_in
 from roundpipe.core.random_state import preserved_random_state
 from roundpipe.effects.completed import CompletedTexts
 from roundpipe.effects.run_once import FirstCall
@@ -134,8 +135,8 @@ def _stable_trace(world: FakeWorld, form: CallForm, knowledge: Knowledge) -> tup
         Retry: an attempt failed, or the graph is another one the second time.
     """
     previous: str | None = None
-    state, outside = ModuleSnapshot(world.twin.modules()), ModuleSnapshot(world.twin.modules())
-    python = PythonSnapshot([*world.twin.modules(), *world.model.modules()])
+    state, outside = ModuleSnapshot(modules_in(world.twin)), ModuleSnapshot(modules_in(world.twin))
+    python = PythonSnapshot([*modules_in(world.twin), *modules_in(world.model)])
     changed: dict[tuple[nn.Module, str], str] = {}
     values: dict[tuple[nn.Module, str], Any] = {}
     places: PlaceValues = {}

@@ -17,6 +17,7 @@ import torch
 from torch.fx import Node
 
 from roundpipe.core import trees
+from roundpipe.core.module_tree import modules_in
 from roundpipe.effects.snapshot import ModuleSnapshot, python_restored
 from roundpipe.fx.fakes import Dimension, FakeWorld
 from roundpipe.fx.graph.nodes import GraphInterpreter, is_accessor, producer_of, value_of
@@ -97,7 +98,7 @@ class _ShapeRun(GraphInterpreter):
         if known is not None:
             return known.out
         versions = [(tensor, tensor._version) for tensor in flat_tensors(args, kwargs)]
-        state = ModuleSnapshot(module.modules())
+        state = ModuleSnapshot(modules_in(module))
         out = call_leaf(module, *args, **kwargs)
         written = tuple(tensor for tensor, version in versions if tensor._version != version)
         if not state.holds_new_values():

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe.core.module_tree import modules_in
 from roundpipe.runtime.optimizer.optimizer import OptimizerSide
 
 _READ_LAST = ("_parameters", "_buffers", "_forward_pre_hooks")
@@ -86,7 +87,7 @@ class ReadWatch:
 
     def __init__(self, model: nn.Module, optimizer: OptimizerSide) -> None:
         self._optimizer = optimizer
-        self._modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+        self._modules = [module for module in modules_in(model) if not isinstance(module, torch.jit.ScriptModule)]
         before_state, self._before_forward = _BeforeState(self), _BeforeForward(self)
         self._is_open = False
         self._handles = [module.register_state_dict_pre_hook(before_state) for module in self._modules]
