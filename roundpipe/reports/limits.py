@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from roundpipe.reports.timeline import WaitCause
 
-Limit = Literal["compute", "up", "down", "hand-over", "update", "caller", "stages", "overhead"]
+Limit = Literal["compute", "up", "down", "hand-over", "update", "averaging", "caller", "stages", "overhead"]
 LIMITS: tuple[Limit, ...] = get_args(Limit)
 SMALL_SHARE = 0.1
 """Idle shares up to this, all causes together, leave compute as the limit."""
@@ -22,12 +22,14 @@ _OF_CAUSE: dict[WaitCause, Limit] = {
     "gradients": "down",
     "overhead": "overhead",
 }
+_OF_OPTIMIZER: tuple[Limit, ...] = ("update", "hand-over", "averaging")
 ADVICE: dict[Limit, str] = {
     "compute": "devices compute nearly all the time: more memory for them means less recomputation",
     "up": "weights come up too slowly: give a step more tokens, or the devices more memory to keep weights",
     "down": "gradients go home too slowly: give a step more tokens",
     "hand-over": "weights and gradients are converted too slowly: give a step more tokens, or the host more threads",
     "update": "the optimizer is too slow: fused=True, more threads for the host, or more tokens in a step",
+    "averaging": "gradients travel between ranks too slowly: more tokens in a step, or a faster network",
     "caller": "calls come too late: load data beside training, and read losses less often",
     "stages": "stages wait for each other: more microbatches, as many as divide evenly over the devices",
     "overhead": "Python can't keep up: larger microbatches",
@@ -45,12 +47,12 @@ def limit_of(idle: Mapping[WaitCause, float], optimizer_s: Mapping[str, float], 
         optimizer_s: seconds of the optimizer's side; see `RunReport`.
         wall_s: of the same steps; a late caller has waited for an optimizer that is at work nearly always.
     """
-    update_s, hand_over_s = optimizer_s.get("update", 0.0), optimizer_s.get("hand-over", 0.0)
-    of_optimizer: Limit = "update" if update_s >= hand_over_s else "hand-over"
+    spent_s = {limit: optimizer_s.get(limit, 0.0) for limit in _OF_OPTIMIZER}
+    of_optimizer = max(_OF_OPTIMIZER, key=lambda limit: spent_s[limit])
     shares = dict.fromkeys(LIMITS, 0.0)
     for cause, share in idle.items():
         limit = _OF_CAUSE.get(cause, of_optimizer)
-        if cause == "caller" and update_s + hand_over_s > LARGE_SHARE * wall_s:
+        if cause == "caller" and sum(spent_s.values()) > LARGE_SHARE * wall_s:
             limit = of_optimizer
         shares[limit] += share
     if sum(shares.values()) <= SMALL_SHARE:

@@ -22,6 +22,8 @@ _COLORS = {
     "home": "#b5a642",
     "update": "#c1436d",
     "hand-over": "#e59ab4",
+    "averaging": "#7a5195",
+    "other ranks": "#d3c6de",
 }
 _WAITS = {
     "weights": "#b5d8d0",
@@ -46,6 +48,8 @@ _LEGEND = {
     _COLORS["home"]: "gradients added",
     _COLORS["update"]: "update",
     _COLORS["hand-over"]: "hand-over",
+    _COLORS["averaging"]: "averaging",
+    _COLORS["other ranks"]: "wait for other ranks",
 }
 """What the colours mean, in the order of the legend."""
 _TITLE_INCHES, _LEGEND_INCHES = 0.25, 0.55

@@ -118,7 +118,8 @@ class RunReport:
     workers: tuple[WorkerReport, ...]
     """One entry per worker, in the order of the rotation."""
     optimizer_s: Mapping[str, float]
-    """Seconds of the optimizer's side: ``update`` (``step_fn``), ``hand-over`` (weights, gradients), ``waits``."""
+    """Seconds of the optimizer's side: ``update`` (``step_fn``), ``hand-over`` (weights, gradients), ``waits``;
+    with ranks ``averaging`` (gradients between them, and new weights of shards), ``other ranks`` (waits for them)."""
     host_memory: HostMemory
     """Bytes in host memory, by what they are for."""
     predicted: Prediction | None

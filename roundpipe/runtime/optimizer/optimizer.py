@@ -143,7 +143,9 @@ class OptimizerSide(UnaskedSteps):
             self._scalers.begin_step()
             self._gradients_due = self._has_new_gradients = False
             self.num_steps = num_steps + 1
-            ranks = begin_exchange(self._ranks, pairs, self._gates, self._weights_changed, self.num_steps, is_async)
+            ranks = begin_exchange(
+                self._ranks, pairs, self._gates, self._weights_changed, self.log, self.num_steps, is_async
+            )
             if is_async:
                 running = self._steps.running()
                 self._updates.submit(update, self._update_behind, pairs, running, call, self.num_steps, ranks)
@@ -204,7 +206,7 @@ class OptimizerSide(UnaskedSteps):
         self, pairs: Sequence[ParameterPair], shows_gradients: bool = False, ranks: Exchange | None = None
     ) -> None:
         """Latest weights into the model, gradients out of it, or into it again to be shown."""
-        ranks = ranks or begin_exchange(self._ranks, pairs, self._gates, self._weights_changed)
+        ranks = ranks or begin_exchange(self._ranks, pairs, self._gates, self._weights_changed, self.log)
         # inside step_fn a loss of two forwards is evaluated on weights that stay as they are
         self._updates.run(pairs, self._exchange_now, (), self._runner.is_inside, shows_gradients, ranks)
 

@@ -17,9 +17,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from roundpipe.core.errors import ConfigError
+from roundpipe.runtime.device.host_memory import on_huge_pages
 from roundpipe.runtime.ranks.group import RankGroup
 from roundpipe.runtime.weights.parameter_pair import ParameterPair
 from roundpipe.runtime.weights.shard import Shard
+from roundpipe.runtime.weights.together import add_converted
 
 BUCKET_BYTES = 16 * 1024**2
 
@@ -40,11 +42,45 @@ def buckets_of(pairs: Sequence[ParameterPair]) -> Iterator[list[ParameterPair]]:
         yield bucket
 
 
-def average(bucket: Sequence[ParameterPair], group: RankGroup) -> None:
+class Workspace:
+    """Memory for what travels, the same for every bucket: for new memory the system takes as long as for the way."""
+
+    def __init__(self) -> None:
+        self._memory: dict[str, torch.Tensor] = {}
+
+    def take(self, name: str, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """In one dimension, with any values."""
+        num_bytes = num_elements * dtype.itemsize
+        if name not in self._memory or len(self._memory[name]) < num_bytes:
+            self._memory[name] = on_huge_pages(torch.empty(num_bytes, dtype=torch.uint8))
+        return self._memory[name][:num_bytes].view(dtype)
+
+    def joined(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Contiguous tensors, one after the other."""
+        joined = self.take(name, sum(part.numel() for part in parts), parts[0].dtype)
+        for place, part in zip(joined.split([part.numel() for part in parts]), parts, strict=True):
+            place.copy_(part.view(-1))
+        return joined
+
+
+def present(bucket: Sequence[ParameterPair], group: RankGroup, shard: Shard | None) -> list[ParameterPair]:
+    """Those of which some rank has a gradient; waits for the other ranks."""
+    gradients = [None if pair.copy is None else pair.copy.grad if shard is None else pair.whole for pair in bucket]
+    for pair, gradient in zip(bucket, gradients, strict=True):
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise ConfigError(
+                f"{pair.names[0]}: its gradient is sparse, and ranks average dense ones only; make the embedding with "
+                "sparse=False, or train without process_group="
+            )
+    holders = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.int32)
+    group.count(holders)
+    return [pair for pair, num_holders in zip(bucket, holders.tolist(), strict=True) if num_holders]
+
+
+def average(pairs: Sequence[ParameterPair], group: RankGroup, space: Workspace) -> None:
     """Let the copies' gradients be the mean of all ranks'."""
-    present = _present(bucket, [None if pair.copy is None else pair.copy.grad for pair in bucket], group)
     gradients = []
-    for pair in present:
+    for pair in pairs:
         assert pair.copy is not None
         if pair.copy.grad is None:
             pair.copy.grad = torch.zeros_like(pair.copy)
@@ -53,36 +89,40 @@ def average(bucket: Sequence[ParameterPair], group: RankGroup) -> None:
         group.add_up(gradients[0])
         gradients[0].div_(group.size)
     elif gradients:
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        flat = space.joined("gradients", [gradient.contiguous() for gradient in gradients])
         group.add_up(flat)
         flat.div_(group.size)
         for gradient, mean in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
-            gradient.copy_(mean.view_as(gradient))
+            gradient.copy_(mean.view(gradient.shape))
 
 
-def scatter(bucket: Sequence[ParameterPair], group: RankGroup, shard: Shard) -> None:
+def scatter(pairs: Sequence[ParameterPair], group: RankGroup, shard: Shard, space: Workspace) -> None:
     """Add the mean of all ranks' gradients to those of the copies."""
-    present = _present(bucket, [pair.whole for pair in bucket], group)
     flats, totals = [], []
-    for pair in present:
+    for pair in pairs:
         assert pair.copy is not None
         whole, pair.whole = pair.whole, None
         flats.append(torch.zeros_like(pair.parameter).view(-1) if whole is None else whole.detach().reshape(-1))
         if pair.copy.grad is None:
             pair.copy.grad = torch.zeros_like(pair.copy)
         totals.append(pair.copy.grad)
-    for window in _windows(present, shard):
-        sent = [_parts(flats, shard, rank, window) for rank in range(shard.count)]
-        lengths = [sum(map(len, parts)) for parts in sent]
-        received = torch.empty(shard.count, lengths[shard.index], dtype=flats[0].dtype)
-        group.swap(received, torch.cat([part for parts in sent for part in parts]), lengths)
-        mean = received.sum(0, dtype=totals[0].dtype).div_(shard.count)
+    for window in _windows(pairs, shard):
+        parts_of = [_parts(flats, shard, rank, window) for rank in range(shard.count)]
+        lengths = [sum(map(len, parts)) for parts in parts_of]
+        sent = space.joined("sent", [part for parts in parts_of for part in parts])
+        received = space.take("received", shard.count * lengths[shard.index], sent.dtype)
+        received = received.view(shard.count, lengths[shard.index])
+        group.swap(received, sent, lengths)
+        mean = space.take("mean", received.shape[1], totals[0].dtype).copy_(received[0])
+        for row in received[1:]:
+            add_converted(mean, row)
+        mean.div_(shard.count)
         own = [total[window] for total in totals]
         for total, part in zip(own, mean.split([len(each) for each in own]), strict=True):
             total += part
 
 
-def gather(bucket: Sequence[ParameterPair], group: RankGroup, shard: Shard) -> None:
+def gather(bucket: Sequence[ParameterPair], group: RankGroup, shard: Shard, space: Workspace) -> None:
     """Let the model's weights be the copies'."""
     copies = [pair.copy.detach() for pair in bucket if pair.copy is not None]
     flats = [
@@ -92,9 +132,12 @@ def gather(bucket: Sequence[ParameterPair], group: RankGroup, shard: Shard) -> N
     for window in _windows(bucket, shard):
         parts_of = [_parts(flats, shard, rank, window) for rank in range(shard.count)]
         lengths = [sum(map(len, parts)) for parts in parts_of]
-        own = torch.empty(max(lengths), dtype=flats[0].dtype)  # equally long on all ranks
-        own[: lengths[shard.index]] = torch.cat([copy[window] for copy in copies])
-        found = torch.empty(shard.count, max(lengths), dtype=own.dtype)
+        length = max(lengths)  # equally long on all ranks
+        own = space.take("sent", length, flats[0].dtype)
+        parts = [copy[window] for copy in copies]
+        for place, part in zip(own[: lengths[shard.index]].split([len(part) for part in parts]), parts, strict=True):
+            place.copy_(part)
+        found = space.take("received", shard.count * length, own.dtype).view(shard.count, length)
         group.collect(found, own)
         for row, parts, length in zip(found, parts_of, lengths, strict=True):
             for part, new in zip(parts, row[:length].split([len(part) for part in parts]), strict=True):
@@ -103,21 +146,6 @@ def gather(bucket: Sequence[ParameterPair], group: RankGroup, shard: Shard) -> N
         if not pair.parameter.is_contiguous():
             pair.parameter.copy_(flat.view(pair.parameter.shape))
         pair.agree()
-
-
-def _present(
-    bucket: Sequence[ParameterPair], gradients: Sequence[torch.Tensor | None], group: RankGroup
-) -> list[ParameterPair]:
-    """Those of which some rank has a gradient."""
-    for pair, gradient in zip(bucket, gradients, strict=True):
-        if gradient is not None and gradient.layout is not torch.strided:
-            raise ConfigError(
-                f"{pair.names[0]}: its gradient is sparse, and ranks average dense ones only; make the embedding with "
-                "sparse=False, or train without process_group="
-            )
-    holders = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.int32)
-    group.add_up(holders)
-    return [pair for pair, num_holders in zip(bucket, holders.tolist(), strict=True) if num_holders]
 
 
 def _windows(bucket: Sequence[ParameterPair], shard: Shard) -> Iterator[slice]:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from roundpipe.core.errors import RankError
+from roundpipe.runtime.profiling.meter import HostLog
 from roundpipe.runtime.ranks import buckets
 from roundpipe.runtime.ranks.group import RankGroup
 from roundpipe.runtime.ranks.turns import Action, Ranks, RankState, Turn
@@ -27,6 +28,7 @@ def begin_exchange(
     pairs: Sequence[ParameterPair],
     gates: Gates,
     weights_changed: bool,
+    log: HostLog,
     num_steps: int = 0,
     is_async: bool = False,
 ) -> Exchange | None:
@@ -37,7 +39,7 @@ def begin_exchange(
     moves_weights = weights_changed and ranks is not None and ranks.shard is not None
     if ranks is None or not (num_steps or moves_weights):
         return None
-    exchange = Exchange(ranks, pairs, gates, num_steps, is_async, moves_weights)
+    exchange = Exchange(ranks, pairs, gates, log, num_steps, is_async, moves_weights)
     ranks.submit(exchange)
     return exchange
 
@@ -53,6 +55,7 @@ class Exchange(Turn):
         ranks: Ranks,
         pairs: Sequence[ParameterPair],
         gates: Gates,
+        log: HostLog,
         num_steps: int,
         is_async: bool,
         moves_weights: bool,
@@ -62,6 +65,7 @@ class Exchange(Turn):
         super().__init__(ranks.board, RankState(action, ranks.num_calls, num_steps, num_elements, is_async))
         self._shard = ranks.shard
         self._gates = gates
+        self._log = log
         self.moves_weights = moves_weights
         self._buckets = list(buckets.buckets_of(pairs))
         self._bucket_of = {pair: index for index, bucket in enumerate(self._buckets) for pair in bucket}
@@ -98,18 +102,26 @@ class Exchange(Turn):
 
     @torch.no_grad()
     def talk(self, group: RankGroup, states: Sequence[RankState]) -> None:
+        space = buckets.Workspace()
         for index, bucket in enumerate(self._buckets):
+            num_bytes = sum(pair.parameter.nbytes for pair in bucket)
             if self.moves_weights and self._shard is not None:
                 self._wait_for(self._read, index, "rounds of this rank")
-                buckets.gather(bucket, group, self._shard)
+                with self._log.doing("other ranks", "wait for other ranks"):
+                    group.meet()
+                with self._log.doing("averaging", "weights of all shards", bytes=num_bytes):
+                    buckets.gather(bucket, group, self._shard, space)
                 self._gates.weights.open(pair.parameter for pair in bucket)
             if not self.state.num_steps:
                 continue
             self._wait_for(self._missing, index, "gradients of this rank")
-            if self._shard is None:
-                buckets.average(bucket, group)
-            else:
-                buckets.scatter(bucket, group, self._shard)
+            with self._log.doing("other ranks", "wait for other ranks"):
+                present = buckets.present(bucket, group, self._shard)
+            with self._log.doing("averaging", "gradients averaged", bytes=num_bytes):
+                if self._shard is None:
+                    buckets.average(present, group, space)
+                else:
+                    buckets.scatter(present, group, self._shard, space)
 
     def _wait_for(self, counts: Counter[int], index: int, what: str) -> None:
         self.board.wait(lambda: not counts[index] or self.error is not None, "the ranks' thread", what)
