@@ -37,6 +37,8 @@ class HardwareProfile:
     hand_over_bytes_per_parameter: float = 0
     """Of that, what weights take on their way into the model, if they go there only when the next step is made; 0:
     they are made ready in second memory as part of the update (``pin_model="double"``)."""
+    device_bytes_per_s: float = inf
+    """What a device's own memory gives to updates of what lives there; inf: they are left out."""
     prefetch_across_steps: bool = True
     """Whether a worker's first weights of a step come up while it still runs the step before."""
     inputs_ahead: int = 1

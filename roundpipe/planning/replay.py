@@ -3,7 +3,8 @@
 Every step is the same `Schedule` that the engine walks. The next one begins when the losses are known and, if there is
 an optimizer, when the update before the one between them is done. Each worker computes its ops in the order of its
 tasks and has one link up and one down; values that stages hand on go before weights, which go before gradients. All
-links and the optimizer share the host's memory bandwidth.
+links and the optimizer share the host's memory bandwidth. What lives on a device is updated there behind the step's
+jobs.
 
 Invariant: the replay ends when steps in a row are like those before them, or after a bounded number of steps.
 """
@@ -12,20 +13,25 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal, NamedTuple
 
 from roundpipe.core.errors import ConfigError
 from roundpipe.core.schedule import MAX_RESIDENT_JOBS, Job, Phase, Schedule
 from roundpipe.planning.host_values import values_on_host
 from roundpipe.planning.machine import EventQueue, HardwareProfile, Link, LinkTransfer, Node, Op
+from roundpipe.planning.replayed import (
+    CAUSES,
+    Activity,
+    Cause,
+    EarlierJob,
+    JobWaits,
+    Outputs,
+    ReplayedActivity,
+    ReplayedStep,
+    ReplayedWait,
+)
+from roundpipe.planning.residency import STREAMED, Residency
 from roundpipe.planning.stage_costs import StageCosts, num_trained
-
-Cause = Literal["weights", "activations", "optimizer", "no_work"]
-CAUSES: tuple[Cause, ...] = ("weights", "activations", "optimizer", "no_work")
-
-Activity = Literal["recompute", "compute", "upload", "download", "kept", "weights", "gradients", "update", "hand-over"]
 
 _SAME = 5e-4
 """Share of a step within which all ends of two steps must agree for the replay to be steady."""
@@ -38,85 +44,21 @@ _MIN_STEPS, _NUM_OPS = 6, 30_000
 """Fewer if they have many ops, since then the rotation's start counts less; but never as few as that."""
 
 
-class ReplayedActivity(NamedTuple):
-    """Something that a replay consists of; the node knows when it began and ended."""
-
-    node: Node
-    activity: Activity
-    job: Job | None
-    """None: an update."""
-    microbatch: int | None
-    num_bytes: float | None
-
-
-class ReplayedWait(NamedTuple):
-    """A time in which a worker computed nothing."""
-
-    worker: int
-    cause: Cause
-    start_s: float
-    end_s: float
-
-
-class _EarlierJob(NamedTuple):
-    """A job as the later jobs on its worker see it."""
-
-    job: Job
-    last_op: Node
-    gradients: Node | None
-    gradient_bytes: int
-
-
-class _JobWaits(NamedTuple):
-    """What the ops of a job wait for, and the seconds that they lost to it."""
-
-    losses: Node | None
-    start: Node
-    weights: Node
-    gate: Node | None
-    before: _EarlierJob | None
-    lost_s: dict[Cause, float]
-
-
-_Outputs = dict[int, tuple[Node, Node | None]]
-"""By microbatch, what a stage gives: when it is on the host, and when it is computed."""
-
-
-@dataclass(slots=True)
-class ReplayedStep:
-    """One step of the replay."""
-
-    schedule: Schedule
-    start: Node = field(default_factory=Node)
-    losses: Node = field(default_factory=Node)
-    ends: list[Node] = field(default_factory=list)
-    """Of each job's compute, then of everything else that must be as before in a steady step."""
-    uploads: dict[int, list[Node]] = field(default_factory=dict)
-    """Per layer, those of its weights."""
-    handed_over: dict[int, Node] = field(default_factory=dict)
-    """Per layer that is trained, when its new weights are in the model."""
-    lost_s: list[dict[Cause, float]] = field(default_factory=list)
-    """Per job, what its ops waited."""
-    moved_bytes: tuple[float, ...] = ()
-    """Up, down and by the optimizer, until its end."""
-    relative_ends_s: list[float] = field(default_factory=list)
-    """All ends, from the last job's on, once it is over."""
-
-    @property
-    def end_s(self) -> float:
-        end_s = self.ends[len(self.schedule.jobs) - 1].over_s
-        assert end_s is not None
-        return end_s
-
-
 class StepReplay:
     """Steps of a schedule, until some in a row are like those before them.
 
     One alone says nothing where a step has fewer jobs than there are workers: the first ones find idle workers.
-    With ``record``, ``activities`` and ``waits`` are kept.
+    Costs are of what is streamed beside a residency. With ``record``, ``activities`` and ``waits`` are kept.
     """
 
-    def __init__(self, schedule: Schedule, costs: StageCosts, profile: HardwareProfile, record: bool = False) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        costs: StageCosts,
+        profile: HardwareProfile,
+        residency: Residency = STREAMED,
+        record: bool = False,
+    ) -> None:
         if len(costs.layers) != schedule.num_layers:
             raise ConfigError(f"costs of {len(costs.layers)} layers for a schedule of {schedule.num_layers} layers")
         self.schedule = schedule
@@ -136,7 +78,12 @@ class StepReplay:
         per_parameter = profile.optimizer_bytes_per_parameter - profile.hand_over_bytes_per_parameter
         self._update_bytes = trained * per_parameter
         self._updates: list[Node] = []
-        self._earlier: list[deque[_EarlierJob]] = [deque(maxlen=2) for _ in range(num_workers)]
+        self.update_there_s = residency.update_s(profile.device_bytes_per_s) if schedule.kind == "train" else 0.0
+        """Of an update on the one worker's device."""
+        self._home_bytes = residency.home_bytes
+        self._home: list[Node] = []
+        """The new weights of the step before on their way to the host."""
+        self._earlier: list[deque[EarlierJob]] = [deque(maxlen=2) for _ in range(num_workers)]
         self._recent_ops: list[deque[Node]] = [deque(maxlen=profile.inputs_ahead + 1) for _ in range(num_workers)]
         self._free_s = [0.0] * num_workers
         self.job_bytes = [0] * num_jobs
@@ -167,7 +114,7 @@ class StepReplay:
         updated = self._updates[-2:-1]  # an update waits for the update before
         if self._num_steps < self._max_steps:
             step.start.then = lambda: self._add_step(step)
-        outputs: _Outputs = {}
+        outputs: Outputs = {}
         losses: list[Node] = []
         others: list[Node] = []
         for position, job in enumerate(schedule.jobs):
@@ -178,7 +125,7 @@ class StepReplay:
             weights = self._add_weights(step, position, gate)
             losses_before = None if before is None else before.losses
             step.lost_s.append(dict.fromkeys(CAUSES, 0.0))
-            waits = _JobWaits(
+            waits = JobWaits(
                 losses_before, step.start, weights, gate, earlier[-1] if earlier else None, step.lost_s[-1]
             )
             last = self._add_ops(step, position, waits, inputs, outputs)
@@ -189,17 +136,35 @@ class StepReplay:
             if gradient_bytes:
                 gradients = self._add_transfer("gradients", self._down[job.worker], gradient_bytes, job, None, 2, last)
                 others.append(gradients)
-            earlier.append(_EarlierJob(job, last, gradients, gradient_bytes))
+            earlier.append(EarlierJob(job, last, gradients, gradient_bytes))
         self._queue.add(step.losses, *losses)
         if self._update_bytes:
             after = (*others, *self._updates[-1:])
             update = self._add_transfer("update", self._optimizer, self._update_bytes, None, None, 0, *after)
             self._updates.append(update)
             others.append(update)
+        if self.update_there_s:
+            others += self._add_update_there(schedule.jobs[-1].worker)
         step.ends += others
         self._queue.add(Node(lambda: self._note_moved(step)), step.ends[len(schedule.jobs) - 1])
         self._queue.add(Node(self._finish), *step.ends)
         self._queue.add(step.start, *([] if before is None else [before.losses, *updated]))
+
+    def _add_update_there(self, worker: int) -> list[Node]:
+        """The update on a device, and its new weights on their way home, which the next update waits for."""
+        update = Op(worker, self.update_there_s)
+
+        def book() -> None:
+            self._free_s[worker] = self._queue.now_s
+
+        update.then = book
+        if self.record:
+            self.activities.append(ReplayedActivity(update, "update there", None, None, None))
+        self._queue.add(update, *self._home)
+        if self._home_bytes:
+            down, num_bytes = self._down[worker], self._home_bytes
+            self._home = [self._add_transfer("home", down, num_bytes, None, None, 2, update)]
+        return [update, *self._home]
 
     def _add_transfer(
         self,
@@ -260,7 +225,7 @@ class StepReplay:
             step.uploads.setdefault(layer, []).append(weights)
         return weights
 
-    def _add_ops(self, step: ReplayedStep, position: int, waits: _JobWaits, inputs: _Outputs, outputs: _Outputs) -> Op:
+    def _add_ops(self, step: ReplayedStep, position: int, waits: JobWaits, inputs: Outputs, outputs: Outputs) -> Op:
         """A job's microbatches: values come up, they run, outputs go down; returns the last op."""
         job, stage, layers = step.schedule.jobs[position], self.stages[position], self._costs.layers
         carry_in = layers[job.start - 1].carry_bytes if job.start else 0
@@ -305,7 +270,7 @@ class StepReplay:
         assert op is not None
         return op
 
-    def _book(self, op: Op, position: int, waits: _JobWaits, producer: Node | None, inputs: tuple[Node, ...]) -> None:
+    def _book(self, op: Op, position: int, waits: JobWaits, producer: Node | None, inputs: tuple[Node, ...]) -> None:
         """Notes what an op that is over had waited for; at the end of a microbatch also the memory in use meanwhile."""
         since = self._free_s[op.worker]
         self._free_s[op.worker] = self._queue.now_s

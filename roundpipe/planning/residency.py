@@ -29,6 +29,8 @@ from roundpipe.planning.stage_costs import (
 )
 from roundpipe.reports.memory import DeviceMemory
 
+DEVICE_BYTES_PER_S = 2e12
+"""What an update on an accelerator is taken to read and write of its memory, where that is not known."""
 LEAST_SHARE = 1 / 16
 """Layers of which less than this share of the weights is frozen, such as a few buffers, are streamed as a whole."""
 
@@ -42,10 +44,24 @@ class Residency:
     num_bytes: int = 0
     trained: frozenset[int] = frozenset()
     """Those whose trained weights stay, on the one worker's, with gradients and the optimizer's copies and states."""
+    optimizer_bytes: int = 0
+    """Of the bytes, those of the optimizer's side: copies, their gradients and states."""
+    home_bytes: int = 0
+    """Of new weights that go to the host behind each update, where nobody has asked for trained ones to stay."""
 
     def __or__(self, other: Residency) -> Residency:
         """What stays of either, which have nothing in common."""
-        return Residency(self.layers | other.layers, self.num_bytes + other.num_bytes, self.trained | other.trained)
+        return Residency(
+            self.layers | other.layers,
+            self.num_bytes + other.num_bytes,
+            self.trained | other.trained,
+            self.optimizer_bytes + other.optimizer_bytes,
+            self.home_bytes + other.home_bytes,
+        )
+
+    def update_s(self, bytes_per_s: float) -> float:
+        """Seconds of an update of what stays, by what the device reads and writes of its memory."""
+        return 2 * self.optimizer_bytes / bytes_per_s
 
     def streamed(self, costs: Sequence[LayerCost]) -> Sequence[LayerCost]:
         """Costs of layers as each visit uploads them."""
@@ -91,14 +107,19 @@ def full_residency(costs: Sequence[LayerCost], optimizer_bytes: int) -> Residenc
     """Everything stays, ``optimizer_bytes`` of the optimizer's side among it; gradients twice, while they add up."""
     num_bytes = sum(cost.weight_bytes + 2 * cost.gradient_bytes for cost in costs) + optimizer_bytes
     layers = frozenset(range(len(costs)))
-    return Residency(layers, num_bytes, trained=layers)
+    return Residency(layers, num_bytes, layers, optimizer_bytes)
 
 
 def trained_residency(costs: Sequence[LayerCost], layers: Iterable[int], optimizer_bytes: int) -> Residency:
     """What is trained of some layers stays, ``optimizer_bytes`` of the optimizer's side among it."""
     trained = frozenset(layers)
     num_bytes = sum(_streamed_bytes(costs[index]) + 2 * costs[index].gradient_bytes for index in trained)
-    return Residency(num_bytes=num_bytes + optimizer_bytes, trained=trained)
+    return Residency(frozenset(), num_bytes + optimizer_bytes, trained, optimizer_bytes)
+
+
+def with_weights_home(residency: Residency, costs: Sequence[LayerCost]) -> Residency:
+    """The same where the host's trained weights follow those on the device after each update."""
+    return replace(residency, home_bytes=sum(_streamed_bytes(costs[index]) for index in residency.trained))
 
 
 def choose_residency(
@@ -111,7 +132,7 @@ def choose_residency(
     frozen = {
         index: cost.weight_bytes - _streamed_bytes(cost)
         for index, cost in enumerate(costs.layers)
-        if cost.weight_bytes - _streamed_bytes(cost) > LEAST_SHARE * cost.weight_bytes
+        if index not in trained.layers and cost.weight_bytes - _streamed_bytes(cost) > LEAST_SHARE * cost.weight_bytes
     }
     if budget_bytes is None:
         return trained | Residency(frozenset(frozen), sum(frozen.values()))

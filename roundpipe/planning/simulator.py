@@ -16,7 +16,8 @@ from roundpipe.core.contexts import garbage_collected_behind
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import Phase, Schedule
 from roundpipe.planning.machine import HardwareProfile, LinkTransfer
-from roundpipe.planning.replay import CAUSES, Activity, Cause, StepReplay
+from roundpipe.planning.replay import StepReplay
+from roundpipe.planning.replayed import CAUSES, Activity, Cause
 from roundpipe.planning.residency import STREAMED, Residency
 from roundpipe.planning.stage_costs import RecomputeGrain, StageCosts
 from roundpipe.reports.timeline import OPTIMIZER, WAIT_NAMES, Span, Timeline
@@ -31,6 +32,13 @@ _PREFIXES: dict[Activity, str] = {
     "weights": "weights of ",
     "gradients": "gradients of ",
 }
+_OF_UPDATES: dict[Activity, tuple[str, str, str]] = {
+    "update": (OPTIMIZER, "update", "optimizer step {}"),
+    "hand-over": (OPTIMIZER, "hand-over", "weights into the model"),
+    "update there": ("worker 0", "update", "optimizer step {} of what lives there"),
+    "home": ("worker 0", "home", "weights of optimizer step {}"),
+}
+"""Device, lane and name."""
 _PARTS = {Phase.FORWARD: "forward", Phase.FUSED: "fused", Phase.BACKWARD: "backward"}
 
 
@@ -86,7 +94,7 @@ def simulate(
     """
     stage_costs = StageCosts(residency.streamed(costs), recompute_grain, is_alone=schedule.num_microbatches == 1)
     with garbage_collected_behind():
-        return _steady_state(StepReplay(schedule, stage_costs, profile or HardwareProfile()), residency)
+        return _steady_state(StepReplay(schedule, stage_costs, profile or HardwareProfile(), residency), residency)
 
 
 def _steady_state(steps: StepReplay, residency: Residency) -> Simulation:
@@ -107,6 +115,7 @@ def _steady_state(steps: StepReplay, residency: Residency) -> Simulation:
         arena_bytes[worker] = max(arena_bytes[worker], weights[position] + following)
         working_bytes[worker] = max(working_bytes[worker], steps.job_bytes[position])
         visits = len(schedule.microbatches(schedule.jobs[position]))
+        busy_s[worker] += steps.update_there_s / num_jobs / turns
         busy_s[worker] += visits * steps.stages[position].seconds / turns
         for cause in CAUSES:
             lost_s[worker][cause] += sum(step.lost_s[position][cause] for step in steps.over[-num_steps:])
@@ -146,7 +155,7 @@ def simulate_timeline(
 ) -> tuple[Simulation, Timeline]:
     """`simulate`, and what it played from the first step on; arguments and errors are the same."""
     stage_costs = StageCosts(residency.streamed(costs), recompute_grain, is_alone=schedule.num_microbatches == 1)
-    steps = StepReplay(schedule, stage_costs, profile or HardwareProfile(), record=True)
+    steps = StepReplay(schedule, stage_costs, profile or HardwareProfile(), residency, record=True)
     return _steady_state(steps, residency), Timeline(_spans(steps))
 
 
@@ -154,15 +163,15 @@ def _spans(steps: StepReplay) -> Iterator[Span]:
     for wait in steps.waits:
         device, cause = f"worker {wait.worker}", wait.cause
         yield Span(device, "waits", WAIT_NAMES[cause], wait.start_s, wait.end_s, {"cause": cause})
-    num_updates = 0
+    num_updates: Counter[Activity] = Counter()
     for node, activity, job, microbatch, num_bytes in steps.activities:
         start_s = node.sent_s if isinstance(node, LinkTransfer) else node.started_s
         if node.over_s is None or start_s is None or node.over_s <= start_s:
             continue
         if job is None:
-            num_updates += activity == "update"
-            title = f"optimizer step {num_updates}" if activity == "update" else "weights into the model"
-            yield Span(OPTIMIZER, activity, title, start_s, node.over_s)
+            num_updates[activity] += 1
+            device, update_lane, title = _OF_UPDATES[activity]
+            yield Span(device, update_lane, title.format(num_updates[activity]), start_s, node.over_s)
             continue
         args: dict[str, object] = {"layers": [job.start, job.stop], "job": job.index}
         name = f"{_PREFIXES.get(activity, '')}{job}"

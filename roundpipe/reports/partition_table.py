@@ -39,15 +39,23 @@ _MEMORY_COLUMNS: Mapping[str, _Column] = {
 """What a layer and its backward take at once, and in how many tiles it runs; where anything is known."""
 
 
-def layer_table(chain: LayerChain, *, costs: Sequence[LayerCost] | None = None, measured: bool = False) -> str:
+def layer_table(
+    chain: LayerChain,
+    *,
+    costs: Sequence[LayerCost] | None = None,
+    measured: bool = False,
+    resident_bytes: Mapping[int, int] = NOTHING_STAYS,
+) -> str:
     """A table with one row per layer, repeated layers folded into one that shows one layer's sizes, and the totals.
 
     ``costs``, one per layer, are shown in place of the chain's; if ``measured``, their seconds in place of FLOPs.
+    ``resident_bytes`` are those of weights that stay on the devices.
     """
     rows = []
     for index, (spec, cost) in enumerate(zip(chain.specs, costs or chain.costs, strict=True)):
-        covers = _covers(spec) + (" and the loss" if cost.has_loss else "")
-        rows.append(_Row(str(index), covers, covers, ("L", _pattern(covers), *_sizes(cost)), cost))
+        covers, stays = _covers(spec) + (" and the loss" if cost.has_loss else ""), resident_bytes.get(index, 0)
+        key = ("L", _pattern(covers), *_sizes(cost), stays)
+        rows.append(_Row(str(index), covers, covers, key, cost, resident_bytes=stays))
     return _cost_table("layer", rows, "total", measured, _NO_COLUMNS if costs is None else _MEMORY_COLUMNS)
 
 
@@ -100,14 +108,15 @@ def partition_table(
     """
     num_parameters = sum(parameter.numel() for parameter in parameters_in(chain))  # shared ones once
     parts = [counted(len(chain.specs), "layer")]
-    tables = [layer_table(chain, costs=costs, measured=measured)]
+    resident_bytes = resident_bytes if plan is not None else NOTHING_STAYS
+    tables = [layer_table(chain, costs=costs, measured=measured, resident_bytes=resident_bytes)]
     if plan is not None:
         parts.append(f"{counted(plan.num_stages, 'stage')} in a round")
         tables.append(stage_table(chain, plan, costs=costs, measured=measured, resident_bytes=resident_bytes))
     parts.append(f"{format_count(num_parameters)} parameters")
     if num_parameters < sum(cost.num_parameters for cost in chain.costs):
         parts[-1] += " (shared ones counted once)"
-    if plan is not None and resident_bytes:
+    if resident_bytes:
         parts.append(f"{format_bytes(sum(resident_bytes.values()))} of weights stay on each device")
     if optim_dtypes:
         parts.append(f"optimizer in {' and '.join(map(dtype_name, optim_dtypes))}")
@@ -154,6 +163,8 @@ class _Row:
     count: int = 1
     workers: int = 1
     """That share a stage's microbatches."""
+    resident_bytes: int = 0
+    """Of weights that stay on the devices."""
 
     @property
     def title(self) -> str:
@@ -238,17 +249,21 @@ def _cost_table(
         balance = max(work) * len(work) / sum(work) if any(work) else 1.0
         covers = f"balance (heaviest / mean) {balance:.2f}"
     weight_bytes = sum(row.cost.weight_bytes * row.workers for row in rows)
-    total = _Row(total_label, covers, covers, (), replace(_sum([row.cost for row in rows]), weight_bytes=weight_bytes))
+    total_cost = replace(_sum([row.cost for row in rows]), weight_bytes=weight_bytes)
+    stays_bytes = sum(row.resident_bytes for row in rows)
+    total = _Row(total_label, covers, covers, (), total_cost, resident_bytes=stays_bytes)
     shown = (*_fold(rows), total)
     compute = _compute_columns(shown, measured)
     memory = {title: cell for title, cell in further.items() if any(cell(row.cost) != _NOTHING for row in rows)}
-    headers = [first, "covers", "parameters", "weights", *(title for title, _ in compute), "carries", *memory]
+    stays = ["stays"] if stays_bytes else []
+    headers = [first, "covers", "parameters", "weights", *stays, *(title for title, _ in compute), "carries", *memory]
     body = [
         [
             row.title,
             row.covers,
             format_count(row.cost.num_parameters) if row.cost.num_parameters else _NOTHING,
             format_bytes(row.cost.weight_bytes) if row.cost.weight_bytes else _NOTHING,
+            *(format_bytes(row.resident_bytes) if row.resident_bytes else _NOTHING for _ in stays),
             *(cell(row.cost) for _, cell in compute),
             format_bytes(row.cost.carry_bytes) if row.cost.carry_bytes else _NOTHING,
             *(cell(row.cost) for cell in memory.values()),

@@ -17,26 +17,28 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import torch
 
 from roundpipe.core.errors import ConfigError, DeviceMemoryError, RoundPipeError
 from roundpipe.reports.tables import format_share
 from roundpipe.reports.timeline import check_path
+from roundpipe.runtime.config import Residency
 from roundpipe.runtime.weights.master_weights import copy_dtype
 from roundpipe.tools.comparison import compare_schedules, comparison_json, comparison_text
 from roundpipe.tools.cost_file import plan_costs, read_costs
 from roundpipe.tools.device_data import DEVICES, EFFICIENCY, DeviceSpec, find_device
 from roundpipe.tools.doctor import diagnose, diagnosis_text
 from roundpipe.tools.explain import explain
-from roundpipe.tools.forecast import Machine, Training, forecast, simulated_timeline
+from roundpipe.tools.forecast import forecast, simulated_timeline
 from roundpipe.tools.forecast_report import forecast_json, forecast_text, title_of
 from roundpipe.tools.graph_report import check_format
 from roundpipe.tools.hosts import Network, hosts_json, hosts_text, ways_of
 from roundpipe.tools.largest import largest
 from roundpipe.tools.machine_file import MeasuredMachine, default_path, measure_machine, measured_text
 from roundpipe.tools.option_types import checked, count, file_name, file_to_read, quantity, share
+from roundpipe.tools.problem import Machine, Training
 from roundpipe.tools.sweep import AXES, parse_axes, sweep, sweep_json, sweep_text
 from roundpipe.tools.target import DEFAULT_SEQ, EXPLAINED_SEQ, Target, check_target, load_target
 
@@ -112,6 +114,8 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     add("--devices", type=count(MOST_DEVICES), default=1, metavar="N", help="devices in the rotation (default: 1)")
     add("--microbatches", type=count(MOST_MICROBATCHES), metavar="M", help="default: devices + 1, at most the batch")
     add("--recompute", choices=("stage", "layer"), default="stage", help="layer: less device memory")
+    lives = "whether trained weights live on the device, as RoundPipeRunConfig has it; default: auto"
+    add("--residency", choices=get_args(Residency), help=lives)
     axes = ",".join(AXES)
     add("--sweep", type=checked(parse_axes), metavar="NAMES", help=f"a table over some of {axes}: devices,batch,lora")
     add("--compare", action="store_true", help="the same on other schedules: GPipe, 1F1B, ...")
@@ -259,6 +263,7 @@ def training_of(options: argparse.Namespace, target: Target, num_devices: int, t
         optimizer=options.optimizer or "adamw",
         optim_dtype=DTYPES[options.optim_dtype] if options.optim_dtype else _default_optim_dtype(target.model),
         recompute_grain=options.recompute,
+        residency=options.residency or "auto",
     )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import inf
 from typing import Any
 
@@ -68,6 +68,8 @@ class Setting:
     """What an optimizer on the device keeps per trained parameter: its copy and its states."""
     names: tuple[str, ...] | None = None
     """Of the layers, for messages."""
+    stays: Residency | None = None
+    """What stays on the devices beside the plan of a run; None: frozen weights, as far as there is room."""
 
     def planner_arguments(self) -> PlanArguments:
         return {
@@ -82,6 +84,8 @@ class Setting:
         return make_schedule(plan, self.num_workers, self.num_microbatches)
 
     def residency(self, plan: ExecutePlan) -> Residency:
+        if self.stays is not None:
+            return self.stays
         return choose_residency(self.schedule(plan), self.stage_costs(), self.budget_bytes)
 
     def stage_costs(self) -> StageCosts:
@@ -118,6 +122,8 @@ class Setting:
 def compare_schedules(setting: Setting, chosen: ExecutePlan | None) -> list[ComparedSchedule]:
     """All schedules on the same setting; ``chosen`` is the plan of a run, None: none fits."""
     rows = [] if chosen is None else [_rotation("rotation", setting, chosen)]
+    if setting.stays is not None and setting.stays.trained:
+        setting = replace(setting, stays=None)  # which was chosen for that plan
     replicated = functools.partial(choose_plan, replicate=True)
     for name, planner in (("rotation, replicas", replicated), ("rotation, greedy", plan_greedy)):
         try:

@@ -12,162 +12,34 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf
-from typing import Any, Literal
 
 import torch
 
-from roundpipe.core.errors import ConfigError, DeviceMemoryError, TraceError
-from roundpipe.core.layers import LayerChain, LayerCost
+from roundpipe.core.errors import DeviceMemoryError
+from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan
 from roundpipe.core.tiling import Tiles
-from roundpipe.fx.guards.guards import GuardedGraph
-from roundpipe.fx.passes.cost import DeviceProfile
-from roundpipe.fx.passes.lower import LowerOptions, lower
-from roundpipe.fx.trace.tracer import trace
 from roundpipe.planning.machine import HardwareProfile
+from roundpipe.planning.residency import STREAMED, Residency
 from roundpipe.planning.simulator import Simulation, simulate_timeline, steady
-from roundpipe.planning.stage_costs import largest_layer_bytes
 from roundpipe.reports.memory import DeviceMemory, HostMemory
 from roundpipe.reports.tables import format_bytes
 from roundpipe.reports.timeline import Timeline
-from roundpipe.runtime.config import RecomputeGrain, RoundPipeRunConfig, resolve
-from roundpipe.runtime.device.accelerator import PLANNED_SHARE
+from roundpipe.runtime.config import RecomputeGrain
 from roundpipe.runtime.engine.chain_record import times_the_example
 from roundpipe.runtime.engine.cost_model import with_repetition
 from roundpipe.runtime.engine.plan_choice import PlanChooser
+from roundpipe.runtime.engine.plans_beside import trained_parameters
 from roundpipe.runtime.engine.spec import Call
 from roundpipe.tools.comparison import Setting
-from roundpipe.tools.device_data import DeviceSpec, Efficiency
+from roundpipe.tools.optimizer_side import COPY_ACCESSES, MODEL_ACCESSES, STATES
+from roundpipe.tools.problem import Layers, Machine, Training
 from roundpipe.tools.target import Target
-from roundpipe.wrappers.calls import memory_of
-from roundpipe.wrappers.tails import TailSource
 
 WORTH_NAMING = 1.05
 """How much faster a change must be to be suggested."""
 MUCH_IDLE = 0.05
 """Share of idle time above which other settings are tried."""
-
-OptimizerName = Literal["adamw", "sgd"]
-
-_CPU = torch.device("cpu")
-_STATES = {"adamw": 2, "sgd": 0}
-"""Optimizer states per trained parameter, as large as its copy."""
-COPY_ACCESSES = {"adamw": 8, "sgd": 3}
-"""Reads and writes of values of the optimizer's dtype in one update of one parameter: copy, gradient, states."""
-_MODEL_ACCESSES = 2
-"""Those of the model's dtype: the gradient read, the weight written."""
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """The devices and their host."""
-
-    device: DeviceSpec
-    num_devices: int
-    efficiency: Efficiency
-    host_bytes_per_s: float
-    """Host memory bandwidth that transfers and the optimizer share, sustained."""
-    host_memory_bytes: int | None = None
-    """None = not asked."""
-    update_bytes_per_s: float = inf
-    """Host memory traffic that updates alone reach, sustained; inf: all that the host's memory has."""
-
-    @property
-    def budget_bytes(self) -> int:
-        """What the runtime uses of a device that nobody else uses."""
-        return int(self.device.memory_bytes * PLANNED_SHARE)
-
-    @property
-    def link_bytes_per_s(self) -> float:
-        """Of each device's link to the host, one direction, sustained."""
-        return self.device.link_bytes_per_s * self.efficiency.link
-
-    @property
-    def profile(self) -> DeviceProfile:
-        return DeviceProfile(
-            flops_per_s=self.device.flops_per_s * self.efficiency.compute,
-            bytes_per_s=self.device.bytes_per_s * self.efficiency.bandwidth,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Training:
-    """How it is trained."""
-
-    batch: int
-    num_microbatches: int
-    optimizer: OptimizerName = "adamw"
-    optim_dtype: torch.dtype = torch.float32
-    recompute_grain: RecomputeGrain = "stage"
-
-    def __post_init__(self) -> None:
-        if self.batch < self.num_microbatches:
-            raise ConfigError(
-                f"a batch of {self.batch} can't be split into {self.num_microbatches} microbatches; raise --batch or "
-                "give --microbatches"
-            )
-
-    @property
-    def microbatch(self) -> int:
-        return -(-self.batch // self.num_microbatches)
-
-
-@dataclass(frozen=True, slots=True)
-class Layers:
-    """A model as layers, traced and lowered once for all settings."""
-
-    target: Target
-    traced: GuardedGraph
-    chain: LayerChain
-    """With the costs that a run would choose its plan by."""
-    device_costs: tuple[LayerCost, ...]
-    notes: tuple[str, ...]
-    """What the figures leave out."""
-    tails: TailSource
-    """Make the loss a part of the last layer, as in a run."""
-    known_memory: dict[tuple[int, Tiles], list[LayerCost] | None] = field(default_factory=dict)
-
-    def memory(self, call: Call, tiles: Tiles) -> list[LayerCost] | None:
-        """Costs with the memory for a call's largest microbatch; None if the layers can't run on fakes."""
-        key = call.elements(), tiles
-        if key not in self.known_memory:
-            self.known_memory[key] = memory_of(_CPU, call, tiles)
-        return self.known_memory[key]
-
-    def call(self, training: Training, num_devices: int) -> Call:
-        """A training call, all microbatches of one size."""
-        number = training.num_microbatches
-        options = RoundPipeRunConfig(num_microbatch=number, recompute_grain=training.recompute_grain)
-        config, kwargs = resolve(options, None, num_devices=num_devices), self.target.kwargs_for(training.microbatch)
-        call = Call(self.chain, config, [()] * number, [kwargs] * number, [None] * number, number)
-        return replace(call, loss_fn=_own_loss, make_tail=self.tails.tail) if self.target.has_loss else call
-
-    @classmethod
-    def of(cls, target: Target, num_samples: int, machine: Machine) -> Layers:
-        """The layers of a target, with costs for a microbatch; a `TraceError` for a model that would not be cut."""
-        options = LowerOptions(max_layer_bytes=largest_layer_bytes(machine.budget_bytes))
-        kwargs, notes = target.kwargs_for(num_samples), list(target.notes)
-        try:
-            with torch.enable_grad():
-                traced = trace(target.model, (), kwargs, max_leaf_bytes=options.max_layer_bytes)
-        except TraceError as error:
-            message = f"there is no forecast for a model that runs whole, which this one would: {error}"
-            raise TraceError(message) from error
-        lowered = lower(traced, options)
-        if traced.opaque:
-            notes.append(f"{len(traced.opaque)} modules stayed whole: {', '.join(list(traced.opaque)[:3])}")
-        estimated = sum(cost.estimated for cost in lowered.costs.values())
-        if estimated:
-            notes.append(f"the costs of {estimated} of {len(lowered.costs)} nodes are guessed from sizes")
-        if not target.has_loss:
-            notes.append("the loss is not part of the model's call: its time and memory are left out")
-        costs = tuple(lowered.costs_on(machine.profile))
-        return cls(target, traced, lowered.chain, costs, tuple(notes), TailSource(target.model))
-
-
-def _own_loss(outputs: Any, label: Any) -> Any:
-    """The loss that the model has computed."""
-    return outputs.loss
 
 
 @dataclass(slots=True)
@@ -186,6 +58,8 @@ class Forecast:
     stages: dict[str, DeviceMemory]
     """Device memory while the stages F0, .., U, B1, .. of the plan run; none without a plan."""
     host: HostMemory
+    streamed_host: HostMemory | None
+    """In the first steps, while everything is at home; None: so it stays."""
     simulation: Simulation | None
     reasons: list[str] = field(default_factory=list)
     changes: list[str] = field(default_factory=list)
@@ -193,6 +67,16 @@ class Forecast:
     @property
     def fits(self) -> bool:
         return not self.reasons
+
+    @property
+    def host_bytes(self) -> int:
+        """The most that the host must have."""
+        return max(memory.total for memory in (self.host, self.streamed_host) if memory is not None)
+
+    @property
+    def residency(self) -> Residency:
+        """What stays on the devices; nothing without a plan."""
+        return STREAMED if self.plan is None else self.setting.residency(self.plan)
 
     @property
     def device(self) -> DeviceMemory | None:
@@ -221,25 +105,43 @@ class Forecast:
         }
 
 
-def forecast_at(layers: Layers, machine: Machine, training: Training, *, simulated: bool = True) -> Forecast:
+def forecast_at(
+    layers: Layers, machine: Machine, training: Training, *, simulated: bool = True, is_alone: bool = True
+) -> Forecast:
     """The forecast for one setting, from layers of any microbatch.
 
-    How fast it is, and how much the host carries, only where it is ``simulated``.
+    How fast it is, how much the host carries and which trained weights live on the device, only where it is
+    ``simulated``; those stay at home unless the process ``is_alone``, without ranks beside it.
     """
     call, plans = layers.call(training, machine.num_devices), plans_for(layers, machine)
     plans.costs.measure_memory(call)
     reasons, plan, simulation = [], None, None
     stages: dict[str, DeviceMemory] = {}
     try:
-        plan = plans.plan(call)
+        plan = first = plans.streaming(call)
     except DeviceMemoryError as error:
         reasons.append(str(error))
     costs = _costs(layers, call)
-    setting = _setting(costs, machine, training)
+    setting, optimizer = _setting(costs, machine, training), training.expected_optimizer
+    streamed_host = None
+    there: set[torch.Tensor] = set()
     if plan is not None:
         if simulated:
             plan = setting.steady_plan(plan)
             simulation = setting.simulate(plan)
+        if simulation is not None and is_alone and machine.num_devices == 1 and training.residency != "off":
+            if training.residency == "auto":  # which decides by what steps and updates have taken
+                plans.costs.expect(call.chain, layers.device_costs, call.chain.example_elements)
+                first, optimizer = plan, replace(optimizer, seconds=_update_and_step_s(setting, simulation))
+            plans.full.allow(lambda call: True, optimizer)
+            beside = plans.in_place_of(call, first)
+            if call.has_twins:
+                residency = plans.room(call, beside).residency
+                streamed_host = optimizer.host_memory(layers.target, simulation.peak_carried_bytes)
+                plan, setting = beside, replace(setting, stays=residency)
+                simulation = setting.simulate(plan)
+                trained = trained_parameters(call)
+                there = {parameter for index in residency.trained for parameter in trained.get(index, ())}
         stages = setting.device_memory(plan)
         needed_bytes = max(need.total for need in stages.values())
         if needed_bytes > machine.budget_bytes:
@@ -247,17 +149,29 @@ def forecast_at(layers: Layers, machine: Machine, training: Training, *, simulat
                 f"a device needs {format_bytes(needed_bytes)} with what comes and goes within layers, and its budget "
                 f"is {format_bytes(machine.budget_bytes)}"
             )
-    host = _host_memory(layers.target, training, simulation.peak_carried_bytes if simulation else 0)
-    if machine.host_memory_bytes is not None and host.total > machine.host_memory_bytes:
+    host = optimizer.host_memory(layers.target, simulation.peak_carried_bytes if simulation else 0, there)
+    result = Forecast(
+        layers, costs, machine, training, setting, plan, call.tiles, stages, host, streamed_host, simulation, reasons
+    )
+    if machine.host_memory_bytes is not None and result.host_bytes > machine.host_memory_bytes:
         reasons.append(
-            f"the host needs {format_bytes(host.total)} of memory and has {format_bytes(machine.host_memory_bytes)}"
+            f"the host needs {format_bytes(result.host_bytes)} of memory and has "
+            f"{format_bytes(machine.host_memory_bytes)}"
         )
-    return Forecast(layers, costs, machine, training, setting, plan, call.tiles, stages, host, simulation, reasons)
+    return result
+
+
+def _update_and_step_s(setting: Setting, step: Simulation) -> tuple[float, float]:
+    """Seconds of an update on the host, and of a step that streams."""
+    return step.optimizer_bytes / setting.profile.optimizer_bytes_per_s, step.seconds_per_step
 
 
 def plans_for(layers: Layers, machine: Machine) -> PlanChooser:
     """What chooses plans as on a machine's accelerators."""
-    return PlanChooser(machine.num_devices, [machine.budget_bytes], accelerators=True, measure=layers.memory)
+    links = machine.link_bytes_per_s, machine.link_bytes_per_s
+    return PlanChooser(
+        machine.num_devices, [machine.budget_bytes], lambda: links, accelerators=True, measure=layers.memory
+    )
 
 
 def _costs(layers: Layers, call: Call) -> tuple[LayerCost, ...]:
@@ -283,8 +197,9 @@ def _setting(costs: Sequence[LayerCost], machine: Machine, training: Training) -
         download_bytes_per_s=machine.link_bytes_per_s,
         host_bytes_per_s=machine.host_bytes_per_s,
         optimizer_bytes_per_s=min(machine.host_bytes_per_s, machine.update_bytes_per_s),
-        optimizer_bytes_per_parameter=round(copies_bytes + _MODEL_ACCESSES * item_bytes),
+        optimizer_bytes_per_parameter=round(copies_bytes + MODEL_ACCESSES * item_bytes),
         hand_over_bytes_per_parameter=round(training.optim_dtype.itemsize + item_bytes),
+        device_bytes_per_s=machine.profile.bytes_per_s,
     )
     return Setting(
         costs=tuple(mean_costs),
@@ -293,22 +208,8 @@ def _setting(costs: Sequence[LayerCost], machine: Machine, training: Training) -
         budget_bytes=machine.budget_bytes,
         profile=profile,
         recompute_grain=training.recompute_grain,
-        state_bytes_per_parameter=(1 + _STATES[training.optimizer]) * training.optim_dtype.itemsize,
-    )
-
-
-def _host_memory(target: Target, training: Training, carried_bytes: int) -> HostMemory:
-    parameters = {id(parameter): parameter for parameter in target.model.parameters()}.values()
-    buffers = {id(buffer): buffer for buffer in target.model.buffers()}.values()
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    optimizer_bytes = sum(parameter.numel() for parameter in trained) * training.optim_dtype.itemsize
-    return HostMemory(
-        weights=sum(tensor.nbytes for tensor in (*parameters, *buffers)),
-        gradients=sum(parameter.nbytes for parameter in trained),
-        optimizer_copies=optimizer_bytes,
-        optimizer_gradients=optimizer_bytes,
-        optimizer_states=optimizer_bytes * _STATES[training.optimizer],
-        carried=carried_bytes,
+        stays=STREAMED if training.residency == "off" else None,
+        state_bytes_per_parameter=(1 + STATES[training.optimizer]) * training.optim_dtype.itemsize,
     )
 
 
@@ -327,7 +228,7 @@ def forecast(target: Target, machine: Machine, training: Training) -> Forecast:
     result.changes += _with_fewer_devices(result)
     if not result.fits_devices and not result.changes:
         result.changes.append("shorter sequences, a device with more memory, or --lora (no gradients of the weights)")
-    if not result.host.fits(machine.host_memory_bytes):
+    if machine.host_memory_bytes is not None and result.host_bytes > machine.host_memory_bytes:
         result.changes.append("host memory: --lora, --optimizer sgd or --optim-dtype bfloat16 need less of it")
     return result
 
@@ -335,9 +236,11 @@ def forecast(target: Target, machine: Machine, training: Training) -> Forecast:
 def simulated_timeline(result: Forecast) -> Timeline:
     """The latest steps of the run that a forecast rests on; for one that has a plan."""
     assert result.plan is not None, "a model that no plan fits has no run"
-    setting = result.setting
-    schedule = setting.schedule(result.plan)
-    _, timeline = simulate_timeline(schedule, setting.costs, setting.profile, recompute_grain=setting.recompute_grain)
+    setting, residency = result.setting, result.residency
+    schedule, grain = setting.schedule(result.plan), setting.recompute_grain
+    _, timeline = simulate_timeline(
+        schedule, setting.costs, setting.profile, recompute_grain=grain, residency=residency
+    )
     return steady(timeline, schedule)
 
 

@@ -23,7 +23,8 @@ from roundpipe.reports.tables import (
     summary_table,
     tiles_in_words,
 )
-from roundpipe.tools.forecast import Forecast, Machine
+from roundpipe.tools.forecast import Forecast
+from roundpipe.tools.problem import Machine
 
 BASIS = "FLOPs and bytes counted on fake tensors; nothing was measured"
 
@@ -66,6 +67,10 @@ def forecast_text(result: Forecast) -> str:
     rows["device memory"] = need + usable
     host = result.host
     rows["host memory"] = f"{format_bytes(host.total)}: {host}; {format_bytes(host.pinned)} pinned"
+    if result.streamed_host is not None:
+        rows["lives there"] = lives_there_text(result)
+        first = result.streamed_host
+        rows["at first"] = f"everything is at home: the host needs {format_bytes(first.total)}: {first}"
     rows["verdict"] = verdict(result)
     rows |= _rows("to change", result.changes)
     rows["rests on"] = BASIS
@@ -76,17 +81,14 @@ def forecast_text(result: Forecast) -> str:
     )
     rows |= _rows("note", result.layers.notes)
     dtypes = [training.optim_dtype] if any(p.requires_grad for p in result.layers.chain.parameters()) else []
-    chain, plan, resident = result.layers.chain, result.plan, {}
-    if plan is not None:
-        resident = result.setting.residency(plan).bytes_of(result.costs)
     layers = partition_table(
-        chain,
-        plan,
+        result.layers.chain,
+        result.plan,
         title=title_of(result),
         costs=result.costs,
         memory=result.stages,
         optim_dtypes=dtypes,
-        resident_bytes=resident,
+        resident_bytes=result.residency.bytes_of(result.costs),
     )
     return "\n\n".join((layers, summary_table(rows)))
 
@@ -96,8 +98,25 @@ def verdict(result: Forecast, short: bool = False) -> str:
     if result.fits and result.machine.host_memory_bytes is not None:
         return "fits"
     if result.fits:
-        return f"fits if the host has {format_bytes(result.host.total)}"
+        return f"fits if the host has {format_bytes(result.host_bytes)}"
     return "doesn't fit" if short else f"doesn't fit, because {'; and '.join(result.reasons)}"
+
+
+def lives_there_text(result: Forecast) -> str:
+    """Which layers' trained weights live on the device, and what they take there; for a forecast that has some."""
+    residency, chain = result.residency, result.layers.chain
+    num_all, layers = len(chain.specs), sorted(residency.trained)
+    runs = [[layers[0], layers[0]]]
+    for index in layers[1:]:
+        if index > runs[-1][1] + 1:
+            runs.append([index, index])
+        runs[-1][1] = index
+    shown = ", ".join(str(first) if first == last else f"{first} .. {last}" for first, last in runs)
+    which = f"all {num_all} layers" if len(layers) == num_all else f"{len(layers)} of {num_all} layers ({shown})"
+    return (
+        f"{which}: {format_bytes(residency.num_bytes)} of the device, {format_bytes(residency.optimizer_bytes)} of it "
+        "the optimizer's side, which is updated there"
+    )
 
 
 def _rows(label: str, lines: Sequence[str]) -> dict[str, str]:
@@ -135,8 +154,9 @@ def forecast_json(result: Forecast) -> dict[str, Any]:
     training, machine, plan, step = result.training, result.machine, result.plan, result.simulation
     tokens, need = result.layers.target.tokens_per_sample, result.device
     layers = []
-    for spec, cost in zip(result.layers.chain.specs, result.costs, strict=True):
-        layers.append({"name": spec.name, **asdict(cost)})
+    resident, residency = result.residency.bytes_of(result.costs), result.residency
+    for index, (spec, cost) in enumerate(zip(result.layers.chain.specs, result.costs, strict=True)):
+        layers.append({"name": spec.name, **asdict(cost), "resident_bytes": resident.get(index, 0)})
         del layers[-1]["temporary_bytes"]
     return {
         "model": result.layers.target.name,
@@ -168,7 +188,17 @@ def forecast_json(result: Forecast) -> dict[str, Any]:
             **(dict.fromkeys(DeviceMemory._fields) if need is None else need._asdict()),
             "stages": [{"name": name, **memory._asdict()} for name, memory in result.stages.items()],
         },
-        "host_memory": {"needed_bytes": result.host.total, **asdict(result.host), "pinned": result.host.pinned},
+        "residency": {
+            "trained_layers": sorted(residency.trained),
+            "bytes": residency.num_bytes,
+            "optimizer_bytes": residency.optimizer_bytes,
+        },
+        "host_memory": {
+            "needed_bytes": result.host_bytes,
+            "steady_bytes": result.host.total,
+            **asdict(result.host),
+            "pinned": result.host.pinned,
+        },
         "basis": f"{BASIS}; {_figures(machine)}",
         "notes": list(result.layers.notes),
     }

@@ -19,12 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from roundpipe.core.errors import DeviceMemoryError
 from roundpipe.planning.simulator import Simulation
 from roundpipe.reports.memory import HostMemory
 from roundpipe.reports.tables import format_bytes, format_rate, format_seconds, table
 from roundpipe.tools.comparison import ComparedSchedule, Setting, compare_static
-from roundpipe.tools.forecast import Forecast, plans_for
+from roundpipe.tools.forecast import Forecast, forecast_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,10 @@ class ScaleOut:
 
 def ways_of(result: Forecast, network: Network) -> list[ScaleOut]:
     """All ways, from the forecast for one host."""
-    return [_one_host(result, network), *_data_parallel(result, network), *_static_schedules(result, network)]
+    of_each = result
+    if result.residency.trained:  # which is of one process alone
+        of_each = forecast_at(result.layers, result.machine, result.training, is_alone=False)
+    return [_one_host(result, network), *_data_parallel(of_each, network), *_static_schedules(of_each, network)]
 
 
 def fastest(ways: Sequence[ScaleOut]) -> ScaleOut | None:
@@ -81,16 +83,10 @@ def _one_host(result: Forecast, network: Network) -> ScaleOut:
         batch=result.training.batch * number,
         num_microbatches=result.training.num_microbatches * number,
     )
-    call = result.layers.call(training, result.machine.num_devices)
-    plans = plans_for(result.layers, result.machine)
-    plans.costs.measure_memory(call)
-    try:
-        plan = plans.plan(call)
-    except DeviceMemoryError:
+    found = forecast_at(result.layers, result.machine, training)
+    if found.simulation is None:
         return ScaleOut("one host", remark="no plan fits on the devices")
-    step = replace(result.setting, num_microbatches=training.num_microbatches).simulate(plan)
-    host = replace(result.host, carried=step.peak_carried_bytes)
-    return ScaleOut("one host", step.seconds_per_step, 0.0, 0.0, host.total, _fits(result, host))
+    return ScaleOut("one host", found.simulation.seconds_per_step, 0.0, 0.0, found.host_bytes, found.fits)
 
 
 def _data_parallel(result: Forecast, network: Network) -> list[ScaleOut]:

@@ -19,7 +19,8 @@ from roundpipe.core.errors import ConfigError, DeviceMemoryError
 from roundpipe.fx.source import misfit
 from roundpipe.planning.planner import LeastNeed
 from roundpipe.reports.tables import counted, format_bytes
-from roundpipe.tools.forecast import Forecast, Layers, Machine, Training, forecast_at, plans_for
+from roundpipe.tools.forecast import Forecast, forecast_at, plans_for
+from roundpipe.tools.problem import Layers, Machine, Training
 from roundpipe.tools.target import MOST_ELEMENTS, Target
 
 What = Literal["length", "batch"]
@@ -90,7 +91,7 @@ class _SizeSearch:
             limit, host_bytes = "; and ".join(found.reasons), self.machine.host_memory_bytes
             size -= _step(size)
             if host_bytes is not None and found.fits_devices:
-                host = found.host  # of which values between stages grow with the size, and all else stays
+                host = found.streamed_host or found.host  # of which values between stages grow, and all else stays
                 limit = f"the host has {format_bytes(host_bytes)} and would need {format_bytes(host.total)} for more"
                 size = min(size, int(size * max(host_bytes - host.total + host.carried, 0) / max(host.carried, 1)))
                 size -= size % _step(size) if size else 0

@@ -18,7 +18,7 @@ from roundpipe.core.errors import ConfigError
 from roundpipe.reports.tables import format_bytes, format_rate, summary_table
 from roundpipe.tools.device_data import EFFICIENCY, DeviceSpec
 from roundpipe.tools.doctor import Diagnosis, least_seconds
-from roundpipe.tools.forecast import COPY_ACCESSES
+from roundpipe.tools.optimizer_side import COPY_ACCESSES
 
 UPDATED_PARAMETERS = 2**24
 """With gradients and two states each 256 MiB, more than caches hold."""

@@ -15,8 +15,9 @@ from tqdm import tqdm
 from roundpipe.core.errors import ConfigError
 from roundpipe.reports.tables import format_bytes, format_seconds, table
 from roundpipe.tools.device_data import DEVICES, DeviceSpec
-from roundpipe.tools.forecast import Forecast, Layers, Machine, Training, forecast_at
+from roundpipe.tools.forecast import Forecast, forecast_at
 from roundpipe.tools.forecast_report import verdict
+from roundpipe.tools.problem import Layers, Machine, Training
 from roundpipe.tools.target import Target
 
 NUM_DEVICES, TIMES_THE_BATCH, RANKS = (1, 2, 4), (1, 2, 4), (None, 16)
@@ -94,12 +95,20 @@ def sweep_text(rows: Sequence[SweptPlan]) -> str:
         "tokens/s" if tokens else "samples/s": [_rate(row.result) for row in rows],
         "on a device": [format_bytes(need.total) if (need := row.result.device) else "-" for row in rows],
     }
+    if any(row.result.residency.trained for row in rows):
+        figures["lives there"] = [_layers_there(row.result) for row in rows]
     verdicts = [verdict(row.result, short=True) for row in rows]
     cells = [list(row) for row in zip(*shown.values(), *figures.values(), verdicts, strict=True)]
     headers = [*shown, *figures, "verdict"]
     size = f", {tokens:,} tokens a sample" if tokens else ""
     fixed = "".join(f", {name} {value}" for name, value in same.items())
     return f"{first.layers.target.name}{fixed}{size}\n\n{table(headers, cells, text_columns=len(headers))}"
+
+
+def _layers_there(result: Forecast) -> str:
+    """How many layers' trained weights live on the device."""
+    number, of = len(result.residency.trained), len(result.costs)
+    return f"{number} of {of} layers" if number else "-"
 
 
 def _rate(result: Forecast) -> str:
@@ -119,7 +128,8 @@ def sweep_json(rows: Sequence[SweptPlan]) -> list[dict[str, Any]]:
             "seconds": None if row.result.simulation is None else row.result.simulation.seconds_per_step,
             "samples_per_s": row.result.samples_per_s(),
             "device_bytes": None if row.result.device is None else row.result.device.total,
-            "host_bytes": row.result.host.total,
+            "trained_layers": sorted(row.result.residency.trained),
+            "host_bytes": row.result.host_bytes,
             "fits": row.result.fits,
             "reasons": row.result.reasons,
         }

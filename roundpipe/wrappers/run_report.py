@@ -12,11 +12,13 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 import torch
 
 from roundpipe.core.tiling import UNTILED, Tiles
 from roundpipe.planning.machine import HardwareProfile
+from roundpipe.planning.residency import DEVICE_BYTES_PER_S
 from roundpipe.planning.simulator import simulate, simulate_timeline, step_alone_s
 from roundpipe.planning.stage_costs import StageCosts, num_trained
 from roundpipe.reports.limits import ADVICE, SHARING, Limit, limit_of
@@ -132,6 +134,8 @@ class RunReport:
     """What decided how long the measured steps took, such as ``compute``, ``up`` or ``update``; None: not measured."""
     num_allocator_retries: int = 0
     """How often devices stood still because their allocators were at the limit and gave back what they kept."""
+    num_layers_there: int = 0
+    """Of the latest training round, layers whose trained weights live on the device, with all that is theirs."""
 
     @property
     def samples_per_s(self) -> float | None:
@@ -178,6 +182,8 @@ class RunReport:
             memory += f", planned for {format_bytes(planned.total)}: {planned}"
         if resident_bytes := max(worker.resident_bytes for worker in self.workers):
             memory += f"; {format_bytes(resident_bytes)} of weights stay"
+            if self.num_layers_there:
+                memory += f", of {counted(self.num_layers_there, 'layer')} with gradients and the optimizer's side"
         if self.num_allocator_retries:
             memory += f"; allocator retries {self.num_allocator_retries / max(self.num_rounds, 1):.2g} a round"
         times = ", ".join(f"{what} {format_seconds(spent_s)}" for what, spent_s in self.optimizer_s.items())
@@ -273,6 +279,7 @@ def make_report(session: Session) -> RunReport:
         start_s=_since(log.start_before, start_s),
         limit=_limit(workers, spent, wall_s),
         num_allocator_retries=num_retries - log.retries_before,
+        num_layers_there=0 if log.latest is None else len(log.latest.residency.trained),
     )
     steps.reset()
     engine.measure_next()
@@ -311,16 +318,18 @@ def _worker_report(
 
 
 def _host_memory(session: Session) -> HostMemory:
-    """What is there, or, while steps or an update run, what those take; ``.grad`` is not read while threads set it."""
+    """What is there, or, while steps or an update run, what those take; ``.grad`` is not read while threads set it.
+
+    What lives on a device is not the host's.
+    """
     model, optimizer = session.shown, session.optimizer
     pairs = optimizer.parameter_pairs()
     weights = {id(tensor): tensor for tensor in (*(pair.parameter for pair in pairs), *model.buffers())}.values()
-    copies = [pair.copy for pair in pairs if pair.copy is not None]
+    copies = [pair.copy for pair in pairs if pair.copy is not None and not pair.is_away]
     if session.engine.running() or not optimizer.is_idle:
-        own: list[torch.Tensor] = [pair.parameter for pair in pairs if pair.parameter.requires_grad]
-        of_copies: list[torch.Tensor] = [
-            pair.copy for pair in pairs if pair.copy is not None and pair.parameter.requires_grad
-        ]
+        trained = [pair for pair in pairs if pair.parameter.requires_grad]
+        own: list[torch.Tensor] = [pair.parameter for pair in trained if pair.twin is None]
+        of_copies: list[torch.Tensor] = [pair.copy for pair in trained if pair.copy is not None and not pair.is_away]
     else:
         of_copies = [copy.grad for copy in copies if copy.grad is not None]
         known = set(map(_address, of_copies))  # after `synchronize` the model shows the optimizer's gradients
@@ -356,8 +365,9 @@ def _predict(
         rests_on = "bytes of layers; their seconds are not measured yet"
         return Prediction(None, None, None, None, memory, device_bytes, rests_on, latest.tiles)
     up, down = link_speeds(meters)
-    trained = sum(num_trained(cost) for cost in costs)
-    profile = replace(profile, upload_bytes_per_s=up, download_bytes_per_s=down)
+    trained = sum(num_trained(cost) for cost in residency.streamed(costs))
+    there_bytes_per_s = DEVICE_BYTES_PER_S if engine.has_accelerators else inf  # CPU workers' is the optimizer's thread
+    profile = replace(profile, upload_bytes_per_s=up, download_bytes_per_s=down, device_bytes_per_s=there_bytes_per_s)
     if update_s and num_steps and trained:
         rate = trained * num_steps / update_s
         profile = replace(profile, optimizer_bytes_per_parameter=1, optimizer_bytes_per_s=rate)

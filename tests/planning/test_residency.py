@@ -9,8 +9,14 @@ import pytest
 from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan, make_schedule
 from roundpipe.planning.machine import HardwareProfile
-from roundpipe.planning.residency import STREAMED, choose_residency, full_residency, trained_residency
-from roundpipe.planning.simulator import simulate
+from roundpipe.planning.residency import (
+    STREAMED,
+    choose_residency,
+    full_residency,
+    trained_residency,
+    with_weights_home,
+)
+from roundpipe.planning.simulator import simulate, simulate_timeline
 from roundpipe.planning.stage_costs import StageCosts, plan_peak_bytes
 
 COST = LayerCost(
@@ -24,6 +30,7 @@ COST = LayerCost(
 )
 COSTS = [COST] * 8
 PLAN = ExecutePlan([(0, 2), (2, 4), (4, 6)], (6, 8), [(4, 6), (2, 4), (0, 2)])
+ONE_STAGE = ExecutePlan([], (0, 8), [])
 PROFILE = HardwareProfile(upload_bytes_per_s=300.0, download_bytes_per_s=300.0)
 
 
@@ -102,3 +109,28 @@ def test_what_is_trained_of_some_layers_stays_beside_frozen_weights_of_others() 
     assert found.uploaded_bytes == pytest.approx(streamed.uploaded_bytes - 20 * num_visits)
     assert found.downloaded_bytes == pytest.approx(streamed.downloaded_bytes - 20 * 2)
     assert found.seconds_per_step <= streamed.seconds_per_step
+
+
+def test_an_update_on_the_device_takes_its_time_and_weights_that_follow_go_down_beside_the_next_step() -> None:
+    schedule, profile = make_schedule(ONE_STAGE, 1, 3), replace(PROFILE, device_bytes_per_s=1000.0)
+    optimizer_bytes = 500
+    there = full_residency(COSTS, optimizer_bytes)
+    free, found = (simulate(schedule, COSTS, each, residency=there) for each in (PROFILE, profile))
+    assert there.update_s(1000.0) == 2 * optimizer_bytes / 1000.0
+    assert found.seconds_per_step == pytest.approx(free.seconds_per_step + there.update_s(1000.0))
+    assert found.mean_idle.total == pytest.approx(free.mean_idle.total, abs=1e-6)
+    home = with_weights_home(there, COSTS)
+    followed = simulate(schedule, COSTS, profile, residency=home)
+    assert home.home_bytes == 8 * 20 and followed.downloaded_bytes == pytest.approx(found.downloaded_bytes + 8 * 20)
+    assert followed.seconds_per_step == pytest.approx(found.seconds_per_step)
+    slow = simulate(schedule, COSTS, replace(profile, download_bytes_per_s=1.0), residency=home)
+    assert slow.seconds_per_step >= 8 * 20  # the next update waits for them
+    _, timeline = simulate_timeline(schedule, COSTS, profile, residency=home)
+    lanes = {span.lane for span in timeline.spans if span.device == "worker 0"}
+    assert {"update", "home"} <= lanes
+
+
+def test_where_everything_stays_nothing_stays_twice() -> None:
+    everything = full_residency(COSTS, 1000)
+    schedule = make_schedule(PLAN, 1, 3)
+    assert choose_residency(schedule, StageCosts(COSTS), 10**6, everything) == everything

@@ -16,7 +16,8 @@ from roundpipe.runtime.engine.plan_choice import PlanChooser
 from roundpipe.tools import command_line as cli
 from roundpipe.tools.comparison import Setting
 from roundpipe.tools.device_data import EFFICIENCY, find_device
-from roundpipe.tools.forecast import Forecast, Machine, Training, forecast
+from roundpipe.tools.forecast import Forecast, forecast
+from roundpipe.tools.problem import Machine, Training
 from roundpipe.tools.target import Target, load_target
 from tests.tools.cases_command_line import (
     DATA,

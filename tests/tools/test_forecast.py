@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import roundpipe
-from roundpipe.tools import forecast
+from roundpipe.tools import problem
 from roundpipe.tools.device_data import EFFICIENCY, DeviceSpec
-from roundpipe.tools.forecast import Forecast, Machine, Training, forecast_at
+from roundpipe.tools.forecast import Forecast, forecast_at
+from roundpipe.tools.problem import Machine, Training
 from roundpipe.tools.target import Target
 from tests.repeats import repeats
 
@@ -60,7 +61,7 @@ class Layers:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.target = target_of(dtype)
-        self.layers = forecast.Layers.of(self.target, 2, on(10**9))
+        self.layers = problem.Layers.of(self.target, 2, on(10**9))
 
     def on(self, memory_bytes: int) -> Forecast:
         return forecast_at(self.layers, on(memory_bytes), TRAINING)

@@ -54,7 +54,13 @@ def test_rows_are_plans_of_their_options(cached: str, capsys: pytest.CaptureFixt
 
 def test_several_times_the_batch_keeps_the_size_of_microbatches() -> None:
     options = argparse.Namespace(
-        batch=8, microbatches=None, devices=1, optimizer=None, optim_dtype="float32", recompute="stage"
+        batch=8,
+        microbatches=None,
+        devices=1,
+        optimizer=None,
+        optim_dtype="float32",
+        recompute="stage",
+        residency=None,
     )
     target = Target("none", torch.nn.Identity(), lambda number: {}, None, None, False)
 

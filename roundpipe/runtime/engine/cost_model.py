@@ -181,6 +181,10 @@ class CostModel:
         if times is not None:
             self.record(call.chain).unread.append((times, call.elements(), call.tiles))
 
+    def expect(self, chain: LayerChain, costs: Sequence[LayerCost], elements: int) -> None:
+        """Take seconds of a chain's layers, for a microbatch of so many elements, as if steps had been measured."""
+        self.record(chain).times[UNTILED] = LayerTimes.known(costs, elements)
+
     def peaks_of(self, call: Call, plan: ExecutePlan) -> VisitPeaks | None:
         """Where to note what visits of a training step take, if memory was computed and a first step is to show it."""
         record, elements, grain = self.record(call.chain), call.elements(), call.config.recompute_grain

@@ -18,13 +18,12 @@ from typing import Any
 
 from roundpipe.core.layers import LayerChain
 from roundpipe.core.schedule import ExecutePlan
-from roundpipe.planning.residency import trained_residency
+from roundpipe.planning.residency import DEVICE_BYTES_PER_S, trained_residency
 from roundpipe.reports.tables import format_bytes
 from roundpipe.runtime.engine.chain_record import Room
 from roundpipe.runtime.engine.cost_model import CostModel
-from roundpipe.runtime.engine.plans_beside import PlanBeside, PlansBeside, trained_parameters
+from roundpipe.runtime.engine.plans_beside import OptimizerFacts, PlanBeside, PlansBeside, trained_parameters
 from roundpipe.runtime.engine.spec import Call
-from roundpipe.runtime.optimizer.optimizer import OptimizerSide
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +32,6 @@ AUTO_GAIN = 0.03
 """Share of a step's time that such a plan must be predicted to save before it is taken unasked."""
 AUTO_TAKES_SOME = False
 """Whether only some layers may live there unasked, too: not yet measured on an accelerator."""
-DEVICE_BYTES_PER_S = 2e12
-"""What an update on an accelerator is taken to read and write of its memory."""
 
 
 @dataclass(slots=True)
@@ -59,7 +56,7 @@ class FullPlans:
     def __init__(self, costs: CostModel, accelerators: bool = False) -> None:
         self._costs = costs
         self._accelerators = accelerators
-        self._optimizer: OptimizerSide | None = None
+        self._optimizer: OptimizerFacts | None = None
         self._may: Callable[[Call], bool] = lambda call: False
         self._kept: weakref.WeakKeyDictionary[LayerChain, dict[Any, _FullPlan]] = weakref.WeakKeyDictionary()
         self._budget_bytes: int | None = None
@@ -70,7 +67,7 @@ class FullPlans:
         self.is_over = False
         """Whether there was too little memory."""
 
-    def allow(self, may: Callable[[Call], bool], optimizer: OptimizerSide) -> None:
+    def allow(self, may: Callable[[Call], bool], optimizer: OptimizerFacts) -> None:
         """``may``: whether a call's weights may live on the device."""
         self._may, self._optimizer = may, optimizer
 
@@ -80,7 +77,7 @@ class FullPlans:
             return False
         return call.config.residency == FULL or self._is_due(call, self._optimizer)
 
-    def _is_due(self, call: Call, optimizer: OptimizerSide) -> bool:
+    def _is_due(self, call: Call, optimizer: OptimizerFacts) -> bool:
         """Whether with ``"auto"`` weights live on the device, or it is known what speaks for it."""
         if optimizer.has_twins:
             return optimizer.may_stay_unasked or not optimizer.is_unasked
@@ -156,8 +153,8 @@ class FullPlans:
         is_unasked = call.config.residency != FULL
         if is_unasked and not call.is_evaluation and not self._optimizer.suits():
             return _FullPlan()
-        spares = is_unasked and not call.is_evaluation
-        plans = PlansBeside(self._costs, call, streamed, budget_bytes, self._optimizer, spares=spares)
+        is_trained_unasked = is_unasked and not call.is_evaluation
+        plans = PlansBeside(self._costs, call, streamed, budget_bytes, self._optimizer, is_unasked=is_trained_unasked)
         if there and not self._has_all and (found := plans.of_those(there)) is not None:
             return _FullPlan(found)
         best: tuple[float, PlanBeside] | None = None
@@ -216,7 +213,7 @@ class FullPlans:
             found_s += rest_s + there / down_bytes_per_s  # new weights, home
         if _is_all(call, found):
             streamed_s = max(streamed_s, step_s)
-        return streamed_s, found_s + 2 * found.optimizer_bytes / DEVICE_BYTES_PER_S
+        return streamed_s, found_s + found.residency.update_s(DEVICE_BYTES_PER_S)
 
     def budget_changed(self) -> None:
         """Look anew at what fits."""

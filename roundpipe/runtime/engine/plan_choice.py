@@ -86,10 +86,18 @@ class PlanChooser:
 
     def plan(self, call: Call) -> ExecutePlan:
         """The plan of a call: the user's, or the planner's for microbatches of this size."""
-        plan = self._streaming(call)
-        return self.full.instead(call, plan, lambda: self.seconds(call, call.tiles)(plan), self._budget_of(call))
+        return self.in_place_of(call, self.streaming(call))
 
-    def _streaming(self, call: Call) -> ExecutePlan:
+    def in_place_of(self, call: Call, streamed: ExecutePlan) -> ExecutePlan:
+        """The plan with trained weights on the device, if it may take the place of one; sets `Call.has_twins`."""
+
+        def streamed_s() -> float:  # by the costs that are known when it is asked, which others are compared with
+            return self.seconds(call, call.tiles)(streamed)
+
+        return self.full.instead(call, streamed, streamed_s, self._budget_of(call))
+
+    def streaming(self, call: Call) -> ExecutePlan:
+        """The plan of a call whose trained weights are streamed."""
         chain, config = call.chain, call.config
         if config.execute_plan is not None:
             config.execute_plan.validate(len(chain))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -16,15 +17,59 @@ from roundpipe.core.layers import LayerCost
 from roundpipe.core.schedule import ExecutePlan, Schedule, ScheduleKind, make_schedule
 from roundpipe.planning.planner import PlanArguments, has_plan
 from roundpipe.planning.planner import plan as choose_plan
-from roundpipe.planning.residency import Residency, choose_residency, full_residency, trained_residency
+from roundpipe.planning.residency import (
+    Residency,
+    choose_residency,
+    full_residency,
+    trained_residency,
+    with_weights_home,
+)
 from roundpipe.planning.stage_costs import StageCosts, plan_peak_bytes, plan_seconds
 from roundpipe.runtime.engine.chain_record import Room
 from roundpipe.runtime.engine.cost_model import CostModel
 from roundpipe.runtime.engine.spec import Call
-from roundpipe.runtime.optimizer.optimizer import OptimizerSide
 
 EIGHTHS = range(8, 0, -1)
 """Of the most layers that fit, those that are looked at."""
+
+
+class OptimizerFacts(Protocol):
+    """What plans ask of the optimizer's side: that of a run, or one that a forecast makes up."""
+
+    @property
+    def has_twins(self) -> bool:
+        """Whether trained weights live on the device."""
+
+    @property
+    def is_unasked(self) -> bool:
+        """Whether they do without that anyone has asked for it."""
+
+    @property
+    def may_stay_unasked(self) -> bool:
+        """Whether nothing has shown that then they had better not."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all stays on the host from now on, unless somebody asks."""
+
+    @property
+    def is_async(self) -> bool:
+        """Whether updates run beside rounds."""
+
+    def suits(self) -> bool:
+        """Whether copies may go to the device without that anyone has asked for it."""
+
+    def lives_there(self, parameter: torch.Tensor) -> bool:
+        """Whether one of the model's parameters lives on the device."""
+
+    def on_host_s(self) -> tuple[float, float] | None:
+        """Seconds of an update on the host, its hand-over among them, and of a step; None: not known, or of no use."""
+
+    def end_measuring(self) -> None:
+        """It was decided that nothing leaves the host."""
+
+    def device_bytes(self, parameters: Collection[torch.Tensor]) -> int:
+        """What copies of these with their gradients and states would take of a device, and an update besides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +81,6 @@ class PlanBeside:
     room: Room
     seconds: float
     """Per step, updates left out."""
-    optimizer_bytes: int
-    """Of the residency, the optimizer's side."""
 
 
 class PlansBeside:
@@ -46,7 +89,8 @@ class PlansBeside:
     Args:
         streamed: the plan without them; its own one where the user has given it.
         budget_bytes: for the plan and what stays.
-        spares: whether what updates need for a moment may be as much as gradients take.
+        is_unasked: whether nobody has asked for weights to stay in training: what updates need for a moment may be as
+            much as gradients take, and the host's weights follow.
     """
 
     def __init__(
@@ -55,19 +99,19 @@ class PlansBeside:
         call: Call,
         streamed: ExecutePlan,
         budget_bytes: int,
-        optimizer: OptimizerSide,
+        optimizer: OptimizerFacts,
         *,
-        spares: bool,
+        is_unasked: bool,
     ) -> None:
         self._model, self._call, self._streamed = costs, call, streamed
-        self._budget_bytes, self._optimizer, self._spares = budget_bytes, optimizer, spares
+        self._budget_bytes, self._optimizer, self._is_unasked = budget_bytes, optimizer, is_unasked
         self._costs = costs.of(call.chain, call.elements(), call.tiles)
         self._trained = trained_parameters(call)
 
     def of_all(self) -> PlanBeside | None:
         """Everything stays; None: there is no plan."""
         optimizer_bytes = self._optimizer.device_bytes(self._parameters(self._trained))
-        return self._plan(full_residency(self._costs, optimizer_bytes), optimizer_bytes, spares=self._spares)
+        return self._plan(full_residency(self._costs, optimizer_bytes), spares=self._is_unasked)
 
     def of_those(self, there: Collection[int]) -> PlanBeside | None:
         """The layers stay that have certain parameters, given by their identities; None: there is no plan, or others.
@@ -98,13 +142,11 @@ class PlansBeside:
     def _parameters(self, layers: Iterable[int]) -> set[torch.Tensor]:
         return {parameter for index in layers for parameter in self._trained[index]}
 
-    def _residency(self, layers: Sequence[int]) -> tuple[Residency, int]:
-        optimizer_bytes = self._optimizer.device_bytes(self._parameters(layers))
-        return trained_residency(self._costs, layers, optimizer_bytes), optimizer_bytes
+    def _residency(self, layers: Sequence[int]) -> Residency:
+        return trained_residency(self._costs, layers, self._optimizer.device_bytes(self._parameters(layers)))
 
     def _of(self, layers: Sequence[int]) -> PlanBeside | None:
-        residency, optimizer_bytes = self._residency(layers)
-        return self._plan(residency, optimizer_bytes, spares=True)
+        return self._plan(self._residency(layers), spares=True)
 
     def _left_bytes(self, residency: Residency, *, spares: bool) -> int:
         """For a plan beside what stays; with ``spares``, an update may take twice what it should."""
@@ -121,7 +163,7 @@ class PlansBeside:
         )
 
     def _fits(self, layers: Sequence[int]) -> bool:
-        residency, _ = self._residency(layers)
+        residency = self._residency(layers)
         there, left_bytes = residency.streamed(self._costs), self._left_bytes(residency, spares=True)
         if left_bytes <= 0:
             return False
@@ -134,8 +176,10 @@ class PlansBeside:
         number, grain = self._call.num_microbatches, self._call.config.recompute_grain
         return plan_peak_bytes(self._streamed, costs, num_workers=1, recompute_grain=grain, is_alone=number == 1)
 
-    def _plan(self, residency: Residency, optimizer_bytes: int, *, spares: bool) -> PlanBeside | None:
+    def _plan(self, residency: Residency, *, spares: bool) -> PlanBeside | None:
         call, links = self._call, self._model.links(self._call.chain, self._call.tiles)
+        if self._is_unasked:
+            residency = with_weights_home(residency, self._costs)
         there, left_bytes = residency.streamed(self._costs), self._left_bytes(residency, spares=spares)
 
         def stays(schedule: Schedule, costs: StageCosts) -> Residency:
@@ -155,7 +199,7 @@ class PlansBeside:
         number = call.num_microbatches
         seconds = predict(plan) if predict else plan_seconds(plan, there, num_workers=1, num_microbatches=number)
         room = self._room(plan, residency, left_bytes)
-        return PlanBeside(plan, residency, room, seconds, optimizer_bytes)
+        return PlanBeside(plan, residency, room, seconds)
 
     def _room(self, plan: ExecutePlan, trained: Residency, left_bytes: int) -> Room:
         """What stays beside a plan in all, and what is left."""

@@ -1,0 +1,97 @@
+"""What a replay consists of (`roundpipe.planning.replay`): its steps, and what goes on in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from roundpipe.core.schedule import Job, Schedule
+from roundpipe.planning.machine import Node
+
+Cause = Literal["weights", "activations", "optimizer", "no_work"]
+CAUSES: tuple[Cause, ...] = ("weights", "activations", "optimizer", "no_work")
+
+Activity = Literal[
+    "recompute",
+    "compute",
+    "upload",
+    "download",
+    "kept",
+    "weights",
+    "gradients",
+    "update",
+    "hand-over",
+    "update there",
+    "home",
+]
+
+
+class ReplayedActivity(NamedTuple):
+    """Something that a replay consists of; the node knows when it began and ended."""
+
+    node: Node
+    activity: Activity
+    job: Job | None
+    """None: an update, or weights that go home behind one."""
+    microbatch: int | None
+    num_bytes: float | None
+
+
+class ReplayedWait(NamedTuple):
+    """A time in which a worker computed nothing."""
+
+    worker: int
+    cause: Cause
+    start_s: float
+    end_s: float
+
+
+class EarlierJob(NamedTuple):
+    """A job as the later jobs on its worker see it."""
+
+    job: Job
+    last_op: Node
+    gradients: Node | None
+    gradient_bytes: int
+
+
+class JobWaits(NamedTuple):
+    """What the ops of a job wait for, and the seconds that they lost to it."""
+
+    losses: Node | None
+    start: Node
+    weights: Node
+    gate: Node | None
+    before: EarlierJob | None
+    lost_s: dict[Cause, float]
+
+
+Outputs = dict[int, tuple[Node, Node | None]]
+"""By microbatch, what a stage gives: when it is on the host, and when it is computed."""
+
+
+@dataclass(slots=True)
+class ReplayedStep:
+    """One step of the replay."""
+
+    schedule: Schedule
+    start: Node = field(default_factory=Node)
+    losses: Node = field(default_factory=Node)
+    ends: list[Node] = field(default_factory=list)
+    """Of each job's compute, then of everything else that must be as before in a steady step."""
+    uploads: dict[int, list[Node]] = field(default_factory=dict)
+    """Per layer, those of its weights."""
+    handed_over: dict[int, Node] = field(default_factory=dict)
+    """Per layer that is trained, when its new weights are in the model."""
+    lost_s: list[dict[Cause, float]] = field(default_factory=list)
+    """Per job, what its ops waited."""
+    moved_bytes: tuple[float, ...] = ()
+    """Up, down and by the optimizer, until its end."""
+    relative_ends_s: list[float] = field(default_factory=list)
+    """All ends, from the last job's on, once it is over."""
+
+    @property
+    def end_s(self) -> float:
+        end_s = self.ends[len(self.schedule.jobs) - 1].over_s
+        assert end_s is not None
+        return end_s

@@ -1,0 +1,76 @@
+"""The optimizer's side of a forecast: the memory that it takes, of the host or of a device, and its traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from roundpipe.reports.memory import HostMemory
+from roundpipe.tools.target import Target
+
+OptimizerName = Literal["adamw", "sgd"]
+
+STATES = {"adamw": 2, "sgd": 0}
+"""Optimizer states per trained parameter, as large as its copy."""
+_COUNT_BYTES = {"adamw": 4, "sgd": 0}
+"""Of the tensor that counts the updates of each parameter."""
+COPY_ACCESSES = {"adamw": 8, "sgd": 3}
+"""Reads and writes of values of the optimizer's dtype in one update of one parameter: copy, gradient, states."""
+MODEL_ACCESSES = 2
+"""Those of the model's dtype: the gradient read, the weight written."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedOptimizer:
+    """One of torch's, stepped by ``step`` beside the next round, as plans ask about it before anything has run."""
+
+    name: OptimizerName
+    dtype: torch.dtype
+    """Of the copies."""
+    seconds: tuple[float, float] | None = None
+    """Of an update on the host, its hand-over among them, and of a step that streams."""
+    has_twins: bool = False
+    is_unasked: bool = False
+    may_stay_unasked: bool = True
+    is_over: bool = False
+    is_async: bool = True
+
+    def suits(self) -> bool:
+        return True
+
+    def lives_there(self, parameter: torch.Tensor) -> bool:
+        return False
+
+    def on_host_s(self) -> tuple[float, float] | None:
+        return self.seconds
+
+    def end_measuring(self) -> None:
+        """Nothing was measured."""
+
+    def device_bytes(self, parameters: Collection[torch.Tensor]) -> int:
+        """Of copies, gradients and states, and of gradients that an update converts."""
+        num_bytes = 0
+        for parameter in parameters:
+            tensors = 2 + STATES[self.name] + (parameter.dtype != self.dtype)
+            num_bytes += parameter.numel() * self.dtype.itemsize * tensors + _COUNT_BYTES[self.name]
+        return num_bytes
+
+    def host_memory(
+        self, target: Target, carried_bytes: int, there: Collection[torch.Tensor] = frozenset()
+    ) -> HostMemory:
+        """What training takes of the host while the parameters ``there`` live on a device."""
+        parameters = {id(parameter): parameter for parameter in target.model.parameters()}.values()
+        buffers = {id(buffer): buffer for buffer in target.model.buffers()}.values()
+        trained = [parameter for parameter in parameters if parameter.requires_grad and parameter not in there]
+        copies_bytes = sum(parameter.numel() for parameter in trained) * self.dtype.itemsize
+        return HostMemory(
+            weights=sum(tensor.nbytes for tensor in (*parameters, *buffers)),
+            gradients=sum(parameter.nbytes for parameter in trained),
+            optimizer_copies=copies_bytes,
+            optimizer_gradients=copies_bytes,
+            optimizer_states=copies_bytes * STATES[self.name],
+            carried=carried_bytes,
+        )

@@ -1,0 +1,187 @@
+"""Forecasts of what lives on a device, against runs with the same budget: which layers, and how many bytes."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import roundpipe
+from roundpipe.runtime.engine import builder
+from roundpipe.runtime.engine.plan_choice import PlanChooser
+from roundpipe.tools.command_line import main
+from roundpipe.tools.device_data import EFFICIENCY, DeviceSpec
+from roundpipe.tools.forecast import Forecast, forecast_at
+from roundpipe.tools.problem import Layers, Machine, Training
+from roundpipe.tools.target import Target
+
+transformers = pytest.importorskip("transformers", reason="plans for a Llama")
+
+LENGTH = 16
+TRAINING = Training(batch=6, num_microbatches=3, residency="full")
+
+
+@pytest.fixture(autouse=True)
+def plans_by_estimates(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs on CPU workers are planned as on accelerators, by what is estimated, as forecasts are."""
+    monkeypatch.setattr(
+        builder, "PlanChooser", lambda *args, **options: PlanChooser(*args, **{**options, "accelerators": True})
+    )
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def decoder(kind: str, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        use_cache=False,
+        tie_word_embeddings=kind == "tied",
+    )
+    # the public constructor takes no dtype
+    model = transformers.LlamaForCausalLM._from_config(config, dtype=dtype).train()
+    if kind == "LoRA":
+        peft = pytest.importorskip("peft", reason="adapters")
+        model.requires_grad_(False)
+        peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules="all-linear"), model)
+    return model
+
+
+def kwargs_for(num_samples: int) -> dict[str, torch.Tensor]:
+    ids = torch.arange(num_samples * LENGTH).reshape(num_samples, LENGTH) % 256
+    return {"input_ids": ids, "labels": ids}
+
+
+def layers_of(kind: str, dtype: torch.dtype = torch.float32) -> Layers:
+    with torch.device("meta"):
+        model = decoder(kind, dtype)
+    return Layers.of(Target(kind, model, kwargs_for, None, LENGTH, True), 2, machine(10**9))
+
+
+def machine(memory_bytes: int) -> Machine:
+    device = DeviceSpec("device", memory_bytes, 1e13, 1e12, 1e10, "made up")
+    return Machine(device, 1, EFFICIENCY, host_bytes_per_s=1e11)
+
+
+class Run:
+    """Two steps of a decoder on a CPU worker with a forecast's budget, and what there is then."""
+
+    def __init__(self, kind: str, found: Forecast, dtype: torch.dtype) -> None:
+        options = roundpipe.RoundPipeRunConfig(num_microbatch=3, residency=found.training.residency)
+        devices = [roundpipe.Device("cpu", memory_bytes=found.machine.budget_bytes)]
+        model, given = decoder(kind, dtype), {"example_kwargs": kwargs_for(2), "optim_dtype": torch.float32}
+        self.reports = []
+        with roundpipe.compile(model, devices=devices, model_run_config=options, **given) as pipe:
+            ours = torch.optim.AdamW(pipe.optim_parameters(), lr=1e-3)
+            for _ in range(2):
+                pipe.forward_backward(input_kwargs=kwargs_for(6), loss_fn=_own_loss, loss_reduction="mean")
+                pipe.step(ours.step, is_async=False)
+                self.reports.append(pipe.report())
+            # as values: tables show them as text
+            session, built = pipe._session, pipe._runner.builder
+            self.residency, self.plan = built.last_residency, built.last_plan
+            self.names = {name for name, each in model.named_parameters() if session.optimizer.lives_there(each)}
+            self.peak_bytes = pipe.peak_device_bytes()
+
+
+def _own_loss(outputs: Any, label: Any) -> torch.Tensor:
+    return outputs.loss
+
+
+def names_there(found: Forecast) -> set[str]:
+    """The parameters that are predicted to live there: those of the layers, which tied ones are of two of."""
+    layers, chain = found.residency.trained, found.layers.chain
+    there = {each for index in layers for each in chain[index].parameters() if each.requires_grad}
+    return {name for name, each in found.layers.target.model.named_parameters() if each in there}
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "budgets"),
+    [
+        ("tied", torch.float32, {6_000_000: 0, 8_000_000: 2, 10_000_000: 7}),
+        ("untied", torch.bfloat16, {8_000_000: 4}),
+        ("LoRA", torch.float32, {3_000_000: 3, 3_300_000: 7}),
+    ],
+)
+def test_what_lives_there_is_what_does_in_a_run(kind: str, dtype: torch.dtype, budgets: dict[int, int]) -> None:
+    layers = layers_of(kind, dtype)
+    for memory_bytes, number in budgets.items():
+        found = forecast_at(layers, machine(memory_bytes), TRAINING)
+        run, device = Run(kind, found, dtype), found.device
+        assert len(found.residency.trained) == number
+        assert (found.residency, found.plan) == (run.residency, run.plan)  # bytes, too
+        assert names_there(found) == run.names and run.reports[-1].num_layers_there == number
+        assert device is not None and run.peak_bytes <= device.total <= found.machine.budget_bytes
+        forecasts = found.streamed_host or found.host, found.host
+        for predicted, report in zip(forecasts, run.reports, strict=True):
+            of_a_run = report.host_memory
+            assert predicted.weights == of_a_run.weights
+            assert predicted.optimizer_copies == of_a_run.optimizer_copies
+            assert predicted.optimizer_gradients == of_a_run.optimizer_gradients
+        assert (found.host.total < found.host_bytes) is bool(number)
+
+
+def test_steps_are_faster_the_more_lives_there_and_updates_there_take_their_time() -> None:
+    layers = layers_of("tied")
+
+    def seconds(memory_bytes: int, residency: Any = "full", **changes: Any) -> float:
+        on = replace(machine(memory_bytes), **changes)
+        found = forecast_at(layers, on, replace(TRAINING, residency=residency)).simulation
+        assert found is not None
+        return found.seconds_per_step
+
+    slow_host = {"host_bytes_per_s": 1e9}
+    steps = [seconds(memory_bytes, **slow_host) for memory_bytes in (6_000_000, 8_000_000, 10_000_000)]
+    assert steps == sorted(steps, reverse=True) and steps[2] < 0.5 * steps[0]
+    assert steps[0] == seconds(6_000_000, "off", **slow_host) == seconds(10_000_000, "off", **slow_host)
+    fast, slow = (
+        seconds(10_000_000, device=replace(machine(10_000_000).device, bytes_per_s=rate)) for rate in (1e15, 1e10)
+    )
+    found = forecast_at(layers, machine(10_000_000), TRAINING)
+    assert slow - fast > found.residency.update_s(1e10 * EFFICIENCY.bandwidth) * 0.99
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_unasked_all_lives_there_if_that_is_faster_by_enough(is_slow: bool) -> None:
+    torch.use_deterministic_algorithms(False)  # with which nothing is decided by times
+    layers, training = layers_of("tied"), replace(TRAINING, residency="auto")
+    on = replace(machine(12_000_000), host_bytes_per_s=1e9 if is_slow else 1e15)
+    found = forecast_at(layers, on, training)
+    assert len(found.residency.trained) == 7 * is_slow
+    assert found.simulation is not None
+    assert found.simulation.downloaded_bytes > 10**6  # gradients, or the weights that follow
+    beside_others = forecast_at(layers, on, training, is_alone=False)
+    assert not beside_others.residency.trained and beside_others.streamed_host is None
+    some = forecast_at(layers, replace(on, device=replace(on.device, memory_bytes=8_000_000)), training)
+    assert not some.residency.trained
+
+
+def test_tables_show_what_lives_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = decoder("tied").config
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    given = ["plan", str(tmp_path), "--dtype", "float32", "--seq", str(LENGTH), "--batch", "6", "--microbatches", "3"]
+    on = ["--flops", "10T", "--link", "10GB/s", "--residency", "full", "--memory", "8000000"]
+    assert main([*given, *on]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^lives there +2 of 7 layers \(0 \.\. 1\): ", text, re.MULTILINE)
+    assert re.search(r"^layer .* weights +stays ", text, re.MULTILINE)
+    assert main([*given, *on, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    host, residency = found["host_memory"], found["residency"]
+    assert residency["trained_layers"] == [0, 1] and host["steady_bytes"] < host["needed_bytes"]
+    assert [layer["resident_bytes"] > 0 for layer in found["layers"]] == [True] * 2 + [False] * 5
+    assert main([*given, *on, "--sweep", "devices"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert "lives there" in rows[2] and "2 of 7 layers" in rows[4] and "layers" not in rows[5]
