@@ -2,60 +2,64 @@
 
 A ``loss_fn`` may compute with weights, as for a penalty, or with tensors of its own that are trained. Its backward adds
 to their ``.grad`` as it goes, so that an attempt that fails later would leave them for the next one to add to.
+
+Invariant: ``.grad`` is read only while no step and no update runs: a read beside a thread that sets it, such as an
+update that drops gradients, can end the process. That gradients have come is told by hooks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from roundpipe.effects.uses import reached_by
+from roundpipe.runtime.weights.gradient_counts import GradientCounts
 from roundpipe.wrappers.model_view import ModelView
 
 
 class HostGradients:
-    """Those of what a loss function reaches; nothing if it reaches no tensor that is trained."""
+    """Those of what a loss function reaches; nothing if it reaches no tensor that is trained.
 
-    def __init__(self, loss_fn: Any) -> None:
+    ``wait_idle`` returns when no step and no update is running.
+    """
+
+    def __init__(self, loss_fn: Any, counts: GradientCounts, wait_idle: Callable[[], None]) -> None:
         reached = () if loss_fn is None else tensors_reached_by(loss_fn)
         self._reached = {id(each): each for each in reached if each.is_leaf and each.requires_grad}
-        self._before: list[tuple[torch.Tensor, torch.Tensor | None, int, torch.Tensor | None]] = []
+        self._counts, self._wait_idle = counts, wait_idle
+        self._numbers: list[int] = []
+        self._before: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = []
         self.can_restore = False
 
     def note(self, parameters: Iterable[torch.Tensor] = (), *, keeps_values: bool) -> None:
         """Take note of them as they are now; with their values and those of a model's parameters, to put all back."""
+        if not self._reached:
+            return
         self.can_restore = keeps_values
-        leaves = {**self._reached, **{id(leaf): leaf for leaf in parameters if self._reached}}
-        for leaf in leaves.values():
-            gradient = leaf.grad
-            values = None if gradient is None or not keeps_values else gradient.detach().clone()
-            self._before.append((leaf, gradient, -1 if gradient is None else gradient._version, values))
-
-    @property
-    def reaches_any(self) -> bool:
-        """Whether the loss reaches tensors that are trained."""
-        return bool(self._reached)
+        self._numbers = self._counts.of(self._reached.values(), self._wait_idle)
+        if keeps_values:
+            self._wait_idle()  # what earlier calls add must be whole
+            for leaf in {**self._reached, **{id(leaf): leaf for leaf in parameters}}.values():
+                gradient = leaf.grad
+                self._before.append((leaf, gradient, None if gradient is None else gradient.detach().clone()))
 
     @property
     def have_come(self) -> bool:
-        """Whether something that the loss reaches has other gradients than before."""
-        return any(
-            leaf.grad is not gradient or (gradient is not None and gradient._version != version)
-            for leaf, gradient, version, _ in self._before
-            if id(leaf) in self._reached
-        )
+        """Whether something that the loss reaches has got gradients since, from a backward of its own."""
+        return self._counts.of(self._reached.values(), self._wait_idle) != self._numbers
 
     def restore(self) -> None:
         """Put all back, those of the model's layers, too."""
         assert self.can_restore
-        for leaf, gradient, _, values in self._before:
+        for leaf, gradient, values in self._before:
             if gradient is not None and values is not None:
                 with torch.no_grad():
                     gradient.copy_(values)
             leaf.grad = gradient
+        self._numbers = self._counts.of(self._reached.values(), self._wait_idle)
 
 
 def tensors_reached_by(function: Any) -> Iterator[torch.Tensor]:

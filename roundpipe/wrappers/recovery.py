@@ -60,9 +60,8 @@ def run_step(
     before = gradients = None
     if plans.has_budget:
         is_first = not plans.is_proven(call)
-        before, gradients = CallSnapshot(call, thorough=is_first), HostGradients(call.loss_fn)
-        if is_first and gradients.reaches_any:
-            session.engine.steps.wait_idle()  # what earlier calls add must be whole
+        before = CallSnapshot(call, thorough=is_first)
+        gradients = HostGradients(call.loss_fn, session.gradient_counts, session.wait_idle)
         gradients.note(call.chain.parameters() if is_first else (), keeps_values=is_first)
     while True:
         try:

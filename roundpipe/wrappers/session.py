@@ -42,6 +42,7 @@ from roundpipe.runtime.optimizer.reads import ReadWatch
 from roundpipe.runtime.ranks.group import ProcessGroupLike
 from roundpipe.runtime.ranks.turns import CallShare, Ranks
 from roundpipe.runtime.weights.gate import Gates
+from roundpipe.runtime.weights.gradient_counts import GradientCounts
 from roundpipe.runtime.weights.host_weights import HostWeights, PinMode
 from roundpipe.wrappers.background_writer import BackgroundWriter
 from roundpipe.wrappers.run_log import RunLog
@@ -123,6 +124,8 @@ class Session:
         self.reads = ReadWatch(model, self.optimizer)
         self.writer = BackgroundWriter()
         self.log = RunLog()
+        self.gradient_counts = GradientCounts()
+        """Of tensors of the host that losses reach."""
         self.closed = False
         self._is_released = False
         self._noted_hooks = False
@@ -134,6 +137,11 @@ class Session:
     def check_open(self) -> None:
         if self.closed:
             raise ClosedError(f"{self.name} was closed; compile the model again to go on")
+
+    def wait_idle(self) -> None:
+        """Return when no step and no update is running; inside one, those that are not it."""
+        self.engine.steps.wait_idle()
+        self.optimizer.wait_update("a call")
 
     @contextmanager
     def call(self, *, reads: bool = False) -> Iterator[None]:
@@ -287,6 +295,7 @@ class Session:
             return
         try:  # nested, so that an error has the one before as its context
             self._end_streamed()
+            self.gradient_counts.end()
             self.watch.end()
             self.reads.end()
             self.optimizer.close()

@@ -1,6 +1,7 @@
 """Gradients that a loss adds on the host by itself are those of one call, also if the call is run again."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -61,3 +62,46 @@ def test_where_gradients_were_not_kept_the_call_is_not_run_again():
         fault.at = fault.visits + counted(Fault()) - 2
         with pytest.raises(DeviceMemoryError, match="its loss_fn has added gradients to tensors of the host"):
             piped.forward_backward((batch(),), loss_fn=loss_fn, run_config=config(NUM))
+
+
+class Told(nn.Parameter):
+    """Tells who reads its gradient."""
+
+    reads: list[str]
+
+    @property
+    def grad(self):
+        self.reads.append(threading.current_thread().name)
+        return super().grad
+
+    @grad.setter
+    def grad(self, value):
+        torch.Tensor.grad.__set__(self, value)
+
+
+def test_gradients_that_an_update_is_about_to_drop_are_not_read():
+    """A read of ``.grad`` beside a thread that sets it can end the process."""
+    model, loss_fn = model_of(Fault()), Loss(nn.Linear(1, 1))
+    loss_fn.scale = Told(torch.ones((), dtype=DTYPE))
+    dropped, called = threading.Event(), threading.Event()
+
+    def update():
+        ours.step()
+        loss_fn.scale.grad = None
+        dropped.set()
+        assert called.wait(30)
+
+    with roundpipe.RoundPipe(model, devices=[Device("cpu", memory_bytes=ROOM)]) as piped:
+        ours = torch.optim.SGD(piped.optim_parameters(), lr=0.01)
+        loss_fn.scale.reads = []
+        for _ in range(2):
+            piped.forward_backward((batch(),), loss_fn=loss_fn, run_config=config(NUM))
+        piped.step(update)
+        assert dropped.wait(30)
+        del loss_fn.scale.reads[:]
+        piped.forward_backward((batch(),), loss_fn=loss_fn, run_config=config(NUM))
+        assert not loss_fn.scale.reads
+        called.set()
+        piped.synchronize()
+        assert loss_fn.scale.grad is not None and loss_fn.scale._post_accumulate_grad_hooks
+    assert not loss_fn.scale._post_accumulate_grad_hooks

@@ -299,9 +299,9 @@ class OptimizerSide(UnaskedSteps):
         """Whether the calling code runs in the optimizer's thread."""
         return self._updates.is_current
 
-    def wait_update(self) -> None:
+    def wait_update(self, waiter: str = "a timeline") -> None:
         """Return when no update is running, at once inside one, or after the deadline."""
-        self._updates.wait_over("a timeline")
+        self._updates.wait_over(waiter)
 
     def raise_pending(self) -> None:
         """Raise, once, what the previous asynchronous ``step_fn`` raised; does not wait for it."""

@@ -23,6 +23,7 @@ from roundpipe.core.errors import ConfigError
 from roundpipe.core.storages import is_plain, stored_tensors
 from roundpipe.runtime.device.host_limit import HOST_LIMIT
 from roundpipe.runtime.device.host_memory import Registrar
+from roundpipe.runtime.weights.gradient_counts import GradientCount
 from roundpipe.runtime.weights.layer_weights import LayerWeights
 from roundpipe.runtime.weights.slots import tensors_of
 
@@ -172,7 +173,9 @@ class HostWeights:
         """Raise `ConfigError` for a trained parameter with a hook that can't be run when its gradient is there."""
         for slot in (slot for weights in layers for slot in weights.slots if slot.is_parameter):
             parameter = slot.current
-            if parameter is not None and parameter._post_accumulate_grad_hooks and parameter.requires_grad:
+            hooks = None if parameter is None else parameter._post_accumulate_grad_hooks
+            is_told = any(not isinstance(hook, GradientCount) for hook in (hooks or {}).values())
+            if parameter is not None and is_told and parameter.requires_grad:
                 names = () if self._model is None else self._model.named_parameters()
                 where = next((name for name, other in names if other is parameter), slot.attributes[0].name)
                 raise ConfigError(
