@@ -225,6 +225,25 @@ def test_an_arena_grows_and_is_reused():
     assert target.ledger.total_bytes == 1088
 
 
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_weights_come_up_once_for_all_calls_of_an_update(accumulate):
+    """In one stage; in the first steps samples of the host's values are not taken yet."""
+    model, uploaded = mlp(3).to(DTYPE), []
+    with roundpipe.RoundPipe(model, devices=["cpu"], model_run_config=config(2)) as piped:
+        optimizer = torch.optim.SGD(piped.optim_parameters(), lr=0.01)
+        for _ in range(4):
+            for _ in range(accumulate):
+                piped.forward_backward((batch(),), loss_fn=square_loss)
+                piped.synchronize()
+                uploaded.append(piped.report().workers[0].moved_bytes["weights"])
+            piped.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+        before = piped.forward_backward((batch(),), loss_fn=square_loss)
+        model[2][0].weight.data.mul_(2)  # of which torch takes no note
+        assert piped.forward_backward((batch(),), loss_fn=square_loss) != before
+    steady = [uploaded[0], *[0] * (accumulate - 1)]
+    assert uploaded[2 * accumulate :] == 2 * steady and uploaded[0] > 0
+
+
 def test_released_layers_hold_no_device_memory():
     target = backend()
     host, _ = host_of()

@@ -226,7 +226,7 @@ class _Content:
     has_samples: bool
     """Whether samples of the host's values were taken, by which a write through ``.data`` shows."""
     was_taken: bool = False
-    """Whether a visit of a later step has taken it."""
+    """Whether a visit of a later step has taken it, or would have taken the one before it if that had samples."""
 
     def is_of(self, layers: Sequence[BoundLayer]) -> bool:
         """Whether it is of these layers as they are now, none of which writes what a visit has brought."""
@@ -252,6 +252,8 @@ class Arena:
         self._latest = 1
         """The side of the visit that was begun last."""
         self._there: list[_Content | None] = [None, None]
+        self._lacked_samples = False
+        """Whether a visit that was begun would have taken what is there, but for samples."""
         self._takes_samples = False
         """Whether weights outlast steps, so that samples of what is brought are worth their time."""
 
@@ -326,11 +328,12 @@ class Arena:
         region = self._buffer.data[start : start + num_bytes]
         visit = Visit(self._backend, region, layers, self.residents, step, with_samples=self._takes_samples)
         if not any(layer.weights.has_loose for layer in layers):  # whose memory would not be given back
-            self._there[side] = _Content(start, region, visit.streamed, self._takes_samples)
+            self._there[side] = _Content(start, region, visit.streamed, self._takes_samples, self._lacked_samples)
         return visit, side
 
     def _side_with(self, layers: Sequence[BoundLayer], step: int) -> int | None:
         """The side that has what a visit would bring, if there is one."""
+        self._lacked_samples = False
         for side, content in enumerate(self._there):
             if content is None or not content.is_of(layers):
                 continue
@@ -338,7 +341,9 @@ class Arena:
             is_marked = any(part.is_marked for part in content.parts)
             if is_later:
                 self._takes_samples = content.was_taken or not is_marked
-            if is_marked or (is_later and not content.has_samples):
+            lacks_samples = is_later and not content.has_samples
+            self._lacked_samples |= lacks_samples and not is_marked
+            if is_marked or lacks_samples:
                 continue
             if all(part.is_current(step) for part in content.parts):
                 content.was_taken = content.was_taken or is_later
