@@ -10,6 +10,8 @@ from torch.nn import functional as F
 
 import roundpipe
 from roundpipe import RoundPipeRunConfig
+from roundpipe.runtime.config import resolve
+from roundpipe.wrappers.loss_warnings import MOST_READ, LossWarnings
 from tests.runtime.models import assert_same, gradients
 from tests.test_losses import VOCABULARY, Tokens, padded
 from tests.wrappers.cases_tails import runs
@@ -243,3 +245,24 @@ def test_a_scalar_output_of_which_nothing_is_known_is_told_of_once_or_right(make
             warnings.simplefilter("error")
             piped(given["ids"])
             piped(**given, roundpipe_run_config=RoundPipeRunConfig(1))
+
+
+class OnDevice(torch.Tensor):
+    """A scalar that seems to be on a device, and counts how often it is read."""
+
+    reads = 0
+    device = torch.device("cuda:0")
+
+    def __float__(self):
+        OnDevice.reads += 1
+        return 1.0
+
+
+def test_scalars_on_a_device_are_looked_at_in_the_first_calls_only():
+    looks, config = LossWarnings(nn.Identity()), resolve(None, None, num_devices=1)
+    outputs = [{"loss": torch.zeros(()).as_subclass(OnDevice)} for _ in range(2)]
+    for _ in range(MOST_READ + 2):
+        looks.look_at_outputs(outputs, config)
+    assert OnDevice.reads == MOST_READ * len(outputs)
+    with pytest.warns(UserWarning, match="is the average over the 2 microbatches"):
+        looks.look_at_outputs([{"loss": torch.zeros(())}, {"loss": torch.ones(())}], config)

@@ -16,6 +16,7 @@ from roundpipe import Device, ExecutePlan
 from roundpipe.core.tiling import UNTILED
 from roundpipe.runtime.device.cpu import CpuBackend
 from roundpipe.runtime.engine.allocator_room import (
+    LONGEST_PAUSE,
     LOOKED_AT,
     NOT_STEADY,
     SHARES,
@@ -95,6 +96,21 @@ def test_the_fastest_share_is_kept_for_good(seconds: list[float], retries: list[
     assert set(shares[MOST_STEPS:]) == {all_shares[kept]}
     assert sum(before != after for before, after in zip(shares, shares[1:], strict=False)) <= len(SHARES) + 1
     assert len(devices.asked) == len(set(devices.asked))
+
+
+def test_the_longer_there_are_no_retries_the_fewer_steps_are_looked_at() -> None:
+    devices = FakeDevices(lambda share: 1.0, lambda share: 0)
+    looked_at = []
+    for _ in range(12 * LONGEST_PAUSE):
+        looked_at.append(devices.room.begin(devices.present, devices.counter))
+        if (record := looked_at[-1]) is not None:
+            record.end(1.0, failed=False)
+        assert devices.room.following(devices.present, devices.choose) is None
+    assert None not in looked_at[: NOT_STEADY + LOOKED_AT]
+    late = looked_at[-(LONGEST_PAUSE + LOOKED_AT) :]
+    assert late.count(None) == LONGEST_PAUSE
+    other = RunsBy(ExecutePlan([], (0, 4), []), UNTILED, 0.0)
+    assert devices.room.begin(other, devices.counter) is not None
 
 
 def test_single_retries_are_not_steady() -> None:

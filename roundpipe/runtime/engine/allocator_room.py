@@ -33,6 +33,8 @@ WITH_RETRIES = 2
 """Of them, those that must have had retries."""
 NOT_STEADY = 2
 """First steps by a plan, which are not among them: the allocator has other pieces yet, and peaks are measured."""
+LONGEST_PAUSE = 32
+"""Steps that are not looked at behind a look that showed no retries: 4 at first, then twice as many each time."""
 GAIN = 0.03
 """Share of a step's time by which it must have become faster for what was left to stay."""
 MOST_LOSS = 0.1
@@ -97,6 +99,10 @@ class AllocatorRoom:
     _best_s: float = 0.0
     """Seconds of a step by it."""
     _steps: list[StepRetries] = field(default_factory=list)
+    _pause: int = 0
+    """Steps that were not looked at behind the latest look."""
+    _rest: int = 0
+    """Of them, those to come."""
 
     def begin(self, setting: RunsBy, counter: RetryCounter) -> StepRetries | None:
         """Where to note what a step brings; None: nobody asks."""
@@ -104,6 +110,10 @@ class AllocatorRoom:
             return None
         if self._steps and self._steps[-1].setting != setting:
             self._steps.clear()
+            self._pause = self._rest = 0
+        if self._rest:  # counters of allocators take time to read
+            self._rest -= 1
+            return None
         self._steps.append(step := StepRetries(setting, counter))
         return step
 
@@ -118,6 +128,7 @@ class AllocatorRoom:
                 text = "with %.0f%% of devices left to allocators a step takes %.3g s instead of %.3g s: that stays"
                 logger.info(text, 100 * present.share, seconds, self._best_s)
             elif not retries:
+                self._rest = self._pause = min(2 * self._pause or LOOKED_AT, LONGEST_PAUSE)
                 return None
             self._best, self._best_s = present, seconds
         share = next((share for share in SHARES if share > present.share), None) if retries else None
