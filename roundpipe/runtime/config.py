@@ -94,10 +94,10 @@ class RoundPipeRunConfig:
 
     residency: Residency | None = None
     """What stays on the devices between visits and rounds: ``"auto"`` (built-in), weights that are not trained, as far
-    as there is room beside what the plan needs, and on one accelerator with room for it all of a model with gradients
-    and the optimizer's side, if that is faster and no code notices; ``"off"``: nothing, each round uploads weights
-    again; ``"full"``: all of a model wherever there is room, else as many layers as there is room for, on a CPU worker
-    too; see docs/tuning.md."""
+    as there is room beside what the plan needs, and on one accelerator all of a model with gradients and the
+    optimizer's side, or as many layers as there is room for, if that is faster and no code notices; ``"off"``: nothing,
+    each round uploads weights again; ``"full"``: the same from the second step on, on a CPU worker too, noticed or not;
+    see docs/tuning.md."""
 
     loss_reduction: LossReduction | None = None
     """How the microbatches' losses make up the batch's: ``"sum"`` (built-in) or ``"mean"``; see

@@ -226,12 +226,16 @@ def test_small_trained_weights_all_stay_and_frozen_ones_as_far_as_there_is_room(
 
 
 @pytest.fixture
-def little_memory(monkeypatch):
-    """Models of `test_unasked` have little memory, any gain does, and some layers will do, too."""
-    monkeypatch.setattr(full_plans, "AUTO_TAKES_SOME", True)
+def takes_any_gain(monkeypatch):
+    """With "auto", as on an accelerator on which every step is faster."""
     monkeypatch.setattr(full_plans, "AUTO_GAIN", -1e9)
     init = full_plans.FullPlans.__init__
     monkeypatch.setattr(full_plans.FullPlans, "__init__", lambda self, costs, accelerators: init(self, costs, True))
+
+
+@pytest.fixture
+def little_memory(takes_any_gain, monkeypatch):
+    """Models of `test_unasked` have little memory."""
     monkeypatch.setattr(test_unasked, "wrapped", functools.partial(test_unasked.wrapped, memory_bytes=13_000))
 
 
@@ -248,3 +252,44 @@ def test_nobody_notices_where_nobody_has_asked(little_memory, is_async, accumula
 
     test_unasked.same(between, is_async=is_async, accumulate=accumulate)
     assert numbers[-1] == 2
+
+
+@pytest.mark.parametrize("residency", ["auto", "full"])
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda:0", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+        ),
+    ],
+)
+def test_megabytes_on_a_device_train_as_streamed_ones_do(takes_any_gain, device, residency):
+    width, depth = 512, 12
+
+    def run(residency):
+        torch.manual_seed(4)
+        model, losses = mlp(depth, width).float(), []
+        devices = [roundpipe.Device(device, memory_bytes=60 * 2**20)]
+        options = roundpipe.RoundPipeRunConfig(num_microbatch=2, residency=residency)
+        with roundpipe.RoundPipe(model, devices=devices, model_run_config=options, optim_dtype=torch.float32) as piped:
+            optimizer = torch.optim.SGD(piped.optim_parameters(), lr=0.1, momentum=0.9)
+
+            def update():
+                torch.nn.utils.clip_grad_norm_(piped.optim_parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+
+            for step in range(12):
+                x = batch(8, width=width, seed=step).float()
+                losses.append(piped.forward_backward((x,), loss_fn=square_loss).detach())
+                piped.step(update)
+            piped.synchronize()
+            number = number_there(piped)
+        return torch.stack(losses), [parameter.detach().clone() for parameter in model.parameters()], number
+
+    streamed, weights, none = run("off")
+    losses, found, number = run(residency)
+    assert none == 0 < number < 2 * depth
+    torch.testing.assert_close(losses, streamed, rtol=1e-5, atol=0)
+    torch.testing.assert_close(found, weights, rtol=1e-5, atol=1e-6)

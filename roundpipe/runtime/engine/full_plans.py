@@ -2,9 +2,8 @@
 
 Where there is room all of them do, and only values are moved; else those of some layers (`plans_beside`). With
 ``residency="full"`` such a plan is taken if it is predicted to be no slower than the one that streams; with ``"auto"``,
-on an accelerator with room for all, once it is known what updates take on the host, if it is faster by enough and
-nobody will notice (`roundpipe.runtime.optimizer.unasked`). Once a step has run out of memory fewer layers stay, or
-none if all had.
+on an accelerator, once it is known what updates take on the host, if it is faster by enough and nobody will notice
+(`roundpipe.runtime.optimizer.unasked`). Once a step has run out of memory fewer layers stay, or none if all had.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ logger = logging.getLogger(__name__)
 FULL = "full"
 AUTO_GAIN = 0.03
 """Share of a step's time that such a plan must be predicted to save before it is taken unasked."""
-AUTO_TAKES_SOME = False
-"""Whether only some layers may live there unasked, too: not yet measured on an accelerator."""
 
 
 @dataclass(slots=True)
@@ -183,8 +180,7 @@ class FullPlans:
         """All stays, if it may and that is not too much; else some layers, the most first."""
         if self._most_layers is None and (self._has_all or not there) and (found := plans.of_all()) is not None:
             yield found
-        may_take_some = AUTO_TAKES_SOME or call.config.residency == FULL
-        if may_take_some and not call.is_evaluation:  # for which fewer layers would have to stay in training, too
+        if not call.is_evaluation:  # for which fewer layers would have to stay in training, too
             yield from plans.of_some(self._most_layers)
 
     def _compared(self, call: Call, found: PlanBeside, before_s: float) -> tuple[float, float]:
