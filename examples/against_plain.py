@@ -23,7 +23,9 @@ def agrees(
     """Whether the first steps of SGD are those of plain PyTorch; prints by how much they differ.
 
     Args:
-        model: wraps ``net``; both are in evaluation mode meanwhile, without dropout or batches' statistics.
+        model: wraps ``net``; both are in evaluation mode meanwhile, without dropout or batches' statistics. Plain
+            PyTorch gets the same microbatches and updates copies in float32, too: all else is a matter of rounding,
+            and in bfloat16 some gradients are nothing but that.
         net: the model itself.
         data: keyword arguments and labels of each step.
         loss_fn: ``(outputs, labels) -> loss``, a mean over samples.
@@ -32,18 +34,29 @@ def agrees(
     plain = copy.deepcopy(net).eval()
     model.eval()
     trained = [parameter for parameter in plain.parameters() if parameter.requires_grad]
-    ours, theirs = torch.optim.SGD(model.optim_parameters(), lr=lr), torch.optim.SGD(trained, lr=lr)
-    loss_differences, gradient_differences = [], []
+    copies = [parameter.detach().float() for parameter in trained]
+    ours, theirs = torch.optim.SGD(model.optim_parameters(), lr=lr), torch.optim.SGD(copies, lr=lr)
+    loss_differences, gradient_differences, sizes = [], [], []
+
+    def counted(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(labels))
+        return loss_fn(outputs, labels)
+
     for _, (inputs, labels) in zip(range(CHECK_STEPS), data, strict=False):
-        loss = model.forward_backward(input_kwargs=inputs, label=labels, loss_fn=loss_fn, loss_reduction="mean")
+        sizes.clear()
+        loss = model.forward_backward(input_kwargs=inputs, label=labels, loss_fn=counted, loss_reduction="mean")
         model.synchronize()
-        expected = loss_fn(plain(**inputs), labels)
-        expected.backward()
-        loss_differences.append(abs(float(loss) - float(expected.detach())))
+        expected = sum(plain_losses(plain, inputs, labels, loss_fn, sizes))
+        loss_differences.append(abs(float(loss) - expected))
         gradient_differences.append(gradient_difference(net, plain))
         model.step(lambda: (ours.step(), ours.zero_grad()), is_async=False)
+        for parameter, copied in zip(trained, copies, strict=True):
+            copied.grad = parameter.grad.float() if parameter.grad is not None else None
         theirs.step()
-        theirs.zero_grad()
+        with torch.no_grad():
+            for parameter, copied in zip(trained, copies, strict=True):
+                parameter.copy_(copied)
+        plain.zero_grad()
     model.train()
     loss_difference, gradient = largest(loss_differences), largest(gradient_differences)
     print(f"check: largest loss difference {loss_difference:.1e}, gradient difference {gradient:.1e}")
@@ -52,6 +65,23 @@ def agrees(
         print(f"check: FAILED, more than {tolerance:.0e}")
         return False
     return True
+
+
+def plain_losses(
+    plain: nn.Module,
+    inputs: dict[str, Any],
+    labels: torch.Tensor,
+    loss_fn: Callable[[Any, torch.Tensor], torch.Tensor],
+    sizes: list[int],
+) -> Iterator[float]:
+    """What microbatches of these sizes add to the loss of a batch, in plain PyTorch; adds their gradients up."""
+    end = 0
+    for size in sizes:
+        start, end = end, end + size
+        rows = {name: one[start:end] if isinstance(one, torch.Tensor) else one for name, one in inputs.items()}
+        loss = loss_fn(plain(**rows), labels[start:end]) * (size / len(labels))
+        loss.backward()
+        yield float(loss.detach())
 
 
 def largest(differences: list[float]) -> float:

@@ -82,9 +82,9 @@ def train(model: Any, data: Iterator[Any], what: str, steps: int, lr: float, tim
 
 
 def evaluate(model: Any, inputs: dict[str, Any], labels: torch.Tensor) -> float:
-    """Mean cross entropy of a batch; its logits stay on the devices."""
-    model.eval()
-    loss = model.forward_loss(input_kwargs=inputs, label=labels, loss_fn=next_token_loss, loss_reduction="mean")
+    """Mean cross entropy of a batch, two sequences at a time: their logits stay on the devices."""
+    few = roundpipe.RoundPipeRunConfig(num_microbatch=NUM_EVALUATED // 2, loss_reduction="mean")
+    loss = model.eval().forward_loss(input_kwargs=inputs, label=labels, loss_fn=next_token_loss, run_config=few)
     model.train()
     return float(loss)
 

@@ -59,7 +59,8 @@ class Target:
 def check_target(text: str) -> None:
     """Raises a `ConfigError` for what is neither a path nor ``module:function``, before anything is loaded."""
     if not path_of("TARGET", text).expanduser().exists() and ":" not in text and _cached_config(text) is None:
-        fetched = f" (hf download {text} config.json fetches it)" if _HUB_NAME.fullmatch(text) else ""
+        is_name = _HUB_NAME.fullmatch(text) and not text.endswith(".json")
+        fetched = f" (hf download {text} config.json fetches it)" if is_name else ""
         raise ConfigError(
             f"TARGET {text}: there is no such file or folder, nor such a model in the Hugging Face cache{fetched}; "
             "give a Hugging Face config.json, a folder that has one, or package.module:factory"

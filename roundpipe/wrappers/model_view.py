@@ -49,6 +49,12 @@ class ModelView(nn.Module):
 
     _session: Session
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The model's, for those who ask what it is: whether it is a `PreTrainedModel`, what its ``forward`` takes."""
+        session = self.__dict__.get("_session")
+        return type(self) if session is None else type(session.shown)
+
     @property
     def model(self) -> nn.Module:
         """The wrapped module."""
@@ -107,7 +113,7 @@ class ModelView(nn.Module):
             delattr(self._target, name)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self._target)})
+        return sorted({*dir(type(self)), *self.__dict__, *dir(self._target)})
 
     def train(self, mode: bool = True) -> Self:
         """Set training mode on the wrapper and the model."""

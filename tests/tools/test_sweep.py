@@ -83,6 +83,8 @@ def test_a_name_that_is_not_in_the_cache_says_how_to_fetch_it(cached: str) -> No
     check_target(cached)
     with pytest.raises(ConfigError, match="hf download roundpipe/other config.json fetches it"):
         check_target("roundpipe/other")
+    with pytest.raises(ConfigError, match="Hugging Face cache; give"):  # a path is no name
+        check_target("other/config.json")
 
 
 @pytest.mark.long
